@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-LATER = {
+LAZY_NAMES = {
     **dict.fromkeys(("BackendError", "GraphError", "HocketError", "PlanError"), ".graph"),
     **dict.fromkeys(("DType", "Graph", "Node", "Spec", "Value", "constant", "input", "state", "weight"), ".graph"),
     **dict.fromkeys(("from_json", "to_json", "to_networkx"), ".graph"),
@@ -82,15 +82,17 @@ if os.environ.keys() & {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}:  # 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":  # of `from hocket import *`
-        return [*LATER]
-    if name not in LATER:
+        return [*LAZY_NAMES]
+    if name not in LAZY_NAMES:
         from .graph.validation import did_you_mean
 
         raise AttributeError(f"module 'hocket' has no attribute {name!r}{did_you_mean(name, __dir__())}")
-    module = import_module(LATER[name], __name__)
-    value = globals()[name] = module if LATER[name] == f".{name}" else getattr(module, name)
+    module = import_module(LAZY_NAMES[name], __name__)
+    value = globals()[name] = module if LAZY_NAMES[name] == f".{name}" else getattr(module, name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *LATER} - {"Any", "LATER", "TYPE_CHECKING", "import_module", "leave_note", "os"})
+    return sorted(
+        {*globals(), *LAZY_NAMES} - {"Any", "LAZY_NAMES", "TYPE_CHECKING", "import_module", "leave_note", "os"}
+    )

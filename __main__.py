@@ -6,9 +6,9 @@ A program that imports hocket, or calls `hocket.cli.main`, keeps its own setting
 import gc
 import os
 
-OBJECTS = 1_000_000
+GC_THRESHOLD_OBJECTS = 1_000_000
 """The number of new objects after which Python searches for garbage cycles."""
-IDLE = "20"
+BLAS_IDLE_CYCLES_LOG2 = "20"
 """Idle threads of OpenBLAS poll 2**20 cycles (half a millisecond) for the next matrix product before they sleep.
 
 The default of OpenBLAS is 2**26 cycles. Threads are idle at first, so that takes a tenth of the start time.
@@ -17,8 +17,8 @@ The default of OpenBLAS is 2**26 cycles. Threads are idle at first, so that take
 
 def main() -> int:
     """Run the command that the process was started for, and return its exit code."""
-    gc.set_threshold(OBJECTS)  # objects of a command stay; searching them took a tenth of the start time
-    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", IDLE)
+    gc.set_threshold(GC_THRESHOLD_OBJECTS)  # objects of a command stay; searching them took a tenth of the start time
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", BLAS_IDLE_CYCLES_LOG2)
     from .cli import main as command
 
     code = command()

@@ -23,9 +23,9 @@ from .frontends.terminal.rank_command import run_rank
 from .graph.errors import HocketError
 from .graph.validation import did_you_mean
 
-OWN = ("-h", "--help", "--version")
+TOP_LEVEL_FLAGS = ("-h", "--help", "--version")
 """Flags that may precede the command."""
-SHARING = (
+SHARED_FLAGS_HELP = (
     "Commands that run or plan a model take --devices, --split-mode, --tensor-split and --place REGEX=DEVICE (what has "
     "such a name, or reads a weight or state of such a name, runs on that device); see hocket COMMAND --help."
 )
@@ -39,9 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     if launch := detect_launch():
-        return run_rank(launch, partial(_run, words), _said, version=__version__, debug="--debug" in words)
+        return run_rank(
+            launch, partial(_run_command, words), _describe_error, version=__version__, debug="--debug" in words
+        )
     try:
-        return _guarded(words)
+        return _run_with_reported_errors(words)
     except BrokenPipeError:
         # The reader of the output has closed it. The rest must not fail again when the interpreter ends.
         with suppress(OSError, ValueError):
@@ -52,27 +54,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _guarded(words: Sequence[str]) -> int:
+def _run_with_reported_errors(words: Sequence[str]) -> int:
     """Run the command, and print an error that bad input causes as one line."""
     encoding = getattr(sys.stdout, "encoding", None)  # none if a test or an embedding program collects the text
     if encoding and encoding.lower().replace("-", "") != "utf8":
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # typeshed has TextIO, which lacks it
     debug = "--debug" in words
     try:
-        return _run(words)
+        return _run_command(words)
     except BrokenPipeError:
         raise
     except (HocketError, OSError, MemoryError) as error:
         if debug:
             raise
-        write_log_line(f"hocket: {as_one_line(_said(error))}")
+        write_log_line(f"hocket: {as_one_line(_describe_error(error))}")
         return 2
 
 
-def _run(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
+def _run_command(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
     parser = build_parser(words)
-    asked = _asked(words)
-    if asked is not None and words[0] != asked and words[0] not in OWN:
+    asked = _find_command(words)
+    if asked is not None and words[0] != asked and words[0] not in TOP_LEVEL_FLAGS:
         parser.error(
             f"got {words[0]!r:.80} before a command; need the command first, as in: hocket run {words[0]!s:.80}"
         )
@@ -102,11 +104,14 @@ def build_parser(words: Sequence[str]) -> CommandParser:
     Only the command in `words` has its flags, and only its module is imported.
     """
     parser = CommandParser(
-        "hocket", description="Run GGUF language models as compiled graphs.", epilog=SHARING, allow_abbrev=False
+        "hocket",
+        description="Run GGUF language models as compiled graphs.",
+        epilog=SHARED_FLAGS_HELP,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=CommandParser, prog=parser.prog)
-    asked = _asked(words)
+    asked = _find_command(words)
     for name, purpose in COMMAND_HELP.items():
         sub = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         if name == asked:
@@ -117,12 +122,12 @@ def build_parser(words: Sequence[str]) -> CommandParser:
     return parser
 
 
-def _asked(words: Sequence[str]) -> str | None:
+def _find_command(words: Sequence[str]) -> str | None:
     """Return the first word that is no flag, which names the command, or None."""
     return next((word for word in words if not word.startswith("-")), None)
 
 
-def _said(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return an error as one line with a remedy."""
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"

@@ -12,7 +12,7 @@ from .base import Array, Backend, Device, Program, Tensor
 
 
 @runtime_checkable
-class Tolerant(Protocol):
+class DeclaresTolerance(Protocol):
     """A backend with kernels of coarser arithmetic than float32."""
 
     def tolerance(self, node: Node) -> float | None:
@@ -20,55 +20,55 @@ class Tolerant(Protocol):
 
 
 @runtime_checkable
-class Rounds(Protocol):
+class SupportsExactMode(Protocol):
     """A backend that rounds activations where weights have fewer bits, unless the caller asks for exact products."""
 
-    def exactly(self) -> Backend:
+    def with_float32_matmuls(self) -> Backend:
         """Return a backend for the same devices that computes every matrix product in float32."""
 
 
 @runtime_checkable
-class Graded(Protocol):
+class SupportsDeviceClasses(Protocol):
     """A backend that reports classes of equal devices, so that support is tested once per class."""
 
-    def grade(self, on: Device) -> Hashable:
+    def classify_device(self, on: Device) -> Hashable:
         """Return a key that is equal for devices that can run the same nodes."""
 
 
-def grade_of(backend: Backend, on: Device) -> Hashable:
+def find_device_class(backend: Backend, on: Device) -> Hashable:
     """Return a key that is equal for devices that can run the same nodes; each device has its own key by default."""
-    return id(backend), backend.grade(on) if isinstance(backend, Graded) else str(on)
+    return id(backend), backend.classify_device(on) if isinstance(backend, SupportsDeviceClasses) else str(on)
 
 
 @runtime_checkable
-class Meets(Protocol):
+class SupportsTransports(Protocol):
     """A backend with devices that can communicate in several ways."""
 
-    def meeting(self, devices: Sequence[Device]) -> str:
+    def describe_transport(self, devices: Sequence[Device]) -> str:
         """Return the transport of these devices and the reason for it, as a phrase that follows "they meet"."""
 
 
 @runtime_checkable
-class Settled(Protocol):
+class SupportsPlanCache(Protocol):
     """A backend with answers that depend only on its source, settings and device, so that plans can be cached."""
 
-    def settings(self) -> str:
+    def describe_settings(self) -> str:
         """Return the choices that were made when the backend was created, such as the thread count."""
 
 
 @runtime_checkable
-class Packs(Protocol):
+class PacksWeights(Protocol):
     """A backend that packs quantised weights into host memory, which may be mapped from a file."""
 
-    def packing(self) -> str:
+    def compute_packing_id(self) -> str:
         """Return an identifier of the packed form: equal identifiers mean equal bytes of a weight."""
 
 
 @runtime_checkable
-class Divides(Protocol):
+class SupportsPiecewiseLoading(Protocol):
     """A backend that can load a large weight in slices, so that few bytes of the file are in memory at once."""
 
-    def pieces(self, data: Array, declared: Spec, buffer: Any) -> Iterable[tuple[Array, Spec, Any]]:
+    def split_weight(self, data: Array, declared: Spec, buffer: Any) -> Iterable[tuple[Array, Spec, Any]]:
         """Yield (data, spec, buffer) of each slice, to be loaded in turn; the result is the same as after one `load`.
 
         Args:
@@ -79,15 +79,15 @@ class Divides(Protocol):
 
 
 @runtime_checkable
-class Shares(Protocol):
+class SupportsZeroCopyWeights(Protocol):
     """A backend that can read a weight in the memory of the caller."""
 
-    def buffer_over(self, data: Array, declared: Spec) -> Any | None:
+    def as_buffer(self, data: Array, declared: Spec) -> Any | None:
         """Return the memory of `data` as a buffer; None if the backend stores such a weight in another form."""
 
 
 @runtime_checkable
-class Threaded(Protocol):
+class SupportsThreads(Protocol):
     """A backend that runs kernels on threads of this machine."""
 
     threads: int
@@ -95,10 +95,10 @@ class Threaded(Protocol):
 
 
 @runtime_checkable
-class Carries(Protocol):
+class SupportsBatchedWrites(Protocol):
     """A backend with memory that the host reaches by copies, where one large copy is faster than many small ones."""
 
-    def writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
+    def make_writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
         """Return a function that writes one array to each of these tensors, before later runs.
 
         The function may overwrite bytes between the tensors, up to the next multiple of `ALIGNMENT`. The caller may
@@ -107,22 +107,22 @@ class Carries(Protocol):
 
 
 @runtime_checkable
-class Gives(Protocol):
+class SupportsReturnedOutputs(Protocol):
     """A compiled program that can copy outputs to the host as part of the run."""
 
-    def giving(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+    def make_runner_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
         """Return a function that runs the program and returns these tensors as new host arrays."""
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedKernel:
     """A kernel of one run: the positions of its instructions, its start and its end in seconds of `time.monotonic`.
 
     A wait for other devices counts towards the kernel that had to wait.
     """
 
     kernel: str
-    numbers: tuple[int, ...]
+    instruction_numbers: tuple[int, ...]
     start: float
     end: float
 
@@ -132,13 +132,13 @@ class Timed:
 
 
 @runtime_checkable
-class Measures(Protocol):
+class SupportsTiming(Protocol):
     """A compiled program that can report the kernels of a run and their times."""
 
     def kernels(self) -> list[str]:
         """Return the names of the kernels that a run calls, in order; a substitute for a kernel has another name."""
 
-    def measured(self) -> Iterable[Timed]:
+    def run_timed(self) -> Iterable[TimedKernel]:
         """Run once and return the time of each kernel; errors are the same as in a plain run.
 
         The times may be read after the next run has begun.
@@ -146,20 +146,20 @@ class Measures(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceLocation:
     """The location of the source of a kernel, such as ``hocket/cli.py:12``, and its `text`, empty for a long source."""
 
-    place: str
+    file_and_line: str
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class KernelCall:
     """A kernel that a program calls, and the positions of the instructions that it computes."""
 
     kernel: str
-    source: Source
-    numbers: tuple[int, ...]
+    source: SourceLocation
+    instruction_numbers: tuple[int, ...]
 
 
 STAND_IN = "NumPy"
@@ -167,41 +167,43 @@ STAND_IN = "NumPy"
 
 
 @runtime_checkable
-class Foretells(Protocol):
+class ListsKernels(Protocol):
     """A backend that can list the kernels of a program before there is memory for it."""
 
-    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
+    def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
         """Return the kernels in the order of a run, except for kernels that depend on the other devices of a group."""
 
 
 @runtime_checkable
-class Gathers(Protocol):
+class ReportsFusion(Protocol):
     """A backend that fuses instructions where their memory allows it, and so affects the distribution of a graph."""
 
-    def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
+    def list_fused_groups(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
         """Return the positions of the instructions in the order of a run; fused instructions are one entry."""
 
 
 @runtime_checkable
-class Overlaps(Protocol):
+class SupportsOverlap(Protocol):
     """A backend with devices that may compute during a collective."""
 
-    def overlaps(self, devices: Sequence[Device]) -> bool:
+    def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
         """Return whether devices of this group run independent instructions during a collective (see ``beside.py``)."""
 
 
-def overlaps(group: Sequence[tuple[Backend, Device]]) -> bool:
+def can_group_overlap(group: Sequence[tuple[Backend, Device]]) -> bool:
     """Return whether the devices of a group compute during a collective.
 
     Devices of several backends do not: they communicate through host memory, and all of them wait.
     """
     first = group[0][0]
     is_one = all(type(backend) is type(first) for backend, _ in group)
-    return is_one and isinstance(first, Overlaps) and first.overlaps([device for _, device in group])
+    return (
+        is_one and isinstance(first, SupportsOverlap) and first.can_overlap_collectives([device for _, device in group])
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class KernelSpeeds:
     """Speeds that kernels should reach, by the dtype of the weights or by op.
 
     `bandwidth` is in bytes/s, for few tokens. `flops` is in FLOP/s, for many tokens. An op has an entry where that
@@ -215,27 +217,27 @@ class Reached:
     prompt_limits: Mapping[str, str]
 
 
-OTHERS = "others"
+OTHER_OPS = "others"
 """Key of all ops that have no entry of their own and read no weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class PredictedSpeeds:
     """Known speeds of a kind of device, in addition to its data sheet.
 
     `products` has matrix products by the dtype of the weights. `ops` has the other ops by name.
     """
 
-    products: Reached
-    ops: Reached
+    products: KernelSpeeds
+    ops: KernelSpeeds
 
 
 @runtime_checkable
-class Simulates(Protocol):
+class SupportsSimulation(Protocol):
     """A backend for which plans can be made without its devices."""
 
-    def absent(self, model: str) -> Backend:
+    def make_simulated_backend(self, model: str) -> Backend:
         """Return a backend for devices of that model that answers the questions of the planner and runs nothing."""
 
-    def predicted(self, kind: str) -> Predicted | None:
+    def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
         """Return the known speeds of a kind of device, in addition to its data sheet, or None."""

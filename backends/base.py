@@ -21,14 +21,14 @@ from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
 from ..graph.spec import Spec
 from ..graph.validation import NONE, TEXT, did_you_mean, format_value, integer_between, list_of, validate_arguments
-from .once import once
+from .once import call_once
 
 Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT = 64
 """Every buffer, value and scratch begins at a multiple of this many bytes: a cache line, and the widest vector."""
-GROUP = "hocket.backends"
+ENTRY_POINT_GROUP = "hocket.backends"
 """The entry-point group in which packages register backends; the name of an entry is the device kind."""
-OWN: Mapping[str, str] = MappingProxyType(
+BUILTIN_BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "cpu": "hocket.backends.cpu.backend:CpuBackend",
         "cuda": "hocket.backends.cupy.cuda:CudaBackend",
@@ -43,7 +43,7 @@ OWN: Mapping[str, str] = MappingProxyType(
 """The backends of this package by device kind, in the notation of entry points; they need no package metadata."""
 
 
-KIND = re.compile(r"\w[\w.-]*", re.ASCII)
+DEVICE_KIND_PATTERN = re.compile(r"\w[\w.-]*", re.ASCII)
 """The kind of a device, which is also the name of an entry point."""
 
 
@@ -68,23 +68,23 @@ class DeviceName:
         here, at, rank = text.partition("@")
         kind, _, numbers = here.partition(":")
         index, dot, part = numbers.partition(".")
-        if not KIND.fullmatch(kind):
+        if not DEVICE_KIND_PATTERN.fullmatch(kind):
             raise BackendError(
                 f"device {format_value(text)}: a kind is letters, digits, '_', '-' and '.', "
                 "and a number follows, as in cpu:0"
             )
-        if at and not _is_number(rank):
+        if at and not _is_decimal(rank):
             raise BackendError(
                 f"device {format_value(text)}: after the @ comes the number of a process, as in {kind}:0@1"
             )
-        if (numbers and not _is_number(index)) or (dot and not _is_number(part)):
+        if (numbers and not _is_decimal(index)) or (dot and not _is_decimal(part)):
             raise BackendError(
                 f"device {format_value(text)}: after the colon comes a number, as in {kind}:0, or {kind}:0.1 for a part"
             )
         return cls(kind, int(index or 0), int(part) if dot else None, int(rank) if at else None)
 
 
-def _is_number(text: str) -> bool:
+def _is_decimal(text: str) -> bool:
     return text.isdecimal() and text.isascii() and len(text) < 10
 
 
@@ -117,7 +117,7 @@ class Support:
     """Whether a device can run a node, and the reason."""
 
     ok: bool
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ class BufferSpec:
     kind: str
     name: str
     nbytes: int
-    declared: Spec | None = None
-    stored: Spec | None = None
+    declared_spec: Spec | None = None
+    stored_spec: Spec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,20 +186,20 @@ class Program:
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
     undo: tuple[tuple[int, Instruction], ...] = ()
-    kept: str = field(default="", init=False, compare=False, repr=False)
+    cache_name: str = field(default="", init=False, compare=False, repr=False)
     """A unique name under which data about this program is cached; a copy made by `replace` has none."""
 
     @property
-    def saves(self) -> frozenset[int]:
+    def save_positions(self) -> frozenset[int]:
         """The positions of the instructions that compute nothing of the graph but save states for `undo`."""
         return frozenset(at for at, _ in self.undo)
 
     @property
-    def saved_bytes(self) -> int:
+    def undo_bytes(self) -> int:
         """Arena bytes that are retained until the end of the run for `undo`."""
-        return sum(t.spec.nbytes for at in self.saves for t in self.instructions[at].dst)
+        return sum(t.spec.nbytes for at in self.save_positions for t in self.instructions[at].dst)
 
-    def undoing(self, finished: int | frozenset[int]) -> Program:
+    def build_undo_program(self, finished: int | frozenset[int]) -> Program:
         """Build the program that rolls back a run after some instructions have finished.
 
         Args:
@@ -214,15 +214,15 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Slabs:
+class SharedBuffers:
     """Memory that several processes share, in which compiled code sums float32.
 
     `signal_pad` has 64-bit words like `Comm.signal_pad`. `float_buffers` [2, devices, n] has two buffers for each
     device, which are used in turn.
     """
 
-    board: npt.NDArray[np.int64]
-    floats: npt.NDArray[np.float32]
+    signal_pad: npt.NDArray[np.int64]
+    float_buffers: npt.NDArray[np.float32]
 
 
 class Comm(Protocol):
@@ -233,21 +233,21 @@ class Comm(Protocol):
 
     rank: int
     size: int
-    everybody: int  # devices of the whole plan, numbered in messages; above `size` if there are several groups
-    is_apart: bool
+    plan_device_count: int  # devices of the whole plan, numbered in messages; above `size` if there are several groups
+    spans_processes: bool
     """Whether the members belong to several processes, so that an address of one member is invalid for another."""
     timeout: float  # seconds
-    board: npt.NDArray[np.int64] | None
+    signal_pad: npt.NDArray[np.int64] | None
     """The signal pad: ``16 + 8 * size`` words that begin as zeros, shared by the members of one process.
 
     Compiled collectives use it. It is None if the members share no memory, or if some of them are not compiled. Word
     `FAILURE_WORD` is set when a member fails, in any process. Members count their runs in `view_run_numbers`.
     """
-    slabs: Slabs | None
+    shared_buffers: SharedBuffers | None
     """Shared buffers of members in several processes of one machine; else None."""
     devices: Sequence[Device]
     """The devices of the members; known if there is a signal pad or if there are shared buffers."""
-    wire: DType
+    transfer_dtype: DType
     """The dtype in which large float32 sums may be sent between devices with separate memories: `F32` or `BF16`.
 
     Rounding to `BF16` changes a value by up to 2**-8 of it. With N devices the error of a sum is at most ``(N + 1) *
@@ -383,16 +383,16 @@ def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
     return np.ndarray(shape, dtype.storage, buffer=buffer.data, offset=tensor.offset, strides=strides)
 
 
-@once
-def registered() -> Mapping[str, str]:
+@call_once
+def find_registered_backends() -> Mapping[str, str]:
     """Return all backends by device kind, of this package and of others, read once per process.
 
     To read the metadata of all packages takes 15 to 50 ms. Raises `BackendError` if two packages claim one kind.
     """
     from importlib.metadata import entry_points  # 15 ms that our own backends need not pay
 
-    entries = dict(OWN)
-    for entry in entry_points(group=GROUP):
+    entries = dict(BUILTIN_BACKENDS)
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
         other = entries.setdefault(entry.name, entry.value)
         if other != entry.value:
             raise BackendError(f"backend {entry.name!r} is registered as {other} and as {entry.value}; remove one")
@@ -400,9 +400,9 @@ def registered() -> Mapping[str, str]:
 
 
 @validate_arguments(BackendError, kind=TEXT)
-def load(kind: str) -> Backend:
+def load_backend(kind: str) -> Backend:
     """Return the backend of a device kind. Raises `BackendError` with the known kinds or the import error."""
-    known = OWN if kind in OWN else registered()
+    known = BUILTIN_BACKENDS if kind in BUILTIN_BACKENDS else find_registered_backends()
     if kind not in known:
         hint = did_you_mean(kind, known, min_ratio=0.7) or f"; known kinds: {', '.join(sorted(known))}"
         raise BackendError(f"there is no backend for device kind {format_value(kind)}{hint}")
@@ -414,30 +414,30 @@ def load(kind: str) -> Backend:
 
 
 @validate_arguments(BackendError, name=TEXT)
-def find(name: str) -> tuple[Backend, Device]:
+def find_device(name: str) -> tuple[Backend, Device]:
     """Return the backend and the device of a name such as ``cpu:0``, ``cpu``, ``cuda:0.1`` or ``cpu:0@1``.
 
     A name without an index means the first device. A device of another process has the properties of the same device in
     this process. Raises `BackendError`.
     """
     called = DeviceName.parse(name)
-    backend = load(called.kind)
+    backend = load_backend(called.kind)
     return backend, replace(backend.device(called.index), part=called.part, rank=called.rank)
 
 
-THREADS = integer_between(1, 1 << 16) | NONE
+THREADS_KIND = integer_between(1, 1 << 16) | NONE
 
 
-@validate_arguments(BackendError, names=list_of(TEXT, "a sequence of texts"), threads=THREADS)
-def group_of(names: Sequence[str], threads: int | None = None) -> list[tuple[Backend, Device]]:
+@validate_arguments(BackendError, names=list_of(TEXT, "a sequence of texts"), threads=THREADS_KIND)
+def find_devices(names: Sequence[str], threads: int | None = None) -> list[tuple[Backend, Device]]:
     """Return backends and devices by name, each with `threads` threads; by default the devices share the processors.
 
     Raises `BackendError`.
     """
-    count = threads_for(len(names), threads)
-    return [(backend.with_threads(count), device) for backend, device in map(find, names)]
+    count = compute_threads_per_device(len(names), threads)
+    return [(backend.with_threads(count), device) for backend, device in map(find_device, names)]
 
 
-def threads_for(devices: int, asked: int | None = None) -> int:
+def compute_threads_per_device(devices: int, asked: int | None = None) -> int:
     """Return the threads of each of `devices` devices of this machine: `asked`, or an equal share of the processors."""
     return asked or max(1, (os.cpu_count() or 1) // max(1, devices))

@@ -17,11 +17,13 @@ from itertools import islice
 
 from ..ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from .base import Instruction, Program, Tensor
-from .liveness import Touched
+from .liveness import AccessedRegions
 from .operands import Operand, Region
 
 
-def beside(program: Program, groups: Iterable[Sequence[int]] | None = None) -> Mapping[int, tuple[int, ...]]:
+def find_overlapped_instructions(
+    program: Program, groups: Iterable[Sequence[int]] | None = None
+) -> Mapping[int, tuple[int, ...]]:
     """Return, for each collective with overlapped instructions, their positions in the order of the run.
 
     Args:
@@ -30,39 +32,39 @@ def beside(program: Program, groups: Iterable[Sequence[int]] | None = None) -> M
             of a group has to wait, the group waits. By default the instructions run one by one in program order.
     """
     steps = program.instructions
-    touched = cache(lambda number: _touched(program, steps[number]))
+    touched = cache(lambda number: _find_accessed_regions(program, steps[number]))
     order = [(number,) for number in range(len(steps))] if groups is None else [*groups]
     found: dict[int, tuple[int, ...]] = {}
     for place, (at, *_) in enumerate(order):
-        if not can_run_beside(steps[at].op):
+        if not can_be_overlapped(steps[at].op):
             continue
         for group in islice(order, place + 1, None):
-            if any(steps[n].op in COLLECTIVES or disturbs(touched(at), touched(n)) for n in group):
+            if any(steps[n].op in COLLECTIVES or has_access_conflict(touched(at), touched(n)) for n in group):
                 break
             found[at] = (*found.get(at, ()), *group)
     return found
 
 
-def can_run_beside(op: str) -> bool:
+def can_be_overlapped(op: str) -> bool:
     """Return whether instructions may overlap with that op: a collective of a whole device group."""
     return op in COLLECTIVES and op not in POINT_TO_POINT_OPS
 
 
-def disturbs(meeting: Touched, other: Touched) -> bool:
+def has_access_conflict(meeting: AccessedRegions, other: AccessedRegions) -> bool:
     """Return whether an instruction with the accesses `other` has to wait for a collective."""
     (read, written), (reads, writes) = meeting, other
-    return _meet(written, [*reads, *writes]) or _meet(read, writes)
+    return _has_overlap(written, [*reads, *writes]) or _has_overlap(read, writes)
 
 
-def _touched(program: Program, i: Instruction) -> Touched:
+def _find_accessed_regions(program: Program, i: Instruction) -> AccessedRegions:
     written = [*i.dst, *([] if i.scratch is None else [i.scratch])]
-    return [_region(program, t) for t in i.src if t is not None], [_region(program, t) for t in written]
+    return [_find_region(program, t) for t in i.src if t is not None], [_find_region(program, t) for t in written]
 
 
-def _region(program: Program, t: Tensor) -> Region:
+def _find_region(program: Program, t: Tensor) -> Region:
     spec = program.buffers[t.buffer]
-    return Operand(t.offset, t, spec.declared, spec.stored, spec.kind).region
+    return Operand(t.offset, t, spec.declared_spec, spec.stored_spec, spec.kind).region
 
 
-def _meet(some: Iterable[Region], others: Sequence[Region]) -> bool:
-    return any(a.overlaps(b) for a in some for b in others)
+def _has_overlap(some: Iterable[Region], others: Sequence[Region]) -> bool:
+    return any(a.can_overlap_collectives(b) for a in some for b in others)

@@ -11,19 +11,21 @@ from pathlib import Path
 
 from ..graph.files import PRIVATE, replacing
 
-COMPILING, COMPILED = "compiling %s", "compiled %s"
+COMPILING_MESSAGE, COMPILED_MESSAGE = "compiling %s", "compiled %s"
 """Logged at level INFO before and after a kernel is compiled."""
-MISSING = "%d kernels to compile"
+MISSING_KERNELS_MESSAGE = "%d kernels to compile"
 """Logged at level INFO before several kernels are compiled."""
-UNWRITABLE = "kernels and plans cannot be kept in %s (%s), so each start makes them anew; choose another --cache-dir"
+UNWRITABLE_FOLDER_MESSAGE = (
+    "kernels and plans cannot be kept in %s (%s), so each start makes them anew; choose another --cache-dir"
+)
 """Logged once, at level WARNING."""
-ROOMS = ("bindings", "cubins", "kernels", "merges", "plans", "processors")
+CACHE_FOLDERS = ("bindings", "cubins", "kernels", "merges", "plans", "processors")
 """Folders with files that can be created again."""
-MOST = 512 << 20
+MAX_CACHE_BYTES = 512 << 20
 """Maximum bytes of all cached files; the least recently used files are deleted."""
-DAY = 86_400
+REUSE_MARK_SECONDS = 86_400
 """Seconds after which a file that is read is marked as used again."""
-CHECK = 32
+DIGEST_BYTES = 32
 """Bytes of the digest at the start of each file."""
 log = logging.getLogger("hocket.kernels")
 
@@ -35,21 +37,21 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hocket"
 
 
-def recalled(file: Path) -> bytes | None:
+def read_cached(file: Path) -> bytes | None:
     """Return the data that `write_cached` wrote; None if the file is missing, damaged or renamed."""
     try:
         data = file.read_bytes()
     except OSError:
         return None
-    if _digest(file, data[CHECK:]) != data[:CHECK]:
+    if _compute_digest(file, data[DIGEST_BYTES:]) != data[:DIGEST_BYTES]:
         return None
     with suppress(OSError):  # a folder that cannot be written is only read
-        if time.time() - file.stat().st_mtime > DAY:
+        if time.time() - file.stat().st_mtime > REUSE_MARK_SECONDS:
             os.utime(file)
-    return data[CHECK:]
+    return data[DIGEST_BYTES:]
 
 
-def keep(file: Path, data: bytes) -> None:
+def write_cached(file: Path, data: bytes) -> None:
     """Write data for later processes; if the folder cannot be written, log that once.
 
     The file is written under another name and then renamed, so that several processes may write it at the same time.
@@ -57,23 +59,23 @@ def keep(file: Path, data: bytes) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with replacing(file, mode=PRIVATE) as whole:
-            whole.write(_digest(file, data) + data)
+            whole.write(_compute_digest(file, data) + data)
     except OSError as why:
-        _say_unwritable(str(file.parent.parent), why.strerror or str(why))
+        _warn_unwritable_once(str(file.parent.parent), why.strerror or str(why))
         return
     if file.parent.parent == cache_folder():
-        make_room(cache_folder(), MOST)
+        evict_oldest_files(cache_folder(), MAX_CACHE_BYTES)
 
 
 @cache
-def make_room(folder: Path, most: int) -> None:
+def evict_oldest_files(folder: Path, most: int) -> None:
     """Delete the least recently used files until at most `most` bytes are left.
 
     A process does this when it first writes a file, so its own files may exceed the limit. Other processes may delete
     and read at the same time. A file that is open stays readable, and a missing file is created again.
     """
     files: list[tuple[float, int, str]] = []
-    for room in ROOMS:
+    for room in CACHE_FOLDERS:
         with suppress(OSError), os.scandir(folder / room) as entries:
             for entry in entries:
                 with suppress(OSError):  # another process was quicker
@@ -88,7 +90,7 @@ def make_room(folder: Path, most: int) -> None:
         excess -= size
 
 
-def _digest(file: Path, data: bytes) -> bytes:
+def _compute_digest(file: Path, data: bytes) -> bytes:
     """Return the digest of the data and the file name, which identifies the purpose of the data."""
     from hashlib import sha256  # loads OpenSSL, which `import hocket` need not do
 
@@ -96,5 +98,5 @@ def _digest(file: Path, data: bytes) -> bytes:
 
 
 @cache
-def _say_unwritable(folder: str, why: str) -> None:
-    log.warning(UNWRITABLE, folder, why)
+def _warn_unwritable_once(folder: str, why: str) -> None:
+    log.warning(UNWRITABLE_FOLDER_MESSAGE, folder, why)

@@ -21,25 +21,25 @@ from ..graph.attrs import Attrs
 from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
 from ..ops import Op
-from .abilities import Timed
+from .abilities import TimedKernel
 from .base import Array, Comm, Device, Program, run_calls
 
-F32 = npt.NDArray[np.float32]
+Float32Array = npt.NDArray[np.float32]
 Calls = list[Callable[[], object]]
 NumberedCalls = Sequence[tuple[int, Callable[[], object]]]
 """Calls in order, each with the number of its instruction."""
 
 
 @dataclass(slots=True)
-class Call:
+class HostInstruction:
     """The arrays of one instruction, and its float32 scratch, which is handed out in slices."""
 
     src: list[Array | None]
     dst: list[Array]
     attrs: Attrs
-    scratch: F32
+    scratch: Float32Array
     comm: Comm
-    _taken: int = field(default=0)
+    _used_scratch: int = field(default=0)
 
     @property
     def out(self) -> Array:
@@ -51,19 +51,19 @@ class Call:
         assert array is not None
         return array
 
-    def optional(self, index: int) -> Array | None:
+    def optional_operand(self, index: int) -> Array | None:
         return self.src[index] if index < len(self.src) else None
 
-    def number(self, name: str) -> float:
+    def number_attribute(self, name: str) -> float:
         value = self.attrs[name]
         assert isinstance(value, int | float)
         return value
 
-    def take(self, *shape: int) -> F32:
+    def take_scratch(self, *shape: int) -> Float32Array:
         """Return the next unused slice of scratch, with that shape."""
         n = math.prod(shape)
-        piece = self.scratch[self._taken : self._taken + n].reshape(shape)
-        self._taken += n
+        piece = self.scratch[self._used_scratch : self._used_scratch + n].reshape(shape)
+        self._used_scratch += n
         return piece
 
 
@@ -71,17 +71,17 @@ class Call:
 class Binding:
     """The binding of an op: `bind` returns the calls, `scratch` the float32 elements of scratch for a node."""
 
-    bind: Callable[[Call], Calls]
+    bind: Callable[[HostInstruction], Calls]
     scratch: Callable[[Node], int]
 
 
-def through_reference(op: Op[Any]) -> Binding:
+def make_reference_binding(op: Op[Any]) -> Binding:
     """Return a binding that runs the reference of an op in float32.
 
     It is right for every op but allocates, so it is for ops that take little time.
     """
 
-    def bind(call: Call) -> Calls:
+    def bind(call: HostInstruction) -> Calls:
         def run() -> None:
             for target, result in zip(call.dst, op.run_reference(call.src, call.attrs), strict=True):
                 np.copyto(target, result, casting="unsafe")
@@ -95,16 +95,16 @@ def no_scratch(node: Node) -> int:
     return 0
 
 
-def one_result(node: Node) -> int:
+def count_result_elements(node: Node) -> int:
     """Return the number of elements of the first result, as scratch."""
     return node.specs[0].size
 
 
-def copy(call: Call) -> Calls:
+def bind_copy(call: HostInstruction) -> Calls:
     return [partial(np.copyto, call.out, call.operand(0))]
 
 
-def plain(bind: Callable[[Call], Calls]) -> Binding:
+def without_scratch(bind: Callable[[HostInstruction], Calls]) -> Binding:
     return Binding(bind, no_scratch)
 
 
@@ -125,7 +125,7 @@ class Replay:
         """Return the ops that a run computes, in order."""
         return [self.program.instructions[number].op for number in dict.fromkeys(n for n, _ in self.calls)]
 
-    def measured(self) -> Iterator[Timed]:
+    def run_timed(self) -> Iterator[TimedKernel]:
         """Run once and return when each op was computed."""
         times: list[tuple[int, float, float]] = []
 
@@ -135,9 +135,9 @@ class Replay:
             times.append((number, start, time.monotonic()))
 
         self._run((number, partial(timed, number, call)) for number, call in self.calls)
-        return self._told(times)
+        return self._make_timed_kernels(times)
 
-    def _told(self, times: Iterable[tuple[int, float, float]]) -> Iterator[Timed]:
+    def _make_timed_kernels(self, times: Iterable[tuple[int, float, float]]) -> Iterator[TimedKernel]:
         for number, calls in groupby(times, key=lambda call: call[0]):
             (_, start, end), *more = calls
-            yield Timed(self.program.instructions[number].op, (number,), start, more[-1][2] if more else end)
+            yield TimedKernel(self.program.instructions[number].op, (number,), start, more[-1][2] if more else end)

@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import NamedTuple
 
-from .flow import Flow
-from .operands import need
+from .flow import Dataflow
+from .operands import require_supported
 
-ROPES = ("rope", "rope_multi")
+ROPE_OPS = ("rope", "rope_multi")
 
 
 class ScaledNorm(NamedTuple):
@@ -32,12 +32,12 @@ class ScaledNorm(NamedTuple):
     factor: int
 
 
-def scaled_norm(flow: Flow, norm: int) -> ScaledNorm:
+def match_scaled_norm(flow: Dataflow, norm: int) -> ScaledNorm:
     """Match the pattern that begins with a norm."""
-    return ScaledNorm(norm, flow.reader(norm, "mul"))
+    return ScaledNorm(norm, flow.require_sole_reader(norm, "mul"))
 
 
-class TurnedHeads(NamedTuple):
+class NormedRope(NamedTuple):
     """``rope(rms_norm(x) w)``."""
 
     norm: int
@@ -45,12 +45,16 @@ class TurnedHeads(NamedTuple):
     rope: int
 
 
-def turned_heads(flow: Flow, norm: int) -> TurnedHeads:
+def match_normed_rope(flow: Dataflow, norm: int) -> NormedRope:
     """Match the pattern that begins with a norm."""
-    factor = flow.reader(norm, "mul")
-    rope = flow.readers_of(factor)[0]
-    need(flow.call(rope).op in ROPES and flow.reader(factor, flow.call(rope).op) == rope, "it is not turned")
-    return TurnedHeads(norm, factor, rope)
+    factor = flow.require_sole_reader(norm, "mul")
+    rope = flow.require_readers(factor)[0]
+    require_supported(
+        flow.bound_instruction(rope).op in ROPE_OPS
+        and flow.require_sole_reader(factor, flow.bound_instruction(rope).op) == rope,
+        "it is not turned",
+    )
+    return NormedRope(norm, factor, rope)
 
 
 class GatedUnit(NamedTuple):
@@ -60,7 +64,7 @@ class GatedUnit(NamedTuple):
     unit: int
 
 
-def gated_unit(flow: Flow, product: int, units: Container[str]) -> GatedUnit:
+def match_gated_unit(flow: Dataflow, product: int, units: Container[str]) -> GatedUnit:
     """Match the gated unit of a product.
 
     Args:
@@ -68,15 +72,20 @@ def gated_unit(flow: Flow, product: int, units: Container[str]) -> GatedUnit:
         product: The product.
         units: Ops of the unit. The unit must be the only reader of the products.
     """
-    unit = flow.readers_of(product)[0]
-    need(flow.call(unit).op in units, "no gated unit reads it")
-    products = tuple(dict.fromkeys(flow.maker(unit, index) for index in range(len(flow.call(unit).src))))
-    need(all(flow.found(p) == [unit] for p in products), "something else reads a product")
-    need({flow.call(p).op for p in products} == {flow.call(product).op}, "something else makes an operand")
+    unit = flow.require_readers(product)[0]
+    require_supported(flow.bound_instruction(unit).op in units, "no gated unit reads it")
+    products = tuple(
+        dict.fromkeys(flow.require_producer(unit, index) for index in range(len(flow.bound_instruction(unit).src)))
+    )
+    require_supported(all(flow.find_readers(p) == [unit] for p in products), "something else reads a product")
+    require_supported(
+        {flow.bound_instruction(p).op for p in products} == {flow.bound_instruction(product).op},
+        "something else makes an operand",
+    )
     return GatedUnit(products, unit)
 
 
-class Routed(NamedTuple):
+class ExpertRouting(NamedTuple):
     """The choice of experts by their probabilities, and the shares of the chosen experts.
 
     A bias may be added for the choice. The shares are the probabilities of the chosen experts, perhaps divided by their
@@ -84,124 +93,145 @@ class Routed(NamedTuple):
     """
 
     gate: int
-    biased: int | None
-    choice: int
-    shares: int
-    total: int | None
-    limited: int | None
-    normal: int | None
-    scaled: int | None
+    bias_add: int | None
+    top_k: int
+    expert_weights: int
+    weight_sum: int | None
+    clamp: int | None
+    normalisation: int | None
+    scale: int | None
 
     @property
-    def numbers(self) -> list[int]:
+    def instruction_numbers(self) -> list[int]:
         """The instructions that are present; the last one computes the shares."""
         return [n for n in self if n is not None]
 
 
-def routed(flow: Flow, gate: int) -> Routed:
+def match_expert_routing(flow: Dataflow, gate: int) -> ExpertRouting:
     """Match the pattern that begins with the op that computes probabilities."""
-    readers = {flow.call(n).op: n for n in flow.readers_of(gate)}
-    need(len(flow.readers_of(gate)) == len(readers) == 2 and "get_rows" in readers, "it is read otherwise")
+    readers = {flow.bound_instruction(n).op: n for n in flow.require_readers(gate)}
+    require_supported(
+        len(flow.require_readers(gate)) == len(readers) == 2 and "get_rows" in readers, "it is read otherwise"
+    )
     shares = readers.pop("get_rows")
     (first,) = readers.values()
-    biased = first if flow.call(first).op == "add" else None
-    choice = first if biased is None else flow.reader(first, "top_k")
-    need(flow.call(choice).op == "top_k" and flow.makes(gate, first, 0), "nothing is chosen by it")
-    need(flow.makes(gate, shares, 0) and flow.makes(choice, shares, 1), "other shares are taken")
+    biased = first if flow.bound_instruction(first).op == "add" else None
+    choice = first if biased is None else flow.require_sole_reader(first, "top_k")
+    require_supported(
+        flow.bound_instruction(choice).op == "top_k" and flow.is_operand_of(gate, first, 0), "nothing is chosen by it"
+    )
+    require_supported(
+        flow.is_operand_of(gate, shares, 0) and flow.is_operand_of(choice, shares, 1), "other shares are taken"
+    )
     total = limited = normal = scaled = None
-    after = {flow.call(n).op: n for n in flow.found(shares) or ()}
+    after = {flow.bound_instruction(n).op: n for n in flow.find_readers(shares) or ()}
     if after.keys() == {"sum_rows", "div"}:
         total, normal = after["sum_rows"], after["div"]
-        limited = flow.reader(total, "clamp")
-        need(flow.reader(limited, "div", 1) == normal and flow.makes(shares, normal, 0), "another sum divides them")
+        limited = flow.require_sole_reader(total, "clamp")
+        require_supported(
+            flow.require_sole_reader(limited, "div", 1) == normal and flow.is_operand_of(shares, normal, 0),
+            "another sum divides them",
+        )
     last = shares if normal is None else normal
-    if len(ends := flow.found(last) or []) == 1 and flow.call(ends[0]).op == "scale":
+    if len(ends := flow.find_readers(last) or []) == 1 and flow.bound_instruction(ends[0]).op == "scale":
         scaled = ends[0]
-    return Routed(gate, biased, choice, shares, total, limited, normal, scaled)
+    return ExpertRouting(gate, biased, choice, shares, total, limited, normal, scaled)
 
 
-class SummedExperts(NamedTuple):
+class ExpertSum(NamedTuple):
     """Products with the weights of the experts of a token, multiplied by their shares and added."""
 
     product: int
     total: int
 
 
-def summed_experts(flow: Flow, product: int) -> SummedExperts:
+def match_expert_sum(flow: Dataflow, product: int) -> ExpertSum:
     """Match the pattern that begins with the products; the order in which the sum reads them is not checked."""
-    return SummedExperts(product, flow.reader(product, "mul_mat"))
+    return ExpertSum(product, flow.require_sole_reader(product, "mul_mat"))
 
 
-class WithOther(NamedTuple):
+class ExpertSumWithShared(NamedTuple):
     """An expert sum plus the product of one more expert, which a sigmoid may multiply."""
 
     product: int
     total: int
-    both: int
-    other: int
-    times: int | None
-    logistic: int | None
+    combined_sum: int
+    shared_product: int
+    gated_product: int | None
+    sigmoid: int | None
 
     @property
-    def numbers(self) -> list[int]:
+    def instruction_numbers(self) -> list[int]:
         return [n for n in self if n is not None]
 
 
-def with_other(flow: Flow, product: int) -> WithOther:
+def match_expert_sum_with_shared(flow: Dataflow, product: int) -> ExpertSumWithShared:
     """Match the pattern that begins with the products of the chosen experts."""
-    total = summed_experts(flow, product).total
-    both = flow.readers_of(total)[0]
-    index = 0 if flow.makes(total, both, 0) else 1
-    need(flow.reader(total, "add", index) == both, "nothing is added to the sum")
-    other, times, logistic = flow.maker(both, 1 - index), None, None
-    need(flow.makes(other, both, 1 - index), "a part of something is added")
-    if flow.call(other).op == "mul":
+    total = match_expert_sum(flow, product).total
+    both = flow.require_readers(total)[0]
+    index = 0 if flow.is_operand_of(total, both, 0) else 1
+    require_supported(flow.require_sole_reader(total, "add", index) == both, "nothing is added to the sum")
+    other, times, logistic = flow.require_producer(both, 1 - index), None, None
+    require_supported(flow.is_operand_of(other, both, 1 - index), "a part of something is added")
+    if flow.bound_instruction(other).op == "mul":
         times = other
-        need(flow.found(times) == [both], "something else reads the other answer")
-        logistic, other = sorted((flow.maker(times, k) for k in (0, 1)), key=lambda n: flow.call(n).op == "mul_mat")
-        need(flow.call(logistic).op == "sigmoid" and flow.found(logistic) == [times], "another share")
-    need(flow.call(other).op == "mul_mat" and flow.found(other) == [both if times is None else times], "no product")
-    return WithOther(product, total, both, other, times, logistic)
+        require_supported(flow.find_readers(times) == [both], "something else reads the other answer")
+        logistic, other = sorted(
+            (flow.require_producer(times, k) for k in (0, 1)), key=lambda n: flow.bound_instruction(n).op == "mul_mat"
+        )
+        require_supported(
+            flow.bound_instruction(logistic).op == "sigmoid" and flow.find_readers(logistic) == [times], "another share"
+        )
+    require_supported(
+        flow.bound_instruction(other).op == "mul_mat"
+        and flow.find_readers(other) == [both if times is None else times],
+        "no product",
+    )
+    return ExpertSumWithShared(product, total, both, other, times, logistic)
 
 
-class ChangedState(NamedTuple):
+class SavedStateUpdate(NamedTuple):
     """A state, or rows of it, that is saved and then updated."""
 
     save: int
-    change: int
+    update: int
 
 
-def changed_state(flow: Flow, save: int, op: str) -> ChangedState:
+def match_saved_state_update(flow: Dataflow, save: int, op: str) -> SavedStateUpdate:
     """Match a save and the next write into the state, which must be `op`."""
-    need(save in flow.saves, "it saves nothing")
-    writers = flow.writers(flow.call(save).operand(0), save)
-    need(writers and flow.call(writers[0]).op == op, f"the state is not changed by {op}")
-    return ChangedState(save, writers[0])
+    require_supported(save in flow.save_positions, "it saves nothing")
+    writers = flow.list_state_writers(flow.bound_instruction(save).operand(0), save)
+    require_supported(writers and flow.bound_instruction(writers[0]).op == op, f"the state is not changed by {op}")
+    return SavedStateUpdate(save, writers[0])
 
 
-class ShortConvolution(NamedTuple):
+class ConvolutionPattern(NamedTuple):
     """The convolution before a delta rule.
 
     It joins old and new rows, convolves and activates them, and normalises two slices of the columns. `state_update`
     are the rows for the next step; `save` saves the old rows.
     """
 
-    join: int
-    mix: int
-    active: int
+    concat: int
+    convolution: int
+    activation: int
     norms: tuple[int, int]
-    keep: int
+    state_update: int
     save: int | None
 
 
-def short_convolution(flow: Flow, join: int) -> ShortConvolution:
+def match_short_convolution(flow: Dataflow, join: int) -> ConvolutionPattern:
     """Match the pattern that begins with the concatenation; other instructions may read the activation."""
-    readers = {flow.call(n).op: n for n in flow.readers_of(join)}
-    need(len(flow.readers_of(join)) == 2 and readers.keys() == {"ssm_conv", "get_rows"}, "it is read otherwise")
+    readers = {flow.bound_instruction(n).op: n for n in flow.require_readers(join)}
+    require_supported(
+        len(flow.require_readers(join)) == 2 and readers.keys() == {"ssm_conv", "get_rows"}, "it is read otherwise"
+    )
     mix, keep = readers["ssm_conv"], readers["get_rows"]
-    need(flow.makes(join, mix, 0) and flow.makes(join, keep, 0), "another operand is read")
-    active = flow.reader(mix, "silu")
-    norms = [n for n in flow.readers_of(active) if flow.call(n).op == "l2_norm"]
-    need(len(norms) == 2, "not two parts are normed")
-    first, last = sorted(norms, key=lambda n: flow.call(n).operand(0).address)
-    return ShortConvolution(join, mix, active, (first, last), keep, flow.save(flow.call(join).operand(0), keep))
+    require_supported(flow.is_operand_of(join, mix, 0) and flow.is_operand_of(join, keep, 0), "another operand is read")
+    active = flow.require_sole_reader(mix, "silu")
+    norms = [n for n in flow.require_readers(active) if flow.bound_instruction(n).op == "l2_norm"]
+    require_supported(len(norms) == 2, "not two parts are normed")
+    first, last = sorted(norms, key=lambda n: flow.bound_instruction(n).operand(0).address)
+    return ConvolutionPattern(
+        join, mix, active, (first, last), keep, flow.find_state_save(flow.bound_instruction(join).operand(0), keep)
+    )

@@ -17,9 +17,9 @@ from ..ops.quantisation import dequantise, encode_array
 from .base import Array, Device, Tensor, contiguous_strides, host_view
 
 ALIGNMENT = 64
-HOST = "host"
+HOST_MEMORY = "host"
 """The value of `Device.memory_of` for the memory of this machine."""
-CHUNK = 32 * 1024 * 1024
+ALLOCATION_CHUNK_BYTES = 32 * 1024 * 1024
 """Bytes of one allocation for long-lived buffers.
 
 NumPy asks for large pages for large arrays. With small pages weights are read 7 to 8 % more slowly.
@@ -30,7 +30,7 @@ class HostBackend(ABC):
     """A backend with devices on this machine; any number of virtual devices exist."""
 
     name: str
-    _left: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+    _chunk_tail: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
     """The unused rest of the last allocation."""
 
     def with_threads(self, threads: int) -> Self:
@@ -40,7 +40,9 @@ class HostBackend(ABC):
         return (self.device(0),)
 
     def device(self, index: int) -> Device:
-        return Device(self.name, index, _physical_memory(), f"{os.cpu_count()} processors", memory_of=HOST)
+        return Device(
+            self.name, index, _read_physical_memory_bytes(), f"{os.cpu_count()} processors", memory_of=HOST_MEMORY
+        )
 
     @abstractmethod
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
@@ -52,13 +54,13 @@ class HostBackend(ABC):
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> npt.NDArray[np.uint8]:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         try:
-            if not lasting or size >= CHUNK:
-                return _zeros(size)[:nbytes]
-            if size > self._left.nbytes:
-                self._left = _zeros(CHUNK)
+            if not lasting or size >= ALLOCATION_CHUNK_BYTES:
+                return _allocate_zeros(size)[:nbytes]
+            if size > self._chunk_tail.nbytes:
+                self._chunk_tail = _allocate_zeros(ALLOCATION_CHUNK_BYTES)
         except MemoryError:
             raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
-        taken, self._left = self._left[:nbytes], self._left[size:]
+        taken, self._chunk_tail = self._chunk_tail[:nbytes], self._chunk_tail[size:]
         return taken
 
     def view(self, buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
@@ -70,7 +72,7 @@ class HostBackend(ABC):
         plain = data if declared.dtype.is_integer else dequantise(np.atleast_1d(data), declared.dtype)
         target[...] = encode_array(plain.reshape(stored.shape), stored.dtype)
 
-    def buffer_over(self, data: Array, declared: Spec) -> npt.NDArray[np.uint8] | None:
+    def as_buffer(self, data: Array, declared: Spec) -> npt.NDArray[np.uint8] | None:
         """Return the bytes of `data` if they are dense, aligned and equal to the stored form of a weight, else None."""
         fits = self.stored(declared, "weight") == declared and not declared.dtype.is_quantised and data.nbytes > 0
         if not fits or data.ctypes.data % ALIGNMENT or not data.flags.c_contiguous:
@@ -78,13 +80,13 @@ class HostBackend(ABC):
         return data.reshape(-1).view(np.uint8)
 
 
-def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
+def _allocate_zeros(nbytes: int) -> npt.NDArray[np.uint8]:
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
 
 
-def _physical_memory() -> int | None:
+def _read_physical_memory_bytes() -> int | None:
     """Return the bytes of memory of this machine; None if the system does not report them."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

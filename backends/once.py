@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class once(Generic[T]):  # noqa: N801  # a decorator
+class call_once(Generic[T]):  # noqa: N801  # a decorator
     """Decorator that caches results by arguments and calls the function once, even if threads ask at the same time.
 
     One thread makes the value and the others wait. With `functools.cache` each of them would make a value and the last
@@ -19,23 +19,23 @@ class once(Generic[T]):  # noqa: N801  # a decorator
 
     def __init__(self, make: Callable[..., T]) -> None:
         self._make = make
-        self._made: dict[Hashable, T] = {}
+        self._values: dict[Hashable, T] = {}
         self._locks: dict[Hashable, threading.RLock] = {}
         update_wrapper(self, make)
 
     def __call__(self, *key: Hashable) -> T:
-        if key in self._made:
-            return self._made[key]
+        if key in self._values:
+            return self._values[key]
         with self._locks.setdefault(key, threading.RLock()):
-            if key not in self._made:
-                self._made[key] = self._make(*key)
-            return self._made[key]
+            if key not in self._values:
+                self._values[key] = self._make(*key)
+            return self._values[key]
 
     def __contains__(self, key: tuple[Hashable, ...]) -> bool:
         """Return whether there is a value for the arguments `key`."""
-        return key in self._made
+        return key in self._values
 
     def cache_clear(self) -> None:
         """Forget all values and their keys; they must no longer be in use."""
-        self._made.clear()
+        self._values.clear()
         self._locks.clear()

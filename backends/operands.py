@@ -26,7 +26,7 @@ class Region:
     pitch: int = 0
     width: int = 0
 
-    def overlaps(self, other: Region) -> bool:
+    def can_overlap_collectives(self, other: Region) -> bool:
         if self.buffer != other.buffer or self.low >= other.high or other.low >= self.high:
             return False
         if not self.pitch or self.pitch != other.pitch:
@@ -45,8 +45,8 @@ class Operand:
 
     address: int
     tensor: Tensor
-    declared: Spec | None = None
-    stored: Spec | None = None
+    declared_spec: Spec | None = None
+    stored_spec: Spec | None = None
     kind: str = ""
 
     @property
@@ -67,17 +67,19 @@ class Operand:
         return self.tensor.dtype is DType.F32
 
     @property
-    def is_packed(self) -> bool:
+    def has_packed_blocks(self) -> bool:
         """Whether blocks have the packed layout of weights; blocks of old and new states lie row by row."""
-        return self.tensor.dtype.is_quantised and self.stored is not None and self.kind != "state"
+        return self.tensor.dtype.is_quantised and self.stored_spec is not None and self.kind != "state"
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole_buffer(self) -> bool:
         """Whether this is its whole buffer and not a view of a part."""
         t = self.tensor
-        return self.declared is not None and t.shape == self.declared.shape and t.offset == 0 and self.is_dense
+        return (
+            self.declared_spec is not None and t.shape == self.declared_spec.shape and t.offset == 0 and self.is_dense
+        )
 
-    def starts_row(self, multiple: int, nbytes: int) -> bool:
+    def is_aligned_to_rows(self, multiple: int, nbytes: int) -> bool:
         """Return whether this is its whole buffer, or dense rows of a matrix from a multiple of `multiple` rows.
 
         Args:
@@ -85,8 +87,8 @@ class Operand:
             nbytes: Bytes of a row.
         """
         t = self.tensor
-        rows = self.declared is not None and len(t.shape) == 2 and t.shape[1:] == self.declared.shape[1:]
-        return self.is_whole or (rows and self.is_dense and t.offset % (multiple * nbytes) == 0)
+        rows = self.declared_spec is not None and len(t.shape) == 2 and t.shape[1:] == self.declared_spec.shape[1:]
+        return self.is_whole_buffer or (rows and self.is_dense and t.offset % (multiple * nbytes) == 0)
 
     @property
     def is_dense(self) -> bool:
@@ -98,7 +100,7 @@ class Operand:
         """Return whether elements follow each other along an axis."""
         return self.shape[axis] == 1 or self.strides[axis] == 1
 
-    def part(self, axis: int, start: int, count: int) -> Operand:
+    def slice_axis(self, axis: int, start: int, count: int) -> Operand:
         """Return `count` entries of an axis from `start`."""
         t = self.tensor
         skipped = t.dtype.bytes_of(start * t.strides[axis])
@@ -107,18 +109,18 @@ class Operand:
         return replace(self, address=self.address + skipped, tensor=tensor)
 
     @property
-    def has_rows(self) -> bool:
+    def has_even_rows(self) -> bool:
         """Whether all rows are dense and have the same distance."""
-        return self._row_step() is not None
+        return self._find_row_stride_bytes() is not None
 
     @property
-    def row_step(self) -> int:
+    def row_stride_bytes(self) -> int:
         """Bytes from row to row of an operand for which `has_even_rows` holds."""
-        step = self._row_step()
+        step = self._find_row_stride_bytes()
         assert step is not None
         return step
 
-    def _row_step(self) -> int | None:
+    def _find_row_stride_bytes(self) -> int | None:
         *leading, n = self.shape
         if n != 1 and self.strides[-1] != 1:
             return None
@@ -131,12 +133,15 @@ class Operand:
     @cached_property  # each instruction compares its regions with the regions of earlier instructions
     def region(self) -> Region:
         t = self.tensor
-        if self.is_packed:
-            assert self.stored is not None
-            return Region(t.buffer, 0, self.stored.nbytes)
+        if self.has_packed_blocks:
+            assert self.stored_spec is not None
+            return Region(t.buffer, 0, self.stored_spec.nbytes)
         last = sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True))
         high = t.offset + (t.dtype.bytes_of(last) + t.dtype.block_bytes if all(t.shape) else 0)
-        pitch, width = (self._row_step() if t.shape else None), t.dtype.bytes_of(t.shape[-1] if t.shape else 1)
+        pitch, width = (
+            (self._find_row_stride_bytes() if t.shape else None),
+            t.dtype.bytes_of(t.shape[-1] if t.shape else 1),
+        )
         if pitch is None or pitch <= width or high - t.offset <= width:
             return Region(t.buffer, t.offset, high)
         return Region(t.buffer, t.offset, high, pitch, width)
@@ -147,14 +152,14 @@ class NoKernelError(BackendError):
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundInstruction:
     """One instruction with its operands at their addresses."""
 
     op: str
     src: tuple[Operand | None, ...]
     dst: tuple[Operand, ...]
     attrs: Attrs
-    readers: Callable[[], Sequence[Bound] | None] = lambda: None
+    find_readers: Callable[[], Sequence[BoundInstruction] | None] = lambda: None
     """Returns all instructions that read the result; None if the result is retained or is an output of the program."""
 
     @property
@@ -167,10 +172,10 @@ class Bound:
         assert operand is not None
         return operand
 
-    def optional(self, index: int) -> Operand | None:
+    def optional_operand(self, index: int) -> Operand | None:
         return self.src[index] if index < len(self.src) else None
 
-    def float(self, name: str) -> int:
+    def float_attribute_bits(self, name: str) -> int:
         """Return an attribute as a word with the bits of a float32."""
         value = self.attrs[name]
         assert isinstance(value, int | float)
@@ -182,7 +187,7 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
-def need(condition: object, why: str) -> None:
+def require_supported(condition: object, why: str) -> None:
     """Raise `NoKernelError` unless the condition holds."""
     if not condition:
         raise NoKernelError(why)

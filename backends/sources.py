@@ -7,23 +7,23 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from .abilities import Source
+from .abilities import SourceLocation
 
-LONGEST = 4096
+MAX_SOURCE_CHARACTERS = 4096
 """Maximum characters of a source that is reported with its location."""
 
 
 @lru_cache(maxsize=4096)
-def source_of(function: Callable[..., Any]) -> Source:
+def locate_source(function: Callable[..., Any]) -> SourceLocation:
     """Return the location and the text of a Python function."""
     plain: Any = inspect.unwrap(function.func if isinstance(function, partial) else function)
     place = f"{plain.__module__.replace('.', '/')}.py:{plain.__code__.co_firstlineno}"
     try:
-        return Source(place, short(inspect.getsource(plain)))
+        return SourceLocation(place, dedent_source(inspect.getsource(plain)))
     except OSError:  # typed into an interpreter
-        return Source(place)
+        return SourceLocation(place)
 
 
-def short(text: str) -> str:
+def dedent_source(text: str) -> str:
     """Return a source without its common indentation; empty if it is too long."""
-    return inspect.cleandoc(text) if len(text) <= LONGEST else ""
+    return inspect.cleandoc(text) if len(text) <= MAX_SOURCE_CHARACTERS else ""

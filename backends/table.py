@@ -14,7 +14,7 @@ from ..ops import REGISTRY
 T = TypeVar("T")
 
 
-def merged(*tables: Mapping[str, T]) -> Mapping[str, T]:
+def merge_tables(*tables: Mapping[str, T]) -> Mapping[str, T]:
     """Merge tables into one. Raises `ValueError` if two of them have the same key."""
     whole: dict[str, T] = {}
     for table in tables:
@@ -24,14 +24,14 @@ def merged(*tables: Mapping[str, T]) -> Mapping[str, T]:
     return MappingProxyType(whole)
 
 
-def merged_lists(*tables: Mapping[str, tuple[T, ...]]) -> Mapping[str, tuple[T, ...]]:
+def merge_list_tables(*tables: Mapping[str, tuple[T, ...]]) -> Mapping[str, tuple[T, ...]]:
     """Merge tables into one, and join the entries of equal keys in order."""
     keys = dict.fromkeys(key for table in tables for key in table)
     return MappingProxyType({key: tuple(x for table in tables for x in table.get(key, ())) for key in keys})
 
 
 @cache
-def brought(op: str, backend: str) -> Any:
+def find_op_package_binding(op: str, backend: str) -> Any:
     """Return the binding for a backend that the package of an op provides, or None. Raises `BackendError`."""
     where = REGISTRY[op].kernels.get(backend) if op in REGISTRY else None
     try:

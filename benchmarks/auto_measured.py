@@ -14,22 +14,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from results_file import circumstances, one_line, save, table
+from results_file import collect_circumstances, format_circumstances, format_table, write_result
 
 from hocket.frontends.commands.bench_batched import time_batch
-from hocket.frontends.microbatches import dealt
+from hocket.frontends.microbatches import make_session
 from hocket.frontends.open import open_model, open_session
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 DEVICES = ("cpu:0", "cpu:1")
-CHOICES = {
-    "one device": Group(DEVICES[:1], threads=1),
-    "layer": Group(DEVICES, "layer", threads=1),
-    "tensor": Group(DEVICES, "tensor", threads=1),
-    "auto": Group(DEVICES, "auto", threads=1),
+GROUP_BY_CHOICE = {
+    "one device": DeviceGroup(DEVICES[:1], threads=1),
+    "layer": DeviceGroup(DEVICES, "layer", threads=1),
+    "tensor": DeviceGroup(DEVICES, "tensor", threads=1),
+    "auto": DeviceGroup(DEVICES, "auto", threads=1),
 }
-HEAD = ("model", "sequences", *(f"{choice}, tok/s" for choice in CHOICES), "auto took", "of one device", "of the best")
-Row = dict[str, object]
+HEAD = (
+    "model",
+    "sequences",
+    *(f"{choice}, tok/s" for choice in GROUP_BY_CHOICE),
+    "auto took",
+    "of one device",
+    "of the best",
+)
+ResultRow = dict[str, object]
 
 
 def main() -> None:
@@ -42,20 +49,22 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--save", metavar="STEM", type=Path, help="write STEM.json and STEM.md")
     args = parser.parse_args()
-    about = circumstances(args.shared)
+    about = collect_circumstances(args.shared)
     rows, lines = [], []
     for path in args.models:
         for sequences in args.np:
-            took, rounds = measured(path, args.p, args.n, sequences, args.rounds)
+            took, rounds = measure_choices(path, args.p, args.n, sequences, args.rounds)
             rows += [{"model": path.name, "sequences": sequences, "took": took, **row} for row in rounds]
-            lines.append([path.name, sequences, *told(rounds, sequences * (args.p + args.n), took)])
-    text = table(HEAD, lines)
-    print(one_line(about) + "\n\n" + text, end="")
+            lines.append([path.name, sequences, *format_comparison(rounds, sequences * (args.p + args.n), took)])
+    text = format_table(HEAD, lines)
+    print(format_circumstances(about) + "\n\n" + text, end="")
     if args.save:
-        save(args.save, about, rows, text)
+        write_result(args.save, about, rows, text)
 
 
-def measured(path: Path, prompt: int, new: int, sequences: int, rounds: int) -> tuple[str, list[dict[str, float]]]:
+def measure_choices(
+    path: Path, prompt: int, new: int, sequences: int, rounds: int
+) -> tuple[str, list[dict[str, float]]]:
     """Return the split mode that `auto` chose, and the seconds of each choice in every round.
 
     A first round, which is left out, warms up.
@@ -69,27 +78,27 @@ def measured(path: Path, prompt: int, new: int, sequences: int, rounds: int) -> 
     """
     model = open_model(path)
     room = {"context": prompt + new, "batch": 2048 // sequences}
-    first = {choice: open_session(model, on=on, sequences=sequences, **room) for choice, on in CHOICES.items()}
-    sessions = {choice: dealt(session, sequences, **room) for choice, session in first.items()}
+    first = {choice: open_session(model, on=on, sequences=sequences, **room) for choice, on in GROUP_BY_CHOICE.items()}
+    sessions = {choice: make_session(session, sequences, **room) for choice, session in first.items()}
     times = [
         {choice: sum(time_batch(session, prompt, new)) for choice, session in sessions.items()}
         for _ in range(1 + rounds)
     ]
-    return taken(first["auto"], sequences), times[1:]
+    return find_chosen_mode(first["auto"], sequences), times[1:]
 
 
-def taken(session: Session, sequences: int) -> str:
+def find_chosen_mode(session: Session, sequences: int) -> str:
     """Return the choice that the plan of the session reports."""
-    reasons = session.plan(session.step(1, 1, sequences)).reasons
+    reasons = session.plan(session.make_step(1, 1, sequences)).reasons
     told = (reason.removeprefix("taken: ") for reason in reasons if reason.startswith("taken: "))
     return next(told, "one device").partition(",")[0]
 
 
-def told(rounds: Sequence[Mapping[str, float]], tokens: int, took: str) -> list[str]:
+def format_comparison(rounds: Sequence[Mapping[str, float]], tokens: int, took: str) -> list[str]:
     """Return tokens/s of each choice, the choice of `auto`, and its ratios to one device and to the best."""
-    speeds = [f"{median(tokens / row[choice] for row in rounds):.0f}" for choice in CHOICES]
+    speeds = [f"{median(tokens / row[choice] for row in rounds):.0f}" for choice in GROUP_BY_CHOICE]
     one = median(row["one device"] / row["auto"] for row in rounds)
-    best = median(min(row[choice] for choice in CHOICES if choice != "auto") / row["auto"] for row in rounds)
+    best = median(min(row[choice] for choice in GROUP_BY_CHOICE if choice != "auto") / row["auto"] for row in rounds)
     return [*speeds, took, f"{one:.2f}", f"{best:.0%}"]
 
 

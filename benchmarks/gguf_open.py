@@ -15,12 +15,12 @@ import gguf
 
 from hocket.frontends.gguf import open_gguf
 
-TOKENS = 262_144
-LIMIT = 0.5
+TOKEN_COUNT = 262_144
+MAX_SECONDS = 0.5
 """The limit for opening, in seconds."""
 
 
-def write_model(path: Path, tokens: int = TOKENS) -> None:
+def write_vocabulary_model(path: Path, tokens: int = TOKEN_COUNT) -> None:
     """Write a header-only model: `tokens` strings of 1 to 12 characters, with a score, a type and a merge for each."""
     words = [f"{i:x}▁ü日"[: 1 + i % 12] + f"{i}" for i in range(tokens)]
     writer = gguf.GGUFWriter(path, "llama")
@@ -35,7 +35,7 @@ def write_model(path: Path, tokens: int = TOKENS) -> None:
     writer.close()
 
 
-def seconds(work: Callable[[], object], runs: int) -> float:
+def measure_call_seconds(work: Callable[[], object], runs: int) -> float:
     """Return the median wall time of one call, in seconds."""
     times = []
     for _ in range(runs):
@@ -48,16 +48,19 @@ def seconds(work: Callable[[], object], runs: int) -> float:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "vocabulary.gguf"
-        write_model(path)
+        write_vocabulary_model(path)
         rows = [
-            ("hocket, open", seconds(lambda: open_gguf(path), 7)),
-            ("hocket, open and decode tokens", seconds(lambda: open_gguf(path).strings("tokenizer.ggml.tokens"), 7)),
-            ("gguf package, open", seconds(lambda: gguf.GGUFReader(path), 1)),
+            ("hocket, open", measure_call_seconds(lambda: open_gguf(path), 7)),
+            (
+                "hocket, open and decode tokens",
+                measure_call_seconds(lambda: open_gguf(path).strings("tokenizer.ggml.tokens"), 7),
+            ),
+            ("gguf package, open", measure_call_seconds(lambda: gguf.GGUFReader(path), 1)),
         ]
-        print(f"{TOKENS} tokens, scores, types and merges; {path.stat().st_size / 1e6:.1f} MB")
+        print(f"{TOKEN_COUNT} tokens, scores, types and merges; {path.stat().st_size / 1e6:.1f} MB")
     for name, time in rows:
         print(f"{name:<32} {time * 1e3:10.1f} ms")
-    print(f"limit for opening {LIMIT * 1e3:.0f} ms: {'met' if rows[0][1] < LIMIT else 'MISSED'}")
+    print(f"limit for opening {MAX_SECONDS * 1e3:.0f} ms: {'met' if rows[0][1] < MAX_SECONDS else 'MISSED'}")
 
 
 if __name__ == "__main__":

@@ -31,139 +31,141 @@ from types import TracebackType
 
 import results_file as results
 from on_gpu import attention, checks, delta_net, device, foretold, llama_cpp, models, peers, products, sharded
-from on_gpu.bench import Bench, Case, LeftOut, Row
-from on_gpu.machine import machine_for
+from on_gpu.bench import BenchmarkDevice, Case, NothingToMeasure, ResultRow
+from on_gpu.machine import make_machine
 
-from hocket.backends import find
+from hocket.backends import find_device
 from hocket.graph.errors import BackendError
 
 
 @dataclass(frozen=True)
-class Part:
+class BenchmarkPart:
     """A part of the benchmark.
 
     Its share of the remaining time is `weight` relative to the parts that follow. One case may take `limit` seconds.
     """
 
-    cases: Callable[[Bench], Iterator[Case]]
+    cases: Callable[[BenchmarkDevice], Iterator[Case]]
     weight: float
     limit: float = 60.0
 
 
-STARTUP = 120.0
+STARTUP_SECONDS = 120.0
 """Seconds in which a process must reach its first case."""
 PARTS = {
-    "device": Part(device.cases, 1),
-    "compile": Part(device.compile_cases, 3, 300.0),
-    "delta-decode": Part(delta_net.decode_cases, 3),
-    "delta-prefill": Part(delta_net.prefill_cases, 3),
-    "delta-crossover": Part(delta_net.crossover_cases, 2),
-    "products": Part(products.cases, 4),
-    "attention": Part(attention.cases, 3),
-    "models": Part(models.cases, 6, 150.0),
-    "sharded": Part(sharded.cases, 3, 120.0),
-    "fixtures": Part(checks.fixture_cases, 2),
-    "conformance": Part(checks.conformance_cases, 5, 120.0),
-    "peers": Part(peers.cases, 4, 120.0),
-    "llama.cpp": Part(llama_cpp.cases, 2, 300.0),
+    "device": BenchmarkPart(device.make_device_cases, 1),
+    "compile": BenchmarkPart(device.make_compile_cases, 3, 300.0),
+    "delta-decode": BenchmarkPart(delta_net.make_decode_cases, 3),
+    "delta-prefill": BenchmarkPart(delta_net.make_prefill_cases, 3),
+    "delta-crossover": BenchmarkPart(delta_net.make_crossover_cases, 2),
+    "products": BenchmarkPart(products.make_matmul_cases, 4),
+    "attention": BenchmarkPart(attention.make_attention_cases, 3),
+    "models": BenchmarkPart(models.make_model_cases, 6, 150.0),
+    "sharded": BenchmarkPart(sharded.make_sharded_cases, 3, 120.0),
+    "fixtures": BenchmarkPart(checks.make_fixture_cases, 2),
+    "conformance": BenchmarkPart(checks.make_conformance_cases, 5, 120.0),
+    "peers": BenchmarkPart(peers.make_peer_cases, 4, 120.0),
+    "llama.cpp": BenchmarkPart(llama_cpp.make_llama_cpp_cases, 2, 300.0),
 }
 
 # ---------------------------------------------------------------------------------------- one part, in its process
 
 
-def run_part(part: Part, bench: Bench, first: int = 0) -> Iterator[Row]:
+def run_part(part: BenchmarkPart, bench: BenchmarkDevice, first: int = 0) -> Iterator[ResultRow]:
     """Yield the rows of all cases of a part from index `first` on, and stop after a case that raised.
 
     A case that raised may have broken the device. Rows with ``begins``, ``fails`` and ``ends`` report the progress.
     """
-    kind = foretold.kind_of(str(bench.machine.about()["gpu"]))
+    kind = foretold.find_gpu_kind(str(bench.machine.describe_device()["gpu"]))
     for number, case in enumerate(part.cases(bench)):
         if number < first:
             continue
         yield {"begins": number, "case": case.title}
         try:
             for row in case.rows():
-                yield {"case": case.title, **foretold.beside(row, case.title, kind)}
-        except LeftOut as why:
+                yield {"case": case.title, **foretold.with_prediction(row, case.title, kind)}
+        except NothingToMeasure as why:
             yield {"case": case.title, "left out": str(why)}
         except Exception as why:  # a case may raise anything; its row says so, and the next case follows
             yield {"case": case.title, "error": f"{type(why).__name__}: {' '.join(str(why).split())}"}
             yield {"fails": number}
             return
-        bench.machine.release()
-    yield {"ends": bench.machine.state()}
+        bench.machine.release_memory()
+    yield {"ends": bench.machine.read_state()}
 
 
-def bench_for(args: argparse.Namespace, folder: str) -> Bench:
+def make_benchmark_device(args: argparse.Namespace, folder: str) -> BenchmarkDevice:
     """Build the device to measure from the command line. Raises `BackendError` if there is no such device."""
-    backend, on = find(args.kind)
+    backend, on = find_device(args.kind)
     driver = backend.driver
     given = {"models": args.model, "folder": folder, "llama": args.llama}
-    return Bench(driver, machine_for(driver, on), on, tiny=args.tiny, **given)
+    return BenchmarkDevice(driver, make_machine(driver, on), on, tiny=args.tiny, **given)
 
 
-def work(args: argparse.Namespace) -> None:
+def run_worker(args: argparse.Namespace) -> None:
     """Run one part in this process, and print its rows as lines of JSON."""
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-        for row in run_part(PARTS[args.parts[0]], bench_for(args, folder), args.work):
+        for row in run_part(PARTS[args.parts[0]], make_benchmark_device(args, folder), args.work):
             print(json.dumps(row, default=str), flush=True)
 
 
 # ------------------------------------------------------------------------------------------------- all of the parts
 
 
-class Worker:
+class PartWorker:
     """A process that runs a part from one case on, with threads that read its output and its errors."""
 
     def __init__(self, words: list[str], name: str, first: int) -> None:
         command = [sys.executable, __file__, name, "--work", str(first), *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.lines: queue.Queue[str] = queue.Queue()
-        self.said: list[str] = []
-        self.threads = [threading.Thread(target=self._read), threading.Thread(target=self._hear)]
+        self.error_lines: list[str] = []
+        self.threads = [threading.Thread(target=self._collect_rows), threading.Thread(target=self._collect_errors)]
         for thread in self.threads:
             thread.start()
 
-    def _read(self) -> None:
+    def _collect_rows(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.put(line)
         self.lines.put("")
 
-    def _hear(self) -> None:
+    def _collect_errors(self) -> None:
         assert self.process.stderr is not None
-        self.said.extend(self.process.stderr)
+        self.error_lines.extend(self.process.stderr)
 
-    def row(self, seconds: float) -> Row | None:
+    def next_row(self, seconds: float) -> ResultRow | None:
         """Return the next row, or None after the last one. Raises `queue.Empty` after `seconds` without a row."""
         line = self.lines.get(timeout=max(0.0, seconds))
         return json.loads(line) if line else None
 
-    def last_words(self) -> str:
+    def describe_end(self) -> str:
         """Wait for the end of the process, and return its last line of errors, or its exit code."""
         code = self.process.wait()
         for thread in self.threads:
             thread.join()
-        return self.said[-1].strip() if self.said else f"exit code {code}"
+        return self.error_lines[-1].strip() if self.error_lines else f"exit code {code}"
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> PartWorker:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.process.kill()
-        self.last_words()
+        self.describe_end()
         for pipe in (self.process.stdout, self.process.stderr):
             pipe.close()
 
 
-def rows_of(name: str, words: list[str], until: float) -> Iterator[Row]:
+def run_part_in_processes(name: str, words: list[str], until: float) -> Iterator[ResultRow]:
     """Yield the rows of a part until the time `until`, with a new process after each case that failed."""
     following: int | None = 0
     while following is not None:
-        following = yield from rows_from(name, words, until, following)
+        following = yield from run_part_in_process(name, words, until, following)
 
 
-def rows_from(name: str, words: list[str], until: float, first: int) -> Generator[Row, None, int | None]:
+def run_part_in_process(
+    name: str, words: list[str], until: float, first: int
+) -> Generator[ResultRow, None, int | None]:
     """Yield the rows of one process; return the index of the case for the next process, or None.
 
     Args:
@@ -172,18 +174,18 @@ def rows_from(name: str, words: list[str], until: float, first: int) -> Generato
         until: The end of the part on the monotonic clock, in seconds.
         first: The index of the first case.
     """
-    limit, case, following = STARTUP, "start", None
-    with Worker(words, name, first) as worker:
+    limit, case, following = STARTUP_SECONDS, "start", None
+    with PartWorker(words, name, first) as worker:
         while True:
             try:
-                row = worker.row(min(limit, until - time.monotonic()))
+                row = worker.next_row(min(limit, until - time.monotonic()))
             except queue.Empty:
                 over = time.monotonic() >= until
                 why = {"left out": "the time of the part is over"} if over else {"error": f"nothing for {limit:g} s"}
                 yield {"case": case, **why}
                 return None if over else following
             if row is None:
-                yield {"case": case, "error": f"the process ended: {worker.last_words()}"}
+                yield {"case": case, "error": f"the process ended: {worker.describe_end()}"}
                 return following
             match row:
                 case {"begins": int(number), "case": str(case)}:
@@ -198,18 +200,18 @@ def rows_from(name: str, words: list[str], until: float, first: int) -> Generato
                     yield row
 
 
-def cell(value: object) -> str:
+def format_cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def written(rows: list[Row]) -> str:
+def format_tables(rows: list[ResultRow]) -> str:
     """Return a Markdown table for each part, with a column for each key of its rows."""
     text = ""
     for name in dict.fromkeys(str(row["part"]) for row in rows):
         mine = [{k: v for k, v in row.items() if k != "part"} for row in rows if row["part"] == name]
         head = list(dict.fromkeys(k for row in mine for k in row))
-        text += f"## {name}\n\n{results.table(head, [[cell(row.get(k, '')) for k in head] for row in mine])}\n"
-    lines = "".join(f"- {line}\n" for line in foretold.wrong(rows))
+        text += f"## {name}\n\n{results.format_table(head, [[format_cell(row.get(k, '')) for k in head] for row in mine])}\n"
+    lines = "".join(f"- {line}\n" for line in foretold.list_wrong_predictions(rows))
     return text + (f"## Predicted wrongly\n\n{lines}" if lines else "")
 
 
@@ -232,29 +234,31 @@ def main() -> None:
     if unknown := set(args.parts) - PARTS.keys():
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     try:
-        work(args) if args.work is not None else run(args)
+        run_worker(args) if args.work is not None else run_parts(args)
     except BackendError as why:
         sys.exit(f"gpu.py: {why}")
 
 
-def run(args: argparse.Namespace) -> None:
+def run_parts(args: argparse.Namespace) -> None:
     """Run all parts, and print and save their rows. Raises `BackendError` if there is no such device."""
-    find(args.kind)
+    find_device(args.kind)
     words = ["--kind", args.kind, *["--tiny"] * args.tiny, *(w for m in args.model for w in ("--model", str(m)))]
     words += [w for flag, at in (("--scratch", args.scratch), ("--llama", args.llama)) if at for w in (flag, str(at))]
-    about, rows = {**results.circumstances(args.shared), "device": args.kind, "tiny": args.tiny}, []
+    about, rows = {**results.collect_circumstances(args.shared), "device": args.kind, "tiny": args.tiny}, []
     about |= {"commit": args.commit} if args.commit else {}
     end, left = time.monotonic() + args.seconds, list(args.parts or PARTS)
     while left:
         share = PARTS[left[0]].weight / sum(PARTS[name].weight for name in left)
         name, now = left.pop(0), time.monotonic()
         print(f"\n{name}, {max(0.0, (end - now) * share):.0f} s at most", flush=True)
-        for row in rows_of(name, words, now + (end - now) * share):
+        for row in run_part_in_processes(name, words, now + (end - now) * share):
             rows.append({"part": name, **row})
-            print("  " + ", ".join(f"{k} {cell(v)}" if k != "case" else str(v) for k, v in row.items()), flush=True)
+            print(
+                "  " + ", ".join(f"{k} {format_cell(v)}" if k != "case" else str(v) for k, v in row.items()), flush=True
+            )
             if args.save:
-                results.save(args.save, about, rows, written(rows))
-    for line in foretold.wrong(rows):
+                results.write_result(args.save, about, rows, format_tables(rows))
+    for line in foretold.list_wrong_predictions(rows):
         print(line)
 
 

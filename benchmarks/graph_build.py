@@ -13,12 +13,12 @@ from time import perf_counter
 from hocket import ops
 from hocket.graph import Graph, Value, format_graph, from_json, input, parse, state, to_json, weight
 
-NODES = 15_000
-LIMIT = 0.3
+NODE_COUNT = 15_000
+MAX_SECONDS = 0.3
 """The limit for building, in seconds."""
 
 
-def block(i: int, x: Value, pos: Value, mask: Value, updates: dict[Value, Value]) -> Value:
+def build_layer(i: int, x: Value, pos: Value, mask: Value, updates: dict[Value, Value]) -> Value:
     """Build one layer of a dense decoder: 36 nodes, leaves and views included.
 
     Args:
@@ -51,18 +51,18 @@ def block(i: int, x: Value, pos: Value, mask: Value, updates: dict[Value, Value]
     return ops.add(x, ops.mul_mat(w("ffn_down", width, ffn), ops.swiglu(gate, up)), name=f"out.{i}")
 
 
-def build(nodes: int = NODES) -> Graph:
+def build_graph(nodes: int = NODE_COUNT) -> Graph:
     """Build layers until the graph has at least `nodes` nodes."""
     x, pos = input("x", (4, 256)), input("pos", (4,), "i32")
     mask = ops.causal_mask(pos, cells=64)
     updates: dict[Value, Value] = {}
     per_layer = 36
     for i in range(-(-(nodes - 3) // per_layer)):
-        x = block(i, x, pos, mask, updates)
+        x = build_layer(i, x, pos, mask, updates)
     return Graph({"hidden": x}, updates)
 
 
-def seconds(work: Callable[[], object], runs: int = 7) -> float:
+def measure_call_seconds(work: Callable[[], object], runs: int = 7) -> float:
     """Return the median wall time of one call, in seconds; each call starts after a garbage collection."""
     times = []
     for _ in range(runs):
@@ -74,10 +74,10 @@ def seconds(work: Callable[[], object], runs: int = 7) -> float:
 
 
 def main() -> None:
-    graph = build()
+    graph = build_graph()
     text, document = format_graph(graph), to_json(graph)
     rows: dict[str, Callable[[], object]] = {
-        "build": build,
+        "build": build_graph,
         "verify": lambda: ops.verify(graph),
         "digest": graph.digest,
         "dump": lambda: format_graph(graph),
@@ -86,10 +86,10 @@ def main() -> None:
         "from_json": lambda: from_json(document),
     }
     print(f"{len(graph.nodes)} nodes")
-    times = {name: seconds(work) for name, work in rows.items()}
+    times = {name: measure_call_seconds(work) for name, work in rows.items()}
     for name, time in times.items():
         print(f"{name:<10} {time * 1e3:8.1f} ms   {time / len(graph.nodes) * 1e6:6.2f} µs a node")
-    print(f"limit for building {LIMIT * 1e3:.0f} ms: {'met' if times['build'] < LIMIT else 'MISSED'}")
+    print(f"limit for building {MAX_SECONDS * 1e3:.0f} ms: {'met' if times['build'] < MAX_SECONDS else 'MISSED'}")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from statistics import median
 from time import perf_counter
 
 import numpy as np
-from results_file import circumstances, one_line, save, table
+from results_file import collect_circumstances, format_circumstances, format_table, write_result
 
 from hocket.frontends.open import open_model, open_session
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
-STAGES = ("cpu:0", "cpu:1")
+STAGE_DEVICES = ("cpu:0", "cpu:1")
 HEAD = ("model", "tokens", "one device", "two at once are worth", "pipeline", "times one device", "of the limit")
 
 
@@ -35,20 +35,22 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--save", metavar="STEM", type=Path, help="write STEM.json and STEM.md")
     args = parser.parse_args()
-    about = circumstances(args.shared)
-    rounds = [row for path in args.models for row in measured(path, args.p, args.rounds)]
-    text = table(HEAD, [told(path.name, [r for r in rounds if r["model"] == path.name]) for path in args.models])
-    print(one_line(about) + "\n\n" + text, end="")
+    about = collect_circumstances(args.shared)
+    rounds = [row for path in args.models for row in measure_rounds(path, args.p, args.rounds)]
+    text = format_table(
+        HEAD, [format_comparison(path.name, [r for r in rounds if r["model"] == path.name]) for path in args.models]
+    )
+    print(format_circumstances(about) + "\n\n" + text, end="")
     if args.save:
-        save(args.save, about, rounds, text)
+        write_result(args.save, about, rounds, text)
 
 
-def measured(path: Path, tokens: int, rounds: int) -> list[dict[str, object]]:
+def measure_rounds(path: Path, tokens: int, rounds: int) -> list[dict[str, object]]:
     """Return the seconds of the three runs in every round, after a round that warms up."""
     model = open_model(path)
     prompt = [int(t) for t in np.random.default_rng(0).integers(0, model.vocabulary_size, tokens)]
-    one, other = (open_session(model, on=Group(STAGES[:1], threads=1), context=tokens) for _ in range(2))
-    stages = open_session(model, on=Group(STAGES, "layer", threads=1), context=tokens)
+    one, other = (open_session(model, on=DeviceGroup(STAGE_DEVICES[:1], threads=1), context=tokens) for _ in range(2))
+    stages = open_session(model, on=DeviceGroup(STAGE_DEVICES, "layer", threads=1), context=tokens)
 
     def read(session: Session) -> None:
         session.evaluate([prompt])
@@ -61,22 +63,22 @@ def measured(path: Path, tokens: int, rounds: int) -> list[dict[str, object]]:
     for _ in range(1 + rounds):
         for session in (one, other, stages):
             session.reset(0)
-        alone = seconds(lambda: read(one))
+        alone = measure_seconds(lambda: read(one))
         one.reset(0)
-        together, piped = seconds(lambda: both((one, other))), seconds(lambda: read(stages))
+        together, piped = measure_seconds(lambda: both((one, other))), measure_seconds(lambda: read(stages))
         known = {"model": path.name, "tokens": tokens}
         rows.append({**known, "one": alone, "two at once": together, "pipeline": piped})
     return rows[1:]
 
 
-def seconds(run: Callable[[], None]) -> float:
+def measure_seconds(run: Callable[[], None]) -> float:
     """Return the wall time of a call, in seconds."""
     start = perf_counter()
     run()
     return perf_counter() - start
 
 
-def told(name: str, rows: Sequence[dict[str, object]]) -> list[str]:
+def format_comparison(name: str, rows: Sequence[dict[str, object]]) -> list[str]:
     """Return a table row of medians; ratios are computed within a round."""
 
     def middle(value: Callable[[float, float, float], float]) -> float:

@@ -12,14 +12,14 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plan_scaling import spent
+from plan_scaling import describe_time_use
 
-from hocket.frontends.laying_out import use_of
+from hocket.frontends.laying_out import make_workload
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open import open_model
 from hocket.graph import Graph
-from hocket.scheduler import Plan, Use, nbytes_text, plan_for, shortage, simulate
-from hocket.scheduler.units import time_text
+from hocket.scheduler import Plan, Use, format_bytes, plan_for_group, shortage, simulate
+from hocket.scheduler.units import format_seconds
 
 CONTEXT_TOKENS = 4096
 MACHINES = ("h200:1", "h200:2,nvlink", "h200:4,nvlink", "h200:8,nvlink", "rtx4090:2,pcie4")
@@ -28,16 +28,16 @@ STEPS = {
     "a prompt of 512": Step(1, 512, CONTEXT_TOKENS, CONTEXT_TOKENS, 1),
     "16 sequences": Step(16, 1, CONTEXT_TOKENS, CONTEXT_TOKENS, 16),
 }
-PAIRS = (
+COMPARED_PAIRS = (
     *(("Llama-3-8B", machine) for machine in ("h200:2,nvlink", "rtx4090:2,pcie4", "cpu:4", "a100:4,ethernet")),
     *(("Llama-3-70B", machine) for machine in ("h200:8,nvlink", "rtx3090:4,pcie4", "h200:2,nvlink x 2,ib400")),
     *(("Qwen3-Next-80B-A3B", machine) for machine in ("h200:4,nvlink", "h100:2,pcie5")),
     *(("Qwen3-235B-A22B", machine) for machine in ("h200:4,nvlink", "h100:8,nvlink")),
 )
-LAYERS = 12
+COMPARED_LAYER_COUNT = 12
 """Layers of the models that are also planned with every mode and number of devices."""
-Write = Callable[..., str]
-TEXT = """# What `auto` takes
+HeaderWriter = Callable[..., str]
+PAGE_HEAD = """# What `auto` takes
 
 Written by `python benchmarks/plan_choices.py > docs/auto.md`: files that are only headers, 4-bit weights, a context of
 {context} tokens in use, simulated machines.  All times are
@@ -52,35 +52,37 @@ slowest device does in a run, and so why more devices help or do not: `work` is 
 """
 
 
-def planned(graph: Graph, machine: str, mode: str = "auto", devices: int | None = None, use: Use | None = None) -> Plan:
+def plan_on_machine(
+    graph: Graph, machine: str, mode: str = "auto", devices: int | None = None, use: Use | None = None
+) -> Plan:
     """Plan a graph for a simulated machine, optionally for its first devices and for a workload."""
     simulation = simulate(machine)
-    return plan_for(
+    return plan_for_group(
         graph, simulation.group[:devices], split_mode=mode, hardware=simulation.hardware_for(graph), use=use
     )
 
 
-def use_for(model: Model, sequences: int) -> Use:
+def build_workload(model: Model, sequences: int) -> Use:
     """Return the workload for which a session of `sequences` sequences chooses its layout."""
-    return use_of(
+    return make_workload(
         lambda n, tokens: model.graph(Step(n, tokens, CONTEXT_TOKENS, CONTEXT_TOKENS, n)), sequences, CONTEXT_TOKENS
     )
 
 
-def seconds_of(plan: Plan, use: Use | None) -> float:
+def predict_plan_seconds(plan: Plan, use: Use | None) -> float:
     """Return the predicted seconds of one run, or of a workload."""
     if use is None:
         return plan.cost.total
-    made = cache(lambda *asked: plan_for(use.graph_of(*asked), plan.group, hardware=plan.hardware, like=plan))
+    made = cache(lambda *asked: plan_for_group(use.graph_of(*asked), plan.group, hardware=plan.hardware, like=plan))
     return use.judged(made)[0]
 
 
-def held(plan: Plan) -> int:
+def compute_stored_bytes(plan: Plan) -> int:
     """Return the bytes of weights and states on all devices of a plan."""
     return plan.memory()["weight"] + plan.memory()["state"]
 
 
-def choices(name: str, path: str) -> Iterator[str]:
+def format_choices(name: str, path: str) -> Iterator[str]:
     """Yield the section of a model: the choice of `auto` for each machine and step, and the next best choice."""
     yield f"\n## {name}\n"
     yield "| machine | step | taken | a run | spent on | held | left aside |"
@@ -88,43 +90,51 @@ def choices(name: str, path: str) -> Iterator[str]:
     model = open_model(path, header_only=True)
     for machine in MACHINES:
         for kind, step in STEPS.items():
-            plan = planned(model.graph(step), machine)
+            plan = plan_on_machine(model.graph(step), machine)
             taken = [r.removeprefix("taken: ").rsplit(":", 1)[0] for r in plan.reasons if r.startswith("taken: ")]
             aside = [r.removeprefix("left aside: ") for r in plan.reasons if r.startswith("left aside: ")]
-            cells = (machine, kind, (taken or ["whole, on 1 device"])[0], time_text(plan.cost.total), spent(plan))
-            lacking = f", {nbytes_text(short)} short" if (short := shortage(plan)) else ""
-            yield f"| {' | '.join(cells)} | {nbytes_text(held(plan))}{lacking} | {(aside or ['-'])[0]} |"
+            cells = (
+                machine,
+                kind,
+                (taken or ["whole, on 1 device"])[0],
+                format_seconds(plan.cost.total),
+                describe_time_use(plan),
+            )
+            lacking = f", {format_bytes(short)} short" if (short := shortage(plan)) else ""
+            yield f"| {' | '.join(cells)} | {format_bytes(compute_stored_bytes(plan))}{lacking} | {(aside or ['-'])[0]} |"
 
 
-def comparisons(shapes: dict[str, Write], folder: Path) -> Iterator[str]:
+def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterator[str]:
     """Yield the section that compares `auto` with all other modes on all numbers of devices."""
-    yield f"\n## Against choices by hand\n\nTimes of the first {LAYERS} layers alone: of one token, then of prompts and"
+    yield f"\n## Against choices by hand\n\nTimes of the first {COMPARED_LAYER_COUNT} layers alone: of one token, then of prompts and"
     yield "tokens of several sequences, with parts and micro-batches.  Choices that copy the weights to every device"
     yield "are left aside.\n\n| model | machine | for | auto | best by hand | which | ratio |"
     yield "|---|---|---|---|---|---|---|"
-    for name, machine in PAIRS:
-        model = open_model(shapes[name](folder / f"{name}-short.gguf", layers=LAYERS), header_only=True)
+    for name, machine in COMPARED_PAIRS:
+        model = open_model(shapes[name](folder / f"{name}-short.gguf", layers=COMPARED_LAYER_COUNT), header_only=True)
         for sequences in (0, 1, 16):
-            use = use_for(model, sequences) if sequences else None
+            use = build_workload(model, sequences) if sequences else None
             graph = model.graph(STEPS["decode"]) if use is None else use.graph_of(sequences, 1)
-            auto, most = planned(graph, machine, use=use), len(simulate(machine).group)
+            auto, most = plan_on_machine(graph, machine, use=use), len(simulate(machine).group)
             rivals: list[tuple[float, str]] = []
             for devices in sorted({1, 2, most}):
                 for mode in ("none",) if devices == 1 else ("layer", "tensor", "layer,tensor")[: 2 + (devices > 2)]:
-                    plan = planned(graph, machine, mode, devices, use)
+                    plan = plan_on_machine(graph, machine, mode, devices, use)
                     once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
-                    copies = held(plan) > once * (1 + (devices - 1) / 2)
+                    copies = compute_stored_bytes(plan) > once * (1 + (devices - 1) / 2)
                     rivals += (
-                        [] if copies else [(seconds_of(plan, use), f"{mode}, {devices} device{'s' * (devices > 1)}")]
+                        []
+                        if copies
+                        else [(predict_plan_seconds(plan, use), f"{mode}, {devices} device{'s' * (devices > 1)}")]
                     )
-            (best, which), own = min(rivals), seconds_of(auto, use)
+            (best, which), own = min(rivals), predict_plan_seconds(auto, use)
             wanted = "one token" if use is None else str(use)
             cells = (
-                f"{name}, {LAYERS} layers",
+                f"{name}, {COMPARED_LAYER_COUNT} layers",
                 machine,
                 wanted,
-                time_text(own),
-                time_text(best),
+                format_seconds(own),
+                format_seconds(best),
                 which,
                 f"{own / best:.3f}",
             )
@@ -137,11 +147,11 @@ def main() -> None:
     from hocket.scheduler.choosing.auto import COPIED, JOINED
     from tests.given.models.large_headers import SHAPES
 
-    print(TEXT.format(context=CONTEXT_TOKENS, copied=COPIED, joined=JOINED), end="")
+    print(PAGE_HEAD.format(context=CONTEXT_TOKENS, copied=COPIED, joined=JOINED), end="")
     with TemporaryDirectory() as folder:
         for name, write in SHAPES.items():
-            print(*choices(name, write(Path(folder) / f"{name}.gguf")), sep="\n", flush=True)
-        print(*comparisons(SHAPES, Path(folder)), sep="\n")
+            print(*format_choices(name, write(Path(folder) / f"{name}.gguf")), sep="\n", flush=True)
+        print(*format_comparisons(SHAPES, Path(folder)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -16,28 +16,28 @@ from tempfile import TemporaryDirectory
 from time import process_time
 
 from hocket.frontends.commands.plan import read_step_graph
-from hocket.scheduler import plan_for, simulate
+from hocket.scheduler import plan_for_group, simulate
 
-ROUNDS, LIMIT, TOKENS = 3, 5.0, (1, 2048)
+ROUNDS, MAX_SECONDS, TOKEN_COUNTS = 3, 5.0, (1, 2048)
 """Plans of each step, the limit for a plan in seconds, and the token counts of the steps."""
 
 
-def seconds(path: str, tokens: int) -> float:
+def measure_plan_seconds(path: str, tokens: int) -> float:
     """Return the processor seconds to read, plan and explain a step of `tokens` tokens."""
     start = process_time()
     graph, _ = read_step_graph(path, context=4096, tokens=tokens)
     simulation = simulate("h200:8,nvlink")
-    plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph)).explain()
+    plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph)).explain()
     return process_time() - start
 
 
-def uneven_seconds(path: str, devices: int) -> tuple[float, int]:
+def measure_uneven_plan(path: str, devices: int) -> tuple[float, int]:
     """Return the planning seconds if device d has 1 + d / 100 shares, and the number of instructions of all devices."""
     graph, _ = read_step_graph(path, context=4096, tokens=1)
     simulation = simulate(f"h200:{devices},nvlink")
     hardware, shares = simulation.hardware_for(graph), [1 + d / 100 for d in range(devices)]
     start = process_time()
-    plan = plan_for(graph, simulation.group, hardware=hardware, split_mode="tensor", tensor_split=shares)
+    plan = plan_for_group(graph, simulation.group, hardware=hardware, split_mode="tensor", tensor_split=shares)
     return process_time() - start, sum(len(lane.program.instructions) for lane in plan.lanes)
 
 
@@ -54,14 +54,14 @@ def main() -> None:
     print(f"adding 20 million numbers: {process_time() - start:.2f} s")
     with TemporaryDirectory() as folder:
         if args.devices:
-            taken, steps = uneven_seconds(llama_405b(Path(folder) / "decoder.gguf", args.layers), args.devices)
+            taken, steps = measure_uneven_plan(llama_405b(Path(folder) / "decoder.gguf", args.layers), args.devices)
             print(f"{args.layers} layers on {args.devices} uneven devices, {steps} steps: {taken:.2f} s")
             return
         for name, write in LARGE.items():
             path = write(Path(folder) / f"{name}.gguf")
-            for tokens in TOKENS:
-                taken = median(seconds(path, tokens) for _ in range(ROUNDS))
-                print(f"{name}, {tokens} tokens: {taken:.2f} s of processor time (limit {LIMIT:g})")
+            for tokens in TOKEN_COUNTS:
+                taken = median(measure_plan_seconds(path, tokens) for _ in range(ROUNDS))
+                print(f"{name}, {tokens} tokens: {taken:.2f} s of processor time (limit {MAX_SECONDS:g})")
 
 
 if __name__ == "__main__":

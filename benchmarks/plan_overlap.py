@@ -14,14 +14,14 @@ from unittest.mock import patch
 
 from hocket.frontends.commands.plan import read_step_graph
 from hocket.graph import Graph
-from hocket.scheduler import Plan, plan_for, simulate
+from hocket.scheduler import Plan, plan_for_group, simulate
 from hocket.scheduler.machines.simulated import SimulatedGpu
-from hocket.scheduler.units import time_text
+from hocket.scheduler.units import format_seconds
 
 MACHINES = ("h200:8,nvlink", "h200:4,nvlink", "h200:4,pcie5", "h100:2,pcie5", "cpu:2")
 STEPS = {"one token": 1, "a prompt of 2,048": 2048}
-CONTEXT = 4096
-TEXT = """# Computing beside collectives
+CONTEXT_TOKENS = 4096
+PAGE_HEAD = """# Computing beside collectives
 
 Written by `python benchmarks/plan_overlap.py`: a file that is only the header of Llama-3-70B with 4-bit weights, cut in
 shares of its tensors, {context} tokens of context.  All times are **predicted** and none was measured: what runs at the
@@ -31,30 +31,32 @@ Simulated processors wait: their threads are the collective.
 """
 
 
-def planned(graph: Graph, machine: str, *, beside: bool) -> Plan:
+def plan_with_overlap(graph: Graph, machine: str, *, beside: bool) -> Plan:
     """Plan for simulated devices that overlap compute with collectives (`beside`), or do not."""
     simulation = simulate(machine)
-    with patch.object(SimulatedGpu, "overlaps", SimulatedGpu.overlaps if beside else lambda *_: False):
-        made = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph), split_mode="tensor")
+    with patch.object(
+        SimulatedGpu, "can_overlap_collectives", SimulatedGpu.can_overlap_collectives if beside else lambda *_: False
+    ):
+        made = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph), split_mode="tensor")
         assert made.cost  # computes the costs while the patch is active
     return made
 
 
-def rows(path: str) -> Iterator[tuple[str, ...]]:
+def format_comparison_rows(path: str) -> Iterator[tuple[str, ...]]:
     """Yield a table row for each machine and step: times without and with overlap."""
     for machine in MACHINES:
         for name, tokens in STEPS.items():
-            graph, _ = read_step_graph(path, context=CONTEXT, tokens=tokens)
-            one_by_one, beside = (planned(graph, machine, beside=does) for does in (False, True))
+            graph, _ = read_step_graph(path, context=CONTEXT_TOKENS, tokens=tokens)
+            one_by_one, beside = (plan_with_overlap(graph, machine, beside=does) for does in (False, True))
             before, after = one_by_one.cost, beside.cost
             chunks = [word for why in beside.reasons if "chunks" in why for word in why.split() if word.isdecimal()]
             yield (
                 machine,
                 name,
-                time_text(before.total),
-                time_text(before.collectives),
-                time_text(after.total),
-                time_text(after.collectives - after.hidden),
+                format_seconds(before.total),
+                format_seconds(before.collectives),
+                format_seconds(after.total),
+                format_seconds(after.collectives - after.hidden),
                 *(chunks or ["-"]),
                 f"{before.total / after.total - 1:.0%}",
             )
@@ -64,11 +66,11 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.given.models.large_headers import LARGE
 
-    print(TEXT.format(context=CONTEXT))
+    print(PAGE_HEAD.format(context=CONTEXT_TOKENS))
     print("| devices | step | one by one | of it collectives | beside | of it waiting | chunks | more steps a second |")
     print("|---|---|---|---|---|---|---|---|")
     with TemporaryDirectory() as folder:
-        for row in rows(LARGE["llama"](Path(folder) / "llama.gguf")):
+        for row in format_comparison_rows(LARGE["llama"](Path(folder) / "llama.gguf")):
             print(f"| {' | '.join(row)} |", flush=True)
 
 

@@ -16,15 +16,15 @@ from tempfile import TemporaryDirectory
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
 from hocket.graph import Graph
-from hocket.scheduler import Plan, nbytes_text, plan_for, shortage, simulate
-from hocket.scheduler.units import time_text
+from hocket.scheduler import Plan, format_bytes, plan_for_group, shortage, simulate
+from hocket.scheduler.units import format_seconds
 
-GPUS = (1, 2, 4, 8, 16, 64, 1024)
-MACHINE = 8
+GPU_COUNTS = (1, 2, 4, 8, 16, 64, 1024)
+GPUS_PER_MACHINE = 8
 MODELS = ("Llama-3-8B", "Llama-3-70B", "Qwen3-235B-A22B")
-SEQUENCES = (1, 16, 128)
-CONTEXT = 4096
-TEXT = """# From 1 to 1,024 GPUs
+SEQUENCE_COUNTS = (1, 16, 128)
+CONTEXT_TOKENS = 4096
+PAGE_HEAD = """# From 1 to 1,024 GPUs
 
 Written by `python benchmarks/plan_scaling.py > docs/scaling.md`: files that are only headers, 4-bit weights, {context}
 tokens of context in use by each sequence, simulated H200 in machines of {machine} (NVLink within, InfiniBand of 400
@@ -44,14 +44,14 @@ layers on several machines take turns in a step of decoding, so they hold more a
 """
 
 
-def machines(gpus: int) -> str:
+def format_machine_spec(gpus: int) -> str:
     """Return the machine with `gpus` GPUs, as `simulate` parses it."""
-    if gpus <= MACHINE:
+    if gpus <= GPUS_PER_MACHINE:
         return f"h200:{gpus}" + (",nvlink" if gpus > 1 else "")
-    return f"h200:{MACHINE},nvlink x {gpus // MACHINE},ib400"
+    return f"h200:{GPUS_PER_MACHINE},nvlink x {gpus // GPUS_PER_MACHINE},ib400"
 
 
-def spent(plan: Plan) -> str:
+def describe_time_use(plan: Plan) -> str:
     """Return the shares of compute, launches and collectives in the time of a step."""
     total = plan.cost.total
     launches = plan.hardware.launch * max(sum(lane.launches()) for lane in plan.lanes)
@@ -60,34 +60,41 @@ def spent(plan: Plan) -> str:
     return f"{said} ({plan.cost.hidden / total:.0%} beside work)" if plan.cost.hidden else said
 
 
-def more(plan: Plan, used: int) -> str:
+def find_best_unused(plan: Plan, used: int) -> str:
     """Return the best rejected choice on more GPUs than are used, or ``-``."""
     aside = [r.removeprefix("left aside: ") for r in plan.reasons if r.startswith("left aside: ")]
     counted = [(re.search(r"on (\d+) devices|across (\d+) machines", text), text) for text in aside]
-    larger = [text for found, text in counted if found and int(found[1] or 0) + MACHINE * int(found[2] or 0) > used]
+    larger = [
+        text for found, text in counted if found and int(found[1] or 0) + GPUS_PER_MACHINE * int(found[2] or 0) > used
+    ]
     return larger[0] if larger else "-"
 
 
-def rows(graph: Graph, sequences: int) -> Iterator[str]:
+def format_rows(graph: Graph, sequences: int) -> Iterator[str]:
     """Yield a row for each choice of `auto`, with the numbers of GPUs for which it is chosen."""
     same: list[tuple[int, str]] = []
-    for gpus in GPUS:
-        simulation = simulate(machines(gpus))
-        same.append((gpus, row(plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph)), sequences)))
+    for gpus in GPU_COUNTS:
+        simulation = simulate(format_machine_spec(gpus))
+        same.append(
+            (
+                gpus,
+                format_row(plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph)), sequences),
+            )
+        )
     for cells, group in groupby(same, key=lambda pair: pair[1].rpartition(" | ")[0]):
         taken = list(group)
         numbers = f"{taken[0][0]:,}" + (f" to {taken[-1][0]:,}" if len(taken) > 1 else "")
         yield f"| {sequences} | {numbers} | {cells} | {taken[-1][1].rpartition(' | ')[2]} |"
 
 
-def row(plan: Plan, sequences: int) -> str:
+def format_row(plan: Plan, sequences: int) -> str:
     """Return the cells of a plan: devices, seconds, tokens/s and bytes."""
     used = sum(bool(lane.program.instructions) for lane in plan.lanes)
     held = plan.memory()["weight"] + plan.memory()["state"]
-    lacking = f", {nbytes_text(short)} short" if (short := shortage(plan)) else ""
+    lacking = f", {format_bytes(short)} short" if (short := shortage(plan)) else ""
     rate = sequences / plan.cost.total
-    cells = (used, time_text(plan.cost.total), f"{rate:,.0f}", f"{rate / used:,.0f}", nbytes_text(held) + lacking)
-    return f"{' | '.join(map(str, cells))} | {spent(plan)} | {more(plan, used)}"
+    cells = (used, format_seconds(plan.cost.total), f"{rate:,.0f}", f"{rate / used:,.0f}", format_bytes(held) + lacking)
+    return f"{' | '.join(map(str, cells))} | {describe_time_use(plan)} | {find_best_unused(plan, used)}"
 
 
 def main() -> None:
@@ -95,16 +102,16 @@ def main() -> None:
     sys.path.insert(0, str(root))
     from tests.given.models.large_headers import SHAPES
 
-    print(TEXT.format(context=CONTEXT, machine=MACHINE), end="")
+    print(PAGE_HEAD.format(context=CONTEXT_TOKENS, machine=GPUS_PER_MACHINE), end="")
     with TemporaryDirectory() as folder:
         for name in MODELS:
             model = open_model(SHAPES[name](Path(folder) / f"{name}.gguf"), header_only=True)
             print(f"\n## {name}\n")
             print("| sequences | GPUs | used | a step | tokens/s | for each used | held | spent on | more |")
             print("|--:|--:|--:|--:|--:|--:|--:|---|---|")
-            for sequences in SEQUENCES:
-                graph = model.graph(Step(sequences, 1, CONTEXT, CONTEXT, sequences))
-                print(*rows(graph, sequences), sep="\n", flush=True)
+            for sequences in SEQUENCE_COUNTS:
+                graph = model.graph(Step(sequences, 1, CONTEXT_TOKENS, CONTEXT_TOKENS, sequences))
+                print(*format_rows(graph, sequences), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

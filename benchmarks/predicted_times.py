@@ -17,54 +17,54 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from results_file import circumstances, one_line, save, table
+from results_file import collect_circumstances, format_circumstances, format_table, write_result
 
 from hocket.frontends.devices import ONE_DEVICE
-from hocket.frontends.measuring import random_tokens, step_behind_context
+from hocket.frontends.measuring import draw_random_tokens, run_at_context_end
 from hocket.frontends.open import open_model, open_session
 from hocket.frontends.session import Session
-from hocket.scheduler import Plan, plan_for
+from hocket.scheduler import Plan, plan_for_group
 from hocket.scheduler.machines.speeds import Speeds
 from hocket.scheduler.probing.calibrating import PROBED_DTYPES, Probes, middle
 
 HEAD = ("model", "tokens of a run", "predicted", "measured", "error", "errors of the rounds")
-TURNS = 5
+TURNS_PER_ROUND = 5
 """Turns in a round; each turn measures every run once."""
 
 
 @dataclass
-class Run:
+class ModelRun:
     """Steps of `token_count` tokens of a model at the end of a context."""
 
     name: str
     session: Session
-    tokens: int
+    token_count: int
     plan: Plan
-    drawn: Iterator[list[int]]
+    token_batches: Iterator[list[int]]
 
-    def seconds(self) -> float:
+    def measure_seconds(self) -> float:
         """Return the interquartile mean of the seconds of some runs in a row, after runs that fill the caches."""
         each = []
-        for _ in range(self.before + self.times):
-            tokens = next(self.drawn)
+        for _ in range(self.warm_up_count + self.timed_count):
+            tokens = next(self.token_batches)
             start = perf_counter()
-            step_behind_context(self.session, tokens)
+            run_at_context_end(self.session, tokens)
             each.append(perf_counter() - start)
-        return middle(each[self.before :])
+        return middle(each[self.warm_up_count :])
 
     @property
-    def before(self) -> int:
+    def warm_up_count(self) -> int:
         """The number of runs that are not timed; a token finds data of many previous tokens in a large cache."""
-        return 16 if self.tokens == 1 else 1
+        return 16 if self.token_count == 1 else 1
 
     @property
-    def times(self) -> int:
+    def timed_count(self) -> int:
         """The number of runs that are timed: more for short runs."""
-        return 16 if self.tokens == 1 else 1
+        return 16 if self.token_count == 1 else 1
 
-    def predicted(self, speeds: Speeds) -> float:
+    def predict_seconds(self, speeds: Speeds) -> float:
         graph = self.plan.graph
-        return plan_for(graph, self.plan.group, hardware=speeds.hardware(graph)).cost.total
+        return plan_for_group(graph, self.plan.group, hardware=speeds.hardware(graph)).cost.total
 
 
 def main() -> None:
@@ -77,18 +77,18 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--save", metavar="STEM", type=Path, help="write STEM.json and STEM.md")
     args = parser.parse_args()
-    about = circumstances(args.shared)
-    runs = [run for path in args.models for run in runs_of(path, args.p, args.c, args.threads)]
+    about = collect_circumstances(args.shared)
+    runs = [run for path in args.models for run in make_runs(path, args.p, args.c, args.threads)]
     dtypes = {str(weight.dtype) for run in runs for weight in run.plan.graph.weights}
     probes = Probes([run.plan.group[0] for run in runs[:1]], [kind for kind in PROBED_DTYPES if str(kind) in dtypes])
-    rounds = [row for _ in range(args.rounds) for row in measured(probes, runs)]
-    text = table(HEAD, [told(run, rounds) for run in runs])
-    print(one_line(about) + "\n\n" + text, end="")
+    rounds = [row for _ in range(args.rounds) for row in measure_round(probes, runs)]
+    text = format_table(HEAD, [format_errors(run, rounds) for run in runs])
+    print(format_circumstances(about) + "\n\n" + text, end="")
     if args.save:
-        save(args.save, about, rounds, text)
+        write_result(args.save, about, rounds, text)
 
 
-def runs_of(path: Path, tokens: list[int], context: int, threads: int | None) -> list[Run]:
+def make_runs(path: Path, tokens: list[int], context: int, threads: int | None) -> list[ModelRun]:
     """Return runs of a model that are warmed up.
 
     Args:
@@ -100,43 +100,50 @@ def runs_of(path: Path, tokens: list[int], context: int, threads: int | None) ->
     session = open_session(open_model(path), on=replace(ONE_DEVICE, threads=threads), context=context)
     runs = []
     for count in tokens:
-        drawn = random_tokens(session, count)
-        step_behind_context(session, next(drawn))
+        drawn = draw_random_tokens(session, count)
+        run_at_context_end(session, next(drawn))
         with session.tracing() as trace:
-            step_behind_context(session, next(drawn))
-        runs.append(Run(path.name, session, count, trace.runs[-1].plan, drawn))
+            run_at_context_end(session, next(drawn))
+        runs.append(ModelRun(path.name, session, count, trace.runs[-1].plan, drawn))
     return runs
 
 
-def measured(probes: Probes, runs: list[Run]) -> list[dict[str, object]]:
+def measure_round(probes: Probes, runs: list[ModelRun]) -> list[dict[str, object]]:
     """Return the predicted and measured seconds of each run in one round."""
     beside: dict[int, list[dict[str, float]]] = defaultdict(list)
     seconds: dict[int, list[float]] = defaultdict(list)
     before = probes.seconds()
-    for at, run in [*enumerate(runs)] * TURNS:
-        seconds[at].append(run.seconds())
+    for at, run in [*enumerate(runs)] * TURNS_PER_ROUND:
+        seconds[at].append(run.measure_seconds())
         after = probes.seconds()
         beside[at] += before, after
         before = after
     return [
         {
             "model": run.name,
-            "tokens": run.tokens,
-            "predicted": run.predicted(probes.speeds(beside[at])),
+            "tokens": run.token_count,
+            "predicted": run.predict_seconds(probes.speeds(beside[at])),
             "measured": middle(seconds[at]),
         }
         for at, run in enumerate(runs)
     ]
 
 
-def told(run: Run, rounds: list[dict[str, object]]) -> list[str]:
+def format_errors(run: ModelRun, rounds: list[dict[str, object]]) -> list[str]:
     """Return a table row with medians; errors are computed within a round."""
-    own = [row for row in rounds if (row["model"], row["tokens"]) == (run.name, run.tokens)]
+    own = [row for row in rounds if (row["model"], row["tokens"]) == (run.name, run.token_count)]
     pairs = [(float(str(row["predicted"])), float(str(row["measured"]))) for row in own]
     errors = [predicted / seconds - 1 for predicted, seconds in pairs]
     predicted, seconds = (1e3 * median(column) for column in zip(*pairs, strict=True))
     spread = ", ".join(f"{error:+.0%}" for error in sorted(errors))
-    return [run.name, str(run.tokens), f"{predicted:.2f} ms", f"{seconds:.2f} ms", f"{median(errors):+.0%}", spread]
+    return [
+        run.name,
+        str(run.token_count),
+        f"{predicted:.2f} ms",
+        f"{seconds:.2f} ms",
+        f"{median(errors):+.0%}",
+        spread,
+    ]
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def circumstances(shared: bool) -> dict[str, object]:
+def collect_circumstances(shared: bool) -> dict[str, object]:
     """Return the date, the processor, the commit, the load, and whether others used the machine at the same time."""
-    commit, changes = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "-uno")
+    commit, changes = _run_git("rev-parse", "--short", "HEAD"), _run_git("status", "--porcelain", "-uno")
     return {
         "date": datetime.date.today().isoformat(),
-        "cpu": processor(),
+        "cpu": describe_processor(),
         "cores": os.cpu_count(),
         "commit": (commit or "unknown") + ("+" if changes else ""),
         "shared": shared,
@@ -25,7 +25,7 @@ def circumstances(shared: bool) -> dict[str, object]:
     }
 
 
-def _git(*words: str) -> str:
+def _run_git(*words: str) -> str:
     """Return the output of git for this repository, or an empty string without git."""
     try:
         done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -34,7 +34,7 @@ def _git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def processor() -> str:
+def describe_processor() -> str:
     """Return the name of the processor, its family and model, and its best vector instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -46,7 +46,7 @@ def processor() -> str:
     return f"{facts.get('model name', platform.processor())}, {where}, {' '.join(sorted(flags))}"
 
 
-def one_line(about: Mapping[str, object]) -> str:
+def format_circumstances(about: Mapping[str, object]) -> str:
     """Return the circumstances as one line of text."""
     shared = "shared with other work" if about["shared"] else "otherwise idle"
     return (
@@ -54,13 +54,13 @@ def one_line(about: Mapping[str, object]) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
-def save(stem: Path, about: Mapping[str, object], rows: Sequence[Mapping[str, object]], text: str) -> None:
+def write_result(stem: Path, about: Mapping[str, object], rows: Sequence[Mapping[str, object]], text: str) -> None:
     """Write ``stem.json`` with all samples and ``stem.md`` with the table.
 
     Args:
@@ -72,4 +72,4 @@ def save(stem: Path, about: Mapping[str, object], rows: Sequence[Mapping[str, ob
     stem.parent.mkdir(parents=True, exist_ok=True)
     body = ",\n ".join(map(json.dumps, rows))
     stem.with_name(f"{stem.name}.json").write_text(f'{{"about": {json.dumps(about)},\n "rows": [\n {body}]}}\n')
-    stem.with_name(f"{stem.name}.md").write_text(f"{one_line(about)}\n\n{text}")
+    stem.with_name(f"{stem.name}.md").write_text(f"{format_circumstances(about)}\n\n{text}")

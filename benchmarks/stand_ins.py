@@ -61,7 +61,7 @@ def measure(op: str, build: Callable[[], Value]) -> dict[str, object]:
     run.bind({name: arrays[name].astype(v.dtype.storage) for v in graph.inputs if (name := v.node.name) in arrays})
     seconds = median(sum(step.seconds for step in run.measure()[0]) for _ in range(RUNS))
     work = Counts().of(next(node for node in graph.nodes if node.op == op))
-    predicted = CPU.compute(*work)
+    predicted = CPU.compute_seconds(*work)
     return {"op": op, "seconds": seconds, "gbs": work.nbytes / seconds / 1e9, "predicted": predicted}
 
 

@@ -15,7 +15,7 @@ import sys
 from statistics import median
 from time import perf_counter
 
-ROUNDS = 11
+ROUND_COUNT = 11
 
 
 def main() -> None:
@@ -26,16 +26,16 @@ def main() -> None:
     commands = {"hocket": [sys.executable, "-m", "hocket", "run", args.model, "-p", "Hello", "-n", "1"]}
     if args.llama:
         commands["llama.cpp"] = [args.llama, "-m", args.model, "-p", "Hello", "-n", "1", "-no-cnv"]
-    warm = {name: [seconds(command)] for name, command in commands.items()}
-    for _ in range(ROUNDS):
+    warm = {name: [measure_command_seconds(command)] for name, command in commands.items()}
+    for _ in range(ROUND_COUNT):
         for name, command in commands.items():
-            warm[name].append(seconds(command))
+            warm[name].append(measure_command_seconds(command))
     for name, times in warm.items():
         runs = sorted(times[1:])
         print(f"{name:10} median {1e3 * median(runs):5.0f} ms, {1e3 * runs[0]:.0f} to {1e3 * runs[-1]:.0f}")
 
 
-def seconds(command: list[str]) -> float:
+def measure_command_seconds(command: list[str]) -> float:
     """Return the wall time of a command, in seconds."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = perf_counter()

@@ -20,11 +20,11 @@ import transformers
 
 import hocket
 
-PAUSE = 0.05
+PAUSE_SECONDS = 0.05
 """Seconds between two runs."""
 
 
-def llama() -> torch.nn.Module:
+def make_llama() -> torch.nn.Module:
     """Return a model of 12 layers of width 768, as large as GPT-2, with the MLP and the norms of Llama."""
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -38,15 +38,15 @@ def llama() -> torch.nn.Module:
     )
 
 
-def bert() -> torch.nn.Module:
+def make_bert() -> torch.nn.Module:
     """Return the base model of BERT."""
     return transformers.BertModel(transformers.BertConfig())
 
 
-MODELS: Mapping[str, Callable[[], torch.nn.Module]] = {"llama": llama, "bert": bert}
+MODELS: Mapping[str, Callable[[], torch.nn.Module]] = {"llama": make_llama, "bert": make_bert}
 
 
-def compare(name: str, tokens: int, threads: int, rounds: int, compiled: bool) -> Iterator[dict[str, object]]:
+def compare_speeds(name: str, tokens: int, threads: int, rounds: int, compiled: bool) -> Iterator[dict[str, object]]:
     """Measure one model; yield one row for each side that hocket is compared with.
 
     Args:
@@ -69,7 +69,7 @@ def compare(name: str, tokens: int, threads: int, rounds: int, compiled: bool) -
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for turn in range(rounds + 2):
             for side, run in sides.items():
-                time.sleep(PAUSE)
+                time.sleep(PAUSE_SECONDS)
                 start = time.perf_counter()
                 run(ids)
                 if turn >= 2:  # the first two rounds warm up
@@ -95,7 +95,7 @@ def compare(name: str, tokens: int, threads: int, rounds: int, compiled: bool) -
 HEAD = ("model", "weights", "tokens", "threads", "hocket ms", "against", "its ms", "ratio", "NMSE to eager")
 
 
-def cells(row: Mapping[str, object]) -> list[str]:
+def format_cells(row: Mapping[str, object]) -> list[str]:
     """Return the cells of a result row for the table."""
 
     def spread(seconds: list[float]) -> str:
@@ -119,16 +119,16 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if unknown := set(args.models) - set(MODELS):
         parser.error(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
-    about = {**results.circumstances(args.shared), "torch": torch.__version__}
+    about = {**results.collect_circumstances(args.shared), "torch": torch.__version__}
     rows: list[dict[str, object]] = []
-    print(results.one_line(about), results.table(HEAD, []), sep="\n\n", end="")
+    print(results.format_circumstances(about), results.format_table(HEAD, []), sep="\n\n", end="")
     for name in args.models:
         for tokens in map(int, args.tokens.split(",")):
-            for row in compare(name, tokens, args.threads, args.rounds, not args.no_compile):
-                print(f"| {' | '.join(cells(row))} |", flush=True)
+            for row in compare_speeds(name, tokens, args.threads, args.rounds, not args.no_compile):
+                print(f"| {' | '.join(format_cells(row))} |", flush=True)
                 rows.append(row)
     if args.save:
-        results.save(args.save, about, rows, results.table(HEAD, list(map(cells, rows))))
+        results.write_result(args.save, about, rows, results.format_table(HEAD, list(map(format_cells, rows))))
 
 
 if __name__ == "__main__":

@@ -22,37 +22,37 @@ from types import TracebackType
 import results_file as results
 
 HERE = Path(__file__).parent
-Test = dict[str, str | int]
+SpeedTest = dict[str, str | int]
 
 
-def name_of(test: Test) -> str:
+def format_test_name(test: SpeedTest) -> str:
     """Return the name of a test as in llama-bench, for example ``pp512 @ d1024``."""
     return f"{test['kind']}{test['tokens']}" + (f" @ d{test['depth']}" if test["depth"] else "")
 
 
-class Worker:
+class ModelWorker:
     """A process that has loaded a model and runs the tests that it receives."""
 
     def __init__(self, python: str, script: str, model: Path, threads: int, context: int) -> None:
         command = [python, str(HERE / script), str(model), str(threads), str(context)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.about = self._answer()
+        self.about = self._read_answer()
 
-    def seconds(self, test: Test) -> float:
+    def measure_seconds(self, test: SpeedTest) -> float:
         """Run a test in the process, and return its seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(test) + "\n")
         self.process.stdin.flush()
-        return self._answer()
+        return self._read_answer()
 
-    def _answer(self) -> object:
+    def _read_answer(self) -> object:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit(f"{' '.join(self.process.args)} ended with exit code {self.process.wait()}")
         return json.loads(line)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> ModelWorker:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -60,14 +60,14 @@ class Worker:
         self.process.wait()
 
 
-class Bench:
+class LlamaBench:
     """The program llama-bench, which is started for every run."""
 
     def __init__(self, path: str, model: Path, threads: int) -> None:
         self.command = [path, "-m", str(model), "-t", str(threads), "-r", "1", "-fa", "1", "-o", "json"]
         self.about: dict[str, object] = {}
 
-    def seconds(self, test: Test) -> float:
+    def measure_seconds(self, test: SpeedTest) -> float:
         """Run llama-bench for a test, and return its average seconds."""
         counts = (
             ("-p", str(test["tokens"]), "-n", "0") if test["kind"] == "pp" else ("-p", "0", "-n", str(test["tokens"]))
@@ -78,28 +78,30 @@ class Bench:
         self.about = {"version": f"llama-bench, build {report['build_number']}, commit {report['build_commit']}"}
         return report["avg_ns"] / 1e9
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> LlamaBench:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Do nothing; no process is left."""
 
 
-def compare(args: argparse.Namespace, model: Path, threads: int, tests: list[Test]) -> Iterator[dict[str, object]]:
+def compare_speeds(
+    args: argparse.Namespace, model: Path, threads: int, tests: list[SpeedTest]
+) -> Iterator[dict[str, object]]:
     """Yield one result row for each test."""
     context = max(int(t["tokens"]) + int(t["depth"]) for t in tests)
     with ExitStack() as stack:
-        ours = stack.enter_context(Worker(sys.executable, "worker_hocket.py", model, threads, context))
+        ours = stack.enter_context(ModelWorker(sys.executable, "worker_hocket.py", model, threads, context))
         if args.llama_bench:
-            theirs = stack.enter_context(Bench(args.llama_bench, model, threads))
+            theirs = stack.enter_context(LlamaBench(args.llama_bench, model, threads))
         else:
-            theirs = stack.enter_context(Worker(args.llama_python, "worker_llama_cpp.py", model, threads, context))
+            theirs = stack.enter_context(ModelWorker(args.llama_python, "worker_llama_cpp.py", model, threads, context))
         for test in tests:
             for side in (ours, theirs):
-                side.seconds(test)  # to warm up
-            pairs = [(ours.seconds(test), theirs.seconds(test)) for _ in range(args.rounds)]
+                side.measure_seconds(test)  # to warm up
+            pairs = [(ours.measure_seconds(test), theirs.measure_seconds(test)) for _ in range(args.rounds)]
             rates = [[test["tokens"] / s for s in side] for side in zip(*pairs, strict=True)]
-            row: dict[str, object] = {"model": model.name, "threads": threads, "test": name_of(test)}
+            row: dict[str, object] = {"model": model.name, "threads": threads, "test": format_test_name(test)}
             row |= {"hocket": median(rates[0]), "llama_cpp": median(rates[1])}
             ratio = median(their / our for our, their in pairs)
             row |= {"ratio": ratio, "best_ratio": max(rates[0]) / max(rates[1])}
@@ -109,7 +111,7 @@ def compare(args: argparse.Namespace, model: Path, threads: int, tests: list[Tes
 HEAD = ("model", "threads", "test", "hocket tok/s", "llama.cpp tok/s", "ratio", "ratio of the best runs")
 
 
-def cells(row: dict[str, object]) -> list[str]:
+def format_cells(row: dict[str, object]) -> list[str]:
     sides = [
         f"{row[side]:.1f} [{min(row[side + '_samples']):.1f}..{max(row[side + '_samples']):.1f}]"
         for side in ("hocket", "llama_cpp")
@@ -131,17 +133,21 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
     args = parser.parse_args()
-    tests: list[Test] = [{"kind": k, "tokens": n, "depth": args.d} for k, n in (("tg", args.n), ("pp", args.p)) if n]
+    tests: list[SpeedTest] = [
+        {"kind": k, "tokens": n, "depth": args.d} for k, n in (("tg", args.n), ("pp", args.p)) if n
+    ]
     rows: list[dict[str, object]] = []
-    print(results.table(HEAD, []), end="")
-    about = results.circumstances(args.shared)
+    print(results.format_table(HEAD, []), end="")
+    about = results.collect_circumstances(args.shared)
     for model in args.models:
         for threads in map(int, args.t.split(",")):
-            for row in compare(args, model, threads, tests):
-                print(f"| {' | '.join(cells(row))} |", flush=True)
+            for row in compare_speeds(args, model, threads, tests):
+                print(f"| {' | '.join(format_cells(row))} |", flush=True)
                 rows.append(row)
                 if args.save:
-                    results.save(args.save, about, rows, results.table(HEAD, list(map(cells, rows))))
+                    results.write_result(
+                        args.save, about, rows, results.format_table(HEAD, list(map(format_cells, rows)))
+                    )
 
 
 if __name__ == "__main__":

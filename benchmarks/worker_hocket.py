@@ -11,12 +11,12 @@ import sys
 import hocket
 from hocket.frontends.commands.bench import BenchmarkTest, make_random_tokens, time_test
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 
 def main() -> None:
     path, threads, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    session = Session(open_model(path), on=Group(threads=threads), context=size)
+    session = Session(open_model(path), on=DeviceGroup(threads=threads), context=size)
     tokens = make_random_tokens(session)
     print(json.dumps({"version": hocket.__version__}), flush=True)
     for line in sys.stdin:

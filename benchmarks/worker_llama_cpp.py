@@ -15,13 +15,13 @@ import llama_cpp as lc
 
 
 @lc.llama_log_callback
-def silent(level: int, text: bytes, user: ctypes.c_void_p) -> None:
+def discard_log(level: int, text: bytes, user: ctypes.c_void_p) -> None:
     """Discard the log of the library."""
 
 
-def opened(path: str, threads: int, size: int) -> tuple[object, object]:
+def open_model_and_context(path: str, threads: int, size: int) -> tuple[object, object]:
     """Return a model and a context with the settings of ``llama-bench -fa 1``."""
-    lc.llama_log_set(silent, ctypes.c_void_p(0))
+    lc.llama_log_set(discard_log, ctypes.c_void_p(0))
     lc.llama_backend_init()
     model = lc.llama_model_load_from_file(path.encode(), lc.llama_model_default_params())
     if not model:
@@ -36,7 +36,7 @@ def opened(path: str, threads: int, size: int) -> tuple[object, object]:
     return model, context
 
 
-def evaluate(context: object, tokens: list[int]) -> None:
+def evaluate_tokens(context: object, tokens: list[int]) -> None:
     """Evaluate tokens, and wait for the result."""
     block = (lc.llama_token * len(tokens))(*tokens)
     if lc.llama_decode(context, lc.llama_batch_get_one(block, len(tokens))):
@@ -44,7 +44,7 @@ def evaluate(context: object, tokens: list[int]) -> None:
     lc.llama_synchronize(context)
 
 
-def seconds(context: object, vocabulary: int, kind: str, count: int, depth: int) -> float:
+def measure_test_seconds(context: object, vocabulary: int, kind: str, count: int, depth: int) -> float:
     """Return the seconds of one test: a prompt at once, or tokens one by one.
 
     Args:
@@ -57,23 +57,26 @@ def seconds(context: object, vocabulary: int, kind: str, count: int, depth: int)
     lc.llama_memory_clear(lc.llama_get_memory(context), True)
     tokens = random.Random(0).choices(range(vocabulary), k=depth + count)
     for start in range(0, depth, 512):
-        evaluate(context, tokens[start : min(depth, start + 512)])
+        evaluate_tokens(context, tokens[start : min(depth, start + 512)])
     parts = [tokens[depth:]] if kind == "pp" else [[token] for token in tokens[depth:]]
     start = time.perf_counter()
     for part in parts:
-        evaluate(context, part)
+        evaluate_tokens(context, part)
     return time.perf_counter() - start
 
 
 def main() -> None:
     path, threads, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    model, context = opened(path, threads, size)
+    model, context = open_model_and_context(path, threads, size)
     vocabulary = lc.llama_vocab_n_tokens(lc.llama_model_get_vocab(model))
     about = {"version": lc.__version__, "system": lc.llama_print_system_info().decode().strip()}
     print(json.dumps(about), flush=True)
     for line in sys.stdin:
         test = json.loads(line)
-        print(json.dumps(seconds(context, vocabulary, test["kind"], test["tokens"], test["depth"])), flush=True)
+        print(
+            json.dumps(measure_test_seconds(context, vocabulary, test["kind"], test["tokens"], test["depth"])),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

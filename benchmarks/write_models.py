@@ -19,12 +19,12 @@ from gguf import GGUFReader, GGUFWriter, dequantize, quantize
 from hocket.graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
 from hocket.ops.quantisation import BLOCK_LAYOUTS, f32_to_bf16
 
-VOCABULARY, GEMMA_VOCABULARY = 49152, 262144
-UNUSED = 5
+VOCABULARY_SIZE, GEMMA_VOCABULARY_SIZE = 49152, 262144
+UNUSED_TOKEN_TYPE = 5
 """The value of ``tokenizer.ggml.token_type`` for a token that occurs in no text."""
-SPREAD = 0.02
+WEIGHT_DEVIATION = 0.02
 """The approximate standard deviation of a random weight."""
-LARGEST_CODE = {
+MAX_CODE_BY_DTYPE = {
     "q8_0": 127,
     "q4_0": 8,
     "q4_1": 15,
@@ -36,12 +36,12 @@ LARGEST_CODE = {
     "q5_K": 31,
 }
 """The largest code of a quantised weight, by dtype."""
-LARGEST_CODE |= {"q6_K": 32, "iq4_nl": 127, "iq4_xs": 127}
-SUB_SCALE = {"q2_K": 8, "q3_K": 16, "q4_K": 32, "q5_K": 32, "q6_K": 64, "iq4_xs": 16}
+MAX_CODE_BY_DTYPE |= {"q6_K": 32, "iq4_nl": 127, "iq4_xs": 127}
+TYPICAL_SUB_SCALE = {"q2_K": 8, "q3_K": 16, "q4_K": 32, "q5_K": 32, "q6_K": 64, "iq4_xs": 16}
 """A typical sub-block scale of a block of a K-quant, which multiplies the scale `d` of the block."""
 
 
-def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
+def make_random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
     """Return random weights around zero as a file stores them.
 
     Args:
@@ -54,7 +54,7 @@ def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator)
         Bytes [rows, row bytes] of a quantised dtype, or numbers [rows, columns] of another dtype.
     """
     if not dtype.is_quantised:
-        plain = rng.standard_normal((rows, columns), np.float32) * np.float32(SPREAD)
+        plain = rng.standard_normal((rows, columns), np.float32) * np.float32(WEIGHT_DEVIATION)
         return f32_to_bf16(plain) if dtype is DType.BF16 else plain.astype(dtype.storage)
     raw = rng.integers(0, 256, (rows * columns // dtype.block, dtype.block_bytes), dtype=np.uint8)
     records = raw.view(BLOCK_LAYOUTS[dtype])[:, 0]
@@ -65,10 +65,10 @@ def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator)
         records["scales"] = rng.integers(24, 40, (len(records), 4))
         return raw.reshape(rows, -1)
     name = str(dtype)
-    step = 2 * SPREAD / (LARGEST_CODE[name] * SUB_SCALE.get(name, 1))
+    step = 2 * WEIGHT_DEVIATION / (MAX_CODE_BY_DTYPE[name] * TYPICAL_SUB_SCALE.get(name, 1))
     signs = rng.choice((-1, 1), len(records))  # the codes of some dtypes have a nonzero mean
     records["d"] = step * rng.uniform(0.5, 1.5, len(records)) * signs
-    middle = LARGEST_CODE[name] / 2
+    middle = MAX_CODE_BY_DTYPE[name] / 2
     for offset, sign in (("m", -1), ("dmin", 1)):
         if offset in records.dtype.names:
             records[offset] = sign * middle * records["d"]
@@ -77,23 +77,23 @@ def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator)
 
 # ------------------------------------------------------------------------------------------------------- shapes
 
-Tensors = Iterator[tuple[str, tuple[int, ...], str]]
+TensorSpecs = Iterator[tuple[str, tuple[int, ...], str]]
 """Name, shape with the outermost axis first, and type."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A model to write: its architecture, its metadata, and its tensors for a dtype; metadata keys lack the prefix."""
 
     architecture: str
     metadata: Mapping[str, int | float | list[int]]
-    tensors: Callable[[str], Tensors]
-    vocabulary: int = VOCABULARY
+    tensors: Callable[[str], TensorSpecs]
+    vocabulary: int = VOCABULARY_SIZE
 
 
-def llama_tensors(kind: str) -> Tensors:
+def list_llama_tensors(kind: str) -> TensorSpecs:
     width, inner, shared = 1280, 3584, 320
-    yield "token_embd.weight", (VOCABULARY, width), kind
+    yield "token_embd.weight", (VOCABULARY_SIZE, width), kind
     yield "output_norm.weight", (width,), "f32"
     for i in range(24):
         b = f"blk.{i}."
@@ -111,11 +111,11 @@ def llama_tensors(kind: str) -> Tensors:
             yield f"{b}{name}.weight", shape, kind
 
 
-def hybrid_tensors(kind: str) -> Tensors:
+def list_hybrid_tensors(kind: str) -> TensorSpecs:
     """Yield the tensors of Qwen3.5-0.8B: feed-forward matrices of type `kind`, all other matrices Q8_0."""
     width, inner, heads, size = 1024, 3584, 16, 128
     whole = heads * size
-    yield "token_embd.weight", (VOCABULARY, width), "q8_0"
+    yield "token_embd.weight", (VOCABULARY_SIZE, width), "q8_0"
     yield "output_norm.weight", (width,), "f32"
     for i in range(24):
         b = f"blk.{i}."
@@ -143,9 +143,9 @@ def hybrid_tensors(kind: str) -> Tensors:
             yield b + "ssm_out.weight", (width, whole), "q8_0"
 
 
-def experts_tensors(kind: str) -> Tensors:
+def list_moe_tensors(kind: str) -> TensorSpecs:
     width, inner, count = 1024, 768, 32
-    yield "token_embd.weight", (VOCABULARY, width), "q6_K"
+    yield "token_embd.weight", (VOCABULARY_SIZE, width), "q6_K"
     yield "output_norm.weight", (width,), "f32"
     for i in range(8):
         b = f"blk.{i}."
@@ -163,14 +163,14 @@ def experts_tensors(kind: str) -> Tensors:
         yield b + "ffn_down_exps.weight", (count, width, inner), kind
 
 
-def gemma_tensors(kind: str) -> Tensors:
+def list_gemma_tensors(kind: str) -> TensorSpecs:
     """Yield the tensors of Gemma-3-270m, with the dtypes of llama.cpp's ``Q4_K_M``.
 
     Some matrices are in Q6_K. A matrix with rows of no multiple of 256 has a dtype with smaller blocks.
     """
     width, inner, heads, size, layers = 640, 2048, 4, 256, 18
     narrow = {"q4_K": "q5_0", "q6_K": "q8_0"}
-    yield "token_embd.weight", (GEMMA_VOCABULARY, width), narrow["q6_K"]
+    yield "token_embd.weight", (GEMMA_VOCABULARY_SIZE, width), narrow["q6_K"]
     yield "output_norm.weight", (width,), "f32"
     for i in range(layers):
         b = f"blk.{i}."
@@ -189,7 +189,7 @@ def gemma_tensors(kind: str) -> Tensors:
         yield b + "ffn_down.weight", (width, inner), finer
 
 
-LLAMA = Shape(
+LLAMA_SHAPE = ModelShape(
     "llama",
     {
         "block_count": 24,
@@ -202,9 +202,9 @@ LLAMA = Shape(
         "rope.freq_base": 10000.0,
         "rope.dimension_count": 64,
     },
-    llama_tensors,
+    list_llama_tensors,
 )
-HYBRID = Shape(
+HYBRID_SHAPE = ModelShape(
     "qwen35",
     {
         "block_count": 24,
@@ -226,9 +226,9 @@ HYBRID = Shape(
         "ssm.group_count": 16,
         "full_attention_interval": 4,
     },
-    hybrid_tensors,
+    list_hybrid_tensors,
 )
-EXPERTS = Shape(
+MOE_SHAPE = ModelShape(
     "qwen3moe",
     {
         "block_count": 8,
@@ -246,9 +246,9 @@ EXPERTS = Shape(
         "expert_used_count": 8,
         "expert_feed_forward_length": 768,
     },
-    experts_tensors,
+    list_moe_tensors,
 )
-GEMMA = Shape(
+GEMMA_SHAPE = ModelShape(
     "gemma3",
     {
         "block_count": 18,
@@ -263,16 +263,16 @@ GEMMA = Shape(
         "attention.sliding_window": 512,
         "rope.freq_base": 1000000.0,
     },
-    gemma_tensors,
-    GEMMA_VOCABULARY,
+    list_gemma_tensors,
+    GEMMA_VOCABULARY_SIZE,
 )
 
-MODELS: dict[str, tuple[Shape | None, str]] = {
+MODELS: dict[str, tuple[ModelShape | None, str]] = {
     **{f"smollm2-{kind}": (None, kind) for kind in ("q4_0", "q8_0", "f16", "bf16")},
-    **{f"llama-500m-{kind}": (LLAMA, kind) for kind in ("q4_K", "q6_K", "q8_0")},
-    **{f"qwen35-0.8b-{kind}": (HYBRID, kind) for kind in ("q4_0", "q8_0")},
-    **{f"qwen3moe-{kind}": (EXPERTS, kind) for kind in ("q4_K", "q4_0")},
-    "gemma3-270m-q4_K_M": (GEMMA, "q4_K"),
+    **{f"llama-500m-{kind}": (LLAMA_SHAPE, kind) for kind in ("q4_K", "q6_K", "q8_0")},
+    **{f"qwen35-0.8b-{kind}": (HYBRID_SHAPE, kind) for kind in ("q4_0", "q8_0")},
+    **{f"qwen3moe-{kind}": (MOE_SHAPE, kind) for kind in ("q4_K", "q4_0")},
+    "gemma3-270m-q4_K_M": (GEMMA_SHAPE, "q4_K"),
 }
 """By name: the shape to fill with random weights, or None for SmolLM2's own weights, and the dtype of the matrices."""
 
@@ -280,12 +280,12 @@ MODELS: dict[str, tuple[Shape | None, str]] = {
 # ------------------------------------------------------------------------------------------------------ writing
 
 
-def ggml(dtype: DType) -> Type:
+def as_ggml_type(dtype: DType) -> Type:
     return Type(dtype.ggml)
 
 
-def writer_with_vocabulary(
-    path: Path, architecture: str, source: GGUFReader, *prefixes: str, size: int = VOCABULARY
+def make_writer_with_vocabulary(
+    path: Path, architecture: str, source: GGUFReader, *prefixes: str, size: int = VOCABULARY_SIZE
 ) -> GGUFWriter:
     """Return a writer with the source's metadata under the given prefixes, and a vocabulary of `size` tokens.
 
@@ -297,8 +297,12 @@ def writer_with_vocabulary(
         size: The vocabulary size; unused tokens are added.
     """
     writer = GGUFWriter(path, architecture)
-    more = size - VOCABULARY
-    added = {"tokens": [f"<unused{i}>" for i in range(more)], "token_type": [UNUSED] * more, "scores": [0.0] * more}
+    more = size - VOCABULARY_SIZE
+    added = {
+        "tokens": [f"<unused{i}>" for i in range(more)],
+        "token_type": [UNUSED_TOKEN_TYPE] * more,
+        "scores": [0.0] * more,
+    }
     for field in source.fields.values():
         if field.name.startswith(prefixes):
             kind, *inner = field.types
@@ -309,28 +313,28 @@ def writer_with_vocabulary(
     return writer
 
 
-def finish(writer: GGUFWriter) -> None:
+def write_and_close(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def write_converted(path: Path, source: GGUFReader, dtype: DType) -> None:
+def write_converted_model(path: Path, source: GGUFReader, dtype: DType) -> None:
     """Write the source with all of its matrices converted to another dtype."""
-    writer = writer_with_vocabulary(path, "llama", source, "tokenizer.", "llama.")
+    writer = make_writer_with_vocabulary(path, "llama", source, "tokenizer.", "llama.")
     for tensor in source.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
         if len(tensor.shape) == 1:
             writer.add_tensor(tensor.name, values)
         else:
-            writer.add_tensor(tensor.name, quantize(values, ggml(dtype)), raw_dtype=ggml(dtype))
-    finish(writer)
+            writer.add_tensor(tensor.name, quantize(values, as_ggml_type(dtype)), raw_dtype=as_ggml_type(dtype))
+    write_and_close(writer)
 
 
-def write_random(path: Path, source: GGUFReader, shape: Shape, kind: str) -> None:
+def write_random_model(path: Path, source: GGUFReader, shape: ModelShape, kind: str) -> None:
     """Write a model with random weights; the weights of norms are 1."""
-    writer = writer_with_vocabulary(path, shape.architecture, source, "tokenizer.", size=shape.vocabulary)
+    writer = make_writer_with_vocabulary(path, shape.architecture, source, "tokenizer.", size=shape.vocabulary)
     add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     for key, value in (*shape.metadata.items(), ("vocab_size", shape.vocabulary)):
         add[type(value)](f"{shape.architecture}.{key}", value)
@@ -343,9 +347,9 @@ def write_random(path: Path, source: GGUFReader, shape: Shape, kind: str) -> Non
         elif name.endswith("ssm_a"):
             writer.add_tensor(name, -rng.uniform(0.5, 2.0, dims).astype(np.float32))
         else:
-            raw = random_rows(dtype, int(np.prod(dims[:-1])), dims[-1], rng)
-            writer.add_tensor(name, raw.reshape(*dims[:-1], raw.shape[-1]), raw_dtype=ggml(dtype))
-    finish(writer)
+            raw = make_random_rows(dtype, int(np.prod(dims[:-1])), dims[-1], rng)
+            writer.add_tensor(name, raw.reshape(*dims[:-1], raw.shape[-1]), raw_dtype=as_ggml_type(dtype))
+    write_and_close(writer)
 
 
 def write_model(name: str, smollm2: Path, folder: Path) -> Path:
@@ -356,9 +360,9 @@ def write_model(name: str, smollm2: Path, folder: Path) -> Path:
         unfinished, source = folder / f"{name}.part", GGUFReader(smollm2)
         shape, kind = MODELS[name]
         if shape is None:
-            write_converted(unfinished, source, {str(d): d for d in DTYPE_BY_GGML_NUMBER.values()}[kind])
+            write_converted_model(unfinished, source, {str(d): d for d in DTYPE_BY_GGML_NUMBER.values()}[kind])
         else:
-            write_random(unfinished, source, shape, kind)
+            write_random_model(unfinished, source, shape, kind)
         unfinished.rename(path)
     return path
 

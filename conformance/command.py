@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ..backends import find
+from ..backends import find_device
 from ..frontends.terminal.arguments import CommandParser, describe_os_error, parse_natural, parse_positive
 from ..graph.errors import BackendError, HocketError
 from ..graph.files import check_writable, write_text
@@ -153,7 +153,7 @@ def _check(suite: Suite, args: argparse.Namespace) -> int:
             write_text(path, make(results, suite.backend))
     bad = failed_results(results)
     if args.save is not None and bad:
-        backend, device = find(suite.backend)
+        backend, device = find_device(suite.backend)
         for result in progress(bad, desc="save"):
             save_failure(result, args.save, backend, device)
         print(f"{len(bad)} failing cases saved in {args.save}", file=sys.stderr)
@@ -169,7 +169,7 @@ def _check(suite: Suite, args: argparse.Namespace) -> int:
 def _perf(suite: Suite) -> int:
     from .reports import op_speed
 
-    backend, device = find(suite.backend)
+    backend, device = find_device(suite.backend)
     limits = op_speed.MeasuredLimits(backend, device)
     print(
         f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {limits.flops('f32') / 1e9:.1f} GFLOP/s (f32)"

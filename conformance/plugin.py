@@ -53,13 +53,13 @@ def suite_of(config: pytest.Config) -> Suite:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if FIXTURE in metafunc.fixturenames:
-        from ..backends import find
+        from ..backends import find_device
         from ..graph.errors import HocketError
         from .reports.expected_failures import read_expected
 
         try:
             suite = suite_of(metafunc.config)
-            find(suite.backend)  # raise before the first case runs
+            find_device(suite.backend)  # raise before the first case runs
             if suite.xfail:
                 read_expected(suite.xfail)
             cases = list(suite.cases())
@@ -73,14 +73,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def case_runner(request: pytest.FixtureRequest) -> Callable[[Case], None]:
     """Return a function that runs one case and passes, fails or skips the test."""
-    from ..backends import find
+    from ..backends import find_device
     from .checks.run_case import Outcome, run_case
     from .reports.expected_failures import ExpectedFailures, apply_requirement, read_expected
     from .reports.text_report import reproduce
 
     suite = suite_of(request.config)
     expected = read_expected(suite.xfail) if suite.xfail else ExpectedFailures()
-    backend, device = find(suite.backend)
+    backend, device = find_device(suite.backend)
 
     def run(case: Case) -> None:
         (result,) = apply_requirement([expected.apply_expectation(run_case(case, backend, device))], suite.require)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..backends import find
+from ..backends import find_device
 from ..graph.errors import BackendError
 from ..ops import REGISTRY
 from .cases.case import Case, parse_test_case
@@ -52,7 +52,7 @@ class Suite:
     def expected_failures(self) -> ExpectedFailures:
         """The failures that are expected of the backend.  Raises `BackendError` for their file and for the backend:
         both are asked before any case is chosen, which takes seconds."""
-        find(self.backend)
+        find_device(self.backend)
         return read_expected(self.xfail) if self.xfail else ExpectedFailures()
 
     def ops(self) -> list[str]:
@@ -86,7 +86,7 @@ def run_suite(
 
 
 def _serial(suite: Suite, wanted: Sequence[Case]) -> Iterator[Result]:
-    backend, device = find(suite.backend)
+    backend, device = find_device(suite.backend)
     for number, case in enumerate(wanted, 1):
         yield run_case(case, backend, device)
         if number % CASES_PER_TASK == 0:
@@ -99,7 +99,7 @@ def _serial(suite: Suite, wanted: Sequence[Case]) -> Iterator[Result]:
 def _explore_op(name: str, suite: Suite) -> list[Result]:
     from .hypothesis_search import explore_op  # imports hypothesis
 
-    backend, device = find(suite.backend)
+    backend, device = find_device(suite.backend)
     return list(explore_op(REGISTRY[name], backend, device, suite.seed))
 
 
@@ -118,5 +118,5 @@ def _parallel(suite: Suite, wanted: Sequence[Case], jobs: int) -> Iterator[Resul
 
 
 def _run_chunk(chunk: tuple[str, Sequence[Case]]) -> list[Result]:
-    backend, device = find(chunk[0])
+    backend, device = find_device(chunk[0])
     return [run_case(case, backend, device) for case in chunk[1]]

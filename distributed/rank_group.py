@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import Array, Device, Slabs
-from ..backends.board import BOARD_FAILED, end_runs, new_board
+from ..backends.base import Array, Device, SharedBuffers
+from ..backends.board import FAILURE_WORD, make_signal_pad, reset_run_numbers
 from ..graph.dtypes import DType
 from .array_packets import pack_array, unpack_array
 from .thread_group import ThreadGroup
@@ -42,7 +42,7 @@ class DevicePlacement:
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.world, self.ranks = world, tuple(ranks)
         self.local_devices = tuple(d for d, rank in enumerate(ranks) if rank == world.rank)
-        self._slabs: Slabs | None = None
+        self._slabs: SharedBuffers | None = None
 
     @property
     def spans_ranks(self) -> bool:
@@ -86,7 +86,7 @@ class DevicePlacement:
         assert packet is not None  # there is no timeout
         return unpack_array(packet, self.world.name(rank), device)
 
-    def shared_buffers(self) -> Slabs | None:
+    def shared_buffers(self) -> SharedBuffers | None:
         """Return shared memory for sums by compiled code of several processes; None on several machines.
 
         All ranks call it.
@@ -96,13 +96,15 @@ class DevicePlacement:
             words = self.world.shared_words(head + devices * SHARED_SUM_ELEMENTS)
             if words is None:
                 return None
-            self._slabs = Slabs(words[:head], words[head:].view(np.float32).reshape(2, devices, SHARED_SUM_ELEMENTS))
+            self._slabs = SharedBuffers(
+                words[:head], words[head:].view(np.float32).reshape(2, devices, SHARED_SUM_ELEMENTS)
+            )
             self.world.register_wake(self._wake)
         return self._slabs
 
     def _wake(self, why: str) -> None:
         assert self._slabs is not None
-        self._slabs.board[BOARD_FAILED] = 1
+        self._slabs.signal_pad[FAILURE_WORD] = 1
 
     def _channel(self, device: int) -> int:
         """Return the channel on which the rank of a device sends to all ranks."""
@@ -146,7 +148,7 @@ class RankGroup:
         own = {team: [d for d in team if d in between.local_devices] for team in self.teams}
         self.thread_groups = {team: ThreadGroup(len(mine), timeout) for team, mine in own.items() if mine}
         self.signal_boards = {
-            team: new_board(len(team)) for team in apart if shares and len({devices[d].kind for d in team}) == 1
+            team: make_signal_pad(len(team)) for team in apart if shares and len({devices[d].kind for d in team}) == 1
         }
         between.world.register_wake(self._wake)
 
@@ -159,14 +161,14 @@ class RankGroup:
 
     def _wake(self, why: str) -> None:
         for board in self.signal_boards.values():
-            board[BOARD_FAILED] = 1
+            board[FAILURE_WORD] = 1
         for group in self.thread_groups.values():
             group.abort(why)
 
     def clear(self) -> None:
         """Forget all of a run except its number and the failure of a rank, which may come while the run ends."""
         for board in self.signal_boards.values():
-            end_runs(board)
+            reset_run_numbers(board)
         for group in self.thread_groups.values():
             group.clear()
         self.between.world.wake_again()
@@ -175,13 +177,13 @@ class RankGroup:
 class RankGroupMember:
     """The `Comm` of device `number`, which the thread of the device calls; `rank` is its index in its team."""
 
-    is_apart: bool = True
+    spans_processes: bool = True
 
     def __init__(self, group: RankGroup, number: int) -> None:
         self.group, self.number, self.team = group, number, group.teams[number]
-        self.rank, self.size, self.everybody = self.team.index(number), len(self.team), len(group.devices)
-        self.timeout, self.wire, self.slabs = group.timeout, group.wire, group.slabs
-        self.board: npt.NDArray[np.int64] | None = group.signal_boards.get(self.team)
+        self.rank, self.size, self.plan_device_count = self.team.index(number), len(self.team), len(group.devices)
+        self.timeout, self.transfer_dtype, self.shared_buffers = group.timeout, group.wire, group.slabs
+        self.signal_pad: npt.NDArray[np.int64] | None = group.signal_boards.get(self.team)
         self.devices: Sequence[Device] = [group.devices[d] for d in self.team]
         self._between, self._world = group.between, group.between.world
         by_rank: dict[int, list[int]] = {}

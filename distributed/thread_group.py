@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.base import Array, Device, Slabs
-from ..backends.board import BOARD_FAILED, end_runs, new_board
+from ..backends.base import Array, Device, SharedBuffers
+from ..backends.board import FAILURE_WORD, make_signal_pad, reset_run_numbers
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError
 
@@ -38,7 +38,7 @@ class ThreadGroup:
     ) -> None:
         self.size, self.timeout, self.wire = size, timeout, wire
         self.devices: Sequence[Device] = tuple(devices)
-        self.board = new_board(size) if devices else None
+        self.board = make_signal_pad(size) if devices else None
         self.barrier = threading.Barrier(size)
         self.messages: defaultdict[tuple[int, int], deque[tuple[int, Array]]] = defaultdict(deque)
         self.post = threading.Condition()
@@ -52,7 +52,7 @@ class ThreadGroup:
         """Wake all waiting threads, because a member failed."""
         self.failure = self.failure or why
         if self.board is not None:
-            self.board[BOARD_FAILED] = 1
+            self.board[FAILURE_WORD] = 1
         self.barrier.abort()
         with self.post:
             self.post.notify_all()
@@ -65,7 +65,7 @@ class ThreadGroup:
             self.failure = ""
             self.barrier.reset()
         if self.board is not None:
-            end_runs(self.board)
+            reset_run_numbers(self.board)
 
     def wait_for_message(self, holds: Callable[[], object], what: str, why: str) -> None:
         """Wait on the condition `post` until `holds` returns true.
@@ -92,14 +92,14 @@ class ThreadGroup:
 class ThreadGroupMember:
     """The `Comm` of one thread."""
 
-    is_apart: bool = False
+    spans_processes: bool = False
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size
-        self.everybody = group.size
-        self.timeout, self.board, self.devices = group.timeout, group.board, group.devices
-        self.slabs: Slabs | None = None
-        self.wire = group.wire
+        self.plan_device_count = group.size
+        self.timeout, self.signal_pad, self.devices = group.timeout, group.board, group.devices
+        self.shared_buffers: SharedBuffers | None = None
+        self.transfer_dtype = group.wire
 
     def exchange_values(self, own: Any, sequence: int) -> list[Any]:
         """Return the values of all members in rank order; call `wait` before a value changes."""

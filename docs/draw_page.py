@@ -24,12 +24,15 @@ from hocket import ops
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 MODEL = ROOT / "data" / "hocket-tiny-q8_0.gguf"
-SIZE = (1120, 640)
-CLICKS = {"page": (".fold button.gutter", ".group.open .row.work .cell.work"), "pytorch": (".fold button.gutter",)}
+WINDOW_SIZE = (1120, 640)
+CLICK_SELECTORS = {
+    "page": (".fold button.gutter", ".group.open .row.work .cell.work"),
+    "pytorch": (".fold button.gutter",),
+}
 """CSS selectors that are clicked before a screenshot: a layer, and the first work in it; a layer."""
 
 
-def block() -> hocket.Graph:
+def build_tutorial_graph() -> hocket.Graph:
     """Build the graph of the tutorial."""
     x = hocket.input("x", (3, 64))
     up, gate = hocket.weight("up", (256, 64)), hocket.weight("gate", (256, 64))
@@ -54,7 +57,7 @@ def write_page(page: Path, model: Path = MODEL, devices: int = 2) -> str:
     return hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()
 
 
-def versions() -> str:
+def describe_versions() -> str:
     """Return the versions of the packages that export the model of docs/pytorch.md."""
     return " ".join(f"{name}-{importlib.metadata.version(name)}" for name in ("torch", "transformers"))
 
@@ -74,23 +77,25 @@ def write_pytorch_page(page: Path) -> str:
     exported = torch.export.export(space["model"], (space["ids"],), kwargs={"use_cache": False}, strict=False)
     file = page.with_name("llama.txt")
     file.write_text(str(hocket.from_torch(exported).graph), "utf-8")
-    return f"{versions()} {write_page(page, file, 3)}"
+    return f"{describe_versions()} {write_page(page, file, 3)}"
 
 
-WRITERS = {"page": write_page, "pytorch": write_pytorch_page}
+PAGE_WRITERS = {"page": write_page, "pytorch": write_pytorch_page}
 """Functions that write a page and return its digest, by picture name."""
 
 
-def graph_digest() -> str:
+def compute_graph_digest() -> str:
     """Return the digest of the input of Graphviz; its output differs between versions of Graphviz."""
-    return hashlib.sha256(hocket.to_dot(block()).encode()).hexdigest()
+    return hashlib.sha256(hocket.to_dot(build_tutorial_graph()).encode()).hexdigest()
 
 
 def draw_graph() -> None:
     """Draw the graph of the tutorial with Graphviz."""
-    svg = subprocess.run(["dot", "-Tsvg"], input=hocket.to_dot(block()), capture_output=True, text=True, check=True)
+    svg = subprocess.run(
+        ["dot", "-Tsvg"], input=hocket.to_dot(build_tutorial_graph()), capture_output=True, text=True, check=True
+    )
     (HERE / "graph.svg").write_text(svg.stdout, "utf-8")
-    (HERE / "graph.sha256").write_text(graph_digest() + "\n", "utf-8")
+    (HERE / "graph.sha256").write_text(compute_graph_digest() + "\n", "utf-8")
 
 
 def draw_page(name: str) -> None:
@@ -100,10 +105,10 @@ def draw_page(name: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        digest = WRITERS[name](page)
-        with browser(Path(folder) / "profile", *SIZE) as chromium:
+        digest = PAGE_WRITERS[name](page)
+        with browser(Path(folder) / "profile", *WINDOW_SIZE) as chromium:
             chromium.get(page.as_uri())
-            for selector in CLICKS[name]:
+            for selector in CLICK_SELECTORS[name]:
                 chromium.execute_script("document.querySelector(arguments[0]).click()", selector)
             chromium.save_screenshot(str(HERE / f"{name}.png"))
     (HERE / f"{name}.sha256").write_text(digest + "\n", "utf-8")
@@ -112,5 +117,5 @@ def draw_page(name: str) -> None:
 if __name__ == "__main__":
     if not sys.argv[1:]:
         draw_graph()
-    for name in sys.argv[1:] or WRITERS:
+    for name in sys.argv[1:] or PAGE_WRITERS:
         draw_page(name)

@@ -14,11 +14,11 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
-LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
+ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+LINK_TARGET = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 
 
-def target(page: str, link: str) -> str:
+def resolve_link(page: str, link: str) -> str:
     """Return the path of the file that a link of a page leads to; for a folder the path of its README.
 
     Paths are relative to the root of the repository.
@@ -27,15 +27,15 @@ def target(page: str, link: str) -> str:
     return f"{path}/README.md" if (ROOT / path).is_dir() else path
 
 
-def reached() -> Iterator[str]:
+def list_linked_files() -> Iterator[str]:
     """Yield every file of the site once."""
-    waiting = [*OUTSIDE, *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
+    waiting = [*ROOT_PAGES, *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
     known = {*waiting}
     while waiting:
         name = waiting.pop()
         yield name
-        links = LINK.findall((ROOT / name).read_text("utf-8")) if name.endswith(".md") else ()
-        new = {path for link in links if (ROOT / (path := target(name, link))).is_file()} - known
+        links = LINK_TARGET.findall((ROOT / name).read_text("utf-8")) if name.endswith(".md") else ()
+        new = {path for link in links if (ROOT / (path := resolve_link(name, link))).is_file()} - known
         waiting += new
         known |= new
 
@@ -43,7 +43,7 @@ def reached() -> Iterator[str]:
 def on_files(files: Files, config: Any) -> Files:
     """Return the files of the site; mkdocs calls this hook. Files of the theme stay."""
     own = [file for file in files if file.src_uri.startswith("assets/")]
-    pages = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in reached()]
+    pages = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in list_linked_files()]
     return Files([*own, *pages])
 
 
@@ -54,4 +54,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         is_folder = (ROOT / posixpath.dirname(page.file.src_uri) / link[0]).is_dir()
         return f"{link[0].rstrip('/')}/README.md" if is_folder else link[0]
 
-    return LINK.sub(named, markdown)
+    return LINK_TARGET.sub(named, markdown)

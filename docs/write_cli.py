@@ -18,7 +18,7 @@ error.
 """
 
 
-def commands() -> Iterator[str]:
+def format_commands() -> Iterator[str]:
     """Yield a section for each command."""
     from hocket.cli import build_parser
     from hocket.frontends.commands import COMMAND_HELP
@@ -30,10 +30,10 @@ def commands() -> Iterator[str]:
         for group in subparsers.choices[name]._action_groups:
             actions = [a for a in group._group_actions if not {"--help", "--debug"} & {*a.option_strings}]
             if actions:
-                yield f"\n| {group.title} | |\n|---|---|\n" + "".join(map(row, actions))
+                yield f"\n| {group.title} | |\n|---|---|\n" + "".join(map(format_flag, actions))
 
 
-def row(action: argparse.Action) -> str:
+def format_flag(action: argparse.Action) -> str:
     """Return a table row with a flag, its argument and its help."""
     choices = "{" + ",".join(map(str, action.choices or ())) + "}"
     takes = action.metavar or (choices if action.choices else action.dest.upper())
@@ -45,7 +45,7 @@ def row(action: argparse.Action) -> str:
 
 def page() -> str:
     """Return the expected text of the page."""
-    return HEAD + "".join(commands())
+    return HEAD + "".join(format_commands())
 
 
 if __name__ == "__main__":

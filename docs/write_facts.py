@@ -14,24 +14,26 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-STORED: dict[str, Any] = tomllib.loads((ROOT / "docs" / "facts.toml").read_text("utf-8"))
-MARKED = re.compile(r"(<!--fact:([\w-]+)-->)(.*?)(<!--/fact-->)", re.DOTALL)
+STORED_FACTS: dict[str, Any] = tomllib.loads((ROOT / "docs" / "facts.toml").read_text("utf-8"))
+MARKED_FACT = re.compile(r"(<!--fact:([\w-]+)-->)(.*?)(<!--/fact-->)", re.DOTALL)
 TERA, GIB = 1e12, 2**30
 
 
 def read_speeds(name: str) -> dict[tuple[str, str, int], dict[str, float]]:
     """Return the rows of a result file by model, kind of test (``tg`` or ``pp``) and thread count."""
-    rows = json.loads((ROOT / f"{STORED['speed'][name]}.json").read_text("utf-8"))["rows"]
+    rows = json.loads((ROOT / f"{STORED_FACTS['speed'][name]}.json").read_text("utf-8"))["rows"]
     return {(row["model"], row["test"][:2], row["threads"]): row for row in rows}
 
 
 def format_speeds() -> Iterator[str]:
     """Yield the rows of README.md's table; each cell has a number for one thread and one for two."""
     intel, amd = read_speeds("intel"), read_speeds("amd")
-    first, second = (f"[{name}]({STORED['speed'][key]}.md)" for key, name in STORED["speed"]["processors"].items())
+    first, second = (
+        f"[{name}]({STORED_FACTS['speed'][key]}.md)" for key, name in STORED_FACTS["speed"]["processors"].items()
+    )
     yield f"\n| | {first}: decode | ratio | prefill, 512 tokens | ratio | {second}: decode ratio | prefill ratio |\n"
     yield "|---|---|---|---|---|---|---|\n"
-    for model, name in STORED["speed"]["models"].items():
+    for model, name in STORED_FACTS["speed"]["models"].items():
         cells = [
             " / ".join(f"{table[model, test, threads][key]:{form}}" for threads in (1, 2))
             for table, keys in ((intel, (("hocket", ".0f"), ("ratio", ".1f"))), (amd, (("ratio", ".1f"),)))
@@ -68,7 +70,7 @@ def collect_facts() -> Mapping[str, str]:
     from hocket.ops.registry import REGISTRY
     from hocket.scheduler.machines.simulated import MOST_DEVICES
 
-    stored = {name: fact["text"] for name, fact in STORED.items() if "text" in fact}
+    stored = {name: fact["text"] for name, fact in STORED_FACTS.items() if "text" in fact}
     return stored | {
         "architectures": f"{len(ARCHITECTURES)} architectures",
         "ops": f"{len(REGISTRY)} ops",
@@ -90,7 +92,7 @@ def insert_facts(text: str, facts: Mapping[str, str]) -> str:
         begin, name, stated, end = mark.groups()
         return begin + (stated if stated.split() == facts[name].split() else facts[name]) + end
 
-    return MARKED.sub(rewrite, text)
+    return MARKED_FACT.sub(rewrite, text)
 
 
 def pages() -> dict[Path, str]:
@@ -104,7 +106,7 @@ def pages() -> dict[Path, str]:
     )
     texts = {path: path.read_text("utf-8") for path in sorted(paths) if path.name != here}
     facts = collect_facts()
-    return {path: insert_facts(text, facts) for path, text in texts.items() if MARKED.search(text)}
+    return {path: insert_facts(text, facts) for path, text in texts.items() if MARKED_FACT.search(text)}
 
 
 if __name__ == "__main__":

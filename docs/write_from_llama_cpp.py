@@ -59,7 +59,7 @@ def format_row(flag: Flag) -> str:
     return "| {} | {} |\n".format(names, remedy.replace("|", "\\|"))
 
 
-def sections() -> Iterator[str]:
+def format_sections() -> Iterator[str]:
     """Yield a table for each combination of programs; flags that hocket accepts come first."""
     for programs, title in SECTIONS.items():
         own = [flag for flag in FLAGS if flag.programs == programs]
@@ -70,7 +70,9 @@ def sections() -> Iterator[str]:
 def page() -> str:
     """Return the expected text of the page."""
     return (
-        HEAD + "".join(f"| `{name}` | {remedy} |\n" for name, remedy in PROGRAM_REMEDIES.items()) + "".join(sections())
+        HEAD
+        + "".join(f"| `{name}` | {remedy} |\n" for name, remedy in PROGRAM_REMEDIES.items())
+        + "".join(format_sections())
     )
 
 

@@ -18,7 +18,7 @@ work together.
 """
 
 
-def first_sentence(path: Path) -> str:
+def read_first_sentence(path: Path) -> str:
     """Return the first paragraph of a module docstring as one line of a table, without its last period.
 
     The first paragraph is one sentence.
@@ -27,22 +27,22 @@ def first_sentence(path: Path) -> str:
     return paragraph.partition(".  ")[0].rstrip(".").replace("|", "\\|")
 
 
-def tables() -> Iterator[str]:
+def format_tables() -> Iterator[str]:
     """Yield a table for each folder that has modules."""
     for folder in FOLDERS:
         inside = sorted(p.parent for p in (ROOT / folder).rglob("__init__.py"))
         for place in inside:
             modules = [p for p in sorted(place.glob("*.py")) if p.name != "__init__.py"]
-            says = first_sentence(place / "__init__.py")
+            says = read_first_sentence(place / "__init__.py")
             yield f"## `{place.relative_to(ROOT).as_posix()}/`\n" + (f"\n{says}.\n" if says else "")
             if modules:
-                rows = [f"| `{p.name}` | {first_sentence(p)} |" for p in modules]
+                rows = [f"| `{p.name}` | {read_first_sentence(p)} |" for p in modules]
                 yield "\n".join(["| module | what it is |", "|---|---|", *rows]) + "\n"
 
 
 def page() -> str:
     """Return the expected text of the page."""
-    return HEAD + "\n".join(tables())
+    return HEAD + "\n".join(format_tables())
 
 
 if __name__ == "__main__":

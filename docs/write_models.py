@@ -44,51 +44,69 @@ Of every metadata key that llama.cpp or the package `gguf` names: the use that h
 `frontends/models/metadata_keys.py`.  `{arch}` stands for the architecture.  A key that is "read" counts where
 llama.cpp reads it for the architecture.  "Default only" means that a file with another value is refused by name.
 """
-RESULTS = ROOT / "tests" / "fixtures" / "architectures" / "sharded.json"
-MOST = 1e-10
-SHOWN = ("mixer", "recurrent", "recurrent_where", "interval", "runs", "sparse", "ignores", "spare", "scaled")
+RESULTS_FILE = ROOT / "tests" / "fixtures" / "architectures" / "sharded.json"
+MAX_NMSE = 1e-10
+LISTED_TRAITS = (
+    "mixer",
+    "recurrent",
+    "recurrent_where",
+    "interval",
+    "run_mode",
+    "sparse_keys",
+    "ignores",
+    "optional_tensors",
+    "has_feed_forward_scale",
+)
 
 
-def differing(row: object) -> Iterator[tuple[str, object]]:
+def list_non_default_fields(row: object) -> Iterator[tuple[str, object]]:
     """Yield the fields of a dataclass that differ from their defaults; a nested dataclass gives its own such fields."""
     for field in fields(row):  # type: ignore[arg-type]  # rows are dataclasses
         value = getattr(row, field.name)
         if value == field.default:
             continue
         if is_dataclass(value):
-            value = "(" + ", ".join(f"{name} {inner}".removesuffix(" True") for name, inner in differing(value)) + ")"
+            value = (
+                "("
+                + ", ".join(f"{name} {inner}".removesuffix(" True") for name, inner in list_non_default_fields(value))
+                + ")"
+            )
         yield field.name, value
 
 
-def rows() -> Iterator[str]:
+def format_architectures() -> Iterator[str]:
     """Yield a row for each architecture, sorted by name."""
     from hocket.frontends.models import ARCHITECTURES
-    from hocket.frontends.models.reading import can_look_ahead
+    from hocket.frontends.models.reading import can_run_mtp
 
-    counts = counted()
+    counts = list_device_counts()
     for name, family in sorted(ARCHITECTURES.items()):
         plain = {"single": "attention"}.get(family.mixer, family.mixer)
         mixers = [family.recurrent] if family.recurrent_where == "all" else [plain, family.recurrent]
-        runs = family.runs
-        if family.sparse:
-            runs += ", chosen: " + " × ".join(f"`{key}`" for key in family.sparse.split())
-        mtp = "run" if can_look_ahead(family) else ""
-        traits = [f"{name} {value}".removesuffix(" True") for name, value in differing(family) if name not in SHOWN]
+        runs = family.run_mode
+        if family.sparse_keys:
+            runs += ", chosen: " + " × ".join(f"`{key}`" for key in family.sparse_keys.split())
+        mtp = "run" if can_run_mtp(family) else ""
+        traits = [
+            f"{name} {value}".removesuffix(" True")
+            for name, value in list_non_default_fields(family)
+            if name not in LISTED_TRAITS
+        ]
         said = ", ".join(traits).replace("|", "\\|")
         yield f"| `{name}` | {', '.join(filter(None, mixers))} | {runs} | {counts[name]} | {mtp} | {said} |\n"
 
 
-def counted() -> dict[str, str]:
+def list_device_counts() -> dict[str, str]:
     """Return for each architecture the device counts for which all of its models give the logits of one device."""
     errors: dict[str, dict[str, float]] = {}
-    for model, measured in json.loads(RESULTS.read_text("utf-8")).items():
+    for model, measured in json.loads(RESULTS_FILE.read_text("utf-8")).items():
         worst = errors.setdefault(model.rsplit("-", 1)[0], {})
         for count, error in measured.items():
             worst[count] = max(worst.get(count, 0.0), error)
-    return {name: ", ".join(n for n, error in worst.items() if error <= MOST) for name, worst in errors.items()}
+    return {name: ", ".join(n for n, error in worst.items() if error <= MAX_NMSE) for name, worst in errors.items()}
 
 
-def tokenizers() -> Iterator[str]:
+def format_tokenizers() -> Iterator[str]:
     """Yield a row for each kind of tokenizer."""
     from hocket.frontends.gguf.tokenization.pretokenizers import PRE_TOKENIZERS
     from hocket.frontends.gguf.tokenization.tokenizer_models import TOKENIZER_MODELS
@@ -99,12 +117,12 @@ def tokenizers() -> Iterator[str]:
         yield f"| `{kind}` | {names if kind in PRE_KINDS else 'by a rule of its own'} |\n"
 
 
-def metadata_keys() -> Iterator[str]:
+def format_metadata_keys() -> Iterator[str]:
     """Yield a list of keys for each use and reason."""
-    from hocket.frontends.models.metadata_keys import KEYS
+    from hocket.frontends.models.metadata_keys import METADATA_KEYS
 
     names: dict[tuple[str, str], list[str]] = {}
-    for name, key in KEYS.items():
+    for name, key in METADATA_KEYS.items():
         values = ", ".join(map(repr, key.accepted))
         names.setdefault((key.use, key.reason), []).append(name + (f" ({values})" if values else ""))
     for (use, reason), group in names.items():
@@ -114,7 +132,14 @@ def metadata_keys() -> Iterator[str]:
 
 def page() -> str:
     """Return the expected text of the page."""
-    return HEAD + "".join(rows()) + TOKENIZERS + "".join(tokenizers()) + METADATA + "".join(metadata_keys())
+    return (
+        HEAD
+        + "".join(format_architectures())
+        + TOKENIZERS
+        + "".join(format_tokenizers())
+        + METADATA
+        + "".join(format_metadata_keys())
+    )
 
 
 if __name__ == "__main__":

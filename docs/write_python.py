@@ -31,7 +31,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Plain(str):
+class UnquotedText(str):
     """An annotation or a default that is printed without quotes."""
 
     __slots__ = ()
@@ -44,17 +44,17 @@ def as_markdown(docstring: str) -> str:
     return re.sub(r"(?m)^(>>>.*(?:\n(?!\n).+)*)", r"```pycon\n\1\n```", text)
 
 
-def shown(parameter: inspect.Parameter) -> inspect.Parameter:
+def as_printed_parameter(parameter: inspect.Parameter) -> inspect.Parameter:
     """Return a parameter as it is printed; a default that is no short literal becomes ``...``."""
     if parameter.default is not parameter.empty and re.match("<|.{40}", repr(parameter.default)):
-        parameter = parameter.replace(default=Plain("..."))
-    return parameter.replace(annotation=Plain(parameter.annotation)) if parameter.annotation else parameter
+        parameter = parameter.replace(default=UnquotedText("..."))
+    return parameter.replace(annotation=UnquotedText(parameter.annotation)) if parameter.annotation else parameter
 
 
-def signature(name: str, function: Any) -> str:
+def format_signature(name: str, function: Any) -> str:
     """Return a code block with a signature, without `self`; a long signature has one parameter per line."""
     given = inspect.signature(function)
-    own = [shown(parameter) for parameter in given.parameters.values() if parameter.name != "self"]
+    own = [as_printed_parameter(parameter) for parameter in given.parameters.values() if parameter.name != "self"]
     returns = "" if given.return_annotation is given.empty else f" -> {given.return_annotation}"
     text = f"{name}{given.replace(parameters=own, return_annotation=given.empty)}{returns}"
     if len(text) > 110:
@@ -67,7 +67,7 @@ def signature(name: str, function: Any) -> str:
     return f"```python\n{text}\n```\n"
 
 
-def fields(kind: type) -> Iterator[tuple[str, str, str]]:
+def list_fields(kind: type) -> Iterator[tuple[str, str, str]]:
     """Yield name, type and docstring of each public annotated field of a class, from its source."""
     (body,) = (n.body for n in ast.parse(textwrap.dedent(inspect.getsource(kind))).body if isinstance(n, ast.ClassDef))
     for node, after in zip(body, [*body[1:], None], strict=True):
@@ -77,48 +77,48 @@ def fields(kind: type) -> Iterator[tuple[str, str, str]]:
             yield node.target.id, ast.unparse(node.annotation), " ".join(says.split())
 
 
-def described(name: str, thing: Any) -> Iterator[str]:
+def format_name_section(name: str, thing: Any) -> Iterator[str]:
     """Yield the section of one name."""
     if not inspect.isclass(thing):
-        yield f"### `hocket.{name}`\n\n{signature(f'hocket.{name}', thing)}\n{as_markdown(thing.__doc__)}\n\n"
+        yield f"### `hocket.{name}`\n\n{format_signature(f'hocket.{name}', thing)}\n{as_markdown(thing.__doc__)}\n\n"
         return
     is_called = "__init__" in vars(thing) and not issubclass(thing, Enum | dict | BaseException)
     yield f"### `hocket.{name}`\n\n"
     if is_called:
-        yield signature(f"hocket.{name}", thing.__init__).replace(") -> None\n", ")\n") + "\n"
+        yield format_signature(f"hocket.{name}", thing.__init__).replace(") -> None\n", ")\n") + "\n"
     yield f"{as_markdown(thing.__doc__)}\n\n"
-    rows = [] if issubclass(thing, BaseException) else list(fields(thing))
+    rows = [] if issubclass(thing, BaseException) else list(list_fields(thing))
     if rows and (not is_called or any(says for *_, says in rows)):
         cells = "".join("| `{}` | `{}` | {} |\n".format(*(c.replace("|", "\\|") for c in row)) for row in rows)
         yield f"| field | type | |\n|---|---|---|\n{cells}\n"
     for member, value in vars(thing).items():
         if member[0] != "_" and not isinstance(value, thing):
-            yield from inside(name, member, value)
+            yield from format_member(name, member, value)
 
 
-def inside(name: str, member: str, value: Any) -> Iterator[str]:
+def format_member(name: str, member: str, value: Any) -> Iterator[str]:
     """Yield the section of a property or a method of a class; nothing for other members."""
     read = value.fget if isinstance(value, property) else value.func if isinstance(value, cached_property) else None
     if read is not None:
         returns = inspect.signature(read).return_annotation
         yield f"#### `{name}.{member}`\n\n`{returns}`: {as_markdown(value.__doc__)}\n\n"
     elif inspect.isfunction(value):
-        yield f"#### `{name}.{member}`\n\n{signature(member, value)}\n{as_markdown(value.__doc__ or '')}\n\n"
+        yield f"#### `{name}.{member}`\n\n{format_signature(member, value)}\n{as_markdown(value.__doc__ or '')}\n\n"
 
 
-def sections() -> Iterator[str]:
+def format_sections() -> Iterator[str]:
     """Yield a section for each group of names."""
     import hocket
 
     for title, names in SECTIONS.items():
         yield f"## {title}\n\n"
         for name in names:
-            yield from described(name, getattr(hocket, name))
+            yield from format_name_section(name, getattr(hocket, name))
 
 
 def page() -> str:
     """Return the expected text of the page."""
-    return HEAD + "".join(sections()).rstrip() + "\n"
+    return HEAD + "".join(format_sections()).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hocket
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.frontends.models import ARCHITECTURES
 from hocket.graph import DType, Node, Spec
 from hocket.graph.dtypes import FLOAT_DTYPES
@@ -41,11 +41,11 @@ prompts from 128 tokens on in bfloat16.  The instructions for 4-bit floats of GP
 8-bit floats (`e4m3`) at most, and these put the logits of a model off by 8.6e-3 and more of their mean square, where
 `--fast` may be off by 1e-3.  [What was compared](comparison.md#weights-of-4-bit-floats) has the figures.
 """
-BACKENDS = {"cpu": "cpu", "cuda": "cuda-emulated", "numpy": "numpy"}
+BACKEND_BY_COLUMN = {"cpu": "cpu", "cuda": "cuda-emulated", "numpy": "numpy"}
 """The backend that answers for each column; ``cuda`` itself would need a GPU."""
 
 
-def readers(dtype: DType) -> tuple[Node, ...]:
+def make_reading_nodes(dtype: DType) -> tuple[Node, ...]:
     """Return the nodes that read matrices of a dtype in models: one matrix, experts, and rows of a table."""
     matrix, experts = hocket.weight("w", (256, 256), dtype), hocket.weight("w", (4, 256, 256), dtype)
     ids, x = hocket.input("ids", (1, 2), "i32"), hocket.input("x", (1, 1, 256))
@@ -53,17 +53,19 @@ def readers(dtype: DType) -> tuple[Node, ...]:
     return ops.mul_mat(matrix, x).node, ops.mul_mat_id(experts, x, ids).node, ops.get_rows(matrix, row).node
 
 
-def rows() -> Iterator[str]:
+def format_dtypes() -> Iterator[str]:
     """Yield a row for each dtype that matrices may have.
 
     Raises:
         ValueError: A backend cannot read the dtype.
     """
-    asked = [find(kind) for kind in BACKENDS.values()]
+    asked = [find_device(kind) for kind in BACKEND_BY_COLUMN.values()]
     for dtype in (d for d in DType if d.is_quantised or d in FLOAT_DTYPES):
         cells = []
         for backend, device in asked:
-            if refusals := [answer.why for n in readers(dtype) if not (answer := backend.supports(n, device)).ok]:
+            if refusals := [
+                answer.reason for n in make_reading_nodes(dtype) if not (answer := backend.supports(n, device)).ok
+            ]:
                 raise ValueError(f"{backend.name} does not read {dtype}: {refusals[0]}")
             kept = backend.stored(Spec((256, 256), dtype), "weight").dtype
             cells.append("as it is" if kept is dtype else f"{kept}, {kept.block_bytes * 8} bits")
@@ -75,11 +77,11 @@ def page() -> str:
     """Return the expected text of the page."""
     head = HEAD.format(
         architectures=f"{len(ARCHITECTURES)} architectures",
-        readers=", ".join(f"`{node.op}`" for node in readers(DType.F32)),
-        backends=" | ".join(BACKENDS),
-        rules="---|" * len(BACKENDS),
+        readers=", ".join(f"`{node.op}`" for node in make_reading_nodes(DType.F32)),
+        backends=" | ".join(BACKEND_BY_COLUMN),
+        rules="---|" * len(BACKEND_BY_COLUMN),
     )
-    return head + "".join(rows()) + TAIL
+    return head + "".join(format_dtypes()) + TAIL
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from hocket import ops
 KEY_HEADS, VALUE_HEADS, SIZE = 2, 4, 16
 
 
-def layer(tokens: int) -> hocket.Graph:
+def build_layer(tokens: int) -> hocket.Graph:
     """Build one recurrent layer over `tokens` tokens; each run starts from the state that the previous run left."""
     q, k = (hocket.input(name, (tokens, KEY_HEADS, SIZE)) for name in "qk")
     v = hocket.input("v", (tokens, VALUE_HEADS, SIZE))
@@ -22,13 +22,13 @@ def layer(tokens: int) -> hocket.Graph:
 
 rng = np.random.default_rng(0)
 T = 12
-feed = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in layer(T).inputs}
+feed = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in build_layer(T).inputs}
 feed["decay"] = -np.exp(feed["decay"])  # logarithms of factors below one
 
-whole = hocket.load(hocket.plan(layer(T)), {})
+whole = hocket.load(hocket.plan(build_layer(T)), {})
 at_once = whole.run(feed)["out"]
 
-single = hocket.load(hocket.plan(layer(1)), {})
+single = hocket.load(hocket.plan(build_layer(1)), {})
 print(single.plan.explain(), "\n")  # the update is written in place, without a copy of the state
 one_by_one = np.concatenate([single.run({name: a[t : t + 1] for name, a in feed.items()})["out"] for t in range(T)])
 

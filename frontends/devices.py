@@ -7,39 +7,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 
-from ..backends.abilities import Rounds
-from ..backends.base import THREADS, Backend, Device, DeviceName, find, threads_for
+from ..backends.abilities import SupportsExactMode
+from ..backends.base import THREADS_KIND, Backend, Device, DeviceName, compute_threads_per_device, find_device
 from ..backends.cache import cache_folder
 from ..distributed import SINGLE_PROCESS, World
 from ..graph.dtypes import STATE_DTYPES, DType
 from ..graph.lazy_dataclass import dataclass
 from ..graph.validation import BOOL, NONE, TEXT, ArgumentKind, list_of, number_between, pair_of, require
-from ..scheduler.running.packed import PackedWeights
+from ..scheduler.running.packed import PackedWeightFiles
 from .errors import ModelError
 
-WIRES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
+TRANSFER_DTYPES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
 """Dtypes in which GPUs may exchange large sums."""
-CACHES = {str(dtype): dtype for dtype in STATE_DTYPES}
+CACHE_DTYPES = {str(dtype): dtype for dtype in STATE_DTYPES}
 """Dtypes that KV caches may have."""
 
 
-def one_of(types: Mapping[str, DType]) -> ArgumentKind:
+def make_dtype_kind(types: Mapping[str, DType]) -> ArgumentKind:
     """Return the argument kind of the name of one of these dtypes."""
     return ArgumentKind(" or ".join(types), lambda v: isinstance(v, str) and v in types)
 
 
-GROUP: Mapping[str, ArgumentKind] = MappingProxyType(
+GROUP_FIELD_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
     {
         "devices": list_of(TEXT, "a sequence of texts"),
         "split_mode": TEXT,
         "tensor_split": list_of(number_between(-(2.0**63), 2.0**63), "a sequence of finite numbers"),
         "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
-        "threads": THREADS,
+        "threads": THREADS_KIND,
         "exact": BOOL,
-        "wire": one_of(WIRES),
+        "wire": make_dtype_kind(TRANSFER_DTYPES),
         "fast": BOOL,
-        "cache_type_k": one_of(CACHES) | NONE,
-        "cache_type_v": one_of(CACHES) | NONE,
+        "cache_type_k": make_dtype_kind(CACHE_DTYPES) | NONE,
+        "cache_type_v": make_dtype_kind(CACHE_DTYPES) | NONE,
         "keep_packed": BOOL,
     }
 )
@@ -47,7 +47,7 @@ GROUP: Mapping[str, ArgumentKind] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DeviceGroup:
     """The devices of a session and how they share the model; see `hocket.plan` for the split modes.
 
     - `threads` holds for each device; by default the devices share the processors.
@@ -77,25 +77,25 @@ class Group:
     keep_packed: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in GROUP.items():
-            require(ModelError, "Group", name, getattr(self, name), kind)
+        for name, kind in GROUP_FIELD_KINDS.items():
+            require(ModelError, "DeviceGroup", name, getattr(self, name), kind)
 
     @property
-    def packed(self) -> PackedWeights | None:
+    def packed_weight_files(self) -> PackedWeightFiles | None:
         """The files of packed weights, or `None` if they are not kept."""
-        return PackedWeights(cache_folder() / "packed") if self.keep_packed else None
+        return PackedWeightFiles(cache_folder() / "packed") if self.keep_packed else None
 
     @property
-    def caches(self) -> tuple[DType, DType]:
+    def cache_dtypes(self) -> tuple[DType, DType]:
         """The dtypes of cached keys and of cached values."""
         usual = "f32" if self.exact else "f16"
-        return CACHES[self.cache_type_k or usual], CACHES[self.cache_type_v or usual]
+        return CACHE_DTYPES[self.cache_type_k or usual], CACHE_DTYPES[self.cache_type_v or usual]
 
 
-ONE_DEVICE = Group()
+ONE_DEVICE = DeviceGroup()
 
 
-def found(on: Group, world: World = SINGLE_PROCESS) -> list[tuple[Backend, Device]]:
+def resolve_devices(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tuple[Backend, Device]]:
     """Return the devices of a group, each with its share of the processors as threads unless `on.threads` is given.
 
     With several processes, a name without a rank, such as ``cpu:0``, means that device of each process. The properties
@@ -106,22 +106,27 @@ def found(on: Group, world: World = SINGLE_PROCESS) -> list[tuple[Backend, Devic
     """
     device_of_name: dict[str, str] = {}
     for device in on.devices:
-        other = device_of_name.setdefault(name := spelled(device, on), device)
+        other = device_of_name.setdefault(name := resolve_device_name(device, on), device)
         if on.exact and other != device:
             raise ModelError(f"devices {other} and {device}: exact results of both are computed on {name}; name one")
-    names = [spelled(name, on) for name in on.devices]
+    names = [resolve_device_name(name, on) for name in on.devices]
     if world.size > 1:
         own = [name for name in names if DeviceName.parse(name).rank is None]
         everywhere = [f"{name}@{rank}" for rank in range(world.size) for name in own]
         names = [name for name in names if name not in own] + everywhere
-    group = _described([find(name) for name in names], world)
+    group = _exchange_device_descriptions([find_device(name) for name in names], world)
     here = [device for _, device in group if world.hosts[device.rank or 0] == world.hosts[world.rank]]
-    threads = threads_for(len(here), on.threads)
-    exact = ((b.exactly() if on.exact and isinstance(b, Rounds) else b, device) for b, device in group)
+    threads = compute_threads_per_device(len(here), on.threads)
+    exact = (
+        (b.with_float32_matmuls() if on.exact and isinstance(b, SupportsExactMode) else b, device)
+        for b, device in group
+    )
     return [(backend.with_threads(threads), device) for backend, device in exact]
 
 
-def _described(group: Sequence[tuple[Backend, Device]], world: World) -> list[tuple[Backend, Device]]:
+def _exchange_device_descriptions(
+    group: Sequence[tuple[Backend, Device]], world: World
+) -> list[tuple[Backend, Device]]:
     """Return the devices as their own processes report them.
 
     Devices of one machine that share its memory do so across processes.
@@ -139,7 +144,7 @@ def _described(group: Sequence[tuple[Backend, Device]], world: World) -> list[tu
     return [(backend, device) for (backend, _), device in zip(group, joined, strict=True)]
 
 
-def spelled(device: str, on: Group) -> str:
+def resolve_device_name(device: str, on: DeviceGroup) -> str:
     """Return the name of a device in a group: with exact results ``cpu:1`` is ``numpy:1``."""
     name = DeviceName.parse(device)
     return str(replace(name, kind="numpy") if on.exact and name.kind == "cpu" else name)

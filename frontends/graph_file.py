@@ -12,17 +12,17 @@ from .devices import ONE_DEVICE
 from .errors import ModelError
 from .gguf.reader import MAGIC
 from .models import Step
-from .open import context_for, open_model
-from .session import FEWEST_CELLS
+from .open import choose_context, open_model
+from .session import MIN_CONTEXT_BUCKET
 
-PROGRAM = b"PK\x03\x04"
+ZIP_MAGIC = b"PK\x03\x04"
 """The first bytes of a zip file, and so of a file of `torch.export.save`."""
-LARGEST = 1 << 28
+MAX_GRAPH_FILE_BYTES = 1 << 28
 """Maximum bytes of a graph file; the largest model needs a few million."""
 
 
 def read_graph(
-    path: str, *, context: int | None = None, tokens: int = 1, caches: tuple[DType, DType] = ONE_DEVICE.caches
+    path: str, *, context: int | None = None, tokens: int = 1, caches: tuple[DType, DType] = ONE_DEVICE.cache_dtypes
 ) -> Graph:
     """Return the graph in a file. For a model this is the graph of one step, and only the header is read.
 
@@ -45,27 +45,27 @@ def read_graph(
         start = file.read(len(MAGIC))
         if start == MAGIC:
             model = open_model(path, header_only=True)
-            context = context_for(model, tokens, context)
-            cells, (keys, values) = min(context, max(FEWEST_CELLS, tokens)), caches
+            context = choose_context(model, tokens, context)
+            cells, (keys, values) = min(context, max(MIN_CONTEXT_BUCKET, tokens)), caches
             return model.graph(Step(1, tokens, cells, context, tokens, keys=keys, values=values))
-        if start == PROGRAM:
-            return _of_program(path)
+        if start == ZIP_MAGIC:
+            return _read_torch_program(path)
         if path.lower().endswith(".onnx"):  # ONNX files have no magic number
             from .onnx.model import from_onnx
 
             return from_onnx(path).graph
-        data = start + file.read(LARGEST)
+        data = start + file.read(MAX_GRAPH_FILE_BYTES)
     try:
         text = data.decode("utf-8")
-        if not text.strip() or len(data) > LARGEST:
-            raise GraphError(f"has {len(data)} bytes; need a dump of at most {LARGEST}")
+        if not text.strip() or len(data) > MAX_GRAPH_FILE_BYTES:
+            raise GraphError(f"has {len(data)} bytes; need a dump of at most {MAX_GRAPH_FILE_BYTES}")
         return from_json(text) if text.lstrip().startswith("{") else parse(text)
     except (GraphError, UnicodeDecodeError) as error:
         why = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
         raise ModelError(f"{path}: is neither a GGUF model nor a graph ({why})") from None
 
 
-def _of_program(path: str) -> Graph:
+def _read_torch_program(path: str) -> Graph:
     """Return the graph of an exported PyTorch program."""
     try:
         from .torch.archive import read_program

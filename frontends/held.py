@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from .microbatches import Microbatches
+from .microbatches import MicroBatchedSession
 from .session import Session
 
 
-class Held:
+class SessionLease:
     """A session and the known tokens per sequence: the tokens that it has read, and perhaps one more."""
 
-    def __init__(self, session: Session | Microbatches) -> None:
+    def __init__(self, session: Session | MicroBatchedSession) -> None:
         self.session = session
-        self.guessing: Session | None = None
+        self.draft_session: Session | None = None
         """The session of the draft model that drafts tokens for `session`."""
         self.tokens: list[list[int]] = [[] for _ in range(session.sequences)]
 
     @property
-    def alone(self) -> Session:
+    def only_session(self) -> Session:
         """The session of the only sequence."""
         (session,) = self.session.sessions
         return session
@@ -26,7 +26,7 @@ class Held:
         """The sequence count and the context in tokens: the key of idle leases."""
         return self.session.sequences, self.session.context
 
-    def given(self, ids: list[int]) -> list[int]:
+    def reuse_prefix(self, ids: list[int]) -> list[int]:
         """Return the tokens of `ids` that sequence 0 has still to read.
 
         If sequence 0 has read the beginning of `ids`, these are the rest; else all of `ids`, and all sequences are
@@ -34,12 +34,12 @@ class Held:
         """
         read = self.tokens[0][: self.session.lengths[0]]
         if not read or len(ids) <= len(read) or ids[: len(read)] != read:
-            self.anew()
+            self.reset_all_sequences()
             return ids
         self.tokens[0] = read
         return ids[len(read) :]
 
-    def anew(self) -> None:
+    def reset_all_sequences(self) -> None:
         """Reset all sequences and forget their tokens."""
         for i in range(self.session.sequences):
             self.session.reset(i)

@@ -10,11 +10,11 @@ from pathlib import Path
 from .gguf.mapped_file import MappedFile
 from .models import Model
 
-BOOT = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 """A Linux file with a random number that the kernel draws at boot, so that it differs on every machine."""
 
 
-def model_digest(model: Model) -> str:
+def compute_model_digest(model: Model) -> str:
     """Return the SHA-256 of a model.
 
     It covers the architecture, the adapters, the names, shapes and dtypes of tensors, and the data of small tensors.
@@ -29,12 +29,12 @@ def model_digest(model: Model) -> str:
     return sha.hexdigest()
 
 
-def files_identity(files: Iterable[MappedFile]) -> str:
+def identify_files(files: Iterable[MappedFile]) -> str:
     """Return the boot number of the machine and the inodes of mapped files, or an empty text if one is unknown.
 
     The text is equal in two processes if they map the same memory.
     """
     known = {file.inode and f"{file.inode} {file.size} {file.modified_ns}" for file in files}
     with suppress(OSError):
-        return f"{BOOT.read_text().strip()} {sorted(known)}" if all(known) else ""
+        return f"{BOOT_ID_FILE.read_text().strip()} {sorted(known)}" if all(known) else ""
     return ""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..graph import validate_arguments, validate_constructor
 from ..graph.validation import ANY, BOOL, NONE, TEXT, instance_of, integer_between, list_of
-from ..scheduler import Plan, nbytes_text
+from ..scheduler import Plan, format_bytes
 from .adapters import ScaledFile
 from .errors import ModelError
 from .generation import speculative
@@ -23,22 +23,22 @@ from .generation.generate import GenerationParams, SampledToken, StopStringFilte
 from .generation.options import Options, resolve_options
 from .gguf.chat import choose_chat_format
 from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
-from .held import Held
-from .microbatches import dealt
-from .open import open_adapted, open_model, open_session
-from .parts import token_ids
-from .pooling import MEAN, pooling
-from .saved_state import file_errors, load_state, save_state
-from .session import DEFAULT_BATCH, F32, Group, Session
-from .text_limits import check_texts
+from .held import SessionLease
+from .microbatches import make_session
+from .open import open_adapted_model, open_model, open_session
+from .parts import as_token_ids
+from .pooling import MEAN_POOLING, choose_pooling
+from .saved_state import convert_file_errors, load_state, save_state
+from .session import DEFAULT_BATCH, F32, DeviceGroup, Session
+from .text_limits import require_texts_fit
 
-TOGETHER = 8
+EMBED_BATCH_TEXTS = 8
 """Maximum texts that `Model.embed` runs at once."""
-IDLE = 4
+MAX_IDLE_SESSIONS = 4
 """Maximum idle sessions that are kept for later calls."""
-PROMPT = TEXT | list_of(ANY, "a sequence of tokens")
-OBJECTS = list_of(instance_of(Mapping), "a sequence of mappings") | NONE
-MESSAGES = TEXT | list_of(instance_of(Mapping), "a sequence of mappings with role and content")
+PROMPT_KIND = TEXT | list_of(ANY, "a sequence of tokens")
+OBJECTS_KIND = list_of(instance_of(Mapping), "a sequence of mappings") | NONE
+MESSAGES_KIND = TEXT | list_of(instance_of(Mapping), "a sequence of mappings with role and content")
 
 
 @validate_constructor(ModelError, id=integer_between(0), text=TEXT, logprob=instance_of(float))
@@ -112,25 +112,25 @@ class Model:
         names, shares = tuple(devices.split(",") if isinstance(devices, str) else devices), tuple(tensor_split)
         computed = {"exact": exact, "fast": fast, "cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
         computed["keep_packed"] = keep_packed
-        group = Group(names, split_mode, shares, place, threads, **computed)  # type: ignore[arg-type]  # it checks
-        model = open_adapted(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
-        self._model = model.guessing() if draft is None and draft_max else model
+        group = DeviceGroup(names, split_mode, shares, place, threads, **computed)  # type: ignore[arg-type]  # it checks
+        model = open_adapted_model(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
+        self._model = model.with_mtp_blocks() if draft is None and draft_max else model
         self._group, self._lock = group, threading.Lock()
         self._first: Session | None = open_session(self._model, on=group, context=context, batch=batch)
-        self._idle, self._draft_max = [Held(self._first)], draft_max or speculative.DEFAULT_DRAFT_TOKENS
-        self._drafting = None if draft is None else self._draft_session(draft)
+        self._idle, self._draft_max = [SessionLease(self._first)], draft_max or speculative.DEFAULT_DRAFT_TOKENS
+        self._drafting = None if draft is None else self._open_draft_session(draft)
         self._tokenizer: Tokenizer | None = None
 
-    @validate_arguments(ModelError, prompt=PROMPT)
+    @validate_arguments(ModelError, prompt=PROMPT_KIND)
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[str]:
         """Return an iterator over the text that continues `prompt` (text or tokens), in pieces as they are generated.
 
         >>> "".join(model.generate("It is a truth", max_tokens=3, temperature=0))
         ' which I am'
         """
-        return self._text(self._ids(prompt), resolve_options(options, self.tokenizer))
+        return self._generate_text(self._encode_prompt(prompt), resolve_options(options, self.tokenizer))
 
-    @validate_arguments(ModelError, prompt=PROMPT)
+    @validate_arguments(ModelError, prompt=PROMPT_KIND)
     def tokens(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Token]:
         """Return an iterator over the tokens that continue `prompt`, each with its text and its probability.
 
@@ -141,13 +141,13 @@ class Model:
         (' which', -1.7)
         """
         drawing, stops = resolve_options(options, self._tokenizer_or_none)
-        return self._tokens(self._ids(prompt), drawing, stops)
+        return self._generate_tokens(self._encode_prompt(prompt), drawing, stops)
 
     @validate_arguments(
         ModelError,
-        messages=MESSAGES,
-        tools=OBJECTS,
-        documents=OBJECTS,
+        messages=MESSAGES_KIND,
+        tools=OBJECTS_KIND,
+        documents=OBJECTS_KIND,
         chat_template=TEXT | NONE,
         chat_template_kwargs=instance_of(Mapping) | NONE,
     )
@@ -187,9 +187,9 @@ class Model:
             variables=chat_template_kwargs,
         )
         ids = self.tokenizer.encode_chat(format.render(said, bos=bos, eos=eos))
-        return self._text(ids, resolve_options({"max_tokens": -1, **options}, self.tokenizer))
+        return self._generate_text(ids, resolve_options({"max_tokens": -1, **options}, self.tokenizer))
 
-    @validate_arguments(ModelError, prompts=list_of(PROMPT, "a sequence of prompts"))
+    @validate_arguments(ModelError, prompts=list_of(PROMPT_KIND, "a sequence of prompts"))
     def generate_batch(self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]) -> list[str]:
         """Return the texts that continue each of `prompts`. The prompts run together; each text is the same as alone.
 
@@ -197,15 +197,15 @@ class Model:
         [' to be', ' not so']
         """
         drawing, stops = resolve_options(options, self.tokenizer)
-        ids = [self._ids(prompt) for prompt in prompts]
+        ids = [self._encode_prompt(prompt) for prompt in prompts]
         if not ids:
             return []
         if empty := [i for i, new in enumerate(ids) if not new]:
             raise ModelError(f"prompt {empty[0]} is empty and the model adds no BOS token; give some text to continue")
         texts = [""] * len(ids)
         decoders, until = [Utf8Stream(self.tokenizer) for _ in ids], [StopStringFilter(stops) for _ in ids]
-        with self._leased(len(ids)) as held:
-            held.anew()
+        with self._lease_session(len(ids)) as held:
+            held.reset_all_sequences()
             active: set[int] = set()
             with closing(sample_tokens(held.session, ids, drawing, known=held.tokens, active=active)) as drawn:
                 for one in drawn:
@@ -218,10 +218,10 @@ class Model:
             for text, stop, decoder in zip(texts, until, decoders, strict=True)
         ]
 
-    def _text(self, ids: list[int], settled: tuple[GenerationParams, tuple[str, ...]]) -> Iterator[str]:
+    def _generate_text(self, ids: list[int], settled: tuple[GenerationParams, tuple[str, ...]]) -> Iterator[str]:
         drawing, stops = settled
         decoder, until = Utf8Stream(self.tokenizer), StopStringFilter(stops)
-        for one in self._drawn(ids, drawing):
+        for one in self._sample(ids, drawing):
             if piece := until.feed(decoder.feed(one.token)):
                 yield piece
             if until.has_matched:
@@ -229,10 +229,10 @@ class Model:
         if rest := until.feed(decoder.finish()) + until.pending_text:
             yield rest
 
-    def _tokens(self, ids: list[int], drawing: GenerationParams, stops: tuple[str, ...]) -> Iterator[Token]:
+    def _generate_tokens(self, ids: list[int], drawing: GenerationParams, stops: tuple[str, ...]) -> Iterator[Token]:
         tokenizer = self._tokenizer_or_none
         decoder, until = tokenizer and Utf8Stream(tokenizer), StopStringFilter(stops)
-        for one in self._drawn(ids, drawing):
+        for one in self._sample(ids, drawing):
             text = decoder.feed(one.token) if decoder else ""
             until.feed(text)
             yield Token(one.token, text, one.logprob)
@@ -244,47 +244,51 @@ class Model:
         """The tokenizer, or `None` if the file has no vocabulary."""
         return self.tokenizer if has_vocabulary(self._model.gguf.metadata) else None
 
-    def _drawn(self, ids: list[int], drawing: GenerationParams) -> Iterator[SampledToken]:
-        with self._leased() as held:
-            ahead = self._ahead(held, drawing)
-            yield from sample_tokens(held.session, [held.given(ids)], drawing, known=held.tokens, ahead=ahead)
+    def _sample(self, ids: list[int], drawing: GenerationParams) -> Iterator[SampledToken]:
+        with self._lease_session() as held:
+            ahead = self._make_decoder(held, drawing)
+            yield from sample_tokens(held.session, [held.reuse_prefix(ids)], drawing, known=held.tokens, ahead=ahead)
 
-    def _draft_session(self, path: str | Path) -> Session:
+    def _open_draft_session(self, path: str | Path) -> Session:
         model = open_model(path)
         speculative.require_same_vocabulary(self._model, model)
         if not (self._model.is_causal and model.is_causal):
             raise ModelError("a model that sees all tokens at once (diffusion) has no steps; leave out draft")
-        context = min(self._root.context, model.context_length)
-        return open_session(model, on=self._group, context=context, batch=self._root.batch)
+        context = min(self._root_session.context, model.context_length)
+        return open_session(model, on=self._group, context=context, batch=self._root_session.batch)
 
-    def _ahead(self, held: Held, drawing: GenerationParams) -> speculative.SpeculativeDecoder | None:
+    def _make_decoder(self, held: SessionLease, drawing: GenerationParams) -> speculative.SpeculativeDecoder | None:
         """Return the speculative decoder of a session, with MTP blocks or a draft model; `None` without drafts."""
-        if (root := self._drafting) is None and not self._model.guessers:
+        if (root := self._drafting) is None and not self._model.mtp_block_count:
             return None
         if drawing.pinned_tokens is not None:
             raise ModelError("a context that shifts has no guesses; leave out draft and draft_max, or context_shift")
         if root is None:
-            return speculative.SpeculativeDecoder(held.alone, speculative.MtpDrafter(held.alone), self._draft_max)
-        if held.guessing is None:
-            held.guessing = Session(root.model, on=self._group, like=root, context=root.context, batch=root.batch)
-        held.guessing.reset(0)
-        return speculative.SpeculativeDecoder(held.alone, speculative.ModelDrafter(held.guessing), self._draft_max)
+            return speculative.SpeculativeDecoder(
+                held.only_session, speculative.MtpDrafter(held.only_session), self._draft_max
+            )
+        if held.draft_session is None:
+            held.draft_session = Session(root.model, on=self._group, like=root, context=root.context, batch=root.batch)
+        held.draft_session.reset(0)
+        return speculative.SpeculativeDecoder(
+            held.only_session, speculative.ModelDrafter(held.draft_session), self._draft_max
+        )
 
-    @validate_arguments(ModelError, prompt=PROMPT)
+    @validate_arguments(ModelError, prompt=PROMPT_KIND)
     def logits(self, prompt: str | Sequence[int]) -> F32:
         """Return float32 ``[tokens, vocabulary]``: row i has the logits after token i of `prompt` (text or tokens).
 
         >>> model.logits([1, 2, 3]).shape
         (3, 2048)
         """
-        ids = self._ids(prompt)
-        with self._leased() as held:
-            held.anew()
+        ids = self._encode_prompt(prompt)
+        with self._lease_session() as held:
+            held.reset_all_sequences()
             (rows,) = held.session.evaluate([ids], every_position=True)
             held.tokens[0] = list(ids)
         return rows
 
-    @validate_arguments(ModelError, text=PROMPT)
+    @validate_arguments(ModelError, text=PROMPT_KIND)
     def score(self, text: str | Sequence[int]) -> npt.NDArray[np.float64]:
         """Return float64 ``[tokens - 1]``: the natural logarithm of the probability of each token after the first.
 
@@ -293,13 +297,13 @@ class Model:
         >>> round(float(np.exp(-model.score("It is a truth universally acknowledged").mean())), 1)
         26.8
         """
-        ids = self._ids(text)
+        ids = self._encode_prompt(text)
         rows = self.logits(ids)[:-1].astype(np.float64)
         most = rows.max(-1, keepdims=True, initial=-np.inf)
         chosen = np.take_along_axis(rows, np.array(ids[1:], np.int64).reshape(-1, 1), -1)
         return np.asarray((chosen - most)[:, 0] - np.log(np.exp(rows - most).sum(-1)))
 
-    @validate_arguments(ModelError, texts=TEXT | list_of(PROMPT, "a sequence of texts"), normalise=BOOL)
+    @validate_arguments(ModelError, texts=TEXT | list_of(PROMPT_KIND, "a sequence of texts"), normalise=BOOL)
     def embed(self, texts: str | Sequence[str | Sequence[int]], *, normalise: bool = True) -> F32:
         """Return float32 ``[texts, width]``: one vector for each text, of length 1 if `normalise` is set.
 
@@ -309,15 +313,15 @@ class Model:
         >>> model.embed(["a ball", "a dance"]).shape
         (2, 192)
         """
-        ids = [self._ids(text) for text in ([texts] if isinstance(texts, str) else texts)]
-        check_texts(ids, self.context, "text")
-        pool = pooling(self._model.gguf.metadata.get(f"{self._model.architecture}.pooling_type", MEAN))
+        ids = [self._encode_prompt(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        require_texts_fit(ids, self.context, "text")
+        pool = choose_pooling(self._model.gguf.metadata.get(f"{self._model.architecture}.pooling_type", MEAN_POOLING))
         vectors: list[npt.NDArray[np.float32]] = []
-        for start in range(0, len(ids), TOGETHER):
-            part = ids[start : start + TOGETHER]
+        for start in range(0, len(ids), EMBED_BATCH_TEXTS):
+            part = ids[start : start + EMBED_BATCH_TEXTS]
             longest = 1 << max(map(len, part)).bit_length()
-            with self._leased(len(part), longest if len(part) > 1 else None) as held:
-                held.anew()
+            with self._lease_session(len(part), longest if len(part) > 1 else None) as held:
+                held.reset_all_sequences()
                 hidden = held.session.evaluate(part, every_position=True, hidden=True)
                 held.tokens = [list(new) for new in part]
             vectors += map(pool, hidden)
@@ -343,8 +347,8 @@ class Model:
         """Return the text of tokens; `special` includes control tokens."""
         return self.tokenizer.decode(ids, special=special)
 
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        return self.tokenize(prompt) if isinstance(prompt, str) else list(token_ids(0, prompt))
+    def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        return self.tokenize(prompt) if isinstance(prompt, str) else list(as_token_ids(0, prompt))
 
     @validate_arguments(ModelError, path=instance_of(str, Path))
     def save(self, path: str | Path) -> None:
@@ -354,30 +358,30 @@ class Model:
         >>> ids = model.load("talk.bin")
         >>> further = model.generate(ids + model.tokenize(" and then", special=False), max_tokens=2)
         """
-        with self._leased() as held, file_errors():
-            save_state(held.alone, held.tokens, path)
+        with self._lease_session() as held, convert_file_errors():
+            save_state(held.only_session, held.tokens, path)
 
     @validate_arguments(ModelError, path=instance_of(str, Path))
     def load(self, path: str | Path) -> list[int]:
         """Load a saved state and return its tokens; a prompt that begins with them is read from their end on."""
-        with self._leased() as held, file_errors():
-            (held.tokens[0],) = load_state(held.alone, path)
+        with self._lease_session() as held, convert_file_errors():
+            (held.tokens[0],) = load_state(held.only_session, path)
             return list(held.tokens[0])
 
     @property
     def plan(self) -> Plan:
         """The plan of one token: `plan.explain()` gives the reasons, `plan.view()` shows the plan."""
-        return self._root.plan(self._root.step(1, 1))
+        return self._root_session.plan(self._root_session.make_step(1, 1))
 
     @property
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes on each device: ``weight``, ``state`` (with the caches of idle sessions), ``arena``."""
-        first = self._root
+        first = self._root_session
         sums = {str(device): dict.fromkeys(("weight", "state", "arena"), 0) for _, device in first.group}
         with self._lock:
             models = [(first, [one for held in self._idle for one in held.session.sessions])]
             if self._drafting is not None:
-                models.append((self._drafting, [h.guessing for h in self._idle if h.guessing is not None]))
+                models.append((self._drafting, [h.draft_session for h in self._idle if h.draft_session is not None]))
         for root, sessions in models:
             for session in dict.fromkeys((root, *sessions)):
                 for (_, device), held in zip(session.group, session.store.nbytes(), strict=True):
@@ -388,7 +392,7 @@ class Model:
     @property
     def context(self) -> int:
         """Maximum tokens of a text."""
-        return self._root.context
+        return self._root_session.context
 
     def close(self) -> None:
         """Free the memory; later calls raise `ModelError`."""
@@ -416,30 +420,30 @@ class Model:
         else:
             rows["context"] = f"{self.context} tokens"
             for device, kinds in self.memory.items():
-                rows[device] = ", ".join(f"{kind} {nbytes_text(count)}" for kind, count in kinds.items())
+                rows[device] = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in kinds.items())
         lines = (f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
         return f"<table>{''.join(lines)}</table>"
 
     @property
-    def _root(self) -> Session:
+    def _root_session(self) -> Session:
         """The session that loaded the weights. Raises `ModelError` after `close`."""
         if self._first is None:
             raise ModelError("the model is closed; open it anew with hocket.Model")
         return self._first
 
     @contextmanager
-    def _leased(self, sequences: int = 1, longest: int | None = None) -> Iterator[Held]:
+    def _lease_session(self, sequences: int = 1, longest: int | None = None) -> Iterator[SessionLease]:
         """Lease an idle session, or a new one over the same weights, for one call; `longest` limits its context."""
-        first = self._root
+        first = self._root_session
         key = sequences, min(first.context, longest or first.context)
         with self._lock:
             if (held := next((held for held in self._idle if held.key == key), None)) is not None:
                 self._idle.remove(held)
         if held is None:
-            held = Held(dealt(first, sequences, context=key[1], batch=min(first.batch, key[1])))
+            held = SessionLease(make_session(first, sequences, context=key[1], batch=min(first.batch, key[1])))
         try:
             yield held
         finally:
             with self._lock:
                 if self._first is not None:
-                    self._idle = [held, *(other for other in self._idle if other.key != key)][:IDLE]
+                    self._idle = [held, *(other for other in self._idle if other.key != key)][:MAX_IDLE_SESSIONS]

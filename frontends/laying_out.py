@@ -11,35 +11,35 @@ from ..distributed import World
 from ..graph.graph import Graph
 from ..graph.lazy_dataclass import dataclass
 from ..graph.spec import Spec
-from ..scheduler import Host, Plan, Store, kept_plan
-from ..scheduler.shared_speeds import shared_speeds
-from .devices import Group, found
-from .identity import files_identity
+from ..scheduler import HostOffload, Plan, Store, plan_with_cache
+from ..scheduler.shared_speeds import agree_on_speeds
+from .devices import DeviceGroup, resolve_devices
+from .identity import identify_files
 from .models import Model, Step
-from .parts import sizes_of
+from .parts import compute_chunk_sizes
 
 if TYPE_CHECKING:
     from ..scheduler import Use
     from ..scheduler.lowering.lane import Devices
 
-HOST = "cpu:0"
+OFFLOAD_DEVICE = "cpu:0"
 """The device that stores the weights and states that do not fit on the other devices."""
-EVENED = 128
+BALANCED_PROMPT_TOKENS = 128
 """Prompt tokens for which the mode ``layer`` balances the time of the devices."""
-PROMPT, NEW = 512, 128
+ASSUMED_PROMPT_TOKENS, ASSUMED_NEW_TOKENS = 512, 128
 """Prompt tokens, and decoded tokens after them, for which the mode ``auto`` compares layouts on several devices."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LoadProgress:
     """Bytes of the model file that are loaded, and all its bytes."""
 
-    done: int
-    total: int
+    loaded_bytes: int
+    total_bytes: int
 
 
-def laid_out(
-    on: Group,
+def plan_model_layout(
+    on: DeviceGroup,
     world: World,
     place: tuple[tuple[str, str], ...],
     graph_of: Callable[[Step], Graph],
@@ -63,32 +63,36 @@ def laid_out(
         largest_step: The step that needs the most memory.
         may_follow: Whether runs may be pipelined; then the mode ``auto`` compares layouts for a prompt and decoding.
     """
-    asked, one = found(on, world), graph_of(first_step)
-    cells = max(first_step.cells, min(PROMPT, first_step.context))
+    asked, one = resolve_devices(on, world), graph_of(first_step)
+    cells = max(first_step.cells, min(ASSUMED_PROMPT_TOKENS, first_step.context))
 
     def graph_with(sequences: int, tokens: int) -> Graph:
         return graph_of(replace(first_step, sequences=sequences, tokens=tokens, outputs=sequences, cells=cells))
 
     use = (
-        use_of(graph_with, first_step.sequences, first_step.context)
+        make_workload(graph_with, first_step.sequences, first_step.context)
         if may_follow and on.split_mode == "auto" and len(asked) > 1
         else None
     )
 
     def planned(graph: Graph, group: Devices, **how: Any) -> Plan:
-        return kept_plan(graph, group, place=place, hardware=shared_speeds(group, world).hardware(graph), **how)
+        return plan_with_cache(
+            graph, group, place=place, hardware=agree_on_speeds(group, world).hardware_for_graph(graph), **how
+        )
 
     options = partial(planned, split_mode=on.split_mode, use=use)
     shares = on.tensor_split
     if on.split_mode == "layer" and not shares and len({device.memory for _, device in asked}) == 1 < len(asked):
-        from ..scheduler import even_shares
+        from ..scheduler import compute_balanced_proportions
 
-        shares = even_shares(graph_of(replace(first_step, tokens=EVENED)), len(asked))
+        shares = compute_balanced_proportions(graph_of(replace(first_step, tokens=BALANCED_PROMPT_TOKENS)), len(asked))
     first = options(one, asked, tensor_split=shares)
     if first.spare and on.threads is None:  # used devices share the processors of unused ones
-        group = found(replace(on, devices=tuple(str(device) for _, device in first.group)), world)
+        group = resolve_devices(replace(on, devices=tuple(str(device) for _, device in first.group)), world)
         first = planned(one, group, like=first)
-    host = Host(*found(replace(on, devices=(f"{HOST}@0" if world.size > 1 else HOST,)), world)[0])
+    host = HostOffload(
+        *resolve_devices(replace(on, devices=(f"{OFFLOAD_DEVICE}@0" if world.size > 1 else OFFLOAD_DEVICE,)), world)[0]
+    )
     if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
         return first
     from ..scheduler import shortage
@@ -100,18 +104,18 @@ def laid_out(
     return planned(one, spilled.group, like=spilled)
 
 
-def use_of(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Use:
+def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Use:
     """Return the workload that a model layout is chosen for: sequences, each with a prompt and decoded tokens after it.
 
     ``graph_of(sequences, tokens)`` builds the graph of a step.
     """
     from ..scheduler import Use
 
-    prompt = min(PROMPT, context)
-    return Use(cache(graph_of), sizes_of(prompt), sequences, prompt, NEW)
+    prompt = min(ASSUMED_PROMPT_TOKENS, context)
+    return Use(cache(graph_of), compute_chunk_sizes(prompt), sequences, prompt, ASSUMED_NEW_TOKENS)
 
 
-def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[Progress], None] | None) -> None:
+def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[LoadProgress], None] | None) -> None:
     """Bind every weight of a plan to the data of the model, and report the progress after each weight.
 
     Large weights come first, while little else is in memory. The others follow in the order of the graph.
@@ -121,12 +125,12 @@ def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[
     total = sum(t.nbytes for t in weights.values())
     tensors = dict(sorted(weights.items(), key=lambda item: -max(item[1].nbytes, total // 16)))
     done = 0
-    store.loaded_bytes.compare_files(files_identity([t.file for t in tensors.values()]))
+    store.loaded_bytes.skip_ranks_with_shared_files(identify_files([t.file for t in tensors.values()]))
     for name, tensor in tensors.items():
         spec = Spec(tensor.shape, tensor.dtype)
         store.bind(name, tensor.raw, spec, plan.leaves[name], tensor.origin, tensor.release)
         done += tensor.nbytes
         if on_progress:
-            on_progress(Progress(done, total))
+            on_progress(LoadProgress(done, total))
     for file in {tensor.file for tensor in tensors.values()}:  # pages of the header and of read-ahead
         file.release(0, file.size)

@@ -9,20 +9,20 @@ from statistics import median
 import numpy as np
 
 from ..scheduler import Plan
-from ..scheduler.stages import Stage
-from ..scheduler.telling.measured import Measured, measured
-from ..scheduler.units import time_text
+from ..scheduler.stages import TimelineEntry
+from ..scheduler.telling.measured import MeasuredPlan, read_measurements
+from ..scheduler.units import format_seconds
 from .errors import ModelError
 from .models import Model
-from .session import Group, Session
+from .session import DeviceGroup, Session
 
-RUNS = 9
+MEASURED_RUNS = 9
 """Runs over which times are measured."""
-MOST = 40
+MAX_LISTED_ENTRIES = 40
 """Maximum timeline entries that are listed."""
 
 
-def measured_lines(model: Model, on: Group, tokens: int, context: int | None) -> list[str]:
+def measure_and_explain_steps(model: Model, on: DeviceGroup, tokens: int, context: int | None) -> list[str]:
     """Run steps of `tokens` tokens, and return lines that compare measured with predicted times.
 
     The lines list the whole step, and each timeline entry; if there is only one entry, each op.
@@ -36,60 +36,64 @@ def measured_lines(model: Model, on: Group, tokens: int, context: int | None) ->
     session = Session(model, on=on, batch=tokens, context=context)
     if tokens > session.context:
         raise ModelError(f"a context of {session.context} has no room for {tokens} tokens; give a larger context=N")
-    drawn = random_tokens(session, tokens)
-    step_behind_context(session, next(drawn))  # makes plans, compiles and warms up
+    drawn = draw_random_tokens(session, tokens)
+    run_at_context_end(session, next(drawn))  # makes plans, compiles and warms up
     with session.tracing() as trace:
-        for _ in range(RUNS):
-            step_behind_context(session, next(drawn))
+        for _ in range(MEASURED_RUNS):
+            run_at_context_end(session, next(drawn))
     plan = trace.runs[-1].plan
     seconds = median(run.end - run.start for run in trace.runs)
-    return compared(plan, seconds, measured(plan, trace))
+    return format_comparison(plan, seconds, read_measurements(plan, trace))
 
 
-def step_behind_context(session: Session, tokens: Sequence[int]) -> None:
+def run_at_context_end(session: Session, tokens: Sequence[int]) -> None:
     """Run tokens at the end of the context, as plans assume. The cached values do not matter for the time."""
     session.lengths[0] = session.context - len(tokens)
     session.evaluate([tokens])
 
 
-def random_tokens(session: Session, count: int) -> Iterator[list[int]]:
+def draw_random_tokens(session: Session, count: int) -> Iterator[list[int]]:
     """Yield lists of `count` random tokens; each list differs, since a mixture of experts then loads other experts."""
     draws = np.random.default_rng(0)
     while True:
         yield draws.integers(session.model.vocabulary_size, size=count).tolist()
 
 
-def compared(plan: Plan, seconds: float, steps: Measured) -> list[str]:
+def format_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[str]:
     """Return a table of predicted and measured times, as lines."""
-    rows = list(by_stage(plan, steps) if len(plan.stages) > 1 else by_op(plan, steps))
-    told = [_row(*row) for row in rows[:MOST]]
-    more = [f"... and {len(rows) - MOST} more"] if len(rows) > MOST else []
+    rows = list(compare_entry_seconds(plan, steps) if len(plan.stages) > 1 else compare_op_seconds(plan, steps))
+    told = [_format_row(*row) for row in rows[:MAX_LISTED_ENTRIES]]
+    more = [f"... and {len(rows) - MAX_LISTED_ENTRIES} more"] if len(rows) > MAX_LISTED_ENTRIES else []
     head = f"{'predicted':>12} {'measured':>12} {'error':>8}  of"
-    return [head, _row("a run", plan.cost.total, seconds), *told, *more]
+    return [head, _format_row("a run", plan.cost.total, seconds), *told, *more]
 
 
-def by_stage(plan: Plan, steps: Measured) -> Iterator[tuple[str, float, float]]:
+def compare_entry_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
     """Yield the name of each timeline entry, with the predicted and the measured seconds of its slowest device."""
     for number, stage in enumerate(plan.stages, 1):
-        yield f"stage {number}, {stage.op}", stage.seconds, max(_taken(stage, d, steps) for d in stage.devices)
+        yield (
+            f"stage {number}, {stage.op}",
+            stage.seconds,
+            max(_sum_measured_seconds(stage, d, steps) for d in stage.devices),
+        )
 
 
-def _taken(stage: Stage, device: int, steps: Measured) -> float:
-    own = steps.devices[device][stage.first : stage.first + stage.count]
+def _sum_measured_seconds(stage: TimelineEntry, device: int, steps: MeasuredPlan) -> float:
+    own = steps.steps_by_device[device][stage.first_instruction : stage.first_instruction + stage.instruction_count]
     return sum(step.seconds for step in own if step is not None)
 
 
-def by_op(plan: Plan, steps: Measured) -> Iterator[tuple[str, float, float]]:
+def compare_op_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
     """Yield each op of the first device, slowest first, with its predicted and its measured seconds."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for at, (i, step) in enumerate(zip(plan.lanes[0].program.instructions, steps.devices[0], strict=True)):
+    for at, (i, step) in enumerate(zip(plan.lanes[0].program.instructions, steps.steps_by_device[0], strict=True)):
         if step is not None:
-            sums[i.op][0] += plan.prices[0].of(at).seconds
+            sums[i.op][0] += plan.prices[0].cost_of(at).seconds
             sums[i.op][1] += step.seconds
     for op, (predicted, took) in sorted(sums.items(), key=lambda item: -item[1][1]):
         yield op, predicted, took
 
 
-def _row(name: str, predicted: float, took: float) -> str:
+def _format_row(name: str, predicted: float, took: float) -> str:
     error = f"{100 * (predicted / took - 1):+.0f}%" if took else "-"
-    return f"{time_text(predicted):>12} {time_text(took):>12} {error:>8}  {name}"
+    return f"{format_seconds(predicted):>12} {format_seconds(took):>12} {error:>8}  {name}"

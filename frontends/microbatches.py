@@ -15,34 +15,34 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..distributed import World
 from ..graph.validation import ANY, BOOL, integer_between, list_of, require, validate_arguments
-from ..scheduler import InterruptsKept, Plan
+from ..scheduler import DeferredInterrupts, Plan
 from .errors import ModelError
 from .models import Model
-from .parts import F32, Part, Reading, bucket, joined, parts_of, token_ids
-from .rewinding import back, mark
+from .parts import F32, ChunkedPrefill, PrefillChunk, as_token_ids, join_rows, next_power_of_two, split_tokens
+from .rewinding import make_checkpoint, restore_checkpoint
 from .session import DEFAULT_BATCH, Session
 
 if TYPE_CHECKING:
-    from ..scheduler import Dealing, Succession, Trace
+    from ..scheduler import Dealing, PipelinedRuns, Trace
 
 
-class Microbatches:
+class MicroBatchedSession:
     """Several sessions with the interface of one `Session`; their sequences are numbered one session after the other.
 
     `choice` is the choice of micro-batches by predicted time.
     """
 
     def __init__(self, sessions: Sequence[Session], dealing: Dealing) -> None:
-        self.sessions, self.dealing = tuple(sessions), dealing
+        self.sessions, self.choice = tuple(sessions), dealing
         first = sessions[0]
         self.model: Model = first.model
         self.world: World = first.world
         self.context, self.batch = first.context, first.batch
         ends = accumulate((one.sequences for one in sessions), initial=0)
-        self.places = tuple(range(start, end) for start, end in pairwise(ends))
+        self.sequence_ranges = tuple(range(start, end) for start, end in pairwise(ends))
         """The numbers of the sequences in each micro-batch."""
-        self.sequences = self.places[-1].stop
-        self.turn = first.store.turn
+        self.sequences = self.sequence_ranges[-1].stop
+        self.device_lock = first.store.turn
 
     @property
     def lengths(self) -> list[int]:
@@ -53,8 +53,8 @@ class Microbatches:
         return [tokens for one in self.sessions for tokens in one.recent]
 
     @property
-    def planning(self) -> float:
-        return sum(one.planning for one in self.sessions)
+    def planning_seconds(self) -> float:
+        return sum(one.planning_seconds for one in self.sessions)
 
     @property
     def is_traced(self) -> bool:
@@ -67,20 +67,20 @@ class Microbatches:
         self, tokens: Sequence[Sequence[int]], *, every_position: bool = False, hidden: bool = False
     ) -> list[F32]:
         """Append new tokens to all sequences or to none, as `Session.evaluate` does."""
-        given = [token_ids(i, new) for i, new in enumerate(tokens)]
+        given = [as_token_ids(i, new) for i, new in enumerate(tokens)]
         if len(given) != self.sequences:
             raise ModelError(f"got tokens for {len(given)} sequences, the session has {self.sequences}")
-        dealt = [given[place.start : place.stop] for place in self.places]
-        with self.turn:
-            for one, own, place in zip(self.sessions, dealt, self.places, strict=True):
-                one.check(own, hidden, place.start)
+        dealt = [given[place.start : place.stop] for place in self.sequence_ranges]
+        with self.device_lock:
+            for one, own, place in zip(self.sessions, dealt, self.sequence_ranges, strict=True):
+                one.require_valid_tokens(own, hidden, place.start)
             if self.is_traced:
-                return self._one_by_one(dealt, every_position, hidden)
-            return self._in_turn(dealt, every_position, hidden)
+                return self._run_sequentially(dealt, every_position, hidden)
+            return self._run_pipelined(dealt, every_position, hidden)
 
-    def _one_by_one(self, dealt: Sequence[Part], every_position: bool, hidden: bool) -> list[F32]:
+    def _run_sequentially(self, dealt: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[F32]:
         """Run one micro-batch after the other, so that each step can be traced; rewind all of them after an error."""
-        marks = [mark(one) for one in self.sessions]
+        marks = [make_checkpoint(one) for one in self.sessions]
         try:
             answers = [
                 one.evaluate(own, every_position=every_position, hidden=hidden)
@@ -88,33 +88,35 @@ class Microbatches:
             ]
         except BaseException:
             for one, before in zip(self.sessions, marks, strict=True):
-                back(one, before)
+                restore_checkpoint(one, before)
             raise
         return [rows for answer in answers for rows in answer]
 
-    def _in_turn(self, dealt: Sequence[Part], every_position: bool, hidden: bool) -> list[F32]:
-        from ..scheduler import in_turn
+    def _run_pipelined(self, dealt: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[F32]:
+        from ..scheduler import run_pipelined
 
         parts = [
-            parts_of(own, one.part_sizes(max(map(len, own)), max(one.lengths)))
+            split_tokens(own, one.choose_chunk_sizes(max(map(len, own)), max(one.lengths)))
             for one, own in zip(self.sessions, dealt, strict=True)
         ]
-        readings = [one.reading(p, every_position, hidden) for one, p in zip(self.sessions, parts, strict=True)]
-        runs = [run for one, reading in zip(self.sessions, readings, strict=True) for run in one.runs(reading)]
-        with InterruptsKept():  # states and lengths belong together
-            outputs = iter(in_turn(runs))
+        readings = [
+            one.make_chunked_prefill(p, every_position, hidden) for one, p in zip(self.sessions, parts, strict=True)
+        ]
+        runs = [run for one, reading in zip(self.sessions, readings, strict=True) for run in one.bind_chunks(reading)]
+        with DeferredInterrupts():  # states and lengths belong together
+            outputs = iter(run_pipelined(runs))
             rows = [
-                one.settle(reading, list(islice(outputs, len(reading.parts))))
+                one.end_prefill(reading, list(islice(outputs, len(reading.chunks))))
                 for one, reading in zip(self.sessions, readings, strict=True)
             ]
-        nothing, answers = self.sessions[0].no_rows(hidden), zip(dealt, parts, rows, strict=True)
-        return [rows for read in answers for rows in joined(*read, every_position, nothing)]
+        nothing, answers = self.sessions[0].make_empty_rows(hidden), zip(dealt, parts, rows, strict=True)
+        return [rows for read in answers for rows in join_rows(*read, every_position, nothing)]
 
     @validate_arguments(ModelError, sequence=integer_between(0))
     def reset(self, sequence: int) -> None:
         """Forget a sequence, as `Session.reset` does."""
         require(ModelError, "reset", "sequence", sequence, integer_between(0, self.sequences - 1))
-        for one, place in zip(self.sessions, self.places, strict=True):
+        for one, place in zip(self.sessions, self.sequence_ranges, strict=True):
             if sequence in place:
                 one.reset(sequence - place.start)
 
@@ -128,72 +130,74 @@ class Microbatches:
             yield trace
 
     def __repr__(self) -> str:
-        return f"Microbatches({self.model!r}, {', '.join(str(one.sequences) for one in self.sessions)} sequences)"
+        return (
+            f"MicroBatchedSession({self.model!r}, {', '.join(str(one.sequences) for one in self.sessions)} sequences)"
+        )
 
 
-class Decoding(Protocol):
+class DecodeSchedule(Protocol):
     """Steps of groups of sequences; `sequence_ranges` has the sequence numbers of each group.
 
     Steps end in the order in which they begin.
     """
 
-    places: tuple[range, ...]
+    sequence_ranges: tuple[range, ...]
 
-    def begin(self, group: int, tokens: Part) -> None:
+    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
         """Begin a step of a group that has no pending step, with new tokens for each of its sequences."""
 
-    def ended(self) -> list[F32]:
+    def finish_step(self) -> list[F32]:
         """Finish the oldest pending step: advance its sequences, and return the logits of each."""
 
 
-class _OneByOne:
+class _SequentialDecode:
     """All sequences in one group; `finish_step` runs the step."""
 
-    def __init__(self, session: Session | Microbatches) -> None:
-        self.places: tuple[range, ...] = (range(session.sequences),)
+    def __init__(self, session: Session | MicroBatchedSession) -> None:
+        self.sequence_ranges: tuple[range, ...] = (range(session.sequences),)
         self._session = session
-        self._tokens: Part = ()
+        self._tokens: PrefillChunk = ()
 
-    def begin(self, group: int, tokens: Part) -> None:
+    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
         self._tokens = tokens
 
-    def ended(self) -> list[F32]:
+    def finish_step(self) -> list[F32]:
         return self._session.evaluate(self._tokens)
 
 
-class _Following:
+class _PipelinedDecode:
     """One group per micro-batch; the steps run pipelined."""
 
-    def __init__(self, all_of_them: Microbatches, around: ExitStack) -> None:
-        self.places, self._sessions = all_of_them.places, all_of_them.sessions
-        self._around = around
-        self._succession: Succession | None = None
-        self._under_way: deque[tuple[Session, Reading]] = deque()
+    def __init__(self, all_of_them: MicroBatchedSession, around: ExitStack) -> None:
+        self.sequence_ranges, self._sessions = all_of_them.sequence_ranges, all_of_them.sessions
+        self._exit_stack = around
+        self._pipelined_runs: PipelinedRuns | None = None
+        self._pending_steps: deque[tuple[Session, ChunkedPrefill]] = deque()
 
-    def begin(self, group: int, tokens: Part) -> None:
-        from ..scheduler import Succession
+    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
+        from ..scheduler import PipelinedRuns
 
         session = self._sessions[group]
-        session.check(tokens, first=self.places[group].start)
-        reading = session.reading([tokens])
-        if self._succession is not None and not session.has_planned(reading):
-            self._succession.wait()  # planning needs idle devices
-        runs = session.runs(reading)
-        if self._succession is None:
-            self._succession = self._around.enter_context(Succession(runs[0][0]))
-        self._succession.begin(runs)
-        self._under_way.append((session, reading))
+        session.require_valid_tokens(tokens, first=self.sequence_ranges[group].start)
+        reading = session.make_chunked_prefill([tokens])
+        if self._pipelined_runs is not None and not session.has_pipelines(reading):
+            self._pipelined_runs.wait_for_all()  # planning needs idle devices
+        runs = session.bind_chunks(reading)
+        if self._pipelined_runs is None:
+            self._pipelined_runs = self._exit_stack.enter_context(PipelinedRuns(runs[0][0]))
+        self._pipelined_runs.enqueue(runs)
+        self._pending_steps.append((session, reading))
 
-    def ended(self) -> list[F32]:
-        assert self._succession is not None
-        session, reading = self._under_way[0]
-        (rows,) = session.settle(reading, [self._succession.ended()])
-        self._under_way.popleft()
+    def finish_step(self) -> list[F32]:
+        assert self._pipelined_runs is not None
+        session, reading = self._pending_steps[0]
+        (rows,) = session.end_prefill(reading, [self._pipelined_runs.wait_for_outputs()])
+        self._pending_steps.popleft()
         return rows
 
 
 @contextmanager
-def decoding(session: Session | Microbatches, *, alone: bool = False) -> Iterator[Decoding]:
+def open_decode_schedule(session: Session | MicroBatchedSession, *, alone: bool = False) -> Iterator[DecodeSchedule]:
     """Open a schedule in which a step waits only for the tokens of its own micro-batch.
 
     With `alone`, a step waits for all steps before it. The schedule holds the devices from its first step until its
@@ -201,14 +205,14 @@ def decoding(session: Session | Microbatches, *, alone: bool = False) -> Iterato
     """
     with ExitStack() as around:
         if isinstance(session, Session) or session.is_traced or alone:
-            yield _OneByOne(session)
+            yield _SequentialDecode(session)
         else:
-            yield _Following(session, around)
+            yield _PipelinedDecode(session, around)
 
 
-def dealt(
+def make_session(
     like: Session, sequences: int, *, context: int | None = None, batch: int = DEFAULT_BATCH
-) -> Session | Microbatches:
+) -> Session | MicroBatchedSession:
     """Return a session for `sequences` sequences, in micro-batches if they are predicted to be faster.
 
     Args:
@@ -221,10 +225,12 @@ def dealt(
     def of(count: int) -> Session:
         return Session(like.model, like=like, sequences=count, context=context, batch=batch)
 
-    if len(like.group) == 1 or like.model.guessers or not like.model.is_causal or like.watch is not None:
+    if len(like.group) == 1 or like.model.mtp_block_count or not like.model.is_causal or like.watch is not None:
         return of(sequences)
     cells = context or like.context
-    step = replace(like.step(1, 1), cells=cells, context=cells, most=bucket(min(batch, cells)))
+    step = replace(
+        like.make_step(1, 1), cells=cells, context=cells, max_new_tokens=next_power_of_two(min(batch, cells))
+    )
 
     def plan_of(count: int) -> Plan:
         """Return the plan of one token per sequence with a full context."""
@@ -233,4 +239,4 @@ def dealt(
     from ..scheduler import dealing
 
     how = dealing(sequences, plan_of)
-    return of(sequences) if len(how.sizes) == 1 else Microbatches(list(map(of, how.sizes)), how)
+    return of(sequences) if len(how.sizes) == 1 else MicroBatchedSession(list(map(of, how.sizes)), how)

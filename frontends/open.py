@@ -15,10 +15,10 @@ from .adapters import ScaledFile, read_adapters
 from .errors import ModelError
 from .gguf import open_gguf
 from .models import Model, load_model
-from .session import DEFAULT_BATCH, DEFAULT_CONTEXT, Group, Progress, Session
-from .watch import Watch
+from .session import DEFAULT_BATCH, DEFAULT_CONTEXT, DeviceGroup, LoadProgress, Session
+from .watch import ValueWatch
 
-EMBEDDED = "hocket-tiny-q8_0.gguf"
+EMBEDDED_MODEL_FILE = "hocket-tiny-q8_0.gguf"
 """The file of the embedded model."""
 
 
@@ -34,11 +34,11 @@ def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
     if path is not None:
         return load_model(open_gguf(path, header_only=header_only))
     # If the package is in an archive, the file is temporary; its mapping outlives it.
-    with as_file(files(f"{__package__.rpartition('.')[0]}.data").joinpath(EMBEDDED)) as embedded:
+    with as_file(files(f"{__package__.rpartition('.')[0]}.data").joinpath(EMBEDDED_MODEL_FILE)) as embedded:
         return load_model(open_gguf(embedded, header_only=header_only))
 
 
-def open_adapted(
+def open_adapted_model(
     path: str | Path | None,
     *,
     lora: Sequence[ScaledFile] = (),
@@ -71,10 +71,10 @@ def open_adapted(
 def open_session(
     model: Model,
     *,
-    on: Group,
+    on: DeviceGroup,
     context: int | None = None,
     batch: int = DEFAULT_BATCH,
-    watch: Watch | None = None,
+    watch: ValueWatch | None = None,
     world: World = SINGLE_PROCESS,
     sequences: int = 1,
 ) -> Session:
@@ -96,14 +96,14 @@ def open_session(
 
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load", leave=False, disable=None) as bar:
 
-        def show(progress: Progress) -> None:
-            bar.total = progress.total
-            bar.update(progress.done - bar.n)
+        def show(progress: LoadProgress) -> None:
+            bar.total = progress.total_bytes
+            bar.update(progress.loaded_bytes - bar.n)
 
         return given(on_progress=show)
 
 
-def context_for(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:
+def choose_context(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:
     """Return the context in tokens of a session that must hold `tokens` tokens.
 
     The check comes before any weight is loaded.
@@ -119,7 +119,7 @@ def context_for(model: Model, tokens: int, asked: int | None, *, default: int = 
         ModelError: The context is longer than the trained context, or too short for the tokens.
     """
     context = min(default, model.context_length) if asked is None else asked or model.context_length
-    model.check_context(context)
+    model.require_context(context)
     if tokens > context:
         more = "shorten it or give a larger context=N" if context < model.context_length else "shorten it"
         raise ModelError(f"the text has {tokens} tokens, but the context holds {context}; {more}")

@@ -20,54 +20,60 @@ from .step import Step
 
 F32 = npt.NDArray[np.float32]
 
-FEWEST = 64
+MIN_CHUNK_TOKENS = 64
 """Minimum tokens of a chunk; a matrix product with fewer rows takes more time per row."""
-STEPS = (4, 6)
+CHUNK_SIZE_QUARTERS = (4, 6)
 """Chunk sizes, as quarters of `MIN_CHUNK_TOKENS` times a power of two. Each size has a plan, so there are few."""
 
-Part = Sequence[list[int]]
+PrefillChunk = Sequence[list[int]]
 """The tokens of each sequence that run together."""
 
 
-def are_several(tokens: int) -> bool:
+def can_chunk(tokens: int) -> bool:
     """Return whether `tokens` tokens are enough for more than one chunk."""
-    return tokens > FEWEST
+    return tokens > MIN_CHUNK_TOKENS
 
 
-def stages_that_follow(plan: Plan) -> int:
+def compute_pipeline_depth(plan: Plan) -> int:
     """Return the number of pipeline stages of a plan, or 1 if pipelining gains nothing."""
     if len(plan.lanes) == 1:
         return 1
-    from ..scheduler.succession import GAIN, followed, gain
+    from ..scheduler.succession import MIN_PIPELINE_SPEEDUP, count_pipeline_stages, estimate_pipeline_speedup
 
-    return followed(plan) if gain(plan) >= GAIN else 1
+    return count_pipeline_stages(plan) if estimate_pipeline_speedup(plan) >= MIN_PIPELINE_SPEEDUP else 1
 
 
-def sizes_of(most: int) -> tuple[int, ...]:
+def compute_chunk_sizes(most: int) -> tuple[int, ...]:
     """Return the allowed chunk sizes in tokens, ascending, up to `most`.
 
     Up to 300 tokens these are 64, 96, 128, 192, 256 and 300.
     """
-    grown = (FEWEST * step * 2**times // 4 for times in range(most.bit_length()) for step in STEPS)
+    grown = (
+        MIN_CHUNK_TOKENS * step * 2**times // 4 for times in range(most.bit_length()) for step in CHUNK_SIZE_QUARTERS
+    )
     return (*sorted({size for size in grown if size < most}), most)
 
 
-def room_of(tokens: int, most: int) -> int:
+def round_up_to_chunk_size(tokens: int, most: int) -> int:
     """Return the allowed chunk size for a chunk of `tokens` tokens, at most `most`."""
-    return next(size for size in sizes_of(most) if size >= tokens) if are_several(tokens) else bucket(tokens)
+    return (
+        next(size for size in compute_chunk_sizes(most) if size >= tokens)
+        if can_chunk(tokens)
+        else next_power_of_two(tokens)
+    )
 
 
-def bucket(n: int) -> int:
+def next_power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()
 
 
-def equal_sizes(tokens: int, most: int) -> tuple[int, ...]:
+def split_equally(tokens: int, most: int) -> tuple[int, ...]:
     """Return the sizes of chunks of `most` tokens each; the last one may be smaller."""
     return tuple(min(most, tokens - start) for start in range(0, tokens, most))
 
 
-def sizes_in_turn(
+def choose_pipelined_chunks(
     tokens: int, behind: int, most: int, cells_of: Callable[[int], int], plan_of: Callable[[int, int], Plan]
 ) -> tuple[int, ...]:
     """Return the sizes in tokens of the chunks of a prompt that run pipelined.
@@ -81,7 +87,7 @@ def sizes_in_turn(
     """
     from ..scheduler import Predicted, in_parts
 
-    sizes = sizes_of(most)
+    sizes = compute_chunk_sizes(most)
     ends = [behind + min(sizes[0], tokens), behind + tokens]
     cells = {cells_of(length): length for length in ends}
     predicted = Predicted(
@@ -90,7 +96,7 @@ def sizes_in_turn(
     return in_parts(tokens, behind, sizes, predicted).sizes
 
 
-def told(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> str:
+def explain_chunks(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> str:
     """Explain in one sentence how a prompt is split into chunks, the reason, and the predicted time.
 
     Args:
@@ -98,46 +104,51 @@ def told(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> str:
         whole: The plan that reads the whole prompt at once.
         plan_of: The plan that reads a given number of tokens.
     """
-    from ..scheduler import Predicted, in_parts, time_text
-    from ..scheduler.succession import GAIN, followed, gain, stages_text
+    from ..scheduler import Predicted, format_seconds, in_parts
+    from ..scheduler.succession import (
+        MIN_PIPELINE_SPEEDUP,
+        count_pipeline_stages,
+        estimate_pipeline_speedup,
+        format_stage_count,
+    )
 
-    stages, at_once = followed(whole), time_text(whole.cost.total)
+    stages, at_once = count_pipeline_stages(whole), format_seconds(whole.cost.total)
     if stages == 1:
         why = "all devices meet, so that none can begin with other tokens"
-    elif not are_several(tokens):
-        why = f"parts have {FEWEST} tokens at least"
-    elif (times := gain(plan_of(1))) < GAIN:
-        why = f"steps that follow each other are {times:.2f} times as fast, and have to be {GAIN} times as fast"
+    elif not can_chunk(tokens):
+        why = f"parts have {MIN_CHUNK_TOKENS} tokens at least"
+    elif (times := estimate_pipeline_speedup(plan_of(1))) < MIN_PIPELINE_SPEEDUP:
+        why = f"steps that follow each other are {times:.2f} times as fast, and have to be {MIN_PIPELINE_SPEEDUP} times as fast"
     else:
-        sizes = sizes_of(tokens)
+        sizes = compute_chunk_sizes(tokens)
         predicted = Predicted(lambda count, cells: plan_of(count), (sizes[0], sizes[-1]), (tokens, tokens))
         way = in_parts(tokens, 0, sizes, predicted)
         if len(way.sizes) > 1:
             each = ", ".join(map(str, dict.fromkeys(way.sizes)))
             return (
                 f"{tokens} tokens are read in {len(way.sizes)} parts of {each}, "
-                f"that follow each other through {stages_text(stages, len(whole.lanes))}, "
-                f"predicted to take {time_text(way.seconds)}; as one {at_once}"
+                f"that follow each other through {format_stage_count(stages, len(whole.lanes))}, "
+                f"predicted to take {format_seconds(way.seconds)}; as one {at_once}"
             )
         why = "parts take longer"
     return f"{tokens} tokens are read as one, predicted to take {at_once}; {why}"
 
 
-def parts_of(given: Part, sizes: Iterable[int]) -> list[Part]:
+def split_tokens(given: PrefillChunk, sizes: Iterable[int]) -> list[PrefillChunk]:
     """Split the tokens of each sequence into chunks of the given sizes, in order."""
     ends = [*accumulate(sizes, initial=0)]
     return [[new[start:end] for new in given] for start, end in pairwise(ends)]
 
 
-def outputs_of(parts: Sequence[Part], every_position: bool, hidden: bool) -> list[str]:
+def choose_chunk_outputs(parts: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
     """Return the output kind of each chunk: ``logits`` only if a caller needs them, as the output matrix is large."""
     last = {at for new in zip(*parts, strict=True) for at in [at for at, own in enumerate(new) if own][-1:]}
     asked = [not hidden and (every_position or at in last) for at in range(len(parts))]
     return ["logits" if logits else "hidden" for logits in asked]
 
 
-def read_behind(
-    part: Part, lengths: Sequence[int], recent: list[list[int]], remembers: int
+def advance_lengths(
+    part: PrefillChunk, lengths: Sequence[int], recent: list[list[int]], remembers: int
 ) -> tuple[list[int], list[list[int]]]:
     """Return the lengths and the last `remembers` tokens of the sequences after a chunk has been read."""
     longer = [n + len(new) for n, new in zip(lengths, part, strict=True)]
@@ -147,23 +158,23 @@ def read_behind(
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class ReversibleStep:
     """A reversible step: the state of the session before it, and the tokens that it read."""
 
     step: Step
     lengths: Sequence[int]
     recent: Sequence[list[int]]
-    part: Sequence[list[int]]
+    chunk: Sequence[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ChunkedPrefill:
     """A prefill in chunks that run pipelined: the step, the inputs and the output kind of each chunk.
 
     `lengths` and `recent` are the state of the sequences after the last chunk.
     """
 
-    parts: Sequence[Part]
+    chunks: Sequence[PrefillChunk]
     steps: Sequence[Step]
     inputs: Sequence[Mapping[str, npt.NDArray[np.generic]]]
     outputs: Sequence[str]
@@ -171,26 +182,30 @@ class Reading:
     lengths: list[int]
     recent: list[list[int]]
 
-    def rows_of(self, given: Iterable[Mapping[str, F32]], idle: Sequence[F32]) -> list[list[F32]]:
+    def split_rows_by_sequence(self, given: Iterable[Mapping[str, F32]], idle: Sequence[F32]) -> list[list[F32]]:
         """Return the rows of each chunk per sequence; an idle sequence gets its rows of `idle`."""
-        outputs = zip(given, self.outputs, self.parts, strict=True)
+        outputs = zip(given, self.outputs, self.chunks, strict=True)
         return [split_rows(one[name], part, self.every_position, idle) for one, name, part in outputs]
 
 
-def wanted(part: Part) -> list[tuple[int, int]]:
+def list_output_positions(part: PrefillChunk) -> list[tuple[int, int]]:
     """Return (sequence, token index) of every new token."""
     return [(i, t) for i, new in enumerate(part) for t in range(len(new))]
 
 
-def split_rows(rows: F32, part: Part, every_position: bool, idle: Sequence[F32]) -> list[F32]:
+def split_rows(rows: F32, part: PrefillChunk, every_position: bool, idle: Sequence[F32]) -> list[F32]:
     """Split output rows by sequence; an idle sequence gets its rows of `idle`."""
     lengths = [len(new) if every_position else 1 for new in part]
     ends = accumulate(lengths)
     return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, part, idle, strict=True)]
 
 
-def joined(
-    given: Part, parts: Sequence[Part], runs: Iterable[Sequence[F32]], every_position: bool, nothing: F32
+def join_rows(
+    given: PrefillChunk,
+    parts: Sequence[PrefillChunk],
+    runs: Iterable[Sequence[F32]],
+    every_position: bool,
+    nothing: F32,
 ) -> list[F32]:
     """Join the rows of all chunks per sequence.
 
@@ -210,7 +225,7 @@ def joined(
     return [np.concatenate(rows) if len(rows) > 1 else rows[0] if rows else nothing for rows in rows_of]
 
 
-def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
+def as_token_ids(sequence: int, given: Sequence[int]) -> list[int]:
     """Return tokens from a caller as a list of integers; `sequence` names them in messages.
 
     Raises:

@@ -23,14 +23,14 @@ import numpy.typing as npt
 from ..graph.files import PRIVATE, replacing
 from ..graph.validation import ANY, NONE, instance_of, list_of, validate_arguments
 from .errors import ModelError
-from .identity import model_digest
-from .microbatches import Microbatches
-from .parts import token_ids
+from .identity import compute_model_digest
+from .microbatches import MicroBatchedSession
+from .parts import as_token_ids
 from .session import Session
 from .terminal.arguments import describe_os_error
 
-FORMAT = "hocket-state-2"
-ARRAY = re.compile(
+STATE_FORMAT = "hocket-state-2"
+NPY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype><f4|<f2|\|u1)', 'fortran_order': False, "
     rb"'shape': \((?P<shape>(?:[0-9]{1,18},? ?){0,8})\), \} *\n",
     re.DOTALL,
@@ -40,13 +40,13 @@ ARRAY = re.compile(
 
 @validate_arguments(
     ModelError,
-    session=instance_of(Session, Microbatches),
+    session=instance_of(Session, MicroBatchedSession),
     tokens=list_of(ANY, "a sequence of sequences of tokens"),
     path=instance_of(str, Path),
     talk=instance_of(Mapping) | NONE,
 )
 def save_state(
-    session: Session | Microbatches,
+    session: Session | MicroBatchedSession,
     tokens: Sequence[Sequence[int]],
     path: str | Path,
     *,
@@ -66,15 +66,15 @@ def save_state(
     first = session.sessions[0]
     with first.store.turn:
         header = {
-            "format": FORMAT,
-            "model": model_digest(session.model),
+            "format": STATE_FORMAT,
+            "model": compute_model_digest(session.model),
             "context": session.context,
             "lengths": session.lengths,
             "recent": session.recent,
-            "tokens": [token_ids(i, row) for i, row in enumerate(tokens)],
+            "tokens": [as_token_ids(i, row) for i, row in enumerate(tokens)],
             **({} if talk is None else {"talk": talk}),
         }
-        shares = {name: [_used(one, name) for one in session.sessions] for name in first.states}
+        shares = {name: [_copy_rows_in_use(one, name) for one in session.sessions] for name in first.state_names}
         arrays = {f"state/{name}": np.concatenate(own) for name, own in shares.items()}
     if session.world.rank:
         return
@@ -83,8 +83,8 @@ def save_state(
         np.savez(file, header=text, **arrays)  # type: ignore[arg-type]  # keywords are arrays, never allow_pickle
 
 
-@validate_arguments(ModelError, session=instance_of(Session, Microbatches), path=instance_of(str, Path))
-def load_state(session: Session | Microbatches, path: str | Path) -> list[list[int]]:
+@validate_arguments(ModelError, session=instance_of(Session, MicroBatchedSession), path=instance_of(str, Path))
+def load_state(session: Session | MicroBatchedSession, path: str | Path) -> list[list[int]]:
     """Restore a session from a file, and return the tokens of each sequence.
 
     The context, the split, and the number of devices and of processes may have changed. Rank
@@ -94,10 +94,10 @@ def load_state(session: Session | Microbatches, path: str | Path) -> list[list[i
         ModelError: The file is damaged, is of another model or other sequences, or does not fit the context.
     """
     try:
-        header, arrays = _read(session.world.broadcast_from_first(Path(path).read_bytes))
-        lengths, tokens = _checked(session, header)
-        recent = _recent(session, header, lengths)
-        wanted = {name: _expected(session, name, lengths) for name in session.sessions[0].states}
+        header, arrays = _parse_saved_state(session.world.broadcast_from_first(Path(path).read_bytes))
+        lengths, tokens = _parse_header(session, header)
+        recent = _parse_recent_tokens(session, header, lengths)
+        wanted = {name: _compute_expected_shape(session, name, lengths) for name in session.sessions[0].state_names}
         if {name: a.shape for name, a in arrays.items()} != wanted:
             raise ValueError("its states have other names or shapes")
     except ModelError:
@@ -107,24 +107,24 @@ def load_state(session: Session | Microbatches, path: str | Path) -> list[list[i
     with session.sessions[0].store.turn:
         for i in range(session.sequences):
             session.reset(i)
-        for one, own in _dealt(session, lengths):
+        for one, own in _pair_sessions_with_lengths(session, lengths):
             for name, array in arrays.items():
-                count = _count(one, name, own)
-                _restore(one, name, array[:count], own)
+                count = _count_saved_rows(one, name, own)
+                _restore_state(one, name, array[:count], own)
                 arrays[name] = array[count:]
             one.lengths = own
             one.recent, recent = recent[: one.sequences], recent[one.sequences :]
     return tokens
 
 
-def saved_talk(session: Session | Microbatches, path: str | Path) -> Mapping[str, object]:
+def read_saved_conversation(session: Session | MicroBatchedSession, path: str | Path) -> Mapping[str, object]:
     """Return the conversation in a saved state.
 
     Raises:
         ModelError: The state holds no conversation.
     """
     try:
-        talk = _read(session.world.broadcast_from_first(Path(path).read_bytes))[0]["talk"]
+        talk = _parse_saved_state(session.world.broadcast_from_first(Path(path).read_bytes))[0]["talk"]
     except (ValueError, KeyError):
         talk = None
     if not isinstance(talk, dict):
@@ -132,21 +132,21 @@ def saved_talk(session: Session | Microbatches, path: str | Path) -> Mapping[str
     return talk
 
 
-def _read(saved: bytes) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.generic]]]:
-    members = _members(BytesIO(saved), len(saved))
+def _parse_saved_state(saved: bytes) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.generic]]]:
+    members = _read_archive(BytesIO(saved), len(saved))
     try:
-        header = json.loads(_array("header.npy", members.pop("header.npy"), ("|u1",)).tobytes())
+        header = json.loads(_parse_npy_array("header.npy", members.pop("header.npy"), ("|u1",)).tobytes())
     except RecursionError:
         raise ValueError("its header is nested too deep") from None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"its format is not {FORMAT}")
+    if not isinstance(header, dict) or header.get("format") != STATE_FORMAT:
+        raise ValueError(f"its format is not {STATE_FORMAT}")
     if not all(name.startswith("state/") for name in members):
         raise ValueError("it holds more than states")
-    states = {name.removesuffix(".npy"): _array(name, data, ("<f4", "<f2")) for name, data in members.items()}
+    states = {name.removesuffix(".npy"): _parse_npy_array(name, data, ("<f4", "<f2")) for name, data in members.items()}
     return header, {name.removeprefix("state/"): array for name, array in states.items()}
 
 
-def _members(file: BinaryIO, size: int) -> dict[str, bytes]:
+def _read_archive(file: BinaryIO, size: int) -> dict[str, bytes]:
     """Return the contents of an archive of `size` bytes.
 
     Raises:
@@ -168,12 +168,12 @@ def _members(file: BinaryIO, size: int) -> dict[str, bytes]:
         raise ValueError(f"its archive is damaged: {why}") from None
 
 
-def _array(name: str, data: bytes, dtypes: Sequence[str]) -> npt.NDArray[np.generic]:
+def _parse_npy_array(name: str, data: bytes, dtypes: Sequence[str]) -> npt.NDArray[np.generic]:
     """Return the array of a member as a view of its bytes.
 
     NumPy's own reader would allocate as many bytes as the shape asks for.
     """
-    head = ARRAY.match(data)
+    head = NPY_HEADER.match(data)
     if head is None or (dtype := head["dtype"].decode()) not in dtypes:
         raise ValueError(f"{name!r:.60} is no array of {' or '.join(map(str, map(np.dtype, dtypes)))}")
     shape, left = tuple(map(int, re.findall(rb"[0-9]+", head["shape"]))), len(data) - head.end()
@@ -182,8 +182,10 @@ def _array(name: str, data: bytes, dtypes: Sequence[str]) -> npt.NDArray[np.gene
     return np.ndarray(shape, dtype, data, head.end())
 
 
-def _checked(session: Session | Microbatches, header: Mapping[str, object]) -> tuple[list[int], list[list[int]]]:
-    if header["model"] != model_digest(session.model):
+def _parse_header(
+    session: Session | MicroBatchedSession, header: Mapping[str, object]
+) -> tuple[list[int], list[list[int]]]:
+    if header["model"] != compute_model_digest(session.model):
         raise ValueError("it is of another model")
     lengths, tokens = header["lengths"], header["tokens"]
     if not isinstance(lengths, list) or not isinstance(tokens, list) or len(lengths) != session.sequences:
@@ -203,9 +205,11 @@ def _checked(session: Session | Microbatches, header: Mapping[str, object]) -> t
     return lengths, tokens
 
 
-def _recent(session: Session | Microbatches, header: Mapping[str, object], lengths: Sequence[int]) -> list[list[int]]:
+def _parse_recent_tokens(
+    session: Session | MicroBatchedSession, header: Mapping[str, object], lengths: Sequence[int]
+) -> list[list[int]]:
     """Return the last tokens of each sequence, as many as the model needs."""
-    most, rows = session.model.remembers, header["recent"]
+    most, rows = session.model.history_token_count, header["recent"]
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError("it does not hold the last tokens of each sequence")
     if [len(row) for row in rows] != [min(n, most) for n in lengths]:
@@ -215,47 +219,59 @@ def _recent(session: Session | Microbatches, header: Mapping[str, object], lengt
     return rows
 
 
-def _dealt(session: Session | Microbatches, lengths: Sequence[int]) -> Iterator[tuple[Session, list[int]]]:
+def _pair_sessions_with_lengths(
+    session: Session | MicroBatchedSession, lengths: Sequence[int]
+) -> Iterator[tuple[Session, list[int]]]:
     """Return the sessions that hold the states, each with the lengths of its sequences."""
-    places = zip(session.sessions, session.places, strict=True)
+    places = zip(session.sessions, session.sequence_ranges, strict=True)
     return ((one, list(lengths[place.start : place.stop])) for one, place in places)
 
 
-def _expected(session: Session | Microbatches, name: str, lengths: Sequence[int]) -> tuple[int, ...]:
+def _compute_expected_shape(
+    session: Session | MicroBatchedSession, name: str, lengths: Sequence[int]
+) -> tuple[int, ...]:
     rest = session.sessions[0].store.state(name).shape[1:]
-    return (sum(_count(one, name, own) for one, own in _dealt(session, lengths)), *rest)
+    return (sum(_count_saved_rows(one, name, own) for one, own in _pair_sessions_with_lengths(session, lengths)), *rest)
 
 
-def _count(session: Session, name: str, lengths: Sequence[int]) -> int:
+def _count_saved_rows(session: Session, name: str, lengths: Sequence[int]) -> int:
     """Return the number of saved rows of a state."""
-    return len(_rows(session, name, lengths)) if session.is_cache(name) else session.store.state(name).shape[0]
+    return (
+        len(_select_rows_in_use(session, name, lengths))
+        if session.is_cache(name)
+        else session.store.state(name).shape[0]
+    )
 
 
-def _rows(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+def _select_rows_in_use(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
     """Return the row numbers of a cache that are in use, sequence by sequence.
 
     A window cache uses only the last tokens; a cache of token blocks uses only complete blocks.
     """
-    cells, window, tokens = session.cells(name), session.model.window(name), session.model.cell_tokens(name)
+    cells, window, tokens = (
+        session.cell_count(name),
+        session.model.window_tokens(name),
+        session.model.tokens_per_cell(name),
+    )
     seen = [np.arange(max(0, n - window) if window else 0, n // tokens) for n in lengths]
     return np.concatenate([i * cells + positions % cells for i, positions in enumerate(seen)])
 
 
-def _used(session: Session, name: str) -> npt.NDArray[np.floating[Any]]:
+def _copy_rows_in_use(session: Session, name: str) -> npt.NDArray[np.floating[Any]]:
     whole = np.ascontiguousarray(session.store.state(name))
-    return whole[_rows(session, name, session.lengths)] if session.is_cache(name) else whole
+    return whole[_select_rows_in_use(session, name, session.lengths)] if session.is_cache(name) else whole
 
 
-def _restore(session: Session, name: str, array: npt.NDArray[np.generic], lengths: Sequence[int]) -> None:
+def _restore_state(session: Session, name: str, array: npt.NDArray[np.generic], lengths: Sequence[int]) -> None:
     view = session.store.state(name)
     if session.is_cache(name):
-        view[_rows(session, name, lengths)] = array
+        view[_select_rows_in_use(session, name, lengths)] = array
     else:
         view[...] = array
 
 
 @contextmanager
-def file_errors() -> Iterator[None]:
+def convert_file_errors() -> Iterator[None]:
     """Turn an `OSError` about a file into a `ModelError` in this context."""
     try:
         yield

@@ -13,51 +13,56 @@ import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing import get_all_start_methods, get_context
 
-from ..backends.base import group_of
-from ..backends.cpu.binding import kernels_of
-from ..backends.cpu.compiler import Kernel, ship
+from ..backends.base import find_devices
+from ..backends.cpu.binding import find_program_kernels
+from ..backends.cpu.compiler import Kernel, precompile_kernels
 from ..backends.cpu.kernels.crew import follow, go_on, lead
 from ..backends.cpu.kernels.loop import run
-from ..backends.cpu.kernels.packing import pack, unpack
+from ..backends.cpu.kernels.packing import make_pack_kernel, make_unpack_kernel
 from ..backends.cpu.kernels.products.formats import FORMATS
 from ..backends.cpu.kernels.reductions import top_k
-from ..backends.cpu.processor import SHIPPED, target
+from ..backends.cpu.processor import PRECOMPILED_TARGETS, find_compile_target
 from ..graph.dtypes import DType
 from ..graph.graph import Graph
 from ..graph.node import input, weight
 from ..ops import get_rows, mul_mat, rope, swiglu
-from ..scheduler import plan_for
+from ..scheduler import plan_for_group
 from .devices import ONE_DEVICE
 from .models import Step
 from .open import open_model
 
-TOKENS = (1, 2, 16, 128)
+STEP_TOKEN_COUNTS = (1, 2, 16, 128)
 """Token counts of the steps of a first run that kernels distinguish: one, few, and many."""
-PLAIN = (DType.F32, DType.F16, DType.BF16)
+FLOAT_DTYPES = (DType.F32, DType.F16, DType.BF16)
 """Dtypes that are not quantised."""
-USUAL = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5_K, DType.Q6_K, DType.F16, DType.BF16)
+COMMON_WEIGHT_DTYPES = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5_K, DType.Q6_K, DType.F16, DType.BF16)
 """Dtypes of weights that most files have."""
 
 
-def kernels(*, of_all_types: bool) -> Iterator[Kernel]:
+def list_kernels_to_compile(*, of_all_types: bool) -> Iterator[Kernel]:
     """Yield the kernels of the embedded model, and of decoders with common dtypes or with all dtypes."""
     yield from (run, lead, go_on, follow, top_k)
-    caches = [(dtype, dtype) for dtype in PLAIN] if of_all_types else [ONE_DEVICE.caches]
+    caches = [(dtype, dtype) for dtype in FLOAT_DTYPES] if of_all_types else [ONE_DEVICE.cache_dtypes]
     model = open_model(None)
-    graphs = [model.graph(Step(1, tokens, 256, 256, 1, keys=k, values=v)) for tokens in TOKENS for k, v in caches]
-    for dtype in (*FORMATS, *PLAIN) if of_all_types else USUAL:
+    graphs = [
+        model.graph(Step(1, tokens, 256, 256, 1, keys=k, values=v)) for tokens in STEP_TOKEN_COUNTS for k, v in caches
+    ]
+    for dtype in (*FORMATS, *FLOAT_DTYPES) if of_all_types else COMMON_WEIGHT_DTYPES:
         if dtype in FORMATS:
-            yield from (pack(FORMATS[dtype]), *([unpack(FORMATS[dtype])] if of_all_types else ()))
-        graphs += [_fed_forward(dtype, tokens) for tokens in TOKENS]
-    graphs += [_turned(mode) for mode in ("normal", "neox")]
+            yield from (
+                make_pack_kernel(FORMATS[dtype]),
+                *([make_unpack_kernel(FORMATS[dtype])] if of_all_types else ()),
+            )
+        graphs += [_build_feed_forward_graph(dtype, tokens) for tokens in STEP_TOKEN_COUNTS]
+    graphs += [_build_rope_graph(mode) for mode in ("normal", "neox")]
     for threads in (1, 2):
-        group = group_of(["cpu:0"], threads)
+        group = find_devices(["cpu:0"], threads)
         for graph in graphs:
-            (lane,) = plan_for(graph, group).lanes
-            yield from kernels_of(lane.program, threads)
+            (lane,) = plan_for_group(graph, group).lanes
+            yield from find_program_kernels(lane.program, threads)
 
 
-def _fed_forward(dtype: DType, tokens: int) -> Graph:
+def _build_feed_forward_graph(dtype: DType, tokens: int) -> Graph:
     """Return the graph of an embedding, a gated feed-forward network and an output matrix, with weights of `dtype`."""
     words, up, gate, down = (weight(n, (512, 512), dtype) for n in ("words", "up", "gate", "down"))
     x = get_rows(words, input("ids", (tokens,), "i32"))
@@ -65,7 +70,7 @@ def _fed_forward(dtype: DType, tokens: int) -> Graph:
     return Graph({"y": mul_mat(words, x)})
 
 
-def _turned(mode: str) -> Graph:
+def _build_rope_graph(mode: str) -> Graph:
     """Return the graph of a rotary embedding in one of the modes that files have."""
     return Graph({"y": rope(input("x", (2, 4, 64)), input("pos", (2,), "i32"), n_dims=64, mode=mode)})
 
@@ -73,24 +78,28 @@ def _turned(mode: str) -> Graph:
 def main(words: Sequence[str]) -> int:
     if "--all" in words and "HOCKET_TARGET" not in os.environ:
         command = [sys.executable, "-m", "hocket.frontends.shipping", "--all"]
-        each = [subprocess.run(command, env={**os.environ, "HOCKET_TARGET": t.name}).returncode for t in SHIPPED]
+        each = [
+            subprocess.run(command, env={**os.environ, "HOCKET_TARGET": t.name}).returncode for t in PRECOMPILED_TARGETS
+        ]
         return max(each)
-    wanted = [*dict.fromkeys(kernels(of_all_types="--all" in words))]
-    status = ship_at_once(wanted)
-    print(f"{target().name}: {len(wanted)} kernels are ready" if not status else "kernels were not compiled")
+    wanted = [*dict.fromkeys(list_kernels_to_compile(of_all_types="--all" in words))]
+    status = compile_in_parallel(wanted)
+    print(
+        f"{find_compile_target().name}: {len(wanted)} kernels are ready" if not status else "kernels were not compiled"
+    )
     return status
 
 
-def ship_at_once(wanted: Sequence[Kernel]) -> int:
+def compile_in_parallel(wanted: Sequence[Kernel]) -> int:
     """Compile kernels in one process per processor, and return the worst exit status.
 
     A kernel holds closures, which only a fork can take along. Without fork this process compiles all kernels.
     """
     if "fork" not in get_all_start_methods():
-        ship(wanted)
+        precompile_kernels(wanted)
         return 0
     count, fork = os.cpu_count() or 1, get_context("fork")
-    each = [fork.Process(target=ship, args=(wanted[i::count],)) for i in range(count)]
+    each = [fork.Process(target=precompile_kernels, args=(wanted[i::count],)) for i in range(count)]
     for process in each:
         process.start()
     for process in each:

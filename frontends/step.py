@@ -17,7 +17,7 @@ from ..graph.lazy_dataclass import dataclass
 from ..graph.validation import format_value
 from .errors import ModelError
 
-LARGEST_ROW = 2**31 - 1
+MAX_CACHE_ROW = 2**31 - 1
 """The largest number of a cache row, which is an i32."""
 
 
@@ -36,7 +36,7 @@ class Step:
     cells: int
     context: int
     outputs: int
-    gives: str = "logits"
+    output_kind: str = "logits"
     """The kind of output per row.
 
     - ``logits``.
@@ -45,11 +45,11 @@ class Step:
     - ``guess``: logits and draft inputs of the MTP block ``draft_block``.
     - ``all``: as ``both``, with the logits of all MTP blocks.
     """
-    most: int = 0
+    max_new_tokens: int = 0
     """0 if unknown; then no layer uses a ring cache."""
     reversible: bool = False
     """Whether recurrent states are saved after each token, see `StepGraphBuilder.set_state`."""
-    turn: int = 0
+    draft_block: int = 0
     keys: DType = DType.F32
     values: DType = DType.F32
     """Dtypes of the cache: of keys, or of the vectors that keys and values are computed from, and of values."""
@@ -57,23 +57,23 @@ class Step:
     def __post_init__(self) -> None:
         for name in ("sequences", "tokens", "cells", "context", "outputs"):
             size = getattr(self, name)
-            if type(size) is not int or not 1 <= size <= LARGEST_ROW:
-                raise ModelError(f"step: {name} is {format_value(size)}; need an integer from 1 to {LARGEST_ROW}")
+            if type(size) is not int or not 1 <= size <= MAX_CACHE_ROW:
+                raise ModelError(f"step: {name} is {format_value(size)}; need an integer from 1 to {MAX_CACHE_ROW}")
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
-        if self.sequences * self.context > LARGEST_ROW:
+        if self.sequences * self.context > MAX_CACHE_ROW:
             raise ModelError(
-                f"step: {self.sequences} sequences of {self.context} cells; need at most {LARGEST_ROW} in all; "
+                f"step: {self.sequences} sequences of {self.context} cells; need at most {MAX_CACHE_ROW} in all; "
                 "use a smaller context"
             )
 
-    def ring(self, window: int) -> int:
+    def ring_cells(self, window: int) -> int:
         """Return the cells per sequence of a ring cache for a window in tokens; 0 without a ring cache."""
-        cells = window + self.most
-        return cells if window and self.most and cells < self.context else 0
+        cells = window + self.max_new_tokens
+        return cells if window and self.max_new_tokens and cells < self.context else 0
 
     @property
-    def rows(self) -> int:
+    def row_count(self) -> int:
         """Tokens of all sequences, padding included."""
         return self.sequences * self.tokens
 
@@ -90,13 +90,13 @@ class Batch:
 
     tokens: Sequence[Sequence[int]]
     lengths: Sequence[int]
-    wanted: Sequence[tuple[int, int]] | None = None
-    before: Sequence[Sequence[int]] = ()
-    seen: npt.NDArray[np.float32] | None = None
+    output_positions: Sequence[tuple[int, int]] | None = None
+    history_tokens: Sequence[Sequence[int]] = ()
+    draft_inputs: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class RingCache:
     """The ring cache of layers with a window: its input ``ring_slot.W`` i32[B*T] has the row that each token writes.
 
     Padding writes the spare row.
@@ -105,18 +105,18 @@ class Ring:
     window: int
 
     @property
-    def name(self) -> str:
+    def input_name(self) -> str:
         return f"ring_slot.{self.window}"
 
-    def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
+    def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
         """Return the input, or nothing if each token has a cell of its own."""
-        if not (cells := step.ring(self.window)):
+        if not (cells := step.ring_cells(self.window)):
             return {}
         slot: list[int] = []
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
             slot += [i * cells + at % cells for at in range(length, length + len(new))]
             slot += [step.sequences * cells] * (step.tokens - len(new))
-        return {self.name: np.array(slot, np.int32)}
+        return {self.input_name: np.array(slot, np.int32)}
 
 
 def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True) -> dict[str, npt.NDArray[np.generic]]:
@@ -143,7 +143,7 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True)
     Raises:
         ModelError: The batch does not fit the step.
     """
-    _check_fit(step, batch)
+    _require_fit(step, batch)
     shape, spare = (step.sequences, step.tokens), step.sequences * step.context
     tokens: list[int] = []
     pos: list[int] = []
@@ -157,19 +157,19 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True)
         "tokens": np.array(tokens, np.int32),
         "pos": np.array(pos, np.int32).reshape(shape),
         "slot": np.array(slot, np.int32),
-        **_of_counts(step, tuple(map(len, batch.tokens)), taps, batch.wanted is None),
+        **_build_count_inputs(step, tuple(map(len, batch.tokens)), taps, batch.output_positions is None),
     }
-    if (wanted := batch.wanted) is not None:
+    if (wanted := batch.output_positions) is not None:
         if bad := [(i, t) for i, t in wanted if not (0 <= i < step.sequences and 0 <= t < len(batch.tokens[i]))]:
             raise ModelError(f"batch: wants the logits of {bad[0]}; need (sequence, index of one of its new tokens)")
-        arrays["out_ids"] = _output_rows(step, wanted)
+        arrays["out_ids"] = _compute_output_rows(step, wanted)
     if not causal:
         ends = [length + len(new) - 1 for new, length in zip(batch.tokens, batch.lengths, strict=True)]
         arrays["last"] = np.repeat(np.array(ends, np.int32)[:, None], step.tokens, axis=1)
     return arrays
 
 
-def _check_fit(step: Step, batch: Batch) -> None:
+def _require_fit(step: Step, batch: Batch) -> None:
     if len(batch.tokens) != step.sequences or len(batch.lengths) != step.sequences:
         raise ModelError(
             f"batch: has tokens of {len(batch.tokens)} and lengths of {len(batch.lengths)} sequences, the step runs "
@@ -189,13 +189,13 @@ def _check_fit(step: Step, batch: Batch) -> None:
 
 
 @lru_cache(maxsize=64)
-def _of_counts(
+def _build_count_inputs(
     step: Step, counts: tuple[int, ...], taps: int, last_only: bool
 ) -> Mapping[str, npt.NDArray[np.generic]]:
     """Return the read-only inputs that depend on the counts of new tokens only; they repeat from token to token."""
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     if last_only:
-        arrays["out_ids"] = _output_rows(step, [(i, max(n - 1, 0)) for i, n in enumerate(counts)])
+        arrays["out_ids"] = _compute_output_rows(step, [(i, max(n - 1, 0)) for i, n in enumerate(counts)])
     if taps:
         column = np.array(counts, np.int32)[:, None]
         arrays["valid"] = (np.arange(step.tokens) < column).astype(np.float32)[:, :, None]
@@ -205,7 +205,7 @@ def _of_counts(
     return arrays
 
 
-def _output_rows(step: Step, wanted: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
+def _compute_output_rows(step: Step, wanted: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
     if len(wanted) > step.outputs:
         raise ModelError(
             f"batch: wants {len(wanted)} rows of logits, the step gives {step.outputs}; use a step with more outputs"

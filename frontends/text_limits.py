@@ -8,7 +8,7 @@ from .errors import ModelError
 from .models import Model
 
 
-def check_texts(texts: Sequence[Sequence[int]], context: int, noun: str) -> None:
+def require_texts_fit(texts: Sequence[Sequence[int]], context: int, noun: str) -> None:
     """Require that each text has tokens and fits the context.
 
     Args:
@@ -29,7 +29,7 @@ def check_texts(texts: Sequence[Sequence[int]], context: int, noun: str) -> None
             )
 
 
-def check_room(model: Model, context: int, text: str, count: int) -> None:
+def require_room(model: Model, context: int, text: str, count: int) -> None:
     """Require that a context of `context` tokens holds `text` with its `count` tokens.
 
     Raises:

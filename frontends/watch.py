@@ -8,36 +8,36 @@ from ..backends.base import Array
 from ..graph.lazy_dataclass import dataclass
 from ..graph.validation import CALLABLE, TEXT, require
 from ..scheduler import Statistics
-from ..scheduler.units import columns
+from ..scheduler.units import format_table
 from .errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StepStatistics:
     """The statistics of one step by value name; the step ran `token_count` tokens from position `first_position` on."""
 
-    first: int
-    tokens: int
-    values: Mapping[str, Statistics]
+    first_position: int
+    token_count: int
+    statistics: Mapping[str, Statistics]
 
     @classmethod
-    def of(cls, values: Mapping[str, Array], first: int, tokens: int) -> Seen:
+    def from_arrays(cls, values: Mapping[str, Array], first: int, tokens: int) -> StepStatistics:
         """Return the statistics of arrays of a step."""
         return cls(first, tokens, {name: Statistics.of(array) for name, array in values.items()})
 
-    def lines(self) -> Iterator[str]:
+    def format_lines(self) -> Iterator[str]:
         """Return the lines of a table with one row per value."""
-        last = self.first + self.tokens - 1
-        where = f"token {self.first}" if self.tokens == 1 else f"tokens {self.first} to {last}"
+        last = self.first_position + self.token_count - 1
+        where = f"token {self.first_position}" if self.token_count == 1 else f"tokens {self.first_position} to {last}"
         rows: list[tuple[str, ...]] = [(where, "shape", "min", "max", "mean", "norm", "NaN")]
-        for name, s in self.values.items():
+        for name, s in self.statistics.items():
             numbers = (f"{x:.6g}" for x in (s.least, s.most, s.mean, s.norm))
             rows.append((f"%{name}", f"[{','.join(map(str, s.shape))}]", *numbers, str(s.nans)))
-        yield from columns(rows, "llrrrrr")
+        yield from format_table(rows, "llrrrrr")
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class ValueWatch:
     """A regular expression for value names, and a callback that receives their statistics after each step.
 
     A watched value is gathered from all devices. A step has no padding, so that no statistic counts it. A fused kernel
@@ -45,8 +45,8 @@ class Watch:
     """
 
     pattern: str
-    see: Callable[[Seen], None]
+    see: Callable[[StepStatistics], None]
 
     def __post_init__(self) -> None:
         require(ModelError, "Watch", "pattern", self.pattern, TEXT)
-        require(ModelError, "Watch", "see", self.see, CALLABLE)
+        require(ModelError, "ValueWatch", "see", self.see, CALLABLE)

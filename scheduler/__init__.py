@@ -7,8 +7,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .plan import SPLIT_NAMES as SPLIT_NAMES
-from .plan import Host as Host
+from .plan import SPLIT_MODE_NAMES as SPLIT_MODE_NAMES
+from .plan import HostOffload as HostOffload
 from .plan import Plan as Plan
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .choosing.parts import Predicted as Predicted
     from .choosing.parts import in_parts as in_parts
     from .choosing.uses import Use as Use
-    from .kept import kept_plan as kept_plan
+    from .kept import plan_with_cache as plan_with_cache
     from .layout import Layout as Layout
     from .lowering.lane import Lane as Lane
     from .lowering.lower import lower as lower
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .machines.hardware import Hardware as Hardware
     from .machines.simulated import simulate as simulate
     from .planner import plan as plan
-    from .planner import plan_for as plan_for
+    from .planner import plan_for_group as plan_for_group
     from .probing.comparing import Difference as Difference
     from .probing.comparing import Judge as Judge
     from .probing.comparing import surroundings as surroundings
@@ -36,65 +36,65 @@ if TYPE_CHECKING:
     from .probing.observing import matching as matching
     from .probing.observing import observed as observed
     from .probing.observing import taken as taken
-    from .running.comm import Alone as Alone
+    from .running.comm import SingleDeviceComm as SingleDeviceComm
     from .running.executor import Executor as Executor
     from .running.executor import load as load
-    from .running.interrupts import InterruptsKept as InterruptsKept
-    from .running.pipeline import Pipeline as Pipeline
-    from .running.pipeline import Succession as Succession
-    from .running.pipeline import in_turn as in_turn
+    from .running.interrupts import DeferredInterrupts as DeferredInterrupts
+    from .running.pipeline import PipelinedPlan as PipelinedPlan
+    from .running.pipeline import PipelinedRuns as PipelinedRuns
+    from .running.pipeline import run_pipelined as run_pipelined
     from .running.store import Store as Store
     from .running.trace import Trace as Trace
-    from .sharding.layers import even_shares as even_shares
-    from .succession import followed as followed
-    from .succession import gain as gain
-    from .succession import stages_text as stages_text
+    from .sharding.layers import compute_balanced_proportions as compute_balanced_proportions
+    from .succession import count_pipeline_stages as count_pipeline_stages
+    from .succession import estimate_pipeline_speedup as estimate_pipeline_speedup
+    from .succession import format_stage_count as format_stage_count
     from .telling.as_json import plan_from_json as plan_from_json
     from .telling.as_json import plan_to_json as plan_to_json
-    from .telling.diff import difference as difference
-    from .telling.listing import PASSES as PASSES
-    from .units import nbytes_text as nbytes_text
-    from .units import time_text as time_text
-    from .verifier.program import check as check
+    from .telling.diff import diff_plans as diff_plans
+    from .telling.listing import PASS_DUMPS as PASS_DUMPS
+    from .units import format_bytes as format_bytes
+    from .units import format_seconds as format_seconds
+    from .verifier.program import verify_program as verify_program
 
-_LATER = {
+_LAZY_NAMES = {
     "run": ".at_once",
     **dict.fromkeys(("memory_problem", "shortage"), ".choosing.fits"),
     **dict.fromkeys(("Dealing", "dealing"), ".choosing.microbatches"),
     **dict.fromkeys(("Predicted", "in_parts"), ".choosing.parts"),
     "Use": ".choosing.uses",
-    "kept_plan": ".kept",
+    "plan_with_cache": ".kept",
     "Layout": ".layout",
     "Lane": ".lowering.lane",
     "lower": ".lowering.lower",
     **dict.fromkeys(("CPU", "Hardware"), ".machines.hardware"),
     "simulate": ".machines.simulated",
-    **dict.fromkeys(("plan", "plan_for"), ".planner"),
+    **dict.fromkeys(("plan", "plan_for_group"), ".planner"),
     **dict.fromkeys(("Difference", "Judge", "surroundings"), ".probing.comparing"),
     **dict.fromkeys(("Statistics", "matching", "observed", "taken"), ".probing.observing"),
-    "Alone": ".running.comm",
+    "SingleDeviceComm": ".running.comm",
     **dict.fromkeys(("Executor", "load"), ".running.executor"),
-    "InterruptsKept": ".running.interrupts",
-    **dict.fromkeys(("Pipeline", "Succession", "in_turn"), ".running.pipeline"),
+    "DeferredInterrupts": ".running.interrupts",
+    **dict.fromkeys(("PipelinedPlan", "PipelinedRuns", "run_pipelined"), ".running.pipeline"),
     "Store": ".running.store",
     "Trace": ".running.trace",
-    "even_shares": ".sharding.layers",
-    **dict.fromkeys(("followed", "gain", "stages_text"), ".succession"),
+    "compute_balanced_proportions": ".sharding.layers",
+    **dict.fromkeys(("count_pipeline_stages", "estimate_pipeline_speedup", "format_stage_count"), ".succession"),
     **dict.fromkeys(("plan_from_json", "plan_to_json"), ".telling.as_json"),
-    "difference": ".telling.diff",
-    "PASSES": ".telling.listing",
-    **dict.fromkeys(("nbytes_text", "time_text"), ".units"),
-    "check": ".verifier.program",
+    "diff_plans": ".telling.diff",
+    "PASS_DUMPS": ".telling.listing",
+    **dict.fromkeys(("format_bytes", "format_seconds"), ".units"),
+    "verify_program": ".verifier.program",
 }
 """The module of each name that is imported at first use. A plan that the plan cache has needs no planner."""
 globals().pop("plan")  # removes the module `plan`, so that the name gives the function
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LATER[name], __name__), name)
+    return getattr(import_module(_LAZY_NAMES[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LAZY_NAMES})

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 
-class Act(NamedTuple):
+class PipelineAction(NamedTuple):
     """One action of a device for run number `run`.
 
     ``put`` writes the inputs where the program reads them. ``run`` runs the program. ``keep`` retains the outputs and
     the bytes for a rollback of this run, before the next run overwrites them.
     """
 
-    what: Literal["put", "run", "keep"]
+    action: Literal["put", "run", "keep"]
     run: int
 
 
-Order: TypeAlias = Sequence[Sequence[Act]]
+PipelineOrder: TypeAlias = Sequence[Sequence[PipelineAction]]
 """The actions of each device in order. A device waits for another device only at messages."""

@@ -14,28 +14,37 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ..backends.abilities import Settled
-from ..backends.cache import cache_folder, keep, recalled
+from ..backends.abilities import SupportsPlanCache
+from ..backends.cache import cache_folder, read_cached, write_cached
 from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
 from ..ops.registry import BUILTIN_OPS
 from .lowering.lane import Devices, Lane, first_alike
 from .machines.calibrated import hardware_of
 from .machines.hardware import Hardware
-from .plan import Host, Placed, Plan
-from .spelling import spelled_out
-from .telling.as_data import layout_data, program_data, read_layout, read_program
+from .plan import HostOffload, PinnedNodes, Plan
+from .spelling import decompose_unsupported
+from .telling.as_data import layout_from_data, layout_to_data, program_from_data, program_to_data
 
 if TYPE_CHECKING:
     from .choosing.uses import Use
 
-PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 """The folder of the package `hocket`."""
-MAKERS = ("graph", "ops", "ops/*", "backends", "backends/cpu", "backends/numpy", "scheduler", "scheduler/*")
+PLAN_SOURCE_FOLDERS = (
+    "graph",
+    "ops",
+    "ops/*",
+    "backends",
+    "backends/cpu",
+    "backends/numpy",
+    "scheduler",
+    "scheduler/*",
+)
 """Folders of the package that have the source on which plans depend."""
 
 
-def kept_plan(
+def plan_with_cache(
     graph: Graph,
     group: Devices,
     *,
@@ -44,7 +53,7 @@ def kept_plan(
     place: Sequence[tuple[str, str]] = (),
     like: Plan | None = None,
     hardware: Hardware | None = None,
-    host: Host | None = None,
+    host: HostOffload | None = None,
     use: Use | None = None,
 ) -> Plan:
     """Return the plan of `plan_for_group`, from the plan cache if an earlier process stored it there.
@@ -61,7 +70,7 @@ def kept_plan(
         use: The workload for which split mode ``auto`` optimises.
     """
     hardware = hardware_of(graph, group) if hardware is None else hardware
-    graph = spelled_out(graph, group)
+    graph = decompose_unsupported(graph, group)
     asked = [*group, *([] if host is None else [(host.backend, host.device)])]
     options = (
         split_mode,
@@ -71,18 +80,22 @@ def kept_plan(
         None if host is None else host.hardware,
     )
     file = None
-    if _may_be_kept(graph, asked):
-        file = _file(
+    if _is_plan_cacheable(graph, asked):
+        file = _compute_cache_path(
             graph,
             asked,
-            (*options, None if like is None else _lying(like), None if use is None else _wanted(use)),
+            (
+                *options,
+                None if like is None else _build_layout_key(like),
+                None if use is None else _build_workload_key(use),
+            ),
         )
-    if file is not None and (data := recalled(file)) is not None:
+    if file is not None and (data := read_cached(file)) is not None:
         with suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
-            return _named(_read(data, graph, asked), file)
-    from .planner import plan_for
+            return _name_programs(_deserialise_plan(data, graph, asked), file)
+    from .planner import plan_for_group
 
-    plan = plan_for(
+    plan = plan_for_group(
         graph,
         group,
         split_mode=split_mode,
@@ -95,77 +108,79 @@ def kept_plan(
     )
     if file is None:
         return plan
-    keep(file, _written(plan, asked))
-    return _named(plan, file)
+    write_cached(file, _serialise_plan(plan, asked))
+    return _name_programs(plan, file)
 
 
-def _named(plan: Plan, file: Path) -> Plan:
+def _name_programs(plan: Plan, file: Path) -> Plan:
     """Name the programs of a plan, so that the binding cache of a backend finds the bindings of each program."""
     alike = first_alike(plan.lanes)
     programs = {first: replace(plan.lanes[first].program) for first in alike}
     for first, program in programs.items():
-        object.__setattr__(program, "kept", f"{file.stem}.{first}")
+        object.__setattr__(program, "cache_name", f"{file.stem}.{first}")
     lanes = (replace(lane, program=programs[first]) for lane, first in zip(plan.lanes, alike, strict=True))
     return replace(plan, lanes=tuple(lanes))
 
 
-def _may_be_kept(graph: Graph, asked: Devices) -> bool:
+def _is_plan_cacheable(graph: Graph, asked: Devices) -> bool:
     """Return whether the plan depends only on the source of hocket, the devices and the options."""
-    return all(isinstance(b, Settled) and _is_ours(type(b)) for b, _ in asked) and all(
+    return all(isinstance(b, SupportsPlanCache) and _is_builtin_backend(type(b)) for b, _ in asked) and all(
         node.is_leaf or node.op in BUILTIN_OPS for node in graph.nodes
     )
 
 
-def _is_ours(kind: type) -> bool:
+def _is_builtin_backend(kind: type) -> bool:
     return kind.__module__.startswith(f"{__package__.partition('.')[0]}.backends.")
 
 
-def _lying(like: Plan) -> object:
+def _build_layout_key(like: Plan) -> object:
     """Return the parts of an earlier plan that a plan with the same layouts depends on."""
     return [*like.leaves.items()], sorted(like.cuts), like.shares, [v.node.name for v in like.graph.states]
 
 
-def _wanted(use: Use) -> object:
+def _build_workload_key(use: Use) -> object:
     """Return the part of the key that depends on a workload. Two workloads of one text may have different graphs."""
     return str(use), use.sizes, [graph.digest() for graph in (use.graph_of(use.sequences, 1), use.evened)]
 
 
-def _file(graph: Graph, asked: Devices, options: object) -> Path:
+def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
     from hashlib import sha256  # loads OpenSSL
 
-    devices = [(type(b).__qualname__, b.settings() if isinstance(b, Settled) else "", d) for b, d in asked]
-    parts = (_known(graph), devices, options, _sources())
+    devices = [
+        (type(b).__qualname__, b.describe_settings() if isinstance(b, SupportsPlanCache) else "", d) for b, d in asked
+    ]
+    parts = (_build_graph_key(graph), devices, options, _list_planner_sources())
     return cache_folder() / "plans" / f"{sha256(repr(parts).encode()).hexdigest()[:40]}.json"
 
 
-def _sources() -> list[tuple[str, int, int]]:
+def _list_planner_sources() -> list[tuple[str, int, int]]:
     """Return path, size in bytes and modification time of each source file that plans depend on.
 
     Python uses the same data to find out whether a compiled file is current.
     """
-    files = sorted(file for folder in MAKERS for file in PACKAGE.glob(f"{folder}/*.py"))
+    files = sorted(file for folder in PLAN_SOURCE_FOLDERS for file in PACKAGE_FOLDER.glob(f"{folder}/*.py"))
     return [(str(file), (of := file.stat()).st_size, of.st_mtime_ns) for file in files]
 
 
 # ----------------------------------------------------------------------------------------------------------- as data
 
 
-def _written(plan: Plan, asked: Devices) -> bytes:
+def _serialise_plan(plan: Plan, asked: Devices) -> bytes:
     """Return a plan as JSON. The graph of a device is left out if it equals the graph of the user."""
-    own, numbers = _known(plan.graph), {str(device): number for number, (_, device) in enumerate(asked)}
+    own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(asked)}
     alike = first_alike(plan.lanes)
     document = {
         "lanes": [
             {
                 "device": numbers[str(lane.device)],
                 "like": first,
-                "graph": None if first < number or _known(lane.graph) == own else to_json(lane.graph),
-                "program": None if first < number else program_data(lane.program),
+                "graph": None if first < number or _build_graph_key(lane.graph) == own else to_json(lane.graph),
+                "program": None if first < number else program_to_data(lane.program),
             }
             for number, (lane, first) in enumerate(zip(plan.lanes, alike, strict=True))
         ],
-        "leaves": {name: layout_data(layout) for name, layout in plan.leaves.items()},
-        "outputs": {name: layout_data(layout) for name, layout in plan.outputs.items()},
+        "leaves": {name: layout_to_data(layout) for name, layout in plan.leaves.items()},
+        "outputs": {name: layout_to_data(layout) for name, layout in plan.outputs.items()},
         "cuts": sorted(map(list, plan.cuts)),
         "reasons": list(plan.reasons),
         "placed": [asdict(placed) for placed in plan.placed],
@@ -177,7 +192,7 @@ def _written(plan: Plan, asked: Devices) -> bytes:
     return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _read(data: bytes, graph: Graph, asked: Devices) -> Plan:
+def _deserialise_plan(data: bytes, graph: Graph, asked: Devices) -> Plan:
     document = json.loads(data)
     lanes: list[Lane] = []
     for entry in document["lanes"]:
@@ -187,23 +202,23 @@ def _read(data: bytes, graph: Graph, asked: Devices) -> Plan:
             lanes.append(Lane(device, backend, twin.graph, twin.program))
         else:
             own = graph if entry["graph"] is None else from_json(entry["graph"])
-            lanes.append(Lane(device, backend, own, read_program(entry["program"], own)))
+            lanes.append(Lane(device, backend, own, program_from_data(entry["program"], own)))
     return Plan(
         graph,
         tuple(lanes),
-        MappingProxyType({name: read_layout(layout) for name, layout in document["leaves"].items()}),
-        MappingProxyType({name: read_layout(layout) for name, layout in document["outputs"].items()}),
+        MappingProxyType({name: layout_from_data(layout) for name, layout in document["leaves"].items()}),
+        MappingProxyType({name: layout_from_data(layout) for name, layout in document["outputs"].items()}),
         frozenset((name, axis, segment, place) for name, axis, segment, place in document["cuts"]),
         tuple(document["reasons"]),
         Hardware(**document["hardware"]),
-        tuple(Placed(p["device"], p["because"], tuple(p["nodes"])) for p in document["placed"]),
+        tuple(PinnedNodes(p["device"], p["because"], tuple(p["nodes"])) for p in document["placed"]),
         None if document["host"] is None else Hardware(**document["host"]),
         tuple(document["shares"]),
         tuple(document["spare"]),
     )
 
 
-def _known(graph: Graph) -> tuple[object, ...]:
+def _build_graph_key(graph: Graph) -> tuple[object, ...]:
     """Return the digest of a graph, its node names and the order of its outputs.
 
     A plan in the cache may serve another graph only if all three are equal.

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from ..graph.lazy_dataclass import dataclass
 
-Run: TypeAlias = tuple[int, int]
+IndexRange: TypeAlias = tuple[int, int]
 """Offset and length of a range of indices along one axis."""
 
 
@@ -15,7 +15,7 @@ Run: TypeAlias = tuple[int, int]
 class Replicate:
     """Every device has the whole value."""
 
-    is_owed = False
+    is_partial = False
 
     def __str__(self) -> str:
         return "R"
@@ -25,7 +25,7 @@ class Replicate:
 class Partial:
     """Every device has a partial sum of the shape of the value; the value is the sum over the devices."""
 
-    is_owed = True
+    is_partial = True
 
     def __str__(self) -> str:
         return "P"
@@ -41,18 +41,18 @@ class Shard:
     """
 
     axis: int
-    runs: tuple[tuple[Run, ...], ...]
+    index_ranges: tuple[tuple[IndexRange, ...], ...]
 
-    def length(self, device: int) -> int:
+    def count_entries(self, device: int) -> int:
         """Return the number of entries along the axis that `device` has."""
-        return sum(n for _, n in self.runs[device])
+        return sum(n for _, n in self.index_ranges[device])
 
-    def count(self, device: int, n: int) -> int:
+    def count_entries_before(self, device: int, n: int) -> int:
         """Return how many of the first `n` entries of the axis `device` has."""
-        return sum(max(0, min(n, offset + length) - offset) for offset, length in self.runs[device])
+        return sum(max(0, min(n, offset + length) - offset) for offset, length in self.index_ranges[device])
 
     def __str__(self) -> str:
-        return f"S{self.axis}({'|'.join(str(self.length(d)) for d in range(len(self.runs)))})"
+        return f"S{self.axis}({'|'.join(str(self.count_entries(d)) for d in range(len(self.index_ranges)))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Local:
     """
 
     devices: tuple[int, ...]
-    is_owed = False
+    is_partial = False
 
     def __str__(self) -> str:
         return f"L{','.join(map(str, self.devices))}"
@@ -75,7 +75,7 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 """The only instances of the layouts without fields."""
 
 
-def local_shape(shape: Sequence[int], layout: Layout, device: int) -> tuple[int, ...]:
+def compute_local_shape(shape: Sequence[int], layout: Layout, device: int) -> tuple[int, ...]:
     """Return the shape of the part that one device has of a value.
 
     Args:
@@ -85,4 +85,4 @@ def local_shape(shape: Sequence[int], layout: Layout, device: int) -> tuple[int,
     """
     if not isinstance(layout, Shard):
         return tuple(shape)
-    return (*shape[: layout.axis], layout.length(device), *shape[layout.axis + 1 :])
+    return (*shape[: layout.axis], layout.count_entries(device), *shape[layout.axis + 1 :])

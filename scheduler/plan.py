@@ -31,26 +31,33 @@ from ..ops.collectives import COLLECTIVES
 from .layout import Layout
 from .lowering.lane import Lane as Lane
 from .machines.hardware import CPU, Estimate, Hardware
-from .stages import Prices, Stage, estimate, prices_of, stages, take_turns
-from .units import nbytes_text
+from .stages import (
+    InstructionCosts,
+    TimelineEntry,
+    build_timeline,
+    compute_instruction_costs,
+    estimate_run_time,
+    is_sequential,
+)
+from .units import format_bytes
 
 if TYPE_CHECKING:
     from ..view import Page
 
-Cuts = frozenset[tuple[str, int, int, int]]
+ShardedFactors = frozenset[tuple[str, int, int, int]]
 """The sharded factors, each described by a leaf that has it: (leaf, axis, segment, position in the segment)."""
-LAYOUTS = mapping_of(TEXT, instance_of(*get_args(Layout)), "a mapping from names to layouts")
+LAYOUTS_KIND = mapping_of(TEXT, instance_of(*get_args(Layout)), "a mapping from names to layouts")
 """The argument kind of `Plan.leaves` and `Plan.outputs`."""
-PLAN = ArgumentKind("a Plan", lambda v: isinstance(v, Plan))
+PLAN_KIND = ArgumentKind("a Plan", lambda v: isinstance(v, Plan))
 """The argument kind of a plan."""
 
 
-SPLIT_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
+SPLIT_MODE_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
 """The split modes: how several devices may share a graph; `planner.SPLIT_MODES` has a function for each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PinnedNodes:
     """Nodes of the user's graph, by name, that only device number `device` computes, all for one reason."""
 
     device: int
@@ -59,7 +66,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostOffload:
     """The host device, which takes the weights and states that exceed the memory of the other devices.
 
     `hardware` has its speeds; None if they equal the speeds of the other devices.
@@ -74,12 +81,12 @@ class Host:
     PlanError,
     graph=instance_of(Graph),
     lanes=tuple_of(instance_of(Lane), "a tuple of lanes"),
-    leaves=LAYOUTS,
-    outputs=LAYOUTS,
+    leaves=LAYOUTS_KIND,
+    outputs=LAYOUTS_KIND,
     cuts=instance_of(frozenset),
     reasons=tuple_of(TEXT, "a tuple of texts"),
     hardware=instance_of(Hardware),
-    placed=tuple_of(instance_of(Placed), "a tuple of placed nodes"),
+    placed=tuple_of(instance_of(PinnedNodes), "a tuple of placed nodes"),
     host=instance_of(Hardware) | NONE,
     shares=tuple_of(instance_of(int, float), "a tuple of numbers"),
     spare=tuple_of(TEXT, "a tuple of texts"),
@@ -102,10 +109,10 @@ class Plan:
     lanes: tuple[Lane, ...]
     leaves: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
-    cuts: Cuts
+    cuts: ShardedFactors
     reasons: tuple[str, ...]
     hardware: Hardware = CPU
-    placed: tuple[Placed, ...] = ()
+    placed: tuple[PinnedNodes, ...] = ()
     host: Hardware | None = None
     shares: tuple[float, ...] = ()
     spare: tuple[str, ...] = ()
@@ -121,35 +128,35 @@ class Plan:
         return (*(self.hardware for _ in self.lanes[1:]), self.host or self.hardware)
 
     @cached_property
-    def prices(self) -> tuple[Prices, ...]:
+    def prices(self) -> tuple[InstructionCosts, ...]:
         """The predicted cost of each instruction in one run, for each device.
 
         Where the devices work one after another, each is predicted with the speeds of a device that works alone.
         """
         alone = [speeds.alone for speeds in self.speeds]
-        if len(self.lanes) == 1 or alone == [*self.speeds] or not take_turns(self.together, len(self.lanes)):
-            return self._priced(self.speeds)
-        return self._priced(alone)
+        if len(self.lanes) == 1 or alone == [*self.speeds] or not is_sequential(self.together, len(self.lanes)):
+            return self._compute_instruction_costs(self.speeds)
+        return self._compute_instruction_costs(alone)
 
-    def _priced(self, speeds: Sequence[Hardware]) -> tuple[Prices, ...]:
+    def _compute_instruction_costs(self, speeds: Sequence[Hardware]) -> tuple[InstructionCosts, ...]:
         """Return the instruction costs of each device for these speeds."""
         whole = {v.node.name: v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)}
-        return tuple(prices_of(self.lanes, speeds, whole))
+        return tuple(compute_instruction_costs(self.lanes, speeds, whole))
 
     @cached_property
-    def together(self) -> tuple[Stage, ...]:
+    def together(self) -> tuple[TimelineEntry, ...]:
         """The timeline of pipelined runs, in which all devices work at the same time."""
-        return tuple(stages(self.lanes, self._priced(self.speeds)))
+        return tuple(build_timeline(self.lanes, self._compute_instruction_costs(self.speeds)))
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[TimelineEntry, ...]:
         """The timeline of one run: compute spans and collectives, with their predicted seconds."""
-        return tuple(stages(self.lanes, self.prices))
+        return tuple(build_timeline(self.lanes, self.prices))
 
     @cached_property
     def cost(self) -> Estimate:
         """The predicted time of one run."""
-        return estimate(self.stages, len(self.lanes))
+        return estimate_run_time(self.stages, len(self.lanes))
 
     def memory(self) -> dict[str, int]:
         """Return the bytes by kind of memory, summed over the devices."""
@@ -167,18 +174,18 @@ class Plan:
         """Return the SHA-256 of the device plans and layouts; ranks compare it, as equal planning gives an equal
         digest.
         """
-        from .telling.as_json import digest
+        from .telling.as_json import compute_plan_digest
 
-        return digest(self)
+        return compute_plan_digest(self)
 
     @validate_arguments(PlanError, steps=BOOL)
     def explain(self, *, steps: bool = False) -> str:
         """Return a report of cost, considered alternatives, memory and timeline; `steps` adds each instruction."""
-        from .telling.explain import explain
+        from .telling.explain import explain_plan
 
-        return explain(self, steps=steps)
+        return explain_plan(self, steps=steps)
 
-    @validate_arguments(PlanError, before=PLAN | NONE, tokens=integer_between(1) | NONE, title=TEXT)
+    @validate_arguments(PlanError, before=PLAN_KIND | NONE, tokens=integer_between(1) | NONE, title=TEXT)
     def view(self, *, before: Plan | None = None, tokens: int | None = None, title: str = "plan") -> Page:
         """Return a page that shows the plan, its graph, memory and timeline.
 
@@ -197,9 +204,9 @@ class Plan:
 
     def __repr__(self) -> str:
         devices = ", ".join(str(lane.device) for lane in self.lanes)
-        return f"Plan({len(self.graph.nodes)} nodes on {devices}, {nbytes_text(sum(self.memory().values()))})"
+        return f"Plan({len(self.graph.nodes)} nodes on {devices}, {format_bytes(sum(self.memory().values()))})"
 
     def __str__(self) -> str:
-        from .telling.explain import memory_table, summary
+        from .telling.explain import format_memory_table, format_summary
 
-        return "\n".join([summary(self), *memory_table(self)])
+        return "\n".join([format_summary(self), *format_memory_table(self)])

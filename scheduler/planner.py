@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..backends.base import THREADS, group_of
+from ..backends.base import THREADS_KIND, find_devices
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..graph.node import Value
@@ -35,34 +35,36 @@ from .choosing.uses import Use
 from .choosing.ways import best_way
 from .lowering.lane import DEVICES, Devices
 from .machines.hardware import CPU, Hardware
-from .plan import SPLIT_NAMES, Host, Plan
-from .sharding.pins import Place
-from .spelling import spelled_out
-from .uncollected import uncollected
+from .plan import SPLIT_MODE_NAMES, HostOffload, Plan
+from .sharding.pins import PlacementRules
+from .spelling import decompose_unsupported
+from .uncollected import gc_paused
 from .verifier.plan import verify_plan
 
-MOST = 2.0**63
+MAX_SHARE = 2.0**63
 """The largest accepted share of `tensor_split`."""
 
 
-OPTIONS = {
+PLAN_ARGUMENT_KINDS = {
     "graph": instance_of(Graph),
     "split_mode": TEXT,
-    "tensor_split": list_of(number_between(-MOST, MOST), "a sequence of finite numbers"),
+    "tensor_split": list_of(number_between(-MAX_SHARE, MAX_SHARE), "a sequence of finite numbers"),
     "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
     "like": instance_of(Plan) | NONE,
 }
 """The kinds of the arguments that `plan` and `plan_for_group` share."""
 
 
-@validate_arguments(PlanError, devices=TEXT | list_of(TEXT, "a sequence of texts"), threads=THREADS, **OPTIONS)
+@validate_arguments(
+    PlanError, devices=TEXT | list_of(TEXT, "a sequence of texts"), threads=THREADS_KIND, **PLAN_ARGUMENT_KINDS
+)
 def plan(
     graph: Graph,
     devices: str | Sequence[str] = "cpu:0",
     *,
     split_mode: str = "auto",
     tensor_split: Sequence[float] = (),
-    place: Place = (),
+    place: PlacementRules = (),
     like: Plan | None = None,
     threads: int | None = None,
 ) -> Plan:
@@ -92,8 +94,8 @@ def plan(
         PlanError: There is no such plan, or an argument is wrong.
         BackendError: A device is missing or fails.
     """
-    group = group_of(devices.split(",") if isinstance(devices, str) else devices, threads)
-    return plan_for(graph, group, split_mode=split_mode, tensor_split=tensor_split, place=place, like=like)
+    group = find_devices(devices.split(",") if isinstance(devices, str) else devices, threads)
+    return plan_for_group(graph, group, split_mode=split_mode, tensor_split=tensor_split, place=place, like=like)
 
 
 @validate_arguments(
@@ -101,22 +103,22 @@ def plan(
     group=DEVICES,
     hardware=instance_of(Hardware),
     choose=CALLABLE | NONE,
-    host=instance_of(Host) | NONE,
+    host=instance_of(HostOffload) | NONE,
     use=instance_of(Use) | NONE,
-    **OPTIONS,
+    **PLAN_ARGUMENT_KINDS,
 )
-@uncollected()
-def plan_for(
+@gc_paused()
+def plan_for_group(
     graph: Graph,
     group: Devices,
     *,
     split_mode: str = "auto",
     tensor_split: Sequence[float] = (),
-    place: Place = (),
+    place: PlacementRules = (),
     like: Plan | None = None,
     hardware: Hardware = CPU,
     choose: Chooser | None = None,
-    host: Host | None = None,
+    host: HostOffload | None = None,
     use: Use | None = None,
 ) -> Plan:
     """Plan `graph` for backends and devices that exist already; `plan` is the same for names of devices.
@@ -144,12 +146,12 @@ def plan_for(
             "parts of one device are named as cuda:0.0,cuda:0.1"
         )
     verify(graph)
-    graph = spelled_out(graph, group)
+    graph = decompose_unsupported(graph, group)
     if strange := [n for n in graph.nodes if n.op in COLLECTIVES]:
         raise PlanError(f"{strange[0]!r}: collectives are put in by the planner; leave them out of the graph")
     if like is not None:
-        group = _group_like(like, graph, group)
-    shares = _proportions(tensor_split, len(group))
+        group = _select_earlier_devices(like, graph, group)
+    shares = _check_tensor_split(tensor_split, len(group))
     planning = Planning(graph, tuple(group), shares if tensor_split else (), hardware, place, like, use)
     made = planning.made(SPLIT_MODES[split_mode], like, choose, host)
     try:
@@ -163,12 +165,12 @@ def plan_for(
     return made
 
 
-WAYS = (Planning.alone, Planning.layers, Planning.shards, Planning.staged, best_way)
-SPLIT_MODES: Mapping[str, Mode] = dict(zip(SPLIT_NAMES, WAYS, strict=True))
+SPLIT_MODE_BUILDERS = (Planning.alone, Planning.layers, Planning.shards, Planning.staged, best_way)
+SPLIT_MODES: Mapping[str, Mode] = dict(zip(SPLIT_MODE_NAMES, SPLIT_MODE_BUILDERS, strict=True))
 """The split modes by name. Each function answers a planning request for several devices."""
 
 
-def _group_like(like: Plan, graph: Graph, group: Devices) -> Devices:
+def _select_earlier_devices(like: Plan, graph: Graph, group: Devices) -> Devices:
     """Return the devices of `group` that take part in the earlier plan `like`.
 
     Raises:
@@ -202,7 +204,7 @@ def _accepts_same_layout(earlier: Value, value: Value) -> bool:
     return earlier.spec == value.spec
 
 
-def _proportions(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
+def _check_tensor_split(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
     """Return a share for each device: all equal without `tensor_split`, zero where it names no share."""
     if not tensor_split:
         return [1.0] * devices

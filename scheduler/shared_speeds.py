@@ -19,7 +19,7 @@ from .machines.speeds import Speeds
 
 
 @dataclass(frozen=True, slots=True)
-class SharedSpeeds:
+class RankSpeeds:
     """The speeds of the slowest device of a group, equal on all ranks.
 
     Without calibrated speeds on any rank, `slowest_speeds` is None and `default_hardware` is used.
@@ -27,22 +27,22 @@ class SharedSpeeds:
     speeds.
     """
 
-    slowest: Speeds | None
-    is_apart: bool
-    built_in: Hardware = CPU
-    source: str = "calibrated"
+    slowest_speeds: Speeds | None
+    has_several_machines: bool
+    default_hardware: Hardware = CPU
+    speeds_source: str = "calibrated"
 
-    def hardware(self, graph: Graph) -> Hardware:
+    def hardware_for_graph(self, graph: Graph) -> Hardware:
         """Return the speeds for the weights of `graph`. Between machines, the link speeds are the built-in ones."""
-        if self.slowest is None:
-            return self.built_in
-        known = replace(self.slowest.hardware(graph), source=self.source)
-        if not self.is_apart:
+        if self.slowest_speeds is None:
+            return self.default_hardware
+        known = replace(self.slowest_speeds.hardware(graph), source=self.speeds_source)
+        if not self.has_several_machines:
             return known
         return replace(known, link_bandwidth=known.across_bandwidth, link_latency=known.across_latency)
 
 
-def shared_speeds(group: Devices, world: World) -> SharedSpeeds:
+def agree_on_speeds(group: Devices, world: World) -> RankSpeeds:
     """Exchange the calibrated speeds of a group between all ranks; every rank must call this function.
 
     Each rank sends the speeds of the devices of its own machine. Only there are the thread counts known, and so the
@@ -56,4 +56,4 @@ def shared_speeds(group: Devices, world: World) -> SharedSpeeds:
     slowest = min(known, key=lambda speeds: min(speeds.flops.values()), default=None)
     default = built_in(group) if world.size == 1 else CPU  # threads of other ranks are not known
     source = calibrated_source() if world.size == 1 else "calibrated"
-    return SharedSpeeds(slowest, len(set(hosts)) > 1, default, source)
+    return RankSpeeds(slowest, len(set(hosts)) > 1, default, source)

@@ -11,11 +11,11 @@ from ..ops import op_of
 from ..ops.decompositions import DECOMPOSITIONS, select_decompositions
 from .lowering.lane import Devices
 
-UNFUSED = "unfused"
+UNFUSED_DECOMPOSITION = "unfused"
 """The name of the decomposition into simpler ops."""
 
 
-def spelled_out(graph: Graph, group: Devices) -> Graph:
+def decompose_unsupported(graph: Graph, group: Devices) -> Graph:
     """Return `graph` with a decomposition of each op that no device of `group` supports; `graph` itself if there is
     none.
 
@@ -26,18 +26,18 @@ def spelled_out(graph: Graph, group: Devices) -> Graph:
         return node.is_leaf or op_of(node).is_view or any(b.supports(node, device).ok for b, device in group)
 
     def rule(node: Node) -> Sequence[Value] | None:
-        if UNFUSED not in DECOMPOSITIONS.get(node.op, ()) or runs(node):
+        if UNFUSED_DECOMPOSITION not in DECOMPOSITIONS.get(node.op, ()) or runs(node):
             return None
         named = dict(zip(op_of(node).operand_names, node.src, strict=False))
         operands = {name: value for name, value in named.items() if value is not None}
-        if UNFUSED not in select_decompositions(node.op, operands, node.attrs):
+        if UNFUSED_DECOMPOSITION not in select_decompositions(node.op, operands, node.attrs):
             return None
         if any(0 in value.shape for value in operands.values()):  # a decomposition into chunks needs at least one token
             return None
-        results = DECOMPOSITIONS[node.op][UNFUSED](operands, node.attrs)
+        results = DECOMPOSITIONS[node.op][UNFUSED_DECOMPOSITION](operands, node.attrs)
         made = set(Graph({str(i): value for i, value in enumerate(results)}).nodes)
         return results if all(map(runs, made)) else None
 
-    if not any(UNFUSED in DECOMPOSITIONS.get(node.op, ()) and not runs(node) for node in graph.nodes):
+    if not any(UNFUSED_DECOMPOSITION in DECOMPOSITIONS.get(node.op, ()) and not runs(node) for node in graph.nodes):
         return graph
     return rewrite_graph(graph, rule)

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from ..backends.abilities import OTHERS, overlaps
+from ..backends.abilities import OTHER_OPS, can_group_overlap
 from ..backends.base import Instruction
 from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
@@ -25,14 +25,14 @@ from .lowering.lane import Lane, first_alike, teams_of
 from .machines.hardware import Counts, Estimate, Hardware, Work, leaf_of
 from .machines.stand_ins import NUMPY_SLOWDOWNS
 
-WORK = "work"
+COMPUTE = "work"
 """The `op` of a compute span."""
-AT_ONCE = 0.05
+MAX_CONCURRENT_SHARE = 0.05
 """The share of the time in which other devices may compute small things, such as masks, in a sequential timeline."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class TimelineEntry:
     """`instruction_count` instructions from `first_instruction` on, equal on each of `devices`; or one collective.
 
     - `op` is ``work`` for a compute span, or the op of the collective.
@@ -45,18 +45,18 @@ class Stage:
 
     op: str
     devices: tuple[int, ...]
-    first: int
-    count: int
-    reads: float
-    moved: float
+    first_instruction: int
+    instruction_count: int
+    bytes_read: float
+    bytes_sent: float
     seconds: float
-    uncut: float | None = None
-    source: int = 0
-    beside: bool = False
+    unsharded_seconds: float | None = None
+    sending_device: int = 0
+    is_overlapped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class InstructionCost:
     """The predicted cost of one instruction.
 
     `nbytes` are bytes read and written, and `bytes_sent` bytes sent to other devices. `unsharded_seconds` are the
@@ -65,12 +65,12 @@ class StepCost:
 
     flops: float
     nbytes: float
-    moved: float
+    bytes_sent: float
     seconds: float
-    uncut: float | None = None
+    unsharded_seconds: float | None = None
 
 
-class Prices:
+class InstructionCosts:
     """The predicted cost of every instruction of a program, by position."""
 
     def __init__(
@@ -94,45 +94,53 @@ class Prices:
             team: The devices that call the same collectives, this device included.
             launches: The launches of each instruction; without them the device plan is asked.
         """
-        self.nodes, self.program = lane.graph.nodes, lane.program
-        self.launches = lane.launches() if launches is None else launches
+        self.graph_nodes, self.program = lane.graph.nodes, lane.program
+        self.launch_counts = lane.launches() if launches is None else launches
         self.stand_ins = lane.stand_ins()
-        self.hardware, self.whole, self.counts, self.number, self.team = hardware, whole, counts, number, team
+        self.hardware, self.unsharded_bytes, self.work_estimates, self.device_number, self.collective_group = (
+            hardware,
+            whole,
+            counts,
+            number,
+            team,
+        )
 
-    def of(self, at: int) -> StepCost:
+    def cost_of(self, at: int) -> InstructionCost:
         """Return the cost of the instruction at position `at`."""
-        return self._costs[at]
+        return self._all_costs[at]
 
     @cached_property
-    def _costs(self) -> list[StepCost]:
-        return [self._cost(at, i) for at, i in enumerate(self.program.instructions)]
+    def _all_costs(self) -> list[InstructionCost]:
+        return [self._compute_cost(at, i) for at, i in enumerate(self.program.instructions)]
 
-    def _cost(self, at: int, i: Instruction) -> StepCost:
+    def _compute_cost(self, at: int, i: Instruction) -> InstructionCost:
         if find_collective_number(i.op, i.attrs) is not None:
-            met = self.hardware.collective(i.op, met_bytes(i), self._there(i))
-            return StepCost(0.0, 0.0, met.moved, met.seconds)
+            met = self.hardware.collective(i.op, count_collective_bytes(i), self._list_participants(i))
+            return InstructionCost(0.0, 0.0, met.moved, met.seconds)
         if i.index < 0:  # a copy of a state, for its update or for a rollback
-            copied = Work(0.0, _copied(i), _copied(i), (OTHERS,))
-            return StepCost(0.0, copied.nbytes, 0.0, self.hardware.compute(*copied, launches=self.launches[at]))
-        node = self.nodes[i.index]
-        own = self.counts.of(node)
-        times, more = self._missing(node)
+            copied = Work(0.0, _count_copied_bytes(i), _count_copied_bytes(i), (OTHER_OPS,))
+            return InstructionCost(
+                0.0, copied.nbytes, 0.0, self.hardware.compute_seconds(*copied, launches=self.launch_counts[at])
+            )
+        node = self.graph_nodes[i.index]
+        own = self.work_estimates.of(node)
+        times, more = self._compute_unsharded_excess(node)
         more = min(own.nbytes * (times - 1), more)
         whole = own._replace(flops=own.flops * times, nbytes=own.nbytes + more, kept=own.kept + more)
         slowdown = NUMPY_SLOWDOWNS.get(i.op, 1.0) if at in self.stand_ins else 1.0
 
         def seconds(work: Work) -> float:
-            return slowdown * self.hardware.compute(*work, launches=self.launches[at])
+            return slowdown * self.hardware.compute_seconds(*work, launches=self.launch_counts[at])
 
-        return StepCost(own.flops, own.nbytes, 0.0, seconds(own), seconds(whole) if more else None)
+        return InstructionCost(own.flops, own.nbytes, 0.0, seconds(own), seconds(whole) if more else None)
 
-    def _there(self, i: Instruction) -> Sequence[int]:
+    def _list_participants(self, i: Instruction) -> Sequence[int]:
         """Return the devices that take part in a collective or a message."""
         if i.op not in POINT_TO_POINT_OPS:
-            return self.team
-        return self.number, as_integer(i.attrs["to" if i.op == "send" else "source"])
+            return self.collective_group
+        return self.device_number, as_integer(i.attrs["to" if i.op == "send" else "source"])
 
-    def _missing(self, node: Node) -> tuple[float, float]:
+    def _compute_unsharded_excess(self, node: Node) -> tuple[float, float]:
         """Return the factor of work, and the additional bytes, with the weights and states of `node` unsharded.
 
         Weights and states with at least one entry on this device count.
@@ -140,15 +148,17 @@ class Prices:
         times, missing = 1.0, 0.0
         for source in node.inputs:
             leaf = leaf_of(source)
-            if leaf.name in self.whole and leaf.op in ("weight", "state"):
-                whole, own = self.whole[leaf.name], leaf.specs[0].nbytes
+            if leaf.name in self.unsharded_bytes and leaf.op in ("weight", "state"):
+                whole, own = self.unsharded_bytes[leaf.name], leaf.specs[0].nbytes
                 if 0 < own < whole:
                     times = max(times, whole / own)
                     missing += source.spec.nbytes * (whole / own - 1)
         return times, missing
 
 
-def prices_of(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]) -> list[Prices]:
+def compute_instruction_costs(
+    lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]
+) -> list[InstructionCosts]:
     """Return the instruction costs of each device; devices with equal programs share one object.
 
     Args:
@@ -156,7 +166,7 @@ def prices_of(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[
         speeds: The speeds of each device.
         whole: Bytes of each weight and state before sharding, by name.
     """
-    prices: list[Prices] = []
+    prices: list[InstructionCosts] = []
     counts, teams = Counts(), teams_of([lane.program for lane in lanes])
     launches: dict[Hashable, Sequence[float]] = {}  # by structure: structurally equal programs have equal launches
     for number, first in enumerate(first_alike(lanes)):
@@ -167,31 +177,31 @@ def prices_of(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[
         key = (type(lane.backend), lane.device.kind, structure(lane.program))
         if key not in launches:
             launches[key] = lane.launches()
-        prices.append(Prices(lane, speeds[number], whole, counts, number, teams[number], launches[key]))
+        prices.append(InstructionCosts(lane, speeds[number], whole, counts, number, teams[number], launches[key]))
     return prices
 
 
-def stages(lanes: Sequence[Lane], prices: Sequence[Prices]) -> list[Stage]:
+def build_timeline(lanes: Sequence[Lane], prices: Sequence[InstructionCosts]) -> list[TimelineEntry]:
     """Return all entries of the timeline, in the order of the collectives."""
-    goes_on = overlaps([(lane.backend, lane.device) for lane in lanes])
-    own: list[_Parts] = []
+    goes_on = can_group_overlap([(lane.backend, lane.device) for lane in lanes])
+    own: list[_ProgramSpans] = []
     for number, first in enumerate(first_alike(lanes)):
-        own.append(_Parts(lanes[number], prices[number], goes_on) if first == number else own[first])
-    timeline: list[Stage] = []
-    for number in sorted({n for p in own for n in p.meetings}):
-        there = [d for d, p in enumerate(own) if number in p.meetings]
-        timeline += _alike({d: own[d].before[number] for d in there})
-        timeline.append(_meeting(there, own, number))
-        timeline += _alike({d: own[d].beside[number] for d in there})
-    return timeline + _alike({d: p.rest for d, p in enumerate(own)})
+        own.append(_ProgramSpans(lanes[number], prices[number], goes_on) if first == number else own[first])
+    timeline: list[TimelineEntry] = []
+    for number in sorted({n for p in own for n in p.collective_entries}):
+        there = [d for d, p in enumerate(own) if number in p.collective_entries]
+        timeline += _merge_equal_entries({d: own[d].entries_before_collective[number] for d in there})
+        timeline.append(_build_collective_entry(there, own, number))
+        timeline += _merge_equal_entries({d: own[d].overlapped_entries[number] for d in there})
+    return timeline + _merge_equal_entries({d: p.final_entry for d, p in enumerate(own)})
 
 
-def finished(found: Sequence[Stage], devices: int) -> float:
+def compute_end_time(found: Sequence[TimelineEntry], devices: int) -> float:
     """Return the seconds until the last device ends."""
-    return max(clocks(found, [0.0] * devices), default=0.0)
+    return max(advance_clocks(found, [0.0] * devices), default=0.0)
 
 
-def clocks(found: Sequence[Stage], begins: Sequence[float]) -> list[float]:
+def advance_clocks(found: Sequence[TimelineEntry], begins: Sequence[float]) -> list[float]:
     """Return the time at which each device ends, for the time at which it begins.
 
     A device starts a compute span when it has ended the previous entry. A collective starts when all its devices have
@@ -204,68 +214,72 @@ def clocks(found: Sequence[Stage], begins: Sequence[float]) -> list[float]:
     """
     worked, met = [*begins], [*begins]
     for stage in found:
-        if stage.op == WORK:
+        if stage.op == COMPUTE:
             for d in stage.devices:
-                worked[d] = (worked[d] if stage.beside else max(worked[d], met[d])) + stage.seconds
+                worked[d] = (worked[d] if stage.is_overlapped else max(worked[d], met[d])) + stage.seconds
         else:
             there = {d: max(worked[d], met[d]) for d in stage.devices}
-            ready = there[stage.source] if stage.op == "send" else max(there.values())
+            ready = there[stage.sending_device] if stage.op == "send" else max(there.values())
             for d in stage.devices:
                 worked[d] = there[d]
-                if stage.op != "send" or d != stage.source:
+                if stage.op != "send" or d != stage.sending_device:
                     met[d] = max(there[d], ready + stage.seconds)
     return [*map(max, worked, met)]
 
 
-def take_turns(found: Sequence[Stage], devices: int) -> bool:
+def is_sequential(found: Sequence[TimelineEntry], devices: int) -> bool:
     """Return whether one device at a time computes, except for a share `MAX_CONCURRENT_SHARE` of the time."""
-    took = finished(found, devices)
-    busy = sum(s.seconds * (len(s.devices) if s.op == WORK else 1) for s in found)
-    return busy <= (1 + AT_ONCE) * took
+    took = compute_end_time(found, devices)
+    busy = sum(s.seconds * (len(s.devices) if s.op == COMPUTE else 1) for s in found)
+    return busy <= (1 + MAX_CONCURRENT_SHARE) * took
 
 
-def estimate(found: Sequence[Stage], devices: int) -> Estimate:
+def estimate_run_time(found: Sequence[TimelineEntry], devices: int) -> Estimate:
     """Return the predicted time of one run: compute, collectives, their number, and the overlapped seconds."""
-    meetings = [s for s in found if s.op != WORK]
-    sent, took = sum(s.seconds for s in meetings), finished(found, devices)
+    meetings = [s for s in found if s.op != COMPUTE]
+    sent, took = sum(s.seconds for s in meetings), compute_end_time(found, devices)
     one_by_one = took
-    if any(s.beside for s in found):
-        one_by_one = finished([replace(s, beside=False) for s in found], devices)
+    if any(s.is_overlapped for s in found):
+        one_by_one = compute_end_time([replace(s, is_overlapped=False) for s in found], devices)
     compute = max(0.0, one_by_one - sent)  # the sum over messages may exceed the time of the run
     return Estimate(compute, sent, len(meetings), one_by_one - took + max(0.0, sent - one_by_one))
 
 
-def met_bytes(i: Instruction) -> int:
+def count_collective_bytes(i: Instruction) -> int:
     """Return the bytes of the unsharded value of a collective."""
     return max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None)
 
 
-def _copied(i: Instruction) -> float:
+def _count_copied_bytes(i: Instruction) -> float:
     """Return the bytes that a copy instruction reads and writes."""
     return 2.0 * sum(t.spec.nbytes for t in i.dst)
 
 
-def _alike(work: Mapping[int, tuple[str, Stage]]) -> list[Stage]:
+def _merge_equal_entries(work: Mapping[int, tuple[str, TimelineEntry]]) -> list[TimelineEntry]:
     """Return one entry for each group of devices with equal ops between two collectives; the longest time counts."""
-    groups: dict[str, list[tuple[int, Stage]]] = defaultdict(list)
+    groups: dict[str, list[tuple[int, TimelineEntry]]] = defaultdict(list)
     for device, (kind, stage) in work.items():
-        if stage.count:
+        if stage.instruction_count:
             groups[kind].append((device, stage))
     merged = []
     for members in groups.values():
         longest = max((s for _, s in members), key=lambda s: s.seconds)
-        first = members[0][1].first
-        merged.append(replace(longest, devices=tuple(d for d, _ in members), first=first, source=members[0][0]))
+        first = members[0][1].first_instruction
+        merged.append(
+            replace(
+                longest, devices=tuple(d for d, _ in members), first_instruction=first, sending_device=members[0][0]
+            )
+        )
     return merged
 
 
-def _meeting(there: Sequence[int], own: Sequence[_Parts], number: int) -> Stage:
+def _build_collective_entry(there: Sequence[int], own: Sequence[_ProgramSpans], number: int) -> TimelineEntry:
     """Return the entry of one collective on the devices `there`; a send and its receive are one entry."""
-    sender = next((d for d in there if own[d].meetings[number].op == "send"), there[0])
-    return replace(own[sender].meetings[number], devices=tuple(there), source=sender)
+    sender = next((d for d in there if own[d].collective_entries[number].op == "send"), there[0])
+    return replace(own[sender].collective_entries[number], devices=tuple(there), sending_device=sender)
 
 
-class _Parts:
+class _ProgramSpans:
     """One program split at its collectives, by collective number.
 
     `entries_before_collective` has the compute span before each collective. `overlapped_entries` has the span that
@@ -273,27 +287,29 @@ class _Parts:
     are merged.
     """
 
-    def __init__(self, lane: Lane, prices: Prices, goes_on: bool) -> None:
-        self.program, self.prices = lane.program, prices
+    def __init__(self, lane: Lane, prices: InstructionCosts, goes_on: bool) -> None:
+        self.program, self.instruction_costs = lane.program, prices
         meanwhile = lane.meanwhile if goes_on else {}
-        self.meetings: dict[int, Stage] = {}
-        self.before: dict[int, tuple[str, Stage]] = {}
-        self.beside: dict[int, tuple[str, Stage]] = {}
+        self.collective_entries: dict[int, TimelineEntry] = {}
+        self.entries_before_collective: dict[int, tuple[str, TimelineEntry]] = {}
+        self.overlapped_entries: dict[int, tuple[str, TimelineEntry]] = {}
         start = 0
         for at, i in enumerate(self.program.instructions):
             if (number := find_collective_number(i.op, i.attrs)) is not None:
-                self.before[number] = self._work(start, at)
-                cost = prices.of(at)
-                self.meetings[number] = Stage(i.op, (), at, 1, 0.0, cost.moved, cost.seconds)
+                self.entries_before_collective[number] = self._build_compute_entry(start, at)
+                cost = prices.cost_of(at)
+                self.collective_entries[number] = TimelineEntry(i.op, (), at, 1, 0.0, cost.bytes_sent, cost.seconds)
                 start = at + 1 + len(meanwhile.get(at, ()))
-                self.beside[number] = self._work(at + 1, start, beside=True)
-        self.rest = self._work(start, len(self.program.instructions))
+                self.overlapped_entries[number] = self._build_compute_entry(at + 1, start, beside=True)
+        self.final_entry = self._build_compute_entry(start, len(self.program.instructions))
 
-    def _work(self, start: int, stop: int, beside: bool = False) -> tuple[str, Stage]:
+    def _build_compute_entry(self, start: int, stop: int, beside: bool = False) -> tuple[str, TimelineEntry]:
         """Return the ops and the entry of the instructions from `start` to `stop`."""
-        costs = [self.prices.of(at) for at in range(start, stop)]
+        costs = [self.instruction_costs.cost_of(at) for at in range(start, stop)]
         reads, seconds = sum(c.nbytes for c in costs), sum(c.seconds for c in costs)
-        cut = any(c.uncut is not None for c in costs)
-        uncut = sum(c.seconds if c.uncut is None else c.uncut for c in costs) if cut else None
-        stage = Stage(WORK, (), start, stop - start, float(reads), 0.0, float(seconds), uncut, beside=beside)
+        cut = any(c.unsharded_seconds is not None for c in costs)
+        uncut = sum(c.seconds if c.unsharded_seconds is None else c.unsharded_seconds for c in costs) if cut else None
+        stage = TimelineEntry(
+            COMPUTE, (), start, stop - start, float(reads), 0.0, float(seconds), uncut, is_overlapped=beside
+        )
         return " ".join(i.op for i in self.program.instructions[start:stop]), stage

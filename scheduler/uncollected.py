@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Disable the cyclic garbage collector while planning.
 
     The objects of a plan stay alive. Repeated collections of the growing plan took a third of the planning time of a

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 
-def nbytes_text(n: float) -> str:
+def format_bytes(n: float) -> str:
     """Return bytes as text: ``4.2 MiB``."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
@@ -15,7 +15,7 @@ def nbytes_text(n: float) -> str:
     return f"{n:.2f} GiB"
 
 
-def time_text(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return seconds as text with three digits: ``21.3 us``."""
     for unit in ("us", "ms"):
         seconds *= 1e6 if unit == "us" else 1e-3
@@ -24,7 +24,7 @@ def time_text(seconds: float) -> str:
     return f"{seconds / 1e3:.3g} s"
 
 
-def columns(rows: Sequence[Sequence[str]], right: str) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]], right: str) -> list[str]:
     """Return the rows of a table as lines; `right` has one letter for each column, ``r`` for alignment to the right."""
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     shown = []
@@ -34,7 +34,7 @@ def columns(rows: Sequence[Sequence[str]], right: str) -> list[str]:
     return shown
 
 
-def places(devices: Sequence[str]) -> str:
+def format_devices(devices: Sequence[str]) -> str:
     """Return names of devices with consecutive numbers joined: ``cpu:0-3``; parts of one device: ``cuda:0.0-1``."""
     ranges: list[tuple[str, int, int]] = []
     for name in devices:

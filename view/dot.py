@@ -14,7 +14,7 @@ from ..graph.layer_folding import Item, NodeBlock, RepeatedGroup, fold_layers, i
 from ..graph.node import Node
 from ..graph.validation import BOOL, instance_of, validate_arguments
 from ..ops import REGISTRY
-from ..scheduler import nbytes_text
+from ..scheduler import format_bytes
 from .graph_data import attrs_text
 from .labels import BlockLabels
 
@@ -103,9 +103,9 @@ class _DotWriter:
             yield attrs if len(attrs) <= MAX_ATTRIBUTE_CHARACTERS else f"{attrs[: MAX_ATTRIBUTE_CHARACTERS - 1]}…"
         declared = REGISTRY.get(node.op)
         if node.is_leaf:
-            yield f"{node.specs[0]}, {nbytes_text(node.specs[0].nbytes)}"
+            yield f"{node.specs[0]}, {format_bytes(node.specs[0].nbytes)}"
         elif declared is not None and not declared.is_view:
-            yield f"{declared.count_flops(node) / 1e6:.3g} MFLOP, {nbytes_text(declared.count_bytes(node))}"
+            yield f"{declared.count_flops(node) / 1e6:.3g} MFLOP, {format_bytes(declared.count_bytes(node))}"
 
     def _edges(self) -> Iterator[str]:
         """Yield an edge for each operand of a drawn node, and a dotted edge between successive repetitions."""

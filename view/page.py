@@ -16,8 +16,8 @@ from ..graph.graph import Graph
 from ..scheduler.plan import Plan
 from ..scheduler.running.trace import Trace
 from ..scheduler.sharding.factors import Factors
-from ..scheduler.telling.diff import difference
-from ..scheduler.telling.measured import Measured, measured
+from ..scheduler.telling.diff import diff_plans
+from ..scheduler.telling.measured import MeasuredPlan, read_measurements
 from .graph_data import GraphData
 from .passes_data import pass_columns, search_decisions
 from .plan_data import PlanData
@@ -88,12 +88,12 @@ def view_plan(
     Raises:
         PlanError: the trace belongs to another plan.
     """
-    planned = _plan_page_data(plan, None if trace is None else measured(plan, trace))
+    planned = _plan_page_data(plan, None if trace is None else read_measurements(plan, trace))
     documents = [planned] if before is None else [_plan_page_data(before), planned]
-    return _page(title, documents, () if before is None else difference(before, plan), tokens)
+    return _page(title, documents, () if before is None else diff_plans(before, plan), tokens)
 
 
-def _plan_page_data(plan: Plan, times: Measured | None = None) -> dict[str, Any]:
+def _plan_page_data(plan: Plan, times: MeasuredPlan | None = None) -> dict[str, Any]:
     graph, factors = GraphData(plan.graph), Factors(plan.graph)
     drawn = PlanData(plan, graph, times).document()
     drawn["decided"] = search_decisions(plan, graph, factors)

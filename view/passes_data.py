@@ -13,7 +13,7 @@ from ..graph.node import Value
 from ..scheduler.plan import Plan
 from ..scheduler.sharding.axes import Factor
 from ..scheduler.sharding.factors import Factors
-from ..scheduler.sharding.search import classes_of, factors_at
+from ..scheduler.sharding.search import factors_from_description, group_factors
 from .graph_data import GraphData
 from .intern_table import InternTable
 
@@ -24,7 +24,7 @@ def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, An
     ``a b`` is a product of two factors, ``a | b`` means segments. Each factor has its size, whether it is sharded, and
     whether it must not be.
     """
-    cut = factors_at(plan.graph, factors, plan.cuts)
+    cut = factors_from_description(plan.graph, factors, plan.cuts)
     number: InternTable[Factor] = InternTable()
     axes: dict[int, list[str]] = {}
     for block in _distinct_blocks(graph.items):
@@ -32,22 +32,22 @@ def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, An
             for value in (*node.inputs, Value(node)):
                 at = graph.number[value.node]
                 if at not in axes and (value.node.is_leaf or value.node is node):
-                    axes[at] = [_axis(segments, number) for segments in factors.axes(value)]
+                    axes[at] = [_axis(segments, number) for segments in factors.axes_of(value)]
     known = [[f.size, f in cut, bool(f.blocked)] for f in number.items]
     return {"axes": axes, "factors": known}
 
 
 def search_decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
     """Return, for each node with a sharded value, the numbers of the plan's reasons for it."""
-    cut = factors_at(plan.graph, factors, plan.cuts)
-    classes = classes_of(plan.graph, factors) if cut else {}
+    cut = factors_from_description(plan.graph, factors, plan.cuts)
+    classes = group_factors(plan.graph, factors) if cut else {}
     said: dict[Factor, int] = {}
     for name, members in classes.items():
         for number, reason in enumerate(plan.reasons):
             if reason.startswith(f"cut {name}: "):
                 said |= dict.fromkeys(cut.intersection(members), number)
     nodes = plan.graph.nodes if said else ()
-    decided = {graph.number[n]: sorted({said[f] for f in factors.of(Value(n)) if f in said}) for n in nodes}
+    decided = {graph.number[n]: sorted({said[f] for f in factors.factors_of(Value(n)) if f in said}) for n in nodes}
     return {number: reasons for number, reasons in decided.items() if reasons}
 
 

@@ -14,12 +14,12 @@ from ..graph.spec import Spec
 from ..ops.collectives import find_collective_number
 from ..scheduler.lowering.lane import Lane, first_alike
 from ..scheduler.plan import Plan
-from ..scheduler.stages import WORK, Stage, StepCost
-from ..scheduler.telling.explain import Reasons, reason_lines, summary
-from ..scheduler.telling.hints import hints
-from ..scheduler.telling.layouts import layouts_of
-from ..scheduler.telling.listing import memory_by_step
-from ..scheduler.telling.measured import Measured
+from ..scheduler.stages import COMPUTE, InstructionCost, TimelineEntry
+from ..scheduler.telling.explain import TimelineReasons, format_reason_lines, format_summary
+from ..scheduler.telling.hints import find_hints
+from ..scheduler.telling.layouts import format_value_layouts
+from ..scheduler.telling.listing import compute_memory_by_step
+from ..scheduler.telling.measured import MeasuredPlan
 from .graph_data import GraphData, spec_data
 from .intern_table import InternTable
 
@@ -27,15 +27,15 @@ from .intern_table import InternTable
 class PlanData:
     """A plan as data, without its graph."""
 
-    def __init__(self, plan: Plan, graph: GraphData, times: Measured | None = None) -> None:
+    def __init__(self, plan: Plan, graph: GraphData, times: MeasuredPlan | None = None) -> None:
         self.plan, self.graph, self.times = plan, graph, times
         self.node = {name: node for node, name in graph.names.items()}
         numbers: dict[int, int] = {}
         self.program = [numbers.setdefault(first, len(numbers)) for first in first_alike(plan.lanes)]
         self.first = [self.program.index(p) for p in range(len(numbers))]
-        self.reasons = Reasons(plan)
+        self.reasons = TimelineReasons(plan)
         self.texts = InternTable[str]("")
-        self.costs = InternTable[StepCost]()
+        self.costs = InternTable[InstructionCost]()
         self.specs = InternTable[tuple[tuple[int, ...], DType]]()
         self.kernels = InternTable[tuple[str, str, str]]()
         self.calls = InternTable[tuple[tuple[int, ...], int]](((), 0))
@@ -45,13 +45,13 @@ class PlanData:
         plan = self.plan
         programs = [self._program(p) for p in range(len(self.first))]
         rows = [self._row(*row) for row in self._rows([p["block"] for p in programs])]
-        layouts = layouts_of(plan)
-        advice = hints(plan, layouts)
+        layouts = format_value_layouts(plan)
+        advice = find_hints(plan, layouts)
         measured = None if self.times is None else self._measured_data(self.times)
         return {
-            "summary": summary(plan),
+            "summary": format_summary(plan),
             "cost": {"total": plan.cost.total, "collectives": plan.cost.collectives, "meetings": plan.cost.meetings},
-            "decisions": reason_lines(plan),
+            "decisions": format_reason_lines(plan),
             "hinted": {self.graph.number[self.node[name]]: str(hint) for name, hint in advice.items()},
             "devices": [self._device(d) for d in range(len(plan.lanes))],
             "programs": programs,
@@ -63,7 +63,7 @@ class PlanData:
             "kernels": self.kernels.items,
             "calls": self.calls.items,
             "costs": [
-                [c.flops, c.nbytes, c.moved, _round_seconds(c.seconds), _round_seconds(c.uncut)]
+                [c.flops, c.nbytes, c.bytes_sent, _round_seconds(c.seconds), _round_seconds(c.unsharded_seconds)]
                 for c in self.costs.items
             ],
         }
@@ -76,25 +76,25 @@ class PlanData:
             "about": lane.device.description,
             "memory": lane.device.memory,
             "program": self.program[d],
-            "held": {**lane.memory(), "undo": lane.program.saved_bytes},
+            "held": {**lane.memory(), "undo": lane.program.undo_bytes},
             "speeds": asdict(self.plan.speeds[d]),
         }
 
-    def _measured_data(self, times: Measured) -> dict[str, Any]:
+    def _measured_data(self, times: MeasuredPlan) -> dict[str, Any]:
         """Return the kernel, the seconds and the number of fused instructions, by device and instruction of a trace."""
         columns = [
             {
                 "kernel": [-1 if s is None else self.texts(s.kernel) for s in steps],
                 "seconds": [None if s is None else _round_seconds(s.seconds) for s in steps],
-                "together": [0 if s is None else s.together for s in steps],
+                "together": [0 if s is None else s.steps_in_kernel for s in steps],
             }
-            for steps in times.devices
+            for steps in times.steps_by_device
         ]
         return {
             "label": times.label,
-            "runs": times.runs,
-            "seconds": _round_seconds(times.seconds),
-            "exact": times.exact,
+            "runs": times.run_count,
+            "seconds": _round_seconds(times.median_run_seconds),
+            "exact": times.has_equal_shapes,
             "devices": columns,
         }
 
@@ -111,19 +111,19 @@ class PlanData:
             origin.append(-1 if node is None else self.graph.number[node])
             if is_own:
                 own[at] = i.node
-        live, last = memory_by_step(program)
+        live, last = compute_memory_by_step(program)
         return {
             "ops": (columns := [ops(i.op) for i in program.instructions]) and ops.items,
             "op": columns,
             "node": origin,
             "own": own,
             "block": self._blocks(origin),
-            "cost": [self.costs(prices.of(at)) for at in range(len(program.instructions))],
+            "cost": [self.costs(prices.cost_of(at)) for at in range(len(program.instructions))],
             "spec": [self.specs((i.dst[0].shape, i.dst[0].dtype)) for i in program.instructions],
             "calls": self._calls(lane),
             "last": last,
             "live": live,
-            "kept": program.saved_bytes,
+            "kept": program.undo_bytes,
         }
 
     def _calls(self, lane: Lane) -> list[int]:
@@ -134,10 +134,10 @@ class PlanData:
         kernels: list[list[int]] = [[] for _ in lane.program.instructions]
         together = [0] * len(kernels)
         for called in lane.calls or ():
-            number = self.kernels((called.kernel, called.source.place, called.source.text))
-            for at in called.numbers:
+            number = self.kernels((called.kernel, called.source.file_and_line, called.source.text))
+            for at in called.instruction_numbers:
                 kernels[at] += [number] if number not in kernels[at] else []
-                together[at] = len(called.numbers)
+                together[at] = len(called.instruction_numbers)
         return [self.calls((tuple(own), count)) for own, count in zip(kernels, together, strict=True)]
 
     def _origin(self, number: int, at: int) -> tuple[Node | None, bool]:
@@ -199,7 +199,7 @@ class PlanData:
                 done[d] = end
             for b, time in sorted(cells):
                 there = cells[b, time]
-                yield WORK, b, {self.program[d]: cell for d, cell in there.items()}, list(there)
+                yield COMPUTE, b, {self.program[d]: cell for d, cell in there.items()}, list(there)
 
         for number in sorted(meetings):
             there = meetings[number]
@@ -216,12 +216,14 @@ class PlanData:
     def _row(self, op: str, block: int, cells: Mapping[int, tuple[int, int]], devices: list[int]) -> list[Any]:
         told = (
             {self.program[d]: d for d in reversed(devices)}.items()
-            if op == WORK
+            if op == COMPUTE
             else [(self.program[devices[0]], devices[0])]
         )
         because = [
             self.texts(
-                self.reasons.of(Stage(op, (d,) if op == WORK else tuple(devices), *cells[p], 0.0, 0.0, 0.0, None, d))
+                self.reasons.explain_entry(
+                    TimelineEntry(op, (d,) if op == COMPUTE else tuple(devices), *cells[p], 0.0, 0.0, 0.0, None, d)
+                )
             )
             for p, d in told
         ]

@@ -18,29 +18,29 @@ from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.collectives import COLLECTIVES
 from ...ops.quantisation import decode_array, dequantise, encode_array
-from ..abilities import Called
+from ..abilities import KernelCall
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend
-from .compiler import REPLAY, source_digest
-from .crew import Crew
-from .fetching import measure_for
-from .kept import kept_replay
-from .kernels.packing import PACK, UNPACK, pack, unpack
-from .kernels.products.formats import FORMATS, ROWS
+from .compiler import KERNEL_FUNCTION, compute_source_digest
+from .crew import ThreadPool
+from .fetching import tune_for_program
+from .kept import load_cached_replay
+from .kernels.packing import PACK_ARGS, UNPACK_ARGS, make_pack_kernel, make_unpack_kernel
+from .kernels.products.formats import FORMATS, GROUP_ROWS
 from .replay import Replay
 from .simd.vectors import LANES
 
-ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
+QUANTISED_ACTIVATION_OPS = frozenset(("mul_mat", "mul_mat_id"))
 """Ops that round activations to 8 bits, in blocks of 16, if their weight is packed."""
-PACKERS = os.cpu_count() or 1
+PACKING_THREADS = os.cpu_count() or 1
 """Threads that pack weights, independent of the number of threads that run kernels."""
-WORTH_SHARING = 1 << 22
+MIN_SHARED_PACKING_BYTES = 1 << 22
 """Minimum bytes of a matrix that several threads pack; to wake them and wait takes as long as a megabyte."""
-PIECE = 1 << 24
+LOAD_CHUNK_BYTES = 1 << 24
 """Bytes of a weight that are loaded at once: enough to wake threads rarely, and few compared with a model."""
-HALVES = (DType.F16, DType.BF16)
-SHORTER = frozenset(STATE_DTYPES) - {DType.F32}
-FILLED = ("weight", "constant")
+HALF_DTYPES = (DType.F16, DType.BF16)
+NARROW_STATE_DTYPES = frozenset(STATE_DTYPES) - {DType.F32}
+LOADED_LEAVES = ("weight", "constant")
 """Kinds of leaves that `load` writes."""
 
 
@@ -51,13 +51,13 @@ class CpuBackend(NumpyBackend):
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or 1
-        self._packers = ThreadPoolExecutor(PACKERS, "hocket.pack")
-        self._crew: Crew | None = None
+        self._packing_pool = ThreadPoolExecutor(PACKING_THREADS, "hocket.pack")
+        self._thread_pool: ThreadPool | None = None
 
     def with_threads(self, threads: int) -> Self:
         return type(self)(threads)
 
-    def settings(self) -> str:
+    def describe_settings(self) -> str:
         return f"{self.threads} threads"
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
@@ -69,11 +69,11 @@ class CpuBackend(NumpyBackend):
         """
         if kind == "state" and len(spec.shape) == 2 and spec.dtype in STATE_DTYPES:
             return spec
-        if kind in FILLED and len(spec.shape) >= 2:
+        if kind in LOADED_LEAVES and len(spec.shape) >= 2:
             *leading, rows, columns = spec.shape
             if spec.dtype in FORMATS:
-                return Spec((*leading, -(-rows // ROWS) * ROWS, columns), spec.dtype)
-            if spec.dtype in HALVES and columns % LANES == 0:
+                return Spec((*leading, -(-rows // GROUP_ROWS) * GROUP_ROWS, columns), spec.dtype)
+            if spec.dtype in HALF_DTYPES and columns % LANES == 0:
                 return spec
         return super().stored(spec)
 
@@ -84,19 +84,19 @@ class CpuBackend(NumpyBackend):
     def tolerance(self, node: Node) -> float | None:
         """Return the relative error of activations that are rounded; None for arithmetic in float32."""
         if node.op == "attention":
-            from .kernels.attention.attention_squares import rounding_of_weights
+            from .kernels.attention.attention_squares import compute_softmax_rounding_error
 
-            return rounding_of_weights(*(value.dtype for value in node.inputs[1:3]))
-        return 2.0**-8 if node.op in ROUNDED and node.inputs[0].dtype in FORMATS else None
+            return compute_softmax_rounding_error(*(value.dtype for value in node.inputs[1:3]))
+        return 2.0**-8 if node.op in QUANTISED_ACTIVATION_OPS and node.inputs[0].dtype in FORMATS else None
 
-    def pieces(self, data: Array, declared: Spec, buffer: Any) -> Iterator[tuple[Array, Spec, Any]]:
+    def split_weight(self, data: Array, declared: Spec, buffer: Any) -> Iterator[tuple[Array, Spec, Any]]:
         """Split a weight along its first axis: whole groups of the rows of a matrix, or some matrices of several."""
         stored = self.stored(declared, "weight")
-        if len(declared.shape) < 2 or stored.nbytes <= PIECE:
+        if len(declared.shape) < 2 or stored.nbytes <= LOAD_CHUNK_BYTES:
             yield data, declared, buffer
             return
-        together = ROWS if len(declared.shape) == 2 else 1
-        step = max(PIECE * stored.shape[0] // stored.nbytes // together, 1) * together
+        together = GROUP_ROWS if len(declared.shape) == 2 else 1
+        step = max(LOAD_CHUNK_BYTES * stored.shape[0] // stored.nbytes // together, 1) * together
         start = 0
         for first in range(0, declared.shape[0], step):
             part = data[first : first + step]
@@ -107,7 +107,7 @@ class CpuBackend(NumpyBackend):
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
         stored = self.stored(declared, "weight")
-        if stored.dtype in HALVES:
+        if stored.dtype in HALF_DTYPES:
             host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))[...] = (
                 np.atleast_1d(data).view(stored.dtype.storage).reshape(stored.shape)
             )
@@ -118,19 +118,23 @@ class CpuBackend(NumpyBackend):
         *leading, rows, columns = declared.shape
         step = columns // declared.dtype.block * declared.dtype.block_bytes
         source = np.ascontiguousarray(data).reshape(int(np.prod(leading)), rows, step)
-        kernel = REPLAY(pack(FORMATS[declared.dtype]).address)
+        kernel = KERNEL_FUNCTION(make_pack_kernel(FORMATS[declared.dtype]).address)
         for i, matrix in enumerate(source):
             target = buffer.ctypes.data + i * stored.shape[-2] * step
-            block = PACK(source=matrix.ctypes.data, stride=step, target=target, rows=rows, columns=columns)
+            block = PACK_ARGS(source=matrix.ctypes.data, stride=step, target=target, rows=rows, columns=columns)
             words = np.array(block, np.int64)
-            if matrix.nbytes < WORTH_SHARING:
+            if matrix.nbytes < MIN_SHARED_PACKING_BYTES:
                 kernel(words.ctypes.data, 0, 1)
             else:
-                list(self._packers.map(lambda t, a=words: kernel(a.ctypes.data, t, PACKERS), range(PACKERS)))
+                list(
+                    self._packing_pool.map(
+                        lambda t, a=words: kernel(a.ctypes.data, t, PACKING_THREADS), range(PACKING_THREADS)
+                    )
+                )
 
-    def packing(self) -> str:
+    def compute_packing_id(self) -> str:
         """Return a digest of the kernel sources, which a new version of this package changes."""
-        return source_digest().hex()
+        return compute_source_digest().hex()
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
         copies: dict[Tensor, Array] = {}
@@ -138,61 +142,66 @@ class CpuBackend(NumpyBackend):
 
         def view(tensor: Tensor) -> Array:
             plain = self.view(buffers[tensor.buffer], tensor) if not tensor.dtype.is_quantised else None
-            if plain is not None and tensor.dtype not in HALVES:
+            if plain is not None and tensor.dtype not in HALF_DTYPES:
                 return plain
             if tensor not in copies:
                 copies[tensor] = (
-                    _dequantised(program, buffers, tensor) if plain is None else dequantise(plain, tensor.dtype)
+                    _dequantise_view(program, buffers, tensor) if plain is None else dequantise(plain, tensor.dtype)
                 )
             return copies[tensor]
 
         def in_python(i: Instruction) -> list[Callable[[], object]]:
             """Make the NumPy calls of an instruction; rows of narrow dtypes are copied to float32 and back."""
-            kept = [t for t in (*i.src, *i.dst) if t and t.dtype in SHORTER and kinds[t.buffer] not in FILLED]
+            kept = [
+                t
+                for t in (*i.src, *i.dst)
+                if t and t.dtype in NARROW_STATE_DTYPES and kinds[t.buffer] not in LOADED_LEAVES
+            ]
             floats = {t: np.empty(t.shape, np.float32) for t in kept}
-            calls = self.calls(i, buffers, lambda t: floats[t] if t in floats else view(t), comm)
+            calls = self.bind_instruction(i, buffers, lambda t: floats[t] if t in floats else view(t), comm)
             lie = {t: self.view(buffers[t.buffer], t) for t in floats}
-            before = [partial(_widen, lie[t], floats[t], t.dtype) for t in floats]
-            after = [partial(_narrow, floats[t], lie[t], t.dtype) for t in dict.fromkeys(i.dst) if t in floats]
+            before = [partial(_copy_to_float32, lie[t], floats[t], t.dtype) for t in floats]
+            after = [
+                partial(_copy_from_float32, floats[t], lie[t], t.dtype) for t in dict.fromkeys(i.dst) if t in floats
+            ]
             return [*before, *calls, *after]
 
-        if self._crew is None:
-            self._crew = Crew(self.threads)
-        if (kept := kept_replay(program, buffers, on, self._crew, comm)) is not None:
+        if self._thread_pool is None:
+            self._thread_pool = ThreadPool(self.threads)
+        if (kept := load_cached_replay(program, buffers, on, self._thread_pool, comm)) is not None:
             return kept
-        from .binding import bound  # and with it all kernels
 
-        measure_for(program, buffers)
-        return bound(program, buffers, on, self._crew, comm, in_python)
+        tune_for_program(program, buffers)
+        return bound(program, buffers, on, self._thread_pool, comm, in_python)
 
-    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
-        from ..numpy.table import source
-        from .binding import foretold
+    def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
+        from ..numpy.table import locate_op_source
+        from .binding import list_kernel_calls
 
-        return [*foretold(program, self.threads, lambda i: source(i.op))]
+        return [*list_kernel_calls(program, self.threads, lambda i: locate_op_source(i.op))]
 
 
-def _widen(kept: Array, floats: Array, dtype: DType) -> None:
+def _copy_to_float32(kept: Array, floats: Array, dtype: DType) -> None:
     floats[...] = decode_array(kept, dtype)
 
 
-def _narrow(floats: Array, kept: Array, dtype: DType) -> None:
+def _copy_from_float32(floats: Array, kept: Array, dtype: DType) -> None:
     kept[...] = encode_array(floats, dtype)
 
 
-def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:
+def _dequantise_view(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:
     """Return a view of a packed weight as float32, for kernels that support no other dtype."""
-    spec = program.buffers[tensor.buffer].declared
+    spec = program.buffers[tensor.buffer].declared_spec
     assert spec is not None
     *leading, rows, columns = spec.shape
     count, step = int(np.prod(leading)), columns // spec.dtype.block * spec.dtype.block_bytes
-    padded = -(-rows // ROWS) * ROWS
+    padded = -(-rows // GROUP_ROWS) * GROUP_ROWS
     whole, ids = np.empty((count, rows, columns), np.float32), np.arange(rows, dtype=np.int32)
     scratch = np.empty(1024, np.uint8)
-    kernel = REPLAY(unpack(FORMATS[spec.dtype]).address)
+    kernel = KERNEL_FUNCTION(make_unpack_kernel(FORMATS[spec.dtype]).address)
     for i in range(count):
         source = buffers[tensor.buffer].ctypes.data + i * padded * step
-        words = UNPACK(
+        words = UNPACK_ARGS(
             packed=source,
             stride=step,
             rows=rows,

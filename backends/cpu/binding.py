@@ -9,28 +9,28 @@ import numpy as np
 
 from ...ops.collectives import COLLECTIVES
 from ...ops.registry import BUILTIN_OPS
-from ..abilities import STAND_IN, Called, Source
+from ..abilities import STAND_IN, KernelCall, SourceLocation
 from ..base import Comm, Device, Instruction, Program, Tensor
-from ..flow import Flow
-from ..liveness import readers_of
-from ..operands import Bound, NoKernelError, Operand
-from ..sources import source_of
-from ..table import brought
+from ..flow import Dataflow
+from ..liveness import build_reader_table
+from ..operands import BoundInstruction, NoKernelError, Operand
+from ..sources import locate_source
+from ..table import find_op_package_binding
 from .compiler import Kernel
-from .crew import Crew
+from .crew import ThreadPool
 from .kernels.table import BINDINGS, FUSED
-from .relocation import Nowhere, Relocatable, made_up, relocatable
-from .replay import Replay, Segment, Work
-from .steps import Binding, Chain, Step, Steps
+from .relocation import RelocatableTable, SymbolicMemory, build_relocatable_table, make_placeholder_addresses
+from .replay import Replay, ReplayItems, Segment
+from .steps import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
 
 log = logging.getLogger("hocket.kernels")
 
 
-def bound(
+def bind_program(
     program: Program,
     buffers: Sequence[np.ndarray],
     on: Device,
-    crew: Crew,
+    crew: ThreadPool,
     comm: Comm,
     in_python: Callable[[Instruction], list[Callable[[], object]]],
 ) -> Replay:
@@ -48,117 +48,130 @@ def bound(
         The program, ready to run.
     """
     addresses = [b.ctypes.data for b in buffers]
-    flow, steps = _flow(program, addresses), Steps(crew.threads, comm)
-    work: Work = []
-    for part in _parts(flow, steps):
+    flow, steps = _build_dataflow(program, addresses), StepTableBuilder(crew.threads, comm)
+    work: ReplayItems = []
+    for part in _build_segment_steps(flow, steps):
         if isinstance(part, int):
             quietly = np.errstate(all="ignore")
             work += [(part, quietly(call)) for call in in_python(program.instructions[part])]
         else:
-            work.append((part[0].number, Segment.of(part, crew.threads, steps.owned)))
+            work.append((part[0].instruction_number, Segment.from_steps(part, crew.threads, steps.table_memory)))
     return Replay(program, on, work, lambda: flow, crew, comm, buffers)
 
 
-def foreseen(program: Program, threads: int) -> tuple[Relocatable | None, Sequence[Kernel]]:
+def prebind_program(program: Program, threads: int) -> tuple[RelocatableTable | None, Sequence[Kernel]]:
     """Bind a program without buffers, and return its relocatable table and its kernels.
 
     The table is None if the binding depends on addresses, other devices, other packages or Python calls.
     """
     ours = all(i.op in BUILTIN_OPS and i.op not in COLLECTIVES for i in program.instructions)
-    memory = Nowhere(made_up(len(program.buffers) + 1)[-1])
-    parts = [*_parts(_nowhere(program), Steps(threads, owned=memory))] if ours else []
+    memory = SymbolicMemory(make_placeholder_addresses(len(program.buffers) + 1)[-1])
+    parts = (
+        [*_build_segment_steps(_build_placeholder_dataflow(program), StepTableBuilder(threads, table_memory=memory))]
+        if ours
+        else []
+    )
     if len(parts) != 1 or isinstance(parts[0], int):
         return None, ()
-    tables = relocatable(parts[0], threads, memory, [b.nbytes for b in program.buffers])
+    tables = build_relocatable_table(parts[0], threads, memory, [b.nbytes for b in program.buffers])
     return tables, [step.kernel for step in parts[0]]
 
 
-def arranged(program: Program) -> Flow:
+def build_fused_dataflow(program: Program) -> Dataflow:
     """Return the dataflow of a program with the same fusions as `bind_program`."""
-    flow = _nowhere(program)
-    _chains(flow)
+    flow = _build_placeholder_dataflow(program)
+    _choose_fusions(flow)
     return flow
 
 
-def foretold(program: Program, threads: int, in_python: Callable[[Instruction], Source]) -> Iterator[Called]:
+def list_kernel_calls(
+    program: Program, threads: int, in_python: Callable[[Instruction], SourceLocation]
+) -> Iterator[KernelCall]:
     """List the kernels that `bind_program` would call, bound at placeholder addresses.
 
     Collectives are left out, because their kernels depend on the other devices.
     """
-    flow = _nowhere(program)
-    parts = list(_parts(flow, Steps(threads)))
-    together = flow.together()
+    flow = _build_placeholder_dataflow(program)
+    parts = list(_build_segment_steps(flow, StepTableBuilder(threads)))
+    together = flow.groups_by_instruction()
     for part in parts:
         if not isinstance(part, int):
-            yield from (Called(s.kernel.name, source_of(s.kernel.body), together[s.number]) for s in part)
+            yield from (
+                KernelCall(s.kernel.name, locate_source(s.kernel.body), together[s.instruction_number]) for s in part
+            )
         elif (i := program.instructions[part]).op not in COLLECTIVES:
-            yield Called(STAND_IN, in_python(i), (part,))
+            yield KernelCall(STAND_IN, in_python(i), (part,))
 
 
-def kernels_of(program: Program, threads: int) -> Iterator[Kernel]:
+def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:
     """Yield the kernels that `bind_program` would call."""
     return (
-        step.kernel for part in _parts(_nowhere(program), Steps(threads)) if not isinstance(part, int) for step in part
+        step.kernel
+        for part in _build_segment_steps(_build_placeholder_dataflow(program), StepTableBuilder(threads))
+        if not isinstance(part, int)
+        for step in part
     )
 
 
-def _nowhere(program: Program) -> Flow:
+def _build_placeholder_dataflow(program: Program) -> Dataflow:
     """Return the dataflow of a program at placeholder addresses."""
-    return _flow(program, made_up(len(program.buffers)))
+    return _build_dataflow(program, make_placeholder_addresses(len(program.buffers)))
 
 
-def _flow(program: Program, addresses: Sequence[int]) -> Flow:
+def _build_dataflow(program: Program, addresses: Sequence[int]) -> Dataflow:
     """Return the dataflow of a program with buffers at these addresses."""
 
     def operand(tensor: Tensor) -> Operand:
         spec = program.buffers[tensor.buffer]
-        return Operand(addresses[tensor.buffer] + tensor.offset, tensor, spec.declared, spec.stored, spec.kind)
+        return Operand(
+            addresses[tensor.buffer] + tensor.offset, tensor, spec.declared_spec, spec.stored_spec, spec.kind
+        )
 
-    return Flow(program, readers_of(program, operand))
+    return Dataflow(program, build_reader_table(program, operand))
 
 
-def _parts(flow: Flow, steps: Steps) -> Iterator[list[Step] | int]:
+def _build_segment_steps(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
     """Yield consecutive steps of compiled code as lists, and the numbers of instructions without a kernel, in order."""
-    chains = _chains(flow)
-    for group in flow.groups():
-        steps.number = group[0]
+    chains = _choose_fusions(flow)
+    for group in flow.list_groups():
+        steps.instruction_number = group[0]
         if group in chains:
             chains[group].bind(steps)
-        elif not _bind(steps, flow.call(group[0])):
-            if taken := steps.take():
+        elif not _bind_instruction(steps, flow.bound_instruction(group[0])):
+            if taken := steps.take_steps():
                 yield taken
             yield group[0]
-            steps.forget([out.region for out in flow.call(group[0]).dst])
-    if taken := steps.take():
+            steps.invalidate_regions([out.region for out in flow.bound_instruction(group[0]).dst])
+    if taken := steps.take_steps():
         yield taken
 
 
-def _bind(steps: Steps, call: Bound) -> bool:
+def _bind_instruction(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Bind one instruction; return False if it has no kernel."""
     if not any(t.tensor.spec.size for t in call.dst) and call.op not in COLLECTIVES:
         return True
-    bind: Binding | None = BINDINGS.get(call.op) or brought(call.op, "cpu")
+    bind: InstructionBinder | None = BINDINGS.get(call.op) or find_op_package_binding(call.op, "cpu")
     return bind is not None and bind(steps, call)
 
 
-def _chains(flow: Flow) -> dict[Sequence[int], Chain]:
+def _choose_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:
     """Return the longest fusion that begins at each instruction, by the group of its instructions."""
-    chains: dict[Sequence[int], Chain] = {}
-    for number in range(len(flow.readers.program.instructions)):
-        longest = max(_begun(flow, number), key=lambda chain: len(chain.numbers), default=None)
+    chains: dict[Sequence[int], FusedBinding] = {}
+    for number in range(len(flow.reader_table.program.instructions)):
+        longest = max(_find_fusions_from(flow, number), key=lambda chain: len(chain.instruction_numbers), default=None)
         if longest is not None:
-            flow.gather(longest.numbers)
-            chains[tuple(sorted(longest.numbers))] = longest
+            flow.group_instructions(longest.instruction_numbers)
+            chains[tuple(sorted(longest.instruction_numbers))] = longest
     return chains
 
 
-def _begun(flow: Flow, number: int) -> Iterator[Chain]:
+def _find_fusions_from(flow: Dataflow, number: int) -> Iterator[FusedBinding]:
     """Yield the fusions that begin at an instruction and can run as one group."""
-    for find in FUSED.get(flow.call(number).op, ()) if flow.is_free(number) else ():
+    for find in FUSED.get(flow.bound_instruction(number).op, ()) if flow.is_ungrouped(number) else ():
         try:
             chain = find(flow, number)
         except NoKernelError as why:
             log.debug("%s %d: %s", find.__name__, number, why)
             continue
-        if flow.can_meet(chain.numbers):
+        if flow.can_group(chain.instruction_numbers):
             yield chain

@@ -5,23 +5,23 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .compiler import REPLAY
-from .kernels.reductions import TOP_K, top_k
+from .compiler import KERNEL_FUNCTION
+from .kernels.reductions import TOP_K_ARGS, top_k
 
 
-def largest(x: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
+def find_top_k(x: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
     """Return the indices of the `count` largest of ``x`` f32[n], largest first, and the first of equal ones first.
 
     `count` is between 1 and n and should be small: numbers in rising order take time proportional to its square.
     """
     x, places = np.ascontiguousarray(x, np.float32), np.empty(count, np.int32)
-    block = TOP_K(rows=1, x=x.ctypes.data, step=0, n=x.size, y=places.ctypes.data, pace=0, k=count)
+    block = TOP_K_ARGS(rows=1, x=x.ctypes.data, step=0, n=x.size, y=places.ctypes.data, pace=0, k=count)
     words = np.array(block, np.int64)
-    REPLAY(top_k.address)(words.ctypes.data, 0, 1)
+    KERNEL_FUNCTION(top_k.address)(words.ctypes.data, 0, 1)
     return places.astype(np.int64)
 
 
-def descending(x: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+def argsort_descending(x: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     """Return the indices of ``x`` f32[n] in descending order, the first of equal ones first.
 
     Words that combine number and index sort faster than a stable sort of indices.

@@ -24,25 +24,32 @@ import llvmlite
 
 from ...graph.errors import BackendError
 from ...graph.lazy_dataclass import dataclass
-from ..cache import COMPILED, COMPILING, MISSING, cache_folder, keep, recalled
-from ..once import once
+from ..cache import (
+    COMPILED_MESSAGE,
+    COMPILING_MESSAGE,
+    MISSING_KERNELS_MESSAGE,
+    cache_folder,
+    read_cached,
+    write_cached,
+)
+from ..once import call_once
 from . import placing, processor
-from .simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN, NOTHING, Intrinsic, llvm_type
-from .words import Words
+from .simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN_PREFIX, NOTHING, Intrinsic, llvm_type
+from .words import KernelArgs
 
 if TYPE_CHECKING:
     import llvmlite.binding as llvm
 
-Body = Callable[..., Any]
+KernelBody = Callable[..., Any]
 ALIGNMENT = 64
 """Alignment in bytes of all data that kernels access: one vector, which is also a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Subroutine:
     """A function that kernels call; the compiler inlines it."""
 
-    body: Body
+    body: KernelBody
 
     def __call__(self, *values: Any) -> Any:
         raise TypeError("a part runs in compiled kernels only")
@@ -57,45 +64,45 @@ class Kernel:
     """
 
     name: str
-    body: Body = field(compare=False)
+    body: KernelBody = field(compare=False)
 
     @property
     def address(self) -> int:
-        return _loaded(self)[0]
+        return _load_kernel(self)[0]
 
 
-def part(body: Body) -> Part:
-    return Part(body)
+def subroutine(body: KernelBody) -> Subroutine:
+    return Subroutine(body)
 
 
-def kernel(body: Body) -> Kernel:
+def kernel(body: KernelBody) -> Kernel:
     module = body.__module__
-    return Kernel(f"{module.rpartition('.')[2] if _is_ours(body) else module}.{body.__name__}", body)
+    return Kernel(f"{module.rpartition('.')[2] if _is_builtin(body) else module}.{body.__name__}", body)
 
 
-_compiling = threading.RLock()
+_compile_lock = threading.RLock()
 log = logging.getLogger("hocket.kernels")
 
 
-@once
-def _loaded(wanted: Kernel) -> tuple[int, object]:
+@call_once
+def _load_kernel(wanted: Kernel) -> tuple[int, object]:
     """Return the address of a kernel, compiled if it is not cached, and an object that keeps its code alive."""
-    with _compiling:
-        code = _stored(wanted)
-        if code is None and wanted.body is _known_by_name:
+    with _compile_lock:
+        code = _read_cached_code(wanted)
+        if code is None and wanted.body is _named_kernel_placeholder:
             raise LookupError(wanted.name)
-        return _placed(wanted, code or _compiled(wanted))
+        return _load_object(wanted, code or _compile_and_cache(wanted))
 
 
-def _placed(wanted: Kernel, code: bytes) -> tuple[int, object]:
+def _load_object(wanted: Kernel, code: bytes) -> tuple[int, object]:
     """Return the address of a kernel, and an object that keeps its code alive.
 
     If LLVM loads the code, each kernel has its own engine, because LLVM mixes up the offset tables of several objects
     in one engine. The module of a new engine is removed again: to compile even an empty one takes ten times as long as
     the rest.
     """
-    if placing.is_placed_here(code):
-        return placing.placed(code, _symbol(wanted)), None
+    if placing.is_loadable(code):
+        return placing.load_function(code, _symbol_name(wanted)), None
     import llvmlite.binding as llvm
 
     _initialise(llvm.get_default_triple())
@@ -104,43 +111,43 @@ def _placed(wanted: Kernel, code: bytes) -> tuple[int, object]:
     engine.remove_module(module)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return int(engine.get_function_address(_symbol(wanted))), (engine, module, code)
+    return int(engine.get_function_address(_symbol_name(wanted))), (engine, module, code)
 
 
-def make_ready(kernels: Iterable[Kernel]) -> None:
+def compile_missing(kernels: Iterable[Kernel]) -> None:
     """Compile the kernels that are not cached, after logging their number."""
-    missing = [k for k in dict.fromkeys(kernels) if (k,) not in _loaded and not _is_stored(k)]
+    missing = [k for k in dict.fromkeys(kernels) if (k,) not in _load_kernel and not _is_cached(k)]
     if missing:
-        log.info(MISSING, len(missing))
+        log.info(MISSING_KERNELS_MESSAGE, len(missing))
     for wanted in missing:
-        _loaded(wanted)
+        _load_kernel(wanted)
 
 
-def stored_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
+def find_cached_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
     """Return the addresses of kernels of this package by name; None if the code of one is not cached."""
     try:
-        return {name: Kernel(name, _known_by_name).address for name in names}
+        return {name: Kernel(name, _named_kernel_placeholder).address for name in names}
     except LookupError:
         return None
 
 
-def _known_by_name(a: int, thread: int, threads: int) -> int:
+def _named_kernel_placeholder(a: int, thread: int, threads: int) -> int:
     """Stand for the body of a cached kernel that is only known by its name."""
     raise LookupError("it is never compiled")
 
 
-def _symbol(wanted: Kernel) -> str:
+def _symbol_name(wanted: Kernel) -> str:
     return "hocket." + wanted.name
 
 
-def _machine() -> llvm.TargetMachine:
+def _make_target_machine() -> llvm.TargetMachine:
     """Make a target machine; each engine needs a new one, because it disposes of it."""
     import llvmlite.binding as llvm
 
-    wanted = processor.target()
+    wanted = processor.find_compile_target()
     _initialise(wanted.triple)
     return llvm.Target.from_triple(wanted.triple).create_target_machine(
-        cpu=wanted.cpu, features=wanted.flattened(), opt=3, reloc="pic", codemodel="jitdefault", jit=True
+        cpu=wanted.cpu, features=wanted.format_features(), opt=3, reloc="pic", codemodel="jitdefault", jit=True
     )
 
 
@@ -159,12 +166,12 @@ def _initialise(triple: str) -> None:
 # ------------------------------------------------------------------------------------------------- stored code
 
 
-SHIPPED = Path(__file__).parent / "compiled"
+PRECOMPILED_FOLDER = Path(__file__).parent / "compiled"
 """Kernels that came with the package or were compiled at installation: one folder for each target."""
 
 
 @cache
-def _sources() -> bytes:
+def _digest_kernel_sources() -> bytes:
     """Return the digest of the sources of all kernels and of the compiler."""
     here = Path(__file__)
     folders = ("simd", "kernels")
@@ -175,7 +182,7 @@ def _sources() -> bytes:
     return digest.digest()
 
 
-def _version_of_numba() -> str:
+def _find_numba_version() -> str:
     """Return the version from the name of Numba's metadata folder; importing Numba or package metadata takes longer."""
     spec = find_spec("numba")
     beside = sorted(Path(spec.origin).parents[1].glob("numba-*.dist-info")) if spec and spec.origin else []
@@ -186,142 +193,148 @@ def _version_of_numba() -> str:
     return version("numba")
 
 
-def source_digest() -> bytes:
+def compute_source_digest() -> bytes:
     """Return a digest of everything that affects the code of kernels and their argument words."""
-    return _sources() + _surroundings()
+    return _digest_kernel_sources() + _compiler_fingerprint()
 
 
 @cache
-def _surroundings() -> bytes:
+def _compiler_fingerprint() -> bytes:
     """Return everything outside the sources that affects the code of kernels compiled here."""
-    where = (processor.target(), processor.tiles(), sys.platform)
-    return repr((*where, _version_of_numba(), llvmlite.__version__)).encode()
+    where = (processor.find_compile_target(), processor.find_tile_support(), sys.platform)
+    return repr((*where, _find_numba_version(), llvmlite.__version__)).encode()
 
 
-def _file(wanted: Kernel) -> Path | None:
+def _cache_file(wanted: Kernel) -> Path | None:
     """Return the cache file of a kernel; None for a kernel without a source file."""
     assert isinstance(wanted.body, FunctionType)
     try:
-        outside = b"" if _is_ours(wanted.body) else _text_of(wanted.body.__code__.co_filename)
+        outside = b"" if _is_builtin(wanted.body) else _read_foreign_source(wanted.body.__code__.co_filename)
     except OSError:
         return None
-    return cache_folder() / "kernels" / _name(wanted, outside + _surroundings())
+    return cache_folder() / "kernels" / _cache_file_name(wanted, outside + _compiler_fingerprint())
 
 
-def _name(wanted: Kernel, besides: bytes = b"") -> str:
-    return f"{hashlib.sha256(_sources() + besides + wanted.name.encode()).hexdigest()[:40]}.o"
+def _cache_file_name(wanted: Kernel, besides: bytes = b"") -> str:
+    return f"{hashlib.sha256(_digest_kernel_sources() + besides + wanted.name.encode()).hexdigest()[:40]}.o"
 
 
-def _is_ours(body: Body) -> bool:
+def _is_builtin(body: KernelBody) -> bool:
     return body.__module__.startswith(f"{__package__}.")
 
 
 @cache
-def _text_of(file: str) -> bytes:
+def _read_foreign_source(file: str) -> bytes:
     """Return the source file of a kernel of another package; changes in files that it imports are not seen."""
     return Path(file).read_bytes()
 
 
-def _files(wanted: Kernel) -> Iterator[Path]:
+def _candidate_files(wanted: Kernel) -> Iterator[Path]:
     """Yield the files that may have code of a kernel for this processor, the best first."""
-    shipped = [SHIPPED / target.name / _name(wanted) for target in processor.fitting()] if _is_ours(wanted.body) else []
+    shipped = (
+        [PRECOMPILED_FOLDER / target.name / _cache_file_name(wanted) for target in processor.list_runnable_targets()]
+        if _is_builtin(wanted.body)
+        else []
+    )
     yield from shipped[:1]
-    if file := _file(wanted):
+    if file := _cache_file(wanted):
         yield file
     yield from shipped[1:]
 
 
-def _stored(wanted: Kernel) -> bytes | None:
+def _read_cached_code(wanted: Kernel) -> bytes | None:
     """Return the code that came with the package or that an earlier process cached; else None."""
-    return next((code for file in _files(wanted) if (code := recalled(file)) is not None), None)
+    return next((code for file in _candidate_files(wanted) if (code := read_cached(file)) is not None), None)
 
 
-def _is_stored(wanted: Kernel) -> bool:
-    return any(file.exists() for file in _files(wanted))
+def _is_cached(wanted: Kernel) -> bool:
+    return any(file.exists() for file in _candidate_files(wanted))
 
 
-def ship(kernels: Iterable[Kernel]) -> int:
+def precompile_kernels(kernels: Iterable[Kernel]) -> int:
     """Compile kernels for the target into the package, and return their number."""
-    folder, wanted = SHIPPED / processor.target().name, [*dict.fromkeys(kernels)]
+    folder, wanted = PRECOMPILED_FOLDER / processor.find_compile_target().name, [*dict.fromkeys(kernels)]
     for one in wanted:
-        if recalled(folder / _name(one)) is None:
-            keep(folder / _name(one), _code(one))
+        if read_cached(folder / _cache_file_name(one)) is None:
+            write_cached(folder / _cache_file_name(one), _emit_object_code(one))
     return len(wanted)
 
 
 # --------------------------------------------------------------------------------------------------- compiling
 
-OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}, "no_rewrites": True, "_nrt": False}
+NUMBA_OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}, "no_rewrites": True, "_nrt": False}
 """Numba's options for kernels, which use neither objects nor array expressions."""
-INLINED = {**OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+SUBROUTINE_OPTIONS = {**NUMBA_OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Numba's options for subroutines, which only kernels call."""
 
 
-def _compiled(wanted: Kernel) -> bytes:
+def _compile_and_cache(wanted: Kernel) -> bytes:
     """Compile a kernel and cache its code for later processes."""
-    log.info(COMPILING, wanted.name)
-    code = _code(wanted)
-    if file := _file(wanted):
-        keep(file, code)
-    log.info(COMPILED, wanted.name)
+    log.info(COMPILING_MESSAGE, wanted.name)
+    code = _emit_object_code(wanted)
+    if file := _cache_file(wanted):
+        write_cached(file, code)
+    log.info(COMPILED_MESSAGE, wanted.name)
     return code
 
 
-def _code(wanted: Kernel) -> bytes:
+def _emit_object_code(wanted: Kernel) -> bytes:
     """Return object code for the target, with one symbol of this package."""
-    module, machine = _translated(wanted)
+    module, machine = _translate_to_llvm(wanted)
     return bytes(machine.emit_object(module))
 
 
-def _translated(wanted: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
+def _translate_to_llvm(wanted: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
     """Return the LLVM module that Numba makes of a kernel, and the machine for which LLVM compiles it."""
     import llvmlite.binding as llvm
     from numba import cfunc
 
     # A function that is not inlined has a wrapper that can raise. The wrapper needs symbols of Numba, which a warm
     # start does not have, and then not even the symbols of the system are bound.
-    function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **OPTIONS)(_resolved(wanted.body))
-    assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted)).replace(FOREIGN, "")
+    function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **NUMBA_OPTIONS)(
+        _resolve_names(wanted.body)
+    )
+    assembly = function.inspect_llvm().replace(function.native_name, _symbol_name(wanted)).replace(FOREIGN_PREFIX, "")
     if "call void @numba_do_raise" in assembly:
         raise BackendError(
             f"kernel {wanted.name} may raise, and nothing would catch it; give range() a step that is a constant, and "
             "leave out raise and assert"
         )
-    module, machine = llvm.parse_assembly(assembly), _machine()
-    module.triple, module.data_layout = processor.target().triple, str(machine.target_data)
+    module, machine = llvm.parse_assembly(assembly), _make_target_machine()
+    module.triple, module.data_layout = processor.find_compile_target().triple, str(machine.target_data)
     module.verify()
     return module, machine
 
 
-def _resolved(body: Body) -> Body:
+def _resolve_names(body: KernelBody) -> KernelBody:
     """Return `body` with its names for intrinsics and subroutines bound to Numba's objects."""
     assert isinstance(body, FunctionType)
     names = {**body.__globals__}
     for name in body.__code__.co_names:
         if name in names:
-            names[name] = _for_numba(names[name])
-    cells = tuple(CellType(_for_numba(cell.cell_contents)) for cell in body.__closure__ or ())
+            names[name] = _to_numba(names[name])
+    cells = tuple(CellType(_to_numba(cell.cell_contents)) for cell in body.__closure__ or ())
     return FunctionType(body.__code__, names, body.__name__, body.__defaults__, cells or None)
 
 
 @cache
-def _for_numba(thing: Any) -> Any:
+def _to_numba(thing: Any) -> Any:
     if isinstance(thing, Intrinsic):
-        return _intrinsic(thing)
-    if isinstance(thing, Part):
+        return _make_numba_intrinsic(thing)
+    if isinstance(thing, Subroutine):
         from numba import njit
 
-        return njit(**INLINED)(_resolved(thing.body))
-    if isinstance(thing, Words):  # Numba reads attributes of a module while it compiles
+        return njit(**SUBROUTINE_OPTIONS)(_resolve_names(thing.body))
+    if isinstance(thing, KernelArgs):  # Numba reads attributes of a module while it compiles
         module = ModuleType("words")
         for name in (*thing.fields, *thing.parts):
-            setattr(module, name, _for_numba(getattr(thing, name)))
+            setattr(module, name, _to_numba(getattr(thing, name)))
         return module
     return thing
 
 
 @cache
-def _numba_type(name: str) -> Any:
+def _make_numba_type(name: str) -> Any:
     """Return Numba's type for a type name; vectors and tuples of vectors are types of our own."""
     from numba import types
     from numba.extending import models, register_model
@@ -338,20 +351,20 @@ def _numba_type(name: str) -> Any:
     return kind(name)
 
 
-def _intrinsic(declared: Intrinsic) -> Any:
+def _make_numba_intrinsic(declared: Intrinsic) -> Any:
     from numba.extending import intrinsic
 
-    signature = _numba_type(declared.result)(*map(_numba_type, declared.operands))
+    signature = _make_numba_type(declared.result)(*map(_make_numba_type, declared.operands))
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         made = declared.body(builder, *values)
         return context.get_dummy_value() if declared.result == NOTHING else made
 
-    return intrinsic(_WITH_OPERANDS[len(declared.operands)]((signature, generate)))
+    return intrinsic(_WRAPPERS_BY_OPERAND_COUNT[len(declared.operands)]((signature, generate)))
 
 
 # Numba reads the number of operands from the function, which therefore has to be written out.
-_WITH_OPERANDS: tuple[Callable[[Any], Body], ...] = (
+_WRAPPERS_BY_OPERAND_COUNT: tuple[Callable[[Any], KernelBody], ...] = (
     lambda made: lambda context: made,
     lambda made: lambda context, a: made,
     lambda made: lambda context, a, b: made,
@@ -365,5 +378,5 @@ _WITH_OPERANDS: tuple[Callable[[Any], Body], ...] = (
 )
 
 
-REPLAY = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+KERNEL_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 """The C signature of kernels, for calls from Python; the GIL is released during the call."""

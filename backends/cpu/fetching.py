@@ -20,80 +20,84 @@ import numpy as np
 
 from ...graph.dtypes import DType
 from ..base import Program
-from ..cache import cache_folder, keep, recalled
-from .compiler import REPLAY, source_digest
+from ..cache import cache_folder, read_cached, write_cached
+from .compiler import KERNEL_FUNCTION, compute_source_digest
 
-CHOICES = ((8192, 16384), (0, 0), (4096, 4096), (8192, 8192), (2048, 8192))
+PREFETCH_DISTANCES = ((8192, 16384), (0, 0), (4096, 4096), (8192, 8192), (2048, 8192))
 """Bytes ahead of use for the first and for the second cache.
 
 The first pair is the default. With equal distances the second prefetch costs little. With zero distances, lines are
 requested before the block that needs them.
 """
-BETTER = 1.03
+MIN_PREFETCH_GAIN = 1.03
 """Minimum ratio of speeds at which another pair replaces the default."""
-WORTH = 64 << 20
+MIN_TUNED_BYTES = 64 << 20
 """Minimum bytes of weights of a dtype in a program for a measurement; fewer bytes stay in a cache."""
-MOST = 128 << 20
+MAX_TUNING_BYTES = 128 << 20
 """Maximum bytes of weights that a measurement reads."""
-ROUNDS = 15
-AT_ONCE = (1, 4)
+TUNING_ROUNDS = 15
+TUNED_ROW_COUNTS = (1, 4)
 """Numbers of activation rows that are measured: one, and several."""
-GROUP = 64
+MAX_GROUP_ROWS = 64
 """Maximum rows of a group in any packed form."""
 log = logging.getLogger("hocket.kernels")
 
 
-def ahead(dtype: DType, *, several: bool = False) -> tuple[int, int]:
+def find_prefetch_distance(dtype: DType, *, several: bool = False) -> tuple[int, int]:
     """Return the prefetch distances of a weight in bytes, for the first and for the second cache.
 
     Args:
         dtype: The dtype of the weight.
         several: Whether several rows of activations are multiplied at once.
     """
-    kept = recalled(_file(dtype))
-    return CHOICES[kept[several] if kept else 0]
+    kept = read_cached(_cache_file(dtype))
+    return PREFETCH_DISTANCES[kept[several] if kept else 0]
 
 
-def measure_for(program: Program, buffers: Sequence[np.ndarray]) -> None:
+def tune_for_program(program: Program, buffers: Sequence[np.ndarray]) -> None:
     """Tune every dtype that has many weights in a program and has no cached result.
 
     The products use the weights themselves, because a copy would take memory that the model does not need.
     """
     weights = defaultdict[DType, list[np.ndarray]](list)
     for spec, memory in zip(program.buffers, buffers, strict=True):
-        if spec.kind == "weight" and spec.stored is not None and len(spec.stored.shape) > 1 and spec.nbytes:
-            dtype, columns = spec.stored.dtype, spec.stored.shape[-1]
-            rows = memory.view(np.uint8)[: spec.stored.nbytes]
+        if spec.kind == "weight" and spec.stored_spec is not None and len(spec.stored_spec.shape) > 1 and spec.nbytes:
+            dtype, columns = spec.stored_spec.dtype, spec.stored_spec.shape[-1]
+            rows = memory.view(np.uint8)[: spec.stored_spec.nbytes]
             weights[dtype].append(rows.reshape(-1, columns // dtype.block * dtype.block_bytes))
     for dtype, matrices in weights.items():
-        if sum(matrix.nbytes for matrix in matrices) >= WORTH and recalled(_file(dtype)) is None:
-            choose(dtype, matrices)
+        if sum(matrix.nbytes for matrix in matrices) >= MIN_TUNED_BYTES and read_cached(_cache_file(dtype)) is None:
+            tune_prefetch_distance(dtype, matrices)
 
 
-def choose(dtype: DType, matrices: Sequence[np.ndarray]) -> None:
+def tune_prefetch_distance(dtype: DType, matrices: Sequence[np.ndarray]) -> None:
     """Measure all distances on one thread, and cache the best for later processes."""
     before = accumulate((matrix.nbytes for matrix in matrices), initial=0)
-    some = [matrix[: _rows(matrix, MOST - read)] for matrix, read in zip(matrices, before, strict=False) if read < MOST]
-    keep(_file(dtype), bytes(_best(dtype, some, rows) for rows in AT_ONCE))
+    some = [
+        matrix[: _count_whole_group_rows(matrix, MAX_TUNING_BYTES - read)]
+        for matrix, read in zip(matrices, before, strict=False)
+        if read < MAX_TUNING_BYTES
+    ]
+    write_cached(_cache_file(dtype), bytes(_choose_fastest(dtype, some, rows) for rows in TUNED_ROW_COUNTS))
 
 
-def _best(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
+def _choose_fastest(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
     """Return the index of the pair with the fastest run; disturbances only make a run slower."""
-    reading = Product(dtype, matrices, 1, rows)
-    reading.seconds()
-    seconds = np.min([reading.seconds() for _ in range(ROUNDS)], axis=0)
-    rates = ", ".join(f"{c}: {reading.nbytes / s / 1e9:.1f}" for c, s in zip(CHOICES, seconds, strict=True))
+    reading = TimedMatmul(dtype, matrices, 1, rows)
+    reading.measure_seconds()
+    seconds = np.min([reading.measure_seconds() for _ in range(TUNING_ROUNDS)], axis=0)
+    rates = ", ".join(f"{c}: {reading.nbytes / s / 1e9:.1f}" for c, s in zip(PREFETCH_DISTANCES, seconds, strict=True))
     log.debug("GB/s of %s by bytes fetched ahead, %d rows: %s", dtype, rows, rates)
     best = int(np.argmin(seconds))
-    return best if seconds[best] * BETTER < seconds[0] else 0
+    return best if seconds[best] * MIN_PREFETCH_GAIN < seconds[0] else 0
 
 
-def _rows(matrix: np.ndarray, nbytes: int) -> int:
+def _count_whole_group_rows(matrix: np.ndarray, nbytes: int) -> int:
     """Return how many rows have `nbytes` bytes, in whole groups."""
-    return max(1, nbytes // matrix.shape[1] // GROUP) * GROUP
+    return max(1, nbytes // matrix.shape[1] // MAX_GROUP_ROWS) * MAX_GROUP_ROWS
 
 
-class Product:
+class TimedMatmul:
     """Timed products of weights of one dtype with rows of zeros; the results are discarded.
 
     Each weight is an array of rows of bytes. Packed weights are whole groups of rows.
@@ -104,12 +108,12 @@ class Product:
         from .kernels.products.formats import FORMATS
 
         form = FORMATS.get(dtype)
-        blocks = products.blocks_of(form) if form else dense.blocks_of(dtype)
+        blocks = products.make_packed_tiling(form) if form else dense.make_float_tiling(dtype)
         self.nbytes = sum(matrix.nbytes for matrix in matrices)
         rows, stride = np.max([matrix.shape for matrix in matrices], axis=0)
         x, y = np.zeros(stride // dtype.block_bytes * dtype.block, np.float32), np.zeros(rows, np.float32)
         slots = np.array([0, at_once, at_once, *range(at_once)], np.int32)
-        scratch = np.zeros(threads * blocks.scratch, np.uint8)
+        scratch = np.zeros(threads * blocks.scratch_bytes, np.uint8)
         self._blocks = [
             [
                 np.array(
@@ -127,7 +131,7 @@ class Product:
                         shared=1,
                         y=y.ctypes.data,
                         step=0,
-                        scratch=scratch.ctypes.data + thread * blocks.scratch,
+                        scratch=scratch.ctypes.data + thread * blocks.scratch_bytes,
                         near=near,
                         far=far,
                         tickets=0,
@@ -135,28 +139,34 @@ class Product:
                     np.int64,
                 )
                 for matrix in matrices
-                for thread, (first, last) in enumerate(pairwise(grouped.even_bounds(len(matrix), GROUP, threads)))
+                for thread, (first, last) in enumerate(
+                    pairwise(grouped.compute_even_bounds(len(matrix), MAX_GROUP_ROWS, threads))
+                )
             ]
-            for near, far in CHOICES
+            for near, far in PREFETCH_DISTANCES
         ]
         self._memory = matrices, x, y, slots, scratch
-        self._call = REPLAY((products.product(form) if form else dense.product(dtype)).address)
+        self._kernel = KERNEL_FUNCTION(
+            (products.make_packed_matmul_kernel(form) if form else dense.make_float_matmul_kernel(dtype)).address
+        )
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
 
-    def seconds(self) -> list[float]:
+    def measure_seconds(self) -> list[float]:
         """Return the seconds of one run with each pair of distances."""
-        return [self._seconds(blocks) for blocks in self._blocks]
+        return [self._measure_run(blocks) for blocks in self._blocks]
 
-    def _seconds(self, blocks: Sequence[np.ndarray]) -> float:
+    def _measure_run(self, blocks: Sequence[np.ndarray]) -> float:
         start = time.perf_counter()
-        list(self._pool.map(lambda thread: self._part(blocks, thread), range(self._threads)))
+        list(self._pool.map(lambda thread: self._run_thread_blocks(blocks, thread), range(self._threads)))
         return time.perf_counter() - start
 
-    def _part(self, blocks: Sequence[np.ndarray], thread: int) -> None:
+    def _run_thread_blocks(self, blocks: Sequence[np.ndarray], thread: int) -> None:
         for block in blocks[thread :: self._threads]:
-            self._call(block.ctypes.data, 0, 1)
+            self._kernel(block.ctypes.data, 0, 1)
 
 
-def _file(dtype: DType) -> Path:
-    name = hashlib.sha256(source_digest() + repr((str(dtype), CHOICES, AT_ONCE)).encode()).hexdigest()[:40]
+def _cache_file(dtype: DType) -> Path:
+    name = hashlib.sha256(
+        compute_source_digest() + repr((str(dtype), PREFETCH_DISTANCES, TUNED_ROW_COUNTS)).encode()
+    ).hexdigest()[:40]
     return cache_folder() / "kernels" / f"{name}.ahead"

@@ -13,53 +13,57 @@ from pathlib import Path
 import numpy as np
 
 from ..base import Comm, Device, Program
-from ..cache import cache_folder, keep, recalled
-from ..flow import Flow
-from .compiler import ALIGNMENT, make_ready, source_digest, stored_addresses
-from .crew import Crew
-from .fetching import measure_for
+from ..cache import cache_folder, read_cached, write_cached
+from ..flow import Dataflow
+from .compiler import ALIGNMENT, compile_missing, compute_source_digest, find_cached_addresses
+from .crew import ThreadPool
+from .fetching import tune_for_program
 from .kernels.loop import run
-from .relocation import read
+from .relocation import parse_relocatable_table
 from .replay import Replay, Segment
 
 
-def kept_replay(program: Program, buffers: Sequence[np.ndarray], on: Device, crew: Crew, comm: Comm) -> Replay | None:
+def load_cached_replay(
+    program: Program, buffers: Sequence[np.ndarray], on: Device, crew: ThreadPool, comm: Comm
+) -> Replay | None:
     """Return a program ready to run from a cached binding, or bind it and cache the result.
 
     Returns None if the program is not cached or needs more than compiled code of this package for one device.
     """
-    file, addresses = file_of(program, crew.threads), [b.ctypes.data for b in buffers]
+    file, addresses = find_binding_file(program, crew.threads), [b.ctypes.data for b in buffers]
     if file is None or any(address % ALIGNMENT for address in addresses):
         return None
-    tables = None if (data := recalled(file)) is None else read(data)
+    tables = None if (data := read_cached(file)) is None else parse_relocatable_table(data)
     loops = [run, *crew.kernels]
-    kernels = None if tables is None else stored_addresses([*(loop.name for loop in loops), *tables.names])
+    kernels = None if tables is None else find_cached_addresses([*(loop.name for loop in loops), *tables.names])
     if tables is None or kernels is None:
-        from .binding import foreseen  # and with it all kernels
+        from .binding import prebind_program  # and with it all kernels
 
-        measure_for(program, buffers)
-        tables, needed = foreseen(program, crew.threads)
+        tune_for_program(program, buffers)
+        tables, needed = prebind_program(program, crew.threads)
         if tables is None:
             return None
-        make_ready([*loops, *needed])
+        compile_missing([*loops, *needed])
         kernels = {wanted.name: wanted.address for wanted in needed}
-        keep(file, tables.data())
+        write_cached(file, tables.to_bytes())
     names = [tables.names[kernel] for kernel in tables.kernels]
-    segment = Segment(names, *tables.at(addresses, kernels))
-    return Replay(program, on, [(segment.numbers[0], segment)], partial(_flow_of, program), crew, comm, buffers)
+    segment = Segment(names, *tables.relocate(addresses, kernels))
+    return Replay(
+        program, on, [(segment.instruction_numbers[0], segment)], partial(_build_dataflow, program), crew, comm, buffers
+    )
 
 
-def _flow_of(program: Program) -> Flow:
-    from .binding import arranged
+def _build_dataflow(program: Program) -> Dataflow:
+    from .binding import build_fused_dataflow
 
-    return arranged(program)
+    return build_fused_dataflow(program)
 
 
-def file_of(program: Program, threads: int) -> Path | None:
+def find_binding_file(program: Program, threads: int) -> Path | None:
     """Return the cache file of the binding of a program; None for a program that is not cached."""
-    if not program.kept:
+    if not program.cache_name:
         return None
     from hashlib import sha256
 
-    name = sha256(repr((program.kept, threads, source_digest())).encode()).hexdigest()[:40]
+    name = sha256(repr((program.cache_name, threads, compute_source_digest())).encode()).hexdigest()[:40]
     return cache_folder() / "bindings" / f"{name}.i64"

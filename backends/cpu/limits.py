@@ -15,14 +15,14 @@ import numpy as np
 
 from ...graph.dtypes import DType
 from . import processor
-from .compiler import REPLAY, Kernel
-from .fetching import GROUP, Product
+from .compiler import KERNEL_FUNCTION, Kernel
+from .fetching import MAX_GROUP_ROWS, TimedMatmul
 from .kernels import limits
 from .simd import amx
-from .simd.bytes import has_fours
+from .simd.bytes import has_dot4
 
-RUNS = 5
-PATTERNS = (
+MEASUREMENT_RUNS = 5
+READ_PATTERNS = (
     {"streams": 1, "together": 0, "near": 0, "far": 0},
     {"streams": 1, "together": 0, "near": 8192, "far": 16384},
     {"streams": 1, "together": 1, "near": 0, "far": 0},
@@ -30,33 +30,33 @@ PATTERNS = (
     {"streams": 8, "together": 0, "near": 2048, "far": 8192},
 )
 """Patterns that only read memory, as words of `limits.READ`; the best one differs between processors."""
-WIDTH = 1024 // DType.Q8_0.block * DType.Q8_0.block_bytes
+ROW_BYTES = 1024 // DType.Q8_0.block * DType.Q8_0.block_bytes
 """Bytes of a row of 1,024 weights of Q8_0."""
-TURNS = 1_000_000
+MULTIPLY_TURNS = 1_000_000
 
 
-class _Run:
+class _TimedKernel:
     """A kernel on several threads, which stay alive between runs."""
 
     def __init__(self, kernel: Kernel, words: Sequence[int], threads: int) -> None:
-        self._block, self._call = np.array(words, np.int64), REPLAY(kernel.address)
+        self._block, self._kernel = np.array(words, np.int64), KERNEL_FUNCTION(kernel.address)
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
 
-    def seconds(self) -> float:
+    def measure_seconds(self) -> float:
         """Run once."""
         start = time.perf_counter()
-        list(self._pool.map(self._part, range(self._threads)))
+        list(self._pool.map(self._run_thread, range(self._threads)))
         return time.perf_counter() - start
 
-    def fastest(self) -> float:
+    def measure_fastest_seconds(self) -> float:
         """Return the seconds of the fastest run after one warm-up run."""
-        return min([self.seconds() for _ in range(1 + RUNS)][1:])
+        return min([self.measure_seconds() for _ in range(1 + MEASUREMENT_RUNS)][1:])
 
-    def _part(self, thread: int) -> None:
-        self._call(self._block.ctypes.data, thread, self._threads)
+    def _run_thread(self, thread: int) -> None:
+        self._kernel(self._block.ctypes.data, thread, self._threads)
 
 
-class Reading:
+class MemoryReadTest:
     """Memory that several threads read together, in every pattern; it should exceed every cache.
 
     The patterns are `READ_PATTERNS` and a product of one token with a Q8_0 weight of a quarter of the size,
@@ -64,21 +64,28 @@ class Reading:
     """
 
     def __init__(self, threads: int, nbytes: int = 1 << 30) -> None:
-        turns = nbytes // (64 * limits.LINES * limits.PIECE * threads) * limits.PIECE * threads
-        memory, sums = np.ones(turns * 16 * limits.LINES, np.float32), np.zeros(16 * threads, np.float32)
+        turns = (
+            nbytes
+            // (64 * limits.LINES_PER_ITERATION * limits.TURNS_PER_CHUNK * threads)
+            * limits.TURNS_PER_CHUNK
+            * threads
+        )
+        memory, sums = np.ones(turns * 16 * limits.LINES_PER_ITERATION, np.float32), np.zeros(16 * threads, np.float32)
         known = {"memory": memory.ctypes.data, "turns": turns, "sums": sums.ctypes.data}
         self._memory = memory, sums
-        self._runs = [_Run(limits.read, limits.READ(**known, **pattern), threads) for pattern in PATTERNS]
-        weight = np.full((nbytes // 4 // WIDTH // GROUP * GROUP, WIDTH), 0x21, np.uint8)
-        self._product = Product(DType.Q8_0, [weight], threads)
+        self._runs = [
+            _TimedKernel(limits.read, limits.READ_ARGS(**known, **pattern), threads) for pattern in READ_PATTERNS
+        ]
+        weight = np.full((nbytes // 4 // ROW_BYTES // MAX_GROUP_ROWS * MAX_GROUP_ROWS, ROW_BYTES), 0x21, np.uint8)
+        self._matmul = TimedMatmul(DType.Q8_0, [weight], threads)
 
-    def rate(self) -> float:
+    def measure_bytes_per_second(self) -> float:
         """Measure the bytes/s now."""
-        seconds = min(run.seconds() for run in self._runs)
-        return max(self._memory[0].nbytes / seconds, self._product.nbytes / min(self._product.seconds()))
+        seconds = min(run.measure_seconds() for run in self._runs)
+        return max(self._memory[0].nbytes / seconds, self._matmul.nbytes / min(self._matmul.measure_seconds()))
 
 
-def last_cache_bytes() -> int:
+def read_last_cache_bytes() -> int:
     """Return the bytes of the largest cache of the first processor; 0 if the system does not report it."""
     sizes = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
@@ -88,29 +95,35 @@ def last_cache_bytes() -> int:
     return max(sizes)
 
 
-def multiply_peak(threads: int) -> float:
+def measure_float32_peak(threads: int) -> float:
     """Measure the float32 operations/s of fused multiply-adds."""
     values = np.full(32, 0.5, np.float32)
-    return 2 * _products(limits.multiply, values, threads)
+    return 2 * _measure_multiplications_per_second(limits.multiply, values, threads)
 
 
-def dot_peak(threads: int) -> float | None:
+def measure_int8_peak(threads: int) -> float | None:
     """Measure the operations/s of 8-bit dot products; None if the processor has no such instruction."""
-    return 2 * 4 * _products(limits.dot, np.ones(128, np.uint8), threads) if has_fours() else None
+    return (
+        2 * 4 * _measure_multiplications_per_second(limits.dot, np.ones(128, np.uint8), threads) if has_dot4() else None
+    )
 
 
-def tiles_peak(threads: int) -> float | None:
+def measure_bf16_tile_peak(threads: int) -> float | None:
     """Measure the bfloat16 operations/s of tile products; None if the processor has no tiles."""
-    if processor.tiles() != processor.AMX:
+    if processor.find_tile_support() != processor.AMX:
         return None
-    memory, turns = np.zeros(amx.NBYTES * threads, np.uint8), TURNS // 4
-    run = _Run(limits.multiply_tiles(), limits.TILES(turns=turns, memory=memory.ctypes.data), threads)
-    products = 2 * amx.HEIGHT * amx.HEIGHT * amx.WIDTH // 2
-    return products * limits.CHAINS_OF_TILES * turns * threads / run.fastest()
+    memory, turns = np.zeros(amx.TILE_MEMORY_BYTES * threads, np.uint8), MULTIPLY_TURNS // 4
+    run = _TimedKernel(
+        limits.make_multiply_tiles_kernel(), limits.TILE_ARGS(turns=turns, memory=memory.ctypes.data), threads
+    )
+    products = 2 * amx.TILE_ROWS * amx.TILE_ROWS * amx.TILE_ROW_BYTES // 2
+    return products * limits.INDEPENDENT_TILES * turns * threads / run.measure_fastest_seconds()
 
 
-def _products(kernel: Kernel, values: np.ndarray, threads: int) -> float:
+def _measure_multiplications_per_second(kernel: Kernel, values: np.ndarray, threads: int) -> float:
     """Measure the multiplications/s of 32-bit lanes."""
     sums = np.zeros(16 * threads, np.float32)
-    run = _Run(kernel, limits.PRODUCTS(turns=TURNS, values=values.ctypes.data, sums=sums.ctypes.data), threads)
-    return 16 * limits.CHAINS * TURNS * threads / run.fastest()
+    run = _TimedKernel(
+        kernel, limits.MULTIPLY_ARGS(turns=MULTIPLY_TURNS, values=values.ctypes.data, sums=sums.ctypes.data), threads
+    )
+    return 16 * limits.INDEPENDENT_SUMS * MULTIPLY_TURNS * threads / run.measure_fastest_seconds()

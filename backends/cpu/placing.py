@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from ...graph.errors import BackendError
 
-MAGIC, X86_64 = b"\x7fELF\x02\x01", 62
+ELF_MAGIC, X86_64 = b"\x7fELF\x02\x01", 62
 _HEADER = np.dtype(
     {
         "names": ["machine", "sections", "count", "names"],
@@ -46,9 +46,18 @@ SYMBOLS, RELOCATIONS, EMPTY = 2, 4, 8
 """Kinds of sections."""
 WRITABLE, LOADED = 1, 2
 """Flags of sections."""
-UNWINDING, TABLE = ".eh_frame", "_GLOBAL_OFFSET_TABLE_"
+UNWIND_SECTION, OFFSET_TABLE_SYMBOL = ".eh_frame", "_GLOBAL_OFFSET_TABLE_"
 """A section that is not loaded, because kernels do not raise; and the symbol of the address table."""
-ABSOLUTE, NEAR, NEAR_CALL, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE, CALL_FROM_TABLE = KNOWN = 1, 2, 4, 24, 25, 27, 29, 31
+ABSOLUTE, NEAR, NEAR_CALL, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE, CALL_FROM_TABLE = KNOWN_RELOCATIONS = (
+    1,
+    2,
+    4,
+    24,
+    25,
+    27,
+    29,
+    31,
+)
 """Kinds of relocations: R_X86_64_64, PC32, PLT32, PC64, GOTOFF64, GOT64, GOTPC64 and PLTOFF64 (psABI, 4.4.1)."""
 
 
@@ -62,9 +71,9 @@ class Section(NamedTuple):
     offset: int
     nbytes: int
     link: int
-    about: int
+    target_section: int
     alignment: int
-    entry: int
+    entry_bytes: int
 
 
 class Symbol(NamedTuple):
@@ -80,20 +89,20 @@ class Symbol(NamedTuple):
 class Relocation(NamedTuple):
     """A relocation; `position` counts from the start of the loaded code, `symbol` is an index."""
 
-    at: int
+    position: int
     kind: int
     symbol: int
-    more: int
+    addend: int
 
 
-def is_placed_here(code: bytes) -> bool:
+def is_loadable(code: bytes) -> bool:
     """Return whether this is object code of x86-64, in an x86-64 process on Linux, so that `load_function` loads it."""
-    is_elf = len(code) >= _HEADER.itemsize and code.startswith(MAGIC)
+    is_elf = len(code) >= _HEADER.itemsize and code.startswith(ELF_MAGIC)
     fits = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 1 << 32
     return fits and is_elf and int(np.frombuffer(code, _HEADER, 1)["machine"][0]) == X86_64
 
 
-def placed(code: bytes, wanted: str) -> int:
+def load_function(code: bytes, wanted: str) -> int:
     """Load an object and return the address of a function.
 
     The code stays in memory, because threads may run it while Python ends.
@@ -101,30 +110,30 @@ def placed(code: bytes, wanted: str) -> int:
     Raises:
         BackendError: The object has writable data, other kinds of relocations, or functions that the system lacks.
     """
-    there = _Object(code)
-    entries = {number: there.end + 8 * n for n, number in enumerate(there.looked_up())}
-    content = _pages(there.end + 8 * len(entries))
+    there = _ObjectFile(code)
+    entries = {number: there.end + 8 * n for n, number in enumerate(there.list_table_symbols())}
+    content = _map_pages(there.end + 8 * len(entries))
     base = content.ctypes.data
     table = base + there.end
-    for start, data in there.loaded():
+    for start, data in there.list_loaded_sections():
         content[start : start + len(data)] = np.frombuffer(data, np.uint8)
     for number, entry in entries.items():
-        _write(content, entry, there.address(number, base), 8)
+        _write_integer(content, entry, there.find_symbol_address(number, base), 8)
     for at, kind, number, more in there.relocations:
         if kind == ENTRY:
             value = entries[number] - there.end
         elif kind == TO_TABLE:
             value = table - base - at
         elif kind in (FROM_TABLE, CALL_FROM_TABLE):
-            value = there.address(number, base) - table
+            value = there.find_symbol_address(number, base) - table
         else:
-            value = there.address(number, base) - (0 if kind == ABSOLUTE else base + at)
-        _write(content, at, value + more, 4 if kind in (NEAR, NEAR_CALL) else 8)
+            value = there.find_symbol_address(number, base) - (0 if kind == ABSOLUTE else base + at)
+        _write_integer(content, at, value + more, 4 if kind in (NEAR, NEAR_CALL) else 8)
     _make_executable(content)
-    return there.address(there.symbol_named(wanted), base)
+    return there.find_symbol_address(there.find_symbol(wanted), base)
 
 
-class _Object:
+class _ObjectFile:
     """An object file with its loaded sections in consecutive memory from 0 to `end`."""
 
     def __init__(self, code: bytes) -> None:
@@ -132,68 +141,70 @@ class _Object:
         self._code = code
         sections = np.frombuffer(code, _SECTION, int(header["count"]), int(header["sections"]))
         self._sections = [Section(*of) for of in sections.tolist()]
-        self._texts = self._content(int(header["names"]))
-        self._starts, self.end = self._laid_out()
+        self._section_names = self._read_section(int(header["names"]))
+        self._section_starts, self.end = self._lay_out_sections()
         (symbols,) = (at for at, section in enumerate(self._sections) if section.kind == SYMBOLS)
-        self._names = self._content(self._sections[symbols].link)
-        self._symbols = [Symbol(*of) for of in np.frombuffer(self._content(symbols), _SYMBOL).tolist()]
-        self.relocations = [*self._relocations()]
+        self._symbol_names = self._read_section(self._sections[symbols].link)
+        self._symbols = [Symbol(*of) for of in np.frombuffer(self._read_section(symbols), _SYMBOL).tolist()]
+        self.relocations = [*self._read_relocations()]
 
-    def _content(self, at: int) -> bytes:
+    def _read_section(self, at: int) -> bytes:
         of = self._sections[at]
         return bytes(of.nbytes) if of.kind == EMPTY else self._code[of.offset : of.offset + of.nbytes]
 
-    def _laid_out(self) -> tuple[Mapping[int, int], int]:
+    def _lay_out_sections(self) -> tuple[Mapping[int, int], int]:
         starts: dict[int, int] = {}
         end = 0
         for at, of in enumerate(self._sections):
-            if not of.flags & LOADED or not of.nbytes or _text(self._texts, of.name) == UNWINDING:
+            if not of.flags & LOADED or not of.nbytes or _read_name(self._section_names, of.name) == UNWIND_SECTION:
                 continue
             if of.flags & WRITABLE:
-                raise BackendError(f"object code has data that it writes, in {_text(self._texts, of.name)}")
+                raise BackendError(
+                    f"object code has data that it writes, in {_read_name(self._section_names, of.name)}"
+                )
             starts[at] = -(-end // max(1, of.alignment)) * max(1, of.alignment)
             end = starts[at] + of.nbytes
         return starts, -(-end // 8) * 8
 
-    def _relocations(self) -> Iterator[Relocation]:
+    def _read_relocations(self) -> Iterator[Relocation]:
         for number, of in enumerate(self._sections):
-            if of.kind != RELOCATIONS or of.about not in self._starts:
+            if of.kind != RELOCATIONS or of.target_section not in self._section_starts:
                 continue
-            for at, kind, symbol, more in np.frombuffer(self._content(number), _RELOCATION).tolist():
-                if kind not in KNOWN:
+            for at, kind, symbol, more in np.frombuffer(self._read_section(number), _RELOCATION).tolist():
+                if kind not in KNOWN_RELOCATIONS:
                     raise BackendError(f"object code has a relocation of kind {kind}, which kernels do not have")
-                yield Relocation(self._starts[of.about] + at, kind, symbol, more)
+                yield Relocation(self._section_starts[of.target_section] + at, kind, symbol, more)
 
-    def loaded(self) -> Iterator[tuple[int, bytes]]:
+    def list_loaded_sections(self) -> Iterator[tuple[int, bytes]]:
         """Yield the start and the contents of each section."""
-        return ((start, self._content(at)) for at, start in self._starts.items())
+        return ((start, self._read_section(at)) for at, start in self._section_starts.items())
 
-    def looked_up(self) -> list[int]:
+    def list_table_symbols(self) -> list[int]:
         """Return the indices of the symbols that have entries in the table."""
         return [*dict.fromkeys(r.symbol for r in self.relocations if r.kind == ENTRY)]
 
-    def address(self, number: int, base: int) -> int:
+    def find_symbol_address(self, number: int, base: int) -> int:
         """Return the address of a symbol if the object begins at `base`."""
         symbol = self._symbols[number]
-        if symbol.section in self._starts:
-            return base + self._starts[symbol.section] + symbol.value
-        name = _text(self._names, symbol.name)
-        return base + self.end if name == TABLE else _of_system(name)
+        if symbol.section in self._section_starts:
+            return base + self._section_starts[symbol.section] + symbol.value
+        name = _read_name(self._symbol_names, symbol.name)
+        return base + self.end if name == OFFSET_TABLE_SYMBOL else _find_system_symbol(name)
 
-    def symbol_named(self, name: str) -> int:
-        return next(n for n, symbol in enumerate(self._symbols) if _text(self._names, symbol.name) == name)
+    def find_symbol(self, name: str) -> int:
+        return next(n for n, symbol in enumerate(self._symbols) if _read_name(self._symbol_names, symbol.name) == name)
 
 
-def _text(texts: bytes, at: int) -> str:
+def _read_name(texts: bytes, at: int) -> str:
     return texts[at : texts.index(0, at)].decode()
 
 
-def _write(content: npt.NDArray[np.uint8], at: int, value: int, nbytes: int) -> None:
+def _write_integer(content: npt.NDArray[np.uint8], at: int, value: int, nbytes: int) -> None:
     content[at : at + nbytes] = np.frombuffer(value.to_bytes(nbytes, "little", signed=value < 0), np.uint8)
 
 
 @cache
-def _system() -> ctypes.CDLL:
+def _open_process_library() -> ctypes.CDLL:
     """Open the libraries that the process has loaded."""
     system = ctypes.CDLL(None, use_errno=True)
     system.mmap.restype = ctypes.c_void_p
@@ -201,17 +212,17 @@ def _system() -> ctypes.CDLL:
 
 
 @cache
-def _of_system(name: str) -> int:
+def _find_system_symbol(name: str) -> int:
     try:
-        return ctypes.cast(getattr(_system(), name), ctypes.c_void_p).value or 0
+        return ctypes.cast(getattr(_open_process_library(), name), ctypes.c_void_p).value or 0
     except AttributeError:
         raise BackendError(f"object code calls {name!r:.60}, which this system has not") from None
 
 
-def _pages(nbytes: int) -> npt.NDArray[np.uint8]:
+def _map_pages(nbytes: int) -> npt.NDArray[np.uint8]:
     """Allocate pages that are never freed."""
     flags, access = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
-    at = _system().mmap(None, ctypes.c_size_t(nbytes), access, flags, -1, ctypes.c_long(0))
+    at = _open_process_library().mmap(None, ctypes.c_size_t(nbytes), access, flags, -1, ctypes.c_long(0))
     if at == ctypes.c_void_p(-1).value:
         raise BackendError(f"no memory for {nbytes} bytes of kernels: {os.strerror(ctypes.get_errno())}")
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(at))
@@ -219,6 +230,6 @@ def _pages(nbytes: int) -> npt.NDArray[np.uint8]:
 
 def _make_executable(content: npt.NDArray[np.uint8]) -> None:
     access = mmap.PROT_READ | mmap.PROT_EXEC
-    if _system().mprotect(ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(len(content)), access):
+    if _open_process_library().mprotect(ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(len(content)), access):
         why = os.strerror(ctypes.get_errno())
         raise BackendError(f"memory of kernels cannot be made executable ({why}); use the device numpy:0")

@@ -14,12 +14,12 @@ import numpy.typing as npt
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
 from ..base import Comm, Tensor
-from ..flow import Flow
-from ..operands import Bound, Operand, Region
+from ..flow import Dataflow
+from ..operands import BoundInstruction, Operand, Region
 from .compiler import ALIGNMENT, Kernel
 from .kernels import tickets
 
-RUN = Region(0, -1, 0)
+RUN_STATUS_REGION = Region(0, -1, 0)
 """Region that stands for "the run continues".
 
 A step that may stop the run writes it, and a step that writes a state reads it. So no thread writes a state after
@@ -28,14 +28,14 @@ it, too: all threads of a step either take work items or leave the queue untouch
 """
 
 
-SHARED = 32 * 1024
+MIN_SHARED_BYTES = 32 * 1024
 """Minimum bytes that a step moves if threads share it."""
-REPEATED = 16 * 1024
+MAX_DUPLICATED_BYTES = 16 * 1024
 """Maximum bytes of a step that every thread repeats for itself, because a barrier would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ThreadWork:
     """The part of a step that one thread does: the words of the kernel, and all accesses except private memory."""
 
     words: Sequence[int]
@@ -44,7 +44,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TableStep:
     """One kernel call: the words of each thread; None for a thread without work.
 
     `is_presplit` means that the words of a thread state its own part; if not, the kernel splits the work. `has_barrier`
@@ -53,18 +53,18 @@ class Step:
 
     kernel: Kernel
     words: Sequence[npt.NDArray[np.int64] | None]
-    whole: bool
-    meets: bool
-    number: int
+    is_presplit: bool
+    has_barrier: bool
+    instruction_number: int
 
 
-class Owned:
+class TableMemory:
     """Memory that belongs to step tables."""
 
     def __init__(self) -> None:
         self._arrays: list[npt.NDArray[np.uint8]] = []
 
-    def take(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int) -> int:
         """Return the address of zeroed memory, aligned to a cache line."""
         raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
         self._arrays.append(raw)
@@ -75,13 +75,13 @@ class Owned:
         ctypes.memmove(address, data, len(data))
 
 
-ALL = -1
+ALL_THREADS = -1
 """Stands for all threads, where a thread number is expected."""
-Touched = list[tuple[Region, int]]
+ThreadRegions = list[tuple[Region, int]]
 
 
 @dataclass(slots=True)
-class Steps:
+class StepTableBuilder:
     """Builder of the steps of a table, with the memory that its tables own.
 
     A barrier stands before a step in which a thread accesses bytes that another thread may still be writing, or writes
@@ -97,16 +97,16 @@ class Steps:
 
     threads: int
     comm: Comm | None = None
-    number: int = 0
-    steps: list[Step] = field(default_factory=list)
-    owned: Owned = field(default_factory=Owned)
-    _written: Touched = field(default_factory=list)
-    _read: Touched = field(default_factory=list)
-    _columns: dict[Region, Sequence[int]] = field(default_factory=dict)
-    _made: dict[Hashable, tuple[Sequence[Operand], list[Region]]] = field(default_factory=dict)
+    instruction_number: int = 0
+    steps: list[TableStep] = field(default_factory=list)
+    table_memory: TableMemory = field(default_factory=TableMemory)
+    _written_regions: ThreadRegions = field(default_factory=list)
+    _read_regions: ThreadRegions = field(default_factory=list)
+    _column_bounds: dict[Region, Sequence[int]] = field(default_factory=dict)
+    _derived_operands: dict[Hashable, tuple[Sequence[Operand], list[Region]]] = field(default_factory=dict)
     _scratch: dict[tuple[str, int], Operand] = field(default_factory=dict)
     _constants: dict[bytes, Operand] = field(default_factory=dict)
-    _private: int = -1
+    _last_private_buffer: int = -1
 
     def add(
         self,
@@ -128,25 +128,27 @@ class Steps:
             nbytes: Bytes that the step moves; by default all bytes of `reads` and `writes`.
             stops: Whether the step may stop the run.
         """
-        part, moved = Share(words, reads, writes), _moved(reads, writes) if nbytes is None else nbytes
-        self._append(kernel, {ALL if self.threads > 1 and moved >= SHARED else 0: part}, stops)
+        part, moved = ThreadWork(words, reads, writes), _count_moved_bytes(reads, writes) if nbytes is None else nbytes
+        self._append(kernel, {ALL_THREADS if self.threads > 1 and moved >= MIN_SHARED_BYTES else 0: part}, stops)
 
     def is_shared(self, reads: Sequence[Operand], writes: Sequence[Operand]) -> bool:
         """Return whether threads share a step with these accesses."""
-        return self.threads > 1 and _moved(reads, writes) >= SHARED
+        return self.threads > 1 and _count_moved_bytes(reads, writes) >= MIN_SHARED_BYTES
 
-    def deal(self, kernel: Kernel, parts: Sequence[Share | None]) -> None:
+    def add_per_thread(self, kernel: Kernel, parts: Sequence[ThreadWork | None]) -> None:
         """Append a step in which each thread does its own part; None for a thread without work."""
         self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)
 
-    def add_pieces(self, kernel: Kernel, share: Callable[[int], Share]) -> None:
+    def add_queued(self, kernel: Kernel, share: Callable[[int], ThreadWork]) -> None:
         """Append a step with work items that threads take from a queue.
 
         `share` returns the work of all threads for the address of the queue.
         """
-        self._append(kernel, {ALL: share(self.memory(tickets.NBYTES).address)}, False, drawn=True)
+        self._append(kernel, {ALL_THREADS: share(self.allocate_memory(tickets.QUEUE_BYTES).address)}, False, drawn=True)
 
-    def deal_columns(self, kernel: Kernel, parts: Sequence[Share | None], out: Operand, bounds: Sequence[int]) -> None:
+    def add_by_columns(
+        self, kernel: Kernel, parts: Sequence[ThreadWork | None], out: Operand, bounds: Sequence[int]
+    ) -> None:
         """Append a step in which thread i writes the columns ``bounds[i]`` to ``bounds[i + 1]`` of `out`.
 
         Args:
@@ -155,71 +157,77 @@ class Steps:
             out: The result.
             bounds: Column bounds, one more than threads.
         """
-        self.deal(kernel, parts)
+        self.add_per_thread(kernel, parts)
         if self.threads > 1:
-            self._columns[out.region] = bounds
+            self._column_bounds[out.region] = bounds
 
-    def columns_of(self, operands: Sequence[Operand]) -> Sequence[int] | None:
+    def find_column_bounds(self, operands: Sequence[Operand]) -> Sequence[int] | None:
         """Return the column bounds of the first operand that threads wrote by columns since a barrier, or None."""
-        bounds = (self._columns.get(o.region) for o in operands)
+        bounds = (self._column_bounds.get(o.region) for o in operands)
         return next((b for b in bounds if b is not None), None)
 
     def is_repeated(self, reads: Sequence[Operand]) -> bool:
         """Return whether each thread should repeat a small computation on these operands for itself."""
-        return sum(o.tensor.spec.nbytes for o in reads) <= REPEATED
+        return sum(o.tensor.spec.nbytes for o in reads) <= MAX_DUPLICATED_BYTES
 
-    def _waits(self, read: Touched, written: Touched) -> bool:
+    def _needs_barrier(self, read: ThreadRegions, written: ThreadRegions) -> bool:
         return any(
-            (thread != other or thread == ALL) and region.overlaps(before)
-            for mine, theirs in ((read, self._written), (written, self._written), (written, self._read))
+            (thread != other or thread == ALL_THREADS) and region.can_overlap_collectives(before)
+            for mine, theirs in (
+                (read, self._written_regions),
+                (written, self._written_regions),
+                (written, self._read_regions),
+            )
             for before, other in theirs
             for region, thread in mine
         )
 
-    def _append(self, kernel: Kernel, parts: Mapping[int, Share], stops: bool, *, drawn: bool = False) -> None:
-        read, written = _touches(parts, stops, drawn)
-        meets = self.threads > 1 and self._waits(read, written)
+    def _append(self, kernel: Kernel, parts: Mapping[int, ThreadWork], stops: bool, *, drawn: bool = False) -> None:
+        read, written = _find_thread_accesses(parts, stops, drawn)
+        meets = self.threads > 1 and self._needs_barrier(read, written)
         if meets:
-            self._written, self._read, self._columns = [], [], {}
-        self._written += written
-        self._read += read
-        if ALL in parts:
-            given: list[Share | None] = [parts[ALL]] * self.threads
+            self._written_regions, self._read_regions, self._column_bounds = [], [], {}
+        self._written_regions += written
+        self._read_regions += read
+        if ALL_THREADS in parts:
+            given: list[ThreadWork | None] = [parts[ALL_THREADS]] * self.threads
         else:
             given = [parts.get(thread) for thread in range(self.threads)]
         words = [None if part is None else np.array(part.words, np.int64) for part in given]
-        self.steps.append(Step(kernel, words, ALL not in parts, meets, self.number))
-        self.forget([region for region, _ in written])
+        self.steps.append(TableStep(kernel, words, ALL_THREADS not in parts, meets, self.instruction_number))
+        self.invalidate_regions([region for region, _ in written])
 
-    def take(self) -> list[Step]:
+    def take_steps(self) -> list[TableStep]:
         """Return the steps so far and begin another table."""
         taken, self.steps = self.steps, []
-        self._written, self._read, self._columns = [], [], {}
+        self._written_regions, self._read_regions, self._column_bounds = [], [], {}
         return taken
 
-    def memory(self, nbytes: int) -> Operand:
+    def allocate_memory(self, nbytes: int) -> Operand:
         """Allocate memory that lives as long as the tables, aligned to a cache line."""
-        self._private -= 1
-        return Operand(self.owned.take(nbytes), Tensor(self._private, 0, (nbytes,), (1,), DType.I8))
+        self._last_private_buffer -= 1
+        return Operand(
+            self.table_memory.allocate(nbytes), Tensor(self._last_private_buffer, 0, (nbytes,), (1,), DType.I8)
+        )
 
     def scratch(self, purpose: str, nbytes: int) -> Operand:
         """Return the scratch for a purpose, shared by all steps that ask for it; later steps overwrite it."""
         memory = self._scratch.get((purpose, nbytes))
         if memory is None:
-            memory = self._scratch[purpose, nbytes] = self.memory(nbytes)
+            memory = self._scratch[purpose, nbytes] = self.allocate_memory(nbytes)
         return memory
 
     def constant(self, array: npt.NDArray[Any]) -> Operand:
         """Return memory with the contents of `array`; equal bytes share one memory."""
         data = array.tobytes()
         if data not in self._constants:
-            self._constants[data] = memory = self.memory(len(data))
-            self.owned.fill(memory.address, data)
+            self._constants[data] = memory = self.allocate_memory(len(data))
+            self.table_memory.fill(memory.address, data)
         return self._constants[data]
 
-    def copies(self, purpose: str, nbytes: int, *, shared: bool = False) -> Sequence[Operand]:
+    def take_private_memory(self, purpose: str, nbytes: int, *, shared: bool = False) -> Sequence[Operand]:
         """Return memory for each thread, or one memory for all if `shared`, that holds no registered operand."""
-        held = {o.tensor.buffer for known, _ in self._made.values() for o in known}
+        held = {o.tensor.buffer for known, _ in self._derived_operands.values() for o in known}
         for number in count():
             whose = ["all"] * self.threads if shared else [f"thread {t}" for t in range(self.threads)]
             memory = [self.scratch(f"{purpose} {number} of {who}", nbytes) for who in whose]
@@ -227,70 +235,76 @@ class Steps:
                 return memory
         raise AssertionError("never")
 
-    def known(self, key: Hashable) -> Sequence[Operand] | None:
+    def find_derived(self, key: Hashable) -> Sequence[Operand] | None:
         """Return the operands of each thread under `key`; None if they or their sources have been overwritten."""
-        known = self._made.get(key)
+        known = self._derived_operands.get(key)
         return None if known is None else known[0]
 
-    def remember(self, key: Hashable, made: Sequence[Operand], sources: Sequence[Operand]) -> None:
+    def register_derived(self, key: Hashable, made: Sequence[Operand], sources: Sequence[Operand]) -> None:
         """Register `made` under `key` for later steps, until `made` or `sources` are overwritten."""
-        self._made[key] = (made, [o.region for o in (*made, *sources)])
+        self._derived_operands[key] = (made, [o.region for o in (*made, *sources)])
 
-    def stand_in(self, made: Sequence[Operand], value: Operand) -> None:
+    def set_per_thread_value(self, made: Sequence[Operand], value: Operand) -> None:
         """Register `made`, one operand for each thread, as the contents of `value`, which is not written."""
-        self.forget([value.region])
-        self.remember(("own", value.region), made, [value])
+        self.invalidate_regions([value.region])
+        self.register_derived(("own", value.region), made, [value])
 
-    def stand_ins(self, value: Operand) -> Sequence[Operand] | None:
+    def find_per_thread_values(self, value: Operand) -> Sequence[Operand] | None:
         """Return the operand of each thread that holds the contents of `value`, or None."""
-        own = self.known(("own", value.region))
-        return None if own is None else [like(o, value) for o in own]
+        own = self.find_derived(("own", value.region))
+        return None if own is None else [with_layout_of(o, value) for o in own]
 
-    def forget(self, written: Sequence[Region]) -> None:
+    def invalidate_regions(self, written: Sequence[Region]) -> None:
         """Forget the registered operands and column bounds that these regions overlap."""
-        for region in [r for r in self._columns if any(w.overlaps(r) for w in written)]:
-            del self._columns[region]
-        gone = [k for k, (_, regions) in self._made.items() if any(w.overlaps(r) for w in written for r in regions)]
+        for region in [r for r in self._column_bounds if any(w.can_overlap_collectives(r) for w in written)]:
+            del self._column_bounds[region]
+        gone = [
+            k
+            for k, (_, regions) in self._derived_operands.items()
+            if any(w.can_overlap_collectives(r) for w in written for r in regions)
+        ]
         for key in gone:
-            del self._made[key]
+            del self._derived_operands[key]
 
 
-def like(memory: Operand, value: Operand) -> Operand:
+def with_layout_of(memory: Operand, value: Operand) -> Operand:
     """Return `memory` as an operand with the shape, strides and dtype of `value`."""
     t = value.tensor
     return Operand(memory.address, replace(memory.tensor, shape=t.shape, strides=t.strides, dtype=t.dtype))
 
 
-def _moved(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:
+def _count_moved_bytes(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:
     """Return the bytes of all operands except scratch."""
     return sum(o.region.high - o.region.low for o in (*reads, *writes) if o.tensor.buffer >= 0)
 
 
-def _touches(parts: Mapping[int, Share], stops: bool, drawn: bool) -> tuple[Touched, Touched]:
+def _find_thread_accesses(
+    parts: Mapping[int, ThreadWork], stops: bool, drawn: bool
+) -> tuple[ThreadRegions, ThreadRegions]:
     """Return the regions that each thread reads, and the regions that it writes."""
     read = [(o.region, thread) for thread, part in parts.items() for o in part.reads]
     written = [(o.region, thread) for thread, part in parts.items() for o in part.writes]
     for thread, part in parts.items():
-        if stops or drawn or any(o.declared is not None for o in part.writes):
-            read.append((RUN, thread))
+        if stops or drawn or any(o.declared_spec is not None for o in part.writes):
+            read.append((RUN_STATUS_REGION, thread))
         if stops:
-            written.append((RUN, thread))
+            written.append((RUN_STATUS_REGION, thread))
     return read, written
 
 
-Binding = Callable[[Steps, Bound], bool]
+InstructionBinder = Callable[[StepTableBuilder, BoundInstruction], bool]
 """Appends the steps of one instruction; returns False if no kernel fits, and then NumPy computes the instruction."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class FusedBinding:
     """Fused instructions and the function that appends their steps, which always succeeds."""
 
-    numbers: Sequence[int]
-    bind: Callable[[Steps], None]
+    instruction_numbers: Sequence[int]
+    bind: Callable[[StepTableBuilder], None]
 
 
-Fused = Callable[[Flow, int], Chain]
+FusionMatcher = Callable[[Dataflow, int], FusedBinding]
 """Finds the fusion that begins with an instruction. Raises `NoKernelError` if no kernel fits.
 
 Intermediate values that only the fused instructions read are not written.

@@ -22,29 +22,29 @@ from types import MappingProxyType
 from typing import Any
 
 from ...graph.lazy_dataclass import dataclass
-from .simd.vectors import ADDRESS, FLOAT, Intrinsic, float_word, word
+from .simd.vectors import ADDRESS, FLOAT, Intrinsic, load_float_word, load_word
 
-FIELD = re.compile(r"(?P<name>[a-z]\w*)(\[(?P<count>\d+|\*)\])?(?P<float>:f32)?")
+FIELD_PATTERN = re.compile(r"(?P<name>[a-z]\w*)(\[(?P<count>\d+|\*)\])?(?P<float>:f32)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class ArgumentField:
     """The words from index `start`: `count` words, or any number at the end of the block (None)."""
 
     start: int
     count: int | None
-    read: Intrinsic
+    loader: Intrinsic
 
 
 @dataclass(frozen=True, eq=False)
-class Words:
+class KernelArgs:
     """The argument words of one kernel.
 
     In compiled code ``ARGS.name(a)`` loads a word, and ``ARGS.name(a, i)`` word i of several. In Python
     ``ARGS(name=…)`` returns all words in their order.
     """
 
-    fields: Mapping[str, Field]
+    fields: Mapping[str, ArgumentField]
     parts: Mapping[str, Any]
     """Subroutines under further names, which read several words."""
 
@@ -62,7 +62,7 @@ class Words:
             block += given
         return block
 
-    def start(self, name: str) -> int:
+    def first_word(self, name: str) -> int:
         """Return the index of the first word of that name."""
         return self.fields[name].start
 
@@ -71,31 +71,33 @@ class Words:
             raise AttributeError(name)
         if name not in self.fields and name not in self.parts:
             raise AttributeError(f"a kernel has no word {name!r}; its words: {', '.join(self.fields)}")
-        return self.parts[name] if name in self.parts else self.fields[name].read
+        return self.parts[name] if name in self.parts else self.fields[name].loader
 
 
-RESERVED = ("fields", "parts", "start")
+RESERVED_NAMES = ("fields", "parts", "first_word")
 
 
-def words(declared: str, parts: Mapping[str, Any] = MappingProxyType({})) -> Words:
+def declare_args(declared: str, parts: Mapping[str, Any] = MappingProxyType({})) -> KernelArgs:
     """Declare words by their names, in order, separated by spaces. Raises `ValueError` for an invalid declaration."""
-    fields: dict[str, Field] = {}
+    fields: dict[str, ArgumentField] = {}
     start = 0
     for text in declared.split():
-        match = FIELD.fullmatch(text)
-        if match is None or match["name"] in {*fields, *parts, *RESERVED}:
+        match = FIELD_PATTERN.fullmatch(text)
+        if match is None or match["name"] in {*fields, *parts, *RESERVED_NAMES}:
             raise ValueError(f"words of a kernel: {text!r} is no name of its own; write name, name[2] or name:f32")
         if any(field.count is None for field in fields.values()):
             raise ValueError(f"words of a kernel: {text!r} stands behind words of any number; put those last")
         count = None if match["count"] == "*" else int(match["count"] or 1)
-        fields[match["name"]] = Field(start, count, _read(start, count == 1, bool(match["float"])))
+        fields[match["name"]] = ArgumentField(
+            start, count, _make_argument_loader(start, count == 1, bool(match["float"]))
+        )
         start += count or 0
-    return Words(MappingProxyType(fields), parts)
+    return KernelArgs(MappingProxyType(fields), parts)
 
 
-def _read(start: int, alone: bool, as_float: bool) -> Intrinsic:
+def _make_argument_loader(start: int, alone: bool, as_float: bool) -> Intrinsic:
     """Return the load of one word, or of word i of several."""
-    load, result = (float_word, FLOAT) if as_float else (word, ADDRESS)
+    load, result = (load_float_word, FLOAT) if as_float else (load_word, ADDRESS)
 
     def one(b: Any, block: Any) -> Any:
         return load.body(b, block, block.type(start))

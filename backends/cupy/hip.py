@@ -7,40 +7,40 @@ from dataclasses import replace
 from typing import Any
 
 from ...graph.errors import BackendError
-from ..abilities import Predicted
+from ..abilities import PredictedSpeeds
 from ..base import Device
 from .backend import DriverBackend
-from .cuda import Absent, AbsentBackend, CudaDriver
+from .cuda import CudaDriver, SimulatedGpuBackend, SimulatedGpuDriver
 from .device import hiprtc
-from .device.cubins import cubin
-from .device.driver import Source, Step, one_by_one
-from .device.limits import OF_HIP, Limits
+from .device.cubins import load_or_compile_cubin
+from .device.driver import DriverStep, KernelSource, flatten_steps
+from .device.limits import HIP_LIMITS, Limits
 
-UNPROVEN = "has not run on a real device yet"
+UNTESTED_NOTE = "has not run on a real device yet"
 
 
 class HipDriver(CudaDriver):
     """The AMD devices of this machine."""
 
     kind = "hip"
-    install = f"pip install hocket[rocm], beside ROCm 7; {UNPROVEN}"
+    install = f"pip install hocket[rocm], beside ROCm 7; {UNTESTED_NOTE}"
     library_name = "RCCL"
-    is_hip, overlaps = True, False
+    is_hip, can_overlap_collectives = True, False
 
     def device(self, index: int) -> Device:
         device = super().device(index)
-        return replace(device, description=f"{device.description}; {UNPROVEN}")
+        return replace(device, description=f"{device.description}; {UNTESTED_NOTE}")
 
-    def _limits_of(self, index: int) -> Limits:
-        return Limits(int(self.about(index)["sharedMemPerBlock"]))
+    def _read_limits(self, index: int) -> Limits:
+        return Limits(int(self.read_device_properties(index)["sharedMemPerBlock"]))
 
-    def are_peers(self, devices: Sequence[Device]) -> bool:
+    def can_access_peers(self, devices: Sequence[Device]) -> bool:
         """Return `False`: memory from hipMalloc is coherent between devices only between kernels."""
         return False
 
-    def _replay(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+    def _make_replay(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
         """Return a function that runs the steps one after the other: CuPy captures no graphs on AMD devices."""
-        calls = [self._call(step, on, self.stream(on)) for step in one_by_one(steps)]
+        calls = [self._make_call(step, on, self.stream(on)) for step in flatten_steps(steps)]
 
         def replay() -> None:
             for call in calls:
@@ -48,12 +48,12 @@ class HipDriver(CudaDriver):
 
         return replay
 
-    def _allow(self, function: Any, shared_bytes: int) -> None:
+    def _allow_shared_bytes(self, function: Any, shared_bytes: int) -> None:
         """Do nothing: a launch can use all shared memory, and HIP has no such attribute."""
 
-    def compiled(self, source: Source, index: int) -> tuple[bytes, Mapping[str, str]]:
-        arch = self.about(index)["gcnArchName"].decode()
-        image, lowered = cubin(hiprtc.written(source), arch, hiprtc)
+    def compile_source(self, source: KernelSource, index: int) -> tuple[bytes, Mapping[str, str]]:
+        arch = self.read_device_properties(index)["gcnArchName"].decode()
+        image, lowered = load_or_compile_cubin(hiprtc.as_hip_source(source), arch, hiprtc)
         for name in source.names:
             if name not in lowered:
                 raise BackendError(f"hiprtc does not say what {name} of {source.file} is called; install ROCm 7")
@@ -66,10 +66,10 @@ class HipBackend(DriverBackend):
     def __init__(self) -> None:
         super().__init__(HipDriver())
 
-    def absent(self, model: str) -> DriverBackend:
+    def make_simulated_backend(self, model: str) -> DriverBackend:
         """Return a backend for plans over devices of architecture `model`, such as ``gfx942``, that may be absent."""
-        return AbsentBackend(Absent(HipDriver, OF_HIP))
+        return SimulatedGpuBackend(SimulatedGpuDriver(HipDriver, HIP_LIMITS))
 
-    def predicted(self, kind: str) -> Predicted | None:
+    def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
         """Return `None`: there is no time model of these GPUs."""
         return None

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from ..abilities import Predicted, Reached
+from ..abilities import KernelSpeeds, PredictedSpeeds
 
 SPEEDS_FILE = Path(__file__).parent / "predicted.json"
 
 
 @cache
-def load_predicted_speeds() -> Mapping[str, Predicted]:
+def load_predicted_speeds() -> Mapping[str, PredictedSpeeds]:
     """Return the predicted speeds of products and other ops, by kind of GPU such as ``h100``."""
     by_kind = json.loads(SPEEDS_FILE.read_text("utf-8")).items()
-    return {kind: Predicted(Reached(**speeds["products"]), Reached(**speeds["ops"])) for kind, speeds in by_kind}
+    return {
+        kind: PredictedSpeeds(KernelSpeeds(**speeds["products"]), KernelSpeeds(**speeds["ops"]))
+        for kind, speeds in by_kind
+    }

@@ -18,19 +18,19 @@ from typing import NamedTuple
 
 from ...graph.errors import BackendError
 from ...graph.files import write_text
-from .device.disassembly import disassembled
-from .device.driver import Source
+from .device.disassembly import disassemble_kernels
+from .device.driver import KernelSource
 from .device.limits import MULTIPROCESSORS
-from .device.nvrtc import MOST_THREADS, OPTIONS, Resources, compile
+from .device.nvrtc import MAX_BLOCK_THREADS, OPTIONS, KernelResources, compile
 from .table import SOURCES
 
 ARCHITECTURES = tuple(MULTIPROCESSORS)
-FILE = Path(__file__).with_suffix(".json")
-USUAL = 256
+RESOURCE_FILE = Path(__file__).with_suffix(".json")
+DEFAULT_BLOCK_THREADS = 256
 """Threads of a typical block of a kernel without launch bounds."""
 
 
-class Row(NamedTuple):
+class ResourceRow(NamedTuple):
     """Resources and machine code of a kernel on one architecture.
 
     - `registers`: 32-bit registers of a thread.
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     """
 
     registers: int
-    shared: int
+    shared_bytes: int
     instructions: int
     loop: int
     products: int
@@ -53,86 +53,86 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ResourceTable:
     """Rows by ``file: kernel`` and architecture, and the digests of the compiled sources."""
 
-    kernels: Mapping[str, Mapping[str, Row]]
+    kernels: Mapping[str, Mapping[str, ResourceRow]]
     digests: Sequence[str]
 
 
-def recorded() -> Table:
+def read_resource_table() -> ResourceTable:
     """Read the stored table."""
-    document = json.loads(FILE.read_text("utf-8"))
+    document = json.loads(RESOURCE_FILE.read_text("utf-8"))
     rows = document["kernels"].items()
-    kernels = {name: {arch: Row(*row) for arch, row in archs.items()} for name, archs in rows}
-    return Table(kernels, document["digests"])
+    kernels = {name: {arch: ResourceRow(*row) for arch, row in archs.items()} for name, archs in rows}
+    return ResourceTable(kernels, document["digests"])
 
 
-def digest(source: Source) -> str:
+def compute_source_digest(source: KernelSource) -> str:
     """Return a digest of all project inputs that determine the code of a source."""
     parts = (source.text, *source.names, *OPTIONS, *source.architectures)
     return f"{source.file} {hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
 
 
-def architectures(source: Source) -> tuple[str, ...]:
+def list_architectures(source: KernelSource) -> tuple[str, ...]:
     """Return the architectures for which a source is compiled."""
     return source.architectures or ARCHITECTURES
 
 
-def warps(takes: Resources, arch: str) -> int:
+def compute_resident_warps(takes: KernelResources, arch: str) -> int:
     """Return the number of warps that are resident on a multiprocessor at once."""
-    block = USUAL if takes.threads == MOST_THREADS else takes.threads
-    return MULTIPROCESSORS[arch].holds(block, takes.registers, takes.shared) * block // 32
+    block = DEFAULT_BLOCK_THREADS if takes.threads == MAX_BLOCK_THREADS else takes.threads
+    return MULTIPROCESSORS[arch].compute_resident_blocks(block, takes.registers, takes.shared_bytes) * block // 32
 
 
-def measured(source: Source, arch: str) -> dict[str, tuple[Row, int]]:
+def compile_resource_rows(source: KernelSource, arch: str) -> dict[str, tuple[ResourceRow, int]]:
     """Compile a source and return the row and the spilled bytes of each kernel.
 
     Raises:
         BackendError: The source does not compile, or the compiler adds waits for warpgroup products.
     """
     cubin = compile(source, arch)
-    if cubin.waits:
-        raise BackendError(f"{source.file} for {arch}: {cubin.waits[0]}")
-    does, rows = disassembled(cubin.image), {}
+    if cubin.serialisation_warnings:
+        raise BackendError(f"{source.file} for {arch}: {cubin.serialisation_warnings[0]}")
+    does, rows = disassemble_kernels(cubin.image), {}
     for name, takes in cubin.resources.items():
-        code = does[cubin.lowered[name]]
+        code = does[cubin.mangled_names[name]]
         loads = {str(bits): count for bits, count in code.loads.items()}
-        row = Row(
+        row = ResourceRow(
             takes.registers,
-            takes.shared,
+            takes.shared_bytes,
             code.instructions,
             code.loop,
             code.products,
             loads,
             takes.threads,
-            warps(takes, arch),
+            compute_resident_warps(takes, arch),
         )
-        rows[f"{source.file}: {name}"] = row, takes.spilled
+        rows[f"{source.file}: {name}"] = row, takes.spilled_bytes
     return rows
 
 
-def write() -> None:
+def update_resource_table() -> None:
     """Compile the sources that changed and store their rows; fail if a kernel spills registers."""
-    before = recorded()
-    known = [source for source in SOURCES if digest(source) in before.digests]
+    before = read_resource_table()
+    known = [source for source in SOURCES if compute_source_digest(source) in before.digests]
     kept = {f"{source.file}: {name}" for source in known for name in source.names}
     table = {name: dict(before.kernels[name]) for name in kept}
     compiled = {arch for rows in table.values() for arch in rows}
-    jobs = [(s, arch) for s in SOURCES for arch in architectures(s) if s not in known or arch not in compiled]
+    jobs = [(s, arch) for s in SOURCES for arch in list_architectures(s) if s not in known or arch not in compiled]
     with ThreadPoolExecutor(2) as pool:
-        for (_, arch), found in zip(jobs, pool.map(lambda job: measured(*job), jobs), strict=True):
+        for (_, arch), found in zip(jobs, pool.map(lambda job: compile_resource_rows(*job), jobs), strict=True):
             for name, (row, spilled) in found.items():
                 if spilled:
                     raise SystemExit(f"{name} spills {spilled} bytes for {arch}; nothing was written")
                 table.setdefault(name, {})[arch] = row
-    digests = ",\n".join(map(json.dumps, map(digest, SOURCES)))
+    digests = ",\n".join(map(json.dumps, map(compute_source_digest, SOURCES)))
     ordered = {
         name: {arch: table[name][arch] for arch in ARCHITECTURES if arch in table[name]} for name in sorted(table)
     }
     kernels = ",\n".join(f"{json.dumps(name)}: {json.dumps(rows)}" for name, rows in ordered.items())
-    write_text(FILE, f'{{"digests": [\n{digests}\n], "kernels": {{\n{kernels}\n}}}}\n')
+    write_text(RESOURCE_FILE, f'{{"digests": [\n{digests}\n], "kernels": {{\n{kernels}\n}}}}\n')
 
 
 if __name__ == "__main__":
-    write()
+    update_resource_table()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from ..table import brought, merged, merged_lists
-from .binding.chains import Fused
-from .binding.launches import Binding
-from .device.driver import Source
+from ..table import find_op_package_binding, merge_list_tables, merge_tables
+from .binding.chains import FusionBinder
+from .binding.launches import OpBinder
+from .device.driver import KernelSource
 from .kernels import (
     choosing,
     collective,
@@ -27,7 +27,7 @@ from .kernels.attention import attention
 from .kernels.products import experts, matmul, products, same_rows
 from .kernels.recurrent import gated_delta_net, recurrences, short_convolution
 
-FAMILIES: tuple[ModuleType, ...] = (
+KERNEL_FAMILIES: tuple[ModuleType, ...] = (
     elementwise,
     moves,
     integers,
@@ -55,14 +55,18 @@ It also defines ``BINDINGS``, a binder for each op, or ``FUSED``, fusion binders
 """
 
 
-BINDINGS: Mapping[str, Binding] = merged(*(getattr(family, "BINDINGS", {}) for family in FAMILIES))
+BINDINGS: Mapping[str, OpBinder] = merge_tables(*(getattr(family, "BINDINGS", {}) for family in KERNEL_FAMILIES))
 
 
-def binding(op: str) -> Binding | None:
+def find_binding(op: str) -> OpBinder | None:
     """Return the binder of an op, or `None`. An op package may bring its own kernels."""
-    return BINDINGS.get(op) or brought(op, "cuda")
+    return BINDINGS.get(op) or find_op_package_binding(op, "cuda")
 
 
-FUSED: Mapping[str, Sequence[Fused]] = merged_lists(*(getattr(family, "FUSED", {}) for family in FAMILIES))
+FUSED: Mapping[str, Sequence[FusionBinder]] = merge_list_tables(
+    *(getattr(family, "FUSED", {}) for family in KERNEL_FAMILIES)
+)
 """Fusion binders by the first op, in the order of trial. They are tried before the binder of a single instruction."""
-SOURCES: tuple[Source, ...] = tuple(source for family in FAMILIES for source in getattr(family, "SOURCES", ()))
+SOURCES: tuple[KernelSource, ...] = tuple(
+    source for family in KERNEL_FAMILIES for source in getattr(family, "SOURCES", ())
+)

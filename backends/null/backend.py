@@ -21,21 +21,21 @@ from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES, as_integer
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, run_calls
-from ..beside import beside
+from ..beside import find_overlapped_instructions
 
 
-class Speeds(Protocol):
+class CostModel(Protocol):
     """A cost model, such as `hocket.scheduler.Hardware`."""
 
-    def compute(self, flops: float, nbytes: float) -> float:
+    def compute_seconds(self, flops: float, nbytes: float) -> float:
         """Return the seconds of a kernel."""
 
-    def meeting(self, nbytes: float) -> float:
+    def collective_seconds(self, nbytes: float) -> float:
         """Return the seconds of a collective in which each device sends `nbytes` bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Steady:
+class ConstantCostModel:
     """Constant speeds in FLOP/s and bytes/s, and constant seconds for each instruction."""
 
     flops: float = 100e9
@@ -43,22 +43,22 @@ class Steady:
     step: float = 2e-6
     link: float = 10e9
 
-    def compute(self, flops: float, nbytes: float) -> float:
+    def compute_seconds(self, flops: float, nbytes: float) -> float:
         return max(flops / self.flops, nbytes / self.bandwidth) + self.step
 
-    def meeting(self, nbytes: float) -> float:
+    def collective_seconds(self, nbytes: float) -> float:
         return self.step + nbytes / self.link
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ClockEvent:
     """One instruction on the clock: idle until `start`, then running until `end`."""
 
     node: str
     op: str
     start: float
     end: float
-    waited: float = 0.0
+    idle_seconds: float = 0.0
 
 
 class NullBuffer:
@@ -79,16 +79,16 @@ class NullBackend:
 
     def __init__(
         self,
-        speeds: Speeds | None = None,
+        speeds: CostModel | None = None,
         memory: int | None = None,
         *,
         goes_on: bool = False,
         computes_beside: bool = False,
     ) -> None:
-        self.speeds: Speeds = speeds or Steady()
+        self.speeds: CostModel = speeds or ConstantCostModel()
         self.memory, self.goes_on, self.computes_beside = memory, goes_on, computes_beside
         self.allocated: dict[str, int] = defaultdict(int)
-        self.tracks: dict[str, list[Step]] = {}
+        self.tracks: dict[str, list[ClockEvent]] = {}
         self._lock = threading.Lock()
 
     def with_threads(self, threads: int) -> NullBackend:
@@ -113,7 +113,7 @@ class NullBackend:
     def reads_strided(self, node: Node, operand: int) -> bool:
         return True
 
-    def overlaps(self, devices: Sequence[Device]) -> bool:
+    def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
         return self.computes_beside
 
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> NullBuffer:
@@ -130,8 +130,8 @@ class NullBackend:
         """Discard the weight."""
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
-        priced = [(i, price(i, self.speeds, comm.size)) for i in program.instructions]
-        meanwhile = beside(program) if self.computes_beside else {}
+        priced = [(i, estimate_instruction_seconds(i, self.speeds, comm.size)) for i in program.instructions]
+        meanwhile = find_overlapped_instructions(program) if self.computes_beside else {}
         waiting = {numbers[-1] + 1 for numbers in meanwhile.values()}
 
         def replay() -> None:
@@ -149,10 +149,10 @@ class _Clock:
     `collective_end` is the end of the collective in progress.
     """
 
-    def __init__(self, comm: Comm, before: Sequence[Step]) -> None:
+    def __init__(self, comm: Comm, before: Sequence[ClockEvent]) -> None:
         self.comm, self.now = comm, max((step.end for step in before), default=0.0)
-        self.met = self.now
-        self.track: list[Step] = [*before]
+        self.collective_end = self.now
+        self.track: list[ClockEvent] = [*before]
 
     def run(self, i: Instruction, seconds: float, waits: bool, goes_on: bool) -> None:
         """Run an instruction of `seconds`.
@@ -165,18 +165,18 @@ class _Clock:
         """
         came = self.now
         if waits:
-            self.now = max(self.now, self.met)
-        start = self._meet(i.op, i.attrs) if i.op in COLLECTIVES else self.now
-        self.track.append(Step(i.node, i.op, start, start + seconds, start - came))
+            self.now = max(self.now, self.collective_end)
+        start = self._synchronise(i.op, i.attrs) if i.op in COLLECTIVES else self.now
+        self.track.append(ClockEvent(i.node, i.op, start, start + seconds, start - came))
         if goes_on:
-            self.met = start + seconds
+            self.collective_end = start + seconds
             return
         self.now = start + seconds
         if i.op == "send":  # the message arrives when the send ends
             to, number = as_integer(i.attrs["to"]), as_integer(i.attrs["sequence"])
             self.comm.send(np.array([self.now]), to, number)
 
-    def _meet(self, op: str, attrs: Mapping[str, Any]) -> float:
+    def _synchronise(self, op: str, attrs: Mapping[str, Any]) -> float:
         """Return the latest clock of the group, which the devices exchange."""
         number = as_integer(attrs["sequence"])
         if op == "send":
@@ -191,20 +191,20 @@ class _Clock:
         return float(clocks.max())
 
 
-def price(i: Instruction, speeds: Speeds, devices: int) -> float:
+def estimate_instruction_seconds(i: Instruction, speeds: CostModel, devices: int) -> float:
     """Return the seconds of one instruction after its start; a receive takes none, as the sender counts it."""
     if i.op == "receive":
         return 0.0
     if i.op in COLLECTIVES:
         nbytes = float(max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None))
         rounds = 2 if i.op == "all_reduce" else 1
-        return speeds.meeting(nbytes if i.op == "send" else rounds * (devices - 1) / devices * nbytes)
-    node = _node(i)
+        return speeds.collective_seconds(nbytes if i.op == "send" else rounds * (devices - 1) / devices * nbytes)
+    node = _make_node(i)
     declared = REGISTRY[i.op]
-    return speeds.compute(float(declared.count_flops(node)), float(declared.count_bytes(node)))
+    return speeds.compute_seconds(float(declared.count_flops(node)), float(declared.count_bytes(node)))
 
 
-def _node(i: Instruction) -> Node:
+def _make_node(i: Instruction) -> Node:
     """Return an instruction as a node, for the work estimate of its op."""
     src = tuple(None if t is None else Node("input", (), {}, (t.spec,), "x").results[0] for t in i.src)
     return Node(i.op, src, i.attrs, tuple(t.spec for t in i.dst))

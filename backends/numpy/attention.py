@@ -10,17 +10,17 @@ import numpy as np
 from ...graph.node import Node
 from ...ops.reduction.norms import alibi_slopes
 from ..base import Array
-from ..calls import Binding, Call, Calls
-from .matmul import summed
+from ..calls import Binding, Calls, HostInstruction
+from .matmul import multiply_in_float64
 from .norms import softmax_calls
 
 
-def causal_mask(call: Call) -> Calls:
+def bind_causal_mask(call: HostInstruction) -> Calls:
     """Bind the causal mask: distances are float32 (exact below 2^24), and the only temporary is one boolean matrix."""
     pos, out = call.operand(0), call.out
-    cells, window = int(call.number("cells")), int(call.number("window"))
+    cells, window = int(call.number_attribute("cells")), int(call.number_attribute("window"))
     column = np.arange(cells, dtype=np.int32)
-    hidden = call.take((out.size + 3) // 4).view(np.bool_)[: out.size].reshape(out.shape)
+    hidden = call.take_scratch((out.size + 3) // 4).view(np.bool_)[: out.size].reshape(out.shape)
     calls: Calls = [
         partial(np.copyto, out, np.float32(0)),
         partial(np.less, pos[..., None], column, out=hidden),
@@ -34,57 +34,57 @@ def causal_mask(call: Call) -> Calls:
     return calls
 
 
-def attention(call: Call) -> Calls:
+def bind_attention(call: HostInstruction) -> Calls:
     """Bind attention; sums are computed as in `mul_mat`, so they do not depend on the memory layout of the heads."""
     q, k, v = call.operand(0), call.operand(1), call.operand(2)
-    mask, sinks, out = call.optional(3), call.optional(4), call.out
+    mask, sinks, out = call.optional_operand(3), call.optional_operand(4), call.out
     tokens, heads = q.shape[-3], q.shape[-2]
     shared = heads // k.shape[-2] if k.shape[-2] else 1
-    scores = call.take(tokens, k.shape[-3])
-    bias = call.take(tokens, k.shape[-3]) if call.number("max_bias") else None
-    top, total = call.take(tokens, 1), call.take(tokens, 1)
-    slopes = alibi_slopes(heads, call.number("max_bias")).astype(np.float32)
+    scores = call.take_scratch(tokens, k.shape[-3])
+    bias = call.take_scratch(tokens, k.shape[-3]) if call.number_attribute("max_bias") else None
+    top, total = call.take_scratch(tokens, 1), call.take_scratch(tokens, 1)
+    slopes = alibi_slopes(heads, call.number_attribute("max_bias")).astype(np.float32)
     calls: Calls = []
     if mask is not None and call.attrs["mask_heads"] == "one":
         mask = mask[..., None, :, :]
     for i in np.ndindex(q.shape[:-3]):
         for h in range(heads):
-            masked = None if mask is None else _tile_of(mask, (*q.shape[:-3], heads), (*i, h))
+            masked = None if mask is None else _slice_mask(mask, (*q.shape[:-3], heads), (*i, h))
             key, value = k[i][:, h // shared], v[i][:, h // shared]
-            calls.append(partial(summed, q[i][:, h], key, scores))
-            calls += _scaled(scores, call)
+            calls.append(partial(multiply_in_float64, q[i][:, h], key, scores))
+            calls += _bind_score_scaling(scores, call)
             if masked is not None and bias is not None:
                 calls += [partial(np.multiply, masked, slopes[h], out=bias), partial(np.add, scores, bias, out=scores)]
             elif masked is not None:
                 calls.append(partial(np.add, scores, masked, out=scores))
             calls += softmax_calls(scores, top, total, None if sinks is None else sinks[h : h + 1])
-            calls.append(partial(summed, scores, value.T, out[i][:, h]))
+            calls.append(partial(multiply_in_float64, scores, value.T, out[i][:, h]))
     return calls
 
 
-def _scaled(scores: Array, call: Call) -> Calls:
-    cap = call.number("softcap")
-    first = np.float32(call.number("scale") / (cap or 1.0))
+def _bind_score_scaling(scores: Array, call: HostInstruction) -> Calls:
+    cap = call.number_attribute("softcap")
+    first = np.float32(call.number_attribute("scale") / (cap or 1.0))
     calls: Calls = [partial(np.multiply, scores, first, out=scores)]
     if cap:
         calls += [partial(np.tanh, scores, out=scores), partial(np.multiply, scores, np.float32(cap), out=scores)]
     return calls
 
 
-def _tile_of(mask: Array, leading: tuple[int, ...], index: tuple[int, ...]) -> Array:
+def _slice_mask(mask: Array, leading: tuple[int, ...], index: tuple[int, ...]) -> Array:
     """Return the mask of one leading index and head; the leading axes of the mask repeat."""
     mine = mask.shape[:-2]
     tail = index[len(leading) - len(mine) :]
     return mask[tuple(i % n for i, n in zip(tail, mine, strict=True))]
 
 
-def _attention_scratch(node: Node) -> int:
+def _count_attention_scratch(node: Node) -> int:
     q, k = node.inputs[0].shape, node.inputs[1].shape
     matrices = 2 if node.attrs["max_bias"] else 1
     return q[-3] * (matrices * k[-3] + 2)
 
 
 KERNELS: Mapping[str, Binding] = {
-    "causal_mask": Binding(causal_mask, lambda node: (node.specs[0].size + 3) // 4),
-    "attention": Binding(attention, _attention_scratch),
+    "causal_mask": Binding(bind_causal_mask, lambda node: (node.specs[0].size + 3) // 4),
+    "attention": Binding(bind_attention, _count_attention_scratch),
 }

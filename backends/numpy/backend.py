@@ -16,9 +16,9 @@ from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES
-from ..abilities import Called
+from ..abilities import KernelCall
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor
-from ..calls import Call, Replay
+from ..calls import HostInstruction, Replay
 from ..host import HostBackend
 
 
@@ -30,7 +30,7 @@ class NumpyBackend(HostBackend):
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
 
-    def settings(self) -> str:
+    def describe_settings(self) -> str:
         return ""
 
     def supports(self, node: Node, on: Device) -> Support:
@@ -38,23 +38,27 @@ class NumpyBackend(HostBackend):
         return Support(known, "" if known else f"there is no op {node.op!r}")
 
     def scratch(self, node: Node) -> int:
-        from .table import kernel
+        from .table import find_binding
 
-        return 4 * kernel(node.op).scratch(node)
+        return 4 * find_binding(node.op).scratch(node)
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         def view(tensor: Tensor) -> Array:
             return self.view(buffers[tensor.buffer], tensor)
 
-        calls = [(n, call) for n, i in enumerate(program.instructions) for call in self.calls(i, buffers, view, comm)]
+        calls = [
+            (n, call)
+            for n, i in enumerate(program.instructions)
+            for call in self.bind_instruction(i, buffers, view, comm)
+        ]
         return Replay(program, on, calls)
 
-    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
-        from .table import source
+    def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
+        from .table import locate_op_source
 
-        return [Called(i.op, source(i.op), (n,)) for n, i in enumerate(program.instructions)]
+        return [KernelCall(i.op, locate_op_source(i.op), (n,)) for n, i in enumerate(program.instructions)]
 
-    def calls(
+    def bind_instruction(
         self, i: Instruction, buffers: Sequence[Any], view: Callable[[Tensor], Array], comm: Comm
     ) -> list[Callable[[], object]]:
         """Return the calls that compute one instruction.
@@ -65,7 +69,7 @@ class NumpyBackend(HostBackend):
             view: Returns the array of a tensor.
             comm: Communicator of the device.
         """
-        from .table import kernel  # not needed by programs of compiled kernels only
+        from .table import find_binding  # not needed by programs of compiled kernels only
 
         src = [None if t is None else view(t) for t in i.src]
         dst = [view(t) for t in i.dst]
@@ -75,4 +79,4 @@ class NumpyBackend(HostBackend):
             scratch = buffers[i.scratch.buffer][start:end].view(np.float32)
         if not any(d.size for d in dst) and i.op not in COLLECTIVES:
             return []  # nothing to write
-        return kernel(i.op).bind(Call(src, dst, i.attrs, scratch, comm))
+        return find_binding(i.op).bind(HostInstruction(src, dst, i.attrs, scratch, comm))

@@ -14,15 +14,15 @@ from ...graph.node import Node
 from ...ops.elementwise.binary import round_to_dtype
 from ...ops.elementwise.comparisons import COMPARISONS
 from ..base import Array
-from ..calls import Binding, Call, Calls, copy, one_result, plain
+from ..calls import Binding, Calls, HostInstruction, bind_copy, count_result_elements, without_scratch
 
 
-def results(count: int, node: Node) -> int:
+def count_elements_of_results(count: int, node: Node) -> int:
     """Return the elements of `count` times the first result, as scratch."""
     return count * node.specs[0].size
 
 
-def tiles(b: Array, *whole: Array) -> list[Array]:
+def as_broadcast_views(b: Array, *whole: Array) -> list[Array]:
     """Return views of `b` and of the `whole` arrays that broadcast against each other; `b` repeats within `whole`."""
     shape: list[int] = []
     small: list[int] = []
@@ -34,53 +34,53 @@ def tiles(b: Array, *whole: Array) -> list[Array]:
     return [b.reshape(small, copy=False), *(w.reshape(shape, copy=False) for w in whole)]
 
 
-def binary(ufunc: Callable[..., Any], call: Call) -> Calls:
-    b, a, out = tiles(call.operand(1), call.operand(0), call.out)
+def bind_binary(ufunc: Callable[..., Any], call: HostInstruction) -> Calls:
+    b, a, out = as_broadcast_views(call.operand(1), call.operand(0), call.out)
     return [partial(ufunc, a, b, out=out)]
 
 
-SIGN, OTHER_BITS = np.int32(-(2**31)), np.int32(2**31 - 1)
+SIGN_BIT, MAGNITUDE_BITS = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
-def bind_maximum(call: Call) -> Calls:
+def bind_maximum(call: HostInstruction) -> Calls:
     """Bind the maximum; a result is negative or -0 only if both operands have a sign."""
     b, a, out, both = (x.view(np.int32) for x in _choice_operands(call))
     return [
         partial(np.bitwise_and, a, b, out=both),
-        partial(np.bitwise_or, both, OTHER_BITS, out=both),
+        partial(np.bitwise_or, both, MAGNITUDE_BITS, out=both),
         partial(np.maximum, a.view(np.float32), b.view(np.float32), out=out.view(np.float32)),
         partial(np.bitwise_and, out, both, out=out),
     ]
 
 
-def bind_minimum(call: Call) -> Calls:
+def bind_minimum(call: HostInstruction) -> Calls:
     """Bind the minimum; a result is negative or -0 if one of the operands has a sign."""
     b, a, out, either = (x.view(np.int32) for x in _choice_operands(call))
     return [
         partial(np.bitwise_or, a, b, out=either),
-        partial(np.bitwise_and, either, SIGN, out=either),
+        partial(np.bitwise_and, either, SIGN_BIT, out=either),
         partial(np.minimum, a.view(np.float32), b.view(np.float32), out=out.view(np.float32)),
         partial(np.bitwise_or, out, either, out=out),
     ]
 
 
-def _choice_operands(call: Call) -> list[Array]:
+def _choice_operands(call: HostInstruction) -> list[Array]:
     """Return `b`, `a`, the result and scratch, as `as_broadcast_views` splits them."""
-    return tiles(call.operand(1), call.operand(0), call.out, call.take(*call.out.shape))
+    return as_broadcast_views(call.operand(1), call.operand(0), call.out, call.take_scratch(*call.out.shape))
 
 
-def compare(call: Call) -> Calls:
+def bind_compare(call: HostInstruction) -> Calls:
     kind = call.attrs["kind"]
     assert isinstance(kind, str)
-    return binary(COMPARISONS[kind], call)
+    return bind_binary(COMPARISONS[kind], call)
 
 
-def where(call: Call) -> Calls:
+def bind_where(call: HostInstruction) -> Calls:
     """Bind the choice: copy `b`, then `a` where the condition holds."""
     truth, a, b, out = (call.operand(0), call.operand(1), call.operand(2), call.out)
     wanted = np.empty(truth.shape, bool)
-    first, wide, chosen = tiles(a, out, wanted)
-    second, plain_out = tiles(b, out)
+    first, wide, chosen = as_broadcast_views(a, out, wanted)
+    second, plain_out = as_broadcast_views(b, out)
     return [
         partial(np.not_equal, truth, 0, out=wanted),
         partial(np.copyto, plain_out, second),
@@ -88,7 +88,7 @@ def where(call: Call) -> Calls:
     ]
 
 
-def unary(ufunc: Callable[..., Any], call: Call) -> Calls:
+def bind_unary(ufunc: Callable[..., Any], call: HostInstruction) -> Calls:
     return [partial(ufunc, call.operand(0), out=call.out)]
 
 
@@ -102,18 +102,18 @@ def sigmoid_calls(x: Array, out: Array) -> Calls:
     ]
 
 
-def sigmoid(call: Call) -> Calls:
+def bind_sigmoid(call: HostInstruction) -> Calls:
     return sigmoid_calls(call.operand(0), call.out)
 
 
-def silu(call: Call) -> Calls:
-    gate = call.take(*call.out.shape)
+def bind_silu(call: HostInstruction) -> Calls:
+    gate = call.take_scratch(*call.out.shape)
     return [*sigmoid_calls(call.operand(0), gate), partial(np.multiply, call.operand(0), gate, out=call.out)]
 
 
-def swiglu(call: Call) -> Calls:
+def bind_swiglu(call: HostInstruction) -> Calls:
     gate, up = call.operand(0), call.operand(1)
-    share = call.take(*call.out.shape)
+    share = call.take_scratch(*call.out.shape)
     return [
         *sigmoid_calls(gate, share),
         partial(np.multiply, gate, share, out=share),
@@ -121,11 +121,11 @@ def swiglu(call: Call) -> Calls:
     ]
 
 
-def softplus(call: Call) -> Calls:
+def bind_softplus(call: HostInstruction) -> Calls:
     return [partial(np.logaddexp, np.float32(0), call.operand(0), out=call.out)]
 
 
-def relu(call: Call) -> Calls:
+def bind_relu(call: HostInstruction) -> Calls:
     """Bind relu; the addition of zero turns -0, which `np.maximum` may return, into +0."""
     zero, out = np.float32(0), call.out
     return [partial(np.maximum, call.operand(0), zero, out=out), partial(np.add, out, zero, out=out)]
@@ -145,34 +145,34 @@ def gelu_calls(x: Array, inner: Array, out: Array) -> Calls:
     ]
 
 
-def gelu(call: Call) -> Calls:
-    return gelu_calls(call.operand(0), call.take(*call.out.shape), call.out)
+def bind_gelu(call: HostInstruction) -> Calls:
+    return gelu_calls(call.operand(0), call.take_scratch(*call.out.shape), call.out)
 
 
 # P of ``erfc(a / sqrt(2)) / 2 = exp(-a^2 / 2) t P(t)``, t = 1 / (1 + a / 4), for a from 0 to 14; highest power first.
 # Fitted to least maximal relative error, 8e-9 (Lawson iteration on a least-squares fit).
-TAIL = (
+ERFC_COEFFICIENTS = (
     *(0.01657963006850917, -0.06279202607554774, 0.05165195425433108, 0.028436508124032596, 0.01271112855494487),
     *(0.08665736755642187, 0.07199921700146168, 0.09551577141465409, 0.09949254919760411, 0.09974790397723036),
 )
 
 
-def gelu_erf_calls(call: Call, out: Array) -> Calls:
+def gelu_erf_calls(call: HostInstruction, out: Array) -> Calls:
     """Return calls for ``x h`` if x < 0, else ``x (1 - h)``, with ``h = erfc(|x| / sqrt(2)) / 2``.
 
     `out` is written last. The calls take three results of scratch.
     """
     x = call.operand(0)
-    size, t, tail = (call.take(*call.out.shape) for _ in range(3))
+    size, t, tail = (call.take_scratch(*call.out.shape) for _ in range(3))
     calls: Calls = [
         partial(np.absolute, x, out=size),
         partial(np.minimum, size, np.float32(20), out=size),  # where the tail is 0; an infinity would become NaN
         partial(np.multiply, size, np.float32(0.25), out=t),
         partial(np.add, t, np.float32(1), out=t),
         partial(np.reciprocal, t, out=t),
-        partial(np.multiply, t, np.float32(TAIL[0]), out=tail),
+        partial(np.multiply, t, np.float32(ERFC_COEFFICIENTS[0]), out=tail),
     ]
-    for coefficient in TAIL[1:]:
+    for coefficient in ERFC_COEFFICIENTS[1:]:
         calls += [partial(np.add, tail, np.float32(coefficient), out=tail), partial(np.multiply, tail, t, out=tail)]
     return [
         *calls,
@@ -187,26 +187,26 @@ def gelu_erf_calls(call: Call, out: Array) -> Calls:
     ]
 
 
-def gelu_erf(call: Call) -> Calls:
+def bind_gelu_erf(call: HostInstruction) -> Calls:
     return gelu_erf_calls(call, call.out)
 
 
-def geglu(call: Call) -> Calls:
-    inner = call.take(*call.out.shape)
+def bind_geglu(call: HostInstruction) -> Calls:
+    inner = call.take_scratch(*call.out.shape)
     return [*gelu_calls(call.operand(0), inner, inner), partial(np.multiply, inner, call.operand(1), out=call.out)]
 
 
-def geglu_erf(call: Call) -> Calls:
-    inner = call.take(*call.out.shape)
+def bind_geglu_erf(call: HostInstruction) -> Calls:
+    inner = call.take_scratch(*call.out.shape)
     return [*gelu_erf_calls(call, inner), partial(np.multiply, inner, call.operand(1), out=call.out)]
 
 
-def clamped_swiglu(shift: float, call: Call) -> Calls:
+def bind_clamped_swiglu(shift: float, call: HostInstruction) -> Calls:
     """Bind ``g / (1 + exp(-alpha g)) * (clip(up) + shift)``; g is the gate, clamped from above."""
     gate, up = call.operand(0), call.operand(1)
-    limit = np.float32(call.number("limit"))
-    alpha = call.number("alpha") if "alpha" in call.attrs else 1.0
-    g, share = call.take(*call.out.shape), call.take(*call.out.shape)
+    limit = np.float32(call.number_attribute("limit"))
+    alpha = call.number_attribute("alpha") if "alpha" in call.attrs else 1.0
+    g, share = call.take_scratch(*call.out.shape), call.take_scratch(*call.out.shape)
     return [
         partial(np.minimum, gate, limit, out=g),
         partial(np.multiply, g, np.float32(-alpha), out=share),
@@ -219,8 +219,8 @@ def clamped_swiglu(shift: float, call: Call) -> Calls:
     ]
 
 
-def clamp(call: Call) -> Calls:
-    low, high = np.float32(call.number("min")), np.float32(call.number("max"))
+def bind_clamp(call: HostInstruction) -> Calls:
+    low, high = np.float32(call.number_attribute("min")), np.float32(call.number_attribute("max"))
     calls: Calls = [partial(np.clip, call.operand(0), low, high, out=call.out)]
     if low == 0 and not np.signbit(low):
         calls.append(partial(np.absolute, call.out, out=call.out))
@@ -229,18 +229,18 @@ def clamp(call: Call) -> Calls:
     return calls
 
 
-def step(call: Call) -> Calls:
+def bind_step(call: HostInstruction) -> Calls:
     return [partial(np.greater, call.operand(0), np.float32(0), out=call.out)]  # of NaN it is 0
 
 
-def scale(call: Call) -> Calls:
-    calls: Calls = [partial(np.multiply, call.operand(0), np.float32(call.number("scale")), out=call.out)]
-    if call.number("bias"):
-        calls.append(partial(np.add, call.out, np.float32(call.number("bias")), out=call.out))
+def bind_scale(call: HostInstruction) -> Calls:
+    calls: Calls = [partial(np.multiply, call.operand(0), np.float32(call.number_attribute("scale")), out=call.out)]
+    if call.number_attribute("bias"):
+        calls.append(partial(np.add, call.out, np.float32(call.number_attribute("bias")), out=call.out))
     return calls
 
 
-def cast(call: Call) -> Calls:
+def bind_cast(call: HostInstruction) -> Calls:
     dtype = call.attrs["dtype"]
     assert isinstance(dtype, DType)
     source, out = call.operand(0), call.out
@@ -253,8 +253,8 @@ def cast(call: Call) -> Calls:
     return [run]
 
 
-def with_scratch(bind: Callable[[Call], Calls]) -> Binding:
-    return Binding(bind, one_result)
+def with_result_sized_scratch(bind: Callable[[HostInstruction], Calls]) -> Binding:
+    return Binding(bind, count_result_elements)
 
 
 UFUNCS: Mapping[str, Callable[..., Any]] = {
@@ -278,30 +278,30 @@ UFUNCS: Mapping[str, Callable[..., Any]] = {
 """Ops of one operand that are one NumPy ufunc."""
 
 KERNELS: Mapping[str, Binding] = {
-    "add": plain(partial(binary, np.add)),
-    "sub": plain(partial(binary, np.subtract)),
-    "mul": plain(partial(binary, np.multiply)),
-    "div": plain(partial(binary, np.divide)),
-    "maximum": with_scratch(bind_maximum),
-    "minimum": with_scratch(bind_minimum),
-    "power": plain(partial(binary, np.power)),
-    "compare": plain(compare),
-    "where": plain(where),
-    **{name: plain(partial(unary, ufunc)) for name, ufunc in UFUNCS.items()},
-    "step": plain(step),
-    "clamp": plain(clamp),
-    "sigmoid": plain(sigmoid),
-    "silu": with_scratch(silu),
-    "swiglu": with_scratch(swiglu),
-    "softplus": plain(softplus),
-    "relu": plain(relu),
-    "gelu": with_scratch(gelu),
-    "geglu": with_scratch(geglu),
-    "gelu_erf": Binding(gelu_erf, partial(results, 3)),
-    "geglu_erf": Binding(geglu_erf, partial(results, 4)),
-    "swiglu_oai": Binding(partial(clamped_swiglu, 1.0), partial(results, 2)),
-    "swiglu_clamp": Binding(partial(clamped_swiglu, 0.0), partial(results, 2)),
-    "scale": plain(scale),
-    "cast": plain(cast),
-    "cont": plain(copy),
+    "add": without_scratch(partial(bind_binary, np.add)),
+    "sub": without_scratch(partial(bind_binary, np.subtract)),
+    "mul": without_scratch(partial(bind_binary, np.multiply)),
+    "div": without_scratch(partial(bind_binary, np.divide)),
+    "maximum": with_result_sized_scratch(bind_maximum),
+    "minimum": with_result_sized_scratch(bind_minimum),
+    "power": without_scratch(partial(bind_binary, np.power)),
+    "compare": without_scratch(bind_compare),
+    "where": without_scratch(bind_where),
+    **{name: without_scratch(partial(bind_unary, ufunc)) for name, ufunc in UFUNCS.items()},
+    "step": without_scratch(bind_step),
+    "clamp": without_scratch(bind_clamp),
+    "sigmoid": without_scratch(bind_sigmoid),
+    "silu": with_result_sized_scratch(bind_silu),
+    "swiglu": with_result_sized_scratch(bind_swiglu),
+    "softplus": without_scratch(bind_softplus),
+    "relu": without_scratch(bind_relu),
+    "gelu": with_result_sized_scratch(bind_gelu),
+    "geglu": with_result_sized_scratch(bind_geglu),
+    "gelu_erf": Binding(bind_gelu_erf, partial(count_elements_of_results, 3)),
+    "geglu_erf": Binding(bind_geglu_erf, partial(count_elements_of_results, 4)),
+    "swiglu_oai": Binding(partial(bind_clamped_swiglu, 1.0), partial(count_elements_of_results, 2)),
+    "swiglu_clamp": Binding(partial(bind_clamped_swiglu, 0.0), partial(count_elements_of_results, 2)),
+    "scale": without_scratch(bind_scale),
+    "cast": without_scratch(bind_cast),
+    "cont": without_scratch(bind_copy),
 }

@@ -13,15 +13,15 @@ from ...graph.node import Node
 from ...ops.collectives import as_integer
 from ...ops.movement.sharded_tables import to_local_rows
 from ..base import Array
-from ..calls import Binding, Call, Calls, plain
+from ..calls import Binding, Calls, HostInstruction, without_scratch
 
-WIDENED = 1 << 22
+MAX_WIDENED_ENTRIES = 1 << 22
 """Maximum entries of a matrix that are converted to float64 at a time."""
-BLOCK = 256
+EXPERT_BLOCK_ROWS = 256
 """Maximum rows that one expert takes at a time, so that scratch does not grow with the batch."""
 
 
-def mul_mat(call: Call) -> Calls:
+def bind_mul_mat(call: HostInstruction) -> Calls:
     """Bind ``x @ w.T``; each leading entry of `w` serves a run of adjacent entries of `x`.
 
     Terms are summed in float64 and rounded once, so results hardly depend on how devices share the terms.
@@ -35,18 +35,18 @@ def mul_mat(call: Call) -> Calls:
     w = w.reshape(tuple(n for m in entries for n in (m, 1)) + w.shape[-2:], copy=False)
     shape = tuple(n for m, total in zip(entries, x.shape[:-2], strict=True) for n in (m, total // m if m else 0))
     x, out = x.reshape(shape + x.shape[-2:], copy=False), out.reshape(shape + out.shape[-2:], copy=False)
-    rows = max(1, WIDENED // max(1, w.shape[-1]))
+    rows = max(1, MAX_WIDENED_ENTRIES // max(1, w.shape[-1]))
     starts = range(0, w.shape[-2], rows)
-    return [partial(summed, x, w[..., at : at + rows, :], out[..., at : at + rows]) for at in starts]
+    return [partial(multiply_in_float64, x, w[..., at : at + rows, :], out[..., at : at + rows]) for at in starts]
 
 
-def summed(x: Array, w: Array, out: Array) -> None:
+def multiply_in_float64(x: Array, w: Array, out: Array) -> None:
     """Compute ``x @ w.T`` with sums in float64."""
     wide = np.matmul(x.astype(np.float64), np.swapaxes(w.astype(np.float64), -1, -2))
     np.copyto(out, wide, casting="same_kind")
 
 
-def mul_mat_id(call: Call) -> Calls:
+def bind_mul_mat_id(call: HostInstruction) -> Calls:
     """Bind the product with experts; the result is zero where the expert is on another device.
 
     The rows of each used expert are gathered, multiplied at once and scattered.
@@ -54,10 +54,10 @@ def mul_mat_id(call: Call) -> Calls:
     w, x, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     if not x.shape[-1]:
         return [partial(np.copyto, out, np.float32(0))]  # sums of nothing
-    rows, first = _rows(x)
+    rows, first = _as_matrix(x)
     used, shared = ids.shape[-1], x.shape[-2]
-    block = min(BLOCK, ids.size)
-    gathered, products = call.take(block, x.shape[-1]), call.take(block, w.shape[1])
+    block = min(EXPERT_BLOCK_ROWS, ids.size)
+    gathered, products = call.take_scratch(block, x.shape[-1]), call.take_scratch(block, w.shape[1])
     # Slot i of a token reads row i mod shared of it.
     entry = np.arange(ids.size)
     source = entry // used * shared + entry % used % shared
@@ -65,11 +65,11 @@ def mul_mat_id(call: Call) -> Calls:
     own = partial(to_local_rows, ids, count=len(w), subject="ids of experts", **part)
     return [
         *first,
-        partial(_experts, w, rows, own, out.reshape(-1, w.shape[1], copy=False), source, gathered, products),
+        partial(_multiply_experts, w, rows, own, out.reshape(-1, w.shape[1], copy=False), source, gathered, products),
     ]
 
 
-def _rows(x: Array) -> tuple[Array, Calls]:
+def _as_matrix(x: Array) -> tuple[Array, Calls]:
     """Return `x` as a matrix; if its strides do not allow a view, a copy and the calls that renew it."""
     with suppress(ValueError):
         return x.reshape(-1, x.shape[-1], copy=False), []
@@ -77,7 +77,7 @@ def _rows(x: Array) -> tuple[Array, Calls]:
     return dense.reshape(-1, x.shape[-1]), [partial(np.copyto, dense, x)]
 
 
-def _experts(
+def _multiply_experts(
     w: Array, rows: Array, own: Callable[[], Array], out: Array, source: Array, gathered: Array, products: Array
 ) -> None:
     chosen = own().reshape(-1)
@@ -99,9 +99,12 @@ def _experts(
             out[mine] = product
 
 
-def _expert_scratch(node: Node) -> int:
+def _count_expert_scratch(node: Node) -> int:
     w, x, ids = (v.spec for v in node.inputs)
-    return min(BLOCK, ids.size) * (x.shape[-1] + w.shape[1])
+    return min(EXPERT_BLOCK_ROWS, ids.size) * (x.shape[-1] + w.shape[1])
 
 
-KERNELS: Mapping[str, Binding] = {"mul_mat": plain(mul_mat), "mul_mat_id": Binding(mul_mat_id, _expert_scratch)}
+KERNELS: Mapping[str, Binding] = {
+    "mul_mat": without_scratch(bind_mul_mat),
+    "mul_mat_id": Binding(bind_mul_mat_id, _count_expert_scratch),
+}

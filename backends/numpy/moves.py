@@ -10,11 +10,11 @@ import numpy as np
 
 from ...graph.errors import BackendError
 from ..base import Array
-from ..calls import Binding, Call, Calls, plain
-from .elementwise import tiles
+from ..calls import Binding, Calls, HostInstruction, without_scratch
+from .elementwise import as_broadcast_views
 
 
-def get_rows(call: Call) -> Calls:
+def bind_get_rows(call: HostInstruction) -> Calls:
     """Bind the gather of rows; ids are checked first, because ``take`` writes without a buffer only in mode "clip"."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     calls: Calls = [partial(_check_ids, ids, table.shape[-2])]
@@ -35,7 +35,7 @@ def _check_ids(ids: Array, rows: int) -> None:
         raise BackendError(f"row ids run from {ids.min()} to {ids.max()}, but there are rows 0 to {rows - 1} only")
 
 
-def set_rows(call: Call) -> Calls:
+def bind_set_rows(call: HostInstruction) -> Calls:
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     calls: Calls = [] if np.shares_memory(into, out) else [partial(np.copyto, out, into)]
     leading = rows.shape[:-2]
@@ -44,17 +44,17 @@ def set_rows(call: Call) -> Calls:
     ratios = [m // n if n else 1 for n, m in zip(padded.shape[:-1], leading, strict=True)]
     for i in product(*map(range, leading)):
         mine = padded[tuple(a // r for a, r in zip(i, ratios, strict=True))]
-        calls.append(partial(_scatter, out[i], mine, rows[i]))
+        calls.append(partial(_scatter_rows, out[i], mine, rows[i]))
     return calls
 
 
-def _scatter(into: Array, ids: Array, rows: Array) -> None:
+def _scatter_rows(into: Array, ids: Array, rows: Array) -> None:
     into[ids] = rows
 
 
-def concat(call: Call) -> Calls:
+def bind_concat(call: HostInstruction) -> Calls:
     a, b, out = call.operand(0), call.operand(1), call.out
-    axis = int(call.number("axis"))
+    axis = int(call.number_attribute("axis"))
     ahead = (slice(None),) * (axis % a.ndim)
     return [
         partial(np.copyto, out[(*ahead, slice(0, a.shape[axis]))], a),
@@ -62,14 +62,14 @@ def concat(call: Call) -> Calls:
     ]
 
 
-def repeat(call: Call) -> Calls:
-    tile, out = tiles(call.operand(0), call.out)
+def bind_repeat(call: HostInstruction) -> Calls:
+    tile, out = as_broadcast_views(call.operand(0), call.out)
     return [partial(np.copyto, out, tile)]
 
 
 KERNELS: Mapping[str, Binding] = {
-    "get_rows": plain(get_rows),
-    "set_rows": plain(set_rows),
-    "concat": plain(concat),
-    "repeat": plain(repeat),
+    "get_rows": without_scratch(bind_get_rows),
+    "set_rows": without_scratch(bind_set_rows),
+    "concat": without_scratch(bind_concat),
+    "repeat": without_scratch(bind_repeat),
 }

@@ -10,50 +10,50 @@ import numpy as np
 from ...graph.node import Node
 from ...ops.reduction.norms import alibi_slopes
 from ..base import Array
-from ..calls import Binding, Call, Calls
-from .elementwise import tiles
+from ..calls import Binding, Calls, HostInstruction
+from .elementwise import as_broadcast_views
 
 
-def _square_sums(call: Call) -> tuple[Array, Calls]:
+def _bind_square_sums(call: HostInstruction) -> tuple[Array, Calls]:
     x = call.operand(0)
-    square, total = call.take(*x.shape), call.take(*x.shape[:-1], 1)
+    square, total = call.take_scratch(*x.shape), call.take_scratch(*x.shape[:-1], 1)
     return total, [
         partial(np.multiply, x, x, out=square),
         partial(np.add.reduce, square, axis=-1, keepdims=True, out=total),
     ]
 
 
-def rms_norm(call: Call) -> Calls:
+def bind_rms_norm(call: HostInstruction) -> Calls:
     x = call.operand(0)
-    total, calls = _square_sums(call)
+    total, calls = _bind_square_sums(call)
     return [
         *calls,
         partial(np.multiply, total, np.float32(1 / max(1, x.shape[-1])), out=total),
-        partial(np.add, total, np.float32(call.number("eps")), out=total),
+        partial(np.add, total, np.float32(call.number_attribute("eps")), out=total),
         partial(np.sqrt, total, out=total),
         partial(np.divide, x, total, out=call.out),
     ]
 
 
-def norm(call: Call) -> Calls:
+def bind_norm(call: HostInstruction) -> Calls:
     x, share = call.operand(0), np.float32(1 / max(1, call.out.shape[-1]))
-    centred, total = call.take(*x.shape), call.take(*x.shape[:-1], 1)
-    spread = call.take(*x.shape[:-1], 1)
+    centred, total = call.take_scratch(*x.shape), call.take_scratch(*x.shape[:-1], 1)
+    spread = call.take_scratch(*x.shape[:-1], 1)
     return [
         partial(np.add.reduce, x, axis=-1, keepdims=True, out=total),
         partial(np.multiply, total, share, out=total),
         partial(np.subtract, x, total, out=centred),
         partial(np.einsum, "...c,...c->...", centred, centred, out=spread[..., 0]),
         partial(np.multiply, spread, share, out=spread),
-        partial(np.add, spread, np.float32(call.number("eps")), out=spread),
+        partial(np.add, spread, np.float32(call.number_attribute("eps")), out=spread),
         partial(np.sqrt, spread, out=spread),
         partial(np.divide, centred, spread, out=call.out),
     ]
 
 
-def l2_norm(call: Call) -> Calls:
-    eps = np.float32(call.number("eps"))
-    total, calls = _square_sums(call)
+def bind_l2_norm(call: HostInstruction) -> Calls:
+    eps = np.float32(call.number_attribute("eps"))
+    total, calls = _bind_square_sums(call)
     root = partial(np.sqrt, total, out=total)
     guard = (
         [root, partial(np.maximum, total, eps, out=total)]
@@ -95,40 +95,40 @@ def softmax_calls(scores: Array, top: Array, total: Array, sinks: Array | None) 
     return [*calls, partial(np.maximum, total, tiny, out=total), partial(np.divide, scores, total, out=scores)]
 
 
-def softmax(call: Call) -> Calls:
-    x, mask, sinks, out = call.operand(0), call.optional(1), call.optional(2), call.out
+def bind_softmax(call: HostInstruction) -> Calls:
+    x, mask, sinks, out = call.operand(0), call.optional_operand(1), call.optional_operand(2), call.out
     rows = (*x.shape[:-1], 1)
-    top, total = call.take(*rows), call.take(*rows)
-    calls: Calls = [partial(np.multiply, x, np.float32(call.number("scale")), out=out)]
+    top, total = call.take_scratch(*rows), call.take_scratch(*rows)
+    calls: Calls = [partial(np.multiply, x, np.float32(call.number_attribute("scale")), out=out)]
     if mask is not None:
         heads = x.shape[-3]
-        slopes = alibi_slopes(heads, call.number("max_bias")).astype(np.float32)
-        mask_view, target = tiles(mask[..., None, :, :], out)
-        for part, slope in by_slope(target, slopes):
-            term = call.take(*mask_view.shape[:-3], 1, *mask_view.shape[-2:])
+        slopes = alibi_slopes(heads, call.number_attribute("max_bias")).astype(np.float32)
+        mask_view, target = as_broadcast_views(mask[..., None, :, :], out)
+        for part, slope in split_by_slope(target, slopes):
+            term = call.take_scratch(*mask_view.shape[:-3], 1, *mask_view.shape[-2:])
             calls += [partial(np.multiply, mask_view, slope, out=term), partial(np.add, part, term, out=part)]
     column = None if sinks is None else sinks[:, None, None]
     return [*calls, *softmax_calls(out, top, total, column)]
 
 
-def by_slope(scores: Array, slopes: Array) -> list[tuple[Array, np.float32]]:
+def split_by_slope(scores: Array, slopes: Array) -> list[tuple[Array, np.float32]]:
     """Return views of ``scores[..., heads, t, s]`` with one ALiBi slope each."""
     if (slopes == slopes[:1]).all():
         return [(scores, slopes[0])] if len(slopes) else []
     return [(scores[..., h : h + 1, :, :], slope) for h, slope in enumerate(slopes)]
 
 
-def _rows_and_squares(node: Node) -> int:
+def _count_squares_and_rows(node: Node) -> int:
     spec = node.specs[0]
     return spec.size + spec.size // max(1, spec.shape[-1])
 
 
-def _norm_scratch(node: Node) -> int:
+def _count_norm_scratch(node: Node) -> int:
     spec = node.specs[0]
     return spec.size + 2 * (spec.size // max(1, spec.shape[-1]))
 
 
-def _softmax_scratch(node: Node) -> int:
+def _count_softmax_scratch(node: Node) -> int:
     spec = node.specs[0]
     rows = spec.size // max(1, spec.shape[-1])
     mask = (
@@ -140,8 +140,8 @@ def _softmax_scratch(node: Node) -> int:
 
 
 KERNELS: Mapping[str, Binding] = {
-    "rms_norm": Binding(rms_norm, _rows_and_squares),
-    "norm": Binding(norm, _norm_scratch),
-    "l2_norm": Binding(l2_norm, _rows_and_squares),
-    "softmax": Binding(softmax, _softmax_scratch),
+    "rms_norm": Binding(bind_rms_norm, _count_squares_and_rows),
+    "norm": Binding(bind_norm, _count_norm_scratch),
+    "l2_norm": Binding(bind_l2_norm, _count_squares_and_rows),
+    "softmax": Binding(bind_softmax, _count_softmax_scratch),
 }

@@ -7,29 +7,29 @@ from functools import partial
 
 import numpy as np
 
-from ..calls import Binding, Call, Calls, plain
+from ..calls import Binding, Calls, HostInstruction, without_scratch
 
 
-def sum_rows(call: Call) -> Calls:
+def bind_sum_rows(call: HostInstruction) -> Calls:
     return [partial(np.add.reduce, call.operand(0), axis=-1, keepdims=True, out=call.out)]
 
 
-def mean(call: Call) -> Calls:
+def bind_mean(call: HostInstruction) -> Calls:
     share = np.float32(1 / max(1, call.operand(0).shape[-1]))
-    return [*sum_rows(call), partial(np.multiply, call.out, share, out=call.out)]
+    return [*bind_sum_rows(call), partial(np.multiply, call.out, share, out=call.out)]
 
 
-def total(call: Call) -> Calls:
+def bind_total(call: HostInstruction) -> Calls:
     return [partial(np.add.reduce, call.operand(0), axis=None, out=call.out)]
 
 
-def cumsum(call: Call) -> Calls:
+def bind_cumsum(call: HostInstruction) -> Calls:
     return [partial(np.add.accumulate, call.operand(0), axis=-1, out=call.out)]
 
 
 KERNELS: Mapping[str, Binding] = {
-    "sum_rows": plain(sum_rows),
-    "mean": plain(mean),
-    "sum": plain(total),
-    "cumsum": plain(cumsum),
+    "sum_rows": without_scratch(bind_sum_rows),
+    "mean": without_scratch(bind_mean),
+    "sum": without_scratch(bind_total),
+    "cumsum": without_scratch(bind_cumsum),
 }

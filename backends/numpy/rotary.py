@@ -10,22 +10,22 @@ import numpy as np
 from ...graph.node import Node
 from ...ops.declaration.attributes import float_attribute
 from ...ops.matrix.rope import compute_frequencies, pair_slices
-from ..calls import Binding, Call, Calls
+from ..calls import Binding, Calls, HostInstruction
 
 
-def rope(call: Call) -> Calls:
+def bind_rope(call: HostInstruction) -> Calls:
     x, pos, out = call.operand(0), call.operand(1), call.out
-    n_dims = int(call.number("n_dims"))
+    n_dims = int(call.number_attribute("n_dims"))
     half = n_dims // 2
-    factors = call.optional(2)
+    factors = call.optional_operand(2)
     inverse, magnitude = compute_frequencies(half, call.attrs)
-    angle = call.take(2 * pos.size * half).view(np.float64).reshape(*pos.shape, half)
-    cos, sin = call.take(*pos.shape, half), call.take(*pos.shape, half)
-    a, b = call.take(*x.shape[:-1], half), call.take(*x.shape[:-1], half)
-    offset = int(call.number("offset"))
+    angle = call.take_scratch(2 * pos.size * half).view(np.float64).reshape(*pos.shape, half)
+    cos, sin = call.take_scratch(*pos.shape, half), call.take_scratch(*pos.shape, half)
+    a, b = call.take_scratch(*x.shape[:-1], half), call.take_scratch(*x.shape[:-1], half)
+    offset = int(call.number_attribute("offset"))
     low, high = pair_slices(n_dims, str(call.attrs["mode"]), offset)
     cos_of, sin_of = cos[..., None, :], sin[..., None, :]
-    divided = inverse if factors is None else call.take(2 * half).view(np.float64)
+    divided = inverse if factors is None else call.take_scratch(2 * half).view(np.float64)
     calls: Calls = [
         *([] if factors is None else [partial(np.divide, inverse, factors[:half], out=divided)]),
         partial(np.multiply, pos[..., None], divided, out=angle),
@@ -55,10 +55,10 @@ def rope(call: Call) -> Calls:
     ]
 
 
-def _scratch(node: Node) -> int:
+def _count_rope_scratch(node: Node) -> int:
     half = int(float_attribute(node.attrs, "n_dims")) // 2
     x, pos = node.inputs[0].spec, node.inputs[1].spec
     return 4 * pos.size * half + 2 * half + 2 * (x.size // max(1, x.shape[-1])) * half
 
 
-KERNELS: Mapping[str, Binding] = {"rope": Binding(rope, _scratch)}
+KERNELS: Mapping[str, Binding] = {"rope": Binding(bind_rope, _count_rope_scratch)}

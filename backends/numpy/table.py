@@ -7,13 +7,13 @@ from functools import cache
 
 from ...ops import REGISTRY
 from .. import meeting
-from ..abilities import Source
-from ..calls import Binding, through_reference
-from ..sources import source_of
-from ..table import brought, merged
+from ..abilities import SourceLocation
+from ..calls import Binding, make_reference_binding
+from ..sources import locate_source
+from ..table import find_op_package_binding, merge_tables
 from . import attention, elementwise, matmul, moves, norms, recurrent, reductions, rotary
 
-OWN: Mapping[str, Binding] = merged(
+BUILTIN_KERNELS: Mapping[str, Binding] = merge_tables(
     elementwise.KERNELS,
     norms.KERNELS,
     reductions.KERNELS,
@@ -27,12 +27,12 @@ OWN: Mapping[str, Binding] = merged(
 
 
 @cache
-def kernel(op: str) -> Binding:
+def find_binding(op: str) -> Binding:
     """Return the binding of an op: a kernel of this package, one that the op provides, or its reference."""
-    return OWN.get(op) or brought(op, "numpy") or through_reference(REGISTRY[op])
+    return BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy") or make_reference_binding(REGISTRY[op])
 
 
-def source(op: str) -> Source:
+def locate_op_source(op: str) -> SourceLocation:
     """Return the location of the function that computes an op."""
-    own = OWN.get(op) or brought(op, "numpy")
-    return source_of(own.bind if own else REGISTRY[op].reference)
+    own = BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy")
+    return locate_source(own.bind if own else REGISTRY[op].reference)

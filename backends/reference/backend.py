@@ -14,7 +14,7 @@ from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES
 from ..base import Array, Comm, Device, Instruction, Program, Support
-from ..calls import Call, Replay
+from ..calls import HostInstruction, Replay
 from ..host import HostBackend
 from ..meeting import KERNELS
 
@@ -39,17 +39,21 @@ class ReferenceBackend(HostBackend):
         for number, instruction in enumerate(program.instructions):
             src = [None if t is None else self.view(buffers[t.buffer], t) for t in instruction.src]
             dst = [self.view(buffers[t.buffer], t) for t in instruction.dst]
-            run = _meet(instruction, src, dst, comm) or partial(_run, instruction.op, src, dst, instruction.attrs)
+            run = _bind_collective(instruction, src, dst, comm) or partial(
+                _run_reference, instruction.op, src, dst, instruction.attrs
+            )
             calls.append((number, run))
         return Replay(program, on, calls)
 
 
-def _meet(instruction: Instruction, src: list[Any], dst: list[Array], comm: Comm) -> Callable[[], None] | None:
+def _bind_collective(
+    instruction: Instruction, src: list[Any], dst: list[Array], comm: Comm
+) -> Callable[[], None] | None:
     """Bind a collective as the NumPy backend does; return None for any other op."""
     if instruction.op not in COLLECTIVES:
         return None
     scratch = np.empty(dst[0].size, dst[0].dtype)
-    calls = KERNELS[instruction.op].bind(Call(src, dst, instruction.attrs, scratch, comm))
+    calls = KERNELS[instruction.op].bind(HostInstruction(src, dst, instruction.attrs, scratch, comm))
 
     def run() -> None:
         for call in calls:
@@ -58,6 +62,6 @@ def _meet(instruction: Instruction, src: list[Any], dst: list[Array], comm: Comm
     return run
 
 
-def _run(op: str, src: list[Array | None], dst: list[Array], attrs: Any) -> None:
+def _run_reference(op: str, src: list[Array | None], dst: list[Array], attrs: Any) -> None:
     for target, result in zip(dst, REGISTRY[op].run_reference(src, attrs), strict=True):
         target[...] = result

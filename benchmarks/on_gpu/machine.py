@@ -27,19 +27,19 @@ SMI_FIELDS = (
 class Machine(Protocol):
     """One device of a driver, for benchmarks."""
 
-    def about(self) -> dict[str, object]:
+    def describe_device(self) -> dict[str, object]:
         """Return the name of the device, and the versions of its driver and its software."""
 
-    def state(self) -> dict[str, object]:
+    def read_state(self) -> dict[str, object]:
         """Return the current clocks, power and temperature; empty if they are unknown."""
 
-    def copier(self, into: int, source: int, nbytes: int) -> Run:
+    def make_copier(self, into: int, source: int, nbytes: int) -> Run:
         """Return a function that copies between two device addresses, in order with launches."""
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Free the cached device memory that no object uses."""
 
-    def over(self, driver: Driver) -> Machine:
+    def with_driver(self, driver: Driver) -> Machine:
         """Return the same device through another driver."""
 
 
@@ -49,14 +49,14 @@ class CudaMachine:
     def __init__(self, driver: CudaDriver, on: Device, cupy: Any) -> None:
         self.driver, self.on, self.cupy = driver, on, cupy
 
-    def about(self) -> dict[str, object]:
+    def describe_device(self) -> dict[str, object]:
         runtime = self.cupy.cuda.runtime
         known = runtime.getDeviceProperties(self.on.index)
         if self.driver.is_hip:
-            built = {"architecture": known["gcnArchName"].decode(), "hiprtc": _number(hiprtc.version())}
+            built = {"architecture": known["gcnArchName"].decode(), "hiprtc": _format_version(hiprtc.version())}
         else:
             with self.cupy.cuda.Device(self.on.index) as device:
-                built = {"capability": device.compute_capability, "nvrtc": _number(nvrtc.version())}
+                built = {"capability": device.compute_capability, "nvrtc": _format_version(nvrtc.version())}
         return {
             "gpu": known["name"].decode(),
             "memory_gb": round(known["totalGlobalMem"] / 1e9, 1),
@@ -66,10 +66,10 @@ class CudaMachine:
             "runtime_cuda": runtime.runtimeGetVersion(),
             "cupy": self.cupy.__version__,
             **built,
-            **self.state(),
+            **self.read_state(),
         }
 
-    def state(self) -> dict[str, object]:
+    def read_state(self) -> dict[str, object]:
         """Return the answer of nvidia-smi, which is only queried and changes no setting."""
         if not (program := shutil.which("nvidia-smi")):
             return {}
@@ -78,7 +78,7 @@ class CudaMachine:
         values = [value.strip() for value in done.stdout.strip().split(",")]
         return dict(zip(SMI_FIELDS, values, strict=True)) if len(values) == len(SMI_FIELDS) else {}
 
-    def copier(self, into: int, source: int, nbytes: int) -> Run:
+    def make_copier(self, into: int, source: int, nbytes: int) -> Run:
         runtime, stream = self.cupy.cuda.runtime, self.driver.stream(self.on)
 
         def run() -> None:
@@ -87,16 +87,16 @@ class CudaMachine:
 
         return run
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Free the memory pool of CuPy."""
         self.cupy.get_default_memory_pool().free_all_blocks()
 
-    def over(self, driver: Driver) -> Machine:
+    def with_driver(self, driver: Driver) -> Machine:
         assert isinstance(driver, CudaDriver)
         return CudaMachine(driver, self.on, self.cupy)
 
 
-def _number(version: tuple[int, int]) -> str:
+def _format_version(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
@@ -106,23 +106,23 @@ class EmulatedMachine:
     def __init__(self, driver: Driver, on: Device) -> None:
         self.driver, self.on = driver, on
 
-    def about(self) -> dict[str, object]:
+    def describe_device(self) -> dict[str, object]:
         return {"gpu": f"none: {self.on.description}", "compiler": platform.python_compiler(), "numpy": np.__version__}
 
-    def state(self) -> dict[str, object]:
+    def read_state(self) -> dict[str, object]:
         return {}
 
-    def copier(self, into: int, source: int, nbytes: int) -> Run:
+    def make_copier(self, into: int, source: int, nbytes: int) -> Run:
         return lambda: ctypes.memmove(into, source, nbytes) and None
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Do nothing; the host frees its memory itself."""
 
-    def over(self, driver: Driver) -> Machine:
+    def with_driver(self, driver: Driver) -> Machine:
         return EmulatedMachine(driver, self.on)
 
 
-def machine_for(driver: Driver, on: Device, cupy: Any = None) -> Machine:
+def make_machine(driver: Driver, on: Device, cupy: Any = None) -> Machine:
     """Return the machine of a device; `cupy` replaces the package in tests."""
     if not isinstance(driver, CudaDriver):
         return EmulatedMachine(driver, on)

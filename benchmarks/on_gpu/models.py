@@ -15,36 +15,40 @@ from hocket.backends.cupy.device.driver import Driver, Launch
 from hocket.frontends.commands import bench as counting
 from hocket.frontends.models import Batch
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph.dtypes import DType
 from hocket.scheduler import Executor
 
 from . import random_models
-from .bench import Bench, Case, Measured, Memory, Row, Watched
+from .bench import BenchmarkDevice, Case, DeviceMemory, MeasuredTime, RecordingDriver, ResultRow
 from .machine import Run
 
-KERNELS = 8
+MAX_LISTED_KERNELS = 8
 """The number of slowest kernels that are listed."""
-DEEP = 4096
+DEEP_CONTEXT_TOKENS = 4096
 """The tokens that are in the context before a deep decode test."""
 
 
-def cases(bench: Bench) -> Iterator[Case]:
-    sizes = bench.choose((64, (512,)), (1, (2,)))
-    yield Case("hocket's embedded model", partial(_model, bench, lambda: None, sizes))
+def make_model_cases(bench: BenchmarkDevice) -> Iterator[Case]:
+    sizes = bench.select_size((64, (512,)), (1, (2,)))
+    yield Case("hocket's embedded model", partial(_measure_model, bench, lambda: None, sizes))
     for path in bench.models:
-        yield Case(path.name, partial(_model, bench, lambda path=path: path, sizes))
+        yield Case(path.name, partial(_measure_model, bench, lambda path=path: path, sizes))
     if bench.tiny:
-        yield Case("random, tiny", partial(_model, bench, lambda: random_models.qwen35_tiny(bench.folder), sizes))
+        yield Case(
+            "random, tiny", partial(_measure_model, bench, lambda: random_models.write_qwen35_tiny(bench.folder), sizes)
+        )
         return
-    large = (64, (512, 2048, 8192), DEEP)
-    make = random_models.qwen35_4b, random_models.qwen3_next
-    yield Case("Qwen3.5-4B, random Q4_K", partial(_model, bench, lambda: make[0](bench.folder), large))
-    title = f"Qwen3-Next-80B-A3B, {random_models.LAYERS_OF_NEXT} of 48 layers, random Q4_0"
-    yield Case(title, partial(_model, bench, lambda: make[1](bench.folder), large))
+    large = (64, (512, 2048, 8192), DEEP_CONTEXT_TOKENS)
+    make = random_models.write_qwen35_4b, random_models.write_qwen3_next
+    yield Case("Qwen3.5-4B, random Q4_K", partial(_measure_model, bench, lambda: make[0](bench.folder), large))
+    title = f"Qwen3-Next-80B-A3B, {random_models.QWEN3_NEXT_LAYERS} of 48 layers, random Q4_0"
+    yield Case(title, partial(_measure_model, bench, lambda: make[1](bench.folder), large))
 
 
-def _model(bench: Bench, find: Callable[[], Path | None], sizes: tuple[Any, ...]) -> Iterator[Row]:
+def _measure_model(
+    bench: BenchmarkDevice, find: Callable[[], Path | None], sizes: tuple[Any, ...]
+) -> Iterator[ResultRow]:
     """Load a model and measure its decode and prompt tests.
 
     Args:
@@ -59,26 +63,28 @@ def _model(bench: Bench, find: Callable[[], Path | None], sizes: tuple[Any, ...]
         yield {"what": "written", "s": time.perf_counter() - start, "GB": path.stat().st_size / 1e9}
     start, model = time.perf_counter(), open_model(path)
     context = min(model.context_length, max(*prompts, new + deep) + 8)
-    on = Group((str(bench.on),))
+    on = DeviceGroup((str(bench.on),))
     session = Session(model, on=on, context=context, batch=max(prompts))
     nbytes = counting.count_weight_bytes(model)
     yield {"what": "loaded", "s": time.perf_counter() - start, "GB of weights a token": nbytes / 1e9}
     tokens = counting.make_random_tokens(session)
     for depth in (0, deep) if deep else (0,):
-        yield from _measured(bench, session, counting.BenchmarkTest("tg", new, depth), tokens, nbytes)
+        yield from _measure_test(bench, session, counting.BenchmarkTest("tg", new, depth), tokens, nbytes)
     for count in prompts:
-        yield from _measured(bench, session, counting.BenchmarkTest("pp", min(count, context), 0), tokens, 0)
-    if any(node.attrs.get("exact") for node in model.graph(session.step(1, 1)).nodes):
+        yield from _measure_test(bench, session, counting.BenchmarkTest("pp", min(count, context), 0), tokens, 0)
+    if any(node.attrs.get("exact") for node in model.graph(session.make_step(1, 1)).nodes):
         del session  # free its weights before the next session loads weights
         session = Session(model, on=replace(on, fast=True), context=context, batch=max(prompts))
         for count in prompts:
-            for row in _measured(bench, session, counting.BenchmarkTest("pp", min(count, context), 0), tokens, 0):
+            for row in _measure_test(bench, session, counting.BenchmarkTest("pp", min(count, context), 0), tokens, 0):
                 yield {**row, "mode": "fast"}
     if path is not None and "random" in path.name:
         path.unlink()
 
 
-def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[int], nbytes: int) -> Iterator[Row]:
+def _measure_test(
+    bench: BenchmarkDevice, session: Session, test: counting.Test, tokens: list[int], nbytes: int
+) -> Iterator[ResultRow]:
     """Measure a test as a user runs it, and then one step repeatedly without the host.
 
     `nbytes` is the number of weight bytes that a token reads.
@@ -86,36 +92,39 @@ def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[
     ((backend, _),) = session.group
     many, copy = (1 if test.kind == counting.NEW_KIND else test.tokens), bench.copy_bandwidth if nbytes else 0.0
     new = tokens[test.depth : test.depth + many]
-    step = session.step(1 << (many - 1).bit_length(), test.depth + many)
-    plain, watched = backend.driver, Watched(backend.driver)
+    step = session.make_step(1 << (many - 1).bit_length(), test.depth + many)
+    plain, watched = backend.driver, RecordingDriver(backend.driver)
     backend.driver = watched
-    with watched.watching() as recorded:
+    with watched.collect_recordings() as recorded:
         executor = session.executor(step)
         launches = [launch for group, _ in recorded for launch in group]
     backend.driver = plain
     counting.time_test(session, test, tokens)
-    taken = median(counting.time_test(session, test, tokens) for _ in range(bench.choose(3, 1)))
+    taken = median(counting.time_test(session, test, tokens) for _ in range(bench.select_size(3, 1)))
     yield {
         "what": test.name,
         "tok/s": test.tokens / taken,
-        **Measured(taken / (test.tokens / many), 0.0).row(nbytes, 0, copy),
+        **MeasuredTime(taken / (test.tokens / many), 0.0).as_row(nbytes, 0, copy),
     }
     seconds = {}
-    for how, driver in _ways(plain).items():
+    for how, driver in _make_drivers(plain).items():
         counting.prefill_depth(session, test, tokens)  # each driver starts from the same states
         executor.bind(session.model.inputs(step, Batch([new], [test.depth], None)))
         plain.synchronise(bench.on)  # streams of other drivers do not wait for its stream
-        own = bench.over(driver)
-        memory = Memory(own)
-        runs = [_again(own, memory, session, executor), *(driver.record(group, bench.on) for group, _ in recorded)]
-        whole = own.time([partial(_in_order, runs)])
-        row = {**whole.row(nbytes, 0, copy), "launches": len(launches), "graphs": len(recorded)}
+        own = bench.with_driver(driver)
+        memory = DeviceMemory(own)
+        runs = [
+            _make_input_restorer(own, memory, session, executor),
+            *(driver.record(group, bench.on) for group, _ in recorded),
+        ]
+        whole = own.measure_time([partial(_run_in_order, runs)])
+        row = {**whole.as_row(nbytes, 0, copy), "launches": len(launches), "graphs": len(recorded)}
         yield {"what": f"{test.name}, {how}", "tok/s": many / whole.seconds, **row}
         seconds[how] = whole.seconds
-    yield from _kernels(bench.over(plain), launches, seconds["the device"])
+    yield from _measure_kernels(bench.with_driver(plain), launches, seconds["the device"])
 
 
-def _ways(driver: Driver) -> dict[str, Driver]:
+def _make_drivers(driver: Driver) -> dict[str, Driver]:
     """Return one driver for each way in which launches of a step begin.
 
     On CUDA there are two ways: launches overlap as usual, or each launch begins after the previous one.
@@ -126,12 +135,12 @@ def _ways(driver: Driver) -> dict[str, Driver]:
     return ways
 
 
-def _in_order(runs: Sequence[Run]) -> None:
+def _run_in_order(runs: Sequence[Run]) -> None:
     for run in runs:
         run()
 
 
-def _again(bench: Bench, memory: Memory, session: Session, executor: Executor) -> Run:
+def _make_input_restorer(bench: BenchmarkDevice, memory: DeviceMemory, session: Session, executor: Executor) -> Run:
     """Return a function that restores the inputs of a step, because later values of the step reuse their memory.
 
     The inputs are adjacent, so one copy restores all of them.
@@ -141,12 +150,12 @@ def _again(bench: Bench, memory: Memory, session: Session, executor: Executor) -
     ((which,),) = [{t.buffer for t in inputs}]
     low, high = min(t.offset for t in inputs), max(t.offset + t.spec.nbytes for t in inputs)
     at = bench.driver.address(buffers[which]) + low
-    saved = memory.empty((high - low,), DType.I8).address
-    bench.machine.copier(saved, at, high - low)()
-    return bench.machine.copier(at, saved, high - low)
+    saved = memory.make_zeros((high - low,), DType.I8).address
+    bench.machine.make_copier(saved, at, high - low)()
+    return bench.machine.make_copier(at, saved, high - low)
 
 
-def _kernels(bench: Bench, launches: Sequence[Launch], whole: float) -> Iterator[Row]:
+def _measure_kernels(bench: BenchmarkDevice, launches: Sequence[Launch], whole: float) -> Iterator[ResultRow]:
     """Measure the slowest kernels of a step: all launches of a kernel in all layers, without the other kernels.
 
     MoE matmuls of many tokens are excluded: by then their tables hold the rows of other layers.
@@ -156,8 +165,8 @@ def _kernels(bench: Bench, launches: Sequence[Launch], whole: float) -> Iterator
     for launch in launches:
         if launch.number not in routed:
             kernels.setdefault(str(launch.kernel), []).append(launch)
-    chosen = list(kernels)[: bench.choose(None, 2)]
-    times = {name: bench.time_launches([kernels[name]]).seconds for name in chosen}
-    for name in sorted(times, key=lambda name: -times[name])[:KERNELS]:
+    chosen = list(kernels)[: bench.select_size(None, 2)]
+    times = {name: bench.measure_launches([kernels[name]]).seconds for name in chosen}
+    for name in sorted(times, key=lambda name: -times[name])[:MAX_LISTED_KERNELS]:
         seconds = times[name]
         yield {"what": f"- {name}", "µs": seconds * 1e6, "launches": len(kernels[name]), "of the step": seconds / whole}

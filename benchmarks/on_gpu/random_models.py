@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType as Q
-from write_models import random_rows
+from write_models import make_random_rows
 
 from hocket.frontends.gguf import open_gguf
 
@@ -25,38 +25,38 @@ from tests.given.models.large_headers import qwen_80b, write_header
 
 sys.path.pop(0)
 
-ROWS = 4099
+RANDOM_ROW_COUNT = 4099
 """The number of rows of 1024 weights that are drawn for a dtype and repeated; prime, so that experts differ too."""
-SHARP = 4.0
+QUERY_NORM = 4.0
 """The norm of queries, which sets the spread of attention scores."""
-LAYERS_OF_NEXT = 8
+QWEN3_NEXT_LAYERS = 8
 
 
 @dataclass(frozen=True)
-class Size:
+class Qwen35Size:
     """The sizes of a Qwen3.5 model."""
 
     layers: int
     width: int
-    inner: int
-    vocabulary: int
+    ffn_width: int
+    vocabulary_size: int
     heads: tuple[int, int]
     """Query heads; key and value heads."""
     delta_heads: tuple[int, int]
     """Key heads; value heads."""
 
 
-OF_4B = Size(32, 2560, 9216, 248320, (16, 4), (16, 32))
-TINY = Size(4, 256, 256, 64, (2, 1), (1, 2))
+SIZE_4B = Qwen35Size(32, 2560, 9216, 248320, (16, 4), (16, 32))
+SIZE_TINY = Qwen35Size(4, 256, 256, 64, (2, 1), (1, 2))
 
 
-def qwen35_header(path: Path, of: Size) -> str:
+def write_qwen35_header(path: Path, of: Qwen35Size) -> str:
     """Write the header of a Qwen3.5 model: matrices in Q4_K, token embeddings in Q6_K."""
-    width, inner, size, state = of.width, of.inner, 256, 128
+    width, inner, size, state = of.width, of.ffn_width, 256, 128
     (heads, kv_heads), (keys, values) = of.heads, of.delta_heads
     numbers = {
         **{"block_count": of.layers, "context_length": 32768, "embedding_length": width, "feed_forward_length": inner},
-        **{"attention.head_count": heads, "attention.head_count_kv": kv_heads, "vocab_size": of.vocabulary},
+        **{"attention.head_count": heads, "attention.head_count_kv": kv_heads, "vocab_size": of.vocabulary_size},
         **{"attention.key_length": size, "attention.value_length": size, "attention.layer_norm_rms_epsilon": 1e-6},
         **{"rope.freq_base": 1e7, "rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0]},
         **{"ssm.conv_kernel": 4, "ssm.inner_size": values * state, "ssm.state_size": state},
@@ -78,7 +78,7 @@ def qwen35_header(path: Path, of: Size) -> str:
     of_recurrent |= {"ssm_beta.weight": (values, width), "ssm_alpha.weight": (values, width)}
     of_recurrent |= {"ssm_norm.weight": (state,)}
     of_attention = {"attn_q_norm.weight": (size,), "attn_k_norm.weight": (size,)}
-    tensors = {"token_embd.weight": ((of.vocabulary, width), Q.Q6_K), "output_norm.weight": ((width,), Q.F32)}
+    tensors = {"token_embd.weight": ((of.vocabulary_size, width), Q.Q6_K), "output_norm.weight": ((width,), Q.F32)}
     for i in range(of.layers):
         attends = i % 4 == 3
         matrices, small = (attention, of_attention) if attends else (recurrent, of_recurrent)
@@ -87,35 +87,37 @@ def qwen35_header(path: Path, of: Size) -> str:
     return write_header(path, "qwen35", numbers, tensors)
 
 
-def qwen35_4b(folder: Path) -> Path:
-    return filled(Path(qwen35_header(folder / "qwen3.5-4b-random.gguf", OF_4B)))
+def write_qwen35_4b(folder: Path) -> Path:
+    return fill_with_random_weights(Path(write_qwen35_header(folder / "qwen3.5-4b-random.gguf", SIZE_4B)))
 
 
-def qwen35_tiny(folder: Path) -> Path:
-    return filled(Path(qwen35_header(folder / "qwen3.5-tiny-random.gguf", TINY)))
+def write_qwen35_tiny(folder: Path) -> Path:
+    return fill_with_random_weights(Path(write_qwen35_header(folder / "qwen3.5-tiny-random.gguf", SIZE_TINY)))
 
 
-def qwen3_next(folder: Path) -> Path:
+def write_qwen3_next(folder: Path) -> Path:
     """Write the first layers of Qwen3-Next-80B-A3B."""
-    path = folder / f"qwen3-next-{LAYERS_OF_NEXT}-layers-random.gguf"
-    return filled(Path(qwen_80b(path, LAYERS_OF_NEXT)))
+    path = folder / f"qwen3-next-{QWEN3_NEXT_LAYERS}-layers-random.gguf"
+    return fill_with_random_weights(Path(qwen_80b(path, QWEN3_NEXT_LAYERS)))
 
 
-def filled(path: Path) -> Path:
+def fill_with_random_weights(path: Path) -> Path:
     """Write weights after a header: norms are 1 or `QUERY_NORM`, decays negative, others small and random."""
     rng, pieces = np.random.default_rng(5), {}
     with path.open("r+b") as file:
         for name, tensor in open_gguf(path, header_only=True).tensors.items():
             file.seek(tensor.offset)
             if "norm" in name:
-                file.write(np.full(tensor.shape, SHARP if "attn_q_norm" in name else 1.0, np.float32))
+                file.write(np.full(tensor.shape, QUERY_NORM if "attn_q_norm" in name else 1.0, np.float32))
             elif name.endswith("ssm_a"):
                 file.write(-rng.uniform(0.5, 2.0, tensor.shape).astype(np.float32))
             else:
                 if tensor.dtype not in pieces:
-                    pieces[tensor.dtype] = memoryview(random_rows(tensor.dtype, ROWS, 1024, rng).tobytes())
+                    pieces[tensor.dtype] = memoryview(
+                        make_random_rows(tensor.dtype, RANDOM_ROW_COUNT, 1024, rng).tobytes()
+                    )
                 piece, left = pieces[tensor.dtype], tensor.nbytes
-                start = len(piece) // ROWS * int(rng.integers(ROWS))
+                start = len(piece) // RANDOM_ROW_COUNT * int(rng.integers(RANDOM_ROW_COUNT))
                 while left > 0:
                     left -= file.write(piece[start:][:left])
                     start = 0

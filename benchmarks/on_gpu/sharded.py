@@ -15,27 +15,27 @@ from typing import Any
 import numpy as np
 
 from hocket.backends.base import BufferSpec, Device, Instruction, Program, Tensor
-from hocket.backends.beside import beside
+from hocket.backends.beside import find_overlapped_instructions
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.collectives.transport import choose_transport
-from hocket.backends.cupy.device.driver import Driver, Library, Step, one_by_one
+from hocket.backends.cupy.device.driver import CollectiveLibrary, Driver, DriverStep, flatten_steps
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.frontends import models
 from hocket.frontends.models import Batch, Model
 from hocket.frontends.open import open_model
 from hocket.graph.dtypes import DType
 from hocket.graph.spec import Spec
-from hocket.scheduler import Executor, Store, plan_for
+from hocket.scheduler import Executor, Store, plan_for_group
 
 from . import random_models
-from .bench import Bench, Case, LeftOut, Row, normalised_error
+from .bench import BenchmarkDevice, Case, NothingToMeasure, ResultRow, compute_nmse
 
-SUMS = 16
+SUMS_PER_PROGRAM = 16
 """The number of all-reduces in a program."""
 
 
 @dataclass(frozen=True)
-class Met:
+class TransportDriver:
     """A driver that uses only one transport between its devices.
 
     If `overlaps` is false, plans do not overlap compute with collectives. If `runs_in_turn` is true, overlapped compute
@@ -43,53 +43,61 @@ class Met:
     """
 
     driver: Driver
-    way: str
-    overlaps: bool = True
-    in_turn: bool = False
+    transport: str
+    can_overlap_collectives: bool = True
+    runs_in_turn: bool = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.driver, name)
 
-    def are_peers(self, devices: Sequence[Device]) -> bool:
-        return self.way == "peers" and self.driver.are_peers(devices)
+    def can_access_peers(self, devices: Sequence[Device]) -> bool:
+        return self.transport == "peers" and self.driver.can_access_peers(devices)
 
-    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
-        return self.driver.record(one_by_one(steps) if self.in_turn else steps, on)
+    def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
+        return self.driver.record(flatten_steps(steps) if self.runs_in_turn else steps, on)
 
-    def library(self, devices: Sequence[Device]) -> Library | str:
-        return self.driver.library(devices) if self.way == "library" else f"they are to meet by {self.way}"
+    def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
+        return (
+            self.driver.find_collective_library(devices)
+            if self.transport == "library"
+            else f"they are to meet by {self.transport}"
+        )
 
 
-WAYS = ("peers", "library", "the host")
+TRANSPORTS = ("peers", "library", "the host")
 """The transports: kernels over peer memory, NCCL or RCCL, and host memory."""
 
 
-def drivers(bench: Bench, devices: Sequence[Device], ways: Sequence[str] = WAYS) -> Iterator[Met]:
+def make_transport_drivers(
+    bench: BenchmarkDevice, devices: Sequence[Device], ways: Sequence[str] = TRANSPORTS
+) -> Iterator[TransportDriver]:
     """Yield one driver for each transport that these devices can use."""
     for way in ways:
-        driver = Met(bench.driver.driver, way)
-        if way == WAYS[-1] or choose_transport(devices, driver).launches_collectives:
+        driver = TransportDriver(bench.driver.driver, way)
+        if way == TRANSPORTS[-1] or choose_transport(devices, driver).launches_collectives:
             yield driver
 
 
-def cases(bench: Bench) -> Iterator[Case]:
+def make_sharded_cases(bench: BenchmarkDevice) -> Iterator[Case]:
     """Make the cases: two parts of the device, then two and more devices if there are several."""
-    parts, known = [replace(bench.on, part=part) for part in range(2)], found(bench)
+    parts, known = [replace(bench.on, part=part) for part in range(2)], list_models(bench)
     for name, find in known.items():
-        yield Case(f"{name}, two parts of a device", partial(_decoded, bench, find, parts))
-    there = bench.choose(len(bench.driver.devices()), 2)
+        yield Case(f"{name}, two parts of a device", partial(_compare_decode, bench, find, parts))
+    there = bench.select_size(len(bench.driver.devices()), 2)
     if there < 2:
-        yield Case("several devices", partial(_left_out, there))
+        yield Case("several devices", partial(_refuse_single_device, there))
     for count in (count for count in (2, 4, 8) if count <= there):
         devices = [bench.driver.device(index) for index in range(count)]
-        for kibibytes in bench.choose((16, 64, 1024, 8192, 65536), (1, 64)):
-            yield Case(f"sum of {kibibytes} KiB, {count} devices", partial(_sums, bench, devices, kibibytes << 10))
+        for kibibytes in bench.select_size((16, 64, 1024, 8192, 65536), (1, 64)):
+            yield Case(
+                f"sum of {kibibytes} KiB, {count} devices", partial(_measure_sums, bench, devices, kibibytes << 10)
+            )
         for name, find in known.items():
-            yield Case(f"{name}, {count} devices", partial(_decoded, bench, find, devices))
-            yield Case(f"{name}, {count} devices, a prompt", partial(_prompt, bench, find, devices))
+            yield Case(f"{name}, {count} devices", partial(_compare_decode, bench, find, devices))
+            yield Case(f"{name}, {count} devices, a prompt", partial(_compare_prompt, bench, find, devices))
 
 
-def found(bench: Bench) -> dict[str, Callable[[], Path | None]]:
+def list_models(bench: BenchmarkDevice) -> dict[str, Callable[[], Path | None]]:
     """Return functions by model name; each returns the path of a model (None for the embedded one).
 
     A function may write the file at its first call.
@@ -97,26 +105,28 @@ def found(bench: Bench) -> dict[str, Callable[[], Path | None]]:
     known: dict[str, Callable[[], Path | None]] = {"hocket's embedded model": lambda: None}
     known |= {path.name: lambda path=path: path for path in bench.models}
     if not bench.tiny:
-        known["Qwen3.5-4B, random Q4_K"] = cache(partial(random_models.qwen35_4b, bench.folder))  # written once
+        known["Qwen3.5-4B, random Q4_K"] = cache(partial(random_models.write_qwen35_4b, bench.folder))  # written once
     return known
 
 
-def _left_out(count: int) -> Iterator[Row]:
+def _refuse_single_device(count: int) -> Iterator[ResultRow]:
     """Raise `NothingToMeasure`: there is only one device."""
-    raise LeftOut(f"sums and models on several devices need two; there is {count}")
+    raise NothingToMeasure(f"sums and models on several devices need two; there is {count}")
 
 
 # ------------------------------------------------------------------------------------------------------------- sums
 
 
-def _sums(bench: Bench, devices: Sequence[Device], nbytes: int) -> Iterator[Row]:
+def _measure_sums(bench: BenchmarkDevice, devices: Sequence[Device], nbytes: int) -> Iterator[ResultRow]:
     """Measure all-reduces by the clock of the host, from the start of the first device to the end of the last one."""
-    given = [bench.random.standard_normal(nbytes // 4, dtype="f4") for _ in devices]
+    given = [bench.rng.standard_normal(nbytes // 4, dtype="f4") for _ in devices]
     wanted = np.sum(given, axis=0, dtype=np.float64)
     x, out = (Tensor(0, at * nbytes, (1, nbytes // 4), (nbytes // 4, 1), DType.F32) for at in range(2))
-    steps = [Instruction("all_reduce", (x,), (out,), {"sequence": n}, None, f"sum.{n}") for n in range(SUMS)]
+    steps = [
+        Instruction("all_reduce", (x,), (out,), {"sequence": n}, None, f"sum.{n}") for n in range(SUMS_PER_PROGRAM)
+    ]
     program = Program((BufferSpec("arena", "arena", 2 * nbytes),), tuple(steps), {}, {})
-    for driver in drivers(bench, devices):
+    for driver in make_transport_drivers(bench, devices):
         backend, meeting = DriverBackend(driver), ThreadGroup(len(devices), devices=devices)
         buffers = [backend.alloc(2 * nbytes, on) for on in devices]
         members = map(meeting.member, range(len(devices)))
@@ -125,15 +135,15 @@ def _sums(bench: Bench, devices: Sequence[Device], nbytes: int) -> Iterator[Row]
         for buffer, array in zip(buffers, given, strict=True):
             backend.view(buffer, x)[...] = array[None]
         with ThreadPoolExecutor(len(devices)) as pool:
-            rounds = [_all_run(pool, runs, meeting) for _ in range(bench.choose(20, 3))]
+            rounds = [_run_all(pool, runs, meeting) for _ in range(bench.select_size(20, 3))]
         results = [np.array(backend.view(buffer, out))[0] for buffer in buffers]
         same = all(np.array_equal(result, results[0]) for result in results)
-        seconds, error = median(rounds[1:]) / SUMS, normalised_error(results[0], wanted)
+        seconds, error = median(rounds[1:]) / SUMS_PER_PROGRAM, compute_nmse(results[0], wanted)
         figures = {"µs": seconds * 1e6, "GB/s": nbytes / seconds / 1e9, "NMSE": error}
-        yield {"by": driver.way, **figures, "right": same}
+        yield {"by": driver.transport, **figures, "right": same}
 
 
-def _all_run(pool: Threads, runs: Sequence[Callable[[], object]], meeting: ThreadGroup) -> float:
+def _run_all(pool: Threads, runs: Sequence[Callable[[], object]], meeting: ThreadGroup) -> float:
     """Return the seconds until all devices have run their program."""
 
     def one(run: Callable[[], object]) -> None:
@@ -153,60 +163,67 @@ def _all_run(pool: Threads, runs: Sequence[Callable[[], object]], meeting: Threa
 # ----------------------------------------------------------------------------------------------------------- models
 
 
-def _decoded(bench: Bench, find: Callable[[], Path | None], devices: Sequence[Device]) -> Iterator[Row]:
+def _compare_decode(
+    bench: BenchmarkDevice, find: Callable[[], Path | None], devices: Sequence[Device]
+) -> Iterator[ResultRow]:
     """Decode the same tokens on one device, and on several devices by each transport."""
-    model, count = open_model(find()), bench.choose(32, 2)
-    tokens = bench.random.integers(0, model.vocabulary_size, count + 1).tolist()
+    model, count = open_model(find()), bench.select_size(32, 2)
+    tokens = bench.rng.integers(0, model.vocabulary_size, count + 1).tolist()
     one = None
-    for way, driver in [("one device", bench.driver.driver), *((d.way, d) for d in drivers(bench, devices))]:
+    for way, driver in [
+        ("one device", bench.driver.driver),
+        *((d.transport, d) for d in make_transport_drivers(bench, devices)),
+    ]:
         group = [(DriverBackend(driver), on) for on in (devices if one is not None else devices[:1])]
-        run, step = _executor(model, group, 1, count + 1)
+        run, step = _make_executor(model, group, 1, count + 1)
         found, times = [], []
         for n, token in enumerate(tokens):
             start = time.perf_counter()
             found.append(run.run(model.inputs(step, Batch([[token]], [n], None)))["logits"])
             times.append(time.perf_counter() - start)
         logits, row = np.concatenate(found), {"by": way, "µs": median(times[1:]) * 1e6, "what": "a token"}
-        yield row if one is None else row | {"NMSE against one": normalised_error(logits, one)}
+        yield row if one is None else row | {"NMSE against one": compute_nmse(logits, one)}
         one = logits if one is None else one
 
 
-def _prompt(bench: Bench, find: Callable[[], Path | None], devices: Sequence[Device]) -> Iterator[Row]:
+def _compare_prompt(
+    bench: BenchmarkDevice, find: Callable[[], Path | None], devices: Sequence[Device]
+) -> Iterator[ResultRow]:
     """Measure a prompt in three ways: planned without overlap, overlapped work after the sums, and overlapped work.
 
     The last two ways give the same bits.
     """
-    model, count, own = open_model(find()), bench.choose(2048, 8), bench.driver.driver
-    tokens = bench.random.integers(0, model.vocabulary_size, count).tolist()
-    for way in (driver.way for driver in drivers(bench, devices, WAYS[:-1])):
+    model, count, own = open_model(find()), bench.select_size(2048, 8), bench.driver.driver
+    tokens = bench.rng.integers(0, model.vocabulary_size, count).tolist()
+    for way in (driver.transport for driver in make_transport_drivers(bench, devices, TRANSPORTS[:-1])):
         behind = None
         for how, driver in (
-            ("planned apart", Met(own, way, overlaps=False)),
-            ("behind sums", Met(own, way, in_turn=True)),
-            ("beside sums", Met(own, way)),
+            ("planned apart", TransportDriver(own, way, can_overlap_collectives=False)),
+            ("behind sums", TransportDriver(own, way, runs_in_turn=True)),
+            ("beside sums", TransportDriver(own, way)),
         ):
             backend = DriverBackend(driver)
-            run, step = _executor(model, [(backend, on) for on in devices], count, count)
+            run, step = _make_executor(model, [(backend, on) for on in devices], count, count)
             given, times, logits = model.inputs(step, Batch([tokens], [0], None)), [], []
-            for _ in range(bench.choose(10, 2)):  # states go on from run to run
+            for _ in range(bench.select_size(10, 2)):  # states go on from run to run
                 start = time.perf_counter()
                 logits.append(run.run(given)["logits"].copy())
                 times.append(time.perf_counter() - start)
-            sums = len(beside(run.plan.lanes[0].program)) if driver.overlaps else 0
-            row: Row = {"by": way, "how": how, "tok/s": count / median(times), "sums beside work": sums}
+            sums = len(find_overlapped_instructions(run.plan.lanes[0].program)) if driver.can_overlap_collectives else 0
+            row: ResultRow = {"by": way, "how": how, "tok/s": count / median(times), "sums beside work": sums}
             if how == "beside sums":
                 row["right"] = bool(np.isfinite(logits).all() and np.array_equal(logits, behind))
             yield row
             behind = logits
 
 
-def _executor(
+def _make_executor(
     model: Model, group: Sequence[tuple[DriverBackend, Device]], tokens: int, cells: int
 ) -> tuple[Executor, models.Step]:
     """Plan and load a model for steps of `tokens` tokens, with a context of `cells` tokens."""
     context = max(64, cells)
     step = models.Step(1, tokens, context, context, 1)
-    plan = plan_for(model.graph(step), group, split_mode="tensor" if len(group) > 1 else "auto")
+    plan = plan_for_group(model.graph(step), group, split_mode="tensor" if len(group) > 1 else "auto")
     store = Store(group)
     for value in plan.graph.weights:
         tensor = model.gguf.tensors[value.node.name]

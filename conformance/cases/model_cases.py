@@ -31,12 +31,12 @@ def cases_of_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256
         ModelError: the file is neither.
     """
     from ...frontends.gguf import open_gguf  # the only use of frontends here, and only when asked for
-    from ...frontends.graph_file import PROGRAM, read_graph
+    from ...frontends.graph_file import ZIP_MAGIC, read_graph
     from ...frontends.models import load_model
     from ...frontends.step import Step
 
     with open(path, "rb") as file:
-        is_program = file.read(len(PROGRAM)) == PROGRAM or str(path).lower().endswith(".onnx")
+        is_program = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC or str(path).lower().endswith(".onnx")
     if is_program:
         return cases_of_graph(read_graph(str(path)))
     model = load_model(open_gguf(path, header_only=True))

@@ -11,7 +11,7 @@ from ...graph.graph import Graph
 from ...graph.node import input
 from ...ops import REGISTRY
 from ...ops.decompositions import DECOMPOSITIONS, select_decompositions
-from ...scheduler import load, plan_for
+from ...scheduler import load, plan_for_group
 from ..cases.case import Case
 from ..cases.operand_layouts import Array
 
@@ -40,13 +40,13 @@ def unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
         if not node.is_leaf and not REGISTRY[node.op].is_view:
             support = backend.supports(node, device)
             if not support.ok:
-                return support.why or f"{node.op} is not supported"
+                return support.reason or f"{node.op} is not supported"
     return ""
 
 
 def run_decomposed(case: Case, operands: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:
     """The results of the composition."""
-    executor = load(plan_for(decomposed_graph(case), [(backend, device)], split_mode="none"), {})
+    executor = load(plan_for_group(decomposed_graph(case), [(backend, device)], split_mode="none"), {})
     with np.errstate(all="ignore"):
         results = executor.run(dict(operands))
         return [results[f"result{i}"].astype(np.float64) for i in range(len(results))]

@@ -15,7 +15,7 @@ import numpy as np
 from ...backends.base import Backend, BufferSpec, Device, Program, Tensor
 from ...graph.dtypes import DType
 from ...ops.quantisation import decode_array, encode_array
-from ...scheduler import Alone, Lane
+from ...scheduler import Lane, SingleDeviceComm
 from ..cases.operand_layouts import Array
 
 ALIGNMENT = 64
@@ -98,15 +98,15 @@ class GuardedProgram:
         for start, end in self.regions:
             self._free[start:end] = False
         self._kept = {n: to_host(raw) for n, raw in enumerate(self._bytes) if n != self.arena}
-        self.replay = self.backend.compile(self.program, self.buffers, self.device, Alone())
+        self.replay = self.backend.compile(self.program, self.buffers, self.device, SingleDeviceComm())
 
     def _make_buffer(self, spec: BufferSpec, weights: Mapping[str, Array]) -> Any:
         if spec.kind == "arena":
             return self.backend.alloc(spec.nbytes, self.device)
         buffer = self.backend.alloc(spec.nbytes + GUARD_BYTES, self.device)
         if spec.kind == "weight":
-            assert spec.declared is not None
-            self.backend.load(weights[spec.name], spec.declared, buffer)
+            assert spec.declared_spec is not None
+            self.backend.load(weights[spec.name], spec.declared_spec, buffer)
         return buffer
 
     def _raw(self, number: int) -> Any:

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from ...backends.abilities import Tolerant
+from ...backends.abilities import DeclaresTolerance
 from ...backends.base import Backend, Device
 from ...graph.errors import GraphError, PlanError
 from ...graph.spec import Spec
@@ -195,7 +195,7 @@ def accept_permitted(case: Case, got: Array, yardstick: ExpectedResult, result: 
 
 def _arithmetic(built: CaseGraph, backend: Backend) -> float:
     """Return the relative error of one operation: the float32 rounding, or a larger error that the backend declares."""
-    coarse = backend.tolerance(built.node) if isinstance(backend, Tolerant) else None
+    coarse = backend.tolerance(built.node) if isinstance(backend, DeclaresTolerance) else None
     return max(F32_EPS, coarse or 0.0)
 
 
@@ -207,7 +207,7 @@ def unsupported_reason(built: CaseGraph, backend: Backend, device: Device) -> st
     if built.case.op_declaration.is_view:
         return ""
     support = backend.supports(built.node, device)
-    return "" if support.ok else support.why or "no reason given"
+    return "" if support.ok else support.reason or "no reason given"
 
 
 def run_three_times(case: Case, units: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:

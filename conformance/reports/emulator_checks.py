@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...backends.cupy.backend import DriverBackend
-from ...backends.cupy.device.limits import MOST, Limits
+from ...backends.cupy.device.limits import LARGEST_LIMITS, Limits
 from ...backends.cupy.emulation.access_counters import CountingDriver, LaunchCounters
 from ...backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from ...backends.cupy.emulation.race_detector import list_races
@@ -14,7 +14,7 @@ from ..cases.case import parse_test_case
 from ..checks.run_case import Outcome, run_case
 
 
-def collect_counters(texts: Iterable[str], limits: Limits = MOST) -> list[LaunchCounters]:
+def collect_counters(texts: Iterable[str], limits: Limits = LARGEST_LIMITS) -> list[LaunchCounters]:
     """Return the counters of each kernel of some cases, on a device with these limits.
 
     Raises:

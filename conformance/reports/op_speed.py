@@ -112,7 +112,7 @@ def measure(case: Case, backend: Backend, device: Device) -> OpSpeed:
     """Time `case`.  Raises `BackendError` where the device does not support it."""
     support = backend.supports(build_case_graph(case).node, device)
     if not support.ok:
-        raise BackendError(f"{case} cannot run on {device}: {support.why}")
+        raise BackendError(f"{case} cannot run on {device}: {support.reason}")
     built = build_case_graph(case)
     lane = device_plan_for(built.graph, backend, device)
     size = max(1, sum(lane.memory().values()))

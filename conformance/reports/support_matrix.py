@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...backends import find, registered
-from ...backends.abilities import STAND_IN, Foretells
+from ...backends import find_device, find_registered_backends
+from ...backends.abilities import STAND_IN, ListsKernels
 from ...backends.base import Backend, Device
 from ...graph.errors import HocketError
 from ...ops import REGISTRY
@@ -46,9 +46,9 @@ class SupportRow:
 def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
     """Rows for all ops on `devices`, or on the first device of every backend that loads here."""
     loaded: dict[str, tuple[Backend, Device]] = {}
-    for name in devices if devices is not None else registered():
+    for name in devices if devices is not None else find_registered_backends():
         try:
-            loaded[name] = find(name)
+            loaded[name] = find_device(name)
         except HocketError:
             if devices is not None:
                 raise
@@ -78,7 +78,7 @@ def _has_no_compiled_kernel(cases: Sequence[Case], backend: Backend, device: Dev
 
     Cases with empty results are ignored: they call no kernel.
     """
-    if not isinstance(backend, Foretells):
+    if not isinstance(backend, ListsKernels):
         return False
     stands_in = False
     for case in cases:

@@ -14,17 +14,17 @@ from statistics import mean, median, stdev
 
 import numpy as np
 
-from ...backends.abilities import Threaded, Timed
+from ...backends.abilities import SupportsThreads, TimedKernel
 from ...backends.base import Backend
 from ...backends.cpu.backend import CpuBackend
-from ...backends.cpu.limits import Reading, last_cache_bytes
+from ...backends.cpu.limits import MemoryReadTest, read_last_cache_bytes
 from ...distributed import SINGLE_PROCESS, World
 from ...graph.node import Node
 from ...ops import op_of
 from ..errors import ModelError
 from ..models import Model, Step
 from ..open import open_session
-from ..session import DEFAULT_BATCH, Group, Session
+from ..session import DEFAULT_BATCH, DeviceGroup, Session
 from ..terminal.arguments import parse_naturals, parse_positive, parse_positives
 from ..terminal.bench_rows import ROW_FORMATS, format_rows
 from ..terminal.compile_progress import show_compile_progress
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_batched(args: argparse.Namespace, model: Model, groups: Sequence[Group]) -> int:
+def run_batched(args: argparse.Namespace, model: Model, groups: Sequence[DeviceGroup]) -> int:
     """Measure several sequences at a time and print the rows."""
     if args.profile or args.trace or any(args.depths):
         raise ModelError("got -np with --profile, --trace or -d, which are of one sequence; leave out one of the two")
@@ -143,18 +143,18 @@ class BenchmarkRequest:
     trace: str | None = None
     world: World = SINGLE_PROCESS
 
-    def open_session(self, on: Group) -> Session:
+    def open_session(self, on: DeviceGroup) -> Session:
         """Open a session with the context of the longest test.
 
         Raises:
             ModelError: The context of the model is shorter.
         """
         context = max(t.depth + t.tokens for t in self.tests)
-        self.model.check_context(context)
+        self.model.require_context(context)
         return open_session(self.model, on=on, context=context, batch=self.batch, world=self.world)
 
 
-def benchmark_rows(work: BenchmarkRequest, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
+def benchmark_rows(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Iterator[dict[str, object]]:
     """Yield one row for each test on each device group."""
     about = describe_model(work.model)
     for on in groups:
@@ -163,7 +163,7 @@ def benchmark_rows(work: BenchmarkRequest, groups: Sequence[Group]) -> Iterator[
         reading = make_memory_reader(session) if any(test.kind == NEW_KIND for test in work.tests) else None
         known = {**about, "n_batch": work.batch, "n_ubatch": work.batch, "n_threads": thread_count(session)}
         known |= {"split_mode": on.split_mode, "devices": device_names(session)}
-        known |= {"type_k": str(on.caches[0]), "type_v": str(on.caches[1])}
+        known |= {"type_k": str(on.cache_dtypes[0]), "type_v": str(on.cache_dtypes[1])}
         known |= {"tensor_split": "/".join(map(str, on.tensor_split)), "weight_bytes": nbytes}
         with trace_to_file(session, work.trace):
             for test in work.tests:
@@ -171,7 +171,7 @@ def benchmark_rows(work: BenchmarkRequest, groups: Sequence[Group]) -> Iterator[
                 yield {**known, **result_row(test, times, nbytes=nbytes, bandwidth=median(read) if read else None)}
 
 
-def list_profiles(work: BenchmarkRequest, groups: Sequence[Group]) -> Iterator[str]:
+def list_profiles(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Iterator[str]:
     """Yield the lines of the kernel times of every device, for each test on each device group."""
     for on in groups:
         session = work.open_session(on)
@@ -189,15 +189,16 @@ def device_names(session: Session) -> str:
 def thread_count(session: Session) -> int:
     """Return the threads of each device."""
     backend, _ = session.group[0]
-    return backend.threads if isinstance(backend, Threaded) else 1
+    return backend.threads if isinstance(backend, SupportsThreads) else 1
 
 
-def make_memory_reader(session: Session) -> Reading | None:
+def make_memory_reader(session: Session) -> MemoryReadTest | None:
     """Return a bandwidth measurement with the threads of all devices; None unless all devices are ``cpu``."""
     if not all(isinstance(backend, CpuBackend) for backend, _ in session.group):
         return None
-    return Reading(
-        thread_count(session) * len(session.group), min(MAX_READ_BYTES, max(MIN_READ_BYTES, 2 * last_cache_bytes()))
+    return MemoryReadTest(
+        thread_count(session) * len(session.group),
+        min(MAX_READ_BYTES, max(MIN_READ_BYTES, 2 * read_last_cache_bytes())),
     )
 
 
@@ -225,7 +226,7 @@ def make_random_tokens(session: Session, seed: int = 0) -> list[int]:
 
 
 def collect_samples(
-    session: Session, test: BenchmarkTest, repeats: int, reading: Reading | None
+    session: Session, test: BenchmarkTest, repeats: int, reading: MemoryReadTest | None
 ) -> tuple[list[float], list[float]]:
     """Return the seconds of each run, and the memory bandwidth in bytes per second before each run.
 
@@ -236,7 +237,7 @@ def collect_samples(
     time_test(session, test, tokens)
     for _ in range(repeats):
         if reading:
-            read.append(reading.rate())
+            read.append(reading.measure_bytes_per_second())
         times.append(time_test(session, test, tokens))
     return times, read
 
@@ -352,7 +353,7 @@ def profile_test(session: Session, test: BenchmarkTest, repeats: int) -> list[li
     return [_sum_kernel_shares(steps, wall) for steps in run.steps]
 
 
-def _sum_kernel_shares(steps: Iterable[Timed], wall: float) -> list[KernelShare]:
+def _sum_kernel_shares(steps: Iterable[TimedKernel], wall: float) -> list[KernelShare]:
     times: dict[str, list[float]] = {}
     for step in steps:
         times.setdefault(step.kernel, []).append(step.seconds)

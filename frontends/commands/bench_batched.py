@@ -14,10 +14,10 @@ import numpy as np
 
 from ...distributed import World
 from ..errors import ModelError
-from ..microbatches import Microbatches, dealt, decoding
+from ..microbatches import MicroBatchedSession, make_session, open_decode_schedule
 from ..models import Model
 from ..open import open_session
-from ..session import Group, Session
+from ..session import DeviceGroup, Session
 from ..terminal.bench_rows import Row, Table
 from ..terminal.output import write_log_line
 
@@ -50,7 +50,7 @@ class BatchedBenchmark:
     batch: int
     world: World
 
-    def measure_rows(self, on: Group) -> Iterator[dict[str, object]]:
+    def measure_rows(self, on: DeviceGroup) -> Iterator[dict[str, object]]:
         """Yield a row for each prompt length, count of new tokens and number of sequences.
 
         The columns have the names of llama-batched-bench. Repeats alternate between the numbers of sequences, since the
@@ -72,14 +72,14 @@ class BatchedBenchmark:
             for count in self.sequence_counts:
                 yield batched_row(prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2])
 
-    def open_sessions(self, on: Group) -> dict[int, Session | Microbatches]:
+    def open_sessions(self, on: DeviceGroup) -> dict[int, Session | MicroBatchedSession]:
         """Return a session for each number of sequences; all share the weights.
 
         Raises:
             ModelError: The context of the model is too short.
         """
         context = max(self.prompt_lengths) + max(self.new_counts)
-        self.model.check_context(context)
+        self.model.require_context(context)
         max_sequences = max(self.sequence_counts)
         one = open_session(
             self.model,
@@ -90,12 +90,12 @@ class BatchedBenchmark:
             world=self.world,
         )
         each = {
-            n: dealt(one, n, context=context, batch=self._tokens_per_sequence(n))
+            n: make_session(one, n, context=context, batch=self._tokens_per_sequence(n))
             for n in dict.fromkeys(self.sequence_counts)
         }
         for session in each.values():
-            if isinstance(session, Microbatches):
-                write_log_line(f"hocket: {session.dealing}")
+            if isinstance(session, MicroBatchedSession):
+                write_log_line(f"hocket: {session.choice}")
         return each
 
     def _tokens_per_sequence(self, sequences: int) -> int:
@@ -103,7 +103,7 @@ class BatchedBenchmark:
         return max(1, self.batch // sequences)
 
 
-def time_batch(session: Session | Microbatches, prompt: int, new: int) -> tuple[float, float]:
+def time_batch(session: Session | MicroBatchedSession, prompt: int, new: int) -> tuple[float, float]:
     """Return the seconds of the prompts of all sequences, and of `new` dependent steps after them."""
     count = session.sequences
     for sequence in range(count):
@@ -113,13 +113,13 @@ def time_batch(session: Session | Microbatches, prompt: int, new: int) -> tuple[
     if prompt:
         session.evaluate([own[:prompt] for own in tokens])
     read = time.perf_counter()
-    with decoding(session) as steps:
+    with open_decode_schedule(session) as steps:
         for turn in range(new + 1):
-            for group, place in enumerate(steps.places):
+            for group, place in enumerate(steps.sequence_ranges):
                 if turn:
-                    steps.ended()
+                    steps.finish_step()
                 if turn < new:
-                    steps.begin(group, [[tokens[i][prompt + turn]] for i in place])
+                    steps.begin_step(group, [[tokens[i][prompt + turn]] for i in place])
     return read - start, time.perf_counter() - read
 
 

@@ -7,7 +7,7 @@ import argparse
 from ...scheduler.machines.calibrated import group_name, keep_speeds, read_speeds
 from ...scheduler.machines.speeds import Speeds
 from ...scheduler.probing.calibrating import PROBED_DTYPES, QUICK_DTYPES, QUICK_ROUNDS, ROUNDS, speeds_of
-from ..devices import Group, found
+from ..devices import DeviceGroup, resolve_devices
 from ..errors import ModelError
 from ..terminal.output import write_data, write_log_line
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     kinds, rounds, note = (QUICK_DTYPES, QUICK_ROUNDS, "quick") if args.quick else (PROBED_DTYPES, ROUNDS, "")
     known: dict[str, Speeds] = {}
     for devices in CALIBRATED_GROUPS:
-        group = found(Group(devices=devices))
+        group = resolve_devices(DeviceGroup(devices=devices))
         speeds = known[group_name(group)] = speeds_of(group, kinds=kinds, rounds=1 + rounds)
         write_data("\n".join(format_speeds(group_name(group), speeds, len(group))) + "\n")
     file = keep_speeds(known, note)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...backends import registered
-from ...backends.abilities import Meets
-from ...backends.base import Device, load
+from ...backends import find_registered_backends
+from ...backends.abilities import SupportsTransports
+from ...backends.base import Device, load_backend
 from ...backends.host import HostBackend
 from ...graph import BackendError
-from ...scheduler import nbytes_text
+from ...scheduler import format_bytes
 from ..terminal.output import write_data
 
 MATRIX_ROWS, MATRIX_COLUMNS = 16384, 4096
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     lines: list[str] = []
     for found in find_devices():
         row: dict[str, object] = {"device": found.name, "memory": found.memory, "description": found.description}
-        line = f"{found.name:14} {nbytes_text(found.memory) if found.memory else '-':>12}  {found.description}"
+        line = f"{found.name:14} {format_bytes(found.memory) if found.memory else '-':>12}  {found.description}"
         if measured and found.is_host:
             row |= {"read_bytes_per_second": measured.bandwidth, "f32_flops_per_second": measured.flops}
             line += f"; NumPy reads {measured.bandwidth / 1e9:.1f} GB/s, {measured.flops / 1e9:.1f} GFLOP/s in f32"
@@ -81,11 +81,15 @@ class HostSpeed:
 
 def find_devices() -> Iterator[FoundDevice]:
     """Yield every device of every registered backend; a backend that cannot be loaded gives its error."""
-    for kind in sorted(registered()):
+    for kind in sorted(find_registered_backends()):
         try:
-            backend = load(kind)
+            backend = load_backend(kind)
             devices = backend.devices()
-            how = backend.meeting(devices) if isinstance(backend, Meets) and len(devices) > 1 else ""
+            how = (
+                backend.describe_transport(devices)
+                if isinstance(backend, SupportsTransports) and len(devices) > 1
+                else ""
+            )
             for device in devices:
                 yield FoundDevice(kind, device, is_host=isinstance(backend, HostBackend), transport=how)
         except BackendError as why:

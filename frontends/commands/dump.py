@@ -9,7 +9,7 @@ from ...graph.graph import assign_names
 from ...graph.layer_folding import find_layer_nodes
 from ...ops.text import dump
 from ...view.dot import to_dot
-from ..devices import Group
+from ..devices import DeviceGroup
 from ..graph_file import read_graph
 from ..terminal.arguments import parse_natural
 from ..terminal.output import write_data
@@ -28,7 +28,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    caches = Group(cache_type_k=args.cache_type_k, cache_type_v=args.cache_type_v).caches
+    caches = DeviceGroup(cache_type_k=args.cache_type_k, cache_type_v=args.cache_type_v).cache_dtypes
     graph = read_graph(args.model, context=args.context, tokens=args.batch, caches=caches)
     if args.layer is not None:
         graph = extract_layer(graph, args.layer)

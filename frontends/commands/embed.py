@@ -15,7 +15,7 @@ from ..session import DEFAULT_BATCH
 from ..terminal.arguments import parse_natural, parse_positive
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_data
-from ..text_limits import check_texts
+from ..text_limits import require_texts_fit
 from .shared_flags import add_batch_flag, add_group_flags, add_model_flags
 
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     }
     with Model(args.model, **where) as model:
         ids = [model.tokenize(text) for text in texts]
-        check_texts(ids, model.context, "text" if args.prompt else "line")
+        require_texts_fit(ids, model.context, "text" if args.prompt else "line")
         vectors = model.embed(ids, normalise=not args.no_normalise)
     if args.output == "npy":
         array = io.BytesIO()

@@ -15,7 +15,7 @@ from ...graph.files import replacing
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..models import Model
-from ..open import context_for
+from ..open import choose_context
 from ..session import F32, Session
 from ..terminal.arguments import parse_token_ids
 from ..terminal.compile_progress import show_compile_progress
@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         tokens = json.loads(broadcast_text(args, lambda: json.dumps(read_tokens(args.tokens_file))))
     require_tokens(tokens, model)
-    session = open_session_from_flags(args, model, context_for(model, len(tokens), args.context, default=len(tokens)))
+    session = open_session_from_flags(
+        args, model, choose_context(model, len(tokens), args.context, default=len(tokens))
+    )
     blocks = compute_logits(session, tokens, step=args.step)
     with trace_to_file(session, args.trace):
         write_rows(os.devnull if args.world.rank else args.out, blocks, (len(tokens), model.vocabulary_size))

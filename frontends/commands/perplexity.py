@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
-from ..open import context_for, read_text
+from ..open import choose_context, read_text
 from ..session import F32, Session
 from ..terminal.arguments import PositionalAlias
 from ..terminal.compile_progress import show_compile_progress
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_model_from_flags(args)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     tokens = tokenizer.encode(broadcast_text(args, lambda: read_text(args.file)))
-    context = context_for(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
+    context = choose_context(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
     total = count_chunks(len(tokens), context)
     session = open_session_from_flags(args, model, context)
     bos = tokenizer.bos_id if tokenizer.add_bos else None

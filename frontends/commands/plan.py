@@ -9,36 +9,36 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ...backends.base import find
+from ...backends.base import find_device
 from ...graph import DType, Graph, PlanError
 from ...graph.files import write_text
 from ...scheduler import (
-    PASSES,
-    Host,
+    PASS_DUMPS,
+    HostOffload,
     Lane,
     Plan,
     Use,
     dealing,
-    difference,
+    diff_plans,
+    format_bytes,
+    format_seconds,
     memory_problem,
-    nbytes_text,
-    plan_for,
+    plan_for_group,
     plan_from_json,
     plan_to_json,
     shortage,
     simulate,
-    time_text,
 )
 from ...scheduler.machines.calibrated import hardware_of, told_speeds
-from ..devices import ONE_DEVICE, found
+from ..devices import ONE_DEVICE, resolve_devices
 from ..errors import ModelError
 from ..gguf.reader import MAGIC
-from ..graph_file import LARGEST, read_graph
-from ..laying_out import HOST, use_of
+from ..graph_file import MAX_GRAPH_FILE_BYTES, read_graph
+from ..laying_out import OFFLOAD_DEVICE, make_workload
 from ..models import Step
-from ..open import context_for, open_model
-from ..parts import told
-from ..session import DEFAULT_BATCH, Group
+from ..open import choose_context, open_model
+from ..parts import explain_chunks
+from ..session import DEFAULT_BATCH, DeviceGroup
 from ..terminal.arguments import as_flags, parse_positive
 from ..terminal.output import write_data, write_log_line
 from .shared_flags import (
@@ -76,7 +76,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         help="sequences that get a token each in a step (1)",
     )
     sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
-    sub.add_argument("--show", choices=PASSES, help="print the result of one pass instead of the explanation")
+    sub.add_argument("--show", choices=PASS_DUMPS, help="print the result of one pass instead of the explanation")
     sub.add_argument("--diff", metavar="PLAN", help="print the differences from this plan in JSON instead")
     sub.add_argument("--measure", action="store_true", help="run the plan, and print predicted and measured times")
     sub.add_argument("--json", action="store_true", help="print the plan as JSON, which --diff reads")
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     on = device_group_from_flags(args, **cache_dtypes(args))
     if args.parallel > 1 and args.phase == "prefill":
         raise ModelError("got -np with --phase prefill; sequences get a token each while they decode")
-    graph_of = partial(read_step_graph, args.model, context=args.context, tokens=tokens, caches=on.caches)
+    graph_of = partial(read_step_graph, args.model, context=args.context, tokens=tokens, caches=on.cache_dtypes)
     graph, context = graph_of(sequences=args.parallel)
     use = session_workload(args, on, context, args.parallel)
     requested, plan = plan_and_session_plan(graph, on, args.simulate, use)
@@ -101,17 +101,17 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         write_text(args.out, text)
     if other is not None:
-        changes = difference(other, plan)
+        changes = diff_plans(other, plan)
         output = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))
         write_data(output + "\n")
     elif args.show:
-        write_data(PASSES[args.show](plan).rstrip("\n") + "\n")
+        write_data(PASS_DUMPS[args.show](plan).rstrip("\n") + "\n")
     elif args.measure:
         if context is None:
             raise ModelError(f"{args.model}: --measure needs a model with weights; got a graph")
-        from ..measuring import measured_lines
+        from ..measuring import measure_and_explain_steps
 
-        lines = measured_lines(open_model(args.model), on, tokens, args.context)
+        lines = measure_and_explain_steps(open_model(args.model), on, tokens, args.context)
         write_data("\n".join([f"speeds: {told_speeds(plan.hardware)}", *lines]) + "\n")
     else:
         if not args.json:
@@ -164,28 +164,28 @@ def describe_fit(
         return sum(device_plan.memory().values()) / (device_plan.device.memory or math.inf)
 
     fullest = max(plan.lanes, key=filling)
-    needed, memory = nbytes_text(sum(fullest.memory().values())), fullest.device.memory
-    room = f"{needed} of {nbytes_text(memory)} on {fullest.device}" if memory else f"{needed} on {fullest.device}"
+    needed, memory = format_bytes(sum(fullest.memory().values())), fullest.device.memory
+    room = f"{needed} of {format_bytes(memory)} on {fullest.device}" if memory else f"{needed} on {fullest.device}"
     if memory_problem(plan):
         fits = "does not fit"
     else:
         fits = f"{'fits with the help of the host' if memory_problem(requested) else 'fits'}: {room}"
     if context is None:
-        return f"{fits}; a run takes {time_text(plan.cost.total)}"
+        return f"{fits}; a run takes {format_seconds(plan.cost.total)}"
     decode = plan if is_decode else plan_with_layout_of(plan, graph_of(sequences=sequences, tokens=1)[0])
     prefill = plan_with_layout_of(plan, graph_of(sequences=1, tokens=prompt)[0]) if is_decode else plan
     rate = sequences / decode.cost.total
     speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-    first = time_text(prefill.cost.total)
+    first = format_seconds(prefill.cost.total)
     return f"{fits}; {speed} tokens a second; first token of a prompt of {prompt} after {first}"
 
 
-def session_workload(args: argparse.Namespace, on: Group, context: int | None, sequences: int = 1) -> Use | None:
+def session_workload(args: argparse.Namespace, on: DeviceGroup, context: int | None, sequences: int = 1) -> Use | None:
     """Return the workload that a session of a model assumes, or None for a graph."""
     if context is None:
         return None
-    graph_of = partial(read_step_graph, args.model, context=context, caches=on.caches)
-    return use_of(lambda count, tokens: graph_of(sequences=count, tokens=tokens)[0], sequences, context)
+    graph_of = partial(read_step_graph, args.model, context=context, caches=on.cache_dtypes)
+    return make_workload(lambda count, tokens: graph_of(sequences=count, tokens=tokens)[0], sequences, context)
 
 
 def describe_pipelining(plan: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
@@ -202,7 +202,7 @@ def describe_pipelining(plan: Plan, plan_of: Callable[..., Plan], sequences: int
     if sequences > 1:
         return f"sequences: {dealing(sequences, lambda n: plan_of(sequences=n))}\n"
     if prompt and len(plan.lanes) > 1:
-        return f"prompt: {told(prompt, plan, lambda n: plan_of(tokens=n))}\n"
+        return f"prompt: {explain_chunks(prompt, plan, lambda n: plan_of(tokens=n))}\n"
     return ""
 
 
@@ -211,7 +211,7 @@ def read_step_graph(
     *,
     context: int | None,
     tokens: int,
-    caches: tuple[DType, DType] = ONE_DEVICE.caches,
+    caches: tuple[DType, DType] = ONE_DEVICE.cache_dtypes,
     sequences: int = 1,
 ) -> tuple[Graph, int | None]:
     """Return the graph of a file, and for a model file its context in tokens.
@@ -235,13 +235,13 @@ def read_step_graph(
     if not is_model:
         return read_graph(path), None
     model = open_model(path, header_only=True)
-    context = context_for(model, 0, context)
+    context = choose_context(model, 0, context)
     step = Step(sequences, min(tokens, context), context, context, sequences, keys=caches[0], values=caches[1])
     return model.graph(step), context
 
 
 def plan_and_session_plan(
-    graph: Graph, on: Group, simulated: str | None = None, use: Use | None = None
+    graph: Graph, on: DeviceGroup, simulated: str | None = None, use: Use | None = None
 ) -> tuple[Plan, Plan]:
     """Return the plan of `graph` for real or simulated devices, and the plan of a session.
 
@@ -254,29 +254,29 @@ def plan_and_session_plan(
         use: The workload of the layout, or None.
     """
     if simulated is None:
-        group, host = found(on), Host(*find(HOST))
+        group, host = resolve_devices(on), HostOffload(*find_device(OFFLOAD_DEVICE))
         hardware = hardware_of(graph, group)
     else:
         simulation = simulate(simulated)
         group, hardware = list(simulation.group), simulation.hardware_for(graph)
-        host = Host(*simulation.host, simulation.host_hardware)
-    options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place, use=use)
+        host = HostOffload(*simulation.host, simulation.host_hardware)
+    options = partial(plan_for_group, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place, use=use)
     plan = options(graph, group, hardware=hardware)
     return plan, options(graph, group, hardware=hardware, host=host) if shortage(plan) else plan
 
 
 def plan_with_layout_of(plan: Plan, graph: Graph) -> Plan:
     """Return the plan of another step with the weight layout of `plan`."""
-    return plan_for(graph, plan.group, hardware=plan.hardware, like=plan)
+    return plan_for_group(graph, plan.group, hardware=plan.hardware, like=plan)
 
 
 def read_plan(path: str) -> Plan:
     """Read a plan from a JSON file; raise `ModelError` if it has none."""
     try:
         with Path(path).open("rb") as file:
-            data = file.read(LARGEST + 1)
-        if len(data) > LARGEST:
-            raise PlanError(f"has more than {LARGEST} bytes")
+            data = file.read(MAX_GRAPH_FILE_BYTES + 1)
+        if len(data) > MAX_GRAPH_FILE_BYTES:
+            raise PlanError(f"has more than {MAX_GRAPH_FILE_BYTES} bytes")
         return plan_from_json(data.decode("utf-8"))
     except UnicodeDecodeError:
         raise ModelError(f"{path}: is no plan (not UTF-8); write one with `hocket plan --json`") from None

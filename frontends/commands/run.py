@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ...backends.base import find
+from ...backends.base import find_device
 from ...graph.files import check_writable
-from ...scheduler import nbytes_text
+from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from ..generation.generate import (
@@ -35,7 +35,7 @@ from ..generation.speculative import (
 from ..gguf.chat import ChatFormat, choose_chat_format
 from ..gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
 from ..models import Model
-from ..open import context_for, open_model, read_text
+from ..open import choose_context, open_model, read_text
 from ..saved_state import load_state, save_state
 from ..session import Session
 from ..terminal.arguments import (
@@ -220,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.draft or args.draft_max) and args.context_shift:
         raise ModelError("a context that shifts has no guesses; leave out -md and --draft-max, or --context-shift")
     if args.draft_max and not args.draft:
-        model = model.guessing()
+        model = model.with_mtp_blocks()
     default = -1 if args.chat else DEFAULT_NEW_TOKENS
     params = GenerationParams(
         default if args.predict is None else args.predict,
@@ -255,7 +255,7 @@ def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer,
     min_tokens = len(tokens) if params.pinned_tokens is None else 0  # a context shift cuts a longer text
     with show_compile_progress():
         started = time.perf_counter()
-        session = open_session_from_flags(args, model, context_for(model, min_tokens, args.context))
+        session = open_session_from_flags(args, model, choose_context(model, min_tokens, args.context))
         load = time.perf_counter() - started
         before = load_state(session, args.load_state)[0] if args.load_state else []
         new = before[session.lengths[0] :] + tokens  # the last shown token has not been evaluated yet
@@ -292,11 +292,11 @@ def run_comparison(args: argparse.Namespace, model: Model, tokenizer: Tokenizer)
         raise ModelError(f"--compare writes no text, so {clash[0]} has no meaning beside it; leave out one of the two")
     if args.world.size > 1:
         raise ModelError("--compare is for one process; start it without mpiexec")
-    find(args.compare)  # an unknown device is refused before the weights are loaded
+    find_device(args.compare)  # an unknown device is refused before the weights are loaded
     tokens = tokenizer.encode(read_prompt(args, DEFAULT_PROMPT if args.model is None else None), parse_special=True)
     with show_compile_progress():
         session = open_session_from_flags(
-            args, model, context_for(model, len(tokens), args.context or max(len(tokens), 1))
+            args, model, choose_context(model, len(tokens), args.context or max(len(tokens), 1))
         )
         for part in filter(None, (tokens[:-1], tokens[-1:])):
             message, is_wrong = compare_step(session, part, args.compare)
@@ -309,7 +309,7 @@ def run_comparison(args: argparse.Namespace, model: Model, tokenizer: Tokenizer)
 def compare_step(session: Session, tokens: Sequence[int], device: str) -> tuple[str, bool]:
     """Compare one step with another device; return a message and whether a value is wrong."""
     count, nearest = 0, None
-    for found in session.judge(tokens, device):
+    for found in session.compare_with_device(tokens, device):
         if found.is_wrong:
             return f"the first value that {device} has otherwise is\n{found}\n\n{found.around}", True
         count += 1
@@ -329,7 +329,7 @@ def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, param
         raise ModelError("the message is empty; give one with -p or -f, or pipe it in")
     with show_compile_progress():
         started = time.perf_counter()
-        session = open_session_from_flags(args, model, context_for(model, 0, args.context))
+        session = open_session_from_flags(args, model, choose_context(model, 0, args.context))
         load = time.perf_counter() - started
         ahead = drafter_from_flags(args, session)
         timing = compile_ahead(session, [], params, ahead) + Timing(load=load)
@@ -373,7 +373,7 @@ def chat_format_from_flags(args: argparse.Namespace, model: Model) -> ChatFormat
 
 def drafter_from_flags(args: argparse.Namespace, session: Session) -> SpeculativeDecoder | None:
     """Return speculative decoding with the model of -md on the same devices, or with MTP blocks; None without."""
-    if session.model.guessers:
+    if session.model.mtp_block_count:
         return SpeculativeDecoder(session, MtpDrafter(session), args.draft_max)
     if args.draft is None:
         return None
@@ -434,7 +434,7 @@ def format_memory(session: Session) -> str:
     local_devices = [session.group[number][1] for number in store.between.local_devices]
     parts = []
     for device, used_bytes in zip(local_devices, store.nbytes(), strict=True):
-        parts.append(f"{device}: " + ", ".join(f"{kind} {nbytes_text(n)}" for kind, n in used_bytes.items()))
+        parts.append(f"{device}: " + ", ".join(f"{kind} {format_bytes(n)}" for kind, n in used_bytes.items()))
     if world.size > 1:
-        parts.append(f"{world.name(world.rank)} read {nbytes_text(store.nread)} of weights")
+        parts.append(f"{world.name(world.rank)} read {format_bytes(store.nread)} of weights")
     return "; ".join(text.decode() for text in world.all_gather_bytes("; ".join(parts).encode()))

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from ...graph.files import check_writable
-from ...scheduler import SPLIT_NAMES
-from ..devices import CACHES
+from ...scheduler import SPLIT_MODE_NAMES
+from ..devices import CACHE_DTYPES
 from ..errors import ModelError
 from ..models import Model
-from ..open import open_adapted, open_session
-from ..session import DEFAULT_BATCH, Group, Session
+from ..open import open_adapted_model, open_session
+from ..session import DEFAULT_BATCH, DeviceGroup, Session
 from ..terminal.arguments import (
     PositionalAlias,
     parse_devices,
@@ -27,7 +27,7 @@ from ..terminal.arguments import (
 )
 from ..terminal.blas_threads import set_blas_threads
 from ..terminal.output import write_log_line
-from ..watch import Watch
+from ..watch import ValueWatch
 
 DEVICES_HELP = (
     "where to run, as cpu:0,cpu:1; parts of one device are cuda:0.0,cuda:0.1; under mpiexec cpu:0@1 is one of rank 1, "
@@ -92,7 +92,7 @@ def add_adapter_flags(sub: argparse.ArgumentParser) -> None:
 def load_model_from_flags(args: argparse.Namespace) -> Model:
     """Return the model of a command, with its adapters."""
     span = args.control_vector_layer_range
-    return open_adapted(
+    return open_adapted_model(
         args.model,
         lora=args.lora,
         control_vectors=args.control_vector,
@@ -117,7 +117,7 @@ def add_group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContai
         *("-sm", "--split-mode"),
         default="auto",
         metavar="MODE",
-        help=f"how several devices share: {'; '.join(SPLIT_NAMES)} (auto); with layers on several devices a "
+        help=f"how several devices share: {'; '.join(SPLIT_MODE_NAMES)} (auto); with layers on several devices a "
         "long prompt is pipelined through them",
     )
     sub.add_argument(
@@ -143,7 +143,7 @@ def add_transfer_dtype_flag(sub: argparse.ArgumentParser) -> None:
 def add_cache_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags of the dtypes of the KV cache."""
     for short, name, what in (("-ctk", "--cache-type-k", "keys"), ("-ctv", "--cache-type-v", "values")):
-        sub.add_argument(short, name, choices=(*CACHES,), help=f"type of cached {what} (f16; with --exact f32)")
+        sub.add_argument(short, name, choices=(*CACHE_DTYPES,), help=f"type of cached {what} (f16; with --exact f32)")
 
 
 def add_packed_flag(sub: argparse.ArgumentParser) -> None:
@@ -203,7 +203,7 @@ def add_batch_flag(sub: argparse.ArgumentParser, default: int, meaning: str) -> 
     )
 
 
-def device_group_from_flags(args: argparse.Namespace, **others: Any) -> Group:
+def device_group_from_flags(args: argparse.Namespace, **others: Any) -> DeviceGroup:
     """Return the device group that the flags describe; `others` are further fields of it.
 
     Raises:
@@ -214,12 +214,16 @@ def device_group_from_flags(args: argparse.Namespace, **others: Any) -> Group:
         raise ModelError(
             f"--tensor-split has {share_count} shares for {device_count} devices; give each one, which may be 0"
         )
-    return Group(args.devices, args.split_mode, args.tensor_split, tuple(args.place), **others)
+    return DeviceGroup(args.devices, args.split_mode, args.tensor_split, tuple(args.place), **others)
 
 
-def value_watch_from_flags(args: argparse.Namespace) -> Watch | None:
+def value_watch_from_flags(args: argparse.Namespace) -> ValueWatch | None:
     """Return the value watch of `--watch`, which prints statistics to stderr, or None."""
-    return None if args.watch is None else Watch(args.watch, lambda seen: write_log_line("\n".join(seen.lines())))
+    return (
+        None
+        if args.watch is None
+        else ValueWatch(args.watch, lambda seen: write_log_line("\n".join(seen.format_lines())))
+    )
 
 
 def open_session_from_flags(args: argparse.Namespace, model: Model, context: int, *, watched: bool = True) -> Session:

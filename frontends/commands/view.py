@@ -66,7 +66,7 @@ def build_page(args: argparse.Namespace, title: str) -> Page:
         return view_graph(plan.graph, title=title) if args.graph else make_page(plan)
     tokens = 1 if args.phase == "decode" else args.batch
     on = device_group_from_flags(args, **cache_dtypes(args))
-    graph, context = read_step_graph(args.model, context=args.context, tokens=tokens, caches=on.caches)
+    graph, context = read_step_graph(args.model, context=args.context, tokens=tokens, caches=on.cache_dtypes)
     if args.graph:
         return view_graph(graph, title=title)
     known = None if context is None else min(tokens, context)

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..errors import ModelError
 from ..gguf.chat import ChatFormat, choose_chat_format
 from ..gguf.tokenization.tokenizer import Tokenizer
-from ..saved_state import load_state, save_state, saved_talk
+from ..saved_state import load_state, read_saved_conversation, save_state
 from ..session import Session
 from .generate import GenerationParams, Timing, sample_tokens, stream_text
 from .speculative import SpeculativeDecoder
@@ -106,7 +106,7 @@ class Conversation:
         Raises:
             ModelError: The file is no saved conversation. This conversation is then unchanged.
         """
-        saved = saved_talk(self.session, path)
+        saved = read_saved_conversation(self.session, path)
         messages, seen = saved.get("messages"), saved.get("seen")
         if not isinstance(seen, str) or not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise ModelError(f"{path}: its conversation is damaged; save it again")

@@ -16,7 +16,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
-from ..microbatches import Microbatches, decoding
+from ..microbatches import MicroBatchedSession, open_decode_schedule
 from ..parts import F32
 from ..session import Session
 from .grammar import Grammar
@@ -157,7 +157,7 @@ EMPTY_PROMPT_ERROR = "the prompt is empty and the model adds no BOS token; give 
 
 
 def sample_tokens(
-    session: Session | Microbatches,
+    session: Session | MicroBatchedSession,
     prompts: Sequence[Sequence[int]],
     params: GenerationParams,
     *,
@@ -191,7 +191,7 @@ def sample_tokens(
 
 
 def _sample_sequences(
-    session: Session | Microbatches,
+    session: Session | MicroBatchedSession,
     prompts: Sequence[Sequence[int]],
     params: GenerationParams,
     known: list[list[int]],
@@ -209,18 +209,18 @@ def _sample_sequences(
 
     def clock() -> float:
         """Return seconds of a clock that stops while plans are made."""
-        return time.perf_counter() - session.planning
+        return time.perf_counter() - session.planning_seconds
 
     if limit == 0:
         session.evaluate([list(prompt[:-1]) for prompt in prompts])
-    start, planned = clock(), session.planning - timing.planning
+    start, planned = clock(), session.planning_seconds - timing.planning
     rows = session.evaluate([list(prompt) for prompt in prompts]) if limit else []
     for tokens, prompt in zip(known, prompts, strict=True):
         tokens.extend(prompt)
     if not limit:
         return
     timing.prompt_tokens, timing.prefill = sum(map(len, prompts)), clock() - start
-    timing.planning = session.planning - planned
+    timing.planning = session.planning_seconds - planned
     start = clock()
     free_tokens = [session.context - length for length in session.lengths]
     counts = [0] * len(prompts)
@@ -259,30 +259,30 @@ def _sample_sequences(
             )
         return [token]
 
-    with decoding(session, alone=params.pinned_tokens is not None) as steps:
+    with open_decode_schedule(session, alone=params.pinned_tokens is not None) as steps:
         running_groups: deque[int] = deque()
 
         def start_next_step(group: int, answers: Sequence[F32]) -> Iterator[SampledToken]:
             """Start the next step of a micro-batch, unless all its sequences have ended."""
             new: list[list[int]] = []
-            for i, logits in zip(steps.places[group], answers, strict=True):
+            for i, logits in zip(steps.sequence_ranges[group], answers, strict=True):
                 new.append((yield from sample_next(i, logits[-1])) if i in active else [])
             if any(new):
-                steps.begin(group, new)
+                steps.begin_step(group, new)
                 running_groups.append(group)
 
-        for group, place in enumerate(steps.places):
+        for group, place in enumerate(steps.sequence_ranges):
             yield from start_next_step(group, rows[place.start : place.stop])
         while running_groups:
-            read = sum(i in active for i in steps.places[running_groups[0]])
-            answers = steps.ended() if ahead is None else [ahead.next_logits(known[0])]
+            read = sum(i in active for i in steps.sequence_ranges[running_groups[0]])
+            answers = steps.finish_step() if ahead is None else [ahead.next_logits(known[0])]
             # The first new tokens come from the logits of the prefill; the time of decode starts after it.
             timing.new_tokens += read
-            timing.decode, timing.planning = clock() - start, session.planning - planned
+            timing.decode, timing.planning = clock() - start, session.planning_seconds - planned
             yield from start_next_step(running_groups.popleft(), answers)
 
 
-def broadcast_token(session: Session | Microbatches, token: int) -> int:
+def broadcast_token(session: Session | MicroBatchedSession, token: int) -> int:
     """Return the token of rank 0; machines of different types may round differently and sample another token."""
     if session.world.size == 1:
         return token
@@ -290,7 +290,11 @@ def broadcast_token(session: Session | Microbatches, token: int) -> int:
 
 
 def _fit_prompt(
-    session: Session | Microbatches, i: int, prompt: Sequence[int], params: GenerationParams, known: list[list[int]]
+    session: Session | MicroBatchedSession,
+    i: int,
+    prompt: Sequence[int],
+    params: GenerationParams,
+    known: list[list[int]],
 ) -> list[int]:
     """Return the prompt of a sequence if it fits into the context; else reset the sequence and shorten its text."""
     if session.lengths[i] + len(prompt) <= session.context:
@@ -320,7 +324,7 @@ def compile_ahead(
     session.prepare(len(prompt))
     if params.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
-        session.executor(session.step(1, length, session.sequences))
+        session.executor(session.make_step(1, length, session.sequences))
         if ahead is not None:
             ahead.prepare(len(prompt))
     return Timing(planning=time.perf_counter() - start)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.cpu.choices import descending, largest
+from ...backends.cpu.choices import argsort_descending, find_top_k
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import (
     ArgumentKind,
@@ -147,7 +147,7 @@ class Sampling:
     def candidates(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return the ids and the logits of the tokens that pass the filters, most probable first; at least one."""
         is_partial = 0 < self.top_k <= MAX_PARTIAL_SORT and self.top_k < len(logits)
-        ids = largest(logits, self.top_k) if is_partial else descending(logits)[: self.top_k or None]
+        ids = find_top_k(logits, self.top_k) if is_partial else argsort_descending(logits)[: self.top_k or None]
         filtered_logits = logits[ids].astype(np.float64)
         p = softmax(filtered_logits)
         count = int(np.searchsorted(np.cumsum(p), self.top_p)) + 1 if self.top_p < 1 else len(p)

@@ -20,7 +20,7 @@ from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..gguf import MetadataArray
 from ..models import Batch, Model
-from ..rewinding import back, mark, take_back
+from ..rewinding import make_checkpoint, restore_checkpoint, rewind_last_step
 from ..session import Session
 
 DEFAULT_DRAFT_TOKENS = 4
@@ -58,19 +58,19 @@ class ModelDrafter:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._read_tokens: list[int] = []
-        self._checkpoint = mark(session)
+        self._checkpoint = make_checkpoint(session)
 
     def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
         """Return `count` tokens after the tokens `known`; none if the context is too short for them."""
         session = self.session
         if count < 1 or len(known) + count > session.context:
             return []
-        back(session, self._checkpoint)
+        restore_checkpoint(session, self._checkpoint)
         if list(known[: len(self._read_tokens)]) != self._read_tokens:
             session.reset(0)
             self._read_tokens = []
         logits = session.evaluate([list(known[len(self._read_tokens) :])])[0][-1]
-        self._read_tokens, self._checkpoint = list(known), mark(session)
+        self._read_tokens, self._checkpoint = list(known), make_checkpoint(session)
         tokens = [int(logits.argmax())]
         while len(tokens) < count:
             tokens.append(int(session.evaluate([tokens[-1:]])[0][-1].argmax()))
@@ -94,11 +94,13 @@ class MtpDrafter:
     def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
         """Return `count` tokens after the tokens `known`; the session has read all of these except the last one."""
         session, token, tokens = self.session, known[-1], list[int]()
-        seen, at = session.seen[0][-1:], session.lengths[0]
+        seen, at = session.mtp_rows[0][-1:], session.lengths[0]
         with session.store.turn:
             while len(tokens) < count:
-                step = session.step(1, at + 1, 1, "guess", self.block_for_draft(len(tokens)))
-                outputs = session.executor(step).run(session.model.inputs(step, Batch([[token]], [at], seen=seen)))
+                step = session.make_step(1, at + 1, 1, "guess", self.block_for_draft(len(tokens)))
+                outputs = session.executor(step).run(
+                    session.model.inputs(step, Batch([[token]], [at], draft_inputs=seen))
+                )
                 token, seen, at = int(outputs["logits"].argmax()), outputs["hidden"], at + 1
                 tokens.append(token)
         return tokens
@@ -106,11 +108,11 @@ class MtpDrafter:
     def prepare(self, prompt: int, count: int) -> None:
         for length in (1, prompt + count):
             for turn in {self.block_for_draft(draft_index) for draft_index in range(count)}:
-                self.session.executor(self.session.step(1, self.session.lengths[0] + length, 1, "guess", turn))
+                self.session.executor(self.session.make_step(1, self.session.lengths[0] + length, 1, "guess", turn))
 
     def block_for_draft(self, draft_index: int) -> int:
         """Return the index of the block for draft token `guess`; the last block predicts all later tokens."""
-        return min(draft_index, self.session.model.guessers - 1)
+        return min(draft_index, self.session.model.mtp_block_count - 1)
 
 
 class SpeculativeDecoder:
@@ -156,7 +158,7 @@ class SpeculativeDecoder:
     def discard_rejected(self) -> None:
         """Remove the rejected draft tokens from the session."""
         if self._accepted_count < len(self._evaluated_tokens):
-            take_back(self.session, self._accepted_count)
+            rewind_last_step(self.session, self._accepted_count)
         self._evaluated_tokens, self._accepted_count = [], 0
 
     def prepare(self, prompt: int) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
 from ...graph.lazy_dataclass import dataclass
 from ...ops.quantisation import dequantise
-from ...scheduler.running.packed import Origin
+from ...scheduler.running.packed import WeightOrigin
 from .mapped_file import Cursor, MappedFile, format_name
 
 MAX_AXES = 4
@@ -47,9 +47,11 @@ class Tensor:
         return prod(self.shape[:-1]) * self.row_bytes
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> WeightOrigin:
         """The identity of the stored elements: file, file size, modification time and offset."""
-        return Origin(str(self.file.path.resolve()), f"{self.file.size} bytes of {self.file.modified_ns}", self.offset)
+        return WeightOrigin(
+            str(self.file.path.resolve()), f"{self.file.size} bytes of {self.file.modified_ns}", self.offset
+        )
 
     @property
     def raw(self) -> np.ndarray:

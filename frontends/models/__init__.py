@@ -22,41 +22,50 @@ from ..gguf.hyperparameter_keys import ArchitectureKeys
 from ..step import Batch as Batch
 from ..step import Step as Step
 from ..step import step_inputs as step_inputs
-from .ahead import LookingAhead
+from .ahead import MtpGraphBuilder
 from .decoder import Decoder
 from .families import FAMILIES
-from .family import Family
+from .family import FamilyTraits
 from .frame import SNAPSHOTS as SNAPSHOTS
 from .frame import WINDOWS as WINDOWS
-from .frame import Frame
-from .hyper import Hyper
-from .layers.residuals import Alternating, Banked, Cycles, GatedStreams, NormedSums, PerLayer, Skipping, Streams
-from .layers.rwkv import Shifting
-from .metadata_keys import check_defaults
-from .reading import read_ahead, read_hyper
-from .weights import Weights as Weights
+from .frame import StepGraphBuilder
+from .hyper import Hyperparameters
+from .layers.residuals import (
+    AlternatingUpdateDecoder,
+    CyclicDecoder,
+    EmbeddingSkipDecoder,
+    GatedStreamDecoder,
+    HyperConnectionDecoder,
+    PerLayerEmbeddingDecoder,
+    PostNormDecoder,
+    ResidualBankDecoder,
+)
+from .layers.rwkv import TokenShiftDecoder
+from .metadata_keys import require_defaults
+from .reading import read_hyperparameters, read_mtp_blocks
+from .weights import ModelWeights as ModelWeights
 
-SCALES = ("ffn_*.scale", "attn_gate.scale")
+IGNORED_SCALES = ("ffn_*.scale", "attn_gate.scale")
 """Patterns of optional scale tensors, of feed-forward networks and gates, that most architectures do not read."""
 DECODERS: Mapping[str, type[Decoder]] = MappingProxyType(
     {
         "": Decoder,
-        "alternating": Alternating,
-        "banked": Banked,
-        "cycles": Cycles,
-        "normed sums": NormedSums,
-        "per layer": PerLayer,
-        "shifting": Shifting,
-        "skip": Skipping,
-        "streams": Streams,
-        "gated streams": GatedStreams,
+        "alternating": AlternatingUpdateDecoder,
+        "banked": ResidualBankDecoder,
+        "cycles": CyclicDecoder,
+        "normed sums": PostNormDecoder,
+        "per layer": PerLayerEmbeddingDecoder,
+        "shifting": TokenShiftDecoder,
+        "skip": EmbeddingSkipDecoder,
+        "streams": HyperConnectionDecoder,
+        "gated streams": GatedStreamDecoder,
     }
 )
 """Decoder classes by `FamilyTraits.residuals`."""
-ARCHITECTURES: Mapping[str, Family] = FAMILIES
+ARCHITECTURES: Mapping[str, FamilyTraits] = FAMILIES
 """The traits of every family by ``general.architecture``."""
 
-OTHER_FILES = (
+REFUSED_FILES = (
     (
         "general.type",
         "mmproj",
@@ -81,8 +90,8 @@ class Model:
 
     architecture: str
     gguf: Gguf
-    hyper: Hyper
-    weights: Weights
+    hyper: Hyperparameters
+    weights: ModelWeights
     adapters: Adapters = NO_ADAPTERS
 
     @property
@@ -111,59 +120,59 @@ class Model:
         return self.hyper.taps > 0
 
     @property
-    def looks_up(self) -> bool:
+    def uses_half_activation(self) -> bool:
         """Whether an activation is computed in half precision, so that the last bits of its operand matter."""
-        return any(block.looks_up for block in self.hyper.blocks)
+        return any(block.uses_half_activation for block in self.hyper.blocks)
 
     @property
-    def remembers(self) -> int:
+    def history_token_count(self) -> int:
         """Number of earlier tokens of a sequence that a batch must give."""
-        return self.hyper.ngrams.remembers if self.hyper.ngrams else 0
+        return self.hyper.ngrams.hash_history_tokens if self.hyper.ngrams else 0
 
-    def window(self, cache: str) -> int:
+    def window_tokens(self, cache: str) -> int:
         """Return the attention window in tokens of the layer of a cache; 0 for full attention and for other states."""
         kind, _, layer = cache.rpartition(".")
-        return self.hyper.window(int(layer)) if kind in ("cache_k", "cache_v") else 0
+        return self.hyper.window_tokens(int(layer)) if kind in ("cache_k", "cache_v") else 0
 
-    def cell_tokens(self, cache: str) -> int:
+    def tokens_per_cell(self, cache: str) -> int:
         """Return the tokens per cell of a cache: 1, or the tokens of a block."""
         kind, _, layer = cache.rpartition(".")
-        return self.hyper.block_tokens(int(layer)) if kind == "cache_c" else 1
+        return self.hyper.tokens_per_block(int(layer)) if kind == "cache_c" else 1
 
     @property
     def is_causal(self) -> bool:
         """Whether a token attends to earlier tokens only. Other models read a whole text at once, without steps."""
-        return self.hyper.causal
+        return self.hyper.is_causal
 
     @property
     def is_encoder(self) -> bool:
         """Whether the model has no output matrix, so that its graphs return ``hidden`` rows for any step."""
-        return self.hyper.family.runs == "encoder"
+        return self.hyper.family.run_mode == "encoder"
 
-    def guessing(self) -> Model:
+    def with_mtp_blocks(self) -> Model:
         """Return the model with its MTP blocks, which steps of other output kinds than ``logits`` and ``hidden`` need.
 
         Raises:
             ModelError: The model has no MTP block, or one that hocket does not run.
         """
-        return replace(self, hyper=read_ahead(ArchitectureKeys(self.gguf, self.architecture), self.hyper))
+        return replace(self, hyper=read_mtp_blocks(ArchitectureKeys(self.gguf, self.architecture), self.hyper))
 
     @property
-    def guessers(self) -> int:
+    def mtp_block_count(self) -> int:
         """Number of MTP blocks in use."""
-        return self.hyper.ahead.layers if self.hyper.ahead else 0
+        return self.hyper.mtp_blocks.layers if self.hyper.mtp_blocks else 0
 
     @property
-    def handed(self) -> int:
+    def draft_columns(self) -> int:
         """Columns of `Batch.draft_inputs`."""
-        return self.guessers * self.hyper.ahead.handed if self.hyper.ahead else 0
+        return self.mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
 
-    def is_own(self, state: str) -> bool:
+    def is_sequence_state(self, state: str) -> bool:
         """Return whether a state belongs to the sequences, not to MTP blocks or to rewinding."""
-        guessing = tuple(f".{self.layers + k}" for k in range(self.guessers))
+        guessing = tuple(f".{self.layers + k}" for k in range(self.mtp_block_count))
         return not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
-    def check_context(self, context: int) -> None:
+    def require_context(self, context: int) -> None:
         """Raise `ModelError` if the context is longer than the trained context."""
         if context > self.context_length:
             raise ModelError(
@@ -176,17 +185,19 @@ class Model:
         Raises:
             ModelError: A tensor of the file is missing, has another shape, or would be ignored.
         """
-        attended = self.hyper.attended
+        attended = self.hyper.selected_tokens
         if attended and step.context > attended:
             raise ModelError(
                 f"{self.gguf.path}: this model chooses {attended} tokens of a context to attend to, and hocket runs it "
                 f"only where that is all of them; use a context size of at most {attended}"
             )
-        frame = Frame(step, taps=self.hyper.taps, steered=self.adapters.add_directions)
-        plain = step.gives in ("logits", "hidden")
+        frame = StepGraphBuilder(step, taps=self.hyper.taps, steered=self.adapters.add_directions)
+        plain = step.output_kind in ("logits", "hidden")
         decoder = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame)
-        graph = decoder.graph() if plain else LookingAhead(decoder).graph()
-        self.weights.refuse_leftovers(self.hyper.stored + (self.guessers if step.gives == "all" else 0))
+        graph = decoder.build_graph() if plain else MtpGraphBuilder(decoder).build_graph()
+        self.weights.require_all_tensors_used(
+            self.hyper.stored_blocks + (self.mtp_block_count if step.output_kind == "all" else 0)
+        )
         return self.adapters.apply_to_graph(graph)
 
     def inputs(self, step: Step, batch: Batch) -> dict[str, npt.NDArray[np.generic]]:
@@ -201,16 +212,16 @@ class Model:
                     f"batch: tokens run from {min(new)} to {max(new)}; need 0 to {self.vocabulary_size - 1}; "
                     "use the tokenizer of this model"
                 )
-        hyper = self.hyper.ahead if step.gives == "guess" else self.hyper
+        hyper = self.hyper.mtp_blocks if step.output_kind == "guess" else self.hyper
         assert hyper is not None
-        arrays = step_inputs(step, batch, taps=hyper.taps, causal=hyper.causal)
-        needs = hyper.inputs(step)
+        arrays = step_inputs(step, batch, taps=hyper.taps, causal=hyper.is_causal)
+        needs = hyper.select_step_inputs(step)
         arrays = {name: array for name, array in arrays.items() if name in needs}
-        for feed in hyper.feeds:
-            arrays |= feed.arrays(step, batch)
-        if step.gives in ("both", "guess"):
-            shape = (step.sequences, self.handed)
-            arrays["seen"] = np.zeros(shape, np.float32) if batch.seen is None else batch.seen
+        for feed in hyper.input_sources:
+            arrays |= feed.build_inputs(step, batch)
+        if step.output_kind in ("both", "guess"):
+            shape = (step.sequences, self.draft_columns)
+            arrays["seen"] = np.zeros(shape, np.float32) if batch.draft_inputs is None else batch.draft_inputs
         return arrays
 
     def __repr__(self) -> str:
@@ -223,7 +234,7 @@ def load_model(gguf: Gguf) -> Model:
     Raises:
         ModelError: The architecture is unknown, or hyperparameters are missing or invalid.
     """
-    for key, value, remedy in OTHER_FILES:
+    for key, value, remedy in REFUSED_FILES:
         if gguf.metadata.get(key) == value:
             raise ModelError(f"{gguf.path}: {key} is {value!r}, so the file is no model but {remedy}")
     architecture = gguf.require("general.architecture", str)
@@ -236,9 +247,9 @@ def load_model(gguf: Gguf) -> Model:
             f"{gguf.path}: architecture {reprlib.repr(architecture)} is unknown; "
             f"need one of the {len(ARCHITECTURES)} in docs/models.md{near and ', such as ' + near}"
         )
-    gguf = gguf.sub_model(family.stack) if family.stack else gguf
-    unread = family.ignores if family.scaled else (*family.ignores, *SCALES)
+    gguf = gguf.sub_model(family.tensor_prefix) if family.tensor_prefix else gguf
+    unread = family.ignores if family.has_feed_forward_scale else (*family.ignores, *IGNORED_SCALES)
     keys = ArchitectureKeys(gguf, architecture)
-    check_defaults(keys)
-    hyper = read_hyper(keys, family)
-    return Model(architecture, gguf, hyper, Weights(gguf, unread, family.spare, hyper.source))
+    require_defaults(keys)
+    hyper = read_hyperparameters(keys, family)
+    return Model(architecture, gguf, hyper, ModelWeights(gguf, unread, family.optional_tensors, hyper.source))

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ... import ops
 from ...graph import Graph, Value
-from .frame import Frame
-from .hyper import Hyper, Layer
-from .layers.blocks import Norm, capped, feed_forward, linear, product
-from .layers.moe import mixture, routed
-from .picture_tokens import silence_tokens
-from .weights import Weights
+from .frame import StepGraphBuilder
+from .hyper import Hyperparameters, Layer
+from .layers.blocks import Norm, apply_feed_forward, linear, matmul, soft_cap_logits
+from .layers.moe import run_expert_layer, run_routed_experts
+from .picture_tokens import suppress_token_logits
+from .weights import ModelWeights
 
 
 class Decoder:
@@ -25,99 +25,99 @@ class Decoder:
     After the last mixer only the output rows are computed further.
     """
 
-    def __init__(self, hyper: Hyper, weights: Weights, frame: Frame) -> None:
+    def __init__(self, hyper: Hyperparameters, weights: ModelWeights, frame: StepGraphBuilder) -> None:
         self.hyper, self.weights, self.frame = hyper, weights, frame
         self.family, self.norm = hyper.family, hyper.norm
         eps = hyper.family.post_eps
         self.post_norm = hyper.norm if eps is None else Norm(eps)
 
-    def graph(self) -> Graph:
+    def build_graph(self) -> Graph:
         """Return the graph of all blocks, the last norm and the output matrix. An encoder returns ``hidden`` rows."""
-        x = self.read_out(self.residual())
-        if self.family.runs == "encoder":
-            for name in filter(lambda name: self.weights.has(f"{name}.weight"), ("dense_2", "dense_3")):
-                x = linear(self.weights, name, x, self.weights.shape(f"{name}.weight")[0])
-        elif self.frame.step.gives != "hidden":
-            return self.frame.graph({"logits": self.logits(x)})
-        return self.frame.graph({"hidden": x})
+        x = self.apply_output_norm(self.run_all_blocks())
+        if self.family.run_mode == "encoder":
+            for name in filter(lambda name: self.weights.has_tensor(f"{name}.weight"), ("dense_2", "dense_3")):
+                x = linear(self.weights, name, x, self.weights.tensor_shape(f"{name}.weight")[0])
+        elif self.frame.step.output_kind != "hidden":
+            return self.frame.build_graph({"logits": self.compute_logits(x)})
+        return self.frame.build_graph({"hidden": x})
 
-    def residual(self) -> Value:
+    def run_all_blocks(self) -> Value:
         """Return the residual after the last block, f32[n, E], with the output rows only."""
-        x = self.embedded()
+        x = self.embed_tokens()
         for i, layer in enumerate(self.hyper.blocks):
-            x = self.frame.steered(i, self.block(i, layer, x))
+            x = self.frame.steered(i, self.run_block(i, layer, x))
         return x
 
-    def read_out(self, x: Value, own: str = "") -> Value:
+    def apply_output_norm(self, x: Value, own: str = "") -> Value:
         """Return the operand of the output matrix for a residual, f32[n, E].
 
         `own` is the weight prefix of an MTP block, which may have a norm of its own.
         """
-        if own and self.weights.has(f"{own}.shared_head_norm.weight"):
-            return replace(self.norm, centred=self.family.guess_norm == "layer" or self.norm.centred)(
+        if own and self.weights.has_tensor(f"{own}.shared_head_norm.weight"):
+            return replace(self.norm, is_centred=self.family.draft_norm == "layer" or self.norm.is_centred)(
                 self.weights, f"{own}.shared_head_norm", x
             )
         return self.norm(self.weights, self.family.output_norm, x) if self.family.output_norm else x
 
-    def is_last(self, i: int) -> bool:
+    def is_last_block(self, i: int) -> bool:
         return i == self.hyper.layers - 1
 
-    def embedded(self) -> Value:
+    def embed_tokens(self) -> Value:
         """Return the embeddings of the tokens, f32[B*T, E]."""
         hyper, weights, frame = self.hyper, self.weights, self.frame
         table = weights("token_embd.weight", (hyper.vocabulary_size, hyper.width))
         x = ops.get_rows(table, frame.tokens, name="embed")
         if hyper.embedding != 1.0:
             x = ops.scale(x, scale=hyper.embedding, name="embed_scaled")
-        if weights.has("position_embd.weight"):
-            rows = weights.shape("position_embd.weight")[0]
-            where = ops.reshape(frame.pos, shape=(frame.step.rows,))
+        if weights.has_tensor("position_embd.weight"):
+            rows = weights.tensor_shape("position_embd.weight")[0]
+            where = ops.reshape(frame.pos, shape=(frame.step.row_count,))
             x = ops.add(x, ops.get_rows(weights("position_embd.weight", (rows, hyper.width)), where, name="places"))
-        if weights.has("token_types.weight"):  # all tokens have the first type
-            types = weights("token_types.weight", weights.shape("token_types.weight"))
+        if weights.has_tensor("token_types.weight"):  # all tokens have the first type
+            types = weights("token_types.weight", weights.tensor_shape("token_types.weight"))
             x = ops.add(x, ops.slice_(types, axis=0, start=0, stop=1) if len(types.shape) > 1 else types)
         if self.family.embedding_norm == "bare":
-            x = self.norm.plain(x)
+            x = self.norm.apply_without_weights(x)
         elif self.family.embedding_norm:
             x = self.norm(weights, self.family.embedding_norm, x)
         return x
 
-    def block(self, i: int, layer: Layer, x: Value) -> Value:
+    def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         """Return the residual after block i, f32[n, E]; for the last block with the output rows only."""
         family, block, before = self.family, f"blk.{i}", x
-        h = self.normed(i, family.attn_norm, x)
+        h = self.apply_block_norm(i, family.attn_norm, x)
         if layer.mixers:
-            mixed = self.mixed(i, layer, x, h)
-            x = self.scaled(h) if family.residual_after_norm else x
+            mixed = self.run_mixers(i, layer, x, h)
+            x = self.scale_for_residual(h) if family.residual_after_norm else x
             added = ops.add(x, mixed, name=f"{block}.attn_residual")
         else:
             added = x
-        if self.is_last(i):
-            added = self.frame.wanted(added)
-        if not layer.feeds:
+        if self.is_last_block(i):
+            added = self.frame.select_needed_rows(added)
+        if not layer.has_feed_forward:
             return added
         if layer.parallel or family.mixer == "single":
-            h = self.normed(i, family.ffn_norm, before) if layer.norms_twice else h
-            h = self.frame.wanted(h) if self.is_last(i) else h
+            h = self.apply_block_norm(i, family.ffn_norm, before) if layer.has_two_norms else h
+            h = self.frame.select_needed_rows(h) if self.is_last_block(i) else h
         else:
-            h = self.normed(i, family.ffn_norm, added)
-        if self.is_last(i) and family.sees_input:
-            before = self.frame.wanted(before)
-        y = self.fed(i, layer, h, added, before)
-        added = self.scaled(h) if family.residual_after_norm else added
+            h = self.apply_block_norm(i, family.ffn_norm, added)
+        if self.is_last_block(i) and family.needs_block_input:
+            before = self.frame.select_needed_rows(before)
+        y = self.run_feed_forward(i, layer, h, added, before)
+        added = self.scale_for_residual(h) if family.residual_after_norm else added
         return ops.add(added, y, name=f"{block}.ffn_residual")
 
-    def normed(self, i: int, name: str, x: Value) -> Value:
+    def apply_block_norm(self, i: int, name: str, x: Value) -> Value:
         """Return `x` after the norm `name` of block i, or `x` itself if the block has no such norm."""
         stem = f"blk.{i}.{name.removesuffix('?')}"
-        absent = not name or (name.endswith("?") and not self.weights.has(f"{stem}.weight"))
+        absent = not name or (name.endswith("?") and not self.weights.has_tensor(f"{stem}.weight"))
         return x if absent else self.norm(self.weights, stem, x)
 
-    def scaled(self, x: Value) -> Value:
+    def scale_for_residual(self, x: Value) -> Value:
         """Return a value for the residual times the residual factor of the model."""
         return x if self.hyper.residual == 1.0 else ops.scale(x, scale=self.hyper.residual)
 
-    def mixed(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
+    def run_mixers(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
         """Return the sum of the mixers of block i.
 
         Args:
@@ -128,15 +128,15 @@ class Decoder:
         """
         name = "attn_norm_2"
         if self.family.parallel and f"blk.{i}.{name}.weight" in self.weights.gguf.tensors:
-            h = self.normed(i, name, x)
+            h = self.apply_block_norm(i, name, x)
         first, *others = (mixer(self.weights, self.frame, i, h) for mixer in layer.mixers)
         for other in others:
             first = ops.add(first, other)
         if self.family.attn_post:
             first = self.post_norm(self.weights, f"blk.{i}.{self.family.attn_post}", first)
-        return first if self.family.residual_after_norm else self.scaled(first)
+        return first if self.family.residual_after_norm else self.scale_for_residual(first)
 
-    def fed(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
+    def run_feed_forward(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
         """Return the result of the FFN of block i, f32[n, E].
 
         Args:
@@ -147,46 +147,51 @@ class Decoder:
             before: The residual before the block, f32[n, E].
         """
         block = f"blk.{i}"
-        y = self.dense(i, layer, h) if layer.experts is None else self.chosen(i, layer, h, added, before)
+        y = self.run_dense_ffn(i, layer, h) if layer.experts is None else self.run_experts(i, layer, h, added, before)
         if self.family.ffn_post:
             y = self.post_norm(self.weights, f"{block}.{self.family.ffn_post}", y)
-        return y if self.family.residual_after_norm else self.scaled(y)
+        return y if self.family.residual_after_norm else self.scale_for_residual(y)
 
-    def dense(self, i: int, layer: Layer, h: Value) -> Value:
+    def run_dense_ffn(self, i: int, layer: Layer, h: Value) -> Value:
         """Return the result of the dense FFN of block i, or only its activation if the block has no dense FFN."""
         if not layer.dense:  # as in llama.cpp, which does not read the experts of this block
-            return layer.unit.plain(h)
-        return feed_forward(self.weights, f"blk.{i}", h, layer.unit, self.norm)
+            return layer.activation.apply(h)
+        return apply_feed_forward(self.weights, f"blk.{i}", h, layer.activation, self.norm)
 
-    def chosen(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
+    def run_experts(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
         """Return the result of the experts of block i, and of the parallel dense FFN if there is one."""
         weights, block, experts = self.weights, f"blk.{i}", layer.experts
         assert experts is not None
         if not layer.dense:
-            return mixture(weights, block, h, experts, before if experts.family.mixture == "early router" else None)
-        if self.family.beside == "normed":
-            return self.two_norms(i, layer, h, added)
-        y = mixture(
-            weights, block, self.normed(i, "ffn_norm_exps", before) if self.family.beside == "residual" else h, experts
+            return run_expert_layer(
+                weights, block, h, experts, before if experts.family.special_routing == "early router" else None
+            )
+        if self.family.parallel_dense_ffn == "normed":
+            return self.run_experts_and_dense_ffn(i, layer, h, added)
+        y = run_expert_layer(
+            weights,
+            block,
+            self.apply_block_norm(i, "ffn_norm_exps", before) if self.family.parallel_dense_ffn == "residual" else h,
+            experts,
         )
-        y = ops.add(y, self.dense(i, layer, h))
-        return ops.scale(y, scale=math.sqrt(0.5)) if self.family.beside == "mean" else y
+        y = ops.add(y, self.run_dense_ffn(i, layer, h))
+        return ops.scale(y, scale=math.sqrt(0.5)) if self.family.parallel_dense_ffn == "mean" else y
 
-    def two_norms(self, i: int, layer: Layer, h: Value, added: Value) -> Value:
+    def run_experts_and_dense_ffn(self, i: int, layer: Layer, h: Value, added: Value) -> Value:
         """Return the sum of dense FFN and experts, each with norms of its own; the router has a third norm.
 
         Gemma team, Gemma 4, 2026; graph: llama.cpp ``gemma4.cpp``.
         """
         weights, block, experts, width = self.weights, f"blk.{i}", layer.experts, self.hyper.width
         assert experts is not None
-        y = self.normed(i, "post_ffw_norm_1", self.dense(i, layer, h))
-        seen = ops.scale(self.norm.plain(added), scale=1.0 / math.sqrt(width))
+        y = self.apply_block_norm(i, "post_ffw_norm_1", self.run_dense_ffn(i, layer, h))
+        seen = ops.scale(self.norm.apply_without_weights(added), scale=1.0 / math.sqrt(width))
         seen = ops.mul(seen, weights(f"{block}.ffn_gate_inp.scale", (width,)))
-        scores = product(weights, f"{block}.ffn_gate_inp", seen, experts.count)
-        z = routed(weights, block, self.normed(i, "pre_ffw_norm_2", added), experts, scores)
-        return ops.add(y, self.normed(i, "post_ffw_norm_2", z))
+        scores = matmul(weights, f"{block}.ffn_gate_inp", seen, experts.count)
+        z = run_routed_experts(weights, block, self.apply_block_norm(i, "pre_ffw_norm_2", added), experts, scores)
+        return ops.add(y, self.apply_block_norm(i, "post_ffw_norm_2", z))
 
-    def logits(self, x: Value, matrix: Value | None = None) -> Value:
+    def compute_logits(self, x: Value, matrix: Value | None = None) -> Value:
         """Return the logits f32[n, vocabulary]: `x` times `matrix`, or times the output matrix.
 
         A file without an output matrix uses the token embedding.
@@ -194,13 +199,13 @@ class Decoder:
         hyper, weights = self.hyper, self.weights
         shape = (hyper.vocabulary_size, hyper.width)
         if matrix is None:
-            matrix = weights.optional("output.weight", shape)
+            matrix = weights.optional_leaf("output.weight", shape)
         if matrix is None:
             matrix = weights("token_embd.weight", shape)
         y = ops.mul_mat(matrix, x, name="logits")
-        bias = weights.optional("output.bias", (hyper.vocabulary_size,))
+        bias = weights.optional_leaf("output.bias", (hyper.vocabulary_size,))
         y = y if bias is None else ops.add(y, bias)
         if hyper.logits != 1.0:
             y = ops.scale(y, scale=hyper.logits)
-        y = capped(y, hyper.softcap) if hyper.softcap else y
-        return silence_tokens(y, hyper.hidden_tokens) if hyper.hidden_tokens else y
+        y = soft_cap_logits(y, hyper.softcap) if hyper.softcap else y
+        return suppress_token_logits(y, hyper.hidden_tokens) if hyper.hidden_tokens else y

@@ -6,170 +6,205 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from .family import Family, Windows
+from .family import FamilyTraits, WindowPattern
 
-LOCAL, QUARTER, FOREIGN = Windows(), Windows(period=4), Windows(base=10000.0, scaled=False)
-FIRST = Windows(period=4, whole_first=True)
-LLAMA = Family(rope="normal")
-LAYER_NORM = Family(norm="layer")
-GPT2 = Family(norm="layer", rope="none", unit="gelu")
-SCORED = Family(gating="key sigmoid", normalised=None)
-QWEN = Family()
-QWEN3 = Family(qk_norm="before")
-GRANITE = Family(rope="normal", rotated="finetuned", residual="key", embedding="key", logits="over")
-COHERE = Family(norm="layer", rope="normal", ffn_norm="", parallel="yes", logits="times")
-COHERE2 = replace(COHERE, rotated="window", windows=QUARTER, scaled=True)
-SANDWICH = Family(attn_post="post_attention_norm", ffn_post="post_ffw_norm", qk_norm="before")
-GEMMA2 = replace(SANDWICH, embedding="width", unit="gelu", softcap=0.0)
-BERT = Family(
-    runs="encoder",
+ALL_LAYERS_WINDOWED, LAST_OF_FOUR_GLOBAL, WINDOWED_WITH_BASE_10000 = (
+    WindowPattern(),
+    WindowPattern(period=4),
+    WindowPattern(base=10000.0, uses_rope_scaling=False),
+)
+FIRST_OF_FOUR_GLOBAL = WindowPattern(period=4, is_global_first=True)
+LLAMA = FamilyTraits(rope="normal")
+LAYER_NORM = FamilyTraits(norm="layer")
+GPT2 = FamilyTraits(norm="layer", rope="none", activation="gelu")
+KEY_SIGMOID_ROUTING = FamilyTraits(gating="key sigmoid", normalises_routing=None)
+QWEN = FamilyTraits()
+QWEN3 = FamilyTraits(qk_norm="before")
+GRANITE = FamilyTraits(rope="normal", rotated_layers="finetuned", residual="key", embedding="key", logits="over")
+COHERE = FamilyTraits(norm="layer", rope="normal", ffn_norm="", parallel="yes", logits="times")
+COHERE2 = replace(COHERE, rotated_layers="window", windows=LAST_OF_FOUR_GLOBAL, has_feed_forward_scale=True)
+GEMMA_BASE = FamilyTraits(attn_post="post_attention_norm", ffn_post="post_ffw_norm", qk_norm="before")
+GEMMA2 = replace(GEMMA_BASE, embedding="width", activation="gelu", softcap=0.0)
+BERT = FamilyTraits(
+    run_mode="encoder",
     norm="layer",
     embedding_norm="token_embd_norm",
     output_norm="",
     residuals="normed sums",
     rope="none",
-    unit="gelu erf",
+    activation="gelu erf",
 )
-T5 = Family(runs="encoder", stack="enc.", rope="none", scale="one", unit="gelu or relu")
-LATENT = Family(rope="normal", mixer="latent", gating="key", normalised=None)
-INDEXER = ("indexer*",)
-CHOOSING = replace(LATENT, spare=INDEXER, sparse="top_k")
-OF_RWKV = Family(rope="none", recurrent="rwkv6", recurrent_where="all")
-RWKV = replace(OF_RWKV, norm="layer", ffn_norm="attn_norm_2", embedding_norm="token_embd_norm", residuals="shifting")
-FIRST_VALUES = ("time_mix_v?.weight",)
-NO_FACTORS = "rope_freqs.weight"
+T5 = FamilyTraits(run_mode="encoder", tensor_prefix="enc.", rope="none", scale="one", activation="gelu or relu")
+LATENT_BASE = FamilyTraits(rope="normal", mixer="latent", gating="key", normalises_routing=None)
+INDEXER_TENSORS = ("indexer*",)
+SPARSE_LATENT = replace(LATENT_BASE, optional_tensors=INDEXER_TENSORS, sparse_keys="top_k")
+RWKV_BASE = FamilyTraits(rope="none", recurrent="rwkv6", recurrent_where="all")
+RWKV = replace(RWKV_BASE, norm="layer", ffn_norm="attn_norm_2", embedding_norm="token_embd_norm", residuals="shifting")
+FIRST_VALUE_TENSORS = ("time_mix_v?.weight",)
+ROPE_FACTOR_TENSOR = "rope_freqs.weight"
 NO_OUTPUT_BIAS = ("attn_output.bias",)
 NO_BIASES = ("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
-DENSE = ("ffn_gate.*", "ffn_up.*", "ffn_down.*")
+DENSE_FFN_TENSORS = ("ffn_gate.*", "ffn_up.*", "ffn_down.*")
 QWEN35 = replace(
     QWEN3,
     ffn_norm="post_attention_norm",
     gated_queries=True,
     recurrent="delta",
     recurrent_where="interval",
-    scaled=True,
+    has_feed_forward_scale=True,
 )
 KIMI_UNREAD = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "ssm_*.scale")
-KIMI = Family(
-    rope="none", mixer="latent", recurrent="kimi", gating="key", normalised=None, ignores=(*KIMI_UNREAD, "attn_*.scale")
+KIMI = FamilyTraits(
+    rope="none",
+    mixer="latent",
+    recurrent="kimi",
+    gating="key",
+    normalises_routing=None,
+    ignores=(*KIMI_UNREAD, "attn_*.scale"),
 )
-BOUNDED = replace(KIMI, bounded_decay=-1.0)
-NEMOTRON = Family(rope="none", recurrent="mamba2", mixer="single", unit="relu2", scaled=True, guess_norm="layer")
+KIMI_BOUNDED_DECAY = replace(KIMI, bounded_decay=-1.0)
+NEMOTRON = FamilyTraits(
+    rope="none", recurrent="mamba2", mixer="single", activation="relu2", has_feed_forward_scale=True, draft_norm="layer"
+)
 UNSCALED_DELTA = ("attn_qkv.scale", "attn_gate.scale", "ssm_*.scale", "ssm_in.weight")
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
     {
         # ------------------------------------------------------------------------------------ LLaMA and its kin
-        "llama": replace(LLAMA, scaled=True),
-        "llama-embed": replace(LLAMA, scaled=True, runs="encoder", ignores=("output.weight",)),
-        "mistral3": replace(LLAMA, scaled=True, temperature=(0, 0.0, 0.0)),
-        "nanbeige": replace(LLAMA, scaled=True, repeats="num_loops"),
-        "minicpm": Family(rope="normal", embedding=12.0, residual="layers", logits="over", logit_default="width"),
-        "deci": replace(LLAMA, headless=True),
-        "arcee": replace(LLAMA, unit="relu2"),
-        "apertus": Family(qk_norm="before", unit="xielu", ignores=("attn_?_norm.bias",)),
-        "bitnet": Family(scaled=True),
-        "chameleon": Family(rope="normal", qk_norm="before", head_norm_eps=1e-5, swin_norm=True, picture_tokens=True),
+        "llama": replace(LLAMA, has_feed_forward_scale=True),
+        "llama-embed": replace(LLAMA, has_feed_forward_scale=True, run_mode="encoder", ignores=("output.weight",)),
+        "mistral3": replace(LLAMA, has_feed_forward_scale=True, temperature=(0, 0.0, 0.0)),
+        "nanbeige": replace(LLAMA, has_feed_forward_scale=True, repeat_key="num_loops"),
+        "minicpm": FamilyTraits(rope="normal", embedding=12.0, residual="layers", logits="over", logit_default="width"),
+        "deci": replace(LLAMA, allows_headless_layers=True),
+        "arcee": replace(LLAMA, activation="relu2"),
+        "apertus": FamilyTraits(qk_norm="before", activation="xielu", ignores=("attn_?_norm.bias",)),
+        "bitnet": FamilyTraits(has_feed_forward_scale=True),
+        "chameleon": FamilyTraits(
+            rope="normal", qk_norm="before", head_norm_eps=1e-5, swin_norm=True, picture_tokens=True
+        ),
         "llama4": replace(
             LLAMA,
-            windows=Windows(period=4, size=8192, default=8192, chunked=True),
-            rotated="every 4",
+            windows=WindowPattern(period=4, size=8192, default=8192, is_chunked=True),
+            rotated_layers="every 4",
             qk_norm="bare rotated",
             temperature=(8192, 0.1, 1.0),
             gating="sigmoid",
-            normalised=False,
-            mixture="weighted input",
+            normalises_routing=False,
+            special_routing="weighted input",
         ),
-        "internlm2": Family(rope="normal"),
-        "xverse": Family(rope="normal"),
-        "baichuan": Family(rope="normal", rotated="of 32", alibi=8.0),
-        "chatglm": Family(rope="normal"),
-        "cogvlm": Family(rope="neox", ignores=("attn_qkv.scale", "vis_*", NO_FACTORS)),
-        "smollm3": Family(rope="normal", rotated="every 4"),
-        "maincoder": Family(rope="normal", qk_norm="after"),
-        "pangu-embedded": Family(ignores=(NO_FACTORS,)),
-        "seed_oss": Family(ffn_norm="post_attention_norm"),
-        "arctic": Family(rope="normal", beside="residual"),
-        "refact": Family(
-            rope="none", alibi=8.0, ignores=NO_BIASES, spare=("ffn_*_exps.*", "ffn_gate_inp.*"), mixture="unread"
+        "internlm2": FamilyTraits(rope="normal"),
+        "xverse": FamilyTraits(rope="normal"),
+        "baichuan": FamilyTraits(rope="normal", rotated_layers="of 32", alibi=8.0),
+        "chatglm": FamilyTraits(rope="normal"),
+        "cogvlm": FamilyTraits(rope="neox", ignores=("attn_qkv.scale", "vis_*", ROPE_FACTOR_TENSOR)),
+        "smollm3": FamilyTraits(rope="normal", rotated_layers="every 4"),
+        "maincoder": FamilyTraits(rope="normal", qk_norm="after"),
+        "pangu-embedded": FamilyTraits(ignores=(ROPE_FACTOR_TENSOR,)),
+        "seed_oss": FamilyTraits(ffn_norm="post_attention_norm"),
+        "arctic": FamilyTraits(rope="normal", parallel_dense_ffn="residual"),
+        "refact": FamilyTraits(
+            rope="none",
+            alibi=8.0,
+            ignores=NO_BIASES,
+            optional_tensors=("ffn_*_exps.*", "ffn_gate_inp.*"),
+            special_routing="unread",
         ),
-        "exaone": Family(),
+        "exaone": FamilyTraits(),
         "exaone4": replace(
-            SANDWICH,
+            GEMMA_BASE,
             attn_norm="",
             ffn_norm="",
-            rotated="window|plain",
-            windows=Windows(period=4, default=4096, least_layers=64),
+            rotated_layers="window|plain",
+            windows=WindowPattern(period=4, default=4096, required_layers=64),
         ),
-        "exaone-moe": Family(qk_norm="before", rotated="window", windows=QUARTER, gating="key", normalised=None),
-        "ernie4_5": Family(rope="normal", ignores=NO_OUTPUT_BIAS),
-        "ernie4_5-moe": Family(
+        "exaone-moe": FamilyTraits(
+            qk_norm="before",
+            rotated_layers="window",
+            windows=LAST_OF_FOUR_GLOBAL,
+            gating="key",
+            normalises_routing=None,
+        ),
+        "ernie4_5": FamilyTraits(rope="normal", ignores=NO_OUTPUT_BIAS),
+        "ernie4_5-moe": FamilyTraits(
             rope="normal",
             ignores=NO_OUTPUT_BIAS,
-            interleaved=True,
-            spare=("ffn_*_exps.*", "ffn_*_shexp.*", "ffn_gate_inp.*", "exp_probs_b.*"),
+            has_interleaved_experts=True,
+            optional_tensors=("ffn_*_exps.*", "ffn_*_shexp.*", "ffn_gate_inp.*", "exp_probs_b.*"),
         ),
-        "paddleocr": Family(),
-        "hunyuan-dense": Family(rope="neox|mrope", qk_norm="after", alpha=True),
-        "hunyuan_vl": Family(rope="neox|mrope", qk_norm="after", alpha=True),
-        "hunyuan-moe": Family(qk_norm="after"),
-        "olmo": Family(rope="normal", norm="layer", bare=True),
-        "olmo2": replace(SANDWICH, attn_norm="", ffn_norm="", windows=Windows(period=4, scaled=False)),
-        "olmoe": Family(qk_norm="before", normalised=False),
-        "openelm": Family(qk_norm="before", ignores=("attn_qkv.scale",)),
+        "paddleocr": FamilyTraits(),
+        "hunyuan-dense": FamilyTraits(rope="neox|mrope", qk_norm="after", alpha=True),
+        "hunyuan_vl": FamilyTraits(rope="neox|mrope", qk_norm="after", alpha=True),
+        "hunyuan-moe": FamilyTraits(qk_norm="after"),
+        "olmo": FamilyTraits(rope="normal", norm="layer", norms_without_weight=True),
+        "olmo2": replace(
+            GEMMA_BASE, attn_norm="", ffn_norm="", windows=WindowPattern(period=4, uses_rope_scaling=False)
+        ),
+        "olmoe": FamilyTraits(qk_norm="before", normalises_routing=False),
+        "openelm": FamilyTraits(qk_norm="before", ignores=("attn_qkv.scale",)),
         "orion": LAYER_NORM,
-        "plamo": Family(ffn_norm="", parallel="yes"),
-        "plamo3": replace(SANDWICH, windows=Windows(period=8, base=10000.0, scaled=False), ignores=("attn_qkv.scale",)),
-        "spark2_5": Family(unit="half gelu", windows=LOCAL),
-        "talkie": Family(
-            bare=True,
+        "plamo": FamilyTraits(ffn_norm="", parallel="yes"),
+        "plamo3": replace(
+            GEMMA_BASE,
+            windows=WindowPattern(period=8, base=10000.0, uses_rope_scaling=False),
+            ignores=("attn_qkv.scale",),
+        ),
+        "spark2_5": FamilyTraits(activation="half gelu", windows=ALL_LAYERS_WINDOWED),
+        "talkie": FamilyTraits(
+            norms_without_weight=True,
             embedding_norm="bare",
             qk_norm="bare",
             logits="times",
             residuals="skip",
-            scaled=True,
+            has_feed_forward_scale=True,
             ignores=("ffn_gate.scale", "ffn_up.scale"),
         ),
         "muse-glimmer": replace(
-            SANDWICH,
+            GEMMA_BASE,
             rope="normal",
             embedding_norm="bare",
             post_eps=1e-8,
-            rotated="window",
-            windows=QUARTER,
+            rotated_layers="window",
+            windows=LAST_OF_FOUR_GLOBAL,
             logits="times",
             softcap=0.0,
         ),
         # ------------------------------------------------------------------------------------------- Qwen and kin
         "qwen": QWEN,
         "qwen2": QWEN,
-        "qwen2vl": Family(ignores=("output.bias",)),
-        "qwen2moe": Family(normalised=False, shared_gate=True),
-        "qwen3": replace(QWEN3, scaled=True),
-        "qwen3moe": replace(QWEN3, scaled=True),
+        "qwen2vl": FamilyTraits(ignores=("output.bias",)),
+        "qwen2moe": FamilyTraits(normalises_routing=False, shared_gate=True),
+        "qwen3": replace(QWEN3, has_feed_forward_scale=True),
+        "qwen3moe": replace(QWEN3, has_feed_forward_scale=True),
         "qwen3vl": QWEN3,
         "qwen3vlmoe": QWEN3,
         "qwen3tts": QWEN3,
-        "dream": Family(runs="at once", ignores=("output.bias",)),
-        "llada": Family(rope="normal", runs="at once", ignores=(*NO_BIASES, NO_FACTORS)),
-        "llada-moe": Family(qk_norm="before", runs="at once", normalised=False),
-        "rnd1": Family(qk_norm="before", runs="at once"),
+        "dream": FamilyTraits(run_mode="at once", ignores=("output.bias",)),
+        "llada": FamilyTraits(rope="normal", run_mode="at once", ignores=(*NO_BIASES, ROPE_FACTOR_TENSOR)),
+        "llada-moe": FamilyTraits(qk_norm="before", run_mode="at once", normalises_routing=False),
+        "rnd1": FamilyTraits(qk_norm="before", run_mode="at once"),
         "qwen3next": replace(QWEN35, shared_gate=True, ignores=UNSCALED_DELTA),
         "qwen35": QWEN35,
         "qwen35moe": replace(QWEN35, shared_gate=True),
-        "maple": Family(qk_norm="before", rotated="window", windows=LOCAL, mixture="gate first"),
-        "mellum": Family(qk_norm="before", windows=QUARTER, scaled=True),
-        # ----------------------------------------------------------------------------------------------- experts
-        "bailingmoe": Family(rope="normal", scale="rotated", normalised=None),
-        "bailingmoe2": Family(qk_norm="before", gating="key", normalised=None),
-        "deepseek": Family(rope="normal", normalised=False),
-        "deepseek2-ocr": Family(gating="key", normalised=None),
-        "dots1": Family(qk_norm="before", gating="key", normalised=None),
-        "glm4moe": replace(SCORED, ffn_norm="post_attention_norm", ignores=NO_OUTPUT_BIAS),
-        "gpt-oss": Family(
-            ffn_norm="post_attention_norm", windows=Windows(period=2), unit="oai", gating="chosen", normalised=False
+        "maple": FamilyTraits(
+            qk_norm="before", rotated_layers="window", windows=ALL_LAYERS_WINDOWED, special_routing="gate first"
         ),
-        "grok": Family(
+        "mellum": FamilyTraits(qk_norm="before", windows=LAST_OF_FOUR_GLOBAL, has_feed_forward_scale=True),
+        # ----------------------------------------------------------------------------------------------- experts
+        "bailingmoe": FamilyTraits(rope="normal", scale="rotated", normalises_routing=None),
+        "bailingmoe2": FamilyTraits(qk_norm="before", gating="key", normalises_routing=None),
+        "deepseek": FamilyTraits(rope="normal", normalises_routing=False),
+        "deepseek2-ocr": FamilyTraits(gating="key", normalises_routing=None),
+        "dots1": FamilyTraits(qk_norm="before", gating="key", normalises_routing=None),
+        "glm4moe": replace(KEY_SIGMOID_ROUTING, ffn_norm="post_attention_norm", ignores=NO_OUTPUT_BIAS),
+        "gpt-oss": FamilyTraits(
+            ffn_norm="post_attention_norm",
+            windows=WindowPattern(period=2),
+            activation="oai",
+            gating="chosen",
+            normalises_routing=False,
+        ),
+        "grok": FamilyTraits(
             attn_post="attn_output_norm",
             ffn_post="layer_output_norm",
             embedding=78.38367176906169,
@@ -178,174 +213,213 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             softcap=0.0,
             score_cap=30.0,
             scale="output",
-            unit="gelu",
-            beside="mean",
+            activation="gelu",
+            parallel_dense_ffn="mean",
         ),
-        "grovemoe": Family(qk_norm="before", mixture="chunks"),
-        "hy_v3": replace(SCORED, qk_norm="before", scaled=True, spare=DENSE),
-        "laguna": replace(SCORED, qk_norm="before", gate="softplus", windows=replace(FIRST, scaled=False)),
+        "grovemoe": FamilyTraits(qk_norm="before", special_routing="chunks"),
+        "hy_v3": replace(
+            KEY_SIGMOID_ROUTING, qk_norm="before", has_feed_forward_scale=True, optional_tensors=DENSE_FFN_TENSORS
+        ),
+        "laguna": replace(
+            KEY_SIGMOID_ROUTING,
+            qk_norm="before",
+            gate="softplus",
+            windows=replace(FIRST_OF_FOUR_GLOBAL, uses_rope_scaling=False),
+        ),
         "afmoe": replace(
-            SANDWICH, embedding="width", rotated="every 4", windows=QUARTER, gating="key sigmoid", normalised=None
+            GEMMA_BASE,
+            embedding="width",
+            rotated_layers="every 4",
+            windows=LAST_OF_FOUR_GLOBAL,
+            gating="key sigmoid",
+            normalises_routing=None,
         ),
-        "mimo2": Family(
-            hands_on="residual",
-            windows=FOREIGN,
+        "mimo2": FamilyTraits(
+            draft_input="residual",
+            windows=WINDOWED_WITH_BASE_10000,
             gating="sigmoid",
-            spare=DENSE,
+            optional_tensors=DENSE_FFN_TENSORS,
             ignores=("attn_qkv.scale", "attn_q.scale", "attn_k.scale", "attn_v.scale", "attn_*.bias"),
         ),
-        "step35": Family(
+        "step35": FamilyTraits(
             half_rotation=True,
-            whole_factors=True,
-            hands_on="residual",
-            windows=FOREIGN,
+            factors_in_global_layers_only=True,
+            draft_input="residual",
+            windows=WINDOWED_WITH_BASE_10000,
             gating="key sigmoid",
-            normalised=None,
+            normalises_routing=None,
         ),
-        "minimax-m2": Family(qk_norm="before", gating="key"),
-        "smallthinker": Family(
-            rotated="every 4 first",
-            windows=replace(FIRST, size=4096),
-            unit="relu",
+        "minimax-m2": FamilyTraits(qk_norm="before", gating="key"),
+        "smallthinker": FamilyTraits(
+            rotated_layers="every 4 first",
+            windows=replace(FIRST_OF_FOUR_GLOBAL, size=4096),
+            activation="relu",
             gating="key",
-            mixture="early router",
+            special_routing="early router",
         ),
-        "dbrx": Family(norm="layer", ffn_norm="attn_output_norm"),
+        "dbrx": FamilyTraits(norm="layer", ffn_norm="attn_output_norm"),
         # --------------------------------------------------------------------------------------------- layer norm
         "bloom": replace(GPT2, embedding_norm="token_embd_norm", alibi=8.0),
         "gpt2": GPT2,
         "starcoder": GPT2,
         "mpt": replace(GPT2, ignores=("attn_k_norm.*", "attn_q_norm.*")),
-        "jais": Family(norm="layer", rope="none", scale="inverse"),
-        "jais2": Family(norm="layer", unit="relu2"),
-        "codeshell": Family(norm="layer", unit="gelu"),
-        "starcoder2": Family(norm="layer", unit="gelu"),
-        "pockettts": Family(norm="layer", rope="normal", unit="gelu"),
-        "nemotron": Family(norm="layer", unit="relu2"),
-        "falcon": Family(norm="layer", ffn_norm="", parallel="yes", unit="gelu"),
-        "gptj": Family(norm="layer", rope="normal", ffn_norm="", parallel="yes", unit="gelu tanh"),
-        "gptneox": Family(norm="layer", parallel="key", unit="gelu"),
-        "phi2": Family(norm="layer", ffn_norm="", parallel="yes", unit="gelu"),
-        "phi3": Family(),
-        "phimoe": Family(),
-        "stablelm": Family(norm="layer", parallel="absent"),
+        "jais": FamilyTraits(norm="layer", rope="none", scale="inverse"),
+        "jais2": FamilyTraits(norm="layer", activation="relu2"),
+        "codeshell": FamilyTraits(norm="layer", activation="gelu"),
+        "starcoder2": FamilyTraits(norm="layer", activation="gelu"),
+        "pockettts": FamilyTraits(norm="layer", rope="normal", activation="gelu"),
+        "nemotron": FamilyTraits(norm="layer", activation="relu2"),
+        "falcon": FamilyTraits(norm="layer", ffn_norm="", parallel="yes", activation="gelu"),
+        "gptj": FamilyTraits(norm="layer", rope="normal", ffn_norm="", parallel="yes", activation="gelu tanh"),
+        "gptneox": FamilyTraits(norm="layer", parallel="key", activation="gelu"),
+        "phi2": FamilyTraits(norm="layer", ffn_norm="", parallel="yes", activation="gelu"),
+        "phi3": FamilyTraits(),
+        "phimoe": FamilyTraits(),
+        "stablelm": FamilyTraits(norm="layer", parallel="absent"),
         "command-r": COHERE,
         "cohere2": COHERE2,
         "cohere2moe": replace(
             COHERE2,
             norm="either",
-            rotated="window|dense",
-            windows=FIRST,
+            rotated_layers="window|dense",
+            windows=FIRST_OF_FOUR_GLOBAL,
             gating="key sigmoid",
-            normalised=None,
-            mixture="halved",
+            normalises_routing=None,
+            special_routing="halved",
         ),
         # -------------------------------------------------------------------------------------- Gemma, GLM, Granite
-        "gemma": Family(embedding="width", unit="gelu"),
+        "gemma": FamilyTraits(embedding="width", activation="gelu"),
         "gemma2": replace(
-            GEMMA2, qk_norm="maybe", windows=Windows(period=2, default=4096), softcap=30.0, score_cap=50.0, scale_of=46
+            GEMMA2,
+            qk_norm="maybe",
+            windows=WindowPattern(period=2, default=4096),
+            softcap=30.0,
+            score_cap=50.0,
+            scale_of=46,
         ),
-        "gemma3": replace(GEMMA2, windows=Windows(period=6, base=10000.0, scaled=False), scale_of=62),
+        "gemma3": replace(GEMMA2, windows=WindowPattern(period=6, base=10000.0, uses_rope_scaling=False), scale_of=62),
         "gemma3n": replace(
             GEMMA2,
             value_norm=True,
             scale="one",
-            windows=Windows(period=5, base=10000.0, scaled=False),
+            windows=WindowPattern(period=5, base=10000.0, uses_rope_scaling=False),
             cache_layers=20,
             softcap=30.0,
             sparse_gates=10,
             residuals="alternating",
-            unit="half gelu",
-            spare=("attn_k.*", "attn_v.*", "attn_k_norm.*"),
+            activation="half gelu",
+            optional_tensors=("attn_k.*", "attn_v.*", "attn_k_norm.*"),
         ),
-        "glm4": replace(SANDWICH, rope="normal|mrope", qk_norm="maybe"),
+        "glm4": replace(GEMMA_BASE, rope="normal|mrope", qk_norm="maybe"),
         "granite": GRANITE,
-        "granitemoe": replace(GRANITE, rotated="all"),
-        "granite_swa": replace(GRANITE, rotated="pattern", windows=LOCAL),
+        "granitemoe": replace(GRANITE, rotated_layers="all"),
+        "granite_swa": replace(GRANITE, rotated_layers="pattern", windows=ALL_LAYERS_WINDOWED),
         # ---------------------------------------------------------------------------------------------- encoders
         "bert": BERT,
-        "nomic-bert": replace(BERT, rope="neox", unit="silu"),
-        "nomic-bert-moe": replace(BERT, rope="neox", normalised=False),
+        "nomic-bert": replace(BERT, rope="neox", activation="silu"),
+        "nomic-bert-moe": replace(BERT, rope="neox", normalises_routing=False),
         "jina-bert-v2": replace(BERT, alibi=8.0),
         "jina-bert-v3": replace(BERT, rope="neox"),
-        "modern-bert": Family(
-            runs="encoder",
+        "modern-bert": FamilyTraits(
+            run_mode="encoder",
             norm="layer",
             embedding_norm="token_embd_norm",
             attn_norm="attn_norm?",
-            unit="gelu erf",
-            windows=Windows(period=3, whole_first=True, base=10000.0, scaled=False),
+            activation="gelu erf",
+            windows=WindowPattern(period=3, is_global_first=True, base=10000.0, uses_rope_scaling=False),
         ),
-        "eurobert": Family(runs="encoder"),
-        "neo-bert": Family(runs="encoder", rope="normal", output_norm="enc.output_norm"),
+        "eurobert": FamilyTraits(run_mode="encoder"),
+        "neo-bert": FamilyTraits(run_mode="encoder", rope="normal", output_norm="enc.output_norm"),
         "gemma-embedding": replace(
-            GEMMA2, softcap=None, windows=Windows(period=6, base=10000.0, scaled=False), runs="encoder"
+            GEMMA2,
+            softcap=None,
+            windows=WindowPattern(period=6, base=10000.0, uses_rope_scaling=False),
+            run_mode="encoder",
         ),
         "t5": T5,
         "t5encoder": T5,
         # --------------------------------------------------------------------------------------------- recurrent
-        "mamba": Family(rope="none", recurrent="mamba", recurrent_where="all"),
-        "mamba2": Family(rope="none", recurrent="mamba2", recurrent_where="all"),
-        "jamba": Family(rope="none", recurrent="mamba", normalised=False),
-        "falcon-h1": Family(recurrent="mamba2", recurrent_where="both", ignores=(*NO_OUTPUT_BIAS, NO_FACTORS)),
-        "plamo2": replace(SANDWICH, recurrent="plamo2", ignores=("attn_qkv.scale", "ssm_*.scale")),
+        "mamba": FamilyTraits(rope="none", recurrent="mamba", recurrent_where="all"),
+        "mamba2": FamilyTraits(rope="none", recurrent="mamba2", recurrent_where="all"),
+        "jamba": FamilyTraits(rope="none", recurrent="mamba", normalises_routing=False),
+        "falcon-h1": FamilyTraits(
+            recurrent="mamba2", recurrent_where="both", ignores=(*NO_OUTPUT_BIAS, ROPE_FACTOR_TENSOR)
+        ),
+        "plamo2": replace(GEMMA_BASE, recurrent="plamo2", ignores=("attn_qkv.scale", "ssm_*.scale")),
         "rwkv6": RWKV,
-        "rwkv7": replace(RWKV, recurrent="rwkv7", spare=FIRST_VALUES),
-        "rwkv6qwen2": OF_RWKV,
-        "arwkv7": replace(OF_RWKV, recurrent="rwkv7", spare=FIRST_VALUES),
-        "minimax-01": Family(
+        "rwkv7": replace(RWKV, recurrent="rwkv7", optional_tensors=FIRST_VALUE_TENSORS),
+        "rwkv6qwen2": RWKV_BASE,
+        "arwkv7": replace(RWKV_BASE, recurrent="rwkv7", optional_tensors=FIRST_VALUE_TENSORS),
+        "minimax-01": FamilyTraits(
             residual="key",
             residual_after_norm=True,
             recurrent="lightning",
             recurrent_where="interval",
             interval=8,
-            spare=("attn_output.scale", "attn_qkv.scale"),
+            optional_tensors=("attn_output.scale", "attn_qkv.scale"),
         ),
-        "lfm2": Family(
-            output_norm="token_embd_norm", qk_norm="before", recurrent="convolution", windows=Windows(period=0)
+        "lfm2": FamilyTraits(
+            output_norm="token_embd_norm", qk_norm="before", recurrent="convolution", windows=WindowPattern(period=0)
         ),
-        "lfm2moe": Family(output_norm="token_embd_norm", qk_norm="before", recurrent="convolution", gating="key"),
+        "lfm2moe": FamilyTraits(output_norm="token_embd_norm", qk_norm="before", recurrent="convolution", gating="key"),
         "kimi-linear": replace(
-            KIMI, normalised=True, ignores=(*KIMI_UNREAD, "attn_[qkv].scale"), spare=("attn_output.scale",)
+            KIMI,
+            normalises_routing=True,
+            ignores=(*KIMI_UNREAD, "attn_[qkv].scale"),
+            optional_tensors=("attn_output.scale",),
         ),
         "bailingmoe3": replace(KIMI, rope="normal|mrope", bounded_decay=1.0),
-        "deepseek2": replace(LATENT, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
-        "mistral4": replace(LATENT, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
-        "plm": Family(mixer="latent", rope="normal", unit="relu2"),
-        "minicpm3": Family(mixer="latent", embedding=12.0, residual="layers", logits="over", logit_default="width"),
+        "deepseek2": replace(LATENT_BASE, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
+        "mistral4": replace(LATENT_BASE, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
+        "plm": FamilyTraits(mixer="latent", rope="normal", activation="relu2"),
+        "minicpm3": FamilyTraits(
+            mixer="latent", embedding=12.0, residual="layers", logits="over", logit_default="width"
+        ),
         "gemma4": replace(
             GEMMA2,
             value_norm=True,
             scale="one",
-            whole_factors=True,
-            windows=FOREIGN,
-            beside="normed",
+            factors_in_global_layers_only=True,
+            windows=WINDOWED_WITH_BASE_10000,
+            parallel_dense_ffn="normed",
             residuals="per layer",
-            scaled=True,
+            has_feed_forward_scale=True,
         ),
-        "kimi-k3": replace(BOUNDED, residuals="banked", unit="situ", spare=("attn_res_score.weight",)),
-        "hy_v4": replace(CHOOSING, residuals="streams", mixture="gate first", ignores=("attn_*.scale",)),
+        "kimi-k3": replace(
+            KIMI_BOUNDED_DECAY, residuals="banked", activation="situ", optional_tensors=("attn_res_score.weight",)
+        ),
+        "hy_v4": replace(SPARSE_LATENT, residuals="streams", special_routing="gate first", ignores=("attn_*.scale",)),
         "glm5-next": replace(
-            BOUNDED,
+            KIMI_BOUNDED_DECAY,
             l2_eps=1e-6,
             residuals="streams",
             gating="key sigmoid",
-            mixture="gate first",
-            spare=INDEXER,
-            sparse="top_k",
+            special_routing="gate first",
+            optional_tensors=INDEXER_TENSORS,
+            sparse_keys="top_k",
         ),
-        "deepseek32": replace(CHOOSING, log_multiplier=10.0, scaled=True),
-        "glm-dsa": replace(CHOOSING, gating="key sigmoid", scaled=True),
-        "dots3note": replace(CHOOSING, windows=Windows(base=10000.0), scaled=True, ignores=("attn_gate.scale",)),
-        "minimax-m3": Family(
-            qk_norm="before", unit="oai", gating="key", normalised=None, spare=INDEXER, sparse="top_k block_size"
+        "deepseek32": replace(SPARSE_LATENT, log_multiplier=10.0, has_feed_forward_scale=True),
+        "glm-dsa": replace(SPARSE_LATENT, gating="key sigmoid", has_feed_forward_scale=True),
+        "dots3note": replace(
+            SPARSE_LATENT,
+            windows=WindowPattern(base=10000.0),
+            has_feed_forward_scale=True,
+            ignores=("attn_gate.scale",),
+        ),
+        "minimax-m3": FamilyTraits(
+            qk_norm="before",
+            activation="oai",
+            gating="key",
+            normalises_routing=None,
+            optional_tensors=INDEXER_TENSORS,
+            sparse_keys="top_k block_size",
         ),
         "deepseek4": replace(
-            CHOOSING,
+            SPARSE_LATENT,
             mixer="compressed",
             residuals="streams",
-            mixture="gate first, one limit",
-            windows=Windows(period=0),
+            special_routing="gate first, one limit",
+            windows=WindowPattern(period=0),
             ignores=("exp_probs_b_vl.*",),
         ),
         "qwen4exp": replace(
@@ -357,13 +431,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             delta_gate="sigmoid",
             shared_gate=True,
             ignores=("attn_?.bias",),
-            spare=INDEXER,
-            sparse="top_k",
+            optional_tensors=INDEXER_TENSORS,
+            sparse_keys="top_k",
         ),
-        "hrm_text": Family(bare=True, output_norm="", residuals="cycles", embedding="key"),
+        "hrm_text": FamilyTraits(norms_without_weight=True, output_norm="", residuals="cycles", embedding="key"),
         "granitehybrid": replace(GRANITE, recurrent="mamba2"),
         "nemotron_h": NEMOTRON,
-        "nemotron_h_moe": replace(NEMOTRON, gating="sigmoid", normalised=None),
+        "nemotron_h_moe": replace(NEMOTRON, gating="sigmoid", normalises_routing=None),
     }
 )
 """The traits of every architecture, by ``general.architecture``."""

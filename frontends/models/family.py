@@ -13,7 +13,7 @@ from ...graph.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
+class WindowPattern:
     """The layers with an attention window: all layers except each ``period``-th (0: all layers have one).
 
     ``is_global_first`` makes the first layer of a period the one without a window, not the last. ``size`` replaces
@@ -24,18 +24,18 @@ class Windows:
     """
 
     period: int = 1
-    whole_first: bool = False
+    is_global_first: bool = False
     size: int | None = None
     default: int = 0
     base: float | None = None
-    scaled: bool = True
-    chunked: bool = False
-    least_layers: int = 0
+    uses_rope_scaling: bool = True
+    is_chunked: bool = False
+    required_layers: int = 0
     """If not 0, only models with this number of layers have windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class FamilyTraits:
     """Traits of an architecture; the defaults are the traits of LLaMA, with the RoPE mode ``neox``.
 
     ``norm`` is the kind of norm: ``rms`` or ``layer``, without weights if ``norms_without_weight``. The names of norms
@@ -47,7 +47,7 @@ class Family:
     """
 
     norm: str = "rms"
-    bare: bool = False
+    norms_without_weight: bool = False
     attn_norm: str = "attn_norm"
     attn_post: str = ""
     ffn_norm: str = "ffn_norm"
@@ -74,7 +74,7 @@ class Family:
 
     rope: str = "neox"
     """RoPE mode: ``neox``, ``normal`` or ``none``; ``normal|mrope`` is normal without sections, else neox."""
-    rotated: str = "all"
+    rotated_layers: str = "all"
     """Layers with RoPE.
 
     - ``all``.
@@ -89,13 +89,13 @@ class Family:
     """
     half_rotation: bool = False
     """Layers without a window rotate half of the columns of ``rope.dimension_count``."""
-    whole_factors: bool = False
+    factors_in_global_layers_only: bool = False
     """``rope_freqs`` and ``rope_factors_*`` divide frequencies only in layers without a window."""
     alpha: bool = False
     """``rope.scaling.alpha`` stretches the RoPE base (NTK-aware scaling)."""
-    repeats: str = ""
+    repeat_key: str = ""
     """The key with the number of times that the stack of blocks runs."""
-    windows: Windows | None = None
+    windows: WindowPattern | None = None
     qk_norm: str = "maybe"
     """Norms of q and k.
 
@@ -119,7 +119,7 @@ class Family:
     score_cap: float | None = None
     """Soft cap of the scores without the key ``attn_logit_softcapping``; `None` if the key is not read."""
     alibi: float = 0.0
-    runs: str = "steps"
+    run_mode: str = "steps"
     """``steps``: token by token. ``at once``: bidirectional (diffusion). ``encoder``: bidirectional, without logits."""
     value_norm: bool = False
     temperature: tuple[int, float, float] | None = None
@@ -134,7 +134,7 @@ class Family:
     swin_norm: bool = False
     """If the key ``swin_norm`` is set, the norms of mixer and FFN come after them."""
 
-    unit: str = "silu"
+    activation: str = "silu"
     """Activation of the FFN: silu, gelu, gelu erf, relu, relu2, oai, xielu and others.
 
     ``gelu or relu`` is relu in an FFN without a gate. ``gelu tanh`` is not rounded to half precision.
@@ -146,16 +146,16 @@ class Family:
 
     The last two read ``expert_gating_func``, with the defaults softmax and sigmoid.
     """
-    normalised: bool | None = True
+    normalises_routing: bool | None = True
     """Whether routing weights are divided by their sum; `None`: the key ``expert_weights_norm``, by default not."""
-    beside: str = ""
+    parallel_dense_ffn: str = ""
     """A dense FFN parallel to the experts: ``sum``, ``mean`` (sum over the root of two), ``residual``, ``normed``."""
     shared_gate: bool = False
     """Whether a sigmoid of the token gates the shared expert."""
-    mixture: str = ""
+    special_routing: str = ""
     """Routing that only one family has; see `moe`."""
 
-    interleaved: bool = False
+    has_interleaved_experts: bool = False
     """Only each n-th block reads its experts, with n from the key ``interleave_moe_layer_step``."""
 
     mixer: str = "attention"
@@ -163,7 +163,7 @@ class Family:
 
     ``single``: a block has a mixer or an FFN, not both.
     """
-    headless: bool = False
+    allows_headless_layers: bool = False
     """Layers may have 0 heads and then no attention, or 0 key/value heads and then one matrix instead of attention."""
     recurrent: str = ""
     """The mixer of the recurrent layers, see `recurrent_where`."""
@@ -187,7 +187,7 @@ class Family:
     """The eps of the L2 norms of queries and keys in Kimi's delta rule; `None` for the eps of the norms."""
     log_multiplier: float = 1.0
     """Factor of ``rope.scaling.yarn_log_multiplier``."""
-    sparse: str = ""
+    sparse_keys: str = ""
     """Metadata keys; their product is the number of tokens that sparse attention selects.
 
     Longer contexts are refused.
@@ -196,38 +196,38 @@ class Family:
     """The vocabulary has tokens of pictures, which no text contains."""
     residuals: str = ""
     """The decoder class by its residual stream: a key of `DECODERS`."""
-    stack: str = ""
+    tensor_prefix: str = ""
     """The prefix of tensor names, if a file has several stacks."""
 
-    hands_on: str = "normed"
+    draft_input: str = "normed"
     """Input of MTP blocks: the last ``residual``, or its norm (``normed``).
 
     Blocks with several residual streams get all streams.
     """
-    guess_norm: str = ""
+    draft_norm: str = ""
     """The kind of the last norm of MTP blocks, if it is not `norm`."""
     ignores: tuple[str, ...] = ()
     """Patterns of optional tensors that the graph of llama.cpp does not read."""
-    spare: tuple[str, ...] = ()
+    optional_tensors: tuple[str, ...] = ()
     """Patterns of tensors that some blocks need and other blocks may have without using them."""
-    scaled: bool = False
+    has_feed_forward_scale: bool = False
     """Whether ``.scale`` tensors of FFNs and experts are read."""
 
-    def with_post_norms(self) -> Family:
+    def with_post_norms(self) -> FamilyTraits:
         """Return the traits with the norms after mixer and FFN instead of before them."""
         return replace(self, attn_norm="", attn_post=self.attn_norm, ffn_norm="", ffn_post=self.ffn_norm)
 
     @property
-    def causal(self) -> bool:
+    def is_causal(self) -> bool:
         """Whether a token attends to earlier tokens only."""
-        return self.runs == "steps"
+        return self.run_mode == "steps"
 
     @property
-    def attends(self) -> bool:
+    def uses_attention(self) -> bool:
         """Whether layers have attention, so that the key ``attention.causal`` matters."""
         return self.recurrent_where != "all"
 
     @property
-    def sees_input(self) -> bool:
+    def needs_block_input(self) -> bool:
         """Whether a part of the FFN reads the input of the block."""
-        return self.beside == "residual" or self.mixture == "early router"
+        return self.parallel_dense_ffn == "residual" or self.special_routing == "early router"

@@ -13,11 +13,11 @@ from ... import ops
 from ...graph import DType, Graph, Value, input, state
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
-from ..step import Ring, Step
+from ..step import RingCache, Step
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionWindow:
     """The cells that a token attends to: earlier ones and its own, or only the last ``window`` cells if that is not 0.
 
     ``is_chunked`` divides positions into chunks of ``window``; a token attends only to its own chunk.
@@ -26,25 +26,25 @@ class Sight:
     """
 
     window: int = 0
-    chunked: bool = False
-    distances: bool = False
-    causal: bool = True
-    centred: bool = False
+    is_chunked: bool = False
+    has_distance_bias: bool = False
+    is_causal: bool = True
+    is_centred: bool = False
 
     @property
-    def rolling(self) -> int:
+    def ring_window(self) -> int:
         """Number of tokens after which a cell is never read again; 0 if there is no such number."""
-        return self.window if self.causal and not self.chunked and not self.distances else 0
+        return self.window if self.is_causal and not self.is_chunked and not self.has_distance_bias else 0
 
 
-Warmth = tuple[int, float, float] | None
+TemperatureScaling = tuple[int, float, float] | None
 """Floor, factor and offset of the temperature of queries, see `StepGraphBuilder.scale_by_temperature`; `None` for 1."""
-ALL = Sight()
-HIDDEN = -1e38
+FULL_WINDOW = AttentionWindow()
+MASKED_SCORE = -1e38
 """The score of masked cells, so that their softmax is 0."""
-CACHED = frozenset({"pos", "slot"})
+CACHE_INPUTS = frozenset({"pos", "slot"})
 """Inputs of mixers with a KV cache."""
-RECURRENT = frozenset({"valid", "conv_rows"})
+RECURRENT_INPUTS = frozenset({"valid", "conv_rows"})
 """Inputs of mixers with convolutions and recurrent states."""
 SNAPSHOTS, WINDOWS = ".snapshots", ".windows"
 """Suffixes of the states ``NAME.T.snapshots`` and ``NAME.T.windows``, which save a state NAME after each of T tokens.
@@ -53,7 +53,7 @@ They are [B, T, ...] with the last token first, or [B, kept+T, c] with the rows 
 """
 
 
-class Frame:
+class StepGraphBuilder:
     """Inputs, shared values and state updates of the graph of one `Step`.
 
     Linear layers read the tokens of all sequences as rows [B*T, width]; attention and recurrences read [B, T, ...]. A
@@ -66,19 +66,19 @@ class Frame:
     ) -> None:
         self.step, self.steered = step, steered
         self.taps = taps
-        self.tokens = input("tokens", (step.rows,), DType.I32)
+        self.tokens = input("tokens", (step.row_count,), DType.I32)
         self.pos = input("pos", (step.sequences, step.tokens), DType.I32)
-        self.slot = input("slot", (step.rows,), DType.I32)
+        self.slot = input("slot", (step.row_count,), DType.I32)
         self.out_ids = input("out_ids", (step.outputs,), DType.I32)
         self.valid = input("valid", (step.sequences, step.tokens, 1))
         self.last = input("last", (step.sequences, step.tokens), DType.I32)
-        self._masks: dict[tuple[Sight, Value | None], Value] = {}
-        self.left: dict[str, Value] = {}
+        self._masks: dict[tuple[AttentionWindow, Value | None], Value] = {}
+        self.shared_values: dict[str, Value] = {}
         """Values that one layer leaves for later layers, by name, such as all cells of a cache."""
-        self._fed: dict[str, Value] = {}
+        self._integer_inputs: dict[str, Value] = {}
         self._updates: dict[Value, Value] = {}
 
-    def mask(self, sight: Sight = ALL, biases: Value | None = None) -> Value:
+    def attention_mask(self, sight: AttentionWindow = FULL_WINDOW, biases: Value | None = None) -> Value:
         """Return the attention mask f32[B, T, cells], or f32[B, T, T] for bidirectional attention.
 
         With ``biases`` f32[buckets, heads] the mask is f32[B, heads, T, T] and includes the bias of each head and
@@ -86,11 +86,11 @@ class Frame:
         """
         key = sight, biases
         if key not in self._masks:
-            mask = self._mask(sight) if sight.causal else self._open_mask(sight)
-            self._masks[key] = mask if biases is None else self._biased(mask, biases)
+            mask = self._build_causal_mask(sight) if sight.is_causal else self._build_bidirectional_mask(sight)
+            self._masks[key] = mask if biases is None else self._add_distance_biases(mask, biases)
         return self._masks[key]
 
-    def _open_mask(self, sight: Sight) -> Value:
+    def _build_bidirectional_mask(self, sight: AttentionWindow) -> Value:
         """Return the bidirectional mask f32[B, T, T].
 
         A token attends to its whole text, or to half a window on either side. A window or chunk that is not centred
@@ -98,34 +98,34 @@ class Frame:
         """
         count, half = self.step.tokens, sight.window // 2
         mask = ops.causal_mask(self.last, cells=count, name="mask")
-        if sight.window and sight.centred:
+        if sight.window and sight.is_centred:
             end = ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=1.0, bias=half), dtype=DType.I32)
             mask = ops.add(mask, ops.causal_mask(end, cells=count, window=2 * half + 1), name="window_mask")
         elif 0 < sight.window < count:
-            mask = self._hidden_before(self._first_seen(sight), mask)
-        return ops.sub(mask, ops.abs_(self.distances), name="distances") if sight.distances else mask
+            mask = self._mask_cells_before(self._compute_window_starts(sight), mask)
+        return ops.sub(mask, ops.abs_(self.token_distances), name="distances") if sight.has_distance_bias else mask
 
-    def _first_seen(self, sight: Sight) -> Value:
+    def _compute_window_starts(self, sight: AttentionWindow) -> Value:
         """Return the first visible position of each token minus 0.5, f32[B, T, 1]."""
-        if not sight.chunked:
+        if not sight.is_chunked:
             return ops.scale(self.positions, scale=1.0, bias=0.5 - sight.window)
         chunk = ops.floor(ops.scale(self.positions, scale=1.0 / sight.window, bias=0.5 / sight.window))
         return ops.scale(chunk, scale=float(sight.window), bias=-0.5)
 
-    def _hidden_before(self, first: Value, mask: Value) -> Value:
+    def _mask_cells_before(self, first: Value, mask: Value) -> Value:
         """Return ``mask`` f32[B, T, n] with minus infinity for the cells before ``first`` f32[B, T, 1]."""
         numbers = ops.arange(start=0.0, stop=float(mask.shape[-1]))
         ahead = ops.sub(ops.add(ops.fill(mask, value=0.0), numbers), first)
         return ops.add(mask, ops.log(ops.step(ahead)), name="first_mask")
 
     @cached_property
-    def distances(self) -> Value:
+    def token_distances(self) -> Value:
         """The distances of each token from all tokens of its text, negative for earlier ones: f32[B, T, T]."""
         count = self.step.tokens
         numbers = ops.repeat(ops.arange(start=0.0, stop=float(count)), shape=(*self.pos.shape, count))
         return ops.sub(numbers, self.positions)
 
-    def _biased(self, mask: Value, table: Value) -> Value:
+    def _add_distance_biases(self, mask: Value, table: Value) -> Value:
         """Return ``mask`` plus the bias of each distance from ``table`` f32[buckets, heads], f32[B, heads, T, T].
 
         Half of the buckets are for later tokens. In each half, the first half of the buckets is for one distance each;
@@ -141,25 +141,25 @@ class Frame:
         number = ops.add(ops.clamp(size, min=0.0, max=near), ops.clamp(number, min=0.0, max=far - 1.0))
         number = ops.add(number, ops.scale(ops.step(ahead), scale=float(buckets // 2)))
         biases = ops.get_rows(table, ops.cast(number, dtype=DType.I32), name="biases")
-        where = ops.cast(ops.scale(self.distances, scale=1.0, bias=count - 1.0), dtype=DType.I32)
+        where = ops.cast(ops.scale(self.token_distances, scale=1.0, bias=count - 1.0), dtype=DType.I32)
         biases = ops.get_rows(biases, ops.reshape(where, shape=(where.spec.size,)))
         biases = ops.transpose(ops.reshape(biases, shape=(sequences, count * count, heads)))
         biases = ops.reshape(biases, shape=(sequences, heads, count, count))
         return ops.add(biases, ops.reshape(mask, shape=(sequences, 1, count, count)), name="biased_mask")
 
-    def _mask(self, sight: Sight) -> Value:
+    def _build_causal_mask(self, sight: AttentionWindow) -> Value:
         """Return the causal mask f32[B, T, cells] with window, chunks or distances; a ring cache has fewer cells."""
-        cells, window = self.step.cells, 0 if sight.chunked else sight.window
-        if 0 < (ring := self.step.ring(sight.rolling)) < cells:
-            return self._ring_mask(ring, window)
+        cells, window = self.step.cells, 0 if sight.is_chunked else sight.window
+        if 0 < (ring := self.step.ring_cells(sight.ring_window)) < cells:
+            return self._build_ring_mask(ring, window)
         mask = ops.causal_mask(self.pos, cells=cells, window=window, name="window_mask" if window else "mask")
-        if sight.chunked and cells > sight.window:
-            mask = self._hidden_before(self._first_seen(sight), mask)
-        if sight.distances:
-            mask = ops.sub(ops.add(mask, self.numbers), self.positions, name="distances")
+        if sight.is_chunked and cells > sight.window:
+            mask = self._mask_cells_before(self._compute_window_starts(sight), mask)
+        if sight.has_distance_bias:
+            mask = ops.sub(ops.add(mask, self.cell_numbers), self.positions, name="distances")
         return mask
 
-    def _ring_mask(self, ring: int, window: int) -> Value:
+    def _build_ring_mask(self, ring: int, window: int) -> Value:
         """Return f32[B, T, ring]: 0 where a cell holds one of the last ``window`` tokens, else a low score.
 
         Example: in a ring of 6 cells, a token at position 8 sees the positions 6 7 8 3 4 5 in the cells. With a window
@@ -171,10 +171,10 @@ class Frame:
         back = ops.sub(ahead, ops.scale(turns, scale=float(ring)))  # tokens since the cell was written
         late = ops.step(ops.scale(back, scale=1.0, bias=0.5 - window))
         never = ops.step(ops.sub(ops.scale(back, scale=1.0, bias=-0.5), places))
-        return ops.scale(ops.add(late, never), scale=HIDDEN, name="ring_mask")
+        return ops.scale(ops.add(late, never), scale=MASKED_SCORE, name="ring_mask")
 
     @cached_property
-    def numbers(self) -> Value:
+    def cell_numbers(self) -> Value:
         """The cell numbers, f32[cells]."""
         return ops.arange(start=0.0, stop=float(self.step.cells))
 
@@ -184,11 +184,11 @@ class Frame:
         return ops.reshape(ops.cast(self.pos, dtype=DType.F32), shape=(*self.pos.shape, 1))
 
     @cached_property
-    def backwards(self) -> Value:
+    def negative_positions(self) -> Value:
         """The negative positions i32[B, T], which undo a rotation."""
         return ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=-1.0), dtype=DType.I32)
 
-    def quotient(self, ratio: int, offset: float) -> Value:
+    def compute_position_quotient(self, ratio: int, offset: float) -> Value:
         """Return ``(pos + offset) // ratio`` of each token, f32[B, T].
 
         Half a position is added, so that rounding errors do not change the quotient.
@@ -196,17 +196,20 @@ class Frame:
         pos = ops.cast(self.pos, dtype=DType.F32)
         return ops.floor(ops.scale(pos, scale=1.0 / ratio, bias=(offset + 0.5) / ratio))
 
-    def within(self, ratio: int) -> Value:
+    def position_in_block(self, ratio: int) -> Value:
         """Return the index of each token in its block of ``ratio`` tokens, i32[B*T]."""
-        pos, start = ops.cast(self.pos, dtype=DType.F32), ops.scale(self.quotient(ratio, 0.0), scale=float(ratio))
-        return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.rows,))
+        pos, start = (
+            ops.cast(self.pos, dtype=DType.F32),
+            ops.scale(self.compute_position_quotient(ratio, 0.0), scale=float(ratio)),
+        )
+        return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.row_count,))
 
-    def complete(self, ratio: int) -> Value:
+    def complete_block_mask(self, ratio: int) -> Value:
         """Return the mask f32[B, T, blocks] of the blocks of ``ratio`` tokens that end no later than each token."""
-        last = ops.cast(ops.scale(self.quotient(ratio, 1.0), scale=1.0, bias=-1.0), dtype=DType.I32)
+        last = ops.cast(ops.scale(self.compute_position_quotient(ratio, 1.0), scale=1.0, bias=-1.0), dtype=DType.I32)
         return ops.causal_mask(last, cells=-(-self.step.cells // ratio), name=f"block_mask.{ratio}")
 
-    def warmed(self, q: Value, temperature: Warmth) -> Value:
+    def scale_by_temperature(self, q: Value, temperature: TemperatureScaling) -> Value:
         """Return ``q`` f32[B, T, heads, size] times ``1 + factor ln(1 + (pos + offset) // floor)`` of each token."""
         if temperature is None:
             return q
@@ -214,47 +217,49 @@ class Frame:
         if self.step.cells + offset <= floor:  # the factor is 1 for all tokens
             return q
         warmth = ops.scale(
-            ops.log(ops.scale(self.quotient(floor, offset), scale=1.0, bias=1.0)), scale=factor, bias=1.0
+            ops.log(ops.scale(self.compute_position_quotient(floor, offset), scale=1.0, bias=1.0)),
+            scale=factor,
+            bias=1.0,
         )
         return ops.mul(q, ops.reshape(warmth, shape=(*self.pos.shape, 1, 1)))
 
     @cached_property
-    def each_token(self) -> Value:
+    def token_valid(self) -> Value:
         """1 for tokens and 0 for padding, f32[B, T, 1, 1]."""
         return ops.reshape(self.valid, shape=(*self.pos.shape, 1, 1))
 
     @property
     def conv_rows(self) -> Value:
-        return self.fed("conv_rows", self.step.sequences, self.taps - 1)
+        return self.integer_input("conv_rows", self.step.sequences, self.taps - 1)
 
-    def fed(self, name: str, *shape: int) -> Value:
+    def integer_input(self, name: str, *shape: int) -> Value:
         """Return the input ``name`` i32[shape], the same one for each caller."""
-        return self._fed.setdefault(name, input(name, shape, DType.I32))
+        return self._integer_inputs.setdefault(name, input(name, shape, DType.I32))
 
-    def split(self, x: Value, *shape: int) -> Value:
+    def rows_to_sequences(self, x: Value, *shape: int) -> Value:
         """Return rows [B*T, n] as [B, T, *shape]."""
         return ops.reshape(x, shape=(self.step.sequences, self.step.tokens, *shape))
 
-    def rows(self, x: Value) -> Value:
+    def sequences_to_rows(self, x: Value) -> Value:
         """Return [B, T, ...] as rows [B*T, n]."""
-        return ops.reshape(x, shape=(self.step.rows, x.spec.size // self.step.rows))
+        return ops.reshape(x, shape=(self.step.row_count, x.spec.size // self.step.row_count))
 
-    def wanted(self, x: Value) -> Value:
+    def select_needed_rows(self, x: Value) -> Value:
         """Return the output rows of ``x`` f32[B*T, n], f32[outputs, n]; all rows for output kinds with MTP."""
-        return self.chosen(x) if self.step.gives in ("logits", "hidden") else x
+        return self.select_output_rows(x) if self.step.output_kind in ("logits", "hidden") else x
 
-    def chosen(self, x: Value) -> Value:
+    def select_output_rows(self, x: Value) -> Value:
         """Return the output rows of ``x`` f32[B*T, n]: f32[outputs, n]."""
         return ops.get_rows(x, self.out_ids, name="wanted")
 
-    def cached(
+    def write_and_read_cache(
         self,
         name: str,
         new: Value,
         slot: Value | None = None,
         *,
         ratio: int = 1,
-        sight: Sight = ALL,
+        sight: AttentionWindow = FULL_WINDOW,
         dtype: DType | None = None,
     ) -> Value:
         """Write new rows into a cache, and return all its cells [B, cells, heads, size].
@@ -278,9 +283,9 @@ class Frame:
             what = f"{name}: heads of {size} numbers are no whole blocks of {dtype}, which have {dtype.block}"
             raise ModelError(f"{what}; use cache_type_{'v' if '_v.' in name else 'k'}='f16'")
         context, cells = -(-step.context // ratio), -(-step.cells // ratio)
-        if ring := step.ring(sight.rolling):
+        if ring := step.ring_cells(sight.ring_window):
             context, cells = ring, min(ring, cells)
-            slot = self.fed(Ring(sight.rolling).name, step.rows)
+            slot = self.integer_input(RingCache(sight.ring_window).input_name, step.row_count)
         old = state(name, (sequences * context + 1, heads * size), dtype)
         rows = ops.reshape(new, shape=(sequences * count, heads * size))
         cache = ops.set_rows(old, rows, self.slot if slot is None else slot, name=f"{name}.new")
@@ -288,21 +293,21 @@ class Frame:
         known = ops.slice_(cache, axis=0, start=0, stop=sequences * context)
         known = ops.reshape(known, shape=(sequences, context, heads * size))
         known = ops.slice_(known, axis=1, start=0, stop=cells)
-        self.left[name] = ops.reshape(known, shape=(sequences, cells, heads, size))
-        return self.left[name]
+        self.shared_values[name] = ops.reshape(known, shape=(sequences, cells, heads, size))
+        return self.shared_values[name]
 
-    def both_cached(self, layer: int, k: Value, v: Value, sight: Sight) -> tuple[Value, Value]:
+    def write_and_read_kv(self, layer: int, k: Value, v: Value, sight: AttentionWindow) -> tuple[Value, Value]:
         """Write the keys and values of a layer to its caches, and return all cells of both.
 
         Bidirectional attention has no cache and returns ``k`` and ``v`` themselves.
         """
-        if not sight.causal:
-            self.left |= {f"cache_k.{layer}": k, f"cache_v.{layer}": v}
+        if not sight.is_causal:
+            self.shared_values |= {f"cache_k.{layer}": k, f"cache_v.{layer}": v}
             return k, v
-        keys = self.cached(f"cache_k.{layer}", k, sight=sight)
-        return keys, self.cached(f"cache_v.{layer}", v, sight=sight, dtype=self.step.values)
+        keys = self.write_and_read_cache(f"cache_k.{layer}", k, sight=sight)
+        return keys, self.write_and_read_cache(f"cache_v.{layer}", v, sight=sight, dtype=self.step.values)
 
-    def preceded(self, name: str, new: Value, kept: int) -> Value:
+    def prepend_previous_rows(self, name: str, new: Value, kept: int) -> Value:
         """Return ``new`` f32[B, T, c] after the last ``kept`` rows of earlier runs: f32[B, kept+T, c].
 
         The state ``name`` f32[B, kept, c] becomes the last rows before the padding, which ``conv_rows`` numbers.
@@ -316,26 +321,28 @@ class Frame:
             self._updates[state(f"{name}.{self.step.tokens}{WINDOWS}", both.shape)] = both
         return both
 
-    def state(self, name: str, *shape: int) -> Value:
+    def sequence_state(self, name: str, *shape: int) -> Value:
         """Return a state f32[B, *shape]; `set_state` gives it its new value."""
         return state(name, (self.step.sequences, *shape))
 
     @property
-    def snapshots(self) -> int:
+    def snapshot_count(self) -> int:
         """Number of states that a recurrent op must return: one per token in a reversible step, else 1."""
         return self.step.tokens if self.step.reversible else 1
 
-    def update(self, old: Value, new: Value) -> None:
+    def set_state(self, old: Value, new: Value) -> None:
         """Set a state to ``new`` f32[B, ...].
 
         With snapshots, ``new`` is f32[B, snapshots, ...]; its first entry is the new state, and all entries are saved.
         """
-        if self.snapshots > 1:
-            self._updates[state(f"{old.node.name}.{self.snapshots}{SNAPSHOTS}", new.shape)] = new
+        if self.snapshot_count > 1:
+            self._updates[state(f"{old.node.name}.{self.snapshot_count}{SNAPSHOTS}", new.shape)] = new
             new = ops.reshape(ops.slice_(new, axis=1, start=0, stop=1), shape=old.shape)
         self._updates[old] = new
 
-    def carried(self, rule: Callable[..., tuple[Value, Value]], operands: tuple[Value, ...], old: Value) -> Value:
+    def run_recurrence(
+        self, rule: Callable[..., tuple[Value, Value]], operands: tuple[Value, ...], old: Value
+    ) -> Value:
         """Return the result of a recurrence, and set its state.
 
         If snapshots are needed, this runs token by token, since the op returns none.
@@ -345,18 +352,18 @@ class Frame:
             operands: Operands [B, T, ...].
             old: The state.
         """
-        if self.snapshots == 1:
+        if self.snapshot_count == 1:
             y, new = rule(*operands, old)
-            self.update(old, new)
+            self.set_state(old, new)
             return y
         kept, answers, new = [], [], old
         for t in range(self.step.tokens):
             y, new = rule(*(ops.slice_(x, axis=1, start=t, stop=t + 1) for x in operands), new)
             answers.append(y)
             kept.append(ops.reshape(new, shape=(new.shape[0], 1, *new.shape[1:])))
-        self.update(old, reduce(partial(ops.concat, axis=1), reversed(kept)))
+        self.set_state(old, reduce(partial(ops.concat, axis=1), reversed(kept)))
         return reduce(partial(ops.concat, axis=1), answers)
 
-    def graph(self, outputs: Mapping[str, Value]) -> Graph:
+    def build_graph(self, outputs: Mapping[str, Value]) -> Graph:
         """Return the graph with ``outputs`` and all states that were set."""
         return Graph(outputs, self._updates)

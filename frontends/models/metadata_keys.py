@@ -30,7 +30,7 @@ TENSOR_SIZES = "no influence on results: the shapes of tensors say it"
 INFORMATION = "no influence on results: information for people"
 REFUSED_ARCHITECTURE = "read for an architecture that hocket refuses by name"
 VISION = "no influence on results of text"
-PURPOSES: Mapping[str, tuple[str, str]] = MappingProxyType(
+KEYS_BY_PURPOSE: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "model sizes": (
             READ,
@@ -189,20 +189,23 @@ PURPOSES: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """For each purpose, or reason to ignore keys, the use and the keys."""
-ACCEPTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {"{arch}.hrm.prefix_lm": (False,), "{arch}.altup.active_idx": (0,)}
 )
 """The accepted values of keys with effects that hocket does not compute; other values are refused."""
-KEYS: Mapping[str, MetadataKey] = MappingProxyType(
-    {name: MetadataKey(use, reason) for reason, (use, names) in PURPOSES.items() for name in names.split()}
-    | {name: MetadataKey(DEFAULT_ONLY, "hocket computes these values alone", ok) for name, ok in ACCEPTED.items()}
+METADATA_KEYS: Mapping[str, MetadataKey] = MappingProxyType(
+    {name: MetadataKey(use, reason) for reason, (use, names) in KEYS_BY_PURPOSE.items() for name in names.split()}
+    | {
+        name: MetadataKey(DEFAULT_ONLY, "hocket computes these values alone", ok)
+        for name, ok in ACCEPTED_VALUES.items()
+    }
 )
 """Every key by name."""
 
 
-def check_defaults(keys: ArchitectureKeys) -> None:
+def require_defaults(keys: ArchitectureKeys) -> None:
     """Raise `ModelError` if a key has a value with an effect that hocket does not compute."""
-    for name, accepted in ACCEPTED.items():
+    for name, accepted in ACCEPTED_VALUES.items():
         short = name.removeprefix("{arch}.")
         if keys.has(short) and (value := keys.gguf.metadata[f"{keys.architecture}.{short}"]) not in accepted:
             value_text = repr(value) if isinstance(value, MetadataArray) else reprlib.repr(value)

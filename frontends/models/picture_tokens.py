@@ -9,7 +9,7 @@ from ... import ops
 from ...graph import Value
 from ..gguf.hyperparameter_keys import ArchitectureKeys
 
-PICTURE, PICTURES = "IMGIMG", (4, 8196)
+PICTURE_TOKEN_PREFIX, DEFAULT_PICTURE_TOKENS = "IMGIMG", (4, 8196)
 """The prefix of picture tokens in Chameleon's vocabulary, and their range by default."""
 MIN_LOGIT = -3.4028234663852886e38
 """The logit of a suppressed token: the lowest float32."""
@@ -22,14 +22,14 @@ def find_picture_tokens(keys: ArchitectureKeys) -> tuple[tuple[int, int], ...]:
     """
     count, key = keys.vocabulary_rows(), "tokenizer.ggml.tokens"
     names = keys.gguf.strings(key)[:count] if key in keys.gguf.metadata else ()
-    found = {i for i, name in enumerate(names) if name.startswith(PICTURE)}
+    found = {i for i, name in enumerate(names) if name.startswith(PICTURE_TOKEN_PREFIX)}
     if not found:
-        return (PICTURES,) if count >= PICTURES[1] else ()
+        return (DEFAULT_PICTURE_TOKENS,) if count >= DEFAULT_PICTURE_TOKENS[1] else ()
     starts, stops = (sorted(i + side for i in found if i + step not in found) for side, step in ((0, -1), (1, 1)))
     return tuple(zip(starts, stops, strict=True))
 
 
-def silence_tokens(logits: Value, ranges: Sequence[tuple[int, int]]) -> Value:
+def suppress_token_logits(logits: Value, ranges: Sequence[tuple[int, int]]) -> Value:
     """Return ``logits`` f32[n, vocabulary] with the lowest float32 in the columns [start, stop) of each range."""
     columns, done = list[Value](), 0
     for start, stop in ranges:

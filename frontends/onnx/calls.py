@@ -20,15 +20,15 @@ from ..tensors import arithmetic as arith
 from ..tensors import indexing, shapes
 from ..tensors.tensor import Tensor, cast, constant_tensor
 
-Row: TypeAlias = Callable[..., Any]
+OpConverter: TypeAlias = Callable[..., Any]
 """A function that converts one node: inputs and attributes in, results out."""
-Numbers: TypeAlias = "Tensor | Sequence[int] | int | None"
+OptionalIntegers: TypeAlias = "Tensor | Sequence[int] | int | None"
 """Integers of an attribute or of an input; None if it is absent."""
-LARGEST = 1 << 26
+MAX_CONSTANT_ENTRIES = 1 << 26
 """The largest number of entries of a constant that an op creates from a shape."""
 
 
-def numbers(x: Numbers) -> list[int] | None:
+def as_integers(x: OptionalIntegers) -> list[int] | None:
     """Return the integers of an attribute or of a constant input, or None for an absent one.
 
     Raises:
@@ -36,27 +36,27 @@ def numbers(x: Numbers) -> list[int] | None:
     """
     if x is None or isinstance(x, int):
         return None if x is None else [x]
-    return [int(n) for n in (known(x).reshape(-1) if isinstance(x, Tensor) else x)]
+    return [int(n) for n in (require_constant(x).reshape(-1) if isinstance(x, Tensor) else x)]
 
 
-def known(x: Tensor) -> np.ndarray:
+def require_constant(x: Tensor) -> np.ndarray:
     """Return the numbers of a constant. Raises `ModelError` for a tensor that depends on the inputs of the model."""
     if x.constant is None:
         raise ModelError("a shape or setting depends on an input of the model; fix that input: fixed={name: array}")
     return np.asarray(x.constant)
 
 
-def number(x: Any, default: Any) -> Any:
+def as_number(x: Any, default: Any) -> Any:
     """Return the single number of an attribute or of a constant, or `default` for an absent one."""
     if x is None:
         return default
-    return known(x).reshape(-1)[0].item() if isinstance(x, Tensor) else x
+    return require_constant(x).reshape(-1)[0].item() if isinstance(x, Tensor) else x
 
 
 # ---------------------------------------------------------------------------------------------------- entry by entry
 
 
-def each(op: Callable[[Tensor, Tensor], Tensor]) -> Row:
+def make_variadic_converter(op: Callable[[Tensor, Tensor], Tensor]) -> OpConverter:
     """Return the converter of an op with any number of operands, which applies a binary function from left to right."""
     return lambda *xs: reduce(op, xs)
 
@@ -114,20 +114,20 @@ def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1
     return reduce(arith.logical_or, chosen) if chosen else constant_tensor(np.zeros(x.shape, bool))
 
 
-def same(x: Tensor, *_: object, **__: object) -> Tensor:
+def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
     """Return the operand; the importer casts it to the dtype of the result."""
     return x
 
 
 def dropout(x: Tensor, ratio: Any = None, training: Tensor | None = None, *, seed: int = 0) -> Any:
-    if training is not None and number(training, False) and number(ratio, 0.5):
+    if training is not None and as_number(training, False) and as_number(ratio, 0.5):
         raise ModelError("dropout by chance, as in training; export the model for inference")
     return x, constant_tensor(np.ones(x.shape, bool))
 
 
 def triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
     """Keep the upper or lower triangle of the last two axes, shifted by `k` diagonals."""
-    keep = (np.triu if upper else np.tril)(np.ones(x.shape[-2:], bool), number(k, 0))
+    keep = (np.triu if upper else np.tril)(np.ones(x.shape[-2:], bool), as_number(k, 0))
     return arith.masked_fill(x, constant_tensor(~keep), 0)
 
 
@@ -136,7 +136,7 @@ def triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
 
 def reshape(x: Tensor, shape: Any = None, *, allowzero: int = 0) -> Tensor:
     """Reshape; 0 keeps an axis unless `allowzero` is set, and one -1 is inferred."""
-    sizes = numbers(shape) or []
+    sizes = as_integers(shape) or []
     if not allowzero:
         if any(n == 0 and i >= x.rank for i, n in enumerate(sizes)):
             raise ModelError(f"shape {sizes} keeps an axis that a tensor of {list(x.shape)} does not have")
@@ -155,14 +155,14 @@ def transpose(x: Tensor, *, perm: Sequence[int] | None = None) -> Tensor:
     return shapes.permute(x, range(x.rank)[::-1] if perm is None else perm)
 
 
-def squeeze(x: Tensor, given: Numbers = None, *, axes: Numbers = None) -> Tensor:
+def squeeze(x: Tensor, given: OptionalIntegers = None, *, axes: OptionalIntegers = None) -> Tensor:
     """Remove axes of size 1; `given` are the axes as an input, `axes` as an attribute."""
-    return shapes.squeeze(x, numbers(given if axes is None else axes))
+    return shapes.squeeze(x, as_integers(given if axes is None else axes))
 
 
-def unsqueeze(x: Tensor, given: Numbers = None, *, axes: Numbers = None) -> Tensor:
+def unsqueeze(x: Tensor, given: OptionalIntegers = None, *, axes: OptionalIntegers = None) -> Tensor:
     """Insert axes of size 1; `given` are the axes as an input, `axes` as an attribute."""
-    new = numbers(given if axes is None else axes) or []
+    new = as_integers(given if axes is None else axes) or []
     rank = x.rank + len(new)
     if any(not -rank <= a < rank for a in new) or len({a % rank for a in new}) < len(new):
         raise ModelError(f"axes {new} of a tensor that then has {rank} axes")
@@ -176,7 +176,7 @@ def concat(*xs: Tensor, axis: int) -> Tensor:
 
 def split(x: Tensor, sizes: Any = None, *, axis: int = 0, split: Any = None, num_outputs: int) -> Any:
     """Split an axis into the given sizes, or into `num_outputs` equal parts; the last part may be smaller."""
-    parts = numbers(sizes if split is None else split)
+    parts = as_integers(sizes if split is None else split)
     n = x.shape[x.axis(axis)]
     if parts is None:
         size = -(-n // num_outputs)
@@ -191,9 +191,12 @@ def slice_(
     ends: Any = None, axes: Any = None,
 ) -> Tensor:  # fmt: skip
     """Slice axes with steps; bounds and axes are inputs (newer opsets) or attributes (older ones)."""
-    begin, end = numbers(first if starts is None else starts) or [], numbers(last if ends is None else ends) or []
-    at = numbers(over if axes is None else axes) or list(range(len(begin)))
-    steps = numbers(by) or [1] * len(begin)
+    begin, end = (
+        as_integers(first if starts is None else starts) or [],
+        as_integers(last if ends is None else ends) or [],
+    )
+    at = as_integers(over if axes is None else axes) or list(range(len(begin)))
+    steps = as_integers(by) or [1] * len(begin)
     for a, i, j, step in zip(at, begin, end, steps, strict=True):
         n = x.shape[x.axis(a)]
         if step < 0:  # -1 is the index before the first entry here
@@ -209,28 +212,28 @@ def pad(
     mode: str = "constant", value: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Pad axes with a value or by a mode; pads are an input (newer opsets) or an attribute (older ones)."""
-    flat = numbers(given if pads is None else pads) or []
-    at = [x.axis(a) for a in (numbers(over) or range(x.rank))]
+    flat = as_integers(given if pads is None else pads) or []
+    at = [x.axis(a) for a in (as_integers(over) or range(x.rank))]
     if len(flat) != 2 * len(at):
         raise ModelError(f"{len(flat)} pads for {len(at)} axes; need two for each")
     ends = [(0, 0)] * x.rank
     for i, a in enumerate(at):
         ends[a] = (flat[i], flat[i + len(at)])
-    if math.prod(n + a + b for n, (a, b) in zip(x.shape, ends, strict=True)) > LARGEST:
-        raise ModelError(f"pads of {flat} make more than {LARGEST} entries")
+    if math.prod(n + a + b for n, (a, b) in zip(x.shape, ends, strict=True)) > MAX_CONSTANT_ENTRIES:
+        raise ModelError(f"pads of {flat} make more than {MAX_CONSTANT_ENTRIES} entries")
     if mode == "constant":
         return shapes.pad(x, ends, value if fill is None else shapes.reshape(fill, ()))
     return shapes.pad_by_mode(x, ends, mode)
 
 
 def tile(x: Tensor, counts: Tensor) -> Tensor:
-    times = numbers(counts) or []
-    _sized([n * t for n, t in zip(x.shape, times, strict=True)])
+    times = as_integers(counts) or []
+    _require_small_shape([n * t for n, t in zip(x.shape, times, strict=True)])
     return shapes.repeat(x, times)
 
 
 def expand(x: Tensor, shape: Tensor) -> Tensor:
-    return shapes.expand(x, np.broadcast_shapes(x.shape, _sized(numbers(shape) or [])))
+    return shapes.expand(x, np.broadcast_shapes(x.shape, _require_small_shape(as_integers(shape) or [])))
 
 
 def shape_of(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
@@ -238,16 +241,16 @@ def shape_of(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
     return constant_tensor(np.asarray(x.shape[slice(start, end)], np.int64))
 
 
-def _sized(shape: Sequence[int]) -> tuple[int, ...]:
+def _require_small_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a shape as a tuple. Raises `ModelError` for a negative axis or too many entries."""
-    if any(n < 0 for n in shape) or math.prod(shape) > LARGEST:
-        raise ModelError(f"a tensor of {list(shape)}; need at most {LARGEST} entries")
+    if any(n < 0 for n in shape) or math.prod(shape) > MAX_CONSTANT_ENTRIES:
+        raise ModelError(f"a tensor of {list(shape)}; need at most {MAX_CONSTANT_ENTRIES} entries")
     return tuple(shape)
 
 
 def constant_of_shape(shape: Tensor, *, value: Any = None) -> Tensor:
     fill = np.zeros((), np.float32) if value is None else np.asarray(value).reshape(())
-    return constant_tensor(np.full(_sized(numbers(shape) or []), fill))
+    return constant_tensor(np.full(_require_small_shape(as_integers(shape) or []), fill))
 
 
 def constant(**given: Any) -> Tensor:
@@ -258,22 +261,22 @@ def constant(**given: Any) -> Tensor:
 
 
 def range_(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
-    first, last, step = (known(x).reshape(())[()].item() for x in (start, limit, delta))
+    first, last, step = (require_constant(x).reshape(())[()].item() for x in (start, limit, delta))
     if not step or not all(np.isfinite((first, last, step))):
         raise ModelError(f"a range from {first} to {last} by {step}")
-    _sized([max(0, math.ceil((last - first) / step))])
-    return constant_tensor(np.arange(first, last, step).astype(known(start).dtype))
+    _require_small_shape([max(0, math.ceil((last - first) / step))])
+    return constant_tensor(np.arange(first, last, step).astype(require_constant(start).dtype))
 
 
 def eye_like(x: Tensor, *, dtype: int = 0, k: int = 0) -> Tensor:
-    rows, columns = _sized(x.shape)
+    rows, columns = _require_small_shape(x.shape)
     return constant_tensor(np.eye(rows, columns, k=k, dtype=np.float32))
 
 
 def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Tensor:
     """Return ``values[1]`` at the index of each id on a new axis of size `depth`, and ``values[0]`` elsewhere."""
-    n = int(number(depth, 0))
-    _sized((*ids.shape, n))
+    n = int(as_number(depth, 0))
+    _require_small_shape((*ids.shape, n))
     at = axis % (ids.rank + 1)
     places = constant_tensor(np.arange(n).reshape(-1, *(1,) * (ids.rank - at)))
     wanted = shapes.unsqueeze(cast(ids, DType.I64), at)
@@ -315,7 +318,7 @@ def gather_elements(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
     return indexing.gather(x, axis, ids)
 
 
-def _lists(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
+def _split_indices(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
     """Split the last axis of `ids` into one index tensor for each axis of `x`.
 
     The first `batch` axes have the same index in `x` and in `ids`.
@@ -327,18 +330,18 @@ def _lists(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
 
 
 def gather_nd(x: Tensor, ids: Tensor, *, batch_dims: int = 0) -> Tensor:
-    return indexing.index(x, _lists(x, ids, batch_dims))
+    return indexing.index(x, _split_indices(x, ids, batch_dims))
 
 
-_REDUCE = {"none": "set", "add": "add", "mul": "mul", "max": "max", "min": "min"}
+_SCATTER_KINDS = {"none": "set", "add": "add", "mul": "mul", "max": "max", "min": "min"}
 """The scatter kinds of `frontends.tensors.indexing`, by the values of the attribute ``reduction``."""
 
 
 def scatter_elements(x: Tensor, ids: Tensor, src: Tensor, *, axis: int = 0, reduction: str = "none") -> Tensor:
-    return indexing.scatter(x, axis, ids, src, _REDUCE[reduction])
+    return indexing.scatter(x, axis, ids, src, _SCATTER_KINDS[reduction])
 
 
 def scatter_nd(x: Tensor, ids: Tensor, src: Tensor, *, reduction: str = "none") -> Tensor:
     if reduction in ("none", "add"):
-        return indexing.index_put(x, _lists(x, ids), src, reduction == "add")
+        return indexing.index_put(x, _split_indices(x, ids), src, reduction == "add")
     raise ModelError(f"scatter by {reduction!r}; hocket has none and add")

@@ -16,9 +16,9 @@ from ..errors import ModelError
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
 
-LARGEST_MODEL = 1 << 31
+MAX_MODEL_BYTES = 1 << 31
 """The size in bytes that a protobuf message cannot reach."""
-MOST_NODES = 1 << 18
+MAX_NODES = 1 << 18
 """The largest number of nodes of a model after its functions are inlined."""
 
 
@@ -44,8 +44,8 @@ def read_model(source: str | os.PathLike[str] | bytes) -> tuple[ModelProto, Path
         path = Path(source)
         if not os.path.isfile(source):
             raise ModelError(f"{where}: is no regular file; give an .onnx file")
-        if path.stat().st_size >= LARGEST_MODEL:
-            raise ModelError(f"{where}: has {path.stat().st_size} bytes; a protobuf has fewer than {LARGEST_MODEL}")
+        if path.stat().st_size >= MAX_MODEL_BYTES:
+            raise ModelError(f"{where}: has {path.stat().st_size} bytes; a protobuf has fewer than {MAX_MODEL_BYTES}")
         data, folder = path.read_bytes(), path.resolve().parent
     model = ModelProto()
     try:
@@ -54,11 +54,11 @@ def read_model(source: str | os.PathLike[str] | bytes) -> tuple[ModelProto, Path
         raise ModelError(f"{where}: is no ONNX model, or only part of one; its protobuf cannot be read") from None
     if not model.HasField("graph") or not model.opset_import:
         raise ModelError(f"{where}: is no ONNX model; it has no graph, or names no opset")
-    _check_functions(model)
+    _require_bounded_functions(model)
     return model, folder
 
 
-def _check_functions(model: ModelProto) -> None:
+def _require_bounded_functions(model: ModelProto) -> None:
     """Raise `ModelError` for functions that call themselves, or that have too many nodes after inlining."""
     bodies = {(f.domain, f.name): f.node for f in model.functions}
     sizes: dict[tuple[str, str], int | None] = {}
@@ -77,11 +77,11 @@ def _check_functions(model: ModelProto) -> None:
         return size
 
     count = sum(size_of((n.domain, n.op_type), 0) for n in model.graph.node)
-    if count > MOST_NODES:
-        raise ModelError(f"the model has {count} nodes with its functions written out; hocket reads {MOST_NODES}")
+    if count > MAX_NODES:
+        raise ModelError(f"the model has {count} nodes with its functions written out; hocket reads {MAX_NODES}")
 
 
-def array_of(tensor: TensorProto, folder: Path | None) -> npt.NDArray[Any]:
+def read_tensor_array(tensor: TensorProto, folder: Path | None) -> npt.NDArray[Any]:
     """Return the numbers of an initialiser or an attribute; external data are memory-mapped.
 
     Raises:
@@ -96,7 +96,7 @@ def array_of(tensor: TensorProto, folder: Path | None) -> npt.NDArray[Any]:
     if tensor.data_type == Kinds.STRING:
         raise ModelError(f"%{name} is of strings; hocket has numbers")
     if tensor.data_location == Kinds.EXTERNAL:
-        return _external(tensor, shape, folder, np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)))
+        return _map_external_data(tensor, shape, folder, np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)))
     try:
         array = np.asarray(numpy_helper.to_array(tensor))
     except (ValueError, TypeError, KeyError, OverflowError, MemoryError):
@@ -106,7 +106,7 @@ def array_of(tensor: TensorProto, folder: Path | None) -> npt.NDArray[Any]:
     return array
 
 
-def _external(
+def _map_external_data(
     tensor: TensorProto, shape: tuple[int, ...], folder: Path | None, dtype: np.dtype[Any]
 ) -> npt.NDArray[Any]:
     """Map the external data of a tensor, which must be in a file below the folder of the model."""

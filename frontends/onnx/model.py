@@ -24,14 +24,14 @@ from ...graph.validation import validate_arguments
 from ..errors import ModelError
 from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, find_dtype
 from ..tensors.tensor import Tensor, cast, constant_tensor, merge_equal_nodes, stored_shape
-from .files import MOST_NODES, array_of, read_model
-from .program import Program, stored
-from .table import FOLDED, OLDER, READ_NOW, ROWS
+from .files import MAX_NODES, read_model, read_tensor_array
+from .program import Program, as_stored_array
+from .table import CONSTANT_FOLDED_OPS, CONSTANT_INPUT_OPS, OLDER_OPSET_ROWS, OP_TABLE
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
 
-LARGEST_FOLDED = 1 << 12
+MAX_FOLDED_ENTRIES = 1 << 12
 """The largest number of input entries of a node that is computed during the import."""
 
 
@@ -59,9 +59,9 @@ def from_onnx(
     from onnx import helper
     from onnx.shape_inference import InferenceError, infer_shapes
 
-    _fix(model, dict(shapes or {}), dict(fixed or {}))
+    _fix_shapes_and_inputs(model, dict(shapes or {}), dict(fixed or {}))
     try:
-        model = infer_shapes(_inlined(model), data_prop=True)
+        model = infer_shapes(_inline_functions(model), data_prop=True)
     except (InferenceError, ValueError, RuntimeError) as why:
         raise ModelError(f"the model does not fit together: {' '.join(str(why).split())[:300]}") from None
     kinds = {
@@ -69,10 +69,10 @@ def from_onnx(
         for info in (*model.graph.value_info, *model.graph.output)
         if info.type.tensor_type.elem_type in helper.get_all_tensor_dtypes()
     }
-    return _Importer(model, folder, kinds).program()
+    return _ModelImporter(model, folder, kinds).build_program()
 
 
-def _fix(model: ModelProto, shapes: dict[str, Any], fixed: dict[str, Any]) -> None:
+def _fix_shapes_and_inputs(model: ModelProto, shapes: dict[str, Any], fixed: dict[str, Any]) -> None:
     """Write the given shapes into the inputs of a model, and turn inputs with given values into initialisers."""
     from onnx import numpy_helper
 
@@ -94,19 +94,19 @@ def _fix(model: ModelProto, shapes: dict[str, Any], fixed: dict[str, Any]) -> No
         model.graph.input.remove(infos[name])
 
 
-def _inlined(model: ModelProto) -> ModelProto:
+def _inline_functions(model: ModelProto) -> ModelProto:
     """Inline functions: the model's own, and the definitions that ONNX gives for ops without a row."""
     from onnx.defs import SchemaError, get_schema
     from onnx.inliner import inline_local_functions, inline_selected_functions
     from onnx.shape_inference import infer_shapes
 
     model = inline_local_functions(model) if model.functions else model
-    opsets = _opsets(model)
+    opsets = _list_opsets(model)
     for _ in range(8):
         ids = set()
         for node in model.graph.node:
-            domain = _domain(node)
-            if domain in opsets and (domain or node.op_type not in ROWS):
+            domain = _normalise_domain(node)
+            if domain in opsets and (domain or node.op_type not in OP_TABLE):
                 try:
                     schema: Any = get_schema(node.op_type, opsets[domain], domain)
                 except SchemaError:
@@ -124,15 +124,15 @@ def _inlined(model: ModelProto) -> ModelProto:
         try:
             model = inline_selected_functions(typed, sorted(ids), inline_schema_functions=True)
         except RuntimeError:  # an assertion in onnx, which names no node
-            raise ModelError(_uninlinable(typed, ids)) from None
-        if len(model.graph.node) > MOST_NODES:
-            raise ModelError(f"the model has {len(model.graph.node)} nodes written out; hocket reads {MOST_NODES}")
+            raise ModelError(_describe_uninlinable(typed, ids)) from None
+        if len(model.graph.node) > MAX_NODES:
+            raise ModelError(f"the model has {len(model.graph.node)} nodes written out; hocket reads {MAX_NODES}")
         if len(model.graph.node) == before:
             break
     return model
 
 
-def _uninlinable(model: ModelProto, ids: set[tuple[str, str]]) -> str:
+def _describe_uninlinable(model: ModelProto, ids: set[tuple[str, str]]) -> str:
     """Describe the first node with a function that onnx cannot inline."""
     from onnx.inliner import inline_selected_functions
 
@@ -149,34 +149,34 @@ def _uninlinable(model: ModelProto, ids: set[tuple[str, str]]) -> str:
     return "onnx does not write its functions out together; export the model with functions decomposed"
 
 
-def _domain(node: NodeProto) -> str:
+def _normalise_domain(node: NodeProto) -> str:
     """Return the operator domain of a node, with an empty string for ONNX's own domain."""
     return "" if node.domain == "ai.onnx" else node.domain
 
 
-def _opsets(model: ModelProto) -> dict[str, int]:
+def _list_opsets(model: ModelProto) -> dict[str, int]:
     """Return the opset version of each operator domain that the model imports."""
     return {"" if o.domain == "ai.onnx" else o.domain: o.version for o in model.opset_import}
 
 
 @dataclass
-class _Importer:
+class _ModelImporter:
     """The import of one model: the values and the leaves that exist so far."""
 
     model: ModelProto
     folder: Path | None
-    kinds: Mapping[str, str]
+    dtype_names: Mapping[str, str]
     """The NumPy dtype name of each value, by value name."""
     weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
     """The values that hocket computes, by name."""
     constants: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     """The values that are known during the import, by name."""
-    parameters: set[str] = field(default_factory=set)
+    weight_names: set[str] = field(default_factory=set)
     """Names of constants that become weights even if they are small."""
     arguments: list[ProgramArgument] = field(default_factory=list)
 
-    def program(self) -> Program:
+    def build_program(self) -> Program:
         graph = self.model.graph
         if graph.sparse_initializer:
             raise ModelError(
@@ -185,24 +185,24 @@ class _Importer:
         initialised = {tensor.name for tensor in graph.initializer}
         for info in graph.input:
             if info.name not in initialised:
-                self._argument(info)
-        self._read(graph)
-        return self._finished()
+                self._add_input(info)
+        self._import_graph(graph)
+        return self._finish_program()
 
-    def _read(self, graph: GraphProto) -> None:
+    def _import_graph(self, graph: GraphProto) -> None:
         """Convert the nodes of the model, or of the taken branch of an ``If``."""
         for tensor in graph.initializer:
-            data = self.constants[tensor.name] = array_of(tensor, self.folder)
+            data = self.constants[tensor.name] = read_tensor_array(tensor, self.folder)
             if data.size > 1 and data.dtype.kind not in "biu":
-                self.parameters.add(tensor.name)
+                self.weight_names.add(tensor.name)
         for node in graph.node:
-            if node.op_type in READ_NOW:
-                self.parameters -= set(node.input)
-        self._refuse_missing(graph)
+            if node.op_type in CONSTANT_INPUT_OPS:
+                self.weight_names -= set(node.input)
+        self._require_rows(graph)
         for node in graph.node:
-            self._node(node, _opsets(self.model).get("", 1))
+            self._convert_node(node, _list_opsets(self.model).get("", 1))
 
-    def _argument(self, info: ValueInfoProto) -> None:
+    def _add_input(self, info: ValueInfoProto) -> None:
         """Add an input of the model. Raises `ModelError` for an unsupported type or a varying shape."""
         from onnx import helper
 
@@ -223,12 +223,12 @@ class _Importer:
         self.arguments.append(ProgramArgument(info.name, None, shape, name))
         self.values[info.name] = Tensor(input(info.name, stored_shape(shape), dtype), shape, truth)
 
-    def _refuse_missing(self, graph: GraphProto) -> None:
+    def _require_rows(self, graph: GraphProto) -> None:
         """Raise `ModelError` with all ops that have no row."""
         missing = Counter(
-            ".".join(filter(None, (_domain(node), node.op_type)))
+            ".".join(filter(None, (_normalise_domain(node), node.op_type)))
             for node in graph.node
-            if (_domain(node) or node.op_type not in (*ROWS, "If")) and not self._is_known(node)
+            if (_normalise_domain(node) or node.op_type not in (*OP_TABLE, "If")) and not self._is_constant_node(node)
         )
         if missing:
             listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
@@ -236,11 +236,11 @@ class _Importer:
                 f"the model has ops that hocket has no row for: {listed}; add rows to frontends/onnx/table.py"
             )
 
-    def _is_known(self, node: NodeProto) -> bool:
+    def _is_constant_node(self, node: NodeProto) -> bool:
         """Return whether a node is shape arithmetic with constant inputs."""
-        return node.op_type in FOLDED and all(not name or name in self.constants for name in node.input)
+        return node.op_type in CONSTANT_FOLDED_OPS and all(not name or name in self.constants for name in node.input)
 
-    def _node(self, node: NodeProto, opset: int) -> None:
+    def _convert_node(self, node: NodeProto, opset: int) -> None:
         """Convert one node: compute it now, take a branch of it, or call its row of the op table."""
         where = f"%{next(filter(None, node.output), '?')} = {node.op_type}"
         for name in node.input:
@@ -248,32 +248,32 @@ class _Importer:
                 raise ModelError(f"{where}: reads %{name} before any node gives it, or in a cycle")
         if again := [n for n in node.output if n and (n in self.values or n in self.constants)]:
             raise ModelError(f"{where}: gives %{again[0]}, which is given already")
-        if self._is_known(node) and sum(self.constants[n].size for n in node.input if n) <= LARGEST_FOLDED:
-            self._fold(node, opset, where)
+        if self._is_constant_node(node) and sum(self.constants[n].size for n in node.input if n) <= MAX_FOLDED_ENTRIES:
+            self._evaluate_constant(node, opset, where)
             return
         if node.op_type == "If":
-            self._branch(node, where)
+            self._import_taken_branch(node, where)
             return
-        since, older = OLDER.get(node.op_type, (0, None))
-        row = older if older is not None and opset < since else ROWS[node.op_type]
+        since, older = OLDER_OPSET_ROWS.get(node.op_type, (0, None))
+        row = older if older is not None and opset < since else OP_TABLE[node.op_type]
         try:
-            attributes = _attributes(node)
+            attributes = _decode_attributes(node)
             if node.op_type == "Split":
                 attributes["num_outputs"] = len(node.output)
-            out = row(*(self._tensor(name) if name else None for name in node.input), **attributes)
+            out = row(*(self._resolve_tensor(name) if name else None for name in node.input), **attributes)
             results = out if isinstance(out, tuple | list) else (out,)
             asked = [name for name in node.output if name]
             if len(node.output) > len(results):
                 raise ModelError(f"gives {len(node.output)} results; hocket has the first {len(results)}")
             for name, result in zip(node.output, results, strict=False):
                 if name in asked:
-                    self._keep(name, result)
+                    self._add_result(name, result)
         except (ModelError, GraphError, TypeError, ValueError, IndexError, KeyError) as why:
             raise ModelError(f"{where}: {' '.join(str(why).split())}") from (
                 None if isinstance(why, ModelError | GraphError) else why
             )
 
-    def _branch(self, node: NodeProto, where: str) -> None:
+    def _import_taken_branch(self, node: NodeProto, where: str) -> None:
         """Convert the taken branch of an ``If`` node, which has a constant condition."""
         condition = self.constants.get(node.input[0]) if len(node.input) == 1 else None
         if condition is None or condition.size != 1:
@@ -285,7 +285,7 @@ class _Importer:
         )
         if taken is None or len(taken.output) < len(node.output):
             raise ModelError(f"{where}: the branch that is taken is missing, or gives too few results")
-        self._read(taken)
+        self._import_graph(taken)
         for name, given in zip(node.output, taken.output, strict=False):
             if given.name not in self.values and given.name not in self.constants:
                 raise ModelError(f"{where}: its branch gives %{given.name}, which no node gives")
@@ -293,18 +293,18 @@ class _Importer:
                 self.values[name] = self.values[given.name]
             if name and given.name in self.constants:
                 self.constants[name] = self.constants[given.name]
-            if given.name in self.parameters:
-                self.parameters.add(name)
+            if given.name in self.weight_names:
+                self.weight_names.add(name)
 
-    def _keep(self, name: str, result: Tensor) -> None:
+    def _add_result(self, name: str, result: Tensor) -> None:
         """Store a result under its name, cast to the dtype of the ONNX value."""
-        if name in self.kinds:
-            result = cast(result, *find_dtype(self.kinds[name], name))
+        if name in self.dtype_names:
+            result = cast(result, *find_dtype(self.dtype_names[name], name))
         if result.constant is not None:
             self.constants[name] = np.asarray(result.constant)
         self.values[name] = result
 
-    def _fold(self, node: NodeProto, opset: int, where: str) -> None:
+    def _evaluate_constant(self, node: NodeProto, opset: int, where: str) -> None:
         """Compute the results of a node with the reference evaluator of onnx."""
         from onnx import TensorProto, helper
         from onnx.reference import ReferenceEvaluator
@@ -325,7 +325,7 @@ class _Importer:
         for name, result in zip(filter(None, node.output), results, strict=True):
             self.constants[name] = np.asarray(result)
 
-    def _tensor(self, name: str) -> Tensor:
+    def _resolve_tensor(self, name: str) -> Tensor:
         """Return a value as a `Tensor`, and turn a constant into a weight where that is needed.
 
         A constant becomes a weight if it is large, bfloat16, or an initialiser of floats.
@@ -334,24 +334,24 @@ class _Importer:
             known = self.constants[name]
             wide = known.dtype == np.float64
             dtype, truth = (DType.F32, False) if wide else find_dtype(known.dtype.name, name)
-            if name not in self.parameters and known.nbytes <= MAX_CONSTANT_BYTES and dtype is not DType.BF16:
+            if name not in self.weight_names and known.nbytes <= MAX_CONSTANT_BYTES and dtype is not DType.BF16:
                 self.values[name] = constant_tensor(known)
             else:
-                self.weights[name] = stored(known.astype(np.float32) if wide else known).reshape(
+                self.weights[name] = as_stored_array(known.astype(np.float32) if wide else known).reshape(
                     stored_shape(known.shape)
                 )
                 self.values[name] = Tensor(weight(name, stored_shape(known.shape), dtype), known.shape, truth)
         return self.values[name]
 
-    def _finished(self) -> Program:
+    def _finish_program(self) -> Program:
         """Build the graph from the outputs, and the program with its arguments and results."""
         outputs: dict[str, Value] = {}
         results: list[ProgramResult] = []
         for info in self.model.graph.output:
             if info.name not in self.values and info.name not in self.constants:
                 raise ModelError(f"%{info.name} is an output that no node gives")
-            out = self._tensor(info.name)
-            kind = self.kinds.get(info.name) or ("bool" if out.is_bool else out.dtype.storage.name)
+            out = self._resolve_tensor(info.name)
+            kind = self.dtype_names.get(info.name) or ("bool" if out.is_bool else out.dtype.storage.name)
             outputs[info.name] = out.value
             results.append(ProgramResult(info.name, None, out.shape, kind))
         if not outputs:
@@ -362,7 +362,7 @@ class _Importer:
         return Program(graph, weights, tuple(self.arguments), tuple(results))
 
 
-def _attributes(node: NodeProto) -> dict[str, Any]:
+def _decode_attributes(node: NodeProto) -> dict[str, Any]:
     """Return the attributes of a node by name: numbers, text, lists of these, and arrays."""
     from onnx import AttributeProto, helper
 
@@ -372,7 +372,7 @@ def _attributes(node: NodeProto) -> dict[str, Any]:
             raise ModelError(f"attribute {attribute.name!r} is a graph or a reference")
         value = helper.get_attribute_value(attribute)
         if attribute.type == AttributeProto.TENSOR:
-            value = array_of(value, None)
+            value = read_tensor_array(value, None)
         elif attribute.type == AttributeProto.STRING:
             value = value.decode("utf-8", "replace")
         elif attribute.type in (AttributeProto.INTS, AttributeProto.FLOATS, AttributeProto.STRINGS):

@@ -56,11 +56,11 @@ class Program:
                 wanted = f"{argument.dtype}{list(argument.shape)}"
                 raise ModelError(f"%{argument.name} is {array.dtype.name}{list(array.shape)}; the model takes {wanted}")
             if argument.name in read:
-                arrays[argument.name] = stored(array).reshape(stored_shape(array.shape))
+                arrays[argument.name] = as_stored_array(array).reshape(stored_shape(array.shape))
         return arrays
 
 
-def stored(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def as_stored_array(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return an array as a graph value stores it: bool as 0 and 1 in f32, bfloat16 as its bits."""
     if array.dtype == np.bool_:
         return array.astype(np.float32)
@@ -78,10 +78,10 @@ class Runner:
 
     def __call__(self, *args: npt.ArrayLike, **kwargs: npt.ArrayLike) -> list[npt.NDArray[Any]]:
         outputs = self.executor.run(self.program.inputs(*args, **kwargs))
-        return [_returned(outputs[result.name], result) for result in self.program.results]
+        return [_as_model_output(outputs[result.name], result) for result in self.program.results]
 
 
-def _returned(array: npt.NDArray[Any], result: ProgramResult) -> npt.NDArray[Any]:
+def _as_model_output(array: npt.NDArray[Any], result: ProgramResult) -> npt.NDArray[Any]:
     """Return an output in the dtype and the shape of the model."""
     if result.dtype == "bfloat16":
         import ml_dtypes

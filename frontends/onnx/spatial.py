@@ -12,15 +12,15 @@ from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import convolutions, reductions
 from ..tensors.tensor import Tensor, constant_tensor
-from .calls import known, numbers
+from .calls import as_integers, require_constant
 
-Ends = list[tuple[int, int]]
+AxisPads = list[tuple[int, int]]
 """The pads before and after each spatial axis."""
 
 
-def _ends(
+def _compute_pads(
     auto: str, pads: Sequence[int], n: Sequence[int], k: Sequence[int], s: Sequence[int], d: Sequence[int]
-) -> Ends:
+) -> AxisPads:
     """Return the pads of each axis, as ``auto_pad`` (`auto`) computes them or as ``pads`` lists them.
 
     Args:
@@ -45,7 +45,7 @@ def convolution(
 ) -> Tensor:  # fmt: skip
     n = weight.rank - 2
     steps, wide = tuple(strides) or (1,) * n, tuple(dilations) or (1,) * n
-    around = _ends(auto_pad, pads, x.shape[2:], weight.shape[2:], steps, wide)
+    around = _compute_pads(auto_pad, pads, x.shape[2:], weight.shape[2:], steps, wide)
     return convolutions.convolution(x, weight, bias, steps, around, wide, group)
 
 
@@ -74,7 +74,7 @@ def max_pool(
 ) -> Tensor:  # fmt: skip
     n = len(kernel_shape)
     steps, wide = tuple(strides) or (1,) * n, tuple(dilations) or (1,) * n
-    around = _ends(auto_pad, pads, x.shape[2:], kernel_shape, steps, wide)
+    around = _compute_pads(auto_pad, pads, x.shape[2:], kernel_shape, steps, wide)
     return convolutions.max_pool(x, kernel_shape, steps, around, wide, bool(ceil_mode))
 
 
@@ -84,7 +84,7 @@ def average_pool(
 ) -> Tensor:  # fmt: skip
     n = len(kernel_shape)
     steps, wide = tuple(strides) or (1,) * n, tuple(dilations) or (1,) * n
-    around = _ends(auto_pad, pads, x.shape[2:], kernel_shape, steps, wide)
+    around = _compute_pads(auto_pad, pads, x.shape[2:], kernel_shape, steps, wide)
     return convolutions.average_pool(
         x, kernel_shape, steps, around, bool(ceil_mode), bool(count_include_pad), dilation=wide
     )
@@ -98,7 +98,7 @@ def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: An
     return sums if p == 1 else arith.power(sums, 1 / p)
 
 
-def everywhere(kind: str) -> Any:
+def make_global_pool_converter(kind: str) -> Any:
     """Return the converter of a global pooling (`kind` is ``mean`` or ``max``) over all spatial axes."""
 
     def row(x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def everywhere(kind: str) -> Any:
 # ------------------------------------------------------------------------------------------------------------ resizing
 
 
-def _points(n: int, out: int, scale: float, how: str) -> np.ndarray:
+def _compute_source_positions(n: int, out: int, scale: float, how: str) -> np.ndarray:
     """Return the position of each new entry on the old axis, by ONNX's ``coordinate_transformation_mode`` (`how`).
 
     Args:
@@ -135,7 +135,7 @@ def _points(n: int, out: int, scale: float, how: str) -> np.ndarray:
     return shift + (i + 0.5) / scale - 0.5
 
 
-_ROUND: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+_ROUNDING_BY_MODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "round_prefer_floor": lambda p: np.ceil(p - 0.5),
     "round_prefer_ceil": lambda p: np.floor(p + 0.5),
     "floor": np.floor,
@@ -144,7 +144,9 @@ _ROUND: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 """How a position is rounded, by ONNX's ``nearest_mode``."""
 
 
-def _weights(points: np.ndarray, n: int, mode: str, nearest: str, a: float, inside: bool, wide: float) -> np.ndarray:
+def _build_resize_matrix(
+    points: np.ndarray, n: int, mode: str, nearest: str, a: float, inside: bool, wide: float
+) -> np.ndarray:
     """Build the matrix [new, old] that resizes one axis.
 
     Args:
@@ -158,7 +160,7 @@ def _weights(points: np.ndarray, n: int, mode: str, nearest: str, a: float, insi
     """
     matrix = np.zeros((len(points), n))
     if mode == "nearest":
-        ids = np.clip(_ROUND[nearest](points), 0, n - 1).astype(int)
+        ids = np.clip(_ROUNDING_BY_MODE[nearest](points), 0, n - 1).astype(int)
         matrix[np.arange(len(points)), ids] = 1
         return matrix
     reach = math.ceil((1 if mode == "linear" else 2) * wide)
@@ -186,7 +188,7 @@ def resize(
     """Resize axes one after the other, by scales or to sizes; each axis is a product with a resampling matrix."""
     over = [x.axis(a) for a in (range(x.rank) if axes is None else axes)]
     if sizes is not None and sizes.shape != (0,):
-        wanted = numbers(sizes) or []
+        wanted = as_integers(sizes) or []
         factors = [w / x.shape[a] for w, a in zip(wanted, over, strict=True)]
         if keep_aspect_ratio_policy != "stretch":
             factors = [(min if keep_aspect_ratio_policy == "not_larger" else max)(factors)] * len(over)
@@ -194,7 +196,7 @@ def resize(
     else:
         if scales is None:
             raise ModelError("resizing needs scales or sizes")
-        factors = [float(f) for f in known(scales)]
+        factors = [float(f) for f in require_constant(scales)]
         wanted = [math.floor(f * x.shape[a]) for f, a in zip(factors, over, strict=True)]
     for axis, out, scale in zip(over, wanted, factors, strict=True):
         n = x.shape[axis]
@@ -202,9 +204,9 @@ def resize(
             raise ModelError(f"an axis of {n} resized to {out}")
         if out == n and scale == 1.0 and coordinate_transformation_mode != "tf_crop_and_resize":
             continue
-        points = _points(n, out, scale, coordinate_transformation_mode)
+        points = _compute_source_positions(n, out, scale, coordinate_transformation_mode)
         wide = max(1.0, 1 / scale) if antialias else 1.0
-        matrix = _weights(points, n, mode, nearest_mode, cubic_coeff_a, bool(exclude_outside), wide)
+        matrix = _build_resize_matrix(points, n, mode, nearest_mode, cubic_coeff_a, bool(exclude_outside), wide)
         x = convolutions.resample_axis(arith.as_float(x), axis, matrix)
     return x
 

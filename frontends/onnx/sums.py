@@ -14,10 +14,10 @@ from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import indexing, matmul, reductions, shapes
 from ..tensors.tensor import Tensor, constant_tensor
-from .calls import Numbers, Row, flatten, number, numbers
+from .calls import OpConverter, OptionalIntegers, as_integers, as_number, flatten
 
 
-def reduced(kind: Callable[[Tensor, list[int], bool], Tensor]) -> Row:
+def make_reduction_converter(kind: Callable[[Tensor, list[int], bool], Tensor]) -> OpConverter:
     """Return the converter of a reduction over the input or attribute ``axes``, and over all axes if it is absent.
 
     With ``noop_with_empty_axes`` and no axes the op reduces each entry by itself.
@@ -27,9 +27,14 @@ def reduced(kind: Callable[[Tensor, list[int], bool], Tensor]) -> Row:
     """
 
     def row(
-        x: Tensor, given: Numbers = None, *, axes: Numbers = None, keepdims: int = 1, noop_with_empty_axes: int = 0
+        x: Tensor,
+        given: OptionalIntegers = None,
+        *,
+        axes: OptionalIntegers = None,
+        keepdims: int = 1,
+        noop_with_empty_axes: int = 0,
     ) -> Tensor:
-        over = numbers(given if axes is None else axes)
+        over = as_integers(given if axes is None else axes)
         if not over and noop_with_empty_axes:
             return kind(shapes.unsqueeze(x, -1), [x.rank], False)
         if not x.rank:
@@ -39,27 +44,31 @@ def reduced(kind: Callable[[Tensor, list[int], bool], Tensor]) -> Row:
     return row
 
 
-def _mean(x: Tensor, over: list[int], keep: bool) -> Tensor:
+def _take_mean(x: Tensor, over: list[int], keep: bool) -> Tensor:
     return reductions.mean(x, over, keep)
 
 
-sum_ = reduced(lambda x, over, keep: reductions.sum_over(x, over, keep))
-mean_of = reduced(_mean)
-square_sum = reduced(lambda x, over, keep: reductions.sum_over(arith.mul(x, x), over, keep))
-size_sum = reduced(lambda x, over, keep: reductions.sum_over(arith.absolute(x), over, keep))
-root_sum = reduced(
+reduce_sum = make_reduction_converter(lambda x, over, keep: reductions.sum_over(x, over, keep))
+reduce_mean = make_reduction_converter(_take_mean)
+reduce_square_sum = make_reduction_converter(lambda x, over, keep: reductions.sum_over(arith.mul(x, x), over, keep))
+reduce_l1 = make_reduction_converter(lambda x, over, keep: reductions.sum_over(arith.absolute(x), over, keep))
+reduce_l2 = make_reduction_converter(
     lambda x, over, keep: arith.unary(ops.sqrt, arith.as_float(reductions.sum_over(arith.mul(x, x), over, keep)))
 )
-log_sum = reduced(lambda x, over, keep: arith.unary(ops.log, arith.as_float(reductions.sum_over(x, over, keep))))
-log_sum_exp = reduced(lambda x, over, keep: reductions.log_sum_exp(arith.as_float(x), over, keep))
+reduce_log_sum = make_reduction_converter(
+    lambda x, over, keep: arith.unary(ops.log, arith.as_float(reductions.sum_over(x, over, keep)))
+)
+reduce_log_sum_exp = make_reduction_converter(
+    lambda x, over, keep: reductions.log_sum_exp(arith.as_float(x), over, keep)
+)
 
 
-def extreme(kind: str) -> Row:
+def make_extreme_converter(kind: str) -> OpConverter:
     """Return the converter of a reduction by maximum, minimum or product."""
-    return reduced(lambda x, over, keep: reductions.extreme(kind, x, over, keep))
+    return make_reduction_converter(lambda x, over, keep: reductions.extreme(kind, x, over, keep))
 
 
-def place(kind: Callable[..., Tensor]) -> Row:
+def make_arg_extreme_converter(kind: Callable[..., Tensor]) -> OpConverter:
     """Return the converter of ``ArgMax`` or ``ArgMin``; with ``select_last_index`` it searches the reversed axis."""
 
     def row(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
@@ -70,14 +79,14 @@ def place(kind: Callable[..., Tensor]) -> Row:
     return row
 
 
-def running(kind: str) -> Row:
+def make_cumulative_converter(kind: str) -> OpConverter:
     """Return the converter of a cumulative sum or product along an axis.
 
     With ``exclusive`` an entry leaves itself out; with ``reverse`` the sum starts at the end.
     """
 
     def row(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
-        at = x.axis(int(number(axis, 0)))
+        at = x.axis(int(as_number(axis, 0)))
         x = shapes.flip(x, [at]) if reverse else x
         out = reductions.accumulate(kind, x, at)
         if exclusive:
@@ -90,7 +99,7 @@ def running(kind: str) -> Row:
 
 def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
     """Return the largest or smallest entries along an axis, and their indices."""
-    n = int(number(count if k is None else k, 0))
+    n = int(as_number(count if k is None else k, 0))
     if not 0 <= n <= x.shape[x.axis(axis)]:
         raise ModelError(f"the {n} first of {x.shape[x.axis(axis)]} entries")
     if x.dtype in (DType.I32, DType.I64):
@@ -106,7 +115,7 @@ def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
     return arith.compare("eq", reductions.argmax(x, at, True), places)
 
 
-def flattened(row: Row) -> Row:
+def with_flattened_axes(row: OpConverter) -> OpConverter:
     """Return the converter of an older opset, in which an op works on `axis` and all later axes as one axis."""
     return lambda x, *, axis=1: shapes.reshape(row(flatten(x, axis=axis), axis=1), x.shape)
 
@@ -150,12 +159,12 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
     wanted = right.replace("...", spare) if arrow else spare + "".join(
         sorted(c for c in set(counts) - set(spare) if counts.count(c) == 1)
     )  # fmt: skip
-    parts = [_traced(x, name) for x, name in zip(xs, names, strict=True)]
+    parts = [_take_diagonals(x, name) for x, name in zip(xs, names, strict=True)]
     sizes = {c: n for x, name in parts for c, n in zip(name, x.shape, strict=True) if n != 1}
     every = [*wanted, *(c for c in dict.fromkeys(counts) if c not in wanted)]
     whole: Tensor | None = None
     if len(parts) == 2:
-        return _one_product(parts, wanted, sizes)
+        return _multiply_pair(parts, wanted, sizes)
     for x, name in parts:
         here = shapes.permute(x, [name.index(c) for c in every if c in name])
         here = shapes.reshape(here, [x.shape[name.index(c)] if c in name else 1 for c in every])
@@ -165,7 +174,7 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
     return reductions.sum_over(whole, summed) if summed else whole
 
 
-def _traced(x: Tensor, name: str) -> tuple[Tensor, str]:
+def _take_diagonals(x: Tensor, name: str) -> tuple[Tensor, str]:
     """Return a tensor with the diagonal of each pair of axes of equal name, so that its names are unique."""
     for c in dict.fromkeys(name):
         while name.count(c) > 1:
@@ -176,10 +185,10 @@ def _traced(x: Tensor, name: str) -> tuple[Tensor, str]:
             flat = shapes.reshape(ends, (*ends.shape[:-2], n * n))
             x, name = shapes.take(flat, -1, np.arange(n) * (n + 1)), name.replace(c, "") + c
             break
-    return (x, name) if len(set(name)) == len(name) else _traced(x, name)
+    return (x, name) if len(set(name)) == len(name) else _take_diagonals(x, name)
 
 
-def _one_product(parts: Sequence[tuple[Tensor, str]], wanted: str, sizes: dict[str, int]) -> Tensor:
+def _multiply_pair(parts: Sequence[tuple[Tensor, str]], wanted: str, sizes: dict[str, int]) -> Tensor:
     """Compute an einsum of two operands by one batched matrix product.
 
     Axes in both operands are batch axes if the result has them, and contracted otherwise. Other axes that the result
@@ -232,7 +241,7 @@ def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float = 1
     return matmul.group_norm(x, x.shape[1], weight, bias, epsilon)
 
 
-def local_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
+def local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
     """Divide by a power of the sum of squares of `size` neighbouring channels."""
     c = x.shape[1]
     i = np.arange(c)

@@ -17,7 +17,7 @@ from ..tensors import arithmetic as arith
 from ..tensors import matmul, reductions
 from . import calls, recurrences, spatial, sums
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+_UNARY_OPS: Mapping[str, Callable[..., Any]] = {
     **{name.capitalize(): getattr(ops, name) for name in ("sqrt", "exp", "log", "sin", "cos", "tan", "tanh", "erf")},
     **{name.capitalize(): getattr(ops, name) for name in ("sigmoid", "relu", "sinh", "cosh", "floor", "ceil")},
     **{f"A{name}": getattr(ops, f"arc{name}") for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
@@ -26,16 +26,16 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 """ONNX ops of one operand with an equal op of hocket."""
 
-_KINDS = {"Equal": "eq", "Less": "lt", "LessOrEqual": "le", "Greater": "gt", "GreaterOrEqual": "ge"}
+_COMPARISONS = {"Equal": "eq", "Less": "lt", "LessOrEqual": "le", "Greater": "gt", "GreaterOrEqual": "ge"}
 """Comparison kinds of `frontends.tensors.arithmetic.compare`, by ONNX op."""
 
-ROWS: Mapping[str, calls.Row] = MappingProxyType(
+OP_TABLE: Mapping[str, calls.OpConverter] = MappingProxyType(
     {
-        **{name: partial(arith.unary, op) for name, op in _FUNCTIONS.items()},
-        **{name: partial(arith.compare, kind) for name, kind in _KINDS.items()},
+        **{name: partial(arith.unary, op) for name, op in _UNARY_OPS.items()},
+        **{name: partial(arith.compare, kind) for name, kind in _COMPARISONS.items()},
         **{name: getattr(arith, f"logical_{name.lower()}") for name in ("And", "Or", "Xor", "Not")},
         **{f"Bitwise{kind.capitalize()}": partial(arith.bitwise, kind) for kind in ("and", "or", "xor")},
-        **dict.fromkeys(("Identity", "Cast", "CastLike"), calls.same),
+        **dict.fromkeys(("Identity", "Cast", "CastLike"), calls.pass_through),
         "BitwiseNot": arith.bitwise_not,
         "Add": arith.add,
         "Sub": arith.sub,
@@ -43,9 +43,9 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "Div": calls.div,
         "Mod": calls.mod,
         "Pow": calls.power,
-        "Max": calls.each(arith.maximum),
-        "Min": calls.each(arith.minimum),
-        "Sum": calls.each(arith.add),
+        "Max": calls.make_variadic_converter(arith.maximum),
+        "Min": calls.make_variadic_converter(arith.minimum),
+        "Sum": calls.make_variadic_converter(arith.add),
         "Mean": calls.mean,
         "Neg": arith.negative,
         "Abs": arith.absolute,
@@ -87,20 +87,20 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "SpaceToDepth": calls.space_to_depth,
         "DepthToSpace": calls.depth_to_space,
         # reductions
-        "ReduceSum": sums.sum_,
-        "ReduceMean": sums.mean_of,
-        "ReduceMax": sums.extreme("max"),
-        "ReduceMin": sums.extreme("min"),
-        "ReduceProd": sums.extreme("prod"),
-        "ReduceSumSquare": sums.square_sum,
-        "ReduceL1": sums.size_sum,
-        "ReduceL2": sums.root_sum,
-        "ReduceLogSum": sums.log_sum,
-        "ReduceLogSumExp": sums.log_sum_exp,
-        "ArgMax": sums.place(reductions.argmax),
-        "ArgMin": sums.place(reductions.argmin),
-        "CumSum": sums.running("sum"),
-        "CumProd": sums.running("prod"),
+        "ReduceSum": sums.reduce_sum,
+        "ReduceMean": sums.reduce_mean,
+        "ReduceMax": sums.make_extreme_converter("max"),
+        "ReduceMin": sums.make_extreme_converter("min"),
+        "ReduceProd": sums.make_extreme_converter("prod"),
+        "ReduceSumSquare": sums.reduce_square_sum,
+        "ReduceL1": sums.reduce_l1,
+        "ReduceL2": sums.reduce_l2,
+        "ReduceLogSum": sums.reduce_log_sum,
+        "ReduceLogSumExp": sums.reduce_log_sum_exp,
+        "ArgMax": sums.make_arg_extreme_converter(reductions.argmax),
+        "ArgMin": sums.make_arg_extreme_converter(reductions.argmin),
+        "CumSum": sums.make_cumulative_converter("sum"),
+        "CumProd": sums.make_cumulative_converter("prod"),
         "TopK": sums.top_k,
         "Softmax": lambda x, *, axis=-1: matmul.softmax(x, axis),
         "LogSoftmax": lambda x, *, axis=-1: matmul.log_softmax(x, axis),
@@ -113,7 +113,7 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "LayerNormalization": sums.layer_norm,
         "BatchNormalization": sums.batch_norm,
         "InstanceNormalization": sums.instance_norm,
-        "LRN": sums.local_norm,
+        "LRN": sums.local_response_norm,
         "RNN": recurrences.rnn,
         "GRU": recurrences.gru,
         "LSTM": recurrences.lstm,
@@ -130,20 +130,20 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "MaxPool": spatial.max_pool,
         "AveragePool": spatial.average_pool,
         "LpPool": spatial.power_pool,
-        "GlobalAveragePool": spatial.everywhere("mean"),
-        "GlobalMaxPool": spatial.everywhere("max"),
+        "GlobalAveragePool": spatial.make_global_pool_converter("mean"),
+        "GlobalMaxPool": spatial.make_global_pool_converter("max"),
         "Resize": spatial.resize,
         "Upsample": spatial.upsample,
     }
 )
 """Converters by the name of the op in ONNX's own domain."""
 
-OLDER: Mapping[str, tuple[int, calls.Row]] = MappingProxyType(
-    {name: (13, sums.flattened(ROWS[name])) for name in ("Softmax", "LogSoftmax", "Hardmax")}
+OLDER_OPSET_ROWS: Mapping[str, tuple[int, calls.OpConverter]] = MappingProxyType(
+    {name: (13, sums.with_flattened_axes(OP_TABLE[name])) for name in ("Softmax", "LogSoftmax", "Hardmax")}
 )
 """Converters of ops with another meaning before an opset: the opset, and the converter for older ones."""
 
-FOLDED = frozenset(
+CONSTANT_FOLDED_OPS = frozenset(
     (
         *(
             "Add",
@@ -169,5 +169,5 @@ FOLDED = frozenset(
 )
 """Ops of shape arithmetic; the reference evaluator of onnx computes them during the import if all inputs are known."""
 
-READ_NOW = ("Resize", "Upsample", "Range")
+CONSTANT_INPUT_OPS = ("Resize", "Upsample", "Range")
 """Ops that read float inputs during the import; these inputs do not become weights."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from ...backends.cache import COMPILING, MISSING
+from ...backends.cache import COMPILING_MESSAGE, MISSING_KERNELS_MESSAGE
 
 LINE_WIDTH = 78
 
@@ -24,9 +24,9 @@ class CompileProgressHandler(logging.Handler):
         line = ""
         if record.levelno >= logging.WARNING:
             self.stream.write(f"\r{'':{LINE_WIDTH}}\rhocket: {record.getMessage()}\n")
-        elif record.msg == MISSING:
+        elif record.msg == MISSING_KERNELS_MESSAGE:
             self.total = self.count + int(record.args[0])  # type: ignore[index,arg-type]  # a number
-        elif record.msg == COMPILING:
+        elif record.msg == COMPILING_MESSAGE:
             self.count += 1
             count = f"{self.count} of {max(self.count, self.total)}"
             line = f"compiling kernels: {count}, first run only ({record.getMessage().split()[-1]})"[:LINE_WIDTH]

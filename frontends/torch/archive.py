@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
-LARGEST_PROGRAM = 1 << 28
+MAX_PROGRAM_BYTES = 1 << 28
 """The largest size in bytes of the JSON text of a program, without its weights."""
-OP = re.compile(r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.getitem")
+ALLOWED_TARGET = re.compile(r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.getitem")
 """The names of functions that a node may call."""
-SYMBOLIC = ("as_expr", "expr_str", "as_sym_int", "as_sym_ints", "as_sym_float", "as_sym_bool")
+SYMBOLIC_KEYS = ("as_expr", "expr_str", "as_sym_int", "as_sym_ints", "as_sym_float", "as_sym_bool")
 """Keys of the JSON text that hold symbolic expressions, which occur only where shapes vary."""
 LEAF_KINDS = ("weights", "constants")
 """The folders of an archive that hold tensors."""
@@ -38,7 +38,7 @@ def read_program(path: str) -> ExportedProgram:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            return _program(_Members(path, archive))
+            return _deserialise_program(_ArchiveMembers(path, archive))
     except ModelError:
         raise
     except ImportError as why:
@@ -48,65 +48,65 @@ def read_program(path: str) -> ExportedProgram:
         raise ModelError(f"{path}: cannot be read: {type(why).__name__}: {first:.200}") from None
 
 
-class _Members:
+class _ArchiveMembers:
     """The files in an archive, by their paths below its first folder. All of them are uncompressed."""
 
     def __init__(self, path: str, archive: zipfile.ZipFile) -> None:
         self.path, self.archive = path, archive
-        self.infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        self.zip_infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if packed := next((i.filename for i in archive.infolist() if i.compress_type != zipfile.ZIP_STORED), ""):
             raise ModelError(f"{path}: {packed} is compressed; torch.export.save compresses nothing")
-        programs = [name for name in self.infos if re.fullmatch(r"models/[^/]+\.json", name)]
+        programs = [name for name in self.zip_infos if re.fullmatch(r"models/[^/]+\.json", name)]
         if len(programs) != 1:
             raise ModelError(f"{path}: has {len(programs)} exported programs; need a file that torch.export.save wrote")
-        self.program = programs[0]
-        self.name = self.program.removeprefix("models/").removesuffix(".json")
+        self.program_path = programs[0]
+        self.program_name = self.program_path.removeprefix("models/").removesuffix(".json")
 
-    def bytes(self, name: str) -> bytes:
+    def read_bytes(self, name: str) -> bytes:
         """Return the content of one file. Raises `ModelError` if the file is missing."""
-        if name not in self.infos:
+        if name not in self.zip_infos:
             raise ModelError(f"{self.path}: {name} is missing")
-        return self.archive.read(self.infos[name])
+        return self.archive.read(self.zip_infos[name])
 
-    def json(self, name: str) -> Any:
+    def read_json(self, name: str) -> Any:
         """Parse one JSON file. Raises `ModelError` if the file is missing or too large."""
-        if name in self.infos and self.infos[name].file_size > LARGEST_PROGRAM:
-            raise ModelError(f"{self.path}: {name} has more than {LARGEST_PROGRAM} bytes")
-        return json.loads(self.bytes(name))
+        if name in self.zip_infos and self.zip_infos[name].file_size > MAX_PROGRAM_BYTES:
+            raise ModelError(f"{self.path}: {name} has more than {MAX_PROGRAM_BYTES} bytes")
+        return json.loads(self.read_bytes(name))
 
 
-def _program(members: _Members) -> ExportedProgram:
+def _deserialise_program(members: _ArchiveMembers) -> ExportedProgram:
     """Build an exported program from the checked JSON text and the tensors of an archive."""
     from torch._export.serde import schema
     from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
 
-    told = members.json(members.program)
-    _check(members.path, told)
-    weights, constants = (_tensors(members, kind) for kind in LEAF_KINDS)
+    told = members.read_json(members.program_path)
+    _sanitise_program(members.path, told)
+    weights, constants = (_load_tensors(members, kind) for kind in LEAF_KINDS)
     written = _dict_to_dataclass(schema.ExportedProgram, told)
     return ExportedProgramDeserializer().deserialize(written, weights, constants, None)
 
 
-def _check(path: str, told: dict[str, Any]) -> None:
+def _sanitise_program(path: str, told: dict[str, Any]) -> None:
     """Reject programs that would make PyTorch evaluate text, and drop entries in which PyTorch would look up names.
 
     Guards and metadata are dropped in place; hocket does not use them. Raises `ModelError` for symbolic shapes, for a
     call of another function than an ATen or prims op, and for a pytree spec with classes of other modules.
     """
-    if told.get("range_constraints") or any(part.get(key) for part in _parts(told) for key in SYMBOLIC):
+    if told.get("range_constraints") or any(part.get(key) for part in _iterate_mappings(told) for key in SYMBOLIC_KEYS):
         raise ModelError(f"{path}: has shapes that vary; export the program without dynamic_shapes")
     told["guards_code"] = []
-    for part in _parts(told):
+    for part in _iterate_mappings(told):
         if "metadata" in part:
             part["metadata"] = {}
-        if "target" in part and "inputs" in part and not OP.fullmatch(str(part["target"])):
+        if "target" in part and "inputs" in part and not ALLOWED_TARGET.fullmatch(str(part["target"])):
             raise ModelError(f"{path}: calls {str(part['target'])!r:.100}; a program in a file may call ATen ops alone")
         for spec in ("in_spec", "out_spec"):
             if "__enum__" in str(part.get(spec)):
                 raise ModelError(f"{path}: {spec} names a class of another module; use plain lists and mappings")
 
 
-def _parts(tree: Any) -> Iterator[dict[str, Any]]:
+def _iterate_mappings(tree: Any) -> Iterator[dict[str, Any]]:
     """Iterate over all mappings in a JSON tree."""
     stack = [tree]
     while stack:
@@ -118,25 +118,25 @@ def _parts(tree: Any) -> Iterator[dict[str, Any]]:
             stack.extend(part)
 
 
-def _tensors(members: _Members, kind: str) -> dict[str, torch.Tensor]:
+def _load_tensors(members: _ArchiveMembers, kind: str) -> dict[str, torch.Tensor]:
     """Return the tensors of one kind by name; each tensor is a view of the bytes of its file."""
-    config = f"data/{kind}/{members.name}_{kind}_config.json"
+    config = f"data/{kind}/{members.program_name}_{kind}_config.json"
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
     read: dict[str, bytearray] = {}
-    for name, told in members.json(config)["config"].items():
+    for name, told in members.read_json(config)["config"].items():
         file = told["path_name"]
         if told.get("use_pickle") or not told.get("tensor_meta"):
             raise ModelError(f"{members.path}: {name!r:.100} is pickled, which could run code; it is not read")
         if file not in read:
-            read[file] = bytearray(members.bytes(f"data/{kind}/{file}"))
-        plain = _tensor(read[file], told["tensor_meta"])
+            read[file] = bytearray(members.read_bytes(f"data/{kind}/{file}"))
+        plain = _view_tensor(read[file], told["tensor_meta"])
         tensors[name] = torch.nn.Parameter(plain, requires_grad=False) if told["is_param"] else plain
     return tensors
 
 
-def _tensor(data: bytearray, told: Mapping[str, Any]) -> torch.Tensor:
+def _view_tensor(data: bytearray, told: Mapping[str, Any]) -> torch.Tensor:
     """View bytes as a tensor with the dtype, the sizes, the strides and the offset of its metadata."""
     import torch
     from torch._export.serde.serialize import deserialize_scalar_type

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def array_of(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
+def as_array(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
     """Return the memory of a tensor as an array; bfloat16 as its bits (uint16), bool as float32.
 
     Raises:
@@ -31,7 +31,7 @@ def array_of(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
     return plain.float().numpy() if plain.dtype == torch.bool else plain.numpy()
 
 
-def tensor_of(array: npt.NDArray[Any], shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+def as_torch_tensor(array: npt.NDArray[Any], shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     """Return an output as a tensor of the given PyTorch dtype name and shape."""
     import torch
 

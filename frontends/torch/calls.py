@@ -21,17 +21,17 @@ from ..tensors import arithmetic as arith
 from ..tensors import indexing, matmul, reductions, shapes
 from ..tensors.tensor import Operand, Tensor, cast, constant_tensor
 
-Row: TypeAlias = Callable[..., Any]
+OpConverter: TypeAlias = Callable[..., Any]
 """A function that converts one call of an op into nodes: arguments of the call in, results out."""
 
 
-def padding(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
+def as_pads_per_axis(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
     """Convert the flat pads of PyTorch, which begin with the last axis, to a pair (before, after) for each axis."""
     pairs = list(zip(pads[::2], pads[1::2], strict=True))[::-1]
     return [(0, 0)] * (x.rank - len(pairs)) + pairs
 
 
-def with_axes(row: Row) -> Row:
+def with_scalar_support(row: OpConverter) -> OpConverter:
     """Return a converter that also accepts tensors without axes, for a converter that needs at least one axis.
 
     Each scalar tensor gets one axis of one entry before the call, and the results lose it afterwards.
@@ -39,8 +39,11 @@ def with_axes(row: Row) -> Row:
 
     @wraps(row)
     def call_row(x: Tensor, *args: Any, **more: Any) -> Any:
-        args, more = tuple(map(_with_axis, args)), {name: _with_axis(value) for name, value in more.items()}
-        out = row(_with_axis(x), *args, **more)
+        args, more = (
+            tuple(map(_add_axis_to_scalar, args)),
+            {name: _add_axis_to_scalar(value) for name, value in more.items()},
+        )
+        out = row(_add_axis_to_scalar(x), *args, **more)
         if x.rank:
             return out
         return tuple(shapes.reshape(t, ()) for t in out) if isinstance(out, tuple) else shapes.reshape(out, ())
@@ -48,7 +51,7 @@ def with_axes(row: Row) -> Row:
     return call_row
 
 
-def _with_axis(x: Any) -> Any:
+def _add_axis_to_scalar(x: Any) -> Any:
     """Add an axis of one entry to a tensor without axes; return other arguments unchanged."""
     return shapes.reshape(x, (1,)) if isinstance(x, Tensor) and not x.rank else x
 
@@ -76,7 +79,7 @@ def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -
     return arith.where(arith.compare("gt", x, 0.0), arith.scale_and_shift(x, scale), low)
 
 
-def log(base: float) -> Row:
+def make_log_converter(base: float) -> OpConverter:
     """Return the converter of a logarithm to a base."""
     return lambda x: arith.scale_and_shift(arith.unary(ops.log, x), 1 / math.log(base))
 
@@ -89,7 +92,7 @@ def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
     return arith.add(x, arith.mul(arith.div(a, b), value))
 
 
-def like(value: float) -> Row:
+def make_constant_like_converter(value: float) -> OpConverter:
     """Return the converter of an op that gives a float32 constant of the shape of its operand."""
     return lambda x, *_: constant_tensor(np.full(x.shape, value, np.float32))
 
@@ -101,7 +104,7 @@ def full_like(x: Tensor, value: Operand) -> Tensor:
     return constant_tensor(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
 
 
-def new(value: float) -> Row:
+def make_new_constant_converter(value: float) -> OpConverter:
     """Return the converter of an op that gives a float32 constant of a given shape."""
     return lambda x, size: constant_tensor(np.full(size, value, np.float32))
 
@@ -110,7 +113,7 @@ def new_full(x: Tensor, size: Sequence[int], value: float) -> Tensor:
     return constant_tensor(np.full(size, value, np.int64 if isinstance(value, int) else np.float32))
 
 
-def triangle(keep: Callable[..., np.ndarray]) -> Row:
+def make_triangle_converter(keep: Callable[..., np.ndarray]) -> OpConverter:
     """Return the converter of ``tril`` or ``triu``; `keep` is the NumPy function that marks the entries to keep."""
 
     def row(x: Tensor, diagonal: int = 0) -> Tensor:
@@ -152,12 +155,12 @@ def roll(x: Tensor, shifts: int | Sequence[int], axes: int | Sequence[int] = ())
 
 
 def constant_pad(x: Tensor, pads: Sequence[int], value: float = 0) -> Tensor:
-    return shapes.pad(x, padding(x, pads), value)
+    return shapes.pad(x, as_pads_per_axis(x, pads), value)
 
 
-def own_pad(mode: str) -> Row:
+def make_pad_converter(mode: str) -> OpConverter:
     """Return the converter of a pad that repeats entries of its operand, by the NumPy mode ``reflect`` or ``edge``."""
-    return lambda x, pads: shapes.pad_by_mode(x, padding(x, pads), mode)
+    return lambda x, pads: shapes.pad_by_mode(x, as_pads_per_axis(x, pads), mode)
 
 
 def unfold(x: Tensor, axis: int, size: int, step: int) -> Tensor:
@@ -200,7 +203,7 @@ def mean(x: Tensor, axes: Any = None, keepdim: bool = False) -> Tensor:
     return reductions.mean(x, axes, keepdim)
 
 
-def spread_and_mean(
+def variance_and_mean(
     x: Tensor,
     axes: Any = None,
     unbiased: bool = True,
@@ -215,15 +218,15 @@ def spread_and_mean(
     return reductions.variance(x, axes, by, keepdim), reductions.mean(x, axes, keepdim)
 
 
-def spread(x: Tensor, *args: Any, **more: Any) -> Tensor:
-    return spread_and_mean(x, *args, **more)[0]
+def variance_over(x: Tensor, *args: Any, **more: Any) -> Tensor:
+    return variance_and_mean(x, *args, **more)[0]
 
 
-def deviation(x: Tensor, *args: Any, **more: Any) -> Tensor:
-    return arith.unary(ops.sqrt, spread(x, *args, **more))
+def standard_deviation(x: Tensor, *args: Any, **more: Any) -> Tensor:
+    return arith.unary(ops.sqrt, variance_over(x, *args, **more))
 
 
-def extreme(kind: str) -> Row:
+def make_extreme_converter(kind: str) -> OpConverter:
     """Return the converter of ``max`` or ``min`` (`kind`).
 
     Its overloads reduce all entries, compare two tensors, or reduce an axis and give the indices too.
@@ -240,17 +243,17 @@ def extreme(kind: str) -> Row:
     return row
 
 
-def each_extreme(kind: str) -> Row:
+def make_reduction_converter(kind: str) -> OpConverter:
     """Return the converter of a reduction (``max``, ``min`` or ``prod``) over axes, without indices."""
     return lambda x, axes=None, keepdim=False: reductions.extreme(kind, x, axes, keepdim)
 
 
-def running(kind: str) -> Row:
+def make_cumulative_converter(kind: str) -> OpConverter:
     """Return the converter of a cumulative reduction (``sum`` or ``prod``) along an axis."""
     return lambda x, axis: reductions.accumulate(kind, x, axis)
 
 
-@with_axes
+@with_scalar_support
 def sort(x: Tensor, *args: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
     """Sort along an axis. The overloads are (axis, descending) and (stable, axis, descending)."""
     if args and isinstance(args[0], bool):
@@ -265,7 +268,7 @@ def argsort(x: Tensor, *args: Any, **more: Any) -> Tensor:
     return sort(x, *args, **more)[1]
 
 
-@with_axes
+@with_scalar_support
 def top_k(x: Tensor, k: int, axis: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     ids = shapes.slice_range(reductions.argsort(x, axis, largest), axis, 0, k)
     return indexing.gather(x, axis, ids), ids
@@ -298,7 +301,7 @@ def attention(
     return matmul.attention(q, k, v, attn_mask, causal=is_causal, scale=scale)
 
 
-def attention_with_sums(
+def attention_with_logsumexp(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -366,7 +369,7 @@ def embedding(weight: Tensor, ids: Tensor, *_: object) -> Tensor:
     return indexing.embedding(weight, ids)
 
 
-@with_axes
+@with_scalar_support
 def index_select(x: Tensor, axis: int, ids: Tensor) -> Tensor:
     return indexing.index_select(x, axis, ids)
 
@@ -375,30 +378,32 @@ def gather(x: Tensor, axis: int, ids: Tensor, sparse_grad: bool = False) -> Tens
     return indexing.gather(x, axis, ids)
 
 
-_REDUCE = MappingProxyType({"add": "add", "multiply": "mul", "sum": "add", "prod": "mul", "amax": "max", "amin": "min"})
+_SCATTER_KINDS = MappingProxyType(
+    {"add": "add", "multiply": "mul", "sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
+)
 """The scatter kinds of `frontends.tensors.indexing`, by the reduction names of ATen."""
 
 
-@with_axes
+@with_scalar_support
 def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str | None = None) -> Tensor:
-    return indexing.scatter(x, axis, ids, src, _REDUCE[reduce] if reduce else "set")
+    return indexing.scatter(x, axis, ids, src, _SCATTER_KINDS[reduce] if reduce else "set")
 
 
-@with_axes
+@with_scalar_support
 def scatter_add(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
     return indexing.scatter(x, axis, ids, src, "add")
 
 
-@with_axes
+@with_scalar_support
 def scatter_reduce(x: Tensor, axis: int, ids: Tensor, src: Tensor, reduce: str, include_self: bool = True) -> Tensor:
-    if not include_self or reduce not in _REDUCE:
+    if not include_self or reduce not in _SCATTER_KINDS:
         raise ModelError(
             f"scatter_reduce by {reduce!r} with include_self={include_self}; hocket has sum, prod, amax, amin of all"
         )
-    return indexing.scatter(x, axis, ids, src, _REDUCE[reduce])
+    return indexing.scatter(x, axis, ids, src, _SCATTER_KINDS[reduce])
 
 
-@with_axes
+@with_scalar_support
 def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) -> Tensor:
     """Add slices of `src` times `alpha` to the slices of `x` at `ids`."""
     front = shapes.move_axis(x, axis, 0)
@@ -408,7 +413,7 @@ def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) 
     return shapes.move_axis(put, 0, axis)
 
 
-@with_axes
+@with_scalar_support
 def index_copy(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
     """Replace the slices of `x` at `ids` by slices of `src`."""
     front = shapes.move_axis(x, axis, 0)
@@ -419,12 +424,12 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
     return indexing.index_put(x, indices, values, accumulate)
 
 
-def same(x: Tensor, *_: object, **__: object) -> Tensor:
+def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
     """Return the operand; the importer casts it to the dtype of the result."""
     return x
 
 
-def replaced(x: Tensor, src: Tensor, *_: object) -> Tensor:
+def copy_source(x: Tensor, src: Tensor, *_: object) -> Tensor:
     """Return the source of ``copy``, broadcast to the shape of the destination."""
     return shapes.expand(src, x.shape)
 

@@ -22,19 +22,19 @@ from torch.utils._pytree import tree_unflatten
 from ...graph import HocketError
 from ...scheduler import plan
 from ..errors import ModelError
-from .exported import MissingRowsError, decomposed, has_order_of_pytorch, is_in_table, program_of
-from .operands import Bindings, is_operand
-from .parts import parts_of
+from .exported import MissingRowsError, decompose_program, has_pytorch_sort_order, has_table_row, import_program
+from .operands import ParameterBindings, is_bound_argument
+from .parts import split_program
 
-Arguments = tuple[Any, ...]
+CallArguments = tuple[Any, ...]
 """The arguments of one call of a captured graph."""
-MOST_NUMBERS = 16
+MAX_SCALAR_PROGRAMS = 16
 """The largest number of programs of one graph for changing Python numbers; PyTorch runs further calls."""
-_loading = threading.RLock()
+_export_lock = threading.RLock()
 """A lock that is held while a graph is exported and planned, because `torch.export` is not thread-safe."""
 
 
-def compiled(
+def compile_graph(
     module: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
@@ -57,10 +57,10 @@ def compiled(
     given = {"devices": "cpu:0", **(options or {})}
     if unknown := sorted(given.keys() - {"devices", "split_mode", "tensor_split", "place"}):
         raise ModelError(f"there is no option {unknown[0]!r}; devices, split_mode, tensor_split and place are some")
-    return Compiled(module, given)
+    return CompiledGraph(module, given)
 
 
-class Compiled:
+class CompiledGraph:
     """A captured graph, which is exported and planned for each combination of argument shapes and Python numbers.
 
     Dynamo hands over some Python numbers as tensors; each of their values needs a program of its own. Dynamo also calls
@@ -69,66 +69,66 @@ class Compiled:
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
         self.module, self.options = module, dict(options)
-        self.numbers = _numbers(module)
-        self.loaded: dict[Arguments, Callable[[Arguments], Any]] = {}
+        self.scalar_arguments = _find_scalar_arguments(module)
+        self.runners: dict[CallArguments, Callable[[CallArguments], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             raise ModelError("hocket computes no gradients; call the compiled model within torch.no_grad()")
-        numbers = {i: args[i].item() for i in self.numbers if isinstance(args[i], torch.Tensor)}
-        shapes = ((a.shape, a.dtype, is_operand(a)) if isinstance(a, torch.Tensor) else a for a in args)
+        numbers = {i: args[i].item() for i in self.scalar_arguments if isinstance(args[i], torch.Tensor)}
+        shapes = ((a.shape, a.dtype, is_bound_argument(a)) if isinstance(a, torch.Tensor) else a for a in args)
         key = (*shapes, *map(repr, numbers.values()))
-        if key not in self.loaded:
-            with _loading:
-                if key not in self.loaded:
-                    self.loaded[key] = self._load(args, numbers)
-        return self.loaded[key](_without(args, numbers) if numbers else args)
+        if key not in self.runners:
+            with _export_lock:
+                if key not in self.runners:
+                    self.runners[key] = self._load_graph(args, numbers)
+        return self.runners[key](_remove_scalars(args, numbers) if numbers else args)
 
-    def _load(self, args: Arguments, numbers: Mapping[int, Any]) -> Callable[[Arguments], Any]:
+    def _load_graph(self, args: CallArguments, numbers: Mapping[int, Any]) -> Callable[[CallArguments], Any]:
         """Build a runner for arguments of these shapes: hocket, hocket in segments, or PyTorch."""
-        module = _with_numbers(self.module, numbers) if numbers else self.module
-        args = _without(args, numbers)
+        module = _with_scalar_constants(self.module, numbers) if numbers else self.module
+        args = _remove_scalars(args, numbers)
         try:
             if any(isinstance(arg, torch.Tensor) and arg.is_meta for arg in args):
                 raise ModelError("it is called with tensors on the meta device, which have no numbers")
-            if numbers and len(self.loaded) >= MOST_NUMBERS:
+            if numbers and len(self.runners) >= MAX_SCALAR_PROGRAMS:
                 raise ModelError(
-                    f"it is called with more than {MOST_NUMBERS} numbers; give a number that varies as a tensor"
+                    f"it is called with more than {MAX_SCALAR_PROGRAMS} numbers; give a number that varies as a tensor"
                 )
-            return Loaded(module, args, self.options)
+            return LoadedGraph(module, args, self.options)
         except MissingRowsError as why:
-            warnings.warn(f"PyTorch runs itself what hocket has no row for: {why.listed}", stacklevel=2)
-            return Broken(module, args, self.options)
+            warnings.warn(f"PyTorch runs itself what hocket has no row for: {why.op_counts_text}", stacklevel=2)
+            return SplitGraph(module, args, self.options)
         except ModelError as why:
             warnings.warn(f"PyTorch runs this graph itself: {why}", stacklevel=2)
             return lambda given: module(*given)
 
 
-def _without(args: Arguments, numbers: Mapping[int, Any]) -> Arguments:
+def _remove_scalars(args: CallArguments, numbers: Mapping[int, Any]) -> CallArguments:
     """Return the arguments with None in place of the numbers, which the graph contains as constants."""
     return tuple(None if i in numbers else arg for i, arg in enumerate(args))
 
 
-def _placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+def _list_placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def _numbers(module: torch.fx.GraphModule) -> list[int]:
+def _find_scalar_arguments(module: torch.fx.GraphModule) -> list[int]:
     """Return the indices of the arguments that the graph reads only as Python numbers, for example a float."""
-    nodes = enumerate(_placeholders(module.graph))
-    return [i for i, node in nodes if node.users and all(map(_is_item, node.users))]
+    nodes = enumerate(_list_placeholders(module.graph))
+    return [i for i, node in nodes if node.users and all(map(_is_item_call, node.users))]
 
 
-def _is_item(node: torch.fx.Node) -> bool:
+def _is_item_call(node: torch.fx.Node) -> bool:
     """Return whether a node reads its operand as a Python number."""
     return node.op == "call_method" and node.target == "item"
 
 
-def _with_numbers(module: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> torch.fx.GraphModule:
+def _with_scalar_constants(module: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> torch.fx.GraphModule:
     """Return a copy of the graph in which constants replace the numbers that it reads from its arguments."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    placeholders = _placeholders(graph)
+    placeholders = _list_placeholders(graph)
     read = {item: number for i, number in numbers.items() for item in placeholders[i].users}
 
     def known(node: torch.fx.Node) -> Any:
@@ -141,59 +141,61 @@ def _with_numbers(module: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> t
     return torch.fx.GraphModule(module, graph)
 
 
-class Loaded:
+class LoadedGraph:
     """A captured graph on its devices: planned once, and bound to each set of parameters with which it is called."""
 
-    def __init__(self, module: torch.fx.GraphModule, args: Arguments, options: Mapping[str, Any]) -> None:
+    def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
         given = dict(options)
         devices = given.pop("devices")
         self.module = module
-        operands = [i for i, arg in enumerate(args) if is_operand(arg)]
-        self.program = program_of(_exported(module, args), operands, _has_row)
-        self.bindings = Bindings(self.program, plan(self.program.graph, devices, **given), module)
+        operands = [i for i, arg in enumerate(args) if is_bound_argument(arg)]
+        self.program = import_program(_export_graph(module, args), operands, _is_supported)
+        self.bindings = ParameterBindings(self.program, plan(self.program.graph, devices, **given), module)
 
-    def __call__(self, args: Arguments) -> Any:
-        if self.program.written and _overlap(args, [number for number, _ in self.program.written]):
+    def __call__(self, args: CallArguments) -> Any:
+        if self.program.mutated_arguments and _has_shared_memory(
+            args, [number for number, _ in self.program.mutated_arguments]
+        ):
             warnings.warn("PyTorch runs this graph itself: it changes an argument that shares memory", stacklevel=3)
             return self.module(*args)
-        return tree_unflatten(self.bindings.runner(args).flat(args), self.program.out_spec)
+        return tree_unflatten(self.bindings.bind_runner(args).run_flat(args), self.program.out_spec)
 
 
-def _overlap(args: Arguments, written: Sequence[int]) -> bool:
+def _has_shared_memory(args: CallArguments, written: Sequence[int]) -> bool:
     """Return whether one of the arguments `written` (indices) shares its memory with another argument."""
     places = Counter(arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor) and arg.numel())
     return any(places[args[number].untyped_storage().data_ptr()] > 1 for number in written)
 
 
-class _Part(torch.nn.Module):
+class _GraphSegment(torch.nn.Module):
     """A segment of a captured graph, which hocket compiles at its first call."""
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.call = Compiled(module, options)
+        self.compiled_graph = CompiledGraph(module, options)
 
     def forward(self, *args: Any) -> Any:
-        return self.call(*args)
+        return self.compiled_graph(*args)
 
 
-class Broken:
+class SplitGraph:
     """A captured graph that is split at ops without a row: PyTorch runs these ops, and hocket the segments between."""
 
-    def __init__(self, module: torch.fx.GraphModule, args: Arguments, options: Mapping[str, Any]) -> None:
-        self.whole, ours = parts_of(_exported(module, args), _has_row)
+    def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
+        self.segmented_module, ours = split_program(_export_graph(module, args), _is_supported)
         for name in ours:
-            setattr(self.whole, name, _Part(getattr(self.whole, name), options))
+            setattr(self.segmented_module, name, _GraphSegment(getattr(self.segmented_module, name), options))
 
-    def __call__(self, args: Arguments) -> Any:
-        return self.whole(*args)
+    def __call__(self, args: CallArguments) -> Any:
+        return self.segmented_module(*args)
 
 
-def _has_row(node: torch.fx.Node) -> bool:
+def _is_supported(node: torch.fx.Node) -> bool:
     """Return whether hocket computes a call as PyTorch does, including the order of equal entries in a sort."""
-    return is_in_table(node) and has_order_of_pytorch(node)
+    return has_table_row(node) and has_pytorch_sort_order(node)
 
 
-def _exported(module: torch.fx.GraphModule, args: Arguments) -> Any:
+def _export_graph(module: torch.fx.GraphModule, args: CallArguments) -> Any:
     """Export a captured graph, and decompose its ops into ops of the op table where PyTorch can.
 
     Raises:
@@ -204,7 +206,7 @@ def _exported(module: torch.fx.GraphModule, args: Arguments) -> Any:
         # Copies, because a view of another argument would be exported as a part of that argument
         apart = tuple(torch.empty_like(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
         try:
-            return decomposed(torch.export.export(module.eval(), apart, strict=False))
+            return decompose_program(torch.export.export(module.eval(), apart, strict=False))
         except HocketError:
             raise
         except Exception as why:  # export runs the model, which may raise anything

@@ -23,16 +23,16 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 from ...scheduler import Executor, Plan, Store
 from ...scheduler.running.copies import WeightCopies
 from ..tensors.tensor import stored_shape
-from .arrays import array_of
+from .arrays import as_array
 from .program import Program, Runner
 
-_copies = WeakTensorKeyDictionary()
+_copies_by_parameter = WeakTensorKeyDictionary()
 """The `WeightCopies` of each live parameter; they belong to the parameter, not to a graph that reads it."""
-_binding = threading.RLock()
+_binding_lock = threading.RLock()
 """A lock that is held while parameters are bound or their copies are filled."""
 
 
-def is_operand(x: object) -> bool:
+def is_bound_argument(x: object) -> bool:
     """Return whether an argument is bound once instead of copied at each call: a parameter, or a tensor of a module.
 
     Two kinds of tensors are copied instead: inference tensors, because PyTorch counts no changes of them, and bool
@@ -44,7 +44,7 @@ def is_operand(x: object) -> bool:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Binding:
+class _ParameterBinding:
     """An executor over one set of parameters, with their memory addresses and versions when it was bound.
 
     `storages` keeps the memory alive, so that no other tensor can get the same address before the next comparison.
@@ -52,68 +52,70 @@ class _Binding:
 
     parameters: tuple[WeakIdRef, ...]
     storages: list[torch.UntypedStorage]
-    places: list[int]
+    addresses: list[int]
     versions: list[int]
     runner: Runner
 
-    def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def is_current_for(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether the executor reads exactly the memory of these parameters."""
-        return self.places == [p.data_ptr() for p in parameters] and all(
+        return self.addresses == [p.data_ptr() for p in parameters] and all(
             known() is p for known, p in zip(self.parameters, parameters, strict=True)
         )
 
 
-class Bindings:
+class ParameterBindings:
     """A planned program with one executor for each set of parameters; all executors share the memory of values."""
 
     def __init__(self, program: Program, plan: Plan, module: torch.nn.Module) -> None:
         self.program, self.plan, self.module = program, plan, module
-        self.own = [name for name, _ in module.named_parameters() if name in program.weights]
+        self.own_parameter_names = [name for name, _ in module.named_parameters() if name in program.weights]
         """Names of parameters that are no arguments, which occur in a graph that Dynamo did not capture."""
-        self.specs = {value.node.name: value.spec for value in plan.graph.weights}
+        self.weight_specs = {value.node.name: value.spec for value in plan.graph.weights}
         self.store = Store(plan.group)
-        for name in self.specs.keys() & program.weights.keys() - set(self.own):
-            self.store.bind(name, program.weights[name], self.specs[name], plan.leaves[name])
-        self.by_identity: dict[tuple[int, ...], _Binding] = {}
+        for name in self.weight_specs.keys() & program.weights.keys() - set(self.own_parameter_names):
+            self.store.bind(name, program.weights[name], self.weight_specs[name], plan.leaves[name])
+        self.binding_by_ids: dict[tuple[int, ...], _ParameterBinding] = {}
 
-    def runner(self, args: Sequence[Any]) -> Runner:
+    def bind_runner(self, args: Sequence[Any]) -> Runner:
         """Return the program over the current parameters of a call, and refresh outdated copies."""
-        parameters = [args[number] for number, _ in self.program.operands]
-        parameters += [self.module.get_parameter(name) for name in self.own]
+        parameters = [args[number] for number, _ in self.program.bound_arguments]
+        parameters += [self.module.get_parameter(name) for name in self.own_parameter_names]
         key = tuple(map(id, parameters))
-        binding = self.by_identity.get(key)
-        if binding is None or not binding.reads(parameters):
-            with _binding:
-                binding = self.by_identity[key] = self._bind(key, parameters)
+        binding = self.binding_by_ids.get(key)
+        if binding is None or not binding.is_current_for(parameters):
+            with _binding_lock:
+                binding = self.binding_by_ids[key] = self._bind_parameters(key, parameters)
         elif (versions := [p._version for p in parameters]) != binding.versions:
-            with _binding:
-                self._load(binding.runner.executor.store, parameters)
+            with _binding_lock:
+                self._load_parameters(binding.runner.executor.store, parameters)
                 binding.versions[:] = versions
         return binding.runner
 
-    def _bind(self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]) -> _Binding:
+    def _bind_parameters(self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]) -> _ParameterBinding:
         """Build an executor over a set of parameters, which is forgotten when one of them is deleted."""
         places, versions = [p.data_ptr() for p in parameters], [p._version for p in parameters]
         store = self.store.in_turn()
-        self._load(store, parameters)
+        self._load_parameters(store, parameters)
         runner = Runner(self.program, self.plan, Executor(self.plan, store))
         mine = weakref.ref(self)
 
         def forget(_: object) -> None:
             if (bindings := mine()) is not None:
-                bindings.by_identity.pop(key, None)
+                bindings.binding_by_ids.pop(key, None)
 
         known = tuple(WeakIdRef(p, forget) for p in parameters)
-        return _Binding(known, [p.untyped_storage() for p in parameters], places, versions, runner)
+        return _ParameterBinding(known, [p.untyped_storage() for p in parameters], places, versions, runner)
 
-    def _load(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
+    def _load_parameters(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
         """Bind the parameters to a store, and fill outdated copies again."""
-        names = [name for _, name in self.program.operands] + self.own
+        names = [name for _, name in self.program.bound_arguments] + self.own_parameter_names
         for name, parameter in zip(names, parameters, strict=True):
-            copies = _copies.get(parameter)
+            copies = _copies_by_parameter.get(parameter)
             if copies is None:
-                copies = _copies[parameter] = WeightCopies(is_source_lasting=parameter.device.type == "cpu")
+                copies = _copies_by_parameter[parameter] = WeightCopies(
+                    is_source_lasting=parameter.device.type == "cpu"
+                )
             copies.source = parameter.untyped_storage()
             copies.version = (parameter._version, parameter.data_ptr())
-            array = array_of(parameter, name).reshape(stored_shape(parameter.shape))
-            store.bind(name, array, self.specs[name], self.plan.leaves[name], copies=copies)
+            array = as_array(parameter, name).reshape(stored_shape(parameter.shape))
+            store.bind(name, array, self.weight_specs[name], self.plan.leaves[name], copies=copies)

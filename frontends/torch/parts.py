@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import GraphModule, Node
 
-LEAVES = ("placeholder", "get_attr", "output")
+LEAF_NODE_KINDS = ("placeholder", "get_attr", "output")
 """The FX node kinds that compute nothing."""
 
 
-def parts_of(exported: ExportedProgram, has_row: Callable[[Node], bool]) -> tuple[GraphModule, list[str]]:
+def split_program(exported: ExportedProgram, has_row: Callable[[Node], bool]) -> tuple[GraphModule, list[str]]:
     """Split a decomposed program into consecutive segments, which hocket and PyTorch compute in turn.
 
     Args:
@@ -30,7 +30,7 @@ def parts_of(exported: ExportedProgram, has_row: Callable[[Node], bool]) -> tupl
     parts: dict[Node, int] = {}
     ours: list[bool] = []
     for node in module.graph.nodes:
-        if node.op in LEAVES:
+        if node.op in LEAF_NODE_KINDS:
             continue
         if node.target is operator.getitem:  # an entry of a tuple, which a segment cannot return
             parts[node] = parts[node.args[0]]

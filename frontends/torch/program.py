@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ...graph import Graph
 from ..errors import ModelError
 from ..tensors.call_signature import ProgramArgument, ProgramResult
-from .arrays import array_of, tensor_of
+from .arrays import as_array, as_torch_tensor
 
 if TYPE_CHECKING:
     from ...scheduler import Executor, Plan
@@ -30,11 +30,11 @@ class Program:
     weights: Mapping[str, npt.NDArray[Any]]
     arguments: tuple[ProgramArgument, ...]
     results: tuple[ProgramResult, ...]
-    written: tuple[tuple[int, str], ...]
+    mutated_arguments: tuple[tuple[int, str], ...]
     """Arguments (by index) into which a call copies an output (by name)."""
     in_spec: Any
     out_spec: Any
-    operands: tuple[tuple[int, str], ...] = ()
+    bound_arguments: tuple[tuple[int, str], ...] = ()
     """Arguments (by index) that are weights (by name); they are bound to memory instead of copied at each call."""
 
     def on(self, devices: str | Sequence[str] = "cpu:0", **options: Any) -> Runner:
@@ -49,9 +49,9 @@ class Program:
         Raises:
             ModelError: The arguments do not match the arguments of the export.
         """
-        return self.named(self.flattened(args, kwargs))
+        return self.as_named_arrays(self.flatten_arguments(args, kwargs))
 
-    def flattened(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def flatten_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the leaves of the arguments of a call, in the order of `arguments`.
 
         Raises:
@@ -73,15 +73,15 @@ class Program:
     @cached_property
     def _copied_arguments(self) -> list[tuple[int, ProgramArgument]]:
         """The arguments that are copied at each call, with their indices."""
-        operands = {number for number, _ in self.operands}
+        operands = {number for number, _ in self.bound_arguments}
         return [(number, argument) for number, argument in enumerate(self.arguments) if number not in operands]
 
     @cached_property
-    def _read(self) -> frozenset[str]:
+    def _input_names(self) -> frozenset[str]:
         """The names of the inputs of the graph."""
         return frozenset(value.node.name for value in self.graph.inputs)
 
-    def named(self, flat: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
+    def as_named_arrays(self, flat: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
         """Return arrays by name for arguments that are flat already.
 
         Raises:
@@ -103,8 +103,8 @@ class Program:
             if (dtype, shape) != (argument.dtype, argument.shape):
                 wanted = f"{argument.dtype}{list(argument.shape)}"
                 raise ModelError(f"%{argument.name} is {dtype}{list(shape)}; the program takes {wanted}")
-            if argument.name in self._read:
-                arrays[argument.name] = array_of(given, argument.name)
+            if argument.name in self._input_names:
+                arrays[argument.name] = as_array(given, argument.name)
         return arrays
 
 
@@ -123,22 +123,24 @@ class Runner:
         from torch.utils._pytree import tree_unflatten
 
         program = self.program
-        flat = self.flat(program.flattened(args, kwargs))
+        flat = self.run_flat(program.flatten_arguments(args, kwargs))
         return tree_unflatten(flat, program.out_spec)
 
-    def flat(self, given: Sequence[Any]) -> list[Any]:
+    def run_flat(self, given: Sequence[Any]) -> list[Any]:
         """Return the results for flat arguments, and copy mutated arguments back into their tensors."""
         import torch
 
         program = self.program
-        outputs = self.executor.run({k: _wide(v, program.graph) for k, v in program.named(given).items()})
-        tensors = {r.name: tensor_of(outputs[r.name], r.shape, r.dtype) for r in program.results if r.name}
-        for number, name in program.written:
+        outputs = self.executor.run(
+            {k: _flatten_high_rank(v, program.graph) for k, v in program.as_named_arrays(given).items()}
+        )
+        tensors = {r.name: as_torch_tensor(outputs[r.name], r.shape, r.dtype) for r in program.results if r.name}
+        for number, name in program.mutated_arguments:
             with torch.no_grad():
                 given[number].copy_(torch.from_numpy(np.ascontiguousarray(outputs[name])).reshape(given[number].shape))
         return [tensors[r.name] if r.name else r.constant_value for r in program.results]
 
 
-def _wide(array: npt.NDArray[Any], graph: Graph) -> npt.NDArray[Any]:
+def _flatten_high_rank(array: npt.NDArray[Any], graph: Graph) -> npt.NDArray[Any]:
     """Flatten an array of more than five axes, because graphs store such values with one axis."""
     return array.reshape(-1) if array.ndim > 5 else array

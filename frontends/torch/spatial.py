@@ -7,16 +7,16 @@ from typing import Any
 
 from ..tensors import convolutions
 from ..tensors.tensor import Tensor
-from .calls import Row
+from .calls import OpConverter
 
 
-def ints(x: int | Sequence[int], count: int) -> tuple[int, ...]:
+def as_ints_per_axis(x: int | Sequence[int], count: int) -> tuple[int, ...]:
     """Return one number for each of `count` axes."""
     given = (x,) if isinstance(x, int) else tuple(x)
     return given * count if len(given) == 1 else given
 
 
-def both_ends(pads: Sequence[int]) -> list[tuple[int, int]]:
+def as_symmetric_pads(pads: Sequence[int]) -> list[tuple[int, int]]:
     """Return a pair of equal pads for each axis."""
     return [(p, p) for p in pads]
 
@@ -33,14 +33,18 @@ def convolution(
     groups: int,
 ) -> Tensor:
     n = weight.rank - 2
-    steps, wide, pads = ints(stride, n), ints(dilation, n), both_ends(ints(padding, n))
+    steps, wide, pads = (
+        as_ints_per_axis(stride, n),
+        as_ints_per_axis(dilation, n),
+        as_symmetric_pads(as_ints_per_axis(padding, n)),
+    )
     if transposed:
-        more = ints(output_padding, n)
+        more = as_ints_per_axis(output_padding, n)
         return convolutions.transposed_convolution(x, weight, bias, steps, pads, wide, groups, more)
     return convolutions.convolution(x, weight, bias, steps, pads, wide, groups)
 
 
-def max_pool(n: int, places: bool = False) -> Row:
+def make_max_pool_converter(n: int, places: bool = False) -> OpConverter:
     """Return the converter of a max pooling over the last `n` axes.
 
     With `places` the op also returns indices, which only training needs; the converter returns None for them.
@@ -49,15 +53,20 @@ def max_pool(n: int, places: bool = False) -> Row:
     def row(
         x: Tensor, size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
     ) -> Any:
-        size = ints(size, n)
-        rest = (ints(stride, n) if stride else size, both_ends(ints(padding, n)), ints(dilation, n), ceil_mode)
+        size = as_ints_per_axis(size, n)
+        rest = (
+            as_ints_per_axis(stride, n) if stride else size,
+            as_symmetric_pads(as_ints_per_axis(padding, n)),
+            as_ints_per_axis(dilation, n),
+            ceil_mode,
+        )
         best = convolutions.max_pool(x, size, *rest)
         return (best, None) if places else best  # indices are for training
 
     return row
 
 
-def average_pool(n: int) -> Row:
+def make_average_pool_converter(n: int) -> OpConverter:
     """Return the converter of an average pooling over the last `n` axes."""
 
     def row(
@@ -69,24 +78,24 @@ def average_pool(n: int) -> Row:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Tensor:
-        size = ints(size, n)
-        steps, pads = ints(stride, n) if stride else size, both_ends(ints(padding, n))
+        size = as_ints_per_axis(size, n)
+        steps, pads = as_ints_per_axis(stride, n) if stride else size, as_symmetric_pads(as_ints_per_axis(padding, n))
         return convolutions.average_pool(x, size, steps, pads, ceil_mode, count_include_pad, divisor_override)
 
     return row
 
 
-def adaptive_average_pool(n: int) -> Row:
+def make_adaptive_average_pool_converter(n: int) -> OpConverter:
     """Return the converter of an average pooling to given sizes of the last `n` axes; None keeps a size."""
 
     def row(x: Tensor, sizes: Any) -> Tensor:
-        wanted = [w or m for w, m in zip(ints(sizes, n), x.shape[-n:], strict=True)]
+        wanted = [w or m for w, m in zip(as_ints_per_axis(sizes, n), x.shape[-n:], strict=True)]
         return convolutions.adaptive_average_pool(x, wanted)
 
     return row
 
 
-def resized(mode: str) -> Row:
+def make_nearest_upsample_converter(mode: str) -> OpConverter:
     """Return the converter of a nearest-neighbour upsampling; `mode` is ``nearest`` or ``nearest-exact``.
 
     Its overloads are (size, scales), and (size) with one scale for each axis.
@@ -100,7 +109,7 @@ def resized(mode: str) -> Row:
     return row
 
 
-def resized_smoothly(mode: str) -> Row:
+def make_smooth_upsample_converter(mode: str) -> OpConverter:
     """Return the converter of a linear or cubic upsampling (`mode`), which has ``align_corners``."""
 
     def row(x: Tensor, size: Any, align_corners: bool, *scales: Any) -> Tensor:

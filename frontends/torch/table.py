@@ -19,7 +19,7 @@ from ..tensors import arithmetic as arith
 from ..tensors import indexing, matmul, reductions, shapes
 from . import calls, spatial
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+_UNARY_OPS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(ops, name) for name in ("sqrt", "exp", "expm1", "log", "log1p", "sin", "cos", "tan", "tanh")},
     **{name: getattr(ops, name) for name in ("erf", "sigmoid", "relu", "silu", "hardswish", "hardsigmoid", "sinh")},
     **{name: getattr(ops, name) for name in ("cosh", "floor", "ceil", "trunc")},
@@ -32,15 +32,15 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 """ATen ops of one operand with an equal op of hocket."""
 
-_SAME = ("clone", "alias", "detach", "_to_copy", "to", "contiguous", "lift_fresh_copy", "lift_fresh", "type_as")
+_IDENTITY_OPS = ("clone", "alias", "detach", "_to_copy", "to", "contiguous", "lift_fresh_copy", "lift_fresh", "type_as")
 """ATen ops that return their operand, except for its dtype."""
-_RESHAPES = ("view", "reshape", "_unsafe_view", "view_copy", "_reshape_alias")
+_RESHAPE_OPS = ("view", "reshape", "_unsafe_view", "view_copy", "_reshape_alias")
 """ATen ops that change only the shape."""
 
-ROWS: Mapping[str, calls.Row] = MappingProxyType(
+OP_TABLE: Mapping[str, calls.OpConverter] = MappingProxyType(
     {
-        **dict.fromkeys(_SAME, calls.same),
-        **{name: partial(arith.unary, op) for name, op in _FUNCTIONS.items()},
+        **dict.fromkeys(_IDENTITY_OPS, calls.pass_through),
+        **{name: partial(arith.unary, op) for name, op in _UNARY_OPS.items()},
         **{kind: partial(arith.compare, kind) for kind in ("eq", "ne", "lt", "le", "gt", "ge")},
         **{f"logical_{kind}": getattr(arith, f"logical_{kind}") for kind in ("and", "or", "xor", "not")},
         **{f"bitwise_{kind}": partial(arith.bitwise, kind) for kind in ("and", "or", "xor")},
@@ -67,8 +67,8 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "round": arith.round_even,
         "erfc": lambda x: arith.sub(1.0, arith.unary(ops.erf, x)),
         "exp2": lambda x: arith.unary(ops.exp, arith.scale_and_shift(x, math.log(2))),
-        "log2": calls.log(2),
-        "log10": calls.log(10),
+        "log2": calls.make_log_converter(2),
+        "log10": calls.make_log_converter(10),
         "gelu": calls.gelu,
         "softplus": calls.softplus,
         "elu": calls.elu,
@@ -88,20 +88,20 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "masked_fill": arith.masked_fill,
         "fill": calls.full_like,
         "full_like": calls.full_like,
-        "zeros_like": calls.like(0.0),
-        "ones_like": calls.like(1.0),
-        "empty_like": calls.like(0.0),
-        "new_zeros": calls.new(0.0),
-        "new_ones": calls.new(1.0),
-        "new_empty": calls.new(0.0),
+        "zeros_like": calls.make_constant_like_converter(0.0),
+        "ones_like": calls.make_constant_like_converter(1.0),
+        "empty_like": calls.make_constant_like_converter(0.0),
+        "new_zeros": calls.make_new_constant_converter(0.0),
+        "new_ones": calls.make_new_constant_converter(1.0),
+        "new_empty": calls.make_new_constant_converter(0.0),
         "new_full": calls.new_full,
-        "tril": calls.triangle(np.tril),
-        "triu": calls.triangle(np.triu),
+        "tril": calls.make_triangle_converter(np.tril),
+        "triu": calls.make_triangle_converter(np.triu),
         "dropout": calls.dropout,
         "native_dropout": calls.native_dropout,
-        "copy": calls.replaced,
+        "copy": calls.copy_source,
         # shapes
-        **dict.fromkeys(_RESHAPES, shapes.reshape),
+        **dict.fromkeys(_RESHAPE_OPS, shapes.reshape),
         "flatten": calls.flatten,
         "unflatten": calls.unflatten,
         "permute": shapes.permute,
@@ -126,27 +126,27 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "unfold": calls.unfold,
         "diagonal": calls.diagonal,
         "constant_pad_nd": calls.constant_pad,
-        **{f"reflection_pad{n}d": calls.own_pad("reflect") for n in (1, 2, 3)},
-        **{f"replication_pad{n}d": calls.own_pad("edge") for n in (1, 2, 3)},
+        **{f"reflection_pad{n}d": calls.make_pad_converter("reflect") for n in (1, 2, 3)},
+        **{f"replication_pad{n}d": calls.make_pad_converter("edge") for n in (1, 2, 3)},
         "slice_scatter": calls.slice_scatter,
         "select_scatter": calls.select_scatter,
         # reductions
         "sum": calls.sum_,
         "mean": calls.mean,
-        "var": calls.spread,
-        "std": calls.deviation,
-        "var_mean": calls.spread_and_mean,
-        "max": calls.extreme("max"),
-        "min": calls.extreme("min"),
-        "amax": calls.each_extreme("max"),
-        "amin": calls.each_extreme("min"),
-        "prod": calls.each_extreme("prod"),
+        "var": calls.variance_over,
+        "std": calls.standard_deviation,
+        "var_mean": calls.variance_and_mean,
+        "max": calls.make_extreme_converter("max"),
+        "min": calls.make_extreme_converter("min"),
+        "amax": calls.make_reduction_converter("max"),
+        "amin": calls.make_reduction_converter("min"),
+        "prod": calls.make_reduction_converter("prod"),
         "any": reductions.any_of,
         "all": reductions.all_of,
         "argmax": reductions.argmax,
         "argmin": reductions.argmin,
-        "cumsum": calls.running("sum"),
-        "cumprod": calls.running("prod"),
+        "cumsum": calls.make_cumulative_converter("sum"),
+        "cumprod": calls.make_cumulative_converter("prod"),
         "sort": calls.sort,
         "argsort": calls.argsort,
         "topk": calls.top_k,
@@ -163,7 +163,7 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "addmm": calls.addmm,
         "baddbmm": calls.addmm,
         "scaled_dot_product_attention": calls.attention,
-        "_scaled_dot_product_flash_attention_for_cpu": calls.attention_with_sums,
+        "_scaled_dot_product_flash_attention_for_cpu": calls.attention_with_logsumexp,
         "_softmax": calls.softmax,
         "softmax": calls.softmax,
         "_safe_softmax": calls.masked_softmax,
@@ -190,22 +190,22 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "scatter_reduce": calls.scatter_reduce,
         # spatial
         "convolution": spatial.convolution,
-        **{f"max_pool{n}d": spatial.max_pool(n) for n in (1, 2, 3)},
-        **{f"max_pool{n}d_with_indices": spatial.max_pool(n, places=True) for n in (2, 3)},
-        **{f"avg_pool{n}d": spatial.average_pool(n) for n in (1, 2, 3)},
-        **{f"adaptive_avg_pool{n}d": spatial.adaptive_average_pool(n) for n in (1, 2, 3)},
-        **{f"_adaptive_avg_pool{n}d": spatial.adaptive_average_pool(n) for n in (2, 3)},
-        **{f"upsample_nearest{n}d": spatial.resized("nearest") for n in (1, 2, 3)},
-        **{f"_upsample_nearest_exact{n}d": spatial.resized("nearest-exact") for n in (1, 2, 3)},
-        "upsample_linear1d": spatial.resized_smoothly("linear"),
-        "upsample_bilinear2d": spatial.resized_smoothly("linear"),
-        "upsample_trilinear3d": spatial.resized_smoothly("linear"),
-        "upsample_bicubic2d": spatial.resized_smoothly("cubic"),
+        **{f"max_pool{n}d": spatial.make_max_pool_converter(n) for n in (1, 2, 3)},
+        **{f"max_pool{n}d_with_indices": spatial.make_max_pool_converter(n, places=True) for n in (2, 3)},
+        **{f"avg_pool{n}d": spatial.make_average_pool_converter(n) for n in (1, 2, 3)},
+        **{f"adaptive_avg_pool{n}d": spatial.make_adaptive_average_pool_converter(n) for n in (1, 2, 3)},
+        **{f"_adaptive_avg_pool{n}d": spatial.make_adaptive_average_pool_converter(n) for n in (2, 3)},
+        **{f"upsample_nearest{n}d": spatial.make_nearest_upsample_converter("nearest") for n in (1, 2, 3)},
+        **{f"_upsample_nearest_exact{n}d": spatial.make_nearest_upsample_converter("nearest-exact") for n in (1, 2, 3)},
+        "upsample_linear1d": spatial.make_smooth_upsample_converter("linear"),
+        "upsample_bilinear2d": spatial.make_smooth_upsample_converter("linear"),
+        "upsample_trilinear3d": spatial.make_smooth_upsample_converter("linear"),
+        "upsample_bicubic2d": spatial.make_smooth_upsample_converter("cubic"),
     }
 )
 """Converters by the name of the ATen op, for all of its overloads."""
 
-CAST_FIRST = frozenset(
+CAST_OPERAND_OPS = frozenset(
     {
         *("sum", "mean", "prod", "cumsum", "cumprod", "linalg_vector_norm", "norm"),
         *("_softmax", "softmax", "_log_softmax", "log_softmax", "_safe_softmax"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ...graph.errors import GraphError, PlanError
 from ..plan import Plan
 from ..sharding.axes import Factor
-from ..units import nbytes_text, time_text
+from ..units import format_bytes, format_seconds
 from .fits import shortage
 
 COPIED = 0.1
@@ -99,11 +99,11 @@ class Way:
     def told(self) -> str:
         """What it is, and what it costs."""
         about = "" if self.plan is not None else "about "
-        short = f", {nbytes_text(int(self.lacking))} short" if self.lacking else ""
+        short = f", {format_bytes(int(self.lacking))} short" if self.lacking else ""
         devices = f"{self.devices} device{'s' if self.devices > 1 else ''}"
-        held = nbytes_text(int(self.held))
+        held = format_bytes(int(self.held))
         kind = f"{self.kind} ({self.how})" if self.how else self.kind
-        return f"{kind}, on {devices}: {about}{time_text(self.seconds)}, {held} held in all{short}"
+        return f"{kind}, on {devices}: {about}{format_seconds(self.seconds)}, {held} held in all{short}"
 
 
 def by_cost(plan: Plan) -> tuple[float, str]:
@@ -170,5 +170,5 @@ def _why(other: Way, best: Way) -> str:
     if gain < 0:
         return f"{-gain:.1%} slower"
     dear = [f"{other.devices} devices"] if other.devices > best.devices else []
-    dear += [f"{nbytes_text(int(other.held - best.held))} more"] if other.held > best.held else []
+    dear += [f"{format_bytes(int(other.held - best.held))} more"] if other.held > best.held else []
     return f"{gain:.1%} faster, too little for {' and '.join(dear) or 'another way'}"

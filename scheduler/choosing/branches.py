@@ -109,7 +109,7 @@ class Branches:
 
     def find_schedules(self, devices: int) -> list[BranchSchedule]:
         """Return the best schedules found on `devices` devices; each saves at least `GAIN`."""
-        grain = max(self.total / devices / PARTS, PARTS * self.hardware.meeting(0.0))
+        grain = max(self.total / devices / PARTS, PARTS * self.hardware.collective_seconds(0.0))
         whole = [Cluster([*cluster.nodes], cluster.seconds, {}) for cluster in self._clusters]
         parts = [part for cluster in self._clusters for part in divide_cluster(cluster, self.seconds, grain)]
         schedules = (schedule for division in (whole, parts) for schedule in self._schedule_clusters(division, devices))
@@ -118,11 +118,11 @@ class Branches:
     @cached_property
     def _clusters(self) -> Sequence[Cluster]:
         """The clusters of the graph."""
-        return find_clusters(self.nodes, self.seconds, self.estimate_message_of, self.hardware.meeting(0.0))
+        return find_clusters(self.nodes, self.seconds, self.estimate_message_of, self.hardware.collective_seconds(0.0))
 
     def _schedule_clusters(self, division: Sequence[Cluster], devices: int) -> Iterator[BranchSchedule]:
         """Yield schedules of these clusters by list scheduling, and better ones that are like them."""
-        clusters, owner = link_clusters(division, self.hardware.meeting(0.0))
+        clusters, owner = link_clusters(division, self.hardware.collective_seconds(0.0))
         until_end: dict[Cluster, float] = defaultdict(float)
         for cluster in reversed(clusters):
             until_end[cluster] += cluster.seconds

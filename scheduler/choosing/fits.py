@@ -10,7 +10,7 @@ from ...backends.base import Device
 from ..layout import Local, Shard
 from ..lowering.lane import Lane
 from ..plan import Plan
-from ..units import nbytes_text
+from ..units import format_bytes
 
 STEP = 64
 """Context sizes are suggested in multiples of this."""
@@ -67,13 +67,13 @@ def memory_problem(plan: Plan, *, context: int | None = None) -> str | None:
     worst = max(short, key=lambda pool: pool.lacking)
     where = ", ".join(str(lane.device) for lane in worst.lanes)
     parts = {kind: sum(lane.memory()[kind] for lane in worst.lanes) for kind in worst.lanes[0].memory()}
-    held = ", ".join(f"{kind} {nbytes_text(n)}" for kind, n in parts.items() if n)
+    held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in parts.items() if n)
     others = f" (and {len(short) - 1} more devices)" if len(short) > 1 else ""
     remedies = [r for r in (_context(short, plan, context), _devices(worst, plan), _split(worst, plan)) if r]
-    remedies += [f"use a model with fewer bits a weight (these take {nbytes_text(parts['weight'])} there)"]
+    remedies += [f"use a model with fewer bits a weight (these take {format_bytes(parts['weight'])} there)"]
     remedies += ["use devices with more memory"]
     return (
-        f"{where}{others}: needs {nbytes_text(worst.needed)} ({held}) but has {nbytes_text(worst.memory)}; "
+        f"{where}{others}: needs {format_bytes(worst.needed)} ({held}) but has {format_bytes(worst.memory)}; "
         f"{remedies[0]}, or {remedies[1]}"
     )
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from ...graph.lazy_dataclass import dataclass
 from ..plan import Plan
-from ..succession import GAIN, followed, seconds_apart, stages_text
-from ..units import time_text
+from ..succession import MIN_PIPELINE_SPEEDUP, count_pipeline_stages, estimate_run_interval, format_stage_count
+from ..units import format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Dealing:
     def __str__(self) -> str:
         sequences, taken = sum(self.sizes), len(self.sizes)
         ways = {count: f"in {count} micro-batches" if count > 1 else "as one" for count, _ in self.considered}
-        times = {count: time_text(seconds) for count, seconds in self.considered}
-        follow = f" that follow each other through {stages_text(self.stages, self.devices)}" if taken > 1 else ""
+        times = {count: format_seconds(seconds) for count, seconds in self.considered}
+        follow = f" that follow each other through {format_stage_count(self.stages, self.devices)}" if taken > 1 else ""
         runs = f"{sequences} sequences run" if sequences > 1 else "1 sequence runs"
         said = [f"{runs} {ways[taken]}{follow}, predicted to take {times[taken]} a step"]
         if others := [f"{ways[count]} {times[count]}" for count in reversed(ways) if count != taken]:
             said.append(", ".join(others))
         if others and taken == 1:
-            said.append(f"several have to be {GAIN} times as fast")
+            said.append(f"several have to be {MIN_PIPELINE_SPEEDUP} times as fast")
         elif self.stages < self.devices and self.stages == 1 < sequences:
             said.append("all devices meet, so that none can begin with other sequences")
         return "; ".join(said)
@@ -59,11 +59,11 @@ def dealing(
     """How to deal so many sequences; ``plan_of(n)`` is the plan of a step in which each of `n` gets a token, and
     `counts_of` sequences and stages says which numbers of micro-batches are considered."""
     whole = plan_of(sequences)
-    stages = followed(whole)
+    stages = count_pipeline_stages(whole)
     counts = counts_of(sequences, stages)
-    seconds = {count: count * seconds_apart(plan_of(-(-sequences // count)), count) for count in counts}
+    seconds = {count: count * estimate_run_interval(plan_of(-(-sequences // count)), count) for count in counts}
     at_once = whole.cost.total
     best = min(seconds, key=seconds.__getitem__, default=1)
-    taken = best if best > 1 and at_once >= GAIN * seconds[best] else 1
+    taken = best if best > 1 and at_once >= MIN_PIPELINE_SPEEDUP * seconds[best] else 1
     sizes = tuple(sequences // taken + (at < sequences % taken) for at in range(taken))
     return Dealing(sizes, ((1, at_once), *sorted(seconds.items())), stages, len(whole.lanes))

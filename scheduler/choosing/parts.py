@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from ...graph.lazy_dataclass import dataclass
 from ..plan import Plan
-from ..succession import Leg, legs
+from ..succession import StageTime, estimate_stage_times
 
 PlanOf = Callable[[int, int], Plan]
 """The plan of a run of so many tokens that sees so many cells of a context."""
@@ -44,7 +44,7 @@ class Predicted:
     def __init__(self, plan_of: PlanOf, tokens: tuple[int, int], cells: tuple[int, int]) -> None:
         self._few, self._more = tokens[0], max(1, tokens[1] - tokens[0])
         self._short, self._longer = cells[0], max(1, cells[1] - cells[0])
-        of = {asked: legs(plan_of(*asked)) for asked in {(t, c) for t in tokens for c in cells}}
+        of = {asked: estimate_stage_times(plan_of(*asked)) for asked in {(t, c) for t in tokens for c in cells}}
         stops = [*zip(*(of[t, c] for c in cells for t in tokens), strict=True)]
         self._letters = [_bilinear(*(leg.letters for leg in corners)) for corners in stops]
         self._work = [_bilinear(*(leg.work for leg in corners)) for corners in stops]
@@ -55,13 +55,13 @@ class Predicted:
         cells = (end - tokens / 2) / SEEN
         return (tokens - self._few) / self._more, (cells - self._short) / self._longer
 
-    def legs(self, tokens: int, end: int) -> list[Leg]:
+    def legs(self, tokens: int, end: int) -> list[StageTime]:
         """Of a run of so many tokens that a sequence of the length `end` has then."""
         m, n = self._terms(tokens, end)
         letters, work = (
             [max(0.0, a + b * m + c * n + d * m * n) for a, b, c, d in of] for of in (self._letters, self._work)
         )
-        return [*map(Leg, letters, work)]
+        return [*map(StageTime, letters, work)]
 
     def slowest(self, tokens: int, end: int) -> float:
         """Seconds of the device that takes longest.  Asked for some hundred times before a prompt begins."""
@@ -109,7 +109,7 @@ def seconds_of(way: Sequence[int], behind: int, sizes: Sequence[int], predicted:
         here, there = 0.0, predicted.legs(room(size, sizes), end + size)
         done = done or [0.0] * len(there)
         for at, leg in enumerate(there):
-            here = done[at] = max(done[at], here + leg.letters) + leg.work
+            here = done[at] = max(done[at], here + leg.message_seconds) + leg.compute_seconds
     return max(done, default=0.0)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from ...backends.abilities import overlaps
+from ...backends.abilities import can_group_overlap
 from ...backends.base import DeviceName
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import Graph
@@ -15,32 +15,53 @@ from ...graph.repeated_runs import RepeatedRuns, find_repeated_runs
 from ..layout import REPLICATE, Layout, Local
 from ..lowering.lane import Devices, lanes_of
 from ..machines.hardware import Hardware
-from ..plan import Cuts, Host, Plan
+from ..plan import HostOffload, Plan, ShardedFactors
 from ..sharding.axes import Factor
-from ..sharding.chunks import COUNTS, WHOLE, Chunks, laid_in_chunks, tokens_of
-from ..sharding.emit import Sharded, shard
+from ..sharding.chunks import CHUNK_COUNTS, SINGLE_CHUNK, OverlapChunks, find_token_factor, partition_in_chunks
+from ..sharding.emit import PartitionedGraphs, partition_graph
 from ..sharding.factors import Factors
-from ..sharding.layers import NOTHING_HELD, Placement, even_shares, layer_split, placed_like
-from ..sharding.layers import place as place_nodes
+from ..sharding.layers import (
+    NO_FIXED_VALUES,
+    Placement,
+    compute_balanced_proportions,
+    placement_from_layouts,
+    split_layers,
+)
+from ..sharding.layers import emit_placed_graphs as place_nodes
 from ..sharding.pins import (
     NO_PINS,
     Pin,
     Pins,
-    Place,
-    as_before,
-    closed,
-    decided,
-    lying,
-    placements,
-    rescued,
-    settled,
-    unable,
-    wished,
+    PlacementRules,
+    extend_pins,
+    find_unsupported,
+    find_user_pins,
+    list_pinned_nodes,
+    pin_discrete_choices,
+    pin_earlier_layouts,
+    pin_leaves,
+    pins_from_layouts,
+    relocate_unsupported,
 )
-from ..sharding.rows import GAIN, Laying
-from ..sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
-from ..sharding.teams import Composed, Teams, compose, stages_like, teams_by, teams_like
-from ..spelling import spelled_out
+from ..sharding.rows import MIN_GAIN, SequenceParallelOptions
+from ..sharding.search import (
+    NO_LEAF_LAYOUTS,
+    FactorChoice,
+    FactorSearch,
+    assign_shard_ranges,
+    describe_all_factors,
+    describe_factors,
+    factors_from_description,
+)
+from ..sharding.teams import (
+    HybridGraphs,
+    StageGroups,
+    find_groups_of_programs,
+    partition_hybrid,
+    split_into_groups,
+    stages_from_layouts,
+)
+from ..spelling import decompose_unsupported
 from .branches import BranchSchedule
 from .fits import by_memory, shortage, spilled
 from .repeating import Repeated, repeated
@@ -58,21 +79,21 @@ class Planning:
         group: Devices,
         shares: Sequence[float],
         hardware: Hardware,
-        place: Place = (),
+        place: PlacementRules = (),
         earlier: Plan | None = None,
         use: Use | None = None,
     ) -> None:
         self.graph, self.group, self.hardware, self.use = graph, group, hardware, use
         self.place = [(pattern, str(DeviceName.parse(device))) for pattern, device in place]
         self.shares = shares or (() if earlier is None else earlier.shares)
-        self.lies = NO_LEAVES if earlier is None else earlier.leaves
+        self.lies = NO_LEAF_LAYOUTS if earlier is None else earlier.leaves
         self.proportions = self.shares or [1.0] * len(group)
         self.names = [str(device) for _, device in group]
-        self.wished = wished(graph, self.place, self.names, strict=earlier is None)
+        self.wished = find_user_pins(graph, self.place, self.names, strict=earlier is None)
 
         self.doubt: tuple[str, ...] = ()  # why runs are not repeated
 
-    def made(self, mode: Mode, like: Plan | None, choose: Chooser | None, host: Host | None) -> Plan:
+    def made(self, mode: Mode, like: Plan | None, choose: Chooser | None, host: HostOffload | None) -> Plan:
         """The plan, not yet proven."""
         made = self.answer(mode, like, choose)
         if host is not None and like is None and mode is not Planning.shards and shortage(made):
@@ -81,8 +102,8 @@ class Planning:
         return replace(made, spare=tuple(name for name in self.names if name not in taken))
 
     @cached_property
-    def search(self) -> Search:
-        return Search(self.graph, Factors(self.graph))
+    def search(self) -> FactorSearch:
+        return FactorSearch(self.graph, Factors(self.graph))
 
     @cached_property
     def repeats(self) -> RepeatedRuns | None:
@@ -101,27 +122,27 @@ class Planning:
         if choose is not None:
             chosen, why = choose(self.graph, self.factors), "chosen by the caller"
             if mode is Planning.staged:
-                return self.in_teams(teams_by(self.machine, len(self.group)), Choice(chosen, (why,)))
+                return self.in_teams(split_into_groups(self.machine, len(self.group)), FactorChoice(chosen, (why,)))
             return self.given(chosen, why)
         return mode(self)
 
     def like(self, earlier: Plan) -> Plan:
         """Over weights and states that lie on the devices already."""
-        if (teams := teams_like([lane.program for lane in earlier.lanes])) is not None:
-            where = stages_like(self.graph, earlier.leaves, teams)
+        if (teams := find_groups_of_programs([lane.program for lane in earlier.lanes])) is not None:
+            where = stages_from_layouts(self.graph, earlier.leaves, teams)
             return self._composed(where, teams, earlier.cuts, ("an earlier plan's layout",), earlier.leaves)
-        held = lying(self.graph, earlier.leaves)
+        held = pins_from_layouts(self.graph, earlier.leaves)
         stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
-            where = placed_like(self.graph, earlier.leaves)
+            where = placement_from_layouts(self.graph, earlier.leaves)
             base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
             return self._placed(base, {v: lies for v, lies in held.leaves.items() if isinstance(lies, Local)})
         if len(self.group) == 1 and not self.place and not held.leaves:
             return self.whole("an earlier plan's layout")
-        chosen = factors_at(self.graph, self.factors, earlier.cuts)
+        chosen = factors_from_description(self.graph, self.factors, earlier.cuts)
         if self.graph.digest() != earlier.graph.digest():  # what stands at a place may be another factor
-            chosen = frozenset(f for f in chosen if f.can_be_cut)
-        choice = Choice(chosen, ("an earlier plan's layout",))
+            chosen = frozenset(f for f in chosen if f.can_be_sharded)
+        choice = FactorChoice(chosen, ("an earlier plan's layout",))
         if (short := self._once(choice, earlier.leaves)) is not None:
             return short
         while True:
@@ -132,7 +153,7 @@ class Planning:
                     "this graph reads a weight in other pieces than an earlier plan has cut it, which cannot be put "
                     f"together: {why}; make one plan for both, or load the weights anew"
                 ) from None
-            before, held = held, as_before(held, self.graph, plan.leaves, earlier.leaves)
+            before, held = held, pin_earlier_layouts(held, self.graph, plan.leaves, earlier.leaves)
             if held == before:
                 return plan
 
@@ -142,7 +163,7 @@ class Planning:
         hardware = self.hardware if len(self.group) == 1 else self.hardware.alone
         first = Planning(self.graph, self.group[:1], (), hardware)
         first.doubt, first.repeats = self.doubt, self.repeats
-        if not self.wished and not unable([self.graph], [{}], self.group[:1]):
+        if not self.wished and not find_unsupported([self.graph], [{}], self.group[:1]):
             return first.whole()
         base = {
             n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
@@ -160,7 +181,7 @@ class Planning:
             return Plan(self.graph, short.lanes, short.leaves, short.outputs, frozenset(), reasons, self.hardware)
         leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
         same = {node: node for node in self.graph.nodes}
-        sharded = Sharded((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
+        sharded = PartitionedGraphs((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
         return self._plan(self._able(sharded), frozenset(), reasons, {})
 
     def layers(self) -> Plan:
@@ -168,12 +189,12 @@ class Planning:
         equal and there is a use, so that they take equally long for it."""
         memory = [device.memory for _, device in self.group]
         if self.use is not None and not self.shares and len(set(memory)) == 1:
-            return self._layers(even_shares(self.use.evened, len(memory)))
+            return self._layers(compute_balanced_proportions(self.use.evened, len(memory)))
         return self._layers(self.shares or by_memory([device for _, device in self.group]))
 
     def _layers(self, shares: Sequence[float], *, trim: bool = False, last: str = "") -> Plan:
         """Consecutive nodes on each device by their shares; `last` is why the last device takes part."""
-        where = layer_split(self.graph, shares, self.wished)
+        where = split_layers(self.graph, shares, self.wished)
         because = [f"layer split, with {share / sum(shares):.0%} of the weights and states" for share in shares]
         because[-1] = last or because[-1]
         return self._placed({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
@@ -183,7 +204,7 @@ class Planning:
         pins = {node: Pin(device, "it is in a branch of its own") for node, device in schedule.placement.items()}
         return self._placed(pins, trim=True, order=schedule.order)
 
-    def with_host(self, host: Host, *, alone: bool) -> Plan | None:
+    def with_host(self, host: HostOffload, *, alone: bool) -> Plan | None:
         """A layer split in which one more device, the host, takes what does not fit on the others."""
         if str(host.device) in {str(device) for _, device in self.group}:
             return None
@@ -205,7 +226,7 @@ class Planning:
     def _placed(
         self,
         base: Mapping[Node, Pin],
-        held: Mapping[Value, Local] = NOTHING_HELD,
+        held: Mapping[Value, Local] = NO_FIXED_VALUES,
         *,
         trim: bool = False,
         order: Sequence[Node] = (),
@@ -213,7 +234,7 @@ class Planning:
         """Whole nodes on devices: `base`, but for pins; with `trim` only devices that have work.  They start in
         `order`, if it is given."""
 
-        def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
+        def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
             where = {**base, **pins}
             placement = {n: p.device for n, p in where.items()}
             return where, place_nodes(self.graph, placement, len(self.group), held, order)
@@ -230,16 +251,16 @@ class Planning:
 
     def given(self, chosen: frozenset[Factor], why: str) -> Plan:
         """The plan in which these factors are cut, each where it can be; `why` is what explain shows."""
-        return self.cut(Choice(chosen, (why,)))
+        return self.cut(FactorChoice(chosen, (why,)))
 
     def shards(self) -> Plan:
         """Cut wherever kernels get shorter."""
-        return self.cut(self.search.choose(len(self.group), self.hardware, eager=True))
+        return self.cut(self.search.choose_factors(len(self.group), self.hardware, eager=True))
 
     def staged(self) -> Plan:
         """Consecutive nodes on each team of devices, cut among the team wherever kernels get shorter."""
-        teams = teams_by(self.machine, len(self.group))
-        return self.in_teams(teams, self.search.choose(len(teams[0]), self.hardware, eager=True))
+        teams = split_into_groups(self.machine, len(self.group))
+        return self.in_teams(teams, self.search.choose_factors(len(teams[0]), self.hardware, eager=True))
 
     @property
     def machine(self) -> int:
@@ -248,45 +269,47 @@ class Planning:
         counts = {ranks.count(rank) for rank in ranks}
         return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
 
-    def in_teams(self, teams: Teams, choice: Choice) -> Plan:
+    def in_teams(self, teams: StageGroups, choice: FactorChoice) -> Plan:
         """Consecutive nodes on each team, cut among it as chosen."""
-        if self.wished or decided(self.graph, self.group):
+        if self.wished or pin_discrete_choices(self.graph, self.group):
             raise PlanError(
                 "split mode layer,tensor places no single nodes and mixes no backends; "
                 "leave --place out and name devices of one kind, or use layer or tensor"
             )
         held = self.shares or by_memory([device for _, device in self.group])
-        where = layer_split(self.graph, [sum(held[d] for d in team) for team in teams])
-        cuts = all_cuts_of(self.graph, self.factors, choice.factors)
+        where = split_layers(self.graph, [sum(held[d] for d in team) for team in teams])
+        cuts = describe_all_factors(self.graph, self.factors, choice.factors)
         shown = [", ".join(self.names[d] for d in (team[0], team[-1])) for team in teams]
         notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(shown)]
-        plan = self._composed(where, teams, cuts, (*choice.considered, *notes))
-        if teams_like([lane.program for lane in plan.lanes]) is None:
+        plan = self._composed(where, teams, cuts, (*choice.alternatives, *notes))
+        if find_groups_of_programs([lane.program for lane in plan.lanes]) is None:
             raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
         return plan
 
     def _composed(
         self,
         where: Placement,
-        teams: Teams,
-        cuts: Cuts,
+        teams: StageGroups,
+        cuts: ShardedFactors,
         why: tuple[str, ...],
         earlier: Mapping[str, Layout] | None = None,
     ) -> Plan:
         """The nodes in stages, each cut among its team."""
 
-        def composed(chunks: Chunks = WHOLE) -> Composed:
-            return compose(self.graph, where, teams, cuts, self.proportions, self.hardware, earlier, chunks)
+        def composed(chunks: OverlapChunks = SINGLE_CHUNK) -> HybridGraphs:
+            return partition_hybrid(self.graph, where, teams, cuts, self.proportions, self.hardware, earlier, chunks)
 
-        def chunked(chunks: Chunks, note: str) -> Plan | None:
+        def chunked(chunks: OverlapChunks, note: str) -> Plan | None:
             made = composed(chunks)
-            if not made.has_chunks or unable(made.sharded.graphs, made.sharded.origins, self.group):
+            if not made.has_chunks or find_unsupported(
+                made.partitioned_graphs.graphs, made.partitioned_graphs.source_nodes, self.group
+            ):
                 return None
-            return self._plan(made.sharded, made.cuts, (*why, note), {})
+            return self._plan(made.partitioned_graphs, made.sharded_factors, (*why, note), {})
 
         first = composed()
-        plan = self._plan(self._able(first.sharded), first.cuts, why, {})
-        return _in_chunks(plan, chunked) if first.has_chunks and overlaps(self.group) else plan
+        plan = self._plan(self._able(first.partitioned_graphs), first.sharded_factors, why, {})
+        return _in_chunks(plan, chunked) if first.has_chunks and can_group_overlap(self.group) else plan
 
     def first(self, devices: int) -> Planning:
         """The same for the first devices of the group."""
@@ -300,59 +323,71 @@ class Planning:
         """The plan of a graph over weights and states as they lie in one of these devices; it is not proven."""
         if graph is self.graph:
             return plan
-        return Planning(spelled_out(graph, self.group), plan.group, (), plan.hardware, self.place, plan).like(plan)
+        return Planning(decompose_unsupported(graph, self.group), plan.group, (), plan.hardware, self.place, plan).like(
+            plan
+        )
 
-    def cut(self, choice: Choice, held: Pins | None = None) -> Plan:
+    def cut(self, choice: FactorChoice, held: Pins | None = None) -> Plan:
         """What is chosen is cut, but for what is placed or `held`."""
-        first = {**decided(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
+        first = {**pin_discrete_choices(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
         if held is None and (short := self._once(choice)) is not None:
             return short
-        asked = cuts_of(self.graph, self.factors, choice.factors, {})
-        shares = deal(self.graph, self.factors, asked, self.proportions, self.lies)
+        asked = describe_factors(self.graph, self.factors, choice.factors, {})
+        shares = assign_shard_ranges(self.graph, self.factors, asked, self.proportions, self.lies)
 
-        def laying(nodes: Mapping[Node, Pin]) -> Laying:
-            pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
+        def laying(nodes: Mapping[Node, Pin]) -> SequenceParallelOptions:
+            pins = pin_leaves(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
             given = pins if nodes or pins.leaves else NO_PINS
-            return Laying(self.graph, self.factors, choice.factors, given, len(self.group), self.hardware)
+            return SequenceParallelOptions(
+                self.graph, self.factors, choice.factors, given, len(self.group), self.hardware
+            )
 
-        def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
-            return nodes, shard(self.graph, self.factors, laying(nodes).fastest(), shares)
+        def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
+            return nodes, partition_graph(self.graph, self.factors, laying(nodes).choose_fastest(), shares)
 
         where, sharded = self._built(first, build)
 
-        def plan(sharded: Sharded, *notes: str) -> Plan:
-            cuts = cuts_of(self.graph, self.factors, choice.factors, sharded.leaves)
+        def plan(sharded: PartitionedGraphs, *notes: str) -> Plan:
+            cuts = describe_factors(self.graph, self.factors, choice.factors, sharded.leaves)
             note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
-            return self._plan(sharded, cuts, (*choice.considered, *note, *self.doubt, *notes), where)
+            return self._plan(sharded, cuts, (*choice.alternatives, *note, *self.doubt, *notes), where)
 
         made = plan(sharded)
-        if not overlaps(self.group):
+        if not can_group_overlap(self.group):
             return made
         of = laying(where)
-        if (tokens := tokens_of(of.plain, self.factors)) is None:
+        if (tokens := find_token_factor(of.replicated_assignment, self.factors)) is None:
             return made
 
-        def chunked(chunks: Chunks, note: str) -> Plan | None:
-            laid = of.plain if chunks.saving is None else of.with_less_work(tokens, chunks.saving)
+        def chunked(chunks: OverlapChunks, note: str) -> Plan | None:
+            laid = (
+                of.replicated_assignment
+                if chunks.required_saving_seconds is None
+                else of.shard_if_saving(tokens, chunks.required_saving_seconds)
+            )
             if laid is None:
                 return None
-            graphs = laid_in_chunks(self.graph, self.factors, laid, shares, tokens, chunks.count)
-            return None if graphs is None or unable(graphs.graphs, graphs.origins, self.group) else plan(graphs, note)
+            graphs = partition_in_chunks(self.graph, self.factors, laid, shares, tokens, chunks.chunk_count)
+            return (
+                None
+                if graphs is None or find_unsupported(graphs.graphs, graphs.source_nodes, self.group)
+                else plan(graphs, note)
+            )
 
         return _in_chunks(made, chunked)
 
-    def _once(self, choice: Choice, lies: Mapping[str, Layout] | None = None) -> Plan | None:
+    def _once(self, choice: FactorChoice, lies: Mapping[str, Layout] | None = None) -> Plan | None:
         """The plan in which layers that are alike are planned once, if nothing is in the way."""
-        if self.wished or self.doubt or decided(self.graph, self.group):
+        if self.wished or self.doubt or pin_discrete_choices(self.graph, self.group):
             return None
-        every = all_cuts_of(self.graph, self.factors, choice.factors)
+        every = describe_all_factors(self.graph, self.factors, choice.factors)
         made = repeated(self.graph, self.repeats, self.group, every, self.proportions, self.hardware, lies)
         if made is None:
             return None
-        cuts, shares = cuts_of(self.graph, self.factors, choice.factors, made.leaves), tuple(self.shares)
+        cuts, shares = describe_factors(self.graph, self.factors, choice.factors, made.leaves), tuple(self.shares)
 
         def plan(of: Repeated, *notes: str) -> Plan:
-            why = *choice.considered, *notes
+            why = *choice.alternatives, *notes
             return Plan(self.graph, of.lanes, of.leaves, of.outputs, cuts, why, self.hardware, shares=shares)
 
         first, in_chunks = plan(made), made.in_chunks
@@ -361,32 +396,36 @@ class Planning:
         return _in_chunks(first, lambda chunks, note: None if (of := in_chunks(chunks)) is None else plan(of, note))
 
     def _built(
-        self, pins: Mapping[Node, Pin], build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], Sharded]]
-    ) -> tuple[Mapping[Node, Pin], Sharded]:
+        self,
+        pins: Mapping[Node, Pin],
+        build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], PartitionedGraphs]],
+    ) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
         """What `build` makes of the pins, more of which are added until every device can run what it is given."""
         pins = dict(pins)
         while True:
-            where, sharded = build(closed(self.graph, pins))
-            if not (found := unable(sharded.graphs, sharded.origins, self.group)):
+            where, sharded = build(extend_pins(self.graph, pins))
+            if not (found := find_unsupported(sharded.graphs, sharded.source_nodes, self.group)):
                 return where, sharded
-            pins.update(rescued(found, where, self.group))
+            pins.update(relocate_unsupported(found, where, self.group))
 
-    def _able(self, sharded: Sharded) -> Sharded:
+    def _able(self, sharded: PartitionedGraphs) -> PartitionedGraphs:
         """The same.  Raises `PlanError` naming the first node that its device cannot run."""
-        for found in unable(sharded.graphs, sharded.origins, self.group):
-            raise PlanError(f"{found.local!r} cannot run on {self.names[found.device]}: {found.why}")
+        for found in find_unsupported(sharded.graphs, sharded.source_nodes, self.group):
+            raise PlanError(f"{found.local_node!r} cannot run on {self.names[found.device]}: {found.reason}")
         return sharded
 
-    def _plan(self, sharded: Sharded, cuts: Cuts, reasons: tuple[str, ...], where: Mapping[Node, Pin]) -> Plan:
+    def _plan(
+        self, sharded: PartitionedGraphs, cuts: ShardedFactors, reasons: tuple[str, ...], where: Mapping[Node, Pin]
+    ) -> Plan:
         lanes = lanes_of(sharded.graphs, self.group)
-        placed = placements(self.graph, where)
+        placed = list_pinned_nodes(self.graph, where)
         shares = tuple(self.shares)
         return Plan(
             self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed, shares=shares
         )
 
 
-def _in_chunks(made: Plan, chunked: Callable[[Chunks, str], Plan | None]) -> Plan:
+def _in_chunks(made: Plan, chunked: Callable[[OverlapChunks, str], Plan | None]) -> Plan:
     """`made`, or one of the plans in which sums over devices are taken in chunks of tokens, if one costs less by more
     than predictions are good for; in more chunks, as long as enough is left to be hidden.  ``chunked(chunks, note)`` is
     such a plan, if there is one.
@@ -394,19 +433,19 @@ def _in_chunks(made: Plan, chunked: Callable[[Chunks, str], Plan | None]) -> Pla
     Where chunks are dealt, of each sum the reduce-scatter of the last one and the all-gather of the first have nothing
     beside them: dealing has to save more than that takes.
     """
-    best, least = made, made.cost.total * (1 - GAIN)
+    best, least = made, made.cost.total * (1 - MIN_GAIN)
     enough, waiting = made.cost.total - least, made.cost.collectives - made.cost.hidden
-    for count in COUNTS:
+    for count in CHUNK_COUNTS:
         if (
             waiting < enough
-            or (one := chunked(Chunks(count), note := f"tokens go in {count} chunks from sum to sum")) is None
+            or (one := chunked(OverlapChunks(count), note := f"tokens go in {count} chunks from sum to sum")) is None
         ):
             break
         waiting = one.cost.collectives - one.cost.hidden
         if one.cost.total < least:
             best, least = one, one.cost.total
         saving = max(0.0, one.cost.total - waiting + one.cost.collectives / count - least)
-        if (dealt := chunked(Chunks(count, saving), f"{note}, each dealt to the devices")) is None:
+        if (dealt := chunked(OverlapChunks(count, saving), f"{note}, each dealt to the devices")) is None:
             continue
         if dealt.cost.total < least:
             best, least = dealt, dealt.cost.total

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from ...backends.abilities import overlaps
+from ...backends.abilities import can_group_overlap
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
@@ -22,16 +22,16 @@ from ..layout import Layout
 from ..lowering.lane import Devices, Lane, lanes_from, lanes_of
 from ..lowering.unfold import kinds_of_steps
 from ..machines.hardware import Hardware
-from ..plan import Cuts
-from ..sharding.assign import Assignment
+from ..plan import ShardedFactors
+from ..sharding.assign import ShardingAssignment
 from ..sharding.axes import Factor
-from ..sharding.chunks import Chunks, laid_in_chunks, tokens_of
-from ..sharding.emit import Sharded, shard
+from ..sharding.chunks import OverlapChunks, find_token_factor, partition_in_chunks
+from ..sharding.emit import PartitionedGraphs, partition_graph
 from ..sharding.factors import Factors
-from ..sharding.pins import NO_PINS, unable
-from ..sharding.rows import Laying
-from ..sharding.search import deal, factors_at
-from ..sharding.shares import Shares
+from ..sharding.pins import NO_PINS, find_unsupported
+from ..sharding.rows import SequenceParallelOptions
+from ..sharding.search import assign_shard_ranges, factors_from_description
+from ..sharding.shares import ShardRanges
 
 WORTH = 2_000
 """Nodes of all devices that a short graph has to save: making and proving so many takes a second or two."""
@@ -50,14 +50,14 @@ class Repeated:
     lanes: tuple[Lane, ...]
     leaves: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
-    in_chunks: Callable[[Chunks], Repeated | None] | None = None
+    in_chunks: Callable[[OverlapChunks], Repeated | None] | None = None
 
 
 def repeated(
     graph: Graph,
     repeats: RepeatedRuns | None,
     group: Devices,
-    cuts: Cuts,
+    cuts: ShardedFactors,
     proportions: Sequence[float],
     hardware: Hardware,
     lies: Mapping[str, Layout] | None = None,
@@ -88,18 +88,18 @@ class _Cut:
         of: ShortenedGraph,
         group: Devices,
         hardware: Hardware,
-        cuts: Cuts,
+        cuts: ShardedFactors,
         proportions: Sequence[float],
-        own: Cuts,
+        own: ShardedFactors,
     ) -> None:
         self.of, self.group, self.hardware = of, group, hardware
         self.cuts, self.proportions, self.own = cuts, proportions, own
         self.factors = Factors(of.short_graph)
-        self.chosen = factors_at(of.short_graph, self.factors, own)
+        self.chosen = factors_from_description(of.short_graph, self.factors, own)
 
     @cached_property
-    def shares(self) -> Shares:
-        return deal(self.of.short_graph, self.factors, self.own, self.proportions)
+    def shares(self) -> ShardRanges:
+        return assign_shard_ranges(self.of.short_graph, self.factors, self.own, self.proportions)
 
     def of_kinds(self, times: int) -> _Cut | None:
         """The same with so many kinds of runs."""
@@ -119,24 +119,26 @@ class _Cut:
     @property
     def kinds(self) -> int:
         """How many kinds of devices there are, by their shares."""
-        shares = (self.shares.of(factor) for factor in self.chosen)
+        shares = (self.shares.ranges_of(factor) for factor in self.chosen)
         return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
 
     @cached_property
-    def laying(self) -> Laying:
-        return Laying(self.of.short_graph, self.factors, self.chosen, NO_PINS, len(self.group), self.hardware)
+    def laying(self) -> SequenceParallelOptions:
+        return SequenceParallelOptions(
+            self.of.short_graph, self.factors, self.chosen, NO_PINS, len(self.group), self.hardware
+        )
 
     @property
-    def plain(self) -> Assignment:
-        return self.laying.plain
+    def plain(self) -> ShardingAssignment:
+        return self.laying.replicated_assignment
 
-    def emitted(self, laid: Assignment) -> Sharded:
-        return shard(self.of.short_graph, self.factors, laid, self.shares)
+    def emitted(self, laid: ShardingAssignment) -> PartitionedGraphs:
+        return partition_graph(self.of.short_graph, self.factors, laid, self.shares)
 
-    def repeated(self, sharded: Sharded) -> Repeated | None:
+    def repeated(self, sharded: PartitionedGraphs) -> Repeated | None:
         """The long graph; None if devices cannot run the short one, or its runs cannot be repeated."""
         of = self.of
-        if unable(sharded.graphs, sharded.origins, self.group):
+        if find_unsupported(sharded.graphs, sharded.source_nodes, self.group):
             return None
         lanes = lanes_of(sharded.graphs, self.group, of)
         if not all(_is_repeatable(lane, of) for lane in {id(lane.program): lane for lane in lanes}.values()):
@@ -149,7 +151,7 @@ class _Cut:
         }
         return Repeated(lanes_from(lanes, of), leaves, sharded.outputs)
 
-    def in_chunks(self, chunks: Chunks) -> Repeated | None:
+    def in_chunks(self, chunks: OverlapChunks) -> Repeated | None:
         """The same with sums over devices in chunks of tokens.  The last run is as those behind it: there sums may be
         of a few tokens only.  Before the first nothing may have been dealt yet."""
         inner = self.of.deep_repetitions.drop_last()
@@ -159,16 +161,18 @@ class _Cut:
                 if runs.count >= self.of.short_count
                 else None
             )
-            if cut is None or (tokens := tokens_of(cut.plain, cut.factors)) is None:
+            if cut is None or (tokens := find_token_factor(cut.plain, cut.factors)) is None:
                 return None
-            laid: Assignment | None = cut.plain
-            if chunks.saving is not None:
+            laid: ShardingAssignment | None = cut.plain
+            if chunks.required_saving_seconds is not None:
                 part = len(cut.of.short_graph.nodes) / len(cut.of.deep_graph.nodes)
-                laid = cut.laying.with_less_work(tokens, chunks.saving * part)
+                laid = cut.laying.shard_if_saving(tokens, chunks.required_saving_seconds * part)
             if laid is None:
                 return None
             if _carries_alike(cut.of, laid):
-                sharded = laid_in_chunks(cut.of.short_graph, cut.factors, laid, cut.shares, tokens, chunks.count)
+                sharded = partition_in_chunks(
+                    cut.of.short_graph, cut.factors, laid, cut.shares, tokens, chunks.chunk_count
+                )
                 return None if sharded is None else cut.repeated(sharded)
         return None
 
@@ -178,14 +182,14 @@ def _laid_out(cut: _Cut) -> Repeated | None:
     of, group = cut.of, cut.group
     if (of.deep_repetitions.count - of.short_count) * of.deep_repetitions.length * cut.kinds < WORTH:
         return None
-    laid = cut.laying.fastest()
+    laid = cut.laying.choose_fastest()
     made = cut.repeated(cut.emitted(laid)) if _carries_alike(of, laid) else None
-    if made is None or not overlaps(group) or tokens_of(cut.plain, cut.factors) is None:
+    if made is None or not can_group_overlap(group) or find_token_factor(cut.plain, cut.factors) is None:
         return made
     return replace(made, in_chunks=cut.in_chunks)
 
 
-def _shortened(of: ShortenedGraph, cuts: Cuts) -> Cuts | None:
+def _shortened(of: ShortenedGraph, cuts: ShardedFactors) -> ShardedFactors | None:
     """What is cut of the short graph; None if runs are not cut alike."""
     number = {node.name: at for at, node in enumerate(of.deep_nodes) if node.is_leaf}
     by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
@@ -207,12 +211,14 @@ def _shortened(of: ShortenedGraph, cuts: Cuts) -> Cuts | None:
 def _kinds_needed(once: _Cut) -> int:
     """Of how many kinds runs are to be, so that rounding evens out over them."""
     inner = frozenset(cut for cut in once.own if once.of.kind_of_name(cut[0]) == 0)
-    sizes = [factor.size for factor in factors_at(once.of.short_graph, once.factors, inner)]
-    shares = Shares(once.proportions)
+    sizes = [factor.size for factor in factors_from_description(once.of.short_graph, once.factors, inner)]
+    shares = ShardRanges(once.proportions)
     dealt: dict[int, list[int]] = {size: [0] * len(once.proportions) for size in sizes}
     for times in range(1, KINDS[-1] + 1):
         for size in sizes:
-            dealt[size] = [n + high - low for n, (low, high) in zip(dealt[size], shares.of(Factor(size)), strict=True)]
+            dealt[size] = [
+                n + high - low for n, (low, high) in zip(dealt[size], shares.ranges_of(Factor(size)), strict=True)
+            ]
         wanted = {size: [times * sizes.count(size) * size * p for p in shares.proportions] for size in sizes}
         pairs = (pair for size in sizes for pair in zip(dealt[size], wanted[size], strict=True))
         if times in KINDS and all(abs(has - ideal) <= UNEVEN * ideal for has, ideal in pairs):
@@ -220,18 +226,22 @@ def _kinds_needed(once: _Cut) -> int:
     return KINDS[-1]
 
 
-def _carries_alike(of: ShortenedGraph, laid: Assignment) -> bool:
+def _carries_alike(of: ShortenedGraph, laid: ShardingAssignment) -> bool:
     """Whether what runs carry is in the same state on the devices before all runs, and behind each."""
     firsts = [of.short_repetitions.first_node_of(run) for run in range(PREAMBLE, of.short_count)]
     carried = [[of.short_nodes[first + place] for first in firsts] for place in of.deep_repetitions.carried_positions]
-    return all(len({tuple(map(laid.made.__getitem__, node.results)) for node in nodes}) == 1 for nodes in carried)
+    return all(
+        len({tuple(map(laid.produced_layouts.__getitem__, node.results)) for node in nodes}) == 1 for nodes in carried
+    )
 
 
 def _is_repeatable(lane: Lane, of: ShortenedGraph) -> bool:
     """Whether runs of the steps of a device may follow each other in any order: each kind comes by itself and in turn,
     what it reads of the one before lies in the same place in all, and nothing is done for all runs at the end."""
     kinds = kinds_of_steps(lane.graph, lane.program, of)
-    copies = any(i.index < 0 and at not in lane.program.saves for at, i in enumerate(lane.program.instructions))
+    copies = any(
+        i.index < 0 and at not in lane.program.save_positions for at, i in enumerate(lane.program.instructions)
+    )
     if kinds != sorted(kinds) or {*kinds} != {*range(PREAMBLE, of.short_count + 1)} or copies:
         return False
     if lane.graph.outputs.keys() != of.short_graph.outputs.keys():

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from ...graph.graph import Graph
 from ..machines.hardware import Hardware
 from ..plan import Plan
-from ..sharding.cost import Costs
-from ..succession import GAIN, followed, gain
+from ..sharding.cost import AssignmentCost
+from ..succession import MIN_PIPELINE_SPEEDUP, count_pipeline_stages, estimate_pipeline_speedup
 from .auto import Way
 from .microbatches import counts_of, dealing
 from .parts import Predicted, in_parts
@@ -63,7 +63,7 @@ class Use:
     def _read(self, plan_of: PlanOf) -> tuple[float, int]:
         """Seconds of one prompt, and in how many parts it is read."""
         step = plan_of(self.sequences, 1)
-        if followed(step) > 1 and gain(step) >= GAIN:
+        if count_pipeline_stages(step) > 1 and estimate_pipeline_speedup(step) >= MIN_PIPELINE_SPEEDUP:
             ends = (self.sizes[0], self.sizes[-1])
             predicted = Predicted(lambda tokens, cells: plan_of(1, tokens), ends, (self.prompt, self.prompt))
             parts = in_parts(self.prompt, 0, self.sizes, predicted)
@@ -119,8 +119,8 @@ class Promises:
     def _alone(self, sequences: int, tokens: int, team: int = 1) -> float:
         """Seconds of a run that so many devices share, each of whom launches all."""
         if (sequences, tokens) not in self._known:
-            done = Costs(self.use.graph_of(sequences, tokens), 1, self.hardware).work.values()
-            work = sum(self.hardware.compute(*each, launches=0.0) for each in done)
+            done = AssignmentCost(self.use.graph_of(sequences, tokens), 1, self.hardware).node_work.values()
+            work = sum(self.hardware.compute_seconds(*each, launches=0.0) for each in done)
             self._known[sequences, tokens] = work, len(done) * self.hardware.launch
         work, launches = self._known[sequences, tokens]
         return work / team + launches

@@ -10,9 +10,9 @@ from functools import cache, partial
 from ..machines.hardware import Hardware
 from ..plan import Plan
 from ..sharding.axes import Factor
-from ..sharding.cost import Costs
-from ..sharding.pins import decided
-from ..sharding.teams import teams_by
+from ..sharding.cost import AssignmentCost
+from ..sharding.pins import pin_discrete_choices
+from ..sharding.teams import split_into_groups
 from .auto import Way, best_of, by_cost
 from .branches import GAIN, Branches
 from .planning import Planning
@@ -26,7 +26,7 @@ def best_way(planning: Planning) -> Plan:
     that lacks least."""
     alone, use, graph = planning.alone(), planning.use, planning.graph
     among = replace(alone, hardware=planning.hardware) if alone.hardware != planning.hardware else alone
-    costs = Costs(graph, 1, planning.hardware)
+    costs = AssignmentCost(graph, 1, planning.hardware)
     hardware = _as_run(costs, among)
     promises = None if use is None else Promises(use, hardware)
     judge = by_cost if promises is None else partial(_judged, planning, promises)
@@ -48,10 +48,10 @@ def _judged(planning: Planning, promises: Promises, plan: Plan) -> tuple[float, 
     return use.judged(over, promises.counts_of)
 
 
-def _ways(planning: Planning, alone: Plan, once: float, hardware: Hardware, costs: Costs) -> list[Way]:
+def _ways(planning: Planning, alone: Plan, once: float, hardware: Hardware, costs: AssignmentCost) -> list[Way]:
     """All that is not on one device alone, by single runs."""
     devices = len(planning.group)
-    seconds = {node: hardware.compute(*work) for node, work in costs.work.items()}
+    seconds = {node: hardware.compute_seconds(*work) for node, work in costs.node_work.items()}
     branches = Branches(planning.graph, devices, hardware, seconds, _room(planning))
     is_fixed = planning.shares or planning.wished or len(alone.lanes) > 1
     fewer = () if is_fixed else (2**i for i in range(1, devices.bit_length()))
@@ -100,13 +100,21 @@ def _with_all(planning: Planning, alone: Plan, once: float, hardware: Hardware) 
     count, room = len(planning.group), _room(planning)
     seen = {frozenset[Factor]()}
     for eager, kind in ((False, "cut where that saves time"), (True, "cut wherever kernels get shorter")):
-        choice = planning.search.choose(count, hardware, eager=eager)
+        choice = planning.search.choose_factors(count, hardware, eager=eager)
         if choice.factors not in seen:
             seen.add(choice.factors)
-            lacking, make = max(0.0, choice.held - room), partial(planning.cut, choice)
-            least, cut = choice.seconds - choice.sent, (count, choice.factors)
+            lacking, make = max(0.0, choice.stored_bytes - room), partial(planning.cut, choice)
+            least, cut = choice.seconds - choice.communication_seconds, (count, choice.factors)
             yield Way(
-                kind, count, choice.seconds, count * choice.held, lacking, make, searched=True, least=least, cut=cut
+                kind,
+                count,
+                choice.seconds,
+                count * choice.stored_bytes,
+                lacking,
+                make,
+                searched=True,
+                least=least,
+                cut=cut,
             )
     seconds = alone.cost.total + _passed_on(hardware, count, 1)
     yield Way("layers", count, seconds, once, max(0.0, once / count - room), planning.layers, stages=count)
@@ -119,25 +127,25 @@ def _divides(machine: int, devices: int) -> bool:
 
 def _staged(planning: Planning, hardware: Hardware) -> Iterator[Way]:
     """Layers across machines, or halves of one, cut within each."""
-    if decided(planning.graph, planning.group):
+    if pin_discrete_choices(planning.graph, planning.group):
         return
-    teams = teams_by(hardware.machine, len(planning.group))
-    choice = planning.search.choose(len(teams[0]), hardware, eager=True)
-    held = choice.held / len(teams)
+    teams = split_into_groups(hardware.machine, len(planning.group))
+    choice = planning.search.choose_factors(len(teams[0]), hardware, eager=True)
+    held = choice.stored_bytes / len(teams)
     lacking = max(0.0, held - _room(planning))
     seconds = choice.seconds + _passed_on(hardware, len(teams), len(teams[0]))
     count = len(planning.group)
     across = f"{len(teams)} machines" if 0 < hardware.machine < count else f"{len(teams)} teams"
     kind = f"layers across {across}, cut within each"
     make = partial(planning.in_teams, teams, choice)
-    least, cut, stages = choice.seconds - choice.sent, (len(teams[0]), choice.factors), len(teams)
+    least, cut, stages = choice.seconds - choice.communication_seconds, (len(teams[0]), choice.factors), len(teams)
     yield Way(kind, count, seconds, count * held, lacking, make, searched=True, stages=stages, least=least, cut=cut)
 
 
 def _passed_on(hardware: Hardware, stages: int, devices: int) -> float:
     """Seconds that what goes from stage to stage takes, each of so many devices, at least."""
     ends = ((s * devices - 1, s * devices) for s in range(1, stages))
-    return sum(hardware.meeting(0.0, hardware.machines(pair)) for pair in ends)
+    return sum(hardware.collective_seconds(0.0, hardware.machines(pair)) for pair in ends)
 
 
 def _room(planning: Planning) -> float:
@@ -145,8 +153,8 @@ def _room(planning: Planning) -> float:
     return min((device.memory for _, device in planning.group if device.memory is not None), default=math.inf)
 
 
-def _as_run(costs: Costs, alone: Plan) -> Hardware:
+def _as_run(costs: AssignmentCost, alone: Plan) -> Hardware:
     """The hardware with the launch of a node by which the graph takes as long as its program on one device of those
     that work, where chains are launched together and states are saved."""
-    work = sum(costs.hardware.compute(*done, launches=0.0) for done in costs.work.values())
-    return replace(costs.hardware, launch=max(0.0, alone.cost.total - work) / max(1, len(costs.work)))
+    work = sum(costs.hardware.compute_seconds(*done, launches=0.0) for done in costs.node_work.values())
+    return replace(costs.hardware, launch=max(0.0, alone.cost.total - work) / max(1, len(costs.node_work)))

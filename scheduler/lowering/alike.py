@@ -63,7 +63,7 @@ def structure(program: Program) -> Hashable:
     """Equal for programs of graphs that are alike: the same kernels on the same bytes."""
     steps = [(i.op, i.src, i.dst, _terms(i.op, i.attrs), i.scratch, i.index) for i in program.instructions]
     undo = [(at, i.op, i.src, i.dst) for at, i in program.undo]
-    buffers = [(b.kind, b.nbytes, b.declared, b.stored) for b in program.buffers]
+    buffers = [(b.kind, b.nbytes, b.declared_spec, b.stored_spec) for b in program.buffers]
     return tuple(steps), tuple(undo), tuple(buffers), tuple(program.inputs.values()), tuple(program.outputs.values())
 
 
@@ -102,7 +102,7 @@ def named(lowered: Graph, program: Program, graph: Graph) -> tuple[Graph, Progra
         node = renamed.nodes[i.index]
         return Instruction(i.op, i.src, i.dst, node.attrs, i.scratch, called[node], i.index)
 
-    buffers = [BufferSpec(b.kind, leaf(b.name), b.nbytes, b.declared, b.stored) for b in program.buffers[1:]]
+    buffers = [BufferSpec(b.kind, leaf(b.name), b.nbytes, b.declared_spec, b.stored_spec) for b in program.buffers[1:]]
     return renamed, Program(
         (program.buffers[0], *buffers),
         tuple(map(instruction, program.instructions)),

@@ -8,9 +8,9 @@ from dataclasses import field
 from functools import cached_property
 from typing import Any
 
-from ...backends.abilities import STAND_IN, Called, Foretells, overlaps
+from ...backends.abilities import STAND_IN, KernelCall, ListsKernels, can_group_overlap
 from ...backends.base import Backend, Device, Program
-from ...backends.beside import beside
+from ...backends.beside import find_overlapped_instructions
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
@@ -51,26 +51,30 @@ class Lane:
         return vars(self)[name]
 
     @cached_property
-    def calls(self) -> Sequence[Called] | None:
+    def calls(self) -> Sequence[KernelCall] | None:
         """The kernels that the program will call and where they are written, as far as that is known before there is
         memory for it; None where the backend cannot say."""
         backend, device, short = self.backend, self.device, self.short
-        if not isinstance(backend, Foretells):
+        if not isinstance(backend, ListsKernels):
             return None
         if short is not None:
-            known = called_again(short.graph, short.program, short.of, backend.foretold(short.program, device))
+            known = called_again(short.graph, short.program, short.of, backend.list_kernels(short.program, device))
             if known is not None:
                 return known
-        return backend.foretold(self.program, device)
+        return backend.list_kernels(self.program, device)
 
     @cached_property
     def meanwhile(self) -> Mapping[int, Sequence[int]]:
         """For each collective beside which the device can compute, by position, the instructions that run beside it."""
-        if not overlaps([(self.backend, self.device)]):
+        if not can_group_overlap([(self.backend, self.device)]):
             return {}
-        together = {number: called.numbers for called in self.calls or () for number in called.numbers}
+        together = {
+            number: called.instruction_numbers for called in self.calls or () for number in called.instruction_numbers
+        }
         order = range(len(self.program.instructions))
-        return beside(self.program, dict.fromkeys(together.get(number, (number,)) for number in order))
+        return find_overlapped_instructions(
+            self.program, dict.fromkeys(together.get(number, (number,)) for number in order)
+        )
 
     def launches(self) -> Sequence[float]:
         """How many launches each instruction takes: those of a chain are shared by its instructions; one each where the
@@ -79,13 +83,15 @@ class Lane:
             return [1.0] * len(self.program.instructions)
         launches = [0.0] * len(self.program.instructions)
         for called in self.calls:
-            for number in called.numbers:
-                launches[number] += 1 / len(called.numbers)
+            for number in called.instruction_numbers:
+                launches[number] += 1 / len(called.instruction_numbers)
         return launches
 
     def stand_ins(self) -> frozenset[int]:
         """Return the positions of the instructions that NumPy computes for lack of a compiled kernel."""
-        return frozenset(n for called in self.calls or () if called.kernel == STAND_IN for n in called.numbers)
+        return frozenset(
+            n for called in self.calls or () if called.kernel == STAND_IN for n in called.instruction_numbers
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device: weights, states and constants as stored, and the arena of intermediate values."""

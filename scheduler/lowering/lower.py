@@ -9,9 +9,9 @@ from dataclasses import replace
 from itertools import accumulate, chain
 from types import MappingProxyType
 
-from ...backends.abilities import Gathers, overlaps
+from ...backends.abilities import ReportsFusion, can_group_overlap
 from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
-from ...backends.beside import can_run_beside
+from ...backends.beside import can_be_overlapped
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
@@ -54,16 +54,19 @@ def lower_with_saves(
     this graph, too.  Otherwise the backend is asked."""
     graph, views = densify(settle(graph), backend.reads_strided)
     order = schedule(
-        graph, views, lambda value: backend.stored(value.spec, find_storage_kind(value)), overlaps([(backend, on)])
+        graph,
+        views,
+        lambda value: backend.stored(value.spec, find_storage_kind(value)),
+        can_group_overlap([(backend, on)]),
     )
     groups: Sequence[Sequence[Node]] = ()
-    if isinstance(backend, Gathers):
+    if isinstance(backend, ReportsFusion):
         known, key = {} if gathered is None else gathered, skeleton(graph)
         if (groups := _groups_at(graph, known.get(key, ()))) and not order.allows(chain(*groups), views):
             groups = ()
         if not groups:
             roomy = _Lowering(graph, backend, on, views, order, is_roomy=True)
-            known[key] = roomy.numbers_of(backend.gathered(roomy.program(), on))
+            known[key] = roomy.numbers_of(backend.list_fused_groups(roomy.program(), on))
             groups = _groups_at(graph, known[key])
     lowering = _Lowering(graph, backend, on, views, order, runs, groups)
     added = tuple(node for some in lowering.saves.values() for save in some for node in (save.keep, save.back))
@@ -76,7 +79,7 @@ def check_support(graph: Graph, backend: Backend, on: Device) -> None:
         if node.is_leaf or op_of(node).is_view:
             continue
         if not (support := backend.supports(node, on)).ok:
-            raise PlanError(f"{node!r} cannot run on {on}: {support.why}")
+            raise PlanError(f"{node!r} cannot run on {on}: {support.reason}")
 
 
 def _groups_at(graph: Graph, numbers: Sequence[Sequence[int]]) -> Sequence[Sequence[Node]]:
@@ -128,13 +131,13 @@ class _Lowering:
     ) -> None:
         self.graph, self.backend, self.order, self.runs = graph, backend, order, runs
         self.called, self.views = assign_names(graph), dict(views)
-        self.overlaps = overlaps([(backend, on)])
+        self.can_overlap_collectives = can_group_overlap([(backend, on)])
         self.kept: dict[Value, Spec] = {}
         self.tensors: dict[Value, Tensor] = {}
         self.index = {node: i for i, node in enumerate(graph.nodes)}
         self.saves: dict[Node | None, list[Save]] = defaultdict(list)  # by the node that they precede
         for save in saves(order, views, backend, on):
-            self.saves[save.writer].append(save)
+            self.saves[save.make_writer].append(save)
             self.views.update(save.views)
             state = save.state.node.name
             self.called.update({save.keep: f"{state}.save", save.back: f"{state}.undo"})
@@ -212,7 +215,7 @@ class _Lowering:
             last_read[self.views[value].base] = end
         slot_of: dict[Value, Value] = dict(self.order.donated)
         for save in self._all_saves():
-            step[save.keep], step[save.back] = end if save.writer is None else step[save.writer], end
+            step[save.keep], step[save.back] = end if save.make_writer is None else step[save.make_writer], end
             slot_of[save.back.results[0]] = save.state
             for source in (*save.keep.inputs, *save.back.inputs):
                 last_read[self.views[source].base] = end
@@ -223,7 +226,7 @@ class _Lowering:
                 if victim is not None:
                     slot_of[result] = victim
                     last_read[victim] = max(last_read[victim], last_read.get(result, step[node]))
-        until = self._until(step) if self.overlaps else {}
+        until = self._until(step) if self.can_overlap_collectives else {}
         for node, last in until.items():
             base = self.views[node.inputs[0]].base
             slot = slot_of.get(base, base)
@@ -235,7 +238,7 @@ class _Lowering:
         meets others.  So long nothing is written where it reads."""
         until: dict[Node, int] = {}
         for at, met in enumerate(self.work):
-            if not can_run_beside(met.op):
+            if not can_be_overlapped(met.op):
                 continue
             last = at
             for node in self.work[at + 1 :]:

@@ -28,7 +28,7 @@ class Save:
     """
 
     state: Value
-    writer: Node | None
+    make_writer: Node | None
     keep: Node
     back: Node
     views: Mapping[Value, Strided]

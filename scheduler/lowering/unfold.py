@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from ...backends.abilities import Called
+from ...backends.abilities import KernelCall
 from ...backends.base import BufferSpec, Instruction, Program, Tensor
 from ...graph.attrs import Attrs
 from ...graph.graph import Graph, assign_names
@@ -32,22 +32,22 @@ def unfolded(graph: Graph, program: Program, of: ShortenedGraph) -> tuple[Graph,
 
 
 def called_again(
-    graph: Graph, program: Program, of: ShortenedGraph, calls: Sequence[Called]
-) -> Sequence[Called] | None:
+    graph: Graph, program: Program, of: ShortenedGraph, calls: Sequence[KernelCall]
+) -> Sequence[KernelCall] | None:
     """What the unfolded program calls, if that of `graph` makes these calls; None if one of them is of two runs."""
     kinds = kinds_of_steps(graph, program, of)
-    own: dict[int, list[Called]] = defaultdict(list)
+    own: dict[int, list[KernelCall]] = defaultdict(list)
     for call in calls:
-        kind, *others = {kinds[number] for number in call.numbers}
+        kind, *others = {kinds[number] for number in call.instruction_numbers}
         if others:
             return None
         own[kind].append(call)
     first = {kind: kinds.index(kind) for kind in reversed(kinds)}
-    found, start = list[Called](), 0
+    found, start = list[KernelCall](), 0
     for _, kind in of.repetitions_with_kind:
         for call in own[kind]:
-            numbers = tuple([start + number - first[kind] for number in call.numbers])
-            found.append(Called(call.kernel, call.source, numbers))
+            numbers = tuple([start + number - first[kind] for number in call.instruction_numbers])
+            found.append(KernelCall(call.kernel, call.source, numbers))
         start += kinds.count(kind)
     return found
 
@@ -142,7 +142,7 @@ class _Unfolding:
 
     def _buffer(self, buffer: BufferSpec, run: int, kind: int) -> BufferSpec:
         name = self.of.name_in_repetition(buffer.name, run, kind)
-        return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared, buffer.stored)
+        return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared_spec, buffer.stored_spec)
 
     def _of_no_run(self, name: str) -> str:
         """What a leaf is called that is before all runs or behind them."""
@@ -175,7 +175,7 @@ def kept_by_kind(program: Program, of: ShortenedGraph) -> tuple[int, Mapping[int
     """Where in the arena begins what runs keep to the end, and how many bytes each kind of run keeps there."""
     sizes: dict[int, int] = {}
     first = [program.buffers[ARENA].nbytes]
-    for at in sorted(program.saves):
+    for at in sorted(program.save_positions):
         (kept,), kind = program.instructions[at].dst, of.kind_of_name(program.instructions[at].node)
         if PREAMBLE < kind < of.short_count:
             sizes[kind] = sizes.get(kind, 0) + aligned(kept.spec.nbytes)

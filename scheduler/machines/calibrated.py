@@ -18,8 +18,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from ...backends.abilities import Settled, Threaded
-from ...backends.cache import cache_folder, keep, log, recalled
+from ...backends.abilities import SupportsPlanCache, SupportsThreads
+from ...backends.cache import cache_folder, log, read_cached, write_cached
 from ...graph import Graph
 from ..lowering.lane import Devices
 from .hardware import BUILT_IN, CPU, Hardware
@@ -42,7 +42,7 @@ def built_in(group: Devices) -> Hardware:
     Virtual devices of one machine share its processors and its memory.  Each has the share of its threads, so that
     two of them are as fast together as one that has the threads of both.
     """
-    threads = [backend.threads for backend, _ in group if isinstance(backend, Threaded)]
+    threads = [backend.threads for backend, _ in group if isinstance(backend, SupportsThreads)]
     if not threads or len(threads) < len(group):
         return CPU
     processors = os.cpu_count() or 1
@@ -70,13 +70,15 @@ def told_speeds(hardware: Hardware) -> str:
 def calibrated_source() -> str:
     """The source of kept speeds, with the day on which they were measured."""
     with suppress(ValueError, AttributeError):
-        return f"calibrated {json.loads(recalled(speeds_file()) or b'{}').get('date', 'on an unknown day')}"
+        return f"calibrated {json.loads(read_cached(speeds_file()) or b'{}').get('date', 'on an unknown day')}"
     return "calibrated on an unknown day"
 
 
 def group_name(group: Devices) -> str:
     """What groups of the same speed have in common."""
-    return ", ".join(sorted(f"{d.kind} with {b.settings() if isinstance(b, Settled) else '-'}" for b, d in group))
+    return ", ".join(
+        sorted(f"{d.kind} with {b.describe_settings() if isinstance(b, SupportsPlanCache) else '-'}" for b, d in group)
+    )
 
 
 def speeds_file() -> Path:
@@ -88,7 +90,7 @@ def keep_speeds(known: Mapping[str, Speeds], note: str = "") -> Path:
     """Replace the kept speeds of groups; plans name the day and `note` as their source."""
     day = f"{date.today()}{note and ', '}{note}"
     of = {name: speeds_data(speeds) for name, speeds in known.items()}
-    keep(
+    write_cached(
         speeds_file(),
         json.dumps({"of": _here(), "date": day, "speeds": of}, allow_nan=False, indent=1).encode(),
     )
@@ -97,7 +99,7 @@ def keep_speeds(known: Mapping[str, Speeds], note: str = "") -> Path:
 
 def read_speeds(file: Path) -> dict[str, Speeds] | None:
     """What `keep_speeds` has written, here and by this version; None if it is damaged or of another."""
-    data = recalled(file)
+    data = read_cached(file)
     if data is None:
         return None
     with suppress(KeyError, TypeError, ValueError, AttributeError):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import NamedTuple
 
-from ...backends.abilities import OTHERS
+from ...backends.abilities import OTHER_OPS
 from ...graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
@@ -122,7 +122,7 @@ class Hardware:
         """In how many machines devices of these numbers are."""
         return len(self.by_machine(devices))
 
-    def compute(
+    def compute_seconds(
         self,
         flops: float,
         nbytes: float,
@@ -135,7 +135,7 @@ class Hardware:
         """Time of a node that does such `Work`, and of its launches, which are less than one where several nodes share
         one."""
         speed, bandwidth = self.flops, self.bandwidth
-        if OTHERS in judged_as:
+        if OTHER_OPS in judged_as:
             speed = self.plain_flops or speed
         if RECURRENT in judged_as:
             speed = self.recurrent_flops or speed
@@ -151,7 +151,7 @@ class Hardware:
             return weights + rest + launches * self.launch
         return max(flops / speed, nbytes / bandwidth) + launches * self.launch
 
-    def meeting(self, nbytes: float, machines: int = 1) -> float:
+    def collective_seconds(self, nbytes: float, machines: int = 1) -> float:
         """Time of a collective in which each device sends so many bytes, over so many machines: what all machines are
         to know takes a message for each doubling of those that know it."""
         if machines > 1:
@@ -169,13 +169,13 @@ class Hardware:
         machines, count = len(each), len(devices)
         moved = sent_bytes(op, nbytes, count)
         if machines == 1:
-            return Collective(moved, self.meeting(moved) if count > 1 else 0.0, 0.0, machines)
-        flat = Collective(moved, 0.0, self.meeting(moved, machines), machines)
+            return Collective(moved, self.collective_seconds(moved) if count > 1 else 0.0, 0.0, machines)
+        flat = Collective(moved, 0.0, self.collective_seconds(moved, machines), machines)
         if op != "all_reduce" or len(set(each)) > 1 or each[0] == 1:
             return flat
         within = sent_bytes("all_gather", nbytes, each[0])
         piece = sent_bytes(op, nbytes / each[0], machines)
-        inside, across = 2 * self.meeting(within), self.meeting(piece, machines)
+        inside, across = 2 * self.collective_seconds(within), self.collective_seconds(piece, machines)
         return min(flat, Collective(2 * within + piece, inside, across, machines), key=lambda way: way.seconds)
 
 
@@ -239,7 +239,7 @@ class Counts:
             kept = sum(s.spec.nbytes for s, home in zip(node.inputs, homes, strict=True) if home in KEPT)
             plain = "weight" not in homes
             weights = sum(s.spec.size for s, home in zip(node.inputs, homes, strict=True) if home == "weight")
-            judged_as = (node.op, *[RECURRENT] * (plain and bool(declared.sequential)), *[OTHERS] * plain)
+            judged_as = (node.op, *[RECURRENT] * (plain and bool(declared.sequential)), *[OTHER_OPS] * plain)
             flops = float(declared.count_flops(node))
             rows = flops / 2 / weights if weights else 0.0
             work = self._known[key] = Work(flops, nbytes, min(nbytes, kept), judged_as, rows)

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...backends.base import KIND
+from ...backends.base import DEVICE_KIND_PATTERN
 from ...graph.errors import PlanError
 from ...graph.validation import TEXT, ArgumentKind, number_between, require
 from .catalogue import CATALOGUE, GIB, Catalogue, Link, Machine
@@ -132,7 +132,7 @@ def _read_keys(
 def _list_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the tables ``[kinds.NAME]`` or ``[links.NAME]`` with their names."""
     for name, table in document.get(group, {}).items():
-        if not KIND.fullmatch(name):
+        if not DEVICE_KIND_PATTERN.fullmatch(name):
             raise PlanError(
                 f"{path}: {group}.{name[:60]!r} is no name; use letters, digits, and _ . - behind the first"
             )

@@ -16,8 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...backends.abilities import OTHERS, Called, Foretells, Gathers, Overlaps, Predicted, Reached, Simulates
-from ...backends.base import Array, Comm, Device, Program, Support, Tensor, load
+from ...backends.abilities import (
+    OTHER_OPS,
+    KernelCall,
+    KernelSpeeds,
+    ListsKernels,
+    PredictedSpeeds,
+    ReportsFusion,
+    SupportsOverlap,
+    SupportsSimulation,
+)
+from ...backends.base import Array, Comm, Device, Program, Support, Tensor, load_backend
 from ...graph import Graph
 from ...graph.errors import BackendError, PlanError
 from ...graph.node import Node
@@ -50,7 +59,7 @@ class SimulatedBackend:
         return self
 
     @property
-    def reached(self) -> Predicted | None:
+    def reached(self) -> PredictedSpeeds | None:
         """What kernels should reach; None if nothing is known beside the data sheet."""
         return None
 
@@ -65,7 +74,7 @@ class SimulatedBackend:
     def supports(self, node: Node, on: Device) -> Support:
         return Support(True)
 
-    def grade(self, on: Device) -> str:
+    def classify_device(self, on: Device) -> str:
         return self.kind
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
@@ -98,14 +107,14 @@ class SimulatedGpu(SimulatedBackend):
 
     def __init__(self, kind: str, machine: Machine) -> None:
         super().__init__(kind, machine)
-        backend = load(machine.backend)
-        assert isinstance(backend, Simulates)
-        self._rules = backend.absent(machine.capability)
-        known = backend.predicted(machine.like or kind)
+        backend = load_backend(machine.backend)
+        assert isinstance(backend, SupportsSimulation)
+        self._rules = backend.make_simulated_backend(machine.capability)
+        known = backend.predict_speeds(machine.like or kind)
         self._reached = None if known is None else scale_predicted(known, machine)
 
     @property
-    def reached(self) -> Predicted | None:
+    def reached(self) -> PredictedSpeeds | None:
         return self._reached
 
     def supports(self, node: Node, on: Device) -> Support:
@@ -120,16 +129,16 @@ class SimulatedGpu(SimulatedBackend):
     def reads_strided(self, node: Node, operand: int) -> bool:
         return self._rules.reads_strided(node, operand)
 
-    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
+    def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
         """The kernels that the program would launch, in order."""
-        return self._rules.foretold(program, on) if isinstance(self._rules, Foretells) else ()
+        return self._rules.list_kernels(program, on) if isinstance(self._rules, ListsKernels) else ()
 
-    def overlaps(self, devices: Sequence[Device]) -> bool:
-        return isinstance(self._rules, Overlaps) and self._rules.overlaps(devices)
+    def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
+        return isinstance(self._rules, SupportsOverlap) and self._rules.can_overlap_collectives(devices)
 
-    def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
-        assert isinstance(self._rules, Gathers)
-        return self._rules.gathered(program, on)
+    def list_fused_groups(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
+        assert isinstance(self._rules, ReportsFusion)
+        return self._rules.list_fused_groups(program, on)
 
 
 def simulated(kind: str, machine: Machine | None = None) -> SimulatedBackend:
@@ -141,21 +150,21 @@ def simulated(kind: str, machine: Machine | None = None) -> SimulatedBackend:
     return SimulatedGpu(kind, machine) if machine.capability else SimulatedBackend(kind, machine)
 
 
-def scale_predicted(known: Predicted, machine: Machine) -> Predicted:
+def scale_predicted(known: PredictedSpeeds, machine: Machine) -> PredictedSpeeds:
     """Return the speeds at which kernels reach the same shares of the data sheet of `machine` as on `machine.like`."""
     if not machine.like:
         return known
     sheet = MACHINES[machine.like]
     reads, computes = machine.bandwidth / sheet.bandwidth, machine.flops / sheet.flops
 
-    def scale(of: Reached) -> Reached:
+    def scale(of: KernelSpeeds) -> KernelSpeeds:
         return replace(
             of,
             bandwidth={name: speed * reads for name, speed in of.bandwidth.items()},
             flops={name: speed * computes for name, speed in of.flops.items()},
         )
 
-    return Predicted(scale(known.products), scale(known.ops))
+    return PredictedSpeeds(scale(known.products), scale(known.ops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +190,7 @@ class Simulation:
         )
 
     @property
-    def reached(self) -> Mapping[str, Predicted]:
+    def reached(self) -> Mapping[str, PredictedSpeeds]:
         """What is known of each kind of device beside its data sheet."""
         return {kind: reached for kind, backend in self.kinds.items() if (reached := backend.reached) is not None}
 
@@ -199,7 +208,7 @@ class Simulation:
         rates = f"weights read at {read:.3g} TB/s and multiplied at {multiplied:.3g} TFLOP/s"
         yield f"speeds: {used.source}{kernels}; {rates}"
         dtypes = dict.fromkeys(str(v.dtype) for v in graph.weights if len(v.shape) > 1)
-        ops = dict.fromkeys((*(node.op for node in graph.nodes), OTHERS))
+        ops = dict.fromkeys((*(node.op for node in graph.nodes), OTHER_OPS))
         for kind, of in self.reached.items():
             for names, reached in ((dtypes, of.products), (ops, of.ops)):
                 sheet = self.kinds[kind].machine
@@ -211,7 +220,7 @@ def _least(speeds: Sequence[Mapping[str, float]], sheet: float) -> Mapping[str, 
     return {op: min([sheet, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
 
 
-def _told(kind: str, most: Machine, name: str, reached: Reached) -> str:
+def _told(kind: str, most: Machine, name: str, reached: KernelSpeeds) -> str:
     """What products with such weights, or such ops, reach as shares of the data sheet, and what sets that."""
     bandwidth, flops = reached.bandwidth[name], reached.flops.get(name)
     few, many = (

@@ -8,7 +8,7 @@ from dataclasses import field, replace
 
 import numpy as np
 
-from ...backends.abilities import OTHERS
+from ...backends.abilities import OTHER_OPS
 from ...graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from .hardware import CPU, Hardware, read_by
@@ -96,7 +96,7 @@ class Speeds:
             alone_bandwidth=self.alone_bandwidth,
             value_bandwidth=self.value_bandwidth,
             recurrent_flops=self.recurrent_flops,
-            op_bandwidth={OTHERS: self.state_bandwidth} if self.state_bandwidth else {},
+            op_bandwidth={OTHER_OPS: self.state_bandwidth} if self.state_bandwidth else {},
         )
 
 

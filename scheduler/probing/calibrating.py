@@ -15,7 +15,7 @@ from ...graph import DType
 from ..machines.hardware import MANY
 from ..machines.speeds import Speeds
 from ..plan import Plan
-from ..planner import plan_for
+from ..planner import plan_for_group
 from ..running.executor import Executor
 from ..running.store import Store
 from .probe_graphs import (
@@ -123,7 +123,7 @@ class Probes:
             graphs[f"few {kind}"] = build_matmul_graph(kind, PRODUCTS, MANY)
             graphs[f"cached {kind}"] = build_matvec_graph(kind, CACHED)
             graphs[f"read {kind}"] = build_matvec_graph(kind, READ)
-        self.runs = {name: [bound(plan_for(graph, [one])) for one in group] for name, graph in graphs.items()}
+        self.runs = {name: [bound(plan_for_group(graph, [one])) for one in group] for name, graph in graphs.items()}
         sizes = {name: sum(v.spec.nbytes for v in graphs[name].weights) for name in _read_again(kinds)}
         self.again = {f"again {size}": names for size in AGAIN if (names := _up_to(size << 20, sizes))}
         of = [kind for kind in kinds if kind in ALONE] or [*kinds[:1]]
@@ -132,12 +132,14 @@ class Probes:
             place = tuple((rf"{letter}\..*", str(device)) for letter, (_, device) in zip("ab", group, strict=False))
             for length in (SHORT, LONG):
                 self.runs[f"there {length}"] = [
-                    bound(plan_for(build_launch_chain_graph(length), group[:2], place=place))
+                    bound(plan_for_group(build_launch_chain_graph(length), group[:2], place=place))
                 ]
-                self.runs[f"here {length}"] = [bound(plan_for(build_launch_chain_graph(length), group[:1]))]
-            self.runs["sums"] = [bound(plan_for(build_sharded_matmul_graph(HIDDEN), group[:2], split_mode="tensor"))]
+                self.runs[f"here {length}"] = [bound(plan_for_group(build_launch_chain_graph(length), group[:1]))]
+            self.runs["sums"] = [
+                bound(plan_for_group(build_sharded_matmul_graph(HIDDEN), group[:2], split_mode="tensor"))
+            ]
             self.runs["summands"] = [
-                bound(plan_for(build_sharded_matmul_graph(HIDDEN // 2), [one])) for one in group[:2]
+                bound(plan_for_group(build_sharded_matmul_graph(HIDDEN // 2), [one])) for one in group[:2]
             ]
 
     def seconds(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.abilities import Tolerant
+from ...backends.abilities import DeclaresTolerance
 from ...backends.base import Array, Backend, Device
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
@@ -22,7 +22,7 @@ from ...graph.validation import ANY, TEXT, instance_of, mapping_of, validate_arg
 from ...ops import op_of
 from ...ops.text import dump
 from ..plan import Plan
-from ..planner import plan_for
+from ..planner import plan_for_group
 from ..running.executor import Executor
 from ..running.store import Store
 from .observing import observed, taken, values_of
@@ -150,7 +150,7 @@ class Judge:
     def _seen(self, graph: Graph, inputs: Mapping[str, npt.ArrayLike], before: Mapping[str, Array]) -> Copies:
         """What an observed graph gives out, from the states before the run."""
         self._restore(before)
-        run = Executor(plan_for(graph, self.plan.group, place=self.place, like=self.plan), self.store)
+        run = Executor(plan_for_group(graph, self.plan.group, place=self.place, like=self.plan), self.store)
         return {name: run.copies(name) for name in run.run(inputs)}
 
     def _restore(self, before: Mapping[str, Array]) -> None:
@@ -183,7 +183,7 @@ class Judge:
         self, graph: Graph, inputs: Mapping[str, npt.ArrayLike], states: Mapping[str, Array]
     ) -> dict[str, Array]:
         """What the other device makes of each value of a portion."""
-        made = plan_for(graph, [self.other])
+        made = plan_for_group(graph, [self.other])
         store = Store([self.other])
         for value in graph.weights:
             store.bind(value.node.name, self.weights[value.node.name], value.spec)
@@ -203,7 +203,7 @@ class Judge:
         if value.dtype.is_integer:
             return 0.0
         backends = {lane.backend for lane in self.plan.lanes} | {self.other[0]}
-        rounded = [b.tolerance(value.node) or 0.0 for b in backends if isinstance(b, Tolerant)]
+        rounded = [b.tolerance(value.node) or 0.0 for b in backends if isinstance(b, DeclaresTolerance)]
         return max([EXACT, *(ROUNDED * r for r in rounded)])
 
 

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.base import Array, Comm, Device, Slabs
+from ...backends.base import Array, Comm, Device, SharedBuffers
 from ...distributed.thread_group import ThreadGroup, ThreadGroupMember
 from ...graph.dtypes import DType
 
 
-class Letters(Protocol):
+class PointToPointGroup(Protocol):
     """The transport of messages between all devices, of one process or of several."""
 
     def member(self, number: int, /) -> Comm: ...
@@ -24,7 +24,7 @@ class Letters(Protocol):
     def clear(self) -> None: ...
 
 
-class Teams:
+class CollectiveGroups:
     """Several collective groups of threads with one transport of messages between all devices."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Teams:
         *,
         devices: Sequence[Device] = (),
         wire: DType = DType.F32,
-        letters: Letters | None = None,
+        letters: PointToPointGroup | None = None,
     ) -> None:
         """Make the thread group of each collective group.
 
@@ -45,21 +45,21 @@ class Teams:
             wire: The dtype of a transfer.
             letters: The transport of messages; by default a thread group of this process.
         """
-        self.teams = [tuple(team) for team in teams]
-        self.letters = letters or ThreadGroup(len(teams), timeout, wire=wire)
-        self.meetings = {
+        self.groups_of_devices = [tuple(team) for team in teams]
+        self.message_group = letters or ThreadGroup(len(teams), timeout, wire=wire)
+        self.thread_groups = {
             team: ThreadGroup(len(team), timeout, devices=[devices[d] for d in team] if devices else (), wire=wire)
-            for team in self.teams
+            for team in self.groups_of_devices
         }
 
-    def member(self, number: int) -> TeamMember:
+    def member(self, number: int) -> CollectiveGroupMember:
         """Return the communicator of device `number`."""
-        team = self.teams[number]
-        return TeamMember(self.meetings[team], team.index(number), self.letters.member(number))
+        team = self.groups_of_devices[number]
+        return CollectiveGroupMember(self.thread_groups[team], team.index(number), self.message_group.member(number))
 
     def abort(self, why: str) -> None:
         """Wake all waiting threads, because a member failed."""
-        for meeting in (self.letters, *self.meetings.values()):
+        for meeting in (self.message_group, *self.thread_groups.values()):
             meeting.abort(why)
 
     def clear(self) -> None:
@@ -67,27 +67,27 @@ class Teams:
 
         Messages are cleared last: messages between ranks keep the failure of a rank, and abort the groups again.
         """
-        for meeting in (*self.meetings.values(), self.letters):
+        for meeting in (*self.thread_groups.values(), self.message_group):
             meeting.clear()
 
 
-class TeamMember(ThreadGroupMember):
+class CollectiveGroupMember(ThreadGroupMember):
     """The `Comm` of one thread of a collective group; messages use the numbers of all devices."""
 
     def __init__(self, meeting: ThreadGroup, rank: int, letters: Comm) -> None:
         super().__init__(meeting, rank)
-        self.everybody, self._letters = letters.everybody, letters
+        self.plan_device_count, self._message_comm = letters.plan_device_count, letters
 
     def send(self, source: Array, to: int, sequence: int) -> None:
-        self._letters.send(source, to, sequence)
+        self._message_comm.send(source, to, sequence)
 
     def receive(self, into: Array, source: int, sequence: int) -> None:
-        self._letters.receive(into, source, sequence)
+        self._message_comm.receive(into, source, sequence)
 
 
-def meeting_of(
+def make_local_communicator_group(
     teams: Sequence[Sequence[int]], timeout: float = 60.0, *, devices: Sequence[Device] = (), wire: DType = DType.F32
-) -> ThreadGroup | Teams:
+) -> ThreadGroup | CollectiveGroups:
     """Make the communicator group of one process: one thread group if all devices share a group, else several.
 
     Args:
@@ -98,21 +98,21 @@ def meeting_of(
     """
     if len(set(map(tuple, teams))) == 1:
         return ThreadGroup(len(teams), timeout, devices=devices, wire=wire)
-    return Teams(teams, timeout, devices=devices, wire=wire)
+    return CollectiveGroups(teams, timeout, devices=devices, wire=wire)
 
 
-class Alone:
+class SingleDeviceComm:
     """The `Comm` of a single device: each collective is a copy."""
 
     rank: int = 0
     size: int = 1
-    everybody: int = 1
-    is_apart: bool = False
+    plan_device_count: int = 1
+    spans_processes: bool = False
     timeout: float = 0.0
-    board: npt.NDArray[np.int64] | None = None
-    slabs: Slabs | None = None
+    signal_pad: npt.NDArray[np.int64] | None = None
+    shared_buffers: SharedBuffers | None = None
     devices: Sequence[Device] = ()
-    wire: DType = DType.F32
+    transfer_dtype: DType = DType.F32
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         np.copyto(into, source)

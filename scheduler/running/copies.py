@@ -18,9 +18,9 @@ class WeightCopies:
         self.is_source_lasting = is_source_lasting
         self.version: object = None
         self.source: object = None
-        self.buffers: dict[object, tuple[object, Any]] = {}
+        self.copies_by_key: dict[object, tuple[object, Any]] = {}
 
-    def buffer(self, key: object, alloc: Callable[[], Any], fill: Callable[[Any], object]) -> Any:
+    def load_copy(self, key: object, alloc: Callable[[], Any], fill: Callable[[Any], object]) -> Any:
         """Return the copy under `key` with the present contents.
 
         Args:
@@ -28,10 +28,10 @@ class WeightCopies:
             alloc: Allocates a copy.
             fill: Writes the present contents to a copy.
         """
-        version, buffer = self.buffers[key] if key in self.buffers else (None, alloc())
-        if version != self.version or key not in self.buffers:
+        version, buffer = self.copies_by_key[key] if key in self.copies_by_key else (None, alloc())
+        if version != self.version or key not in self.copies_by_key:
             fill(buffer)
-            self.buffers[key] = (self.version, buffer)
+            self.copies_by_key[key] = (self.version, buffer)
         return buffer
 
 
@@ -41,7 +41,7 @@ class Arena:
     def __init__(self) -> None:
         self.nbytes, self._buffer = 0, None
 
-    def buffer(self, nbytes: int, alloc: Callable[[], Any]) -> Any:
+    def grow_buffer(self, nbytes: int, alloc: Callable[[], Any]) -> Any:
         """Return the arena, replaced by a new one from `alloc` if it has fewer than `nbytes` bytes."""
         if nbytes > self.nbytes or self._buffer is None:
             self.nbytes, self._buffer = nbytes, alloc()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.abilities import Measures, Timed
+from ...backends.abilities import SupportsTiming, TimedKernel
 from ...backends.base import Array
 from ...distributed import SINGLE_PROCESS, RanksError, World
 from ...distributed.mpi_link import MpiLink
@@ -30,15 +30,15 @@ from ...graph.validation import (
 )
 from ..layout import Replicate
 from ..plan import Plan
-from .bound import Bound, finished_by
-from .interrupts import InterruptsKept
-from .side_by_side import SideBySide
+from .bound import BoundPlan, find_finished_instructions
+from .interrupts import DeferredInterrupts
+from .side_by_side import DeviceThreads
 from .store import Store
-from .trace import MOST_RUNS, Trace
-from .turns import Turn
+from .trace import MAX_TRACED_RUNS, Trace
+from .turns import DeviceLock
 
-MOST_SECONDS = 1e9
-WIRE = ArgumentKind("DType.F32 or DType.BF16", lambda v: v is DType.F32 or v is DType.BF16)
+MAX_TIMEOUT_SECONDS = 1e9
+TRANSFER_DTYPE_KIND = ArgumentKind("DType.F32 or DType.BF16", lambda v: v is DType.F32 or v is DType.BF16)
 
 
 class Executor:
@@ -68,8 +68,8 @@ class Executor:
         PlanError,
         plan=instance_of(Plan),
         store=instance_of(Store),
-        timeout=number_between(0, MOST_SECONDS),
-        wire=WIRE,
+        timeout=number_between(0, MAX_TIMEOUT_SECONDS),
+        wire=TRANSFER_DTYPE_KIND,
         label=TEXT,
     )
     def __init__(
@@ -78,22 +78,29 @@ class Executor:
         self.plan, self.store, self.label = plan, store, label
         self.trace: Trace | None = None
         store.require_devices(plan)
-        self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.local_devices)))
-        with self._turn:
-            self._bound = Bound(plan, store)
-            self._inlets = [*map(self._bound.inlet, self._bound.own)]
-            meeting = self._bound.meeting(timeout, wire)
-            self._replays = self._bound.compiled_all(meeting)
-            self._giving = {number: self._bound.giving(number, replay) for number, replay in self._replays.items()}
-            self._holders = {name: self._bound.holder(name) for name in plan.graph.outputs}
+        self._device_lock = DeviceLock(
+            (*store.backends, *(plan.lanes[number].backend for number in store.between.local_devices))
+        )
+        with self._device_lock:
+            self._bound_plan = BoundPlan(plan, store)
+            self._input_slots = [*map(self._bound_plan.make_input_slots, self._bound_plan.local_devices)]
+            meeting = self._bound_plan.make_communicator_group(timeout, wire)
+            self._program_runners = self._bound_plan.compile_programs(meeting)
+            self._output_runners = {
+                number: self._bound_plan.make_output_runner(number, replay)
+                for number, replay in self._program_runners.items()
+            }
+            self._output_devices = {name: self._bound_plan.find_output_device(name) for name in plan.graph.outputs}
         devices = [lane.device for lane in plan.lanes]
-        self._devices = SideBySide(devices, self._bound.own, meeting, timeout)
-        self._timed = {
-            number: cast(Measures, replay).measured
-            for number, replay in self._replays.items()
-            if isinstance(replay, Measures)
+        self._device_threads = DeviceThreads(devices, self._bound_plan.local_devices, meeting, timeout)
+        self._timed_runners = {
+            number: cast(SupportsTiming, replay).run_timed
+            for number, replay in self._program_runners.items()
+            if isinstance(replay, SupportsTiming)
         }
-        self._untimed = next((devices[number] for number in self._replays if number not in self._timed), None)
+        self._untimed_device = next(
+            (devices[number] for number in self._program_runners if number not in self._timed_runners), None
+        )
 
     def __repr__(self) -> str:
         return f"Executor({self.plan!r})"
@@ -105,12 +112,12 @@ class Executor:
         Raises `PlanError` for an input that is missing, unknown or does not fit, and `BackendError` if a device
         fails.
         """
-        with self._turn:
-            self._bind(inputs)
-            given = self._replay(self._giving)
-            return {name: self._read(name, number, given) for name, number in self._holders.items()}
+        with self._device_lock:
+            self._write_inputs(inputs)
+            given = self._run_or_trace(self._output_runners)
+            return {name: self._read_output(name, number, given) for name, number in self._output_devices.items()}
 
-    def _read(self, name: str, number: int | None, given: Mapping[int, Mapping[str, Array]]) -> Array:
+    def _read_output(self, name: str, number: int | None, given: Mapping[int, Mapping[str, Array]]) -> Array:
         """Return one output.
 
         Args:
@@ -119,8 +126,8 @@ class Executor:
             given: Outputs that devices have returned already, by device number.
         """
         if number is None:
-            return self._bound.whole(name, self._bound.parts(name))
-        return given[number][name] if given else self._bound.outputs[name][number].copied()
+            return self._bound_plan.assemble_output(name, self._bound_plan.decode_output_shards(name))
+        return given[number][name] if given else self._bound_plan.output_shards[name][number].copy_to_host()
 
     @validate_arguments(PlanError, name=TEXT)
     def copies(self, name: str) -> list[Array]:
@@ -128,69 +135,71 @@ class Executor:
 
         Raises `PlanError` for an unknown output.
         """
-        if name not in self._holders:
-            raise PlanError(f"there is no output {quote_node_name(name):.60}; outputs: {', '.join(self._holders)}")
-        parts = self._bound.parts(name)
+        if name not in self._output_devices:
+            raise PlanError(
+                f"there is no output {quote_node_name(name):.60}; outputs: {', '.join(self._output_devices)}"
+            )
+        parts = self._bound_plan.decode_output_shards(name)
         if isinstance(self.plan.outputs[name], Replicate):
             return [np.array(part) for part in parts.values()]
-        return [self._bound.whole(name, parts)]
+        return [self._bound_plan.assemble_output(name, parts)]
 
     def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         """Copy the inputs to all devices."""
-        with self._turn:
-            self._bind(inputs)
+        with self._device_lock:
+            self._write_inputs(inputs)
 
-    def _bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
-        given = self._bound.given(inputs)
-        self._bound.put(given, self._inlets)
-        self._bound.agree([given])
+    def _write_inputs(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
+        given = self._bound_plan.as_input_arrays(inputs)
+        self._bound_plan.write_inputs(given, self._input_slots)
+        self._bound_plan.require_equal_inputs([given])
 
     def replay(self) -> None:
         """Run the programs on the bound inputs; an interrupt waits for the end of the run.
 
         Raises `BackendError` if a device fails.
         """
-        with self._turn:
-            self._replay(self._replays)
+        with self._device_lock:
+            self._run_or_trace(self._program_runners)
 
-    def _replay(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
+    def _run_or_trace(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
         """Run this work of all local devices and return its results by device number.
 
         If a trace is set, time the programs instead and return nothing.
         """
-        with InterruptsKept():
+        with DeferredInterrupts():
             trace = self.trace
-            if trace is not None and len(trace.noted) < MOST_RUNS:
-                self._demand_times()
+            if trace is not None and len(trace.noted) < MAX_TRACED_RUNS:
+                self._require_timing()
                 start = time.monotonic()
-                steps = self._run_all(self._timed)
+                steps = self._run_local_devices(self._timed_runners)
                 in_order = tuple(steps.get(number, ()) for number in range(len(self.plan.lanes)))
                 trace.noted.append((self.plan, self.label, start, time.monotonic(), in_order))
                 return {}
             if trace is not None:
                 trace.left_out += 1
-            return self._run_all(works)
+            return self._run_local_devices(works)
 
-    def _demand_times(self) -> None:
+    def _require_timing(self) -> None:
         """Raise `PlanError` if a backend cannot time its steps."""
-        if self._untimed is not None:
-            raise PlanError(f"device {self._untimed} cannot time its steps; its backend compiles no `Measures`")
+        if self._untimed_device is not None:
+            raise PlanError(f"device {self._untimed_device} cannot time its steps; its backend compiles no `Measures`")
 
-    def _run_all(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
+    def _run_local_devices(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
         """Run all devices of this process; roll back and raise if one fails."""
-        given = self._devices.work(works)
-        if self._devices.failures:
+        given = self._device_threads.run_devices(works)
+        if self._device_threads.failures:
             try:
-                self._devices.undo(self._undo)
+                self._device_threads.roll_back_and_raise(self._roll_back)
             except BackendError as why:
                 if self.store.between.world.failure is not None:  # signal pads say only that a device failed
                     raise RanksError(str(self.store.between.world.failure)) from why
                 raise
         return given
 
-    def _undo(self, number: int, error: BaseException | None) -> None:
-        finished = finished_by(error, len(self.plan.lanes[number].program.instructions))
-        self._bound.undo(number, finished)
+    def _roll_back(self, number: int, error: BaseException | None) -> None:
+        finished = find_finished_instructions(error, len(self.plan.lanes[number].program.instructions))
+        self._bound_plan.roll_back(number, finished)
 
     def kernels(self, device: int = 0) -> list[str]:
         """Return the kernels that a run calls on one device of the plan, in order.
@@ -199,11 +208,11 @@ class Executor:
         `PlanError` for an unknown device number.
         """
         require(PlanError, "kernels", "device", device, integer_between(0, len(self.plan.lanes) - 1))
-        compiled = self._replays.get(device)
+        compiled = self._program_runners.get(device)
         ops = [i.op for i in self.plan.lanes[device].program.instructions]
-        return compiled.kernels() if isinstance(compiled, Measures) else ops
+        return compiled.kernels() if isinstance(compiled, SupportsTiming) else ops
 
-    def measure(self) -> Sequence[Sequence[Timed]]:
+    def measure(self) -> Sequence[Sequence[TimedKernel]]:
         """Run on the bound inputs and return the timed steps of each device.
 
         Raises `PlanError` if a backend cannot time its steps.
@@ -218,7 +227,7 @@ class Executor:
 
         Raises `PlanError` if a backend cannot time its steps.
         """
-        self._demand_times()
+        self._require_timing()
         before, self.trace = self.trace, Trace()
         try:
             yield self.trace

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, Self
 
 
-class InterruptsKept:
+class DeferredInterrupts:
     """A context in which a SIGINT waits for the end of the block.
 
     At the end the previous handler is called; by default it raises KeyboardInterrupt. If the block fails, the signal
@@ -18,34 +18,34 @@ class InterruptsKept:
     """
 
     def __init__(self) -> None:
-        self._around: InterruptsKept | None = None
-        self._before: Callable[[int, FrameType | None], Any] | None = None
-        self._kept: tuple[int, FrameType | None] | None = None
+        self._outer_context: DeferredInterrupts | None = None
+        self._previous_handler: Callable[[int, FrameType | None], Any] | None = None
+        self._pending_signal: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> Self:
         before = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and callable(before) and not isinstance(before, InterruptsKept):
-            self._before = before
+        if is_main and callable(before) and not isinstance(before, DeferredInterrupts):
+            self._previous_handler = before
             signal.signal(signal.SIGINT, self)
-        elif isinstance(before, InterruptsKept):
-            self._around = before
+        elif isinstance(before, DeferredInterrupts):
+            self._outer_context = before
         return self
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Keep the signal, as the handler of SIGINT, and restore the previous handler."""
-        self._kept = number, frame
-        signal.signal(number, self._before)
+        self._pending_signal = number, frame
+        signal.signal(number, self._previous_handler)
 
     @property
-    def would_interrupt(self) -> bool:
+    def is_interrupt_pending(self) -> bool:
         """Whether a waiting SIGINT will raise KeyboardInterrupt, so that the rest of the block is not needed."""
-        keeper = self._around or self
-        return keeper._kept is not None and keeper._before is signal.default_int_handler
+        keeper = self._outer_context or self
+        return keeper._pending_signal is not None and keeper._previous_handler is signal.default_int_handler
 
     def __exit__(self, failure: object, *_: object) -> None:
-        if self._before is None:
+        if self._previous_handler is None:
             return
-        signal.signal(signal.SIGINT, self._before)
-        if self._kept and failure is None:
-            self._before(*self._kept)
+        signal.signal(signal.SIGINT, self._previous_handler)
+        if self._pending_signal and failure is None:
+            self._previous_handler(*self._pending_signal)

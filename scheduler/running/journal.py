@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...backends.base import Array, Instruction, Tensor
-from .bound import Bound
+from .bound import BoundPlan
 
 ARENA = 0
 """The number of that buffer in every program."""
@@ -25,7 +25,7 @@ class Journal:
     in the end what that makes of them.
     """
 
-    def __init__(self, bound: Bound, number: int, staying: Container[str]) -> None:
+    def __init__(self, bound: BoundPlan, number: int, staying: Container[str]) -> None:
         self._bound, self._number, self._program = bound, number, bound.plan.lanes[number].program
         named = [(self._program.buffers[back.dst[0].buffer].name, back) for _, back in self._program.undo]
         self._backs = [(name, back) for name, back in named if name not in staying]
@@ -47,7 +47,7 @@ class Journal:
         """What undoes the run that has just ended, but for the states `behind` others."""
         if behind not in self._views:
             saved = dict.fromkeys(t for back in self._but(behind) for t in _read(back) if t.buffer == ARENA)
-            self._views[behind] = {t: self._bound.view(self._number, t) for t in saved}
+            self._views[behind] = {t: self._bound.view_tensor(self._number, t) for t in saved}
         return {t: np.array(view) for t, view in self._views[behind].items()}
 
     def undo(self, saved: Saved, behind: frozenset[str]) -> None:
@@ -55,7 +55,7 @@ class Journal:
         for t, array in saved.items():
             self._views[behind][t][...] = array
         backs = tuple(reversed(self._but(behind)))
-        self._bound.run(self._number, replace(self._program, instructions=backs, undo=()))
+        self._bound.run_program(self._number, replace(self._program, instructions=backs, undo=()))
 
     def _but(self, behind: Container[str]) -> list[Instruction]:
         return [back for name, back in self._backs if name not in behind]

@@ -21,14 +21,14 @@ from ...graph.files import PRIVATE, replacing
 from ...graph.lazy_dataclass import dataclass
 from .digests import DIGEST_BYTES
 
-UNWRITABLE = (
+UNWRITABLE_WARNING = (
     "packed weights cannot be kept in %s (%s), so each start packs them; free space, or choose another --cache-dir"
 )
 log = logging.getLogger("hocket.kernels")
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class WeightOrigin:
     """The source of a weight: a file, a text that changes with its contents, and the offset of the weight in bytes."""
 
     file: str
@@ -36,7 +36,7 @@ class Origin:
     offset: int
 
 
-class PackedWeights:
+class PackedWeightFiles:
     """The packed weight files of one folder.
 
     The arguments `packing` name how the backend packs; the arguments `share` name the device's part of a weight.
@@ -44,15 +44,17 @@ class PackedWeights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._says_why = True
+        self._has_to_warn = True
 
-    def recalled(self, origin: Origin, packing: str, share: str, nbytes: int) -> tuple[Array, bytes] | None:
+    def map_existing_file(
+        self, origin: WeightOrigin, packing: str, share: str, nbytes: int
+    ) -> tuple[Array, bytes] | None:
         """Return mapped read-only memory of `nbytes` bytes and the digest of its source; None if the file is missing.
 
         A file of another size counts as missing.
         """
         try:
-            with open(self._file(origin, packing, share), "rb") as file:
+            with open(self._make_file_path(origin, packing, share), "rb") as file:
                 if os.fstat(file.fileno()).st_size != nbytes + DIGEST_BYTES:
                     return None
                 mapped = mmap.mmap(file.fileno(), nbytes + DIGEST_BYTES, access=mmap.ACCESS_READ)
@@ -60,30 +62,37 @@ class PackedWeights:
         except (OSError, ValueError):
             return None
 
-    def kept(self, origin: Origin, packing: str, share: str, packed: Array, digest: bytes) -> tuple[Array, bytes]:
+    def write_and_map(
+        self, origin: WeightOrigin, packing: str, share: str, packed: Array, digest: bytes
+    ) -> tuple[Array, bytes]:
         """Write packed bytes to a file, and return mapped memory of it and the `digest` of their source.
 
         If the file cannot be written, return `packed` itself; the first time, a warning is logged.
         """
-        file = self._file(origin, packing, share)
+        file = self._make_file_path(origin, packing, share)
         try:
-            self._make_room(file.parent)
+            self._remove_old_versions(file.parent)
             with replacing(file, mode=PRIVATE, durable=True) as whole:
                 whole.write(packed.data)
                 whole.write(digest)
         except OSError as why:
-            if self._says_why:
-                log.warning(UNWRITABLE, self.folder, why.strerror or str(why))
-            self._says_why = False
+            if self._has_to_warn:
+                log.warning(UNWRITABLE_WARNING, self.folder, why.strerror or str(why))
+            self._has_to_warn = False
             return packed, digest
-        return self.recalled(origin, packing, share, packed.nbytes) or (packed, digest)
+        return self.map_existing_file(origin, packing, share, packed.nbytes) or (packed, digest)
 
-    def _file(self, origin: Origin, packing: str, share: str) -> Path:
+    def _make_file_path(self, origin: WeightOrigin, packing: str, share: str) -> Path:
         version = f"{origin.version} {packing}"
-        return self.folder / _name(origin.file) / _name(version) / f"{_name(f'{origin.offset} {share}')}.packed"
+        return (
+            self.folder
+            / _hash_file_name(origin.file)
+            / _hash_file_name(version)
+            / f"{_hash_file_name(f'{origin.offset} {share}')}.packed"
+        )
 
     @staticmethod
-    def _make_room(version: Path) -> None:
+    def _remove_old_versions(version: Path) -> None:
         """Make the folder of a version, and remove the folders of other versions.
 
         Processes that have mapped removed files keep them.
@@ -100,7 +109,7 @@ class PackedWeights:
                     shutil.rmtree(other, ignore_errors=True)
 
 
-def _name(text: str) -> str:
+def _hash_file_name(text: str) -> str:
     """Return a file name that stands for `text`: 32 hexadecimal digits of its SHA-256."""
     from hashlib import sha256  # loads OpenSSL, which processes without packed weights do not need
 

@@ -17,19 +17,19 @@ from ...backends.base import Array
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ..plan import Plan
-from ..succession import in_succession
-from .bound import Bound, finished_by
-from .interrupts import InterruptsKept
+from ..succession import build_pipeline_order
+from .bound import BoundPlan, find_finished_instructions
+from .interrupts import DeferredInterrupts
 from .journal import Journal, Saved
-from .side_by_side import SideBySide
+from .side_by_side import DeviceThreads
 from .store import Store
-from .turns import Turn
+from .turns import DeviceLock
 
-Asked = tuple["Pipeline", Mapping[str, npt.ArrayLike]]
+RunRequest = tuple["PipelinedPlan", Mapping[str, npt.ArrayLike]]
 """A requested run: its plan and its inputs by name."""
 
 
-class Pipeline:
+class PipelinedPlan:
     """One plan bound to its memory for pipelined runs; apart from that it is like an `Executor`.
 
     A device begins its part of the next run without waiting for the end of the last run.
@@ -56,19 +56,25 @@ class Pipeline:
         staying: Container[str] = frozenset(),
     ) -> None:
         self.plan, self.store = plan, store
-        self.proven: set[tuple[Pipeline, ...]] = set()
+        self.verified_orders: set[tuple[PipelinedPlan, ...]] = set()
         """Sequences of these plans that are verified to follow each other through the devices."""
         store.require_devices(plan)
-        self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.local_devices)))
-        with self._turn:
-            self._bound = bound = Bound(plan, store)
-            self._meeting = bound.meeting(timeout, wire, follow=True)
-            replays = bound.compiled_all(self._meeting)
-            self._lanes = {number: _Lane(bound, number, replays[number], staying) for number in bound.own}
-        self._devices = SideBySide([lane.device for lane in plan.lanes], bound.own, self._meeting, timeout)
+        self._device_lock = DeviceLock(
+            (*store.backends, *(plan.lanes[number].backend for number in store.between.local_devices))
+        )
+        with self._device_lock:
+            self._bound_plan = bound = BoundPlan(plan, store)
+            self._communicator_group = bound.make_communicator_group(timeout, wire, follow=True)
+            replays = bound.compile_programs(self._communicator_group)
+            self._device_stages = {
+                number: _DeviceStage(bound, number, replays[number], staying) for number in bound.local_devices
+            }
+        self._device_threads = DeviceThreads(
+            [lane.device for lane in plan.lanes], bound.local_devices, self._communicator_group, timeout
+        )
 
 
-def in_turn(runs: Sequence[Asked]) -> list[dict[str, Array]]:
+def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:
     """Run several requests in a pipeline and return the outputs of each run by name.
 
     The runs may be of several plans, over one store or several. If a device fails or an interrupt comes, states are
@@ -80,12 +86,12 @@ def in_turn(runs: Sequence[Asked]) -> list[dict[str, Array]]:
     """
     if not runs:
         return []
-    with Succession(runs[0][0], together=True) as succession:
-        succession.begin(runs)
-        return [succession.ended() for _ in runs]
+    with PipelinedRuns(runs[0][0], together=True) as succession:
+        succession.enqueue(runs)
+        return [succession.wait_for_outputs() for _ in runs]
 
 
-class Succession:
+class PipelinedRuns:
     """A context in which runs follow each other through the devices of the plan `first`.
 
     All stores must have the same devices. Each device begins the next run when it has finished the last run and
@@ -93,181 +99,195 @@ class Succession:
     at the end. With `together`, returned runs are rolled back too if the context fails.
     """
 
-    def __init__(self, first: Pipeline, *, together: bool = False) -> None:
-        self._first, self._together = first, together
-        self._devices, self._around = first._devices, ExitStack()
-        self._own = {number: _Device(number) for number in first._bound.own}
-        self._under_way: deque[_Run] = deque()
-        self._begun: dict[Pipeline, None] = {}
-        self._news = Condition()
+    def __init__(self, first: PipelinedPlan, *, together: bool = False) -> None:
+        self._leading_plan, self._is_all_or_nothing = first, together
+        self._device_threads, self._exit_stack = first._device_threads, ExitStack()
+        self._workers = {number: _DeviceWorker(number) for number in first._bound_plan.local_devices}
+        self._pending_runs: deque[_PipelinedRun] = deque()
+        self._used_plans: dict[PipelinedPlan, None] = {}
+        self._progress = Condition()
 
     def __enter__(self) -> Self:
-        self._around.enter_context(self._first._turn)
-        interrupts = self._around.enter_context(InterruptsKept())
-        self._devices.place = self
-        works = {n: partial(device.work, interrupts, self._tell) for n, device in self._own.items()}
-        self._working = self._around.enter_context(ThreadPoolExecutor(1, "hocket")).submit(self._devices.work, works)
-        self._working.add_done_callback(self._wake)
+        self._exit_stack.enter_context(self._leading_plan._device_lock)
+        interrupts = self._exit_stack.enter_context(DeferredInterrupts())
+        self._device_threads.rendezvous = self
+        works = {n: partial(device.run_queue, interrupts, self._on_device_done) for n, device in self._workers.items()}
+        self._workers_done = self._exit_stack.enter_context(ThreadPoolExecutor(1, "hocket")).submit(
+            self._device_threads.run_devices, works
+        )
+        self._workers_done.add_done_callback(self._notify_progress)
         return self
 
-    def begin(self, runs: Sequence[Asked]) -> None:
+    def enqueue(self, runs: Sequence[RunRequest]) -> None:
         """Append runs to the pending ones.
 
         Raises `PlanError` as `run_pipelined`, before any of the runs begins. Raises it also for a run over a store
         with a pending run, unless all runs are rolled back together.
         """
-        given = [pipeline._bound.given(inputs) for pipeline, inputs in runs]
-        following = [*(run.pipeline for run in self._under_way), *(pipeline for pipeline, _ in runs)]
-        if not self._together and len({pipeline.store for pipeline in following}) < len(following):
+        given = [pipeline._bound_plan.as_input_arrays(inputs) for pipeline, inputs in runs]
+        following = [*(run.pipeline for run in self._pending_runs), *(pipeline for pipeline, _ in runs)]
+        if not self._is_all_or_nothing and len({pipeline.store for pipeline in following}) < len(following):
             raise PlanError("a run over the same store is under way; begin the next when that has ended")
-        if (whole := tuple(following)) not in self._first.proven:
-            in_succession([pipeline.plan for pipeline in following])
-            self._first.proven.add(whole)
-        self._first._bound.agree(given)
+        if (whole := tuple(following)) not in self._leading_plan.verified_orders:
+            build_pipeline_order([pipeline.plan for pipeline in following])
+            self._leading_plan.verified_orders.add(whole)
+        self._leading_plan._bound_plan.require_equal_inputs(given)
         for (pipeline, _), arrays in zip(runs, given, strict=True):
-            self._begun[pipeline] = None
-            run = _Run(pipeline, arrays)
-            self._under_way.append(run)
-            for device in self._own.values():
-                device.waiting.put(run)
+            self._used_plans[pipeline] = None
+            run = _PipelinedRun(pipeline, arrays)
+            self._pending_runs.append(run)
+            for device in self._workers.values():
+                device.queued_runs.put(run)
 
-    def wait(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until the devices have finished all pending runs, or one device has failed."""
-        with self._news:
-            self._news.wait_for(lambda: self._are_done(self._under_way) or self._working.done())
+        with self._progress:
+            self._progress.wait_for(
+                lambda: self._is_done_on_all_devices(self._pending_runs) or self._workers_done.done()
+            )
 
-    def ended(self) -> dict[str, Array]:
+    def wait_for_outputs(self) -> dict[str, Array]:
         """Wait for the first pending run and return its outputs by name. Raises the error of a device."""
-        run = self._under_way[0]
-        with self._news:
-            self._news.wait_for(lambda: self._are_done([run]) or self._working.done())
-        if not self._are_done([run]):
-            self._working.result()
-            raise self._devices.failures[0][1]
-        outputs = {name: run.pipeline._bound.whole(name, run.parts(name)) for name in run.pipeline._bound.shapes}
-        run.stays = not self._together
-        self._under_way.popleft()
+        run = self._pending_runs[0]
+        with self._progress:
+            self._progress.wait_for(lambda: self._is_done_on_all_devices([run]) or self._workers_done.done())
+        if not self._is_done_on_all_devices([run]):
+            self._workers_done.result()
+            raise self._device_threads.failures[0][1]
+        outputs = {
+            name: run.pipeline._bound_plan.assemble_output(name, run.list_output_shards(name))
+            for name in run.pipeline._bound_plan.output_shapes
+        }
+        run.is_final = not self._is_all_or_nothing
+        self._pending_runs.popleft()
         return outputs
 
     def __exit__(self, kind: object, why: BaseException | None, trace: object) -> None:
-        with self._around:
-            if isinstance(why, KeyboardInterrupt) and not self._devices.failures:  # a second interrupt
-                self._devices.stop(None, why)
-            self._finish()
-            if self._devices.failures:
-                self._devices.undo(self._undo)
-            if self._under_way or (why is not None and self._together):
-                self._devices.take_back(self._undo, why or PlanError("runs that nobody waited for are taken back"))
+        with self._exit_stack:
+            if isinstance(why, KeyboardInterrupt) and not self._device_threads.failures:  # a second interrupt
+                self._device_threads.abort_run(None, why)
+            self._stop_workers()
+            if self._device_threads.failures:
+                self._device_threads.roll_back_and_raise(self._roll_back)
+            if self._pending_runs or (why is not None and self._is_all_or_nothing):
+                self._device_threads.roll_back(
+                    self._roll_back, why or PlanError("runs that nobody waited for are taken back")
+                )
 
-    def _finish(self) -> None:
+    def _stop_workers(self) -> None:
         """Wait until all devices have finished or stopped. Raises `BackendError` if a device does not stop."""
-        for device in self._own.values():
-            device.waiting.put(None)
+        for device in self._workers.values():
+            device.queued_runs.put(None)
         while True:
             try:
-                self._working.result()
+                self._workers_done.result()
                 return
             except KeyboardInterrupt as why:
-                self._devices.stop(None, why)
+                self._device_threads.abort_run(None, why)
 
-    def _are_done(self, runs: Iterable[_Run]) -> bool:
+    def _is_done_on_all_devices(self, runs: Iterable[_PipelinedRun]) -> bool:
         """Return whether all devices of this process have finished these runs."""
-        return all(len(run.outputs) == len(self._own) for run in runs)
+        return all(len(run.outputs_by_device) == len(self._workers) for run in runs)
 
-    def _undo(self, number: int, error: BaseException | None) -> None:
-        self._own[number].undo(error)
+    def _roll_back(self, number: int, error: BaseException | None) -> None:
+        self._workers[number].roll_back(error)
 
-    def _tell(self, run: _Run, number: int, outputs: Mapping[str, Array]) -> None:
+    def _on_device_done(self, run: _PipelinedRun, number: int, outputs: Mapping[str, Array]) -> None:
         """Record that a device has finished its part of a run and saved its undo data."""
-        with self._news:
-            run.outputs[number] = outputs
-            self._news.notify()
+        with self._progress:
+            run.outputs_by_device[number] = outputs
+            self._progress.notify()
 
-    def _wake(self, _: object) -> None:
-        with self._news:
-            self._news.notify()
+    def _notify_progress(self, _: object) -> None:
+        with self._progress:
+            self._progress.notify()
 
     def abort(self, why: str) -> None:
         """Wake all waiting threads, because a device failed."""
-        for device in self._own.values():
-            device.stops = True
-            device.waiting.put(None)
-        for pipeline in list(self._begun):  # devices begin no later runs
-            pipeline._meeting.abort(why)
+        for device in self._workers.values():
+            device.is_stopped = True
+            device.queued_runs.put(None)
+        for pipeline in list(self._used_plans):  # devices begin no later runs
+            pipeline._communicator_group.abort(why)
 
     def clear(self) -> None:
         """Forget pending messages and failures when all devices have ended."""
-        for pipeline in self._begun:
-            pipeline._meeting.clear()
+        for pipeline in self._used_plans:
+            pipeline._communicator_group.clear()
 
 
-class _Run:
+class _PipelinedRun:
     """A pending run: its inputs, the outputs of each device that has finished, and whether it is final."""
 
-    def __init__(self, pipeline: Pipeline, given: Mapping[str, Array]) -> None:
-        self.pipeline, self.given, self.stays = pipeline, given, False
-        self.outputs: dict[int, Mapping[str, Array]] = {}
+    def __init__(self, pipeline: PipelinedPlan, given: Mapping[str, Array]) -> None:
+        self.pipeline, self.input_arrays, self.is_final = pipeline, given, False
+        self.outputs_by_device: dict[int, Mapping[str, Array]] = {}
 
-    def parts(self, name: str) -> dict[int, Array]:
+    def list_output_shards(self, name: str) -> dict[int, Array]:
         """Return each local device's shard of an output."""
-        return {number: own[name] for number, own in self.outputs.items() if name in own}
+        return {number: own[name] for number, own in self.outputs_by_device.items() if name in own}
 
 
-class _Kept(NamedTuple):
+class _SavedRun(NamedTuple):
     """The undo data of one device for a finished run, without the states that earlier runs restore."""
 
-    run: _Run
-    behind: frozenset[str]
-    saved: Saved
+    run: _PipelinedRun
+    restored_states: frozenset[str]
+    undo_data: Saved
 
 
-class _Lane:
+class _DeviceStage:
     """One device's part of a plan."""
 
-    def __init__(self, bound: Bound, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
-        self.bound, self.number, self.replay = bound, number, replay
-        self.inlets, self.journal = [bound.inlet(number)], Journal(bound, number, staying)
-        self.results = {name: parts[number] for name, parts in bound.outputs.items() if number in parts}
-        self.whole = len(bound.plan.lanes[number].program.instructions)
+    def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
+        self.bound_plan, self.number, self.run_program = bound, number, replay
+        self.input_slots, self.undo_log = [bound.make_input_slots(number)], Journal(bound, number, staying)
+        self.output_shards = {name: parts[number] for name, parts in bound.output_shards.items() if number in parts}
+        self.instruction_count = len(bound.plan.lanes[number].program.instructions)
 
 
-class _Device:
+class _DeviceWorker:
     """The worker of one device with its queue of runs; None ends the queue."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.stops = number, False
-        self.waiting: SimpleQueue[_Run | None] = SimpleQueue()
-        self._kept: list[_Kept] = []
-        self._begun: _Run | None = None
-        self._has_ended = False
+        self.number, self.is_stopped = number, False
+        self.queued_runs: SimpleQueue[_PipelinedRun | None] = SimpleQueue()
+        self._saved_runs: list[_SavedRun] = []
+        self._current_run: _PipelinedRun | None = None
+        self._has_finished_program = False
 
-    def work(self, interrupts: InterruptsKept, tell: Callable[[_Run, int, Mapping[str, Array]], None]) -> None:
+    def run_queue(
+        self, interrupts: DeferredInterrupts, tell: Callable[[_PipelinedRun, int, Mapping[str, Array]], None]
+    ) -> None:
         """Run the queued runs. An interrupt takes effect after the current run. Raises the error of a device."""
-        while (run := self.waiting.get()) is not None and not self.stops:
-            if interrupts.would_interrupt:
+        while (run := self.queued_runs.get()) is not None and not self.is_stopped:
+            if interrupts.is_interrupt_pending:
                 raise KeyboardInterrupt
-            lane = run.pipeline._lanes[self.number]
-            lane.bound.put(run.given, lane.inlets)
-            self._begun = run
-            lane.replay()
-            self._has_ended = True
-            outputs = {name: part.copied() for name, part in lane.results.items()}
-            self._keep(run)
-            self._begun, self._has_ended = None, False
+            lane = run.pipeline._device_stages[self.number]
+            lane.bound_plan.write_inputs(run.input_arrays, lane.input_slots)
+            self._current_run = run
+            lane.run_program()
+            self._has_finished_program = True
+            outputs = {name: part.copy_to_host() for name, part in lane.output_shards.items()}
+            self._save_for_undo(run)
+            self._current_run, self._has_finished_program = None, False
             tell(run, self.number, outputs)
 
-    def undo(self, error: BaseException | None) -> None:
+    def roll_back(self, error: BaseException | None) -> None:
         """Roll back all runs that are not final, after the device has stopped, with its error if it failed."""
-        if self._begun is not None:
-            lane = self._begun.pipeline._lanes[self.number]
-            lane.bound.undo(self.number, finished_by(None if self._has_ended else error, lane.whole))
-        for run, behind, saved in reversed([kept for kept in self._kept if not kept.run.stays]):
-            run.pipeline._lanes[self.number].journal.undo(saved, behind)
+        if self._current_run is not None:
+            lane = self._current_run.pipeline._device_stages[self.number]
+            lane.bound_plan.roll_back(
+                self.number,
+                find_finished_instructions(None if self._has_finished_program else error, lane.instruction_count),
+            )
+        for run, behind, saved in reversed([kept for kept in self._saved_runs if not kept.run.is_final]):
+            run.pipeline._device_stages[self.number].undo_log.undo(saved, behind)
 
-    def _keep(self, run: _Run) -> None:
+    def _save_for_undo(self, run: _PipelinedRun) -> None:
         """Save the undo data of a finished run, without states that earlier runs over its store restore."""
-        self._kept = [kept for kept in self._kept if not kept.run.stays]
-        same = [kept.run.pipeline for kept in self._kept if kept.run.pipeline.store is run.pipeline.store]
-        journal = run.pipeline._lanes[self.number].journal
-        behind = journal.behind(pipeline._lanes[self.number].journal for pipeline in same)
-        self._kept.append(_Kept(run, behind, journal.kept(behind)))
+        self._saved_runs = [kept for kept in self._saved_runs if not kept.run.is_final]
+        same = [kept.run.pipeline for kept in self._saved_runs if kept.run.pipeline.store is run.pipeline.store]
+        journal = run.pipeline._device_stages[self.number].undo_log
+        behind = journal.behind(pipeline._device_stages[self.number].undo_log for pipeline in same)
+        self._saved_runs.append(_SavedRun(run, behind, journal.kept(behind)))

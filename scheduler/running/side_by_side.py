@@ -10,7 +10,7 @@ from ...backends.base import Device
 from ...graph.errors import BackendError, StepError
 
 
-class Place(Protocol):
+class Rendezvous(Protocol):
     """The object through which devices communicate."""
 
     def abort(self, why: str) -> None:
@@ -20,7 +20,7 @@ class Place(Protocol):
         """Forget pending messages and failures after a run, when no thread waits."""
 
 
-class SideBySide:
+class DeviceThreads:
     """The threads of the devices of this process.
 
     `failures` has the failures of the last work by device number; the number is None for an interrupt.
@@ -32,43 +32,43 @@ class SideBySide:
         timeout: Seconds after which a device that does not stop is lost.
     """
 
-    def __init__(self, devices: Sequence[Device], own: Sequence[int], place: Place, timeout: float) -> None:
-        self.devices, self.own, self.place, self.timeout = devices, own, place, timeout
+    def __init__(self, devices: Sequence[Device], own: Sequence[int], place: Rendezvous, timeout: float) -> None:
+        self.devices, self.local_devices, self.rendezvous, self.timeout = devices, own, place, timeout
         self.failures: list[tuple[int | None, BaseException]] = []
-        self._given: dict[int, Any] = {}
-        self._lost: BackendError | None = None
+        self._results: dict[int, Any] = {}
+        self._lost_states_error: BackendError | None = None
         self._threads = ThreadPoolExecutor(len(own) - 1, "hocket") if len(own) > 1 else None
 
-    def work(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
+    def run_devices(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
         """Run the work of each device, the first on this thread, and return the results by device number.
 
         The method returns when all devices have ended, with or without a failure. Raises `BackendError` if a device
         does not stop; from then on, each call raises it.
         """
-        if self._lost is not None:
-            raise self._lost
+        if self._lost_states_error is not None:
+            raise self._lost_states_error
         self.failures.clear()
-        given = self._given = {}
-        own, run = list(works), self._guarded
+        given = self._results = {}
+        own, run = list(works), self._run_device
         others = {n: self._threads.submit(run, n, works[n]) for n in own[1:]} if self._threads else {}
         for number in own[:1]:  # this process may have no device of the plan
             run(number, works[number])
         for number, other in others.items():
-            self._await(number, other)
+            self._join_device(number, other)
         if len(self.devices) > 1:
-            self.place.clear()
-        self._given = {}  # only the caller holds the results
+            self.rendezvous.clear()
+        self._results = {}  # only the caller holds the results
         return given
 
-    def undo(self, back: Callable[[int, BaseException | None], None]) -> NoReturn:
+    def roll_back_and_raise(self, back: Callable[[int, BaseException | None], None]) -> NoReturn:
         """Roll back all devices, as `roll_back`, and raise the first failure."""
         why = self.failures[0][1]
-        self.take_back(back, why)
+        self.roll_back(back, why)
         if isinstance(why, StepError) and not isinstance(why.__cause__, Exception | None):
             raise why.__cause__  # an interrupt
         raise why
 
-    def take_back(self, back: Callable[[int, BaseException | None], None], why: BaseException) -> None:
+    def roll_back(self, back: Callable[[int, BaseException | None], None], why: BaseException) -> None:
         """Roll back the work of all devices, because of `why`.
 
         Args:
@@ -76,28 +76,28 @@ class SideBySide:
             why: The reason, for messages.
         """
         failed = dict(self.failures)
-        for number in self.own:
+        for number in self.local_devices:
             try:
                 back(number, failed.get(number))
             except Exception as fault:  # after any error here, the states are lost
                 raise BackendError(f"{why}; and states of {self.devices[number]} are lost: {fault}") from why
 
-    def _guarded(self, number: int, work: Callable[[], Any]) -> None:
+    def _run_device(self, number: int, work: Callable[[], Any]) -> None:
         """Run one device. After a failure, wake the others, which may wait for it."""
         try:
-            self._given[number] = work()
+            self._results[number] = work()
         except BaseException as why:  # the caller receives each error of a thread
-            self.stop(number, why)
+            self.abort_run(number, why)
 
-    def stop(self, number: int | None, why: BaseException) -> None:
+    def abort_run(self, number: int | None, why: BaseException) -> None:
         """Record a failure, then wake the other devices, which fail because of it.
 
         `number` is None for an interrupt.
         """
         self.failures.append((number, why))
-        self.place.abort(str(why) or type(why).__name__)
+        self.rendezvous.abort(str(why) or type(why).__name__)
 
-    def _await(self, number: int, other: Future[None]) -> None:
+    def _join_device(self, number: int, other: Future[None]) -> None:
         """Wait for a device; at most `timeout` seconds after another device has failed."""
         while not other.done():
             failed = bool(self.failures)
@@ -106,9 +106,9 @@ class SideBySide:
             except TimeoutError:
                 if failed:
                     why = self.failures[0][1]
-                    self._lost = BackendError(
+                    self._lost_states_error = BackendError(
                         f"{why}; and {self.devices[number]} does not stop: states are lost, load anew"
                     )
-                    raise self._lost from why
+                    raise self._lost_states_error from why
             except KeyboardInterrupt as why:
-                self.stop(None, why)
+                self.abort_run(None, why)

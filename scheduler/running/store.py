@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.abilities import Divides, Packs, Shares
+from ...backends.abilities import PacksWeights, SupportsPiecewiseLoading, SupportsZeroCopyWeights
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
 from ...distributed import SINGLE_PROCESS, World
 from ...distributed.rank_group import DevicePlacement
@@ -23,14 +23,14 @@ from ...graph.node import constant_array
 from ...graph.spec import Spec
 from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, format_value, instance_of, validate_arguments
 from ...ops.quantisation import decode_array, encode_array
-from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape
+from ..layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape
 from ..lowering.lane import DEVICES, Devices, Lane
 from ..plan import Plan
-from ..units import nbytes_text
+from ..units import format_bytes
 from .copies import Arena, WeightCopies
-from .digests import LoadedBytes, digest_of
-from .packed import Origin, PackedWeights
-from .turns import Turn
+from .digests import LoadedWeightDigests, compute_digest
+from .packed import PackedWeightFiles, WeightOrigin
+from .turns import DeviceLock
 
 
 class Store:
@@ -43,21 +43,21 @@ class Store:
     """
 
     @validate_arguments(PlanError, group=DEVICES)
-    def __init__(self, group: Devices, world: World = SINGLE_PROCESS, packed: PackedWeights | None = None) -> None:
+    def __init__(self, group: Devices, world: World = SINGLE_PROCESS, packed: PackedWeightFiles | None = None) -> None:
         self.group: tuple[tuple[Backend, Device], ...] = tuple(group)
         self.backends: tuple[Backend, ...] = tuple(backend for backend, _ in self.group)
-        self.turn: Turn = Turn(self.backends)
-        self.between: DevicePlacement = DevicePlacement(world, [_rank(device, world) for _, device in group])
+        self.turn: DeviceLock = DeviceLock(self.backends)
+        self.between: DevicePlacement = DevicePlacement(world, [_find_rank(device, world) for _, device in group])
         self.nread: int = 0
-        self.loaded_bytes: LoadedBytes = LoadedBytes(world, self.between.ranks)
-        self._packed = packed
-        self._devices = {number: _DeviceStore(*self.group[number]) for number in self.between.local_devices}
+        self.loaded_bytes: LoadedWeightDigests = LoadedWeightDigests(world, self.between.ranks)
+        self._packed_files = packed
+        self._device_buffers = {number: _DeviceBuffers(*self.group[number]) for number in self.between.local_devices}
         self._layouts: dict[str, tuple[Spec, Layout]] = {}
         self._states: dict[str, None] = {}
 
     def __repr__(self) -> str:
         held = sum(sum(device.values()) for device in self.nbytes())
-        return f"Store({', '.join(str(device) for _, device in self.group)}, {nbytes_text(held)})"
+        return f"Store({', '.join(str(device) for _, device in self.group)}, {format_bytes(held)})"
 
     @validate_arguments(
         PlanError,
@@ -71,7 +71,7 @@ class Store:
         data: npt.ArrayLike,
         spec: Spec,
         layout: Layout = REPLICATE,
-        origin: Origin | None = None,
+        origin: WeightOrigin | None = None,
         release: Callable[[], object] = lambda: None,
         copies: WeightCopies | None = None,
     ) -> None:
@@ -87,43 +87,43 @@ class Store:
             copies: Copies that stores share; with them, devices read the memory of `data` itself if they can.
         """
         what = f"weight %{quote_node_name(name):.{MAX_MESSAGE_CHARACTERS}}"
-        stored = _stored(what, data, spec)
+        stored = _as_file_array(what, data, spec)
         if why := _find_layout_error(spec, layout, len(self.group)):
             raise PlanError(f"{what}: {spec}: {why}; plan for the devices of this store")
         with self.turn:
             self._layouts[name] = (spec, layout)
-            for number, device in self._devices.items():
+            for number, device in self._device_buffers.items():
                 if isinstance(layout, Local) and number not in layout.devices:
                     continue
-                shape = local_shape(spec.shape, layout, number)
+                shape = compute_local_shape(spec.shape, layout, number)
                 wanted = BufferSpec("weight", name, 0, Spec(shape, spec.dtype))
 
                 def share(number: int = number) -> Array:
-                    part = _share(stored, spec, layout, number)
+                    part = _slice_for_device(stored, spec, layout, number)
                     self.nread += part.nbytes
                     return part
 
                 place = None
-                if self._packed is not None and origin is not None:
-                    which = f"{layout.axis} {layout.runs[number]}" if isinstance(layout, Shard) else "whole"
-                    place = Place(self._packed, origin, f"{spec} {which}")
+                if self._packed_files is not None and origin is not None:
+                    which = f"{layout.axis} {layout.index_ranges[number]}" if isinstance(layout, Shard) else "whole"
+                    place = PackedFileKey(self._packed_files, origin, f"{spec} {which}")
                 if copies is not None:
-                    runs = (layout.axis, layout.runs[number]) if isinstance(layout, Shard) else None
-                    digest = device.share(wanted, share, runs, copies)
+                    runs = (layout.axis, layout.index_ranges[number]) if isinstance(layout, Shard) else None
+                    digest = device.share_weight(wanted, share, runs, copies)
                 else:
-                    digest = device.load(wanted, share, release, place)
-                if self.loaded_bytes.is_checked:
-                    self.loaded_bytes.add(name, layout, number, digest)
-            for number in self.loaded_bytes.others(layout):
-                other = partial(_share, stored, spec, layout, number)
-                self.loaded_bytes.add(name, layout, number, lambda other=other: digest_of(other(), release))  # type: ignore[misc]
+                    digest = device.load_weight(wanted, share, release, place)
+                if self.loaded_bytes.is_own_rank_checked:
+                    self.loaded_bytes.add_digest(name, layout, number, digest)
+            for number in self.loaded_bytes.list_other_devices(layout):
+                other = partial(_slice_for_device, stored, spec, layout, number)
+                self.loaded_bytes.add_digest(name, layout, number, lambda other=other: compute_digest(other(), release))  # type: ignore[misc]
 
     def beside(self) -> Store:
         """Return a store with the same weights and with its own states."""
-        other = Store(self.group, self.between.world, self._packed)
-        for number, mine in self._devices.items():
-            theirs = other._devices[number]
-            theirs.held.update({key: kept for key, kept in mine.held.items() if key[0] == "weight"})
+        other = Store(self.group, self.between.world, self._packed_files)
+        for number, mine in self._device_buffers.items():
+            theirs = other._device_buffers[number]
+            theirs.buffer_by_leaf.update({key: kept for key, kept in mine.buffer_by_leaf.items() if key[0] == "weight"})
         weights = {name for name in self._layouts if name not in self._states}
         other._layouts.update({name: layout for name, layout in self._layouts.items() if name in weights})
         return other
@@ -131,8 +131,8 @@ class Store:
     def in_turn(self) -> Store:
         """Return a store `beside` this one that also shares the arena; plans on both must not run at the same time."""
         other = self.beside()
-        for number, mine in self._devices.items():
-            other._devices[number].arena = mine.arena
+        for number, mine in self._device_buffers.items():
+            other._device_buffers[number].arena = mine.arena
         return other
 
     @validate_arguments(PlanError, name=TEXT)
@@ -143,7 +143,11 @@ class Store:
                 f"there is no state %{quote_node_name(name):.60} yet; states appear with the first plan that has them"
             )
         spec, layout = self._layouts[name]
-        parts = {n: d.part("state", name) for n, d in self._devices.items() if ("state", name) in d.held}
+        parts = {
+            n: d.view_shard("state", name)
+            for n, d in self._device_buffers.items()
+            if ("state", name) in d.buffer_by_leaf
+        }
         return StateView(name, spec, layout, parts, self.turn, self.between)
 
     @property
@@ -153,7 +157,7 @@ class Store:
 
     def nbytes(self) -> list[dict[str, int]]:
         """Return the bytes in use on each device of this process, by kind."""
-        return [d.nbytes() for d in self._devices.values()]
+        return [d.compute_bytes_by_kind() for d in self._device_buffers.values()]
 
     @validate_arguments(PlanError, plan=instance_of(Plan))
     def require_devices(self, plan: Plan) -> None:
@@ -180,23 +184,25 @@ class Store:
             if self._layouts.get(name, wanted) != wanted:
                 held = self._layouts[name]
                 raise PlanError(f"%{name} is {held[0]} {held[1]} in the store but {wanted[0]} {wanted[1]} in the plan")
-        return {number: device.buffers(plan.lanes[number]) for number, device in self._devices.items()}
+        return {
+            number: device.list_program_buffers(plan.lanes[number]) for number, device in self._device_buffers.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalShard:
     """One device's shard of a state or an output: a view of the memory, and the stored dtype."""
 
-    array: Any
+    memory_view: Any
     dtype: DType
 
-    def numbers(self) -> Array:
+    def decode(self) -> Array:
         """Return the numbers; they are the memory itself if it has them in this form."""
-        return decode_array(self.array, self.dtype)
+        return decode_array(self.memory_view, self.dtype)
 
-    def copied(self) -> Array:
+    def copy_to_host(self) -> Array:
         """Return a new host array of the numbers."""
-        return decode_array(np.array(self.array), self.dtype)
+        return decode_array(np.array(self.memory_view), self.dtype)
 
 
 class StateView:
@@ -209,49 +215,57 @@ class StateView:
     spec: Spec
     shape: tuple[int, ...]
     layout: Layout
-    parts: Mapping[int, Part]
+    parts: Mapping[int, LocalShard]
 
     def __init__(
-        self, name: str, spec: Spec, layout: Layout, parts: Mapping[int, Part], turn: Turn, between: DevicePlacement
+        self,
+        name: str,
+        spec: Spec,
+        layout: Layout,
+        parts: Mapping[int, LocalShard],
+        turn: DeviceLock,
+        between: DevicePlacement,
     ) -> None:
-        self.name, self.spec, self.layout, self.parts, self._turn = name, spec, layout, parts, turn
-        self.shape, self._between = spec.shape, between
+        self.name, self.spec, self.layout, self.parts, self._device_lock = name, spec, layout, parts, turn
+        self.shape, self._device_placement = spec.shape, between
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        with self._turn:
-            parts = {number: part.numbers() for number, part in self.parts.items()}
-            whole = assembled(self.spec.shape, self.layout, parts, self._between)
+        with self._device_lock:
+            parts = {number: part.decode() for number, part in self.parts.items()}
+            whole = assemble_value(self.spec.shape, self.layout, parts, self._device_placement)
         return whole if dtype is None else whole.astype(dtype)
 
     def __getitem__(self, index: Any) -> Array:
         """Return the entries at a NumPy index. Raises `PlanError` for any other index."""
-        return self._at(np.asarray(self), index)
+        return self._index_array(np.asarray(self), index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Assign to a NumPy index; every device gets its shard. Raises `PlanError` for values that do not fit."""
-        values = self._fitted(index, value)
+        values = self._as_assignable_numbers(index, value)
         if not self.spec.dtype.is_quantised:  # quantised values are numbers already
             values = decode_array(values, self.spec.dtype)
-        with self._turn:
+        with self._device_lock:
             for number, part in self.parts.items():
                 if not isinstance(self.layout, Shard) and not part.dtype.is_quantised:
-                    part.array[index] = encode_array(values, part.dtype)
+                    part.memory_view[index] = encode_array(values, part.dtype)
                     continue
                 whole = np.empty(self.shape, values.dtype)  # entries of other devices are not read
-                put(whole, self.layout, number, part.numbers())
+                write_shard(whole, self.layout, number, part.decode())
                 whole[index] = values
-                part.array[...] = encode_array(_share(whole, Spec(self.shape), self.layout, number), part.dtype)
+                part.memory_view[...] = encode_array(
+                    _slice_for_device(whole, Spec(self.shape), self.layout, number), part.dtype
+                )
 
-    def _at(self, array: Array, index: Any) -> Any:
+    def _index_array(self, array: Array, index: Any) -> Any:
         try:
             return array[index]
         except Exception:  # an index of an unknown type may raise any error
             what = f"state %{quote_node_name(self.name):.{MAX_MESSAGE_CHARACTERS}}: {self.spec}"
             raise PlanError(f"{what} has no entries [{format_value(index)}]; give an index within its shape") from None
 
-    def _fitted(self, index: Any, value: Any) -> Array:
+    def _as_assignable_numbers(self, index: Any, value: Any) -> Array:
         """Return `value` as numbers for the entries at `index`; a single number for all entries stays one number."""
-        there = np.shape(self._at(np.broadcast_to(np.int8(0), self.shape), index))
+        there = np.shape(self._index_array(np.broadcast_to(np.int8(0), self.shape), index))
         given = as_number_array(f"state %{self.name}", value)
         try:
             np.broadcast_to(given, there)
@@ -268,110 +282,122 @@ class StateView:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PackedFileKey:
     """The key of the packed file of one device's shard of a weight."""
 
-    weights: PackedWeights
-    origin: Origin
-    share: str
+    packed_files: PackedWeightFiles
+    origin: WeightOrigin
+    share_text: str
 
 
-class _DeviceStore:
+class _DeviceBuffers:
     """The buffers of one device by (kind, name), and its arena."""
 
     def __init__(self, backend: Backend, device: Device) -> None:
         self.backend, self.device = backend, device
-        self.divides: Divides | None = backend if isinstance(backend, Divides) else None
-        self.held: dict[tuple[str, str], tuple[BufferSpec, Any]] = {}
+        self.splitting_backend: SupportsPiecewiseLoading | None = (
+            backend if isinstance(backend, SupportsPiecewiseLoading) else None
+        )
+        self.buffer_by_leaf: dict[tuple[str, str], tuple[BufferSpec, Any]] = {}
         self.arena = Arena()
 
-    def load(
+    def load_weight(
         self,
         wanted: BufferSpec,
         data: Callable[[], Array],
         release: Callable[[], object],
-        place: Place | None = None,
+        place: PackedFileKey | None = None,
     ) -> Callable[[], bytes]:
         """Load a weight and return the function that computes its digest; `release` is called after each loaded piece.
 
         `data` reads the weight, unless a packed file at `place` has it.
         """
-        assert wanted.declared is not None
-        stored = self.backend.stored(wanted.declared, wanted.kind)
-        spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, wanted.declared, stored)
-        packing = self.backend.packing() if stored.dtype.is_quantised and isinstance(self.backend, Packs) else None
+        assert wanted.declared_spec is not None
+        stored = self.backend.stored(wanted.declared_spec, wanted.kind)
+        spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, wanted.declared_spec, stored)
+        packing = (
+            self.backend.compute_packing_id()
+            if stored.dtype.is_quantised and isinstance(self.backend, PacksWeights)
+            else None
+        )
         if place is None or packing is None:
             buffer, part = self.backend.alloc(spec.nbytes, self.device, lasting=True), data()
-            self._fill(buffer, wanted.declared, part, release)
-            self.held[spec.kind, spec.name] = (spec, buffer)
-            return lambda: digest_of(part, release)
-        kept = place.weights.recalled(place.origin, packing, place.share, spec.nbytes)
+            self._load_in_slices(buffer, wanted.declared_spec, part, release)
+            self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
+            return lambda: compute_digest(part, release)
+        kept = place.packed_files.map_existing_file(place.origin, packing, place.share_text, spec.nbytes)
         if kept is None:
             packed, part = self.backend.alloc(spec.nbytes, self.device), data()
-            self._fill(packed, wanted.declared, part, release)
-            kept = place.weights.kept(place.origin, packing, place.share, packed, digest_of(part, release))
+            self._load_in_slices(packed, wanted.declared_spec, part, release)
+            kept = place.packed_files.write_and_map(
+                place.origin, packing, place.share_text, packed, compute_digest(part, release)
+            )
         buffer, digest = kept
-        self.held[spec.kind, spec.name] = (spec, buffer)
+        self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
         return lambda: digest
 
-    def share(
+    def share_weight(
         self, wanted: BufferSpec, data: Callable[[], Array], share: object, copies: WeightCopies
     ) -> Callable[[], bytes]:
         """Bind a weight to its source memory if the backend reads it, else to a shared copy; return its digest."""
-        assert wanted.declared is not None
-        declared = wanted.declared
+        assert wanted.declared_spec is not None
+        declared = wanted.declared_spec
         stored = self.backend.stored(declared, wanted.kind)
         spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, declared, stored)
         buffer = None
-        if copies.is_source_lasting and isinstance(self.backend, Shares):
-            buffer = self.backend.buffer_over(data(), declared)
+        if copies.is_source_lasting and isinstance(self.backend, SupportsZeroCopyWeights):
+            buffer = self.backend.as_buffer(data(), declared)
         if buffer is None:
-            buffer = copies.buffer(
+            buffer = copies.load_copy(
                 (type(self.backend), self.device, declared, stored, share),
                 lambda: self.backend.alloc(spec.nbytes, self.device),
-                lambda copy: self._fill(copy, declared, data(), lambda: None),
+                lambda copy: self._load_in_slices(copy, declared, data(), lambda: None),
             )
-        self.held[spec.kind, spec.name] = (spec, buffer)
-        return lambda: digest_of(data())
+        self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
+        return lambda: compute_digest(data())
 
-    def _fill(self, buffer: Any, declared: Spec, data: Array, release: Callable[[], object]) -> None:
+    def _load_in_slices(self, buffer: Any, declared: Spec, data: Array, release: Callable[[], object]) -> None:
         whole = (data, declared, buffer)
-        for piece in self.divides.pieces(*whole) if self.divides else (whole,):
+        for piece in self.splitting_backend.split_weight(*whole) if self.splitting_backend else (whole,):
             self.backend.load(*piece)
             release()
 
-    def part(self, kind: str, name: str) -> Part:
-        spec, buffer = self.held[kind, name]
-        assert spec.stored is not None
-        shape, dtype = spec.stored.shape, spec.stored.dtype
-        return Part(self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), dtype)), dtype)
+    def view_shard(self, kind: str, name: str) -> LocalShard:
+        spec, buffer = self.buffer_by_leaf[kind, name]
+        assert spec.stored_spec is not None
+        shape, dtype = spec.stored_spec.shape, spec.stored_spec.dtype
+        return LocalShard(self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), dtype)), dtype)
 
-    def nbytes(self) -> dict[str, int]:
+    def compute_bytes_by_kind(self) -> dict[str, int]:
         total = {"weight": 0, "state": 0, "arena": self.arena.nbytes}
-        for (kind, _), (spec, _) in self.held.items():
+        for (kind, _), (spec, _) in self.buffer_by_leaf.items():
             total[kind] += spec.nbytes
         return total
 
-    def buffers(self, lane: Lane) -> list[Any]:
-        return [self._buffer(spec, lane.graph) for spec in lane.program.buffers]
+    def list_program_buffers(self, lane: Lane) -> list[Any]:
+        return [self._find_or_allocate_buffer(spec, lane.graph) for spec in lane.program.buffers]
 
-    def _buffer(self, spec: BufferSpec, graph: Graph) -> Any:
+    def _find_or_allocate_buffer(self, spec: BufferSpec, graph: Graph) -> Any:
         if spec.kind == "arena":
-            return self.arena.buffer(spec.nbytes, lambda: self.backend.alloc(spec.nbytes, self.device))
+            return self.arena.grow_buffer(spec.nbytes, lambda: self.backend.alloc(spec.nbytes, self.device))
         if spec.kind == "constant":
-            assert spec.declared is not None
+            assert spec.declared_spec is not None
             (node,) = (n for n in graph.nodes if n.op == "constant" and n.name == spec.name)
             buffer = self.backend.alloc(spec.nbytes, self.device)
-            self.backend.load(constant_array(node), spec.declared, buffer)
+            self.backend.load(constant_array(node), spec.declared_spec, buffer)
             return buffer
         key = (spec.kind, spec.name)
-        if key not in self.held:
+        if key not in self.buffer_by_leaf:
             if spec.kind == "weight":
-                raise PlanError(f"weight %{spec.name}: {spec.declared} is not bound; pass it when loading the plan")
-            self.held[key] = (spec, self.backend.alloc(spec.nbytes, self.device, lasting=True))
-        held, buffer = self.held[key]
+                raise PlanError(
+                    f"weight %{spec.name}: {spec.declared_spec} is not bound; pass it when loading the plan"
+                )
+            self.buffer_by_leaf[key] = (spec, self.backend.alloc(spec.nbytes, self.device, lasting=True))
+        held, buffer = self.buffer_by_leaf[key]
         if held != spec:
-            raise PlanError(f"{spec.kind} %{spec.name} is {held.declared} in the store but {spec.declared} in the plan")
+            raise PlanError(
+                f"{spec.kind} %{spec.name} is {held.declared_spec} in the store but {spec.declared_spec} in the plan"
+            )
         return buffer
 
 
@@ -380,15 +406,15 @@ def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
     if isinstance(layout, Local) and not all(0 <= number < count for number in layout.devices):
         return f"its layout names a device that is none of {count}"
     if isinstance(layout, Shard):
-        if len(layout.runs) != count:
-            return f"its layout is for {len(layout.runs)} devices, and {count} are there"
+        if len(layout.index_ranges) != count:
+            return f"its layout is for {len(layout.index_ranges)} devices, and {count} are there"
         size = spec.shape[layout.axis] if 0 <= layout.axis < len(spec.shape) else -1
-        if any(start < 0 or n < 0 or start + n > size for runs in layout.runs for start, n in runs):
+        if any(start < 0 or n < 0 or start + n > size for runs in layout.index_ranges for start, n in runs):
             return "its layout is a layout of another shape"
     return ""
 
 
-def _stored(what: str, data: npt.ArrayLike, spec: Spec) -> Array:
+def _as_file_array(what: str, data: npt.ArrayLike, spec: Spec) -> Array:
     """Return the weight of a caller as an array in the form of a file."""
     if spec.dtype.is_quantised:
         return as_block_bytes(what, data, spec)
@@ -396,11 +422,11 @@ def _stored(what: str, data: npt.ArrayLike, spec: Spec) -> Array:
     return array if array.dtype == spec.dtype.storage else encode_array(array, spec.dtype)
 
 
-def _share(data: Array, spec: Spec, layout: Layout, device: int) -> Array:
+def _slice_for_device(data: Array, spec: Spec, layout: Layout, device: int) -> Array:
     """Return one device's shard of an array; quantised arrays are sliced in whole blocks along the last axis."""
     if not isinstance(layout, Shard):
         return data
-    axis, runs = layout.axis, layout.runs[device]
+    axis, runs = layout.axis, layout.index_ranges[device]
     if spec.dtype.is_quantised and axis == len(spec.shape) - 1:
         block, nbytes = spec.dtype.block, spec.dtype.block_bytes
         runs = tuple((offset // block * nbytes, n // block * nbytes) for offset, n in runs)
@@ -411,31 +437,31 @@ def _share(data: Array, spec: Spec, layout: Layout, device: int) -> Array:
     return np.concatenate([empty, *pieces], axis=axis)
 
 
-def assembled(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], between: DevicePlacement) -> Array:
+def assemble_value(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], between: DevicePlacement) -> Array:
     """Return the whole value as a new host array, from the `parts` of local devices and from other processes."""
     if not isinstance(layout, Shard):
         owners = layout.devices if isinstance(layout, Local) else range(len(between.ranks))
         return np.array(between.broadcast_one(parts, owners))
-    holders = [number for number, runs in enumerate(layout.runs) if runs] or range(len(layout.runs))
+    holders = [number for number, runs in enumerate(layout.index_ranges) if runs] or range(len(layout.index_ranges))
     everywhere = between.exchange(parts, holders)
     whole = np.empty(shape, np.asarray(everywhere[holders[0]]).dtype)
     for number, part in everywhere.items():
-        put(whole, layout, number, part)
+        write_shard(whole, layout, number, part)
     return whole
 
 
-def put(whole: Array, layout: Layout, number: int, part: Any) -> None:
+def write_shard(whole: Array, layout: Layout, number: int, part: Any) -> None:
     """Write the shard of device `number` to its place in the whole value."""
     if not isinstance(layout, Shard):
         whole[...] = part
         return
     start, ahead = 0, (slice(None),) * layout.axis
-    for offset, n in layout.runs[number]:
+    for offset, n in layout.index_ranges[number]:
         whole[(*ahead, slice(offset, offset + n))] = part[(*ahead, slice(start, start + n))]
         start += n
 
 
-def _rank(device: Device, world: World) -> int:
+def _find_rank(device: Device, world: World) -> int:
     """Return the rank of the process of a device."""
     if device.rank is None and world.size > 1:
         raise PlanError(f"device {device}: say of which of {world.size} processes, as {device}@0")

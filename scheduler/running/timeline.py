@@ -11,10 +11,10 @@ from ...backends.base import Comm
 from ...graph.errors import PlanError
 from ..lowering.lane import teams_of
 from ..plan import Plan
-from .comm import Alone, meeting_of
+from .comm import SingleDeviceComm, make_local_communicator_group
 
 
-class Tick(Protocol):
+class ClockEvent(Protocol):
     """One instruction on a device's clock, in seconds from the start of the run."""
 
     @property
@@ -26,7 +26,7 @@ class Tick(Protocol):
     @property
     def end(self) -> float: ...
     @property
-    def waited(self) -> float:
+    def idle_seconds(self) -> float:
         """Seconds that the device waited for other devices before `start`."""
 
 
@@ -35,43 +35,43 @@ class ClockBackend(Protocol):
     """A backend with devices that keep a virtual clock: the null backend."""
 
     @property
-    def tracks(self) -> Mapping[str, Sequence[Tick]]: ...
+    def tracks(self) -> Mapping[str, Sequence[ClockEvent]]: ...
     def alloc(self, nbytes: int, on: Any) -> Any: ...
     def compile(self, program: Any, buffers: Any, on: Any, comm: Comm) -> Any: ...
 
 
 @dataclass(frozen=True)
-class Timeline:
+class SimulatedRun:
     """The instructions of each device with their times, and the peak bytes of each device."""
 
-    tracks: tuple[tuple[Tick, ...], ...]
-    peak: tuple[int, ...]
+    events_by_device: tuple[tuple[ClockEvent, ...], ...]
+    peak_bytes: tuple[int, ...]
 
     @property
-    def seconds(self) -> float:
+    def total_seconds(self) -> float:
         """The time in seconds when the last device ends."""
-        return max((step.end for track in self.tracks for step in track), default=0.0)
+        return max((step.end for track in self.events_by_device for step in track), default=0.0)
 
-    def busy(self, device: int) -> float:
+    def compute_busy_share(self, device: int) -> float:
         """Return the share of the total time in which a device computes or communicates."""
-        total, busy, until = self.seconds, 0.0, 0.0
-        for step in sorted(self.tracks[device], key=lambda s: s.start):
+        total, busy, until = self.total_seconds, 0.0, 0.0
+        for step in sorted(self.events_by_device[device], key=lambda s: s.start):
             busy += max(0.0, step.end - max(step.start, until))
             until = max(until, step.end)
         return busy / total if total else 0.0
 
     def __str__(self) -> str:
-        lines = [f"{self.seconds * 1e6:.1f} us"]
-        for device, track in enumerate(self.tracks):
-            waited = sum(s.waited for s in track)
+        lines = [f"{self.total_seconds * 1e6:.1f} us"]
+        for device, track in enumerate(self.events_by_device):
+            waited = sum(s.idle_seconds for s in track)
             lines.append(
-                f"  {device}: {len(track)} steps, busy {self.busy(device):.0%}, waited {waited * 1e6:.1f} us, "
-                f"{self.peak[device]} bytes"
+                f"  {device}: {len(track)} steps, busy {self.compute_busy_share(device):.0%}, waited {waited * 1e6:.1f} us, "
+                f"{self.peak_bytes[device]} bytes"
             )
         return "\n".join(lines)
 
 
-def timeline(plan: Plan, on: ClockBackend | None = None) -> Timeline:
+def simulate_run(plan: Plan, on: ClockBackend | None = None) -> SimulatedRun:
     """Simulate a run of `plan` on the virtual clock of its own devices, or on the backend `on` for any plan.
 
     Raises:
@@ -81,8 +81,8 @@ def timeline(plan: Plan, on: ClockBackend | None = None) -> Timeline:
     clocks = [b for b in backends if isinstance(b, ClockBackend)]
     if len(clocks) < len(plan.lanes):
         raise PlanError(f"{plan.lanes[0].device} keeps no virtual clock; plan for null:0, …, or give a null backend")
-    meeting = meeting_of(teams_of([lane.program for lane in plan.lanes]))
-    comms: list[Comm] = [meeting.member(i) for i in range(len(clocks))] if len(clocks) > 1 else [Alone()]
+    meeting = make_local_communicator_group(teams_of([lane.program for lane in plan.lanes]))
+    comms: list[Comm] = [meeting.member(i) for i in range(len(clocks))] if len(clocks) > 1 else [SingleDeviceComm()]
     runs = []
     for clock, lane, comm in zip(clocks, plan.lanes, comms, strict=True):
         buffers = [clock.alloc(b.nbytes, lane.device) for b in lane.program.buffers]
@@ -90,7 +90,7 @@ def timeline(plan: Plan, on: ClockBackend | None = None) -> Timeline:
     with ThreadPoolExecutor(len(runs)) as threads:
         for done in [threads.submit(run) for run in runs]:
             done.result()
-    return Timeline(
+    return SimulatedRun(
         tuple(tuple(c.tracks[str(lane.device)]) for c, lane in zip(clocks, plan.lanes, strict=True)),
         tuple(sum(b.nbytes for b in lane.program.buffers) for lane in plan.lanes),
     )

@@ -7,7 +7,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...backends.abilities import Timed
+from ...backends.abilities import TimedKernel
 from ...graph.errors import PlanError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import instance_of, integer_between, validate_constructor
@@ -16,11 +16,11 @@ from ..plan import Plan
 if TYPE_CHECKING:
     from ...view import Page
 
-MOST_RUNS = 2000
+MAX_TRACED_RUNS = 2000
 """Maximum runs of a trace. With a model of a thousand instructions, the file then has some hundred megabytes."""
 
 
-class Run(NamedTuple):
+class TracedRun(NamedTuple):
     """One traced run of `plan`, from `start` to `end` in seconds of `time.monotonic`.
 
     `steps` has for each device its timed kernels in order.
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     label: str
     start: float
     end: float
-    steps: Sequence[Sequence[Timed]]
+    steps: Sequence[Sequence[TimedKernel]]
 
 
 @validate_constructor(PlanError, left_out=integer_between(0), noted=instance_of(list))
@@ -42,14 +42,14 @@ class Trace:
     """
 
     left_out: int = 0
-    noted: list[tuple[Plan, str, float, float, Sequence[Iterable[Timed]]]] = field(default_factory=list)
-    _runs: list[Run] = field(default_factory=list, init=False)
+    noted: list[tuple[Plan, str, float, float, Sequence[Iterable[TimedKernel]]]] = field(default_factory=list)
+    _runs: list[TracedRun] = field(default_factory=list, init=False)
 
     @property
-    def runs(self) -> Sequence[Run]:
+    def runs(self) -> Sequence[TracedRun]:
         """The runs. The first read after a run asks the backends for its steps."""
         for plan, label, start, end, steps in self.noted[len(self._runs) :]:
-            self._runs.append(Run(plan, label, start, end, [list(own) for own in steps]))
+            self._runs.append(TracedRun(plan, label, start, end, [list(own) for own in steps]))
         return self._runs
 
     def save(self, path: str | Path) -> None:
@@ -57,9 +57,9 @@ class Trace:
 
         A name that ends in ``.gz`` makes a gzip file. Raises `OSError`.
         """
-        from ..telling.perfetto import save
+        from ..telling.perfetto import write_trace
 
-        save(self, path)
+        write_trace(self, path)
 
     def view(self, *, title: str = "trace") -> Page:
         """Return a page of the plan with the most runs and the measured times of its steps.

@@ -8,21 +8,21 @@ from weakref import WeakKeyDictionary
 
 from ...backends.base import Backend
 
-_locks: WeakKeyDictionary[Backend, threading.RLock] = WeakKeyDictionary()
-_adding = threading.Lock()
+_lock_by_backend: WeakKeyDictionary[Backend, threading.RLock] = WeakKeyDictionary()
+_locks_guard = threading.Lock()
 
 
-def _lock_of(backend: Backend) -> threading.RLock:
+def _find_or_make_lock(backend: Backend) -> threading.RLock:
     """Return the lock of a backend, made at the first call."""
-    with _adding:
-        return _locks.setdefault(backend, threading.RLock())
+    with _locks_guard:
+        return _lock_by_backend.setdefault(backend, threading.RLock())
 
 
-class Turn:
+class DeviceLock:
     """A context in which no other thread uses any of these backends. The same thread may enter it again."""
 
     def __init__(self, backends: Iterable[Backend]) -> None:
-        locks = {id(lock): lock for lock in map(_lock_of, backends)}
+        locks = {id(lock): lock for lock in map(_find_or_make_lock, backends)}
         self._locks = [locks[key] for key in sorted(locks)]  # all in one order, which excludes deadlocks
 
     def __enter__(self) -> None:

@@ -17,28 +17,28 @@ from heapq import heapify, heappop, heappush
 
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
-from .assign import Assignment, Conversion, Pass, settled
+from .assign import LayoutConversion, LayoutPropagation, ShardingAssignment, propagate_with_replicated_weights
 from .axes import Factor
 from .factors import Factors
-from .states import State
+from .states import FactorLayout
 
 
-class Layer:
+class IncrementalPropagator:
     """Derives the layouts of one graph for many sets of factors, each from an earlier assignment."""
 
     def __init__(self, graph: Graph, factors: Factors) -> None:
-        self.graph, self.factors, self.users = graph, factors, graph.users()
-        self.place = {node: at for at, node in enumerate(graph.nodes)}
+        self.graph, self.factors, self.users_of_value = graph, factors, graph.users()
+        self.node_positions = {node: at for at, node in enumerate(graph.nodes)}
         near: dict[Factor, set[Node]] = defaultdict(set)
         for node in graph.nodes:
             for value in (*node.inputs, *node.results):
-                for factor in factors.of(value):
+                for factor in factors.factors_of(value):
                     near[factor].add(node)
-        self.near = near
-        uncut = Pass(graph, factors, frozenset(), self.users, frozenset())
-        self.uncut, self.stored = uncut.run(), uncut.stored
+        self.nodes_of_factor = near
+        uncut = LayoutPropagation(graph, factors, frozenset(), self.users_of_value, frozenset())
+        self.unsharded_assignment, self.stored_values = uncut.propagate(), uncut.stored_values
 
-    def lay(self, chosen: frozenset[Factor], base: Assignment) -> Assignment:
+    def propagate(self, chosen: frozenset[Factor], base: ShardingAssignment) -> ShardingAssignment:
         """Return the assignment that `propagate_layouts` returns for the `chosen` factors.
 
         Args:
@@ -46,68 +46,91 @@ class Layer:
             base: An assignment of the same graph, as similar as possible.
         """
         changed = set[Node]()
-        for factor in chosen ^ base.chosen:
-            changed |= self.near[factor]
-        changed |= {user for node in changed for source in node.inputs for user in self.users[source]}
-        return settled(lambda whole: _Again(self, chosen, whole, base).rerun(changed))
+        for factor in chosen ^ base.sharded_factors:
+            changed |= self.nodes_of_factor[factor]
+        changed |= {user for node in changed for source in node.inputs for user in self.users_of_value[source]}
+        return propagate_with_replicated_weights(
+            lambda whole: _IncrementalPropagation(self, chosen, whole, base).update_nodes(changed)
+        )
 
 
-class _Again(Pass):
+class _IncrementalPropagation(LayoutPropagation):
     """One propagation over the nodes that may differ from `base`, operands first."""
 
-    def __init__(self, layer: Layer, chosen: frozenset[Factor], whole: frozenset[Value], base: Assignment) -> None:
-        super().__init__(layer.graph, layer.factors, chosen, layer.users, whole)
-        made, by, wants, dealt = dict(base.made), dict(base.by), dict(base.wants), dict(base.dealt)
-        self.out = Assignment(chosen, made, by, wants, dealt, whole=whole, base=base)
-        self.place, self.now, self.last = layer.place, 0, len(layer.place)
-        self.kept: dict[Value, list[tuple[int, int, Conversion]]] = defaultdict(
+    def __init__(
+        self, layer: IncrementalPropagator, chosen: frozenset[Factor], whole: frozenset[Value], base: ShardingAssignment
+    ) -> None:
+        super().__init__(layer.graph, layer.factors, chosen, layer.users_of_value, whole)
+        made, by, wants, dealt = (
+            dict(base.produced_layouts),
+            dict(base.node_layouts),
+            dict(base.operand_layouts),
+            dict(base.index_operands),
+        )
+        self.assignment = ShardingAssignment(
+            chosen, made, by, wants, dealt, replicated_weights=whole, base_assignment=base
+        )
+        self.node_positions, self.current_position, self.end_position = (
+            layer.node_positions,
+            0,
+            len(layer.node_positions),
+        )
+        self.conversions_of_value: dict[Value, list[tuple[int, int, LayoutConversion]]] = defaultdict(
             list
         )  # position of the reader, and number
         for number, conversion in enumerate(base.conversions):
-            if conversion.node is not None:
-                self.kept[conversion.value].append((self.place[conversion.node], number, conversion))
-        self.count = len(base.conversions)
-        self.stored, self.base = layer.stored, base
+            if conversion.reader_node is not None:
+                self.conversions_of_value[conversion.value].append(
+                    (self.node_positions[conversion.reader_node], number, conversion)
+                )
+        self.conversion_count = len(base.conversions)
+        self.stored_values, self.base_assignment = layer.stored_values, base
 
-    def rerun(self, changed: set[Node]) -> Assignment:
+    def update_nodes(self, changed: set[Node]) -> ShardingAssignment:
         """Visit the `changed` nodes and all nodes that depend on a difference; return the new assignment."""
-        nodes, out, base = self.graph.nodes, self.out, self.base
-        leaves = {value.node for value in self.whole ^ base.whole}
-        waiting = [self.place[node] for node in {*changed, *leaves}]
+        nodes, out, base = self.graph.nodes, self.assignment, self.base_assignment
+        leaves = {value.node for value in self.replicated_weights ^ base.replicated_weights}
+        waiting = [self.node_positions[node] for node in {*changed, *leaves}]
         heapify(waiting)
         seen, fresh = set(waiting), list[Node]()
         while waiting:
-            self.now = heappop(waiting)
-            node = nodes[self.now]
+            self.current_position = heappop(waiting)
+            node = nodes[self.current_position]
             for source in node.inputs:
-                if kept := self.kept.get(source):
-                    self.kept[source] = [entry for entry in kept if entry[0] != self.now]
-            out.dealt.pop(node, None)
-            self._visit(node)
+                if kept := self.conversions_of_value.get(source):
+                    self.conversions_of_value[source] = [entry for entry in kept if entry[0] != self.current_position]
+            out.index_operands.pop(node, None)
+            self._visit_node(node)
             fresh.append(node)
-            differ = [v for v in node.results if out.made[v] != base.made[v]]
+            differ = [v for v in node.results if out.produced_layouts[v] != base.produced_layouts[v]]
             if not node.is_leaf:
-                wanted = zip(node.inputs, out.wants[node], base.wants[node], strict=True)
+                wanted = zip(node.inputs, out.operand_layouts[node], base.operand_layouts[node], strict=True)
                 differ += [s for s, now, then in wanted if now != then]
             for value in differ:
-                for user in self.users[value]:
-                    place = self.place[user]
-                    if place > self.now and place not in seen:
+                for user in self.users_of_value[value]:
+                    place = self.node_positions[user]
+                    if place > self.current_position and place not in seen:
                         seen.add(place)
                         heappush(waiting, place)
-        self.now = self.last
-        self._end()
-        entries = sorted((entry for some in self.kept.values() for entry in some), key=lambda entry: entry[:2])
+        self.current_position = self.end_position
+        self._visit_outputs()
+        entries = sorted(
+            (entry for some in self.conversions_of_value.values() for entry in some), key=lambda entry: entry[:2]
+        )
         out.conversions = [conversion for *_, conversion in entries]
-        out.fresh = tuple(fresh)
+        out.recomputed_nodes = tuple(fresh)
         return out
 
-    def _is_converted(self, value: Value, state: State) -> bool:
-        return any(c.after == state for place, _, c in self.kept.get(value, ()) if place <= self.now)
+    def _is_converted(self, value: Value, state: FactorLayout) -> bool:
+        return any(
+            c.target_layout == state
+            for place, _, c in self.conversions_of_value.get(value, ())
+            if place <= self.current_position
+        )
 
     def _is_stored(self, value: Value) -> bool:
-        return value in self.stored and self.place[value.node] < self.now
+        return value in self.stored_values and self.node_positions[value.node] < self.current_position
 
-    def _note(self, conversion: Conversion) -> None:
-        self.kept[conversion.value].append((self.now, self.count, conversion))
-        self.count += 1
+    def _record_conversion(self, conversion: LayoutConversion) -> None:
+        self.conversions_of_value[conversion.value].append((self.current_position, self.conversion_count, conversion))
+        self.conversion_count += 1

@@ -25,17 +25,17 @@ only its sum:
 >>> wide = ops.silu(ops.mul_mat(weight("up", (8, 4)), x))
 >>> graph = Graph({"y": ops.mul_mat(weight("down", (4, 8)), wide)})
 >>> factors = Factors(graph)
->>> width = factors.of(wide) & factors.of(graph.weights[0])
->>> layout = assign(graph, factors, width)
->>> for value, state in layout.made.items():
+>>> width = factors.factors_of(wide) & factors.factors_of(graph.weights[0])
+>>> layout = propagate_layouts(graph, factors, width)
+>>> for value, state in layout.produced_layouts.items():
 ...     print(f"{value.node.op:8}{state!r}")
-weight  Cut(factor=8)
-weight  Cut(factor=8)
+weight  FactorShard(factor=8)
+weight  FactorShard(factor=8)
 input   Replicate()
-mul_mat Cut(factor=8)
-silu    Cut(factor=8)
+mul_mat FactorShard(factor=8)
+silu    FactorShard(factor=8)
 mul_mat Partial()
->>> [(c.before, c.after) for c in layout.conversions]
+>>> [(c.source_layout, c.target_layout) for c in layout.conversions]
 [(Partial(), Replicate())]
 """
 
@@ -48,32 +48,32 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ..layout import PARTIAL, REPLICATE, Local
-from .axes import Factor, repeated
-from .factors import Factors, Uses
+from .axes import Factor, find_repeated_factors
+from .factors import FactorRoles, Factors
 from .pins import NO_PINS, Pins
-from .states import Cut, Routed, State, way
+from .states import FactorLayout, FactorShard, RoutedPartial, find_conversion_path
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class LayoutConversion:
     """Before `reader_node` runs, `value` changes from `source_layout` to `target_layout`.
 
     `reader_node` is None for conversions of outputs and state updates.
     """
 
     value: Value
-    before: State
-    after: State
-    node: Node | None
+    source_layout: FactorLayout
+    target_layout: FactorLayout
+    reader_node: Node | None
 
     @property
-    def is_free(self) -> bool:
+    def needs_no_communication(self) -> bool:
         """Whether no bytes are sent: each device takes its slice, or one device keeps the value as its partial sum."""
-        return self.before is REPLICATE
+        return self.source_layout is REPLICATE
 
 
 @dataclass(slots=True)
-class Assignment:
+class ShardingAssignment:
     """The factor layout of every value and node, and the layout conversions.
 
     - `produced_layouts`: the layout in which each value is produced.
@@ -86,24 +86,24 @@ class Assignment:
     - `base_assignment`: an assignment that differs from this one only at `recomputed_nodes` (`again`).
     """
 
-    chosen: frozenset[Factor]
-    made: dict[Value, State] = field(default_factory=dict)
-    by: dict[Node, State] = field(default_factory=dict)
-    wants: dict[Node, tuple[State, ...]] = field(default_factory=dict)
-    dealt: dict[Node, Value] = field(default_factory=dict)
-    held: set[Value] = field(default_factory=set)
-    conversions: list[Conversion] = field(default_factory=list)
-    whole: frozenset[Value] = frozenset()
-    base: Assignment | None = None
-    fresh: tuple[Node, ...] = ()
+    sharded_factors: frozenset[Factor]
+    produced_layouts: dict[Value, FactorLayout] = field(default_factory=dict)
+    node_layouts: dict[Node, FactorLayout] = field(default_factory=dict)
+    operand_layouts: dict[Node, tuple[FactorLayout, ...]] = field(default_factory=dict)
+    index_operands: dict[Node, Value] = field(default_factory=dict)
+    fixed_leaves: set[Value] = field(default_factory=set)
+    conversions: list[LayoutConversion] = field(default_factory=list)
+    replicated_weights: frozenset[Value] = frozenset()
+    base_assignment: ShardingAssignment | None = None
+    recomputed_nodes: tuple[Node, ...] = ()
 
 
-def operands(node: Node) -> list[tuple[str, Value]]:
+def list_operands(node: Node) -> list[tuple[str, Value]]:
     """Return the names and values of the operands that are present."""
     return [(n, s) for n, s in zip(op_of(node).operand_names, node.src, strict=False) if s is not None]
 
 
-def lookup(node: Node) -> tuple[str, Value, Sequence[str]]:
+def find_indexed_operand(node: Node) -> tuple[str, Value, Sequence[str]]:
     """Return the name of the indexed operand, the value with the row numbers, and the names of jointly linear operands.
 
     The jointly linear operands are the indexed operand and the operands that are added to it.
@@ -113,10 +113,10 @@ def lookup(node: Node) -> tuple[str, Value, Sequence[str]]:
     assert looked_up is not None
     table, dim = looked_up
     joint = next(j for j in (k.split("+") for k in declared.linear_operands(node.attrs)) if table.name in j)
-    return table.name, dict(operands(node))[dim.index], joint
+    return table.name, dict(list_operands(node))[dim.index], joint
 
 
-def assign(
+def propagate_layouts(
     graph: Graph,
     factors: Factors,
     chosen: frozenset[Factor],
@@ -124,7 +124,7 @@ def assign(
     shown: Iterable[Value] = (),
     rows: Factor | None = None,
     early: Container[Value] = frozenset(),
-) -> Assignment:
+) -> ShardingAssignment:
     """Propagate the chosen factors to all values; where two layouts differ, insert a layout conversion.
 
     A weight that one node needs whole stays whole on every device. Nodes that can use a slice of it take the slice.
@@ -139,10 +139,12 @@ def assign(
         early: Partial sums that are completed at once: no node passes them on.
     """
     users = graph.users()
-    return settled(lambda whole: Pass(graph, factors, chosen, users, whole, pins, rows, early).run(shown))
+    return propagate_with_replicated_weights(
+        lambda whole: LayoutPropagation(graph, factors, chosen, users, whole, pins, rows, early).propagate(shown)
+    )
 
 
-def settled(laid: Callable[[frozenset[Value]], Assignment]) -> Assignment:
+def propagate_with_replicated_weights(laid: Callable[[frozenset[Value]], ShardingAssignment]) -> ShardingAssignment:
     """Repeat the propagation until it knows every weight that stays whole, and return the last assignment.
 
     Args:
@@ -151,14 +153,14 @@ def settled(laid: Callable[[frozenset[Value]], Assignment]) -> Assignment:
     whole = frozenset[Value]()
     while True:
         assignment = laid(whole)
-        cut = (c.value for c in assignment.conversions if isinstance(c.before, Cut))
+        cut = (c.value for c in assignment.conversions if isinstance(c.source_layout, FactorShard))
         gathered = frozenset(value for value in cut if value.node.op == "weight")
         if not gathered:
             return assignment
         whole |= gathered
 
 
-class Pass:
+class LayoutPropagation:
     """One propagation over the graph, operands first."""
 
     def __init__(
@@ -172,237 +174,268 @@ class Pass:
         rows: Factor | None = None,
         early: Container[Value] = frozenset(),
     ) -> None:
-        self.graph, self.factors, self.users, self.whole, self.pins = graph, factors, users, whole, pins
-        self.rows, self.early = rows, early
-        self.out = Assignment(chosen if rows is None else chosen | {rows}, whole=whole)
-        self.converted: set[tuple[Value, State]] = set()
-        self.stored: set[Value] = set()  # weights, states and views of them: a shard saves bytes to keep and to read
-        self.ends = {*graph.outputs.values(), *graph.updates.values()}
+        self.graph, self.factors, self.users_of_value, self.replicated_weights, self.pins = (
+            graph,
+            factors,
+            users,
+            whole,
+            pins,
+        )
+        self.row_factor, self.early_sums = rows, early
+        self.assignment = ShardingAssignment(chosen if rows is None else chosen | {rows}, replicated_weights=whole)
+        self.converted_layouts: set[tuple[Value, FactorLayout]] = set()
+        self.stored_values: set[Value] = (
+            set()
+        )  # weights, states and views of them: a shard saves bytes to keep and to read
+        self.final_values = {*graph.outputs.values(), *graph.updates.values()}
 
-    def run(self, shown: Iterable[Value] = ()) -> Assignment:
+    def propagate(self, shown: Iterable[Value] = ()) -> ShardingAssignment:
         """Visit all nodes and return the assignment."""
         for node in self.graph.nodes:
-            self._visit(node)
-        self._end(shown)
-        return self.out
+            self._visit_node(node)
+        self._visit_outputs(shown)
+        return self.assignment
 
-    def _visit(self, node: Node) -> None:
+    def _visit_node(self, node: Node) -> None:
         if node.is_leaf:
-            self._leaf(node)
+            self._visit_leaf(node)
         else:
-            self._node(node)
+            self._visit_computation(node)
 
-    def _end(self, shown: Iterable[Value] = ()) -> None:
+    def _visit_outputs(self, shown: Iterable[Value] = ()) -> None:
         """Add the conversions of outputs, of `shown` values and of state updates."""
         for value in self.graph.outputs.values():
-            if self.out.made[value].is_owed:
-                self._convert(value, REPLICATE, None)
+            if self.assignment.produced_layouts[value].is_partial:
+                self._add_conversions(value, REPLICATE, None)
         for value in shown:
-            self._convert(value, REPLICATE, None)
+            self._add_conversions(value, REPLICATE, None)
         for state, new in self.graph.updates.items():
-            self._convert(new, self.out.made[state], None)
+            self._add_conversions(new, self.assignment.produced_layouts[state], None)
 
-    def _leaf(self, node: Node) -> None:
+    def _visit_leaf(self, node: Node) -> None:
         value = node.results[0]
         if (lies := self.pins.leaves.get(value)) is not None:
-            self.out.made[value] = lies
-            self.out.held.add(value)
+            self.assignment.produced_layouts[value] = lies
+            self.assignment.fixed_leaves.add(value)
             if lies is REPLICATE:
-                self.stored.add(value)
+                self.stored_values.add(value)
             return
         cuts: list[Factor] = []
         if node.op in ("weight", "state"):
-            self.stored.add(value)
-            cuts = self._cuts(value)
-        is_cut = cuts and value not in self.whole and cuts[0] not in repeated(self.factors.axes(value))
-        self.out.made[value] = Cut(cuts[0]) if is_cut else REPLICATE
+            self.stored_values.add(value)
+            cuts = self._list_chosen_factors(value)
+        is_cut = (
+            cuts
+            and value not in self.replicated_weights
+            and cuts[0] not in find_repeated_factors(self.factors.axes_of(value))
+        )
+        self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_cut else REPLICATE
 
-    def _cuts(self, value: Value) -> list[Factor]:
+    def _list_chosen_factors(self, value: Value) -> list[Factor]:
         """Return the chosen factors of a value, the largest first; a weight or state is sharded by the first."""
-        if self.factors.of(value).isdisjoint(self.out.chosen):
+        if self.factors.factors_of(value).isdisjoint(self.assignment.sharded_factors):
             return []
-        ordered = (f for axis in self.factors.axes(value) for s in axis for f in s if f in self.out.chosen)
+        ordered = (
+            f for axis in self.factors.axes_of(value) for s in axis for f in s if f in self.assignment.sharded_factors
+        )
         return sorted(dict.fromkeys(ordered), key=lambda f: -f.size)
 
-    def _node(self, node: Node) -> None:
-        by: State
-        wants: tuple[State, ...]
-        results: tuple[State, ...]
+    def _visit_computation(self, node: Node) -> None:
+        by: FactorLayout
+        wants: tuple[FactorLayout, ...]
+        results: tuple[FactorLayout, ...]
         if (pin := self.pins.nodes.get(node)) is not None:
             by = Local((pin.device,))
             wants, results = (by,) * len(node.inputs), (by,) * len(node.specs)
-        elif (cut := self._factor_for(node)) is None:
-            wants, by = self._wants_whole(node)
-            if by is REPLICATE and self.rows is not None and self._deals(node, self.rows):
-                by = Cut(self.rows)
-                wants = tuple(by if self.rows in self.factors.of(s) else REPLICATE for s in node.inputs)
+        elif (cut := self._choose_factor(node)) is None:
+            wants, by = self._choose_unsharded_layouts(node)
+            if by is REPLICATE and self.row_factor is not None and self._can_scatter_rows(node, self.row_factor):
+                by = FactorShard(self.row_factor)
+                wants = tuple(by if self.row_factor in self.factors.factors_of(s) else REPLICATE for s in node.inputs)
             results = tuple(by for _ in node.results)
-        elif cut is self.factors.uses(node).looked_up:
-            wants, summed = self._dealt(node, cut)
-            by, results = Cut(cut), (summed,)
+        elif cut is self.factors.roles_of(node).indexed_factor:
+            wants, summed = self._choose_lookup_layouts(node, cut)
+            by, results = FactorShard(cut), (summed,)
         else:
-            by = Cut(cut)
-            wants = tuple(by if cut in self.factors.of(s) else REPLICATE for s in node.inputs)
-            results = tuple(by if cut in self.factors.of(v) else PARTIAL for v in node.results)
-        self.out.by[node], self.out.wants[node] = by, wants
+            by = FactorShard(cut)
+            wants = tuple(by if cut in self.factors.factors_of(s) else REPLICATE for s in node.inputs)
+            results = tuple(by if cut in self.factors.factors_of(v) else PARTIAL for v in node.results)
+        self.assignment.node_layouts[node], self.assignment.operand_layouts[node] = by, wants
         for source, want in zip(node.inputs, wants, strict=True):
-            self._convert(source, want, node)
-        self.out.made.update(zip(node.results, results, strict=True))
-        if op_of(node).is_view and node.inputs[0] in self.stored and not isinstance(by, Local):
-            self.stored.add(node.results[0])
+            self._add_conversions(source, want, node)
+        self.assignment.produced_layouts.update(zip(node.results, results, strict=True))
+        if op_of(node).is_view and node.inputs[0] in self.stored_values and not isinstance(by, Local):
+            self.stored_values.add(node.results[0])
 
-    def _factor_for(self, node: Node) -> Factor | None:
+    def _choose_factor(self, node: Node) -> Factor | None:
         """Return the factor that shards `node`: the best legal one of its sharded operands and stored operands, or
         None.
         """
         candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
-            made = self.out.made[source]
-            if isinstance(made, Cut):
+            made = self.assignment.produced_layouts[source]
+            if isinstance(made, FactorShard):
                 candidates[made.factor] = None
             elif self._is_stored(source):
-                candidates |= dict.fromkeys(self._cuts(source))
+                candidates |= dict.fromkeys(self._list_chosen_factors(source))
         if not candidates:
             return None
-        uses = self.factors.uses(node)
-        legal = [f for f in candidates if f not in uses.coupled and self._is_legal(node, f, uses)]
-        return max(legal, key=lambda f: (f is not self.rows, self._weight_of(node, f)), default=None)
+        uses = self.factors.roles_of(node)
+        legal = [f for f in candidates if f not in uses.coupled_factors and self._can_shard_node(node, f, uses)]
+        return max(legal, key=lambda f: (f is not self.row_factor, self._count_operand_bytes(node, f)), default=None)
 
-    def _deals(self, node: Node, rows: Factor) -> bool:
+    def _can_scatter_rows(self, node: Node, rows: Factor) -> bool:
         """Return whether `node` reads a partial sum that can be scattered by the factor `rows`."""
-        uses = self.factors.uses(node)
-        if rows in uses.coupled or rows is uses.looked_up or not all(rows in self.factors.of(v) for v in node.results):
+        uses = self.factors.roles_of(node)
+        if (
+            rows in uses.coupled_factors
+            or rows is uses.indexed_factor
+            or not all(rows in self.factors.factors_of(v) for v in node.results)
+        ):
             return False
-        sums = (s for s in node.inputs if self.out.made[s].is_owed and rows in self.factors.of(s))
+        sums = (
+            s
+            for s in node.inputs
+            if self.assignment.produced_layouts[s].is_partial and rows in self.factors.factors_of(s)
+        )
         return any(not self._is_converted(s, REPLICATE) for s in sums)
 
-    def _is_legal(self, node: Node, factor: Factor, uses: Uses) -> bool:
+    def _can_shard_node(self, node: Node, factor: Factor, uses: FactorRoles) -> bool:
         """Return whether `factor` can shard `node`.
 
         Legal are two cases. Either every result has the factor, or it is contracted or indexed and all results lack it.
         In the second case, each term of the sum is on one device.
         """
-        has = [factor in self.factors.of(v) for v in node.results]
-        if factor is uses.looked_up:
-            table, _, joint = lookup(node)
-            others = [s for n, s in operands(node) if n != table]
-            summed = [s for n, s in operands(node) if n in joint and n != table]
-            alone = not any(has) and not any(factor in self.factors.of(s) for s in others)
-            return alone and not any(isinstance(self.out.made[s], Cut) for s in summed)
-        if any(has) or factor not in uses.contracted or len(has) > 1:
+        has = [factor in self.factors.factors_of(v) for v in node.results]
+        if factor is uses.indexed_factor:
+            table, _, joint = find_indexed_operand(node)
+            others = [s for n, s in list_operands(node) if n != table]
+            summed = [s for n, s in list_operands(node) if n in joint and n != table]
+            alone = not any(has) and not any(factor in self.factors.factors_of(s) for s in others)
+            return alone and not any(isinstance(self.assignment.produced_layouts[s], FactorShard) for s in summed)
+        if any(has) or factor not in uses.contracted_factors or len(has) > 1:
             return all(has)
-        axes = [axis for s in node.inputs for axis in self.factors.axes(s)]
+        axes = [axis for s in node.inputs for axis in self.factors.axes_of(s)]
         return all(factor in segment for axis in axes if any(factor in s for s in axis) for segment in axis)
 
-    def _weight_of(self, node: Node, factor: Factor) -> int:
+    def _count_operand_bytes(self, node: Node, factor: Factor) -> int:
         """Return the bytes of the operands of `node` that have `factor`."""
-        return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.of(s))
+        return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.factors_of(s))
 
-    def _dealt(self, node: Node, cut: Factor) -> tuple[tuple[State, ...], State]:
+    def _choose_lookup_layouts(self, node: Node, cut: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
         """Return the layouts of the operands and of the result of a lookup in a table that `cut` shards.
 
         Each device looks up the rows of its shard. An operand that is added to the rows is read as a partial sum, so
         that it counts once.
         """
-        table, ids, joint = lookup(node)
-        self.out.dealt[node] = ids
-        routed = Routed(cut, ids)
-        wants: list[State] = []
-        made: State = routed if self._keeps(node, ids, routed) else PARTIAL
-        for name, source in operands(node):
-            state = self.out.made[source]
+        table, ids, joint = find_indexed_operand(node)
+        self.assignment.index_operands[node] = ids
+        routed = RoutedPartial(cut, ids)
+        wants: list[FactorLayout] = []
+        made: FactorLayout = routed if self._keeps_routing(node, ids, routed) else PARTIAL
+        for name, source in list_operands(node):
+            state = self.assignment.produced_layouts[source]
             if name == table:
-                wants.append(Cut(cut))
-            elif state == routed and self._keeps(node, source, routed):
+                wants.append(FactorShard(cut))
+            elif state == routed and self._keeps_routing(node, source, routed):
                 wants.append(routed)
             elif name in joint:
-                wants.append(state if state.is_owed else PARTIAL)
+                wants.append(state if state.is_partial else PARTIAL)
                 made = PARTIAL
             else:
                 wants.append(REPLICATE)
         return tuple(wants), made
 
     @staticmethod
-    def _keeps(node: Node, source: Value, routed: Routed) -> bool:
+    def _keeps_routing(node: Node, source: Value, routed: RoutedPartial) -> bool:
         """Return whether `node` produces a value with the same routing from an operand with the routing `routed`."""
         specs = [None if s is None else s.spec for s in node.src]
         places = [i for i, s in enumerate(node.src) if s == source]
-        count = len(routed.ids.shape)
+        count = len(routed.index_operand.shape)
         return all(op_of(node).keeps_leading_axes(specs, node.specs[0], node.attrs, i, count) for i in places)
 
-    def _wants_whole(self, node: Node) -> tuple[tuple[State, ...], State]:
+    def _choose_unsharded_layouts(self, node: Node) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
         """Return the layouts of operands and results without a factor.
 
         All operands are whole, or partial sums stay as they are. They stay if the op is linear in them, all their users
         pass them on, and the results are not larger.
         """
-        made, named = self.out.made, operands(node)
-        partial = {s for s in node.inputs if made[s].is_owed and not self._is_converted(s, REPLICATE)}
+        made, named = self.assignment.produced_layouts, list_operands(node)
+        partial = {s for s in node.inputs if made[s].is_partial and not self._is_converted(s, REPLICATE)}
         whole = tuple(REPLICATE for _ in named)
-        if not partial or not all(self._passes(user, s) for s in partial for user in self.users[s]):
+        if not partial or not all(
+            self._accepts_partial_sum(user, s) for s in partial for user in self.users_of_value[s]
+        ):
             return whole, REPLICATE
         if max(v.spec.nbytes for v in node.results) > max(s.spec.nbytes for s in partial):
             return whole, REPLICATE
-        if (routed := self._routing(node, partial)) is not None:
+        if (routed := self._find_common_routing(node, partial)) is not None:
             return tuple(routed if s in partial else REPLICATE for _, s in named), routed
         for joint in op_of(node).linear_operands(node.attrs):
             together = joint.split("+")
             if {n for n, s in named if s in partial} <= set(together):
-                owed = {s: made[s] if made[s].is_owed else PARTIAL for s in node.inputs}
+                owed = {s: made[s] if made[s].is_partial else PARTIAL for s in node.inputs}
                 return tuple(owed[s] if n in together else REPLICATE for n, s in named), PARTIAL
         return whole, REPLICATE
 
-    def _routing(self, node: Node, partial: set[Value]) -> Routed | None:
+    def _find_common_routing(self, node: Node, partial: set[Value]) -> RoutedPartial | None:
         """Return the common routing of the operands in `partial` if zeros in all of them give zeros; otherwise None."""
-        routed, *others = {self.out.made[s] for s in partial}
-        if others or not isinstance(routed, Routed) or not all(self._keeps(node, s, routed) for s in partial):
+        routed, *others = {self.assignment.produced_layouts[s] for s in partial}
+        if (
+            others
+            or not isinstance(routed, RoutedPartial)
+            or not all(self._keeps_routing(node, s, routed) for s in partial)
+        ):
             return None
-        names = {n for n, s in operands(node) if s in partial}
+        names = {n for n, s in list_operands(node) if s in partial}
         return (
             routed
             if any(names >= set(j.split("+")) for j in op_of(node).zero_preserving_operands(node.attrs))
             else None
         )
 
-    def _passes(self, user: Node, value: Value) -> bool:
+    def _accepts_partial_sum(self, user: Node, value: Value) -> bool:
         """Return whether `user` can read `value` as a partial sum."""
-        if user in self.pins.nodes or value in self.early:
+        if user in self.pins.nodes or value in self.early_sums:
             return False
-        declared, made = op_of(user), self.out.made[value]
+        declared, made = op_of(user), self.assignment.produced_layouts[value]
         passing = declared.linear_operands(user.attrs)
-        if isinstance(made, Routed) and self._keeps(user, value, made):
-            if made.factor is self.factors.uses(user).looked_up and lookup(user)[1] == made.ids:
-                return value not in self.ends
+        if isinstance(made, RoutedPartial) and self._keeps_routing(user, value, made):
+            if (
+                made.factor is self.factors.roles_of(user).indexed_factor
+                and find_indexed_operand(user)[1] == made.index_operand
+            ):
+                return value not in self.final_values
             passing = declared.zero_preserving_operands(user.attrs)
         names = {n for joint in passing for n in joint.split("+")}
-        places = [n for n, s in operands(user) if s == value]
+        places = [n for n, s in list_operands(user) if s == value]
         others = [s for s in user.inputs if s != value]
-        cut_anyway = any(self._is_stored(s) and self._cuts(s) for s in others)
-        return value not in self.ends and len(places) == 1 and places[0] in names and not cut_anyway
+        cut_anyway = any(self._is_stored(s) and self._list_chosen_factors(s) for s in others)
+        return value not in self.final_values and len(places) == 1 and places[0] in names and not cut_anyway
 
-    def _convert(self, value: Value, wanted: State, node: Node | None) -> None:
+    def _add_conversions(self, value: Value, wanted: FactorLayout, node: Node | None) -> None:
         """Add the conversions that `node` needs to read `value` in layout `wanted`.
 
         A slice of a value that is whole already sends no bytes.
         """
-        made = self.out.made[value]
-        if not way(made, wanted) or self._is_converted(value, wanted):
+        made = self.assignment.produced_layouts[value]
+        if not find_conversion_path(made, wanted) or self._is_converted(value, wanted):
             return
         if self._is_converted(value, REPLICATE):
             made = REPLICATE
-        for state in way(made, wanted):
+        for state in find_conversion_path(made, wanted):
             if not self._is_converted(value, state):
-                self._note(Conversion(value, made, state, node))
+                self._record_conversion(LayoutConversion(value, made, state, node))
             made = state
 
-    def _is_converted(self, value: Value, state: State) -> bool:
+    def _is_converted(self, value: Value, state: FactorLayout) -> bool:
         """Return whether the value exists in this layout at the current node."""
-        return (value, state) in self.converted
+        return (value, state) in self.converted_layouts
 
     def _is_stored(self, value: Value) -> bool:
         """Return whether the value is a weight, a state or a view of one that was visited already."""
-        return value in self.stored
+        return value in self.stored_values
 
-    def _note(self, conversion: Conversion) -> None:
-        self.converted.add((conversion.value, conversion.after))
-        self.out.conversions.append(conversion)
+    def _record_conversion(self, conversion: LayoutConversion) -> None:
+        self.converted_layouts.add((conversion.value, conversion.target_layout))
+        self.assignment.conversions.append(conversion)

@@ -8,11 +8,11 @@
 
 Factors that cannot be unified are blocked: no plan shards them.
 
->>> heads, flat = ((Factor(3), Factor(2)),), fresh(6)
->>> tie(heads, flat)
->>> segments(flat)
+>>> heads, flat = ((Factor(3), Factor(2)),), make_axis(6)
+>>> unify_axes(heads, flat)
+>>> list_segments(flat)
 [[3, 2]]
->>> segments(flat)[0][0] is heads[0][0].root()
+>>> list_segments(flat)[0][0] is heads[0][0].root()
 True
 """
 
@@ -46,7 +46,7 @@ class Factor:
         return factor
 
     @property
-    def can_be_cut(self) -> bool:
+    def can_be_sharded(self) -> bool:
         """Whether a plan may shard this factor."""
         return self.size > 1 and not self.blocked
 
@@ -58,21 +58,21 @@ Segment = tuple[Factor, ...]
 Axis = tuple[Segment, ...]
 
 
-def atoms(segment: Iterable[Factor]) -> list[Factor]:
+def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
     """Return a product as its unsplit root factors, outer first."""
     product: list[Factor] = []
     for factor in segment:
         root = factor.root()
-        product += atoms(root.parts) if root.parts else [root]
+        product += list_root_factors(root.parts) if root.parts else [root]
     return product
 
 
-def segments(axis: Axis) -> list[list[Factor]]:
+def list_segments(axis: Axis) -> list[list[Factor]]:
     """Return the current segments of an axis; a concatenation that is outermost gives a segment for each part."""
     products: list[list[Factor]] = []
     ahead = list(reversed(axis))
     while ahead:
-        product = atoms(ahead.pop())
+        product = list_root_factors(ahead.pop())
         if product and product[0].segments:
             ahead += [(piece, *product[1:]) for piece in reversed(product[0].segments)]
         else:
@@ -80,33 +80,33 @@ def segments(axis: Axis) -> list[list[Factor]]:
     return products
 
 
-def product_size(product: Iterable[Factor]) -> int:
+def compute_product_size(product: Iterable[Factor]) -> int:
     """Return the number of indices of a product of factors."""
     return math.prod(f.size for f in product)
 
 
-def block(factors: Iterable[Factor]) -> None:
+def forbid_sharding(factors: Iterable[Factor]) -> None:
     """Forbid every plan to shard these factors, because two views of one axis disagree about them."""
-    ahead = atoms(factors)
+    ahead = list_root_factors(factors)
     while ahead:
         factor = ahead.pop()
         factor.blocked = True
         if factor.segments:
-            ahead += atoms(factor.segments)
+            ahead += list_root_factors(factor.segments)
 
 
-def block_axis(axis: Axis) -> None:
+def forbid_axis_sharding(axis: Axis) -> None:
     """Forbid every plan to shard a factor of this axis."""
     for segment in axis:
-        block(segment)
+        forbid_sharding(segment)
 
 
-def split(factor: Factor, outer: int) -> None:
+def split_factor(factor: Factor, outer: int) -> None:
     """Split `factor` everywhere into a product of `outer` and the rest."""
     factor.parts = (Factor(outer, factor.blocked), Factor(factor.size // outer, factor.blocked))
 
 
-def merge(one: Factor, two: Factor) -> None:
+def merge_factors(one: Factor, two: Factor) -> None:
     """Merge two root factors of one size into one."""
     if one is two:
         return
@@ -115,61 +115,61 @@ def merge(one: Factor, two: Factor) -> None:
     two.up = one
     one.blocked |= two.blocked
     if one.segments and two.segments:
-        tie((one.segments[:1], one.segments[1:]), (two.segments[:1], two.segments[1:]))
+        unify_axes((one.segments[:1], one.segments[1:]), (two.segments[:1], two.segments[1:]))
 
 
-def tie_products(a: Sequence[Factor], b: Sequence[Factor]) -> None:
+def align_products(a: Sequence[Factor], b: Sequence[Factor]) -> None:
     """Unify two products, outer first; split the larger factor if the smaller one divides it, else forbid sharding."""
-    left, right, i = atoms(a), atoms(b), 0
+    left, right, i = list_root_factors(a), list_root_factors(b), 0
     while i < min(len(left), len(right)):
         x, y = left[i], right[i]
         if x is y or x.size == y.size:
-            merge(x, y)
+            merge_factors(x, y)
             i += 1
         elif y.size and x.size % y.size == 0 and not x.segments:
-            split(x, y.size)
+            split_factor(x, y.size)
         elif x.size and y.size % x.size == 0 and not y.segments:
-            split(y, x.size)
+            split_factor(y, x.size)
         else:
-            block(left[i:] + right[i:])
+            forbid_sharding(left[i:] + right[i:])
             return
-        left, right = atoms(left), atoms(right)
+        left, right = list_root_factors(left), list_root_factors(right)
 
 
-def cut_segment(product: Sequence[Factor], at: int) -> bool:
+def split_segment(product: Sequence[Factor], at: int) -> bool:
     """Split a segment at entry `at`; forbid sharding and return False if the outermost factor has no boundary there."""
-    inner = product_size(product[1:])
+    inner = compute_product_size(product[1:])
     head = product[0]
     if inner and at % inner == 0:
         head.segments = (Factor(at // inner, head.blocked), Factor(head.size - at // inner, head.blocked))
         return True
-    block(product)
+    forbid_sharding(product)
     return False
 
 
-def bounds(axis: Axis) -> list[int]:
+def find_segment_bounds(axis: Axis) -> list[int]:
     """Return the first entry of each segment, and the length of the axis."""
     at = [0]
-    for product in segments(axis):
-        at.append(at[-1] + product_size(product))
+    for product in list_segments(axis):
+        at.append(at[-1] + compute_product_size(product))
     return at
 
 
-def refine(axis: Axis, at: Iterable[int]) -> bool:
+def split_axis_at(axis: Axis, at: Iterable[int]) -> bool:
     """Split `axis` so that segments begin at each of these entries; return False if one split is impossible."""
     for point in at:
-        found = _segment_around(axis, point)
-        if found is not None and not cut_segment(*found):
+        found = _find_segment_around(axis, point)
+        if found is not None and not split_segment(*found):
             return False
     return True
 
 
-def _segment_around(axis: Axis, point: int) -> tuple[list[Factor], int] | None:
+def _find_segment_around(axis: Axis, point: int) -> tuple[list[Factor], int] | None:
     """Return the segment with entries on both sides of `point`, and the entries before it; None at a boundary."""
     before, ahead = point, list(reversed(axis))
     while ahead and before > 0:
-        product = atoms(ahead.pop())
-        size = product_size(product)
+        product = list_root_factors(ahead.pop())
+        size = compute_product_size(product)
         if size <= before:
             before -= size
         elif product[0].segments:
@@ -179,22 +179,22 @@ def _segment_around(axis: Axis, point: int) -> tuple[list[Factor], int] | None:
     return None
 
 
-def tie(one: Axis, two: Axis) -> None:
+def unify_axes(one: Axis, two: Axis) -> None:
     """Unify two axes: make them the same index, or forbid to shard them."""
     for _ in range(4):  # a split may change both axes, as they share factors
-        if bounds(one) == bounds(two):
+        if find_segment_bounds(one) == find_segment_bounds(two):
             break
-        refine(one, bounds(two))
-        refine(two, bounds(one))
+        split_axis_at(one, find_segment_bounds(two))
+        split_axis_at(two, find_segment_bounds(one))
     else:
-        block_axis(one)
-        block_axis(two)
+        forbid_axis_sharding(one)
+        forbid_axis_sharding(two)
         return
-    for a, b in zip(segments(one), segments(two), strict=True):
-        tie_products(a, b)
+    for a, b in zip(list_segments(one), list_segments(two), strict=True):
+        align_products(a, b)
 
 
-def repeated(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
+def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
     """Return factors of two of these axes, or twice in one product, as in both axes of ``W Wᵀ``."""
     seen, twice = set[Factor](), set[Factor]()
     for axis in axes:
@@ -208,22 +208,22 @@ def repeated(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
     return twice
 
 
-def fresh(size: int, blocked: bool = False) -> Axis:
+def make_axis(size: int, blocked: bool = False) -> Axis:
     """Return an axis of one new factor."""
     return ((Factor(size, blocked),),)
 
 
-def multiply(axes: Sequence[Axis]) -> Axis | None:
+def multiply_axes(axes: Sequence[Axis]) -> Axis | None:
     """Return the product of axes, outer first; None if an inner axis is a concatenation.
 
     A product of factors cannot express a concatenation inside another index.
     """
-    wide = [a for a in axes if sum(map(product_size, segments(a))) != 1]
+    wide = [a for a in axes if sum(map(compute_product_size, list_segments(a))) != 1]
     if not wide:
-        return fresh(1)
+        return make_axis(1)
     if len(wide) == 1:
         return wide[0]
-    if any(len(segments(a)) > 1 for a in wide[1:]):
+    if any(len(list_segments(a)) > 1 for a in wide[1:]):
         return None
-    inner = tuple(f for a in wide[1:] for s in segments(a) for f in s)
-    return tuple((*s, *inner) for s in segments(wide[0]))
+    inner = tuple(f for a in wide[1:] for s in list_segments(a) for f in s)
+    return tuple((*s, *inner) for s in list_segments(wide[0]))

@@ -27,52 +27,52 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import concat, op_of, slice_
 from ...ops.collectives import find_collective_number
-from .assign import Assignment
+from .assign import ShardingAssignment
 from .axes import Factor
-from .emit import Sharded, shard
+from .emit import PartitionedGraphs, partition_graph
 from .factors import Factors
-from .rows import rows_of
-from .shares import Shares, joined
+from .rows import list_row_factors
+from .shares import ShardRanges, merge_ranges
 
-COUNTS = (2, 4)
+CHUNK_COUNTS = (2, 4)
 """The numbers of chunks that are considered; the predicted time decides."""
-FEWEST = 256
+MIN_CHUNK_TOKENS = 256
 """The least number of tokens of a chunk. Matmuls with fewer tokens wait for their weights, which each chunk reads
 again."""
 
 
-def tokens_of(laid: Assignment, factors: Factors) -> Factor | None:
+def find_token_factor(laid: ShardingAssignment, factors: Factors) -> Factor | None:
     """Return the token factor of the partial sums if it is large enough for two chunks, otherwise None."""
-    rows = [f for f in rows_of(laid, factors, COUNTS[0]) if f.size >= COUNTS[0] * FEWEST]
+    rows = [f for f in list_row_factors(laid, factors, CHUNK_COUNTS[0]) if f.size >= CHUNK_COUNTS[0] * MIN_CHUNK_TOKENS]
     return max(rows, key=lambda f: f.size, default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class OverlapChunks:
     """The number of chunks, and the condition for sequence parallelism.
 
     With `required_saving_seconds`, each chunk is sharded by tokens if that saves more seconds of compute.
     """
 
-    count: int
-    saving: float | None = None
+    chunk_count: int
+    required_saving_seconds: float | None = None
 
 
-WHOLE = Chunks(1)
+SINGLE_CHUNK = OverlapChunks(1)
 """All tokens in one chunk."""
 
 
-def laid_in_chunks(
+def partition_in_chunks(
     graph: Graph,
     factors: Factors,
-    laid: Assignment,
-    shares: Shares,
+    laid: ShardingAssignment,
+    shares: ShardRanges,
     tokens: Factor,
     count: int,
     *,
     first: int = 0,
     whole: Container[Value] = frozenset(),
-) -> Sharded | None:
+) -> PartitionedGraphs | None:
     """Emit the graphs of `partition_graph` in `count` chunks between two sums; None if that is impossible.
 
     Args:
@@ -85,13 +85,15 @@ def laid_in_chunks(
         first: The sequence number of the first collective.
         whole: Outputs that end whole on every device.
     """
-    dealt = [shares.of(tokens)[d] for d in range(len(shares))] if tokens in laid.chosen else ()
-    return in_chunks(shard(graph, factors, laid, shares, first=first, whole=whole), factors, tokens, count, dealt)
+    dealt = [shares.ranges_of(tokens)[d] for d in range(len(shares))] if tokens in laid.sharded_factors else ()
+    return split_into_chunks(
+        partition_graph(graph, factors, laid, shares, first=first, whole=whole), factors, tokens, count, dealt
+    )
 
 
-def in_chunks(
-    sharded: Sharded, factors: Factors, tokens: Factor, count: int, dealt: Sequence[tuple[int, int]] = ()
-) -> Sharded | None:
+def split_into_chunks(
+    sharded: PartitionedGraphs, factors: Factors, tokens: Factor, count: int, dealt: Sequence[tuple[int, int]] = ()
+) -> PartitionedGraphs | None:
     """Split the work before and after each sum over devices into `count` chunks.
 
     None is the result if a device needs its shards of all chunks at once.
@@ -103,196 +105,227 @@ def in_chunks(
         count: The number of chunks.
         dealt: The first token and the end of the tokens of each device, if tokens are sharded.
     """
-    parts: dict[Graph, _Chunks] = {}
-    for device, (graph, origins) in enumerate(zip(sharded.graphs, sharded.origins, strict=True)):
+    parts: dict[Graph, _ChunkedGraph] = {}
+    for device, (graph, origins) in enumerate(zip(sharded.graphs, sharded.source_nodes, strict=True)):
         if graph not in parts:
-            parts[graph] = _Chunks(graph, origins, factors, _Dealt(device, tokens, count, dealt))
-    if not all(own.is_possible() for own in parts.values()):
+            parts[graph] = _ChunkedGraph(graph, origins, factors, _TokenRanges(device, tokens, count, dealt))
+    if not all(own.can_be_chunked() for own in parts.values()):
         return None
-    met = {number: own.meetings[number] for own in parts.values() for number in own.meetings}
+    met = {number: own.collective_counts[number] for own in parts.values() for number in own.collective_counts}
     starts = accumulate((met[number] for number in sorted(met)), initial=min(met, default=0))
     numbers = dict(zip(sorted(met), starts, strict=False))
-    made = {graph: own.made(numbers) for graph, own in parts.items()}
+    made = {graph: own.build_graph(numbers) for graph, own in parts.items()}
     return replace(sharded, graphs=tuple(made[graph] for graph in sharded.graphs))
 
 
-class _Dealt:
+class _TokenRanges:
     """The tokens in `chunk_count` chunks, and the range of each chunk on this device if chunks are sharded."""
 
     def __init__(self, device: int, tokens: Factor, count: int, dealt: Sequence[tuple[int, int]]) -> None:
-        self.device, self.tokens, self.count, size = device, tokens, count, tokens.size
-        self.bounds = [*pairwise(size * n // count for n in range(count + 1))]
-        self.whole = tuple([joined([(low, high - low)]) for low, high in dealt])
+        self.device, self.token_factor, self.chunk_count, size = device, tokens, count, tokens.size
+        self.chunk_bounds = [*pairwise(size * n // count for n in range(count + 1))]
+        self.ranges_by_device = tuple([merge_ranges([(low, high - low)]) for low, high in dealt])
         """The index ranges of all tokens on each device, as attributes of collectives."""
-        self.runs = [
-            tuple([joined([(at := (b - a) * low // size, (b - a) * high // size - at)]) for low, high in dealt])
-            for a, b in self.bounds
+        self.chunk_ranges_by_device = [
+            tuple([merge_ranges([(at := (b - a) * low // size, (b - a) * high // size - at)]) for low, high in dealt])
+            for a, b in self.chunk_bounds
         ]
         """The index ranges of each chunk on each device, from the start of the chunk."""
 
-    def length(self, *, is_share: bool, number: int | None = None) -> int:
+    def count_tokens(self, *, is_share: bool, number: int | None = None) -> int:
         """Return the number of tokens of chunk `number`, or of all; with `is_share` only the tokens of this device."""
         if is_share:
-            return sum(n for _, n in (self.whole if number is None else self.runs[number])[self.device])
-        return self.tokens.size if number is None else self.bounds[number][1] - self.bounds[number][0]
+            return sum(
+                n
+                for _, n in (self.ranges_by_device if number is None else self.chunk_ranges_by_device[number])[
+                    self.device
+                ]
+            )
+        return self.token_factor.size if number is None else self.chunk_bounds[number][1] - self.chunk_bounds[number][0]
 
 
-class _Chunks:
+class _ChunkedGraph:
     """One graph during the split: for each value its chunks, the whole value, or both."""
 
-    def __init__(self, graph: Graph, origins: Mapping[Node, Node], factors: Factors, dealt: _Dealt) -> None:
-        self.graph, self.origins, self.factors, self.dealt = graph, origins, factors, dealt
-        self.tokens, self.count = dealt.tokens, dealt.count
-        self.numbers: Mapping[int, int] = {}
-        self.axis: dict[Value, int] = {}  # of each value with tokens: the axis of the tokens
-        self.shares: set[Value] = set()  # values with the tokens of this device only
-        self.alone = {node for node in graph.nodes if self._treats_each_alone(node)}
-        self.parted = self._parted()
+    def __init__(self, graph: Graph, origins: Mapping[Node, Node], factors: Factors, dealt: _TokenRanges) -> None:
+        self.graph, self.origins, self.factors, self.token_ranges = graph, origins, factors, dealt
+        self.token_factor, self.chunk_count = dealt.token_factor, dealt.chunk_count
+        self.sequence_numbers: Mapping[int, int] = {}
+        self.token_axes: dict[Value, int] = {}  # of each value with tokens: the axis of the tokens
+        self.sharded_values: set[Value] = set()  # values with the tokens of this device only
+        self.per_token_nodes = {node for node in graph.nodes if self._is_per_token(node)}
+        self.chunked_nodes = self._find_chunked_nodes()
         numbers = ((find_collective_number(node.op, node.attrs), node) for node in graph.nodes)
-        self.meetings = {n: self.count if node in self.parted else 1 for n, node in numbers if n is not None}
-        self.whole: dict[Value, Value] = {}
-        self.chunks: dict[Value, list[Value]] = {}
+        self.collective_counts = {
+            n: self.chunk_count if node in self.chunked_nodes else 1 for n, node in numbers if n is not None
+        }
+        self.whole_values: dict[Value, Value] = {}
+        self.chunk_values: dict[Value, list[Value]] = {}
 
-    def is_possible(self) -> bool:
+    def can_be_chunked(self) -> bool:
         """Return whether sharded tokens are produced in chunks exactly where they are read in chunks."""
-        pairs = [(s, node in self.parted) for node in self.graph.nodes for s in node.inputs]
+        pairs = [(s, node in self.chunked_nodes) for node in self.graph.nodes for s in node.inputs]
         pairs += [(value, False) for value in self.graph.roots()]
-        return all((value.node in self.parted) == in_chunks for value, in_chunks in pairs if value in self.shares)
+        return all(
+            (value.node in self.chunked_nodes) == in_chunks
+            for value, in_chunks in pairs
+            if value in self.sharded_values
+        )
 
-    def made(self, numbers: Mapping[int, int]) -> Graph:
+    def build_graph(self, numbers: Mapping[int, int]) -> Graph:
         """Return the graph in chunks; `numbers` maps each sequence number to the number of its first chunk."""
-        self.numbers = numbers
+        self.sequence_numbers = numbers
         for node in self.graph.nodes:
-            if node in self.parted:
-                made = [self._node(node, n) for n in range(self.count)]
+            if node in self.chunked_nodes:
+                made = [self._build_node(node, n) for n in range(self.chunk_count)]
                 for value, *its in zip(node.results, *(one.results for one in made), strict=True):
-                    self.chunks[value] = its
+                    self.chunk_values[value] = its
             else:
-                self.whole |= zip(node.results, self._node(node).results, strict=True)
-        outputs = {name: self._all_of(value) for name, value in self.graph.outputs.items()}
-        return Graph(outputs, {self._all_of(old): self._all_of(new) for old, new in self.graph.updates.items()})
+                self.whole_values |= zip(node.results, self._build_node(node).results, strict=True)
+        outputs = {name: self._join_chunks(value) for name, value in self.graph.outputs.items()}
+        return Graph(
+            outputs, {self._join_chunks(old): self._join_chunks(new) for old, new in self.graph.updates.items()}
+        )
 
-    def _treats_each_alone(self, node: Node) -> bool:
+    def _is_per_token(self, node: Node) -> bool:
         """Return whether a node treats each token separately, or converts the layout of a value with tokens.
 
         Such a conversion sums, scatters or gathers the tokens, or is zeros in their place. The axes of the results are
         stored.
         """
-        if node not in self.origins and node.inputs and node.inputs[0] in self.axis:
-            return self._converts(node, node.inputs[0])
+        if node not in self.origins and node.inputs and node.inputs[0] in self.token_axes:
+            return self._is_token_conversion(node, node.inputs[0])
         if node.is_leaf or (origin := self.origins.get(node)) is None:
             return False
-        uses = self.factors.uses(origin)
-        if self.tokens in uses.coupled | uses.contracted or self.tokens is uses.looked_up:
+        uses = self.factors.roles_of(origin)
+        if (
+            self.token_factor in uses.coupled_factors | uses.contracted_factors
+            or self.token_factor is uses.indexed_factor
+        ):
             return False
         pairs = [*zip(origin.results, node.results, strict=True), *zip(origin.src, node.src, strict=True)]
-        having = {own: v for v, own in pairs if v is not None and own is not None and self.tokens in self.factors.of(v)}
-        is_share = any(own in self.shares for own in having)
-        if any((source in self.shares) != is_share for source in node.inputs if source in having):
+        having = {
+            own: v
+            for v, own in pairs
+            if v is not None and own is not None and self.token_factor in self.factors.factors_of(v)
+        }
+        is_share = any(own in self.sharded_values for own in having)
+        if any((source in self.sharded_values) != is_share for source in node.inputs if source in having):
             return False
-        axes = {own: self._along(v, own, is_share) for own, v in having.items()}
+        axes = {own: self._find_token_axis(v, own, is_share) for own, v in having.items()}
         if None in axes.values() or not axes.keys() >= {*node.results}:
             return False
-        self.axis |= {own: axis for own, axis in axes.items() if axis is not None}
-        self.shares |= {*node.results} if is_share else set()
+        self.token_axes |= {own: axis for own, axis in axes.items() if axis is not None}
+        self.sharded_values |= {*node.results} if is_share else set()
         return True
 
-    def _converts(self, node: Node, source: Value) -> bool:
+    def _is_token_conversion(self, node: Node, source: Value) -> bool:
         """Return whether a conversion sums, scatters or gathers tokens, or is zeros in their place; store its token
         axis.
         """
-        axis, is_share, runs = self.axis[source], source in self.shares, self.dealt.whole
-        kept = next(iter(runs[self.dealt.device]), (0, 0)) if runs else None
+        axis, is_share, runs = (
+            self.token_axes[source],
+            source in self.sharded_values,
+            self.token_ranges.ranges_by_device,
+        )
+        kept = next(iter(runs[self.token_ranges.device]), (0, 0)) if runs else None
         deals = {
             "reduce_scatter": (axis, runs) == (node.attrs.get("axis"), node.attrs.get("runs")),
-            "slice": (axis, kept) == (node.attrs.get("axis"), _run(node.attrs)),
+            "slice": (axis, kept) == (node.attrs.get("axis"), _find_slice_range(node.attrs)),
         }
         gathers = node.op == "all_gather" and is_share and axis == node.attrs["axis"]
         if gathers or node.op in ("all_reduce", "fill") or (not is_share and deals.get(node.op)):
-            self.axis[node.results[0]] = axis
+            self.token_axes[node.results[0]] = axis
             if node.op in deals or (is_share and not gathers):
-                self.shares.add(node.results[0])
+                self.sharded_values.add(node.results[0])
             return True
         return False
 
-    def _along(self, value: Value, own: Value, is_share: bool) -> int | None:
+    def _find_token_axis(self, value: Value, own: Value, is_share: bool) -> int | None:
         """Return the axis of `own` with the tokens alone, all of them or only the tokens of this device; otherwise
         None.
         """
-        axes = self.factors.axes(value)
-        at = next((n for n, axis in enumerate(axes) if axis == [[self.tokens]]), None)
-        return at if at is not None and own.shape[at] == self.dealt.length(is_share=is_share) else None
+        axes = self.factors.axes_of(value)
+        at = next((n for n, axis in enumerate(axes) if axis == [[self.token_factor]]), None)
+        return at if at is not None and own.shape[at] == self.token_ranges.count_tokens(is_share=is_share) else None
 
-    def _parted(self) -> set[Node]:
+    def _find_chunked_nodes(self) -> set[Node]:
         """Return the nodes that are computed in chunks."""
-        first, parted = self._first(), set[Node]()
+        first, parted = self._find_first_chunked_nodes(), set[Node]()
         for node in self.graph.nodes:
-            if node in self.alone and (node in first or any(s.node in parted for s in node.inputs)):
+            if node in self.per_token_nodes and (node in first or any(s.node in parted for s in node.inputs)):
                 parted.add(node)
         read = {s.node for node in parted for s in node.inputs}
-        return parted | {node for node in read & self.alone if node.op == "slice" and node.results[0] in self.shares}
+        return parted | {
+            node
+            for node in read & self.per_token_nodes
+            if node.op == "slice" and node.results[0] in self.sharded_values
+        }
 
-    def _first(self) -> set[Node]:
+    def _find_first_chunked_nodes(self) -> set[Node]:
         """Return the nodes with which chunks begin: those between matmuls with weights and sums over devices."""
         found: set[Node] = set()
         sums = ("all_reduce", "reduce_scatter")
-        stack = [n.inputs[0].node for n in self.graph.nodes if n.op in sums and n in self.alone]
+        stack = [n.inputs[0].node for n in self.graph.nodes if n.op in sums and n in self.per_token_nodes]
         while stack:
-            if (node := stack.pop()) in self.alone and node not in found:
+            if (node := stack.pop()) in self.per_token_nodes and node not in found:
                 found.add(node)
                 if not any(s.node.op == "weight" for s in node.inputs):
                     stack += [s.node for s in node.inputs]
         return found
 
-    def _node(self, node: Node, number: int | None = None) -> Node:
+    def _build_node(self, node: Node, number: int | None = None) -> Node:
         """Return a whole node, or its chunk `number`."""
-        src = [None if s is None else self._all_of(s) if number is None else self._chunk(s, number) for s in node.src]
+        src = [
+            None if s is None else self._join_chunks(s) if number is None else self._slice_chunk(s, number)
+            for s in node.src
+        ]
         attrs, name = dict(node.attrs), node.name
         if (sequence := find_collective_number(node.op, node.attrs)) is not None:
-            attrs["sequence"] = self.numbers[sequence] + (number or 0)
+            attrs["sequence"] = self.sequence_numbers[sequence] + (number or 0)
         if number is not None:
-            attrs |= self._local(node, number)
+            attrs |= self._localise_attributes(node, number)
             kind = ".zero" if node.op == "fill" and node not in self.origins else ""
             name = name and f"{name.removesuffix(kind)}.chunk.{number}{kind}"
         if attrs == node.attrs and src == [*node.src]:
             return node
         return op_of(node).build_node(src, attrs, name)
 
-    def _local(self, node: Node, number: int) -> Mapping[str, Attr]:
+    def _localise_attributes(self, node: Node, number: int) -> Mapping[str, Attr]:
         """Return the attributes of a chunk that state a shape, or the tokens of each device."""
-        result, runs = node.results[0], self.dealt.runs[number]
+        result, runs = node.results[0], self.token_ranges.chunk_ranges_by_device[number]
         if node.op in ("reduce_scatter", "all_gather"):
             return {"runs": runs}
         if node not in self.origins and node.op == "slice":
-            start, size = next(iter(runs[self.dealt.device]), (0, 0))
+            start, size = next(iter(runs[self.token_ranges.device]), (0, 0))
             return {"start": start, "stop": start + size}
-        localise, axis = op_of(node).localise, self.axis[result]
-        size = self.dealt.length(is_share=result in self.shares, number=number)
+        localise, axis = op_of(node).localise, self.token_axes[result]
+        size = self.token_ranges.count_tokens(is_share=result in self.sharded_values, number=number)
         shape = (*result.shape[:axis], size, *result.shape[axis + 1 :])
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 
-    def _chunk(self, value: Value, number: int) -> Value:
+    def _slice_chunk(self, value: Value, number: int) -> Value:
         """Return chunk `number` of a value; a value without tokens is read whole."""
-        if value in self.chunks:
-            return self.chunks[value][number]
-        if value not in self.axis:
-            return self.whole[value]
-        low, high = self.dealt.bounds[number]
+        if value in self.chunk_values:
+            return self.chunk_values[value][number]
+        if value not in self.token_axes:
+            return self.whole_values[value]
+        low, high = self.token_ranges.chunk_bounds[number]
         name = value.node.name and f"{value.node.name}.chunk.{number}.part"
-        return slice_(self.whole[value], axis=self.axis[value], start=low, stop=high, name=name)
+        return slice_(self.whole_values[value], axis=self.token_axes[value], start=low, stop=high, name=name)
 
-    def _all_of(self, value: Value) -> Value:
+    def _join_chunks(self, value: Value) -> Value:
         """Return a whole value; chunks are joined in pairs."""
-        if value not in self.whole:
-            parts = self.chunks[value]
+        if value not in self.whole_values:
+            parts = self.chunk_values[value]
             while len(parts) > 1:  # in pairs, for the fewest copies
                 pairs = zip(parts[::2], parts[1::2], strict=True)
-                parts = [concat(one, two, axis=self.axis[value], name=value.node.name) for one, two in pairs]
-            self.whole[value] = parts[0]
-        return self.whole[value]
+                parts = [concat(one, two, axis=self.token_axes[value], name=value.node.name) for one, two in pairs]
+            self.whole_values[value] = parts[0]
+        return self.whole_values[value]
 
 
-def _run(attrs: Attrs) -> tuple[int, int] | None:
+def _find_slice_range(attrs: Attrs) -> tuple[int, int] | None:
     """Return offset and length of a slice with two given bounds, otherwise None."""
     start, stop = attrs.get("start"), attrs.get("stop")
     return (start, stop - start) if isinstance(start, int) and isinstance(stop, int) else None

@@ -20,7 +20,7 @@ from ...graph.node import Node, Value
 
 
 @dataclass(frozen=True, slots=True)
-class Condensed:
+class CollapsedGraph:
     """A graph in which one layer stands for several.
 
     `node_multiplicity` is the number of original nodes of each node. `leaf_copies` has the names of the original leaves
@@ -28,21 +28,21 @@ class Condensed:
     """
 
     graph: Graph
-    times: Mapping[Node, int]
-    twins: Mapping[str, tuple[str, ...]]
+    node_multiplicity: Mapping[Node, int]
+    leaf_copies: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(slots=True)
-class _Piece:
+class _LayerSection:
     """The nodes between two splits, the values that cross there, and the leaves that only these nodes read."""
 
     nodes: Sequence[Node]
-    before: Value | None
-    after: Value | None
-    own: dict[Node, int]
+    incoming_value: Value | None
+    outgoing_value: Value | None
+    own_leaves: dict[Node, int]
 
 
-def condense(graph: Graph) -> Condensed | None:
+def collapse_repeats(graph: Graph) -> CollapsedGraph | None:
     """Return `graph` with two sections in place of each longer repetition; None if all sections differ.
 
     The first section stands for all but the last. So every section has the same successor as in the original; the place
@@ -53,16 +53,18 @@ def condense(graph: Graph) -> Condensed | None:
     ]  # else a value for a state update alone would live to the end
     spans = find_live_spans(graph, nodes)
     lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
-    pieces = _pieces(nodes, spans, lasting)
-    groups: list[list[_Piece]] = []
-    for start, length, times in find_repetitions([_structure(graph, piece, lasting) for piece in pieces]):
+    pieces = _split_at_single_values(nodes, spans, lasting)
+    groups: list[list[_LayerSection]] = []
+    for start, length, times in find_repetitions([_build_section_key(graph, piece, lasting) for piece in pieces]):
         last = start + length * (times - 1)
         groups += [pieces[start + i : last : length] for i in range(length) if times > 1]
         groups += [[piece] for piece in pieces[last : last + length]]
-    return None if len(groups) == len(pieces) else _joined(graph, groups)
+    return None if len(groups) == len(pieces) else _join_sections(graph, groups)
 
 
-def _pieces(nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting: frozenset[Value]) -> list[_Piece]:
+def _split_at_single_values(
+    nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting: frozenset[Value]
+) -> list[_LayerSection]:
     """Split the graph wherever exactly one value crosses that is not in `lasting`."""
     crossing: list[list[Value]] = [[] for _ in range(len(nodes) + 1)]
     for value, (made, read) in spans.items():
@@ -74,28 +76,28 @@ def _pieces(nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasti
     readers: dict[Node, set[int]] = defaultdict(set)
     for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
         before, after = (crossing[p][0] if 0 < p < len(nodes) else None for p in (start, stop))
-        pieces.append(_Piece(nodes[start:stop], before, after, {}))
+        pieces.append(_LayerSection(nodes[start:stop], before, after, {}))
         for node in nodes[start:stop]:
             for source in node.inputs:
                 if source.node.is_leaf:
                     readers[source.node].add(number)
     for leaf, numbers in readers.items():
         if len(numbers) == 1 and leaf.op in ("weight", "state"):
-            own = pieces[next(iter(numbers))].own
+            own = pieces[next(iter(numbers))].own_leaves
             own[leaf] = len(own)
     return pieces
 
 
-def _structure(graph: Graph, piece: _Piece, lasting: frozenset[Value]) -> object:
+def _build_section_key(graph: Graph, piece: _LayerSection, lasting: frozenset[Value]) -> object:
     """Return a key that sections share if they are equal except for the names of nodes and of own leaves."""
     number = {node: i for i, node in enumerate(piece.nodes)}
     outputs = {v: name for name, v in graph.outputs.items()}
 
     def ref(value: Value | None) -> object:
-        if value is None or value == piece.before:
+        if value is None or value == piece.incoming_value:
             return value is None
-        if value.node in piece.own:
-            return ("own", piece.own[value.node])
+        if value.node in piece.own_leaves:
+            return ("own", piece.own_leaves[value.node])
         return (number[value.node], value.index) if value.node in number else value
 
     lines = [
@@ -103,12 +105,12 @@ def _structure(graph: Graph, piece: _Piece, lasting: frozenset[Value]) -> object
         for n in piece.nodes
     ]
     made = tuple(v for n in piece.nodes for v in n.results if v in lasting)
-    leaves = tuple((n.op, n.specs, ref(graph.updates.get(n.results[0]))) for n in piece.own)
-    before = None if piece.before is None else piece.before.spec
-    return (tuple(lines), made, leaves, before, ref(piece.after))
+    leaves = tuple((n.op, n.specs, ref(graph.updates.get(n.results[0]))) for n in piece.own_leaves)
+    before = None if piece.incoming_value is None else piece.incoming_value.spec
+    return (tuple(lines), made, leaves, before, ref(piece.outgoing_value))
 
 
-def _joined(graph: Graph, groups: Sequence[Sequence[_Piece]]) -> Condensed | None:
+def _join_sections(graph: Graph, groups: Sequence[Sequence[_LayerSection]]) -> CollapsedGraph | None:
     """Join the first section of each group; return None if the specs of the crossing values differ."""
     new: dict[Value, Value] = {}
     times: Counter[Node] = Counter()
@@ -117,21 +119,21 @@ def _joined(graph: Graph, groups: Sequence[Sequence[_Piece]]) -> Condensed | Non
     last: Value | None = None
     for group in groups:
         piece = group[0]
-        if piece.before is not None:
-            if last is None or last.spec != piece.before.spec:
+        if piece.incoming_value is not None:
+            if last is None or last.spec != piece.incoming_value.spec:
                 return None
-            new[piece.before] = last
+            new[piece.incoming_value] = last
         for node in piece.nodes:
             copy = node.with_src(tuple(None if s is None else new.get(s, s) for s in node.src))
             new.update(zip(node.results, copy.results, strict=True))
             times[copy] = len(group)
-        for at, leaf in enumerate(piece.own):
-            twins[leaf.name] = tuple(list(other.own)[at].name for other in group)
+        for at, leaf in enumerate(piece.own_leaves):
+            twins[leaf.name] = tuple(list(other.own_leaves)[at].name for other in group)
             times[leaf] = len(group)
-        last = None if piece.after is None else new[piece.after]
-    kept = {leaf for group in groups for leaf in group[0].own}
+        last = None if piece.outgoing_value is None else new[piece.outgoing_value]
+    kept = {leaf for group in groups for leaf in group[0].own_leaves}
     for state, made in graph.updates.items():
         if state.node in kept or made in new:
             updates[state] = new.get(made, made)
     outputs = {name: new.get(v, v) for name, v in graph.outputs.items()}
-    return Condensed(Graph(outputs, updates), times, twins)
+    return CollapsedGraph(Graph(outputs, updates), times, twins)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ...graph.node import Value
 from ..layout import REPLICATE
-from .assign import Assignment, Conversion
+from .assign import LayoutConversion, ShardingAssignment
 from .axes import Factor
-from .states import Cut, State
+from .states import FactorLayout, FactorShard
 
 
 def find_early_sums(
-    assignment: Assignment, seconds: Callable[[Conversion], float], rows: Factor | None = None
-) -> list[tuple[Conversion, Sequence[Conversion]]]:
+    assignment: ShardingAssignment, seconds: Callable[[LayoutConversion], float], rows: Factor | None = None
+) -> list[tuple[LayoutConversion, Sequence[LayoutConversion]]]:
     """Return the sums that cost no more than the later sums that they replace, each with the replaced sums.
 
     Considered are sums to whole values, and sums scattered by `rows`. If a sum replaces another one of the list, the
@@ -28,28 +28,31 @@ def find_early_sums(
         seconds: Returns the predicted seconds of a sum.
         rows: The factor that scatters the rows of sums.
     """
-    found: list[tuple[Conversion, Sequence[Conversion]]] = []
-    for after in (REPLICATE, *(() if rows is None else (Cut(rows),))):
-        sums = {c.value: c for c in assignment.conversions if c.before.is_owed and c.after == after}
+    found: list[tuple[LayoutConversion, Sequence[LayoutConversion]]] = []
+    for after in (REPLICATE, *(() if rows is None else (FactorShard(rows),))):
+        sums = {c.value: c for c in assignment.conversions if c.source_layout.is_partial and c.target_layout == after}
         if len(sums) > 1:
-            found += _early(assignment, sums, after, seconds)
+            found += _choose_early_sums(assignment, sums, after, seconds)
     return found
 
 
-def _early(
-    assignment: Assignment, sums: Mapping[Value, Conversion], after: State, seconds: Callable[[Conversion], float]
-) -> Iterator[tuple[Conversion, Sequence[Conversion]]]:
+def _choose_early_sums(
+    assignment: ShardingAssignment,
+    sums: Mapping[Value, LayoutConversion],
+    after: FactorLayout,
+    seconds: Callable[[LayoutConversion], float],
+) -> Iterator[tuple[LayoutConversion, Sequence[LayoutConversion]]]:
     """Yield the early sums among `sums`, which all convert to the layout `after`."""
-    below = _followers(assignment, sums)
+    below = _find_next_values(assignment, sums)
     if not any(len(those) + (value in sums) > 1 for value, those in below.items()):
         return
     waiting = {value: len(those) for value, those in below.items()}
     above = {one: value for value, those in below.items() for one in those}
-    cheapest: dict[Value, tuple[float, Sequence[Conversion]]] = {}
+    cheapest: dict[Value, tuple[float, Sequence[LayoutConversion]]] = {}
     ready = [value for value in sums if value not in below]
     while ready:
         value = ready.pop()
-        own = sums.get(value) or Conversion(value, assignment.made[value], after, None)
+        own = sums.get(value) or LayoutConversion(value, assignment.produced_layouts[value], after, None)
         options = [cheapest[one] for one in below.get(value, ())] + [(seconds(own), [own])] * (value in sums)
         apart, parts = sum(time for time, _ in options), [part for _, those in options for part in those]
         if len(parts) > 1 and (together := seconds(own)) <= apart:
@@ -61,23 +64,23 @@ def _early(
             ready += [source] if not waiting[source] else []
 
 
-def _followers(assignment: Assignment, sums: Iterable[Value]) -> dict[Value, list[Value]]:
+def _find_next_values(assignment: ShardingAssignment, sums: Iterable[Value]) -> dict[Value, list[Value]]:
     """Return for each value on a path to one of the `sums` the next values on these paths."""
     below: dict[Value, list[Value]] = {}
     seen = set[Value]()
     for value in sums:
-        while value not in seen and (source := _source(assignment, value)) is not None:
+        while value not in seen and (source := _find_partial_operand(assignment, value)) is not None:
             seen.add(value)
             below.setdefault(source, []).append(value)
             value = source
     return below
 
 
-def _source(assignment: Assignment, value: Value) -> Value | None:
+def _find_partial_operand(assignment: ShardingAssignment, value: Value) -> Value | None:
     """Return the one partial sum that the node of `value` reads and passes on, or None."""
     node = value.node
-    if not assignment.by[node].is_owed:
+    if not assignment.node_layouts[node].is_partial:
         return None
-    read = zip(node.inputs, assignment.wants[node], strict=True)
-    partial = [source for source, want in read if want.is_owed and assignment.made[source].is_owed]
+    read = zip(node.inputs, assignment.operand_layouts[node], strict=True)
+    partial = [source for source, want in read if want.is_partial and assignment.produced_layouts[source].is_partial]
     return partial[0] if len(partial) == 1 else None

@@ -18,36 +18,36 @@ from ...graph.spec import Spec
 from ...ops import concat, fill, op_of, slice_
 from ...ops.collectives import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
 from ...ops.declaration.op import Op
-from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
-from .assign import Assignment
+from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, compute_local_shape
+from .assign import ShardingAssignment
 from .axes import Factor
 from .factors import Factors
-from .shares import Shares, runs_of
-from .states import Cut, Lying, State, way
+from .shares import ShardRanges, compute_index_ranges
+from .states import FactorLayout, FactorShard, FixedShard, find_conversion_path
 
 
 @dataclass(frozen=True, eq=False)
-class Sharded:
+class PartitionedGraphs:
     """A graph for each device, and the layouts of the leaves and outputs of the original graph.
 
     `source_nodes` maps, for each device, the nodes of its graph to the original nodes.
     """
 
     graphs: tuple[Graph, ...]
-    origins: tuple[Mapping[Node, Node], ...]
+    source_nodes: tuple[Mapping[Node, Node], ...]
     leaves: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
 
 
-def shard(
+def partition_graph(
     graph: Graph,
     factors: Factors,
-    assignment: Assignment,
-    shares: Shares,
+    assignment: ShardingAssignment,
+    shares: ShardRanges,
     *,
     first: int = 0,
     whole: Container[Value] = frozenset(),
-) -> Sharded:
+) -> PartitionedGraphs:
     """Emit the graph of every device; with one device it is the graph itself.
 
     Args:
@@ -58,41 +58,48 @@ def shard(
         first: The sequence number of the first collective.
         whole: Outputs that end whole on every device.
     """
-    layouts = _Layouts(graph, factors, assignment, shares, first)
-    ends = {name: REPLICATE if v in whole else _ended(assignment.made[v]) for name, v in graph.outputs.items()}
-    outputs = {name: layouts.of(v, ends[name]) for name, v in graph.outputs.items()}
+    layouts = _LayoutTable(graph, factors, assignment, shares, first)
+    ends = {
+        name: REPLICATE if v in whole else _choose_output_layout(assignment.produced_layouts[v])
+        for name, v in graph.outputs.items()
+    }
+    outputs = {name: layouts.layout_of(v, ends[name]) for name, v in graph.outputs.items()}
     emitted: dict[Hashable, tuple[Graph, Mapping[Node, Node]]] = {}
-    for key in (keys := [_kind(d, assignment, shares) for d in range(len(shares))]):
+    for key in (keys := [_build_device_key(d, assignment, shares) for d in range(len(shares))]):
         if key not in emitted:
-            device = _Device(keys.index(key), layouts)
-            emitted[key] = device.emit(graph, ends), device.origins
+            device = _DeviceEmitter(keys.index(key), layouts)
+            emitted[key] = device.emit_graph(graph, ends), device.source_nodes
     graphs = tuple(emitted[key][0] for key in keys)
-    leaves = {n.name: layouts.of(n.results[0], assignment.made[n.results[0]]) for n in graph.nodes if n.is_leaf}
-    leaves.update(_rarely_read(graph, graphs, leaves, assignment.held))
-    return Sharded(graphs, tuple(emitted[key][1] for key in keys), leaves, outputs)
+    leaves = {
+        n.name: layouts.layout_of(n.results[0], assignment.produced_layouts[n.results[0]])
+        for n in graph.nodes
+        if n.is_leaf
+    }
+    leaves.update(_find_unread_replicas(graph, graphs, leaves, assignment.fixed_leaves))
+    return PartitionedGraphs(graphs, tuple(emitted[key][1] for key in keys), leaves, outputs)
 
 
-def _ended(state: State) -> State:
+def _choose_output_layout(state: FactorLayout) -> FactorLayout:
     """Return the layout of an output: a partial sum is completed."""
-    return REPLICATE if state.is_owed else state
+    return REPLICATE if state.is_partial else state
 
 
-def _kind(device: int, assignment: Assignment, shares: Shares) -> Hashable:
+def _build_device_key(device: int, assignment: ShardingAssignment, shares: ShardRanges) -> Hashable:
     """Return a key that devices share if their graphs are equal.
 
     Devices with equal keys have equally long ranges of each factor, and no node depends on the device number.
     """
     for c in assignment.conversions:
-        if isinstance(c.after, Cut | Local) or isinstance(c.before, Local):
+        if isinstance(c.target_layout, FactorShard | Local) or isinstance(c.source_layout, Local):
             return device
-    if assignment.dealt or any(isinstance(by, Local) for by in assignment.by.values()):
+    if assignment.index_operands or any(isinstance(by, Local) for by in assignment.node_layouts.values()):
         return device
-    if any(isinstance(made, Lying) for made in assignment.made.values()):
+    if any(isinstance(made, FixedShard) for made in assignment.produced_layouts.values()):
         return device
-    return device == 0, *(high - low for low, high in (shares.of(f)[device] for f in assignment.chosen))
+    return device == 0, *(high - low for low, high in (shares.ranges_of(f)[device] for f in assignment.sharded_factors))
 
 
-def _rarely_read(
+def _find_unread_replicas(
     graph: Graph, graphs: Sequence[Graph], leaves: Mapping[str, Layout], held: Container[Value]
 ) -> dict[str, Layout]:
     """Return the layouts of replicated weights and states that some devices do not read, because of pins."""
@@ -106,19 +113,19 @@ def _rarely_read(
     return homes
 
 
-def unused(name: str, taken: Container[str]) -> str:
+def make_unused_name(name: str, taken: Container[str]) -> str:
     """Return `name`, with tildes appended until it is not in `taken`."""
     while name in taken:
         name += "~"
     return name
 
 
-def with_meetings(graph: Graph, met: Sequence[Value]) -> Graph:
+def keep_collectives(graph: Graph, met: Sequence[Value]) -> Graph:
     """Keep the collectives of a device in its graph even if the device does not use their results."""
     there, missing = set(graph.nodes), {}
     for number, value in reversed(list(enumerate(met))):  # the last first, as it may read earlier ones
         if value.node not in there:
-            missing[unused(f"met.{number}", graph.outputs)] = value
+            missing[make_unused_name(f"met.{number}", graph.outputs)] = value
             stack = [value.node]
             while stack:
                 there.add(node := stack.pop())
@@ -127,240 +134,266 @@ def with_meetings(graph: Graph, met: Sequence[Value]) -> Graph:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Form:
+class _ValueForm:
     """A value in one of its layouts. Each form exists once, so that dictionaries find it by identity."""
 
     value: Value
-    state: State
+    layout: FactorLayout
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _NodeTemplate:
     """The part of a node that all devices share: op, attributes before localisation, and operand forms."""
 
     op: Op[Any]
     attrs: Attrs
-    reads: tuple[_Form | None, ...]
+    operand_forms: tuple[_ValueForm | None, ...]
 
 
-class _Layouts:
+class _LayoutTable:
     """The layouts of all values, and the sequence numbers of all collectives and messages."""
 
-    def __init__(self, graph: Graph, factors: Factors, assignment: Assignment, shares: Shares, first: int) -> None:
-        self.graph, self.factors, self.assignment, self.shares = graph, factors, assignment, shares
-        self.called = assign_names(graph)  # the names in a dump of the user's graph
-        self.sequence: dict[tuple[Value, State], int] = {}
-        self.letters: dict[Value, dict[int, int]] = {}
+    def __init__(
+        self, graph: Graph, factors: Factors, assignment: ShardingAssignment, shares: ShardRanges, first: int
+    ) -> None:
+        self.graph, self.factors, self.assignment, self.shard_ranges = graph, factors, assignment, shares
+        self.node_names = assign_names(graph)  # the names in a dump of the user's graph
+        self.sequence_numbers: dict[tuple[Value, FactorLayout], int] = {}
+        self.message_numbers: dict[Value, dict[int, int]] = {}
         count = first
-        for conversion in (c for c in assignment.conversions if not c.is_free):
-            value, before, after = conversion.value, conversion.before, conversion.after
+        for conversion in (c for c in assignment.conversions if not c.needs_no_communication):
+            value, before, after = conversion.value, conversion.source_layout, conversion.target_layout
             if not isinstance(before, Local):
-                self.sequence[value, after] = count
+                self.sequence_numbers[value, after] = count
                 count += 1
                 continue
-            letters = self.letters.setdefault(value, {})  # receivers of a local value, each once
+            letters = self.message_numbers.setdefault(value, {})  # receivers of a local value, each once
             for device in after.devices if isinstance(after, Local) else range(len(shares)):
                 if device not in before.devices and device not in letters:
                     letters[device] = count
                     count += 1
-        self._cut: dict[tuple[Value, Factor], Shard] = {}
-        self._forms: dict[tuple[Value, State], _Form] = {}
-        self._shapes: dict[_Form, tuple[tuple[int, ...], ...]] = {}
-        self.made = {value: self.form(value, state) for value, state in assignment.made.items()}
-        self.work = {node: self._work(node) for node in graph.nodes if not node.is_leaf}
+        self._cached_shards: dict[tuple[Value, Factor], Shard] = {}
+        self._cached_forms: dict[tuple[Value, FactorLayout], _ValueForm] = {}
+        self._cached_shapes: dict[_ValueForm, tuple[tuple[int, ...], ...]] = {}
+        self.produced_forms = {
+            value: self.make_form(value, state) for value, state in assignment.produced_layouts.items()
+        }
+        self.node_templates = {node: self._build_template(node) for node in graph.nodes if not node.is_leaf}
 
-    def form(self, value: Value, state: State) -> _Form:
+    def make_form(self, value: Value, state: FactorLayout) -> _ValueForm:
         """Return the form of `value` in `state` on a device that has it."""
         if isinstance(state, Local):
             state = REPLICATE  # whole on that device
-        elif state is PARTIAL and self.assignment.made[value].is_owed:
-            state = self.assignment.made[value]
-        return self._forms.setdefault((value, state), _Form(value, state))
+        elif state is PARTIAL and self.assignment.produced_layouts[value].is_partial:
+            state = self.assignment.produced_layouts[value]
+        return self._cached_forms.setdefault((value, state), _ValueForm(value, state))
 
-    def _work(self, node: Node) -> _Work:
-        declared, wants = op_of(node), iter(self.assignment.wants[node])
-        reads = tuple([None if s is None else self.form(s, next(wants)) for s in node.src])
-        return _Work(declared, declared.normalise_attributes(node.attrs), reads)
+    def _build_template(self, node: Node) -> _NodeTemplate:
+        declared, wants = op_of(node), iter(self.assignment.operand_layouts[node])
+        reads = tuple([None if s is None else self.make_form(s, next(wants)) for s in node.src])
+        return _NodeTemplate(declared, declared.normalise_attributes(node.attrs), reads)
 
-    def shape(self, form: _Form, device: int) -> tuple[int, ...]:
+    def shape_on_device(self, form: _ValueForm, device: int) -> tuple[int, ...]:
         """Return the shape of the part that `device` has."""
-        if form not in self._shapes:
-            layout = self.of(form.value, form.state)
-            self._shapes[form] = tuple(local_shape(form.value.shape, layout, d) for d in range(len(self.shares)))
-        return self._shapes[form][device]
+        if form not in self._cached_shapes:
+            layout = self.layout_of(form.value, form.layout)
+            self._cached_shapes[form] = tuple(
+                compute_local_shape(form.value.shape, layout, d) for d in range(len(self.shard_ranges))
+            )
+        return self._cached_shapes[form][device]
 
-    def of(self, value: Value, state: State) -> Layout:
+    def layout_of(self, value: Value, state: FactorLayout) -> Layout:
         """Return the layout of `value` in factor layout `state`."""
         if isinstance(state, Local):
             return state
-        if isinstance(state, Lying):
+        if isinstance(state, FixedShard):
             return state.layout
-        if not isinstance(state, Cut):
-            return PARTIAL if state.is_owed else REPLICATE
-        if (value, state.factor) not in self._cut:  # cached, as every device asks at every use
-            self._cut[value, state.factor] = self._shard(value, state.factor)
-        return self._cut[value, state.factor]
+        if not isinstance(state, FactorShard):
+            return PARTIAL if state.is_partial else REPLICATE
+        if (value, state.factor) not in self._cached_shards:  # cached, as every device asks at every use
+            self._cached_shards[value, state.factor] = self._build_shard(value, state.factor)
+        return self._cached_shards[value, state.factor]
 
-    def _shard(self, value: Value, factor: Factor) -> Shard:
-        for axis, segments in enumerate(self.factors.axes(value)):
+    def _build_shard(self, value: Value, factor: Factor) -> Shard:
+        for axis, segments in enumerate(self.factors.axes_of(value)):
             if any(factor in s for s in segments):
-                dealt = self.shares.of(factor)
-                return Shard(axis, tuple(runs_of(segments, factor, low, high) for low, high in dealt))
+                dealt = self.shard_ranges.ranges_of(factor)
+                return Shard(axis, tuple(compute_index_ranges(segments, factor, low, high) for low, high in dealt))
         raise AssertionError(f"{value!r} does not have the factor {factor}")
 
 
-class _Device:
+class _DeviceEmitter:
     """Emits the graph of one device."""
 
-    def __init__(self, device: int, layouts: _Layouts) -> None:
-        self.device, self.layouts = device, layouts
-        self.local: dict[_Form, Value] = {}
-        self.origins: dict[Node, Node] = {}
-        self.met: list[Value] = []
+    def __init__(self, device: int, layouts: _LayoutTable) -> None:
+        self.device_number, self.layouts = device, layouts
+        self.local_values: dict[_ValueForm, Value] = {}
+        self.source_nodes: dict[Node, Node] = {}
+        self.collective_values: list[Value] = []
 
-    def emit(self, graph: Graph, ends: Mapping[str, State]) -> Graph:
+    def emit_graph(self, graph: Graph, ends: Mapping[str, FactorLayout]) -> Graph:
         """Return the graph of the device; `ends` has the layouts of the outputs."""
         layouts, assignment = self.layouts, self.layouts.assignment
         for node in graph.nodes:
-            by = assignment.made[node.results[0]] if node.is_leaf else assignment.by[node]
-            if self._is_elsewhere(by):
+            by = assignment.produced_layouts[node.results[0]] if node.is_leaf else assignment.node_layouts[node]
+            if self._is_on_other_device(by):
                 for source in node.inputs:
-                    self._attend(source)
+                    self._join_collective(source)
             elif node.is_leaf:
-                self._keep(node.results[0], self._leaf(node))
+                self._publish_value(node.results[0], self._emit_leaf(node))
             else:
-                for value, new in zip(node.results, self._node(node), strict=True):
-                    self._keep(value, new)
-        updated = {old: new for old, new in graph.updates.items() if not self._is_elsewhere(assignment.made[old])}
+                for value, new in zip(node.results, self._emit_node(node), strict=True):
+                    self._publish_value(value, new)
+        updated = {
+            old: new
+            for old, new in graph.updates.items()
+            if not self._is_on_other_device(assignment.produced_layouts[old])
+        }
         for old, new in graph.updates.items():
             if old not in updated:
-                self._attend(new)
+                self._join_collective(new)
         outputs = {
-            name: self._as(layouts.form(v, ends[name]))
+            name: self._value_in_layout(layouts.make_form(v, ends[name]))
             for name, v in graph.outputs.items()
-            if not self._is_elsewhere(ends[name])
+            if not self._is_on_other_device(ends[name])
         }
         updates = {
-            self._as(layouts.made[old]): self._as(layouts.form(new, assignment.made[old]))
+            self._value_in_layout(layouts.produced_forms[old]): self._value_in_layout(
+                layouts.make_form(new, assignment.produced_layouts[old])
+            )
             for old, new in updated.items()
         }
         for old in graph.states:  # an unread state of an earlier plan stays on the device
-            if old in assignment.held and assignment.made[old] is REPLICATE and old not in graph.updates:
-                updates[self.local[layouts.made[old]]] = self.local[layouts.made[old]]
-        return with_meetings(Graph(outputs, updates), self.met)
+            if (
+                old in assignment.fixed_leaves
+                and assignment.produced_layouts[old] is REPLICATE
+                and old not in graph.updates
+            ):
+                updates[self.local_values[layouts.produced_forms[old]]] = self.local_values[layouts.produced_forms[old]]
+        return keep_collectives(Graph(outputs, updates), self.collective_values)
 
-    def _is_elsewhere(self, state: State) -> bool:
-        return isinstance(state, Local) and self.device not in state.devices
+    def _is_on_other_device(self, state: FactorLayout) -> bool:
+        return isinstance(state, Local) and self.device_number not in state.devices
 
-    def _attend(self, source: Value) -> None:
+    def _join_collective(self, source: Value) -> None:
         """Take part in the collective that makes an operand whole for another device."""
-        made = self.layouts.assignment.made[source]
-        if made.is_owed or isinstance(made, Cut | Lying):
-            self._whole(source)
+        made = self.layouts.assignment.produced_layouts[source]
+        if made.is_partial or isinstance(made, FactorShard | FixedShard):
+            self._replicate(source)
 
-    def _keep(self, value: Value, new: Value) -> None:
+    def _publish_value(self, value: Value, new: Value) -> None:
         """Store the local part of a value; if only this device has the value, send it to all readers."""
-        self.local[self.layouts.made[value]] = new
-        made = self.layouts.assignment.made[value]
-        if isinstance(made, Local) and self.device == made.devices[0]:
-            for to, number in self.layouts.letters.get(value, {}).items():
-                self.met.append(send(new, to=to, sequence=number, name=f"{self.layouts.called[value.node]}.to.{to}"))
+        self.local_values[self.layouts.produced_forms[value]] = new
+        made = self.layouts.assignment.produced_layouts[value]
+        if isinstance(made, Local) and self.device_number == made.devices[0]:
+            for to, number in self.layouts.message_numbers.get(value, {}).items():
+                self.collective_values.append(
+                    send(new, to=to, sequence=number, name=f"{self.layouts.node_names[value.node]}.to.{to}")
+                )
 
-    def _leaf(self, node: Node) -> Value:
+    def _emit_leaf(self, node: Node) -> Value:
         value = node.results[0]
-        shape = self.layouts.shape(self.layouts.made[value], self.device)
+        shape = self.layouts.shape_on_device(self.layouts.produced_forms[value], self.device_number)
         return Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name).results[0]
 
-    def _node(self, node: Node) -> Sequence[Value]:
-        layouts, assignment, work = self.layouts, self.layouts.assignment, self.layouts.work[node]
-        src = [None if form is None else self._as(form) for form in work.reads]
-        results, attrs, by = node.results, work.attrs, assignment.by[node]
-        if work.op.localise is not None and isinstance(assignment.made[results[0]], Cut):
-            first, want = node.inputs[0], assignment.wants[node][0]
-            count = partial(self._count, layouts.of(first, want))
-            shape = layouts.shape(layouts.made[results[0]], self.device)
+    def _emit_node(self, node: Node) -> Sequence[Value]:
+        layouts, assignment, work = self.layouts, self.layouts.assignment, self.layouts.node_templates[node]
+        src = [None if form is None else self._value_in_layout(form) for form in work.operand_forms]
+        results, attrs, by = node.results, work.attrs, assignment.node_layouts[node]
+        if work.op.localise is not None and isinstance(assignment.produced_layouts[results[0]], FactorShard):
+            first, want = node.inputs[0], assignment.operand_layouts[node][0]
+            count = partial(self._count_local_entries, layouts.layout_of(first, want))
+            shape = layouts.shape_on_device(layouts.produced_forms[results[0]], self.device_number)
             attrs = {**attrs, **work.op.localise(attrs, shape, count)}
-        if isinstance(by, Cut) and by.factor is layouts.factors.uses(node).looked_up:
-            low, _ = layouts.shares.of(by.factor)[self.device]
+        if isinstance(by, FactorShard) and by.factor is layouts.factors.roles_of(node).indexed_factor:
+            low, _ = layouts.shard_ranges.ranges_of(by.factor)[self.device_number]
             attrs = {**attrs, "first": low, "total": by.factor.size}
-        built = work.op.build_node(src, attrs, layouts.called[node], is_normalised=attrs is work.attrs)
-        self.origins[built] = node
+        built = work.op.build_node(src, attrs, layouts.node_names[node], is_normalised=attrs is work.attrs)
+        self.source_nodes[built] = node
         made = built.results
         for value, new in zip(results, made, strict=True):
-            assert new.shape == layouts.shape(layouts.made[value], self.device), (
-                f"{node!r} on {self.device} gave {new!r}"
+            assert new.shape == layouts.shape_on_device(layouts.produced_forms[value], self.device_number), (
+                f"{node!r} on {self.device_number} gave {new!r}"
             )
         return made
 
-    def _count(self, layout: Layout, axis: int, n: int) -> int:
-        return layout.count(self.device, n) if isinstance(layout, Shard) and layout.axis == axis else n
+    def _count_local_entries(self, layout: Layout, axis: int, n: int) -> int:
+        return (
+            layout.count_entries_before(self.device_number, n)
+            if isinstance(layout, Shard) and layout.axis == axis
+            else n
+        )
 
     # ---------------------------------------------------------------------------------------------- conversions
 
-    def _as(self, form: _Form) -> Value:
+    def _value_in_layout(self, form: _ValueForm) -> Value:
         """Return a value in a layout, converted at its first use."""
-        if (there := self.local.get(form)) is None:
-            there = self.local[form] = self._converted(form.value, form.state)
+        if (there := self.local_values.get(form)) is None:
+            there = self.local_values[form] = self._convert(form.value, form.layout)
         return there
 
-    def _whole(self, value: Value) -> Value:
-        return self._as(self.layouts.form(value, REPLICATE))
+    def _replicate(self, value: Value) -> Value:
+        return self._value_in_layout(self.layouts.make_form(value, REPLICATE))
 
-    def _converted(self, value: Value, state: State) -> Value:
+    def _convert(self, value: Value, state: FactorLayout) -> Value:
         """Convert `value` to a layout in which the device does not have it yet."""
-        made = self.layouts.assignment.made[value]
+        made = self.layouts.assignment.produced_layouts[value]
         if isinstance(made, Local) and state is REPLICATE:
-            return self._received(value, made)
-        if len(way(made, state)) > 1:
-            self._whole(value)
-        if made is REPLICATE or self.layouts.form(value, REPLICATE) in self.local:
-            return self._owed_once(value) if state is PARTIAL else self._sliced(value, state)
-        new = self._meeting(value, made, state)
-        self.met.append(new)
+            return self._emit_receive(value, made)
+        if len(find_conversion_path(made, state)) > 1:
+            self._replicate(value)
+        if made is REPLICATE or self.layouts.make_form(value, REPLICATE) in self.local_values:
+            return self._emit_partial_on_first_device(value) if state is PARTIAL else self._emit_slices(value, state)
+        new = self._emit_collective(value, made, state)
+        self.collective_values.append(new)
         return new
 
-    def _received(self, value: Value, made: Local) -> Value:
+    def _emit_receive(self, value: Value, made: Local) -> Value:
         """Receive a value that only one device has."""
-        source, number = made.devices[0], self.layouts.letters[value][self.device]
-        name = f"{self.layouts.called[value.node]}.from.{source}"
+        source, number = made.devices[0], self.layouts.message_numbers[value][self.device_number]
+        name = f"{self.layouts.node_names[value.node]}.from.{source}"
         new = receive(shape=value.shape, dtype=value.dtype, source=source, sequence=number, name=name)
-        self.met.append(new)
+        self.collective_values.append(new)
         return new
 
-    def _meeting(self, value: Value, made: State, state: State) -> Value:
+    def _emit_collective(self, value: Value, made: FactorLayout, state: FactorLayout) -> Value:
         """Emit the collective that converts `value` from layout `made` to layout `state`."""
         mine, number, label = (
-            self.local[self.layouts.made[value]],
-            self.layouts.sequence[value, state],
-            self.layouts.called[value.node],
+            self.local_values[self.layouts.produced_forms[value]],
+            self.layouts.sequence_numbers[value, state],
+            self.layouts.node_names[value.node],
         )
-        before, after = self.layouts.of(value, made), self.layouts.of(value, state)
-        if made.is_owed and state is REPLICATE:
+        before, after = self.layouts.layout_of(value, made), self.layouts.layout_of(value, state)
+        if made.is_partial and state is REPLICATE:
             return all_reduce(mine, sequence=number, name=f"{label}.sum")
         if isinstance(before, Shard) and state is REPLICATE:
-            return all_gather(mine, axis=before.axis, runs=before.runs, sequence=number, name=f"{label}.whole")
+            return all_gather(mine, axis=before.axis, runs=before.index_ranges, sequence=number, name=f"{label}.whole")
         assert isinstance(after, Shard)
-        cut = {"axis": after.axis, "runs": after.runs, "rank": self.device, "sequence": number}
-        if made.is_owed:
+        cut = {"axis": after.axis, "runs": after.index_ranges, "rank": self.device_number, "sequence": number}
+        if made.is_partial:
             return reduce_scatter(mine, **cut, name=f"{label}.part")
         assert isinstance(before, Shard)
-        return all_to_all(mine, old_axis=before.axis, old_runs=before.runs, **cut, name=f"{label}.recut")
+        return all_to_all(mine, old_axis=before.axis, old_runs=before.index_ranges, **cut, name=f"{label}.recut")
 
-    def _sliced(self, value: Value, state: State) -> Value:
-        layout = self.layouts.of(value, state)
+    def _emit_slices(self, value: Value, state: FactorLayout) -> Value:
+        layout = self.layouts.layout_of(value, state)
         assert isinstance(layout, Shard)
-        whole = self._whole(value)
-        name = f"{self.layouts.called[value.node]}.share"
+        whole = self._replicate(value)
+        name = f"{self.layouts.node_names[value.node]}.share"
         pieces = [
             slice_(whole, axis=layout.axis, start=offset, stop=offset + n, name=name)
-            for offset, n in layout.runs[self.device] or [(0, 0)]
+            for offset, n in layout.index_ranges[self.device_number] or [(0, 0)]
         ]
         joined = pieces[0]
         for piece in pieces[1:]:
             joined = concat(joined, piece, axis=layout.axis, name=name)
         return joined
 
-    def _owed_once(self, value: Value) -> Value:
+    def _emit_partial_on_first_device(self, value: Value) -> Value:
         """Return a whole value as a partial sum: device 0 has the value, all others have zeros."""
-        whole = self._whole(value)
-        return whole if self.device == 0 else fill(whole, value=0.0, name=f"{self.layouts.called[value.node]}.zero")
+        whole = self._replicate(value)
+        return (
+            whole
+            if self.device_number == 0
+            else fill(whole, value=0.0, name=f"{self.layouts.node_names[value.node]}.zero")
+        )

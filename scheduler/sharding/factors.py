@@ -20,7 +20,7 @@ device with a shard of this factor has a head of q and the same head of k.
 >>> q, k = (ops.reshape(ops.slice_(both, axis=1, start=i, stop=i + 4), shape=(5, 2, 2)) for i in (0, 4))
 >>> graph = Graph({"y": ops.mul(q, k)})
 >>> factors = Factors(graph)
->>> rows, columns = factors.axes(graph.weights[0])
+>>> rows, columns = factors.axes_of(graph.weights[0])
 >>> rows, columns
 ([[2, 2], [2, 2]], [[3]])
 >>> rows[0][0] is rows[1][0]
@@ -45,30 +45,30 @@ from ...ops.declaration.signature import Dimension, DimensionRole, LeadingAxes, 
 from .axes import (
     Axis,
     Factor,
-    block,
-    block_axis,
-    bounds,
-    fresh,
-    multiply,
-    product_size,
-    refine,
-    repeated,
-    segments,
-    tie,
+    compute_product_size,
+    find_repeated_factors,
+    find_segment_bounds,
+    forbid_axis_sharding,
+    forbid_sharding,
+    list_segments,
+    make_axis,
+    multiply_axes,
+    split_axis_at,
+    unify_axes,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Uses:
+class FactorRoles:
     """The roles of the factors of a node.
 
     `coupled_factors` must be whole: the op says so, or they stand for two indices of the node at once.
     `contracted_factors` are summed over. `indexed_factor` has the rows of a table that the node looks up.
     """
 
-    coupled: frozenset[Factor]
-    contracted: frozenset[Factor]
-    looked_up: Factor | None
+    coupled_factors: frozenset[Factor]
+    contracted_factors: frozenset[Factor]
+    indexed_factor: Factor | None
 
 
 class Factors:
@@ -78,63 +78,67 @@ class Factors:
         self.graph = graph
         self._axes: dict[Value, tuple[Axis, ...]] = {}
         self._roles: dict[Node, list[tuple[DimensionRole, Axis]]] = {}
-        self._indices: dict[Node, list[Sequence[Axis]]] = {}  # groups of axes; in each group a factor is one index
-        self._ranges: dict[tuple[Value, int], tuple[Axis, str]] = {}
-        self._called: list[tuple[Axis, str]] = []
+        self._index_axes: dict[Node, list[Sequence[Axis]]] = {}  # groups of axes; in each group a factor is one index
+        self._lookup_axes: dict[tuple[Value, int], tuple[Axis, str]] = {}
+        self._named_axes: list[tuple[Axis, str]] = []
         for node in graph.nodes:
             if node.is_leaf:
-                self._leaf(node)
+                self._add_leaf(node)
             elif op_of(node).links is not None:
-                self._linked(node, op_of(node))
+                self._apply_links(node, op_of(node))
             else:
-                self._signed(node, op_of(node))
+                self._apply_signature(node, op_of(node))
         for state, new in graph.updates.items():
             for a, b in zip(self._axes[state], self._axes[new], strict=True):
-                tie(a, b)
-        self._settle()
+                unify_axes(a, b)
+        self._forbid_inner_splits()
         # No factor is split from here on, so results can be cached; the factor search asks often.
-        settled = cache(segments)  # values share axes
-        self._known = {v: tuple(map(settled, axes)) for v, axes in self._axes.items()}
-        self._all = {v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._known.items()}
-        self._uses = {node: _used(roles, self._indices[node], settled) for node, roles in self._roles.items()}
-        words = [*self._called, *self._ranges.values()]
-        self._words = {f: word.replace("_", " ") for axis, word in words for s in settled(axis) for f in s}
+        settled = cache(list_segments)  # values share axes
+        self._final_segments = {v: tuple(map(settled, axes)) for v, axes in self._axes.items()}
+        self._factor_sets = {
+            v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._final_segments.items()
+        }
+        self._factor_roles = {
+            node: _compute_roles(roles, self._index_axes[node], settled) for node, roles in self._roles.items()
+        }
+        words = [*self._named_axes, *self._lookup_axes.values()]
+        self._factor_words = {f: word.replace("_", " ") for axis, word in words for s in settled(axis) for f in s}
 
     # ------------------------------------------------------------------------------------------------ questions
 
-    def axes(self, value: Value) -> tuple[list[list[Factor]], ...]:
+    def axes_of(self, value: Value) -> tuple[list[list[Factor]], ...]:
         """Return for each axis its segments, each a list of factors."""
-        return self._known[value]
+        return self._final_segments[value]
 
-    def of(self, value: Value) -> frozenset[Factor]:
+    def factors_of(self, value: Value) -> frozenset[Factor]:
         """Return all factors of a value."""
-        return self._all[value]
+        return self._factor_sets[value]
 
-    def uses(self, node: Node) -> Uses:
+    def roles_of(self, node: Node) -> FactorRoles:
         """Return the roles of the factors of a node."""
-        return self._uses[node]
+        return self._factor_roles[node]
 
-    def word(self, factor: Factor) -> str:
+    def describe_factor(self, factor: Factor) -> str:
         """Return the word of a signature for a factor, such as ``kv heads``; empty if it has only a letter."""
-        return self._words.get(factor, "")
+        return self._factor_words.get(factor, "")
 
     # ----------------------------------------------------------------------------------------------- building
 
-    def _leaf(self, node: Node) -> None:
+    def _add_leaf(self, node: Node) -> None:
         spec = node.specs[0]
-        axes = [fresh(n) for n in spec.shape]
+        axes = [make_axis(n) for n in spec.shape]
         if spec.dtype.is_quantised:
             axes[-1] = ((Factor(spec.shape[-1] // spec.dtype.block), Factor(spec.dtype.block, blocked=True)),)
         self._axes[node.results[0]] = tuple(axes)
 
-    def _signed(self, node: Node, declared: Op[Any]) -> None:
+    def _apply_signature(self, node: Node, declared: Op[Any]) -> None:
         """Unify the axes of operands and create the axes of results, by the names of the signature."""
         specs = [None if s is None else s.spec for s in node.src]
         sizes = declared.resolve_sizes(specs, node.attrs)
         signature = declared.signature_for(node.attrs)
         whole = declared.unsharded_dimensions(node.attrs) if declared.unsharded_dimensions else ()
         named: dict[str, Axis] = {}
-        leading = self._leading(node, signature.operands)
+        leading = self._unify_leading_axes(node, signature.operands)
         roles: list[tuple[DimensionRole, Axis]] = []
         for operand, source in zip(signature.operands, node.src, strict=False):
             if source is None:
@@ -144,49 +148,52 @@ class Factors:
                 operand.dims, axes, source.shape[len(source.shape) - len(operand.dims) :], strict=True
             ):
                 if not (dim.may_be_one and size == 1):
-                    self._equate(dim, axis, named, sizes.by_name)
+                    self._unify_dimension(dim, axis, named, sizes.by_name)
                     role = DimensionRole.COUPLED if set(dim.factors) & set(whole) else dim.role
                     if dim.index and node.attrs["total"]:
                         role = DimensionRole.COUPLED  # the operand is a part of a table already
                     roles.append((role, axis))
                     if dim.index:
-                        self._look_up(node, declared, dim, axis, size)
-        summed = self._summed(node, signature.operands)
+                        self._unify_lookup(node, declared, dim, axis, size)
+        summed = self._unify_contracted_axes(node, signature.operands)
         roles += summed
         self._roles[node] = roles
-        self._indices[node] = [[*named.values(), *leading, *(axis for role, axis in summed)]]
-        self._called += [(axis, name) for name, axis in named.items() if len(name) > 1]
+        self._index_axes[node] = [[*named.values(), *leading, *(axis for role, axis in summed)]]
+        self._named_axes += [(axis, name) for name, axis in named.items() if len(name) > 1]
         for name, size in sizes.by_name.items():
-            named.setdefault(name, fresh(size, blocked=True))  # of no operand, so a device could not know its range
+            named.setdefault(name, make_axis(size, blocked=True))  # of no operand, so a device could not know its range
         for result, value in zip(signature.results, node.results, strict=True):
-            own = tuple(self._product(d, named, sizes.by_name) for d in result.dims)
+            own = tuple(self._build_product_axis(d, named, sizes.by_name) for d in result.dims)
             self._axes[value] = (*leading, *own) if result.leading is LeadingAxes.EQUAL else own
             for axis, size in zip(self._axes[value], value.shape, strict=True):
-                assert sum(map(product_size, segments(axis))) == size, f"{node!r}: factors do not fit {value!r}"
+                assert sum(map(compute_product_size, list_segments(axis))) == size, (
+                    f"{node!r}: factors do not fit {value!r}"
+                )
 
-    def _look_up(self, node: Node, declared: Op[Any], dim: Dimension, axis: Axis, size: int) -> None:
+    def _unify_lookup(self, node: Node, declared: Op[Any], dim: Dimension, axis: Axis, size: int) -> None:
         """Unify the axes that the same row numbers index, so that they have equal shard ranges."""
         numbers = node.src[declared.operand_names.index(dim.index)]
         assert numbers is not None
-        tie(axis, self._ranges.setdefault((numbers, size), (axis, dim.factors[0]))[0])
+        unify_axes(axis, self._lookup_axes.setdefault((numbers, size), (axis, dim.factors[0]))[0])
 
-    def _equate(self, dim: Dimension, axis: Axis, named: dict[str, Axis], sizes: Mapping[str, int]) -> None:
+    def _unify_dimension(self, dim: Dimension, axis: Axis, named: dict[str, Axis], sizes: Mapping[str, int]) -> None:
         if len(dim.factors) == 1 and dim.factors[0] not in named:
             named[dim.factors[0]] = axis
         else:
-            tie(axis, self._product(dim, named, sizes))
+            unify_axes(axis, self._build_product_axis(dim, named, sizes))
 
-    def _product(self, dim: Dimension, named: dict[str, Axis], sizes: Mapping[str, int]) -> Axis:
+    def _build_product_axis(self, dim: Dimension, named: dict[str, Axis], sizes: Mapping[str, int]) -> Axis:
         parts = [
-            fresh(int(f), blocked=True) if f.isdecimal() else named.setdefault(f, fresh(sizes[f])) for f in dim.factors
+            make_axis(int(f), blocked=True) if f.isdecimal() else named.setdefault(f, make_axis(sizes[f]))
+            for f in dim.factors
         ]
-        if (axis := multiply(parts)) is not None:
+        if (axis := multiply_axes(parts)) is not None:
             return axis
         for part in parts:
-            block_axis(part)
-        return fresh(math.prod(sum(map(product_size, segments(p))) for p in parts), blocked=True)
+            forbid_axis_sharding(part)
+        return make_axis(math.prod(sum(map(compute_product_size, list_segments(p))) for p in parts), blocked=True)
 
-    def _leading(self, node: Node, operands: Sequence[Operand]) -> tuple[Axis, ...]:
+    def _unify_leading_axes(self, node: Node, operands: Sequence[Operand]) -> tuple[Axis, ...]:
         """Return the shared leading axes, unified with the leading axes of every operand."""
         shared: tuple[Axis, ...] = ()
         pairs = [(o, s) for o, s in zip(operands, node.src, strict=False) if s is not None]
@@ -194,41 +201,41 @@ class Factors:
             mine = self._axes[source][: len(source.shape) - len(operand.dims)]
             if operand.leading is LeadingAxes.EQUAL:
                 for a, b in zip(shared, mine, strict=False):
-                    tie(a, b)
+                    unify_axes(a, b)
                 shared = shared or mine
         for operand, source in pairs:
             mine = self._axes[source][: len(source.shape) - len(operand.dims)]
             if operand.leading in (LeadingAxes.TILED, LeadingAxes.GROUPED):
                 for a, b in zip(reversed(shared), reversed(mine), strict=False):
-                    self._repeat(a, b, operand.leading)
+                    self._unify_repeated_axis(a, b, operand.leading)
         return shared
 
-    def _summed(self, node: Node, operands: Sequence[Operand]) -> list[tuple[DimensionRole, Axis]]:
+    def _unify_contracted_axes(self, node: Node, operands: Sequence[Operand]) -> list[tuple[DimensionRole, Axis]]:
         """Return the leading axes that are summed over, unified between the operands that have them."""
         summed: list[Axis] = []
         for operand, source in zip(operands, node.src, strict=False):
             if source is not None and operand.leading is LeadingAxes.CONTRACTED:
                 mine = self._axes[source][: len(source.shape) - len(operand.dims)]
                 for a, b in zip(summed, mine, strict=False):
-                    tie(a, b)
+                    unify_axes(a, b)
                 summed = summed or list(mine)
         return [(DimensionRole.CONTRACTED, axis) for axis in summed]
 
     @staticmethod
-    def _repeat(whole: Axis, part: Axis, how: LeadingAxes) -> None:
-        size, n = bounds(whole)[-1], bounds(part)[-1]
+    def _unify_repeated_axis(whole: Axis, part: Axis, how: LeadingAxes) -> None:
+        size, n = find_segment_bounds(whole)[-1], find_segment_bounds(part)[-1]
         if n == size:
-            tie(whole, part)
+            unify_axes(whole, part)
         elif n > 1:
-            ratio = fresh(size // n)
-            axis = multiply([ratio, part] if how is LeadingAxes.TILED else [part, ratio])
+            ratio = make_axis(size // n)
+            axis = multiply_axes([ratio, part] if how is LeadingAxes.TILED else [part, ratio])
             if axis is None:
-                block_axis(whole)
-                block_axis(part)
+                forbid_axis_sharding(whole)
+                forbid_axis_sharding(part)
             else:
-                tie(whole, axis)
+                unify_axes(whole, axis)
 
-    def _linked(self, node: Node, declared: Op[Any]) -> None:
+    def _apply_links(self, node: Node, declared: Op[Any]) -> None:
         """Create the axes of a view or a concatenation from its axis links."""
         assert declared.links is not None
         links = declared.links(tuple(None if s is None else s.spec for s in node.src), node.attrs)
@@ -239,29 +246,31 @@ class Factors:
             source = node.src[link.operand]
             assert source is not None
             linked |= {(link.operand, a) for a in link.source}
-            axis = self._gathered(source, link.source)
+            axis = self._multiply_operand_axes(source, link.source)
             if len(link.result) == 1:
-                axis = self._sliced(axis, link.start, result.shape[link.result[0]])
+                axis = self._slice_axis(axis, link.start, result.shape[link.result[0]])
                 pieces.setdefault(link.result[0], []).append((link.start, axis))
             else:
-                axes_after = [fresh(result.shape[a]) for a in link.result]
-                product = multiply(axes_after)
+                axes_after = [make_axis(result.shape[a]) for a in link.result]
+                product = multiply_axes(axes_after)
                 assert product is not None
-                tie(product, axis)
+                unify_axes(product, axis)
                 for a, own in zip(link.result, axes_after, strict=True):
                     pieces[a] = [(0, own)]
         axes = []
         for a, size in enumerate(result.shape):
             parts = [axis for _, axis in sorted(pieces.get(a, []), key=lambda p: p[0])]
             joined: Axis = tuple(s for axis in parts for s in axis)
-            if sum(map(product_size, segments(joined))) == size and parts:
+            if sum(map(compute_product_size, list_segments(joined))) == size and parts:
                 axes.append(joined)
-            elif len(parts) > 1 and all(bounds(p)[-1] == size for p in parts):  # the same axis of several operands
+            elif len(parts) > 1 and all(
+                find_segment_bounds(p)[-1] == size for p in parts
+            ):  # the same axis of several operands
                 for p in parts[1:]:
-                    tie(parts[0], p)
+                    unify_axes(parts[0], p)
                 axes.append(parts[0])
             else:  # a new factor; only views may shard it, as other ops do not know their range
-                axes.append(fresh(size, blocked=not declared.is_view))
+                axes.append(make_axis(size, blocked=not declared.is_view))
         self._axes[result] = tuple(axes)
         self._roles[node] = [
             (DimensionRole.COUPLED, self._axes[s][a])
@@ -270,50 +279,50 @@ class Factors:
             for a in range(len(s.shape))
             if (i, a) not in linked
         ]
-        self._indices[node] = [self._axes[v] for v in (*node.inputs, result)]
+        self._index_axes[node] = [self._axes[v] for v in (*node.inputs, result)]
 
-    def _gathered(self, source: Value, which: Sequence[int]) -> Axis:
+    def _multiply_operand_axes(self, source: Value, which: Sequence[int]) -> Axis:
         axes = [self._axes[source][a] for a in which]
-        product = multiply(axes)
+        product = multiply_axes(axes)
         if product is None:
             for axis in axes:
-                block_axis(axis)
-            return fresh(math.prod(source.shape[a] for a in which), blocked=True)
+                forbid_axis_sharding(axis)
+            return make_axis(math.prod(source.shape[a] for a in which), blocked=True)
         return product
 
     @staticmethod
-    def _sliced(axis: Axis, start: int, length: int) -> Axis:
+    def _slice_axis(axis: Axis, start: int, length: int) -> Axis:
         """Return the segments of `axis` from entry `start` on; the whole axis if it is not longer than `length`."""
-        if bounds(axis)[-1] <= length:
+        if find_segment_bounds(axis)[-1] <= length:
             return axis
-        if not refine(axis, (start, start + length)):
-            return fresh(length, blocked=True)
-        kept = zip(bounds(axis), segments(axis), strict=False)
+        if not split_axis_at(axis, (start, start + length)):
+            return make_axis(length, blocked=True)
+        kept = zip(find_segment_bounds(axis), list_segments(axis), strict=False)
         return tuple(tuple(s) for at, s in kept if start <= at < start + length)
 
-    def _settle(self) -> None:
+    def _forbid_inner_splits(self) -> None:
         """Forbid sharding of factors that are split into segments but are an inner factor of some product."""
         for axes in self._axes.values():
             for axis in axes:
-                for product in segments(axis):
+                for product in list_segments(axis):
                     for factor in product[1:]:
                         if factor.segments:
-                            block([factor])
+                            forbid_sharding([factor])
 
 
-def _used(
+def _compute_roles(
     roles: Sequence[tuple[DimensionRole, Axis]],
     indices: Sequence[Sequence[Axis]],
     settled: Callable[[Axis], list[list[Factor]]],
-) -> Uses:
+) -> FactorRoles:
     """Return the roles of the factors of a node; `settled` gives the final segments of an axis."""
     used: dict[DimensionRole, set[Factor]] = {role: set() for role in DimensionRole}
     for axes in indices:
-        used[DimensionRole.COUPLED] |= repeated(map(settled, axes))
+        used[DimensionRole.COUPLED] |= find_repeated_factors(map(settled, axes))
     for role, axis in roles:
         parts = settled(axis)
         if role is DimensionRole.INDEXED and (len(parts) > 1 or len(parts[0]) > 1):
             role = DimensionRole.COUPLED  # a device has one range of rows
         used[role].update(f for s in parts for f in s)
     looked_up = next(iter(used[DimensionRole.INDEXED] - used[DimensionRole.COUPLED]), None)
-    return Uses(frozenset(used[DimensionRole.COUPLED]), frozenset(used[DimensionRole.CONTRACTED]), looked_up)
+    return FactorRoles(frozenset(used[DimensionRole.COUPLED]), frozenset(used[DimensionRole.CONTRACTED]), looked_up)

@@ -15,15 +15,15 @@ from ...graph.node import Node, Value
 from ...ops.collectives import receive, send
 from ..layout import REPLICATE, Layout, Local
 from ..machines.hardware import CPU, Counts, Hardware
-from .emit import Sharded, unused
+from .emit import PartitionedGraphs, make_unused_name
 
 Placement = Mapping[Node, int]
 """The number of the device that runs each node."""
-NOTHING_HELD: Mapping[Value, Local] = MappingProxyType({})
+NO_FIXED_VALUES: Mapping[Value, Local] = MappingProxyType({})
 """No value has a device from an earlier plan."""
 
 
-def layer_split(graph: Graph, proportions: Sequence[float], elsewhere: Container[Node] = ()) -> Placement:
+def split_layers(graph: Graph, proportions: Sequence[float], elsewhere: Container[Node] = ()) -> Placement:
     """Give each device consecutive nodes with about its proportion of the bytes of weights and states.
 
     Args:
@@ -32,10 +32,10 @@ def layer_split(graph: Graph, proportions: Sequence[float], elsewhere: Container
         elsewhere: Nodes that do not count: the weights and states that they read are left aside.
     """
     nodes = [n for n in order_with_state_updates(graph) if not n.is_leaf]
-    return _dealt(graph, nodes, _held(nodes, elsewhere), proportions)
+    return _split_by_load(graph, nodes, _compute_new_bytes(nodes, elsewhere), proportions)
 
 
-def even_shares(graph: Graph, devices: int, hardware: Hardware = CPU) -> tuple[float, ...]:
+def compute_balanced_proportions(graph: Graph, devices: int, hardware: Hardware = CPU) -> tuple[float, ...]:
     """Return the proportions of stored bytes with which all devices are predicted to compute for an equal time.
 
     Args:
@@ -44,15 +44,15 @@ def even_shares(graph: Graph, devices: int, hardware: Hardware = CPU) -> tuple[f
         hardware: The speeds of one device.
     """
     nodes, counts = [n for n in order_with_state_updates(graph) if not n.is_leaf], Counts()
-    held, seconds = _held(nodes), [hardware.compute(*counts.of(node)) for node in nodes]
-    where = _dealt(graph, nodes, seconds, [1.0] * devices)
+    held, seconds = _compute_new_bytes(nodes), [hardware.compute_seconds(*counts.of(node)) for node in nodes]
+    where = _split_by_load(graph, nodes, seconds, [1.0] * devices)
     sums = [0.0] * devices
     for node, nbytes in zip(nodes, held, strict=True):
         sums[where[node]] += nbytes
     return tuple(sums)
 
 
-def _held(nodes: Sequence[Node], elsewhere: Container[Node] = ()) -> list[float]:
+def _compute_new_bytes(nodes: Sequence[Node], elsewhere: Container[Node] = ()) -> list[float]:
     """Return for each node the bytes of weights and states that it is the first to read."""
     seen: set[Value] = set()
     held = []
@@ -63,7 +63,9 @@ def _held(nodes: Sequence[Node], elsewhere: Container[Node] = ()) -> list[float]
     return held
 
 
-def _dealt(graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proportions: Sequence[float]) -> Placement:
+def _split_by_load(
+    graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proportions: Sequence[float]
+) -> Placement:
     """Give each device consecutive nodes with about its proportion of `loads`, at points where few bytes cross.
 
     For each boundary of two devices there is a wanted load before it. A point is near if its load differs from the
@@ -73,7 +75,7 @@ def _dealt(graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proporti
     live = [device for device, proportion in enumerate(proportions) if proportion > 0]
     shares = [proportions[device] / sum(proportions) for device in live]
     held = list(accumulate(loads))
-    total, crossing = held[-1] if held else 0, _crossing(graph, nodes)
+    total, crossing = held[-1] if held else 0, _compute_crossing_bytes(graph, nodes)
     ends: list[int] = []
     wanted = 0.0
     for share, following in pairwise(shares):
@@ -87,7 +89,7 @@ def _dealt(graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proporti
     return {node: live[sum(i >= end for end in ends)] for i, node in enumerate(nodes)}
 
 
-def placed_like(graph: Graph, leaves: Mapping[str, Layout]) -> Placement:
+def placement_from_layouts(graph: Graph, leaves: Mapping[str, Layout]) -> Placement:
     """Return the placement of a graph over weights and states that devices have already.
 
     A node runs on a device that has its weight or state, otherwise on the device of its last operand.
@@ -103,7 +105,7 @@ def placed_like(graph: Graph, leaves: Mapping[str, Layout]) -> Placement:
     return placement
 
 
-def _crossing(graph: Graph, nodes: Sequence[Node]) -> list[int]:
+def _compute_crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> list[int]:
     """Return for each point between nodes the bytes of live values and used states that cross it."""
     at = {node: i for i, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
@@ -123,7 +125,7 @@ def _crossing(graph: Graph, nodes: Sequence[Node]) -> list[int]:
     return list(accumulate(change))
 
 
-def homes(graph: Graph, placement: Placement) -> dict[Value, int]:
+def find_home_devices(graph: Graph, placement: Placement) -> dict[Value, int]:
     """Return the device of each computed value and of each state.
 
     A state is on the device that computes its new value, or else on the device that first reads it.
@@ -154,13 +156,13 @@ def order_by_hops(graph: Graph, placement: Placement) -> Sequence[Node]:
     return sorted(hops, key=hops.__getitem__)
 
 
-def place(
+def emit_placed_graphs(
     graph: Graph,
     placement: Placement,
     devices: int,
-    held: Mapping[Value, Local] = NOTHING_HELD,
+    held: Mapping[Value, Local] = NO_FIXED_VALUES,
     order: Sequence[Node] = (),
-) -> Sharded:
+) -> PartitionedGraphs:
     """Emit the graph of every device: its nodes, and the messages that it receives and sends.
 
     1. A value is sent at most once to each device, as soon as it is computed.
@@ -174,19 +176,19 @@ def place(
         held: Devices of weights and states from an earlier plan, which stay.
         order: The nodes that compute, in order; by default by the number of messages before each.
     """
-    home = homes(graph, placement)
+    home = find_home_devices(graph, placement)
     home.update({value: layout.devices[0] for value, layout in held.items()})
-    emitter = _Emitter(graph, placement, home, devices, held, order)
+    emitter = _PlacedEmitter(graph, placement, home, devices, held, order)
     leaves: dict[str, Layout] = {}
     for leaf in (n for n in graph.nodes if n.is_leaf):
-        having = tuple(d for d in range(devices) if (d, leaf.results[0]) in emitter.local)
+        having = tuple(d for d in range(devices) if (d, leaf.results[0]) in emitter.local_values)
         kept = {"weight": having or (0,), "state": (home.get(leaf.results[0], 0),)}
         leaves[leaf.name] = held.get(leaf.results[0]) or (Local(kept[leaf.op]) if leaf.op in kept else REPLICATE)
-    outputs: dict[str, Layout] = {name: Local((emitter.where(v),)) for name, v in graph.outputs.items()}
-    return Sharded(emitter.graphs(), tuple(emitter.origins), leaves, outputs)
+    outputs: dict[str, Layout] = {name: Local((emitter.device_of(v),)) for name, v in graph.outputs.items()}
+    return PartitionedGraphs(emitter.build_graphs(), tuple(emitter.source_nodes), leaves, outputs)
 
 
-class _Emitter:
+class _PlacedEmitter:
     """Visits each node once and adds it to the graph of its device."""
 
     def __init__(
@@ -199,63 +201,73 @@ class _Emitter:
         order: Sequence[Node] = (),
     ) -> None:
         users = graph.users()
-        self.graph, self.placement, self.home, self.devices, self.held = graph, placement, home, devices, held
-        self.origins: list[dict[Node, Node]] = [{} for _ in range(devices)]
-        self.local: dict[tuple[int, Value], Value] = {}
-        self.sent: list[dict[str, Value]] = [{} for _ in range(devices)]
-        self.sequence = 0
-        self.called = assign_names(graph)
+        self.graph, self.placement, self.home_devices, self.device_count, self.fixed_layouts = (
+            graph,
+            placement,
+            home,
+            devices,
+            held,
+        )
+        self.source_nodes: list[dict[Node, Node]] = [{} for _ in range(devices)]
+        self.local_values: dict[tuple[int, Value], Value] = {}
+        self.sent_values: list[dict[str, Value]] = [{} for _ in range(devices)]
+        self.next_sequence_number = 0
+        self.node_names = assign_names(graph)
         for node in order or order_by_hops(graph, placement):
             if not node.is_leaf:
                 device = placement[node]
-                src = tuple(None if s is None else self._on(device, s) for s in node.src)
-                copy = Node(node.op, src, node.attrs, node.specs, self.called[node])
-                self.origins[device][copy] = node
-                self.local.update(((device, v), new) for v, new in zip(node.results, copy.results, strict=True))
+                src = tuple(None if s is None else self._value_on_device(device, s) for s in node.src)
+                copy = Node(node.op, src, node.attrs, node.specs, self.node_names[node])
+                self.source_nodes[device][copy] = node
+                self.local_values.update(((device, v), new) for v, new in zip(node.results, copy.results, strict=True))
                 for value in node.results:
                     for reader in users[value]:
-                        self._on(placement[reader], value)
+                        self._value_on_device(placement[reader], value)
         for state, new in graph.updates.items():
-            self._on(home[state], state)
-            self._on(home[state], new)
+            self._value_on_device(home[state], state)
+            self._value_on_device(home[state], new)
         for value in graph.outputs.values():
-            self._on(self.where(value), value)
+            self._value_on_device(self.device_of(value), value)
 
-    def where(self, value: Value) -> int:
+    def device_of(self, value: Value) -> int:
         """Return the device that has a value at the end."""
-        return self.home.get(value, 0)
+        return self.home_devices.get(value, 0)
 
-    def _on(self, device: int, value: Value) -> Value:
+    def _value_on_device(self, device: int, value: Value) -> Value:
         """Return `value` on `device`: computed there, a leaf, or received."""
         key = (device, value)
-        if key not in self.local:
-            home = self.home.get(value, device)
-            if value in self.held and device in self.held[value].devices:
+        if key not in self.local_values:
+            home = self.home_devices.get(value, device)
+            if value in self.fixed_layouts and device in self.fixed_layouts[value].devices:
                 home = device
             if value.node.is_leaf and home == device:
-                self.local[key] = value
+                self.local_values[key] = value
             else:
-                self.local[key] = self._send(self._on(home, value), home, device)
-        return self.local[key]
+                self.local_values[key] = self._emit_message(self._value_on_device(home, value), home, device)
+        return self.local_values[key]
 
-    def _send(self, value: Value, home: int, device: int) -> Value:
-        number, self.sequence = self.sequence, self.sequence + 1
+    def _emit_message(self, value: Value, home: int, device: int) -> Value:
+        number, self.next_sequence_number = self.next_sequence_number, self.next_sequence_number + 1
         name = f"{value.node.name}.to.{device}"
-        self.sent[home][unused(f"sent.{number}", self.graph.outputs)] = send(
+        self.sent_values[home][make_unused_name(f"sent.{number}", self.graph.outputs)] = send(
             value, to=device, sequence=number, name=name
         )
         return receive(
             shape=value.shape, dtype=value.dtype, source=home, sequence=number, name=f"{value.node.name}.from.{home}"
         )
 
-    def graphs(self) -> tuple[Graph, ...]:
+    def build_graphs(self) -> tuple[Graph, ...]:
         graphs = []
-        for device in range(self.devices):
-            outputs = {name: self.local[device, v] for name, v in self.graph.outputs.items() if self.where(v) == device}
-            updates = {
-                self.local[device, state]: self.local[device, new]
-                for state, new in self.graph.updates.items()
-                if self.home[state] == device
+        for device in range(self.device_count):
+            outputs = {
+                name: self.local_values[device, v]
+                for name, v in self.graph.outputs.items()
+                if self.device_of(v) == device
             }
-            graphs.append(Graph({**self.sent[device], **outputs}, updates))
+            updates = {
+                self.local_values[device, state]: self.local_values[device, new]
+                for state, new in self.graph.updates.items()
+                if self.home_devices[state] == device
+            }
+            graphs.append(Graph({**self.sent_values[device], **outputs}, updates))
         return tuple(graphs)

@@ -12,17 +12,17 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...backends.abilities import grade_of
+from ...backends.abilities import find_device_class
 from ...backends.base import Backend, Device
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ..layout import Layout, Local, Replicate, Shard
-from ..plan import Placed
-from .states import Lying
+from ..plan import PinnedNodes
+from .states import FixedShard
 
-Place = Sequence[tuple[str, str]]
+PlacementRules = Sequence[tuple[str, str]]
 """Placement rules: pairs (regular expression, device) of ``--place REGEX=DEVICE``. The first match counts."""
 
 
@@ -31,8 +31,8 @@ class Pin:
     """A node that only device number `device` computes, with the reason."""
 
     device: int
-    because: str
-    is_rescue: bool = False
+    reason: str
+    is_relocated: bool = False
     """Whether the reason is that other devices do not support the node; such a node is not moved again."""
 
 
@@ -44,13 +44,13 @@ class Pins:
     """Pinned nodes, and the layouts of leaves that are on some devices only or fixed by an earlier plan."""
 
     nodes: NodePins = field(default_factory=dict)
-    leaves: Mapping[Value, Local | Replicate | Lying] = field(default_factory=dict)
+    leaves: Mapping[Value, Local | Replicate | FixedShard] = field(default_factory=dict)
 
 
 NO_PINS = Pins()
 
 
-def stored_leaf(value: Value) -> Node | None:
+def find_stored_leaf(value: Value) -> Node | None:
     """Return the weight or state that a value is or shows as a view; otherwise None."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
@@ -61,7 +61,9 @@ def stored_leaf(value: Value) -> Node | None:
 # -------------------------------------------------------------------------------------------------------- the reasons
 
 
-def wished(graph: Graph, place: Place, devices: Sequence[str], *, strict: bool = True) -> dict[Node, Pin]:
+def find_user_pins(
+    graph: Graph, place: PlacementRules, devices: Sequence[str], *, strict: bool = True
+) -> dict[Node, Pin]:
     """Return a pin for each node that a placement rule matches.
 
     A rule matches the name of the node, or of a weight or state that the node reads.
@@ -80,7 +82,7 @@ def wished(graph: Graph, place: Place, devices: Sequence[str], *, strict: bool =
         return pins
     called = assign_names(graph)
     for pattern, device in place:
-        expression, shown = _compiled(pattern), f"place='{pattern}={device}'"
+        expression, shown = _compile_pattern(pattern), f"place='{pattern}={device}'"
         if device not in devices:
             raise PlanError(f"{shown}: there is no device {device!r} in the group; it has {', '.join(devices)}")
         matching = {n for n, name in called.items() if n.op not in ("input", "constant") and expression.search(name)}
@@ -88,20 +90,20 @@ def wished(graph: Graph, place: Place, devices: Sequence[str], *, strict: bool =
             raise PlanError(f"{shown}: no node, weight or state has such a name; `hocket dump` lists them")
         pin = Pin(devices.index(device), f"--place {pattern}={device}")
         for node in graph.nodes:
-            read = {node, *filter(None, map(stored_leaf, node.inputs))}
+            read = {node, *filter(None, map(find_stored_leaf, node.inputs))}
             if not node.is_leaf and not matching.isdisjoint(read):
                 pins.setdefault(node, pin)
     return pins
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError, Warning) as why:  # Warning: Python may be set to raise warnings
         raise PlanError(f"place={pattern!r:.80}: not a regular expression: {why}") from None
 
 
-def decided(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
+def pin_discrete_choices(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
     """Pin discrete choices to device 0 if the backends of the group differ.
 
     A discrete choice has float operands and integer results. Backends round differently, so near a tie they would
@@ -110,14 +112,14 @@ def decided(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node,
     if len({(type(backend), backend.name) for backend, _ in group}) == 1:
         return {}
     pin = Pin(0, "backends are mixed and round differently, so one of them makes discrete choices")
-    return {n: pin for n in graph.nodes if not n.is_leaf and _is_choice(n)}
+    return {n: pin for n in graph.nodes if not n.is_leaf and _is_discrete_choice(n)}
 
 
-def _is_choice(node: Node) -> bool:
+def _is_discrete_choice(node: Node) -> bool:
     return any(s.dtype.is_float for s in node.inputs) and any(v.dtype.is_integer for v in node.results)
 
 
-def as_before(pins: Pins, graph: Graph, leaves: Mapping[str, Layout], earlier: Mapping[str, Layout]) -> Pins:
+def pin_earlier_layouts(pins: Pins, graph: Graph, leaves: Mapping[str, Layout], earlier: Mapping[str, Layout]) -> Pins:
     """Return `pins` with the weights and states that have another layout in `earlier` than in `leaves`.
 
     They keep their earlier layout. Two graphs may slice one weight differently, so a factor of one graph need not exist
@@ -129,42 +131,42 @@ def as_before(pins: Pins, graph: Graph, leaves: Mapping[str, Layout], earlier: M
         leaves: The layouts of leaves in the new plan.
         earlier: The layouts of leaves in the earlier plan.
     """
-    others: dict[Value, Replicate | Lying] = {}
+    others: dict[Value, Replicate | FixedShard] = {}
     for value in (*graph.weights, *graph.states):
         lies = earlier.get(value.node.name)
         if isinstance(lies, Shard | Replicate) and lies != leaves[value.node.name]:
-            others[value] = Lying(lies) if isinstance(lies, Shard) else lies
+            others[value] = FixedShard(lies) if isinstance(lies, Shard) else lies
     return Pins(pins.nodes, {**pins.leaves, **others})
 
 
-def lying(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:
+def pins_from_layouts(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:
     """Return pins for the nodes that read weights or states which an earlier plan put on some devices only."""
     homes = {n.results[0]: leaves[n.name] for n in graph.nodes if n.op in ("weight", "state") and n.name in leaves}
     held = {value: layout for value, layout in homes.items() if isinstance(layout, Local)}
     pins: dict[Node, Pin] = {}
     for node in graph.nodes:
-        for leaf in filter(None, map(stored_leaf, node.inputs)):
+        for leaf in filter(None, map(find_stored_leaf, node.inputs)):
             if (home := held.get(leaf.results[0])) is not None:
                 pins.setdefault(node, Pin(home.devices[0], "what it reads lies there"))
     return Pins(pins, held)
 
 
 @dataclass(frozen=True, slots=True)
-class Unable:
+class UnsupportedNode:
     """A node `local_node` of the graph of a device that the device does not support, with the reason.
 
     `source_node` is the node of the user's graph for which the planner emitted `local_node`, if there is one.
     """
 
-    node: Node | None
-    local: Node
+    source_node: Node | None
+    local_node: Node
     device: int
-    why: str
+    reason: str
 
 
-def unable(
+def find_unsupported(
     graphs: Sequence[Graph], origins: Sequence[Mapping[Node, Node]], group: Sequence[tuple[Backend, Device]]
-) -> list[Unable]:
+) -> list[UnsupportedNode]:
     """Return the nodes of each device's graph that the device does not support.
 
     Args:
@@ -175,21 +177,23 @@ def unable(
     refused = []
     asked: dict[Hashable, dict[Node, str]] = {}  # by graph and grade of device: reasons by unsupported node
     for number, (graph, origin, (backend, device)) in enumerate(zip(graphs, origins, group, strict=True)):
-        key = (graph, grade_of(backend, device))
+        key = (graph, find_device_class(backend, device))
         if key not in asked:
             work = (n for n in graph.nodes if not n.is_leaf and not op_of(n).is_view)
             answers = ((n, backend.supports(n, device)) for n in work)
-            asked[key] = {n: answer.why for n, answer in answers if not answer.ok}
+            asked[key] = {n: answer.reason for n, answer in answers if not answer.ok}
         if cannot := asked[key]:
             known: dict[Node, Node | None] = dict(origin)
             for node in reversed(graph.nodes):  # nodes of the planner serve the node that reads them
                 for source in node.inputs:
                     known.setdefault(source.node, known.get(node))
-            refused += [Unable(known.get(n), n, number, why) for n, why in cannot.items()]
+            refused += [UnsupportedNode(known.get(n), n, number, why) for n, why in cannot.items()]
     return refused
 
 
-def rescued(found: Iterable[Unable], pins: NodePins, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
+def relocate_unsupported(
+    found: Iterable[UnsupportedNode], pins: NodePins, group: Sequence[tuple[Backend, Device]]
+) -> dict[Node, Pin]:
     """Pin each unsupported node to the first device that supports it.
 
     Args:
@@ -202,25 +206,25 @@ def rescued(found: Iterable[Unable], pins: NodePins, group: Sequence[tuple[Backe
     """
     moved: dict[Node, Pin] = {}
     for one in found:
-        if one.node in moved:
+        if one.source_node in moved:
             continue
-        names_it = f"{group[one.device][1]} cannot run {one.local.op}: {one.why}"
-        if one.node is None or (one.node in pins and pins[one.node].is_rescue):
-            raise PlanError(f"{one.local!r} cannot run on {group[one.device][1]}: {one.why}")
-        answers = [backend.supports(one.node, device) for backend, device in group]
+        names_it = f"{group[one.device][1]} cannot run {one.local_node.op}: {one.reason}"
+        if one.source_node is None or (one.source_node in pins and pins[one.source_node].is_relocated):
+            raise PlanError(f"{one.local_node!r} cannot run on {group[one.device][1]}: {one.reason}")
+        answers = [backend.supports(one.source_node, device) for backend, device in group]
         able = [i for i, answer in enumerate(answers) if answer.ok]
         if not able:
-            reasons = [f"{device}: {a.why}" for (_, device), a in zip(group, answers, strict=True)]
-            raise PlanError(f"{one.node!r} cannot run on {'; nor on '.join(reasons)}")
-        asked = f"{pins[one.node].because}, but " if one.node in pins else ""
-        moved[one.node] = Pin(able[0], asked + names_it, is_rescue=True)
+            reasons = [f"{device}: {a.reason}" for (_, device), a in zip(group, answers, strict=True)]
+            raise PlanError(f"{one.source_node!r} cannot run on {'; nor on '.join(reasons)}")
+        asked = f"{pins[one.source_node].reason}, but " if one.source_node in pins else ""
+        moved[one.source_node] = Pin(able[0], asked + names_it, is_relocated=True)
     return moved
 
 
 # --------------------------------------------------------------------------------------------------- consequences
 
 
-def closed(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
+def extend_pins(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
     """Return `pins` with the nodes that belong to pinned nodes, which saves copies.
 
     1. Views that only pinned nodes of one device read.
@@ -234,9 +238,9 @@ def closed(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
         if not node.is_leaf and node not in found and op_of(node).is_view and node not in ends:
             readers = [found.get(u) for v in node.results for u in users[v]]
             if readers and readers[0] and {r and r.device for r in readers} == {readers[0].device}:
-                found[node] = Pin(readers[0].device, readers[0].because)
+                found[node] = Pin(readers[0].device, readers[0].reason)
     for node in graph.nodes:
-        if node.is_leaf or node in found or any(map(stored_leaf, node.inputs)):
+        if node.is_leaf or node in found or any(map(find_stored_leaf, node.inputs)):
             continue
         made = [s for s in node.inputs if not s.node.is_leaf]
         homes = {found[s.node].device if s.node in found else None for s in made}
@@ -246,7 +250,7 @@ def closed(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
     return found
 
 
-def settled(graph: Graph, pins: NodePins) -> Pins:
+def pin_leaves(graph: Graph, pins: NodePins) -> Pins:
     """Return the pins with the weights and states that only pinned nodes read, on the devices of these nodes."""
     users = graph.users()
     homes: dict[Value, Local] = {}
@@ -259,12 +263,12 @@ def settled(graph: Graph, pins: NodePins) -> Pins:
     return Pins(pins, homes)
 
 
-def placements(graph: Graph, pins: NodePins) -> tuple[Placed, ...]:
+def list_pinned_nodes(graph: Graph, pins: NodePins) -> tuple[PinnedNodes, ...]:
     """Return the pinned nodes by device and reason."""
     if not pins:
         return ()
     called, groups = assign_names(graph), defaultdict[tuple[int, str], list[str]](list)
     for node in graph.nodes:
         if node in pins:
-            groups[pins[node].device, pins[node].because].append(called[node])
-    return tuple(Placed(device, because, tuple(nodes)) for (device, because), nodes in groups.items())
+            groups[pins[node].device, pins[node].reason].append(called[node])
+    return tuple(PinnedNodes(device, because, tuple(nodes)) for (device, because), nodes in groups.items())

@@ -15,71 +15,73 @@ from ...graph.graph import Graph
 from ...graph.node import Value
 from ..layout import REPLICATE
 from ..machines.hardware import Hardware
-from .assign import Assignment, Conversion, assign
+from .assign import LayoutConversion, ShardingAssignment, propagate_layouts
 from .axes import Factor
-from .cost import Costs, collective_of
+from .cost import AssignmentCost, select_collective
 from .early import find_early_sums
 from .factors import Factors
 from .pins import Pins
 
-GAIN = 0.03
+MIN_GAIN = 0.03
 """The least share of the predicted time that sharded rows must save; predictions are not more exact."""
 
 
 @dataclass(frozen=True)
-class Laying:
+class SequenceParallelOptions:
     """A graph with chosen factors on `device_count` devices: rows between sums are replicated or sharded."""
 
     graph: Graph
     factors: Factors
-    chosen: frozenset[Factor]
+    chosen_factors: frozenset[Factor]
     pins: Pins
-    devices: int
+    device_count: int
     hardware: Hardware
-    shown: Collection[Value] = ()
+    replicated_values: Collection[Value] = ()
 
     @cached_property
-    def plain(self) -> Assignment:
+    def replicated_assignment(self) -> ShardingAssignment:
         """The assignment with all rows whole."""
-        return self._laid()
+        return self._propagate()
 
-    def fastest(self) -> Assignment:
+    def choose_fastest(self) -> ShardingAssignment:
         """Return the assignment with whole rows, or with sharded rows where that is predicted to be faster."""
-        if not (candidates := rows_of(self.plain, self.factors, self.devices)):
-            return self.plain
-        costs = Costs(self.graph, self.devices, self.hardware)
-        best, least = self.plain, costs.estimate(self.plain).total * (1 - GAIN)
+        if not (candidates := list_row_factors(self.replicated_assignment, self.factors, self.device_count)):
+            return self.replicated_assignment
+        costs = AssignmentCost(self.graph, self.device_count, self.hardware)
+        best, least = self.replicated_assignment, costs.estimate_run(self.replicated_assignment).total * (1 - MIN_GAIN)
         for rows in candidates:
-            dealt = self._laid(rows)
-            if (seconds := costs.estimate(dealt).total) < least:
+            dealt = self._propagate(rows)
+            if (seconds := costs.estimate_run(dealt).total) < least:
                 best, least = dealt, seconds
         return best
 
-    def with_less_work(self, rows: Factor, least: float) -> Assignment | None:
+    def shard_if_saving(self, rows: Factor, least: float) -> ShardingAssignment | None:
         """Return the assignment with sharded `rows` if that saves more than `least` seconds of compute, otherwise None.
 
         Where sums overlap with compute, only compute seconds can be saved.
         """
-        dealt, costs = self._laid(rows), Costs(self.graph, self.devices, self.hardware)
-        before, after = costs.estimate(self.plain), costs.estimate(dealt)
+        dealt, costs = self._propagate(rows), AssignmentCost(self.graph, self.device_count, self.hardware)
+        before, after = costs.estimate_run(self.replicated_assignment), costs.estimate_run(dealt)
         return dealt if before.compute - after.compute > least else None
 
-    def _laid(self, rows: Factor | None = None) -> Assignment:
+    def _propagate(self, rows: Factor | None = None) -> ShardingAssignment:
         """Return the assignment, with sums taken early where that costs no more."""
         early = frozenset[Value]()
         while True:
-            assignment = assign(self.graph, self.factors, self.chosen, self.pins, self.shown, rows, early)
-            found = {c.value for c, _ in find_early_sums(assignment, self._seconds, rows)}
+            assignment = propagate_layouts(
+                self.graph, self.factors, self.chosen_factors, self.pins, self.replicated_values, rows, early
+            )
+            found = {c.value for c, _ in find_early_sums(assignment, self._estimate_collective_seconds, rows)}
             if found <= early:
                 return assignment
             early |= found
 
-    def _seconds(self, conversion: Conversion) -> float:
+    def _estimate_collective_seconds(self, conversion: LayoutConversion) -> float:
         """Return the seconds of a collective."""
-        return self.hardware.collective(*collective_of(conversion), range(self.devices)).seconds
+        return self.hardware.collective(*select_collective(conversion), range(self.device_count)).seconds
 
 
-def rows_of(plain: Assignment, factors: Factors, devices: int) -> list[Factor]:
+def list_row_factors(plain: ShardingAssignment, factors: Factors, devices: int) -> list[Factor]:
     """Return the row factors of sums that end whole, which sequence parallelism may shard.
 
     Args:
@@ -87,9 +89,11 @@ def rows_of(plain: Assignment, factors: Factors, devices: int) -> list[Factor]:
         factors: The factors of its graph.
         devices: The number of devices; a row factor has at least as many indices, and no weight or state has it.
     """
-    sums = [c.value for c in plain.conversions if c.before.is_owed and c.after is REPLICATE]
-    every = dict.fromkeys(f for value in sums for axis in factors.axes(value) for part in axis for f in part)
-    if not (enough := [f for f in every if f.can_be_cut and f.size >= devices > 1]):
+    sums = [c.value for c in plain.conversions if c.source_layout.is_partial and c.target_layout is REPLICATE]
+    every = dict.fromkeys(f for value in sums for axis in factors.axes_of(value) for part in axis for f in part)
+    if not (enough := [f for f in every if f.can_be_sharded and f.size >= devices > 1]):
         return []
-    stored = {f for value in plain.made if value.node.op in ("weight", "state") for f in factors.of(value)}
+    stored = {
+        f for value in plain.produced_layouts if value.node.op in ("weight", "state") for f in factors.factors_of(value)
+    }
     return [f for f in enough if f not in stored]

@@ -19,23 +19,23 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ..layout import Layout, Shard
 from ..machines.hardware import Estimate, Hardware
-from ..units import nbytes_text, time_text
-from .again import Layer
-from .assign import Assignment
+from ..units import format_bytes, format_seconds
+from .again import IncrementalPropagator
+from .assign import ShardingAssignment
 from .axes import Factor
-from .condense import Condensed, condense
-from .cost import Costs
+from .condense import CollapsedGraph, collapse_repeats
+from .cost import AssignmentCost
 from .factors import Factors
-from .shares import Shares, dealt
+from .shares import ShardRanges, factor_ranges_from_layout
 
-NO_TIMES: Mapping[Node, int] = MappingProxyType({})
+NO_MULTIPLICITY: Mapping[Node, int] = MappingProxyType({})
 """Every node stands for itself only."""
-NO_LEAVES: Mapping[str, Layout] = MappingProxyType({})
+NO_LEAF_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 """There is no earlier plan."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FactorChoice:
     """The factors to shard, the considered alternatives, and the predictions.
 
     `seconds` is the time of a run, and `communication_seconds` the part of it for collectives. `unsharded_seconds` is
@@ -43,14 +43,14 @@ class Choice:
     """
 
     factors: frozenset[Factor]
-    considered: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
     seconds: float = math.inf
-    alone: float = math.inf
-    held: float = math.inf
-    sent: float = 0.0
+    unsharded_seconds: float = math.inf
+    stored_bytes: float = math.inf
+    communication_seconds: float = 0.0
 
 
-class Search:
+class FactorSearch:
     """Searches the factors of one graph for any number of devices.
 
     Repeated layers are scored once. Each set of factors is propagated once for all numbers of devices.
@@ -60,15 +60,17 @@ class Search:
         self.graph, self.factors = graph, factors
 
     @cached_property
-    def _all(self) -> _Judge:
-        return _Judge(self.graph, self.factors, NO_TIMES)
+    def _full_graph_search(self) -> _GraphSearch:
+        return _GraphSearch(self.graph, self.factors, NO_MULTIPLICITY)
 
     @cached_property
-    def _condensed(self) -> tuple[Condensed, _Judge] | None:
-        small = condense(self.graph)
-        return None if small is None else (small, _Judge(small.graph, Factors(small.graph), small.times))
+    def _collapsed_search(self) -> tuple[CollapsedGraph, _GraphSearch] | None:
+        small = collapse_repeats(self.graph)
+        return (
+            None if small is None else (small, _GraphSearch(small.graph, Factors(small.graph), small.node_multiplicity))
+        )
 
-    def choose(self, devices: int, hardware: Hardware, *, eager: bool = False) -> Choice:
+    def choose_factors(self, devices: int, hardware: Hardware, *, eager: bool = False) -> FactorChoice:
         """Return the best set of factors for this number of devices.
 
         Args:
@@ -77,92 +79,130 @@ class Search:
             eager: Whether to add groups that shorten the kernels although their collectives cost more; for mode
                 ``tensor``.
         """
-        if self._condensed is not None:
-            small, judge = self._condensed
-            choice = judge.choose(devices, hardware, eager)
-            if (chosen := _spread(self.graph, self.factors, small, judge.factors, choice.factors)) is not None:
+        if self._collapsed_search is not None:
+            small, judge = self._collapsed_search
+            choice = judge.choose_factors(devices, hardware, eager)
+            if (
+                chosen := _expand_to_full_graph(self.graph, self.factors, small, judge.factors, choice.factors)
+            ) is not None:
                 return replace(choice, factors=chosen)
-        return self._all.choose(devices, hardware, eager)
+        return self._full_graph_search.choose_factors(devices, hardware, eager)
 
 
-class _Judge:
+class _GraphSearch:
     """The search over one graph, with the assignment of each set of factors."""
 
     def __init__(self, graph: Graph, factors: Factors, times: Mapping[Node, int]) -> None:
-        self.graph, self.factors, self.times = graph, factors, times
-        self.classes = classes_of(graph, factors, times)
-        self._layer = Layer(graph, factors)
-        self._laid: dict[frozenset[Factor], Assignment | None] = {frozenset(): self._layer.uncut}
+        self.graph, self.factors, self.node_multiplicity = graph, factors, times
+        self.factor_groups = group_factors(graph, factors, times)
+        self._propagator = IncrementalPropagator(graph, factors)
+        self._assignments: dict[frozenset[Factor], ShardingAssignment | None] = {
+            frozenset(): self._propagator.unsharded_assignment
+        }
 
-    def laid(self, chosen: frozenset[Factor], current: frozenset[Factor]) -> Assignment | None:
+    def find_assignment(self, chosen: frozenset[Factor], current: frozenset[Factor]) -> ShardingAssignment | None:
         """Return the assignment for the `chosen` factors, derived from that for the `current` ones; None if they
         conflict.
         """
-        if chosen not in self._laid:
-            base = self._laid[current]
+        if chosen not in self._assignments:
+            base = self._assignments[current]
             assert base is not None
-            fits = cut_twice(self.graph, self.factors, chosen) is None
-            self._laid[chosen] = self._layer.lay(chosen, base) if fits else None
-        return self._laid[chosen]
+            fits = find_conflicting_leaf(self.graph, self.factors, chosen) is None
+            self._assignments[chosen] = self._propagator.propagate(chosen, base) if fits else None
+        return self._assignments[chosen]
 
-    def choose(self, devices: int, hardware: Hardware, eager: bool) -> Choice:
+    def choose_factors(self, devices: int, hardware: Hardware, eager: bool) -> FactorChoice:
         """Return the best set of factors of this graph, as `FactorSearch.choose_factors`."""
-        costs = Costs(self.graph, devices, hardware, self.times)
-        uncut = _judged(costs, self._layer.uncut)
-        notes = [f"uncut, each device does all: {_shown(uncut.cost)}"]
-        best = self._grown(costs, uncut, eager, notes)
+        costs = AssignmentCost(self.graph, devices, hardware, self.node_multiplicity)
+        uncut = _score_assignment(costs, self._propagator.unsharded_assignment)
+        notes = [f"uncut, each device does all: {_format_cost(uncut.estimate)}"]
+        best = self._grow_greedily(costs, uncut, eager, notes)
         if not eager and best is not uncut:
-            most = min(best.cost.total * (1 + ALIKE), uncut.cost.total * (1 - ALIKE))
-            best = self._lightened(costs, best, most, notes)
-        return Choice(best.factors, tuple(notes), best.cost.total, uncut.cost.total, best.held, best.cost.collectives)
+            most = min(
+                best.estimate.total * (1 + EQUAL_TIME_TOLERANCE), uncut.estimate.total * (1 - EQUAL_TIME_TOLERANCE)
+            )
+            best = self._reduce_stored_bytes(costs, best, most, notes)
+        return FactorChoice(
+            best.factors,
+            tuple(notes),
+            best.estimate.total,
+            uncut.estimate.total,
+            best.stored_bytes,
+            best.estimate.collectives,
+        )
 
-    def _tried(self, costs: Costs, names: Iterable[str], current: _Judged) -> dict[str, _Judged]:
+    def _score_extensions(
+        self, costs: AssignmentCost, names: Iterable[str], current: _ScoredFactors
+    ) -> dict[str, _ScoredFactors]:
         """Return the scores of `current` with each of these groups, for groups that can be sharded together with it."""
-        sets = {name: current.factors.union(self.classes[name]) for name in names}
-        laid = {n: self.laid(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors}
-        return {name: _judged(costs, assignment) for name, assignment in laid.items() if assignment is not None}
+        sets = {name: current.factors.union(self.factor_groups[name]) for name in names}
+        laid = {
+            n: self.find_assignment(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors
+        }
+        return {
+            name: _score_assignment(costs, assignment) for name, assignment in laid.items() if assignment is not None
+        }
 
-    def _grown(self, costs: Costs, uncut: _Judged, eager: bool, notes: list[str]) -> _Judged:
+    def _grow_greedily(
+        self, costs: AssignmentCost, uncut: _ScoredFactors, eager: bool, notes: list[str]
+    ) -> _ScoredFactors:
         """Add one group after another to `uncut` while that pays, and note each step."""
         current = uncut
-        while tried := self._tried(costs, self.classes, current):
-            worth = {name: _worth(current.cost, judged.cost, eager) for name, judged in tried.items()}
+        while tried := self._score_extensions(costs, self.factor_groups, current):
+            worth = {
+                name: _compute_saving_ratio(current.estimate, judged.estimate, eager) for name, judged in tried.items()
+            }
             ranked = sorted(tried, key=lambda n: -worth[n])
             name = ranked[0]
             if worth[name] <= 0:
-                notes.append(f"no further cut pays: {name} gives {_shown(tried[name].cost)}")
+                notes.append(f"no further cut pays: {name} gives {_format_cost(tried[name].estimate)}")
                 break
             if not eager:
                 first, pays = tried[name], [n for n in ranked if worth[n] > 0]
-                alike = [n for n in pays if abs(tried[n].cost.total - first.cost.total) <= ALIKE * first.cost.total]
-                rivals = [
-                    n for n in alike if n == name or self.laid(first.factors | tried[n].factors, first.factors) is None
+                alike = [
+                    n
+                    for n in pays
+                    if abs(tried[n].estimate.total - first.estimate.total)
+                    <= EQUAL_TIME_TOLERANCE * first.estimate.total
                 ]
-                name = min(rivals, key=lambda n: tried[n].held)
+                rivals = [
+                    n
+                    for n in alike
+                    if n == name or self.find_assignment(first.factors | tried[n].factors, first.factors) is None
+                ]
+                name = min(rivals, key=lambda n: tried[n].stored_bytes)
             beaten = "".join(
-                f"; {_why(tried[name], tried[n], name == ranked[0])} {n}: {_shown(tried[n].cost)}"
+                f"; {_explain_choice(tried[name], tried[n], name == ranked[0])} {n}: {_format_cost(tried[n].estimate)}"
                 for n in [n for n in ranked if n != name][:1]
             )
-            notes.append(f"cut {name}: {_shown(tried[name].cost)}{beaten}")
+            notes.append(f"cut {name}: {_format_cost(tried[name].estimate)}{beaten}")
             current = tried[name]
         return current
 
-    def _lightened(self, costs: Costs, current: _Judged, most: float, notes: list[str]) -> _Judged:
+    def _reduce_stored_bytes(
+        self, costs: AssignmentCost, current: _ScoredFactors, most: float, notes: list[str]
+    ) -> _ScoredFactors:
         """Add each group that reduces the stored bytes, as long as a run takes at most `most` seconds."""
-        left: Iterable[str] = self.classes
+        left: Iterable[str] = self.factor_groups
         while True:
-            tried = self._tried(costs, left, current)
-            left = [n for n, judged in tried.items() if judged.cost.total <= most and judged.held < current.held]
+            tried = self._score_extensions(costs, left, current)
+            left = [
+                n
+                for n, judged in tried.items()
+                if judged.estimate.total <= most and judged.stored_bytes < current.stored_bytes
+            ]
             if not left:
                 return current
-            name = min(left, key=lambda n: tried[n].held)
-            saved = nbytes_text(int(current.held - tried[name].held))
-            notes.append(f"cut {name}: {_shown(tried[name].cost)}, about as long with {saved} less on each device")
+            name = min(left, key=lambda n: tried[n].stored_bytes)
+            saved = format_bytes(int(current.stored_bytes - tried[name].stored_bytes))
+            notes.append(
+                f"cut {name}: {_format_cost(tried[name].estimate)}, about as long with {saved} less on each device"
+            )
             current = tried[name]
 
 
-def _spread(
-    graph: Graph, factors: Factors, small: Condensed, own: Factors, chosen: frozenset[Factor]
+def _expand_to_full_graph(
+    graph: Graph, factors: Factors, small: CollapsedGraph, own: Factors, chosen: frozenset[Factor]
 ) -> frozenset[Factor] | None:
     """Return the factors of `graph` at the positions of the `chosen` ones of its collapsed form, in all repetitions.
 
@@ -171,58 +211,62 @@ def _spread(
     leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
     ours = {n.name: n.results[0] for n in small.graph.nodes if n.op in ("weight", "state")}
     everywhere: set[Factor] = set()
-    for name, axis, at, i in cuts_of(small.graph, own, chosen, {}):
-        wanted = [[f.size for f in segment] for segment in own.axes(ours[name])[axis]]
-        for twin in small.twins.get(name, (name,)):
-            parts = factors.axes(leaves[twin])[axis]
+    for name, axis, at, i in describe_factors(small.graph, own, chosen, {}):
+        wanted = [[f.size for f in segment] for segment in own.axes_of(ours[name])[axis]]
+        for twin in small.leaf_copies.get(name, (name,)):
+            parts = factors.axes_of(leaves[twin])[axis]
             if [[f.size for f in segment] for segment in parts] != wanted or parts[at][i].blocked:
                 return None
             everywhere.add(parts[at][i])
-    return frozenset(everywhere) if cut_twice(graph, factors, frozenset(everywhere)) is None else None
+    return frozenset(everywhere) if find_conflicting_leaf(graph, factors, frozenset(everywhere)) is None else None
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class _ScoredFactors:
     """A set of factors, its predicted time, and the stored bytes of each device."""
 
     factors: frozenset[Factor]
-    cost: Estimate
-    held: float
+    estimate: Estimate
+    stored_bytes: float
 
 
-def _judged(costs: Costs, assignment: Assignment) -> _Judged:
-    return _Judged(assignment.chosen, costs.estimate(assignment), costs.held(assignment))
+def _score_assignment(costs: AssignmentCost, assignment: ShardingAssignment) -> _ScoredFactors:
+    return _ScoredFactors(
+        assignment.sharded_factors, costs.estimate_run(assignment), costs.compute_max_stored_bytes(assignment)
+    )
 
 
-ALIKE = 0.02
+EQUAL_TIME_TOLERANCE = 0.02
 """The relative difference up to which two predicted times count as equal; then fewer stored bytes decide.
 
 Memory has no price of its own. A plan that is about as fast as one device is not made slower to save bytes."""
-RELUCTANCE = 0.1
+MIN_SAVED_PER_COLLECTIVE = 0.1
 """The least seconds of kernels that a group must save for each second of collectives, if shards are asked for."""
 
 
-def _worth(now: Estimate, then: Estimate, eager: bool) -> float:
+def _compute_saving_ratio(now: Estimate, then: Estimate, eager: bool) -> float:
     """Return seconds of kernels saved for each second of collectives added; negative if the factors do not pay."""
     saved = now.compute - then.compute
     added = max(0.0, then.collectives - now.collectives)
-    pays = saved > 0 and (saved > RELUCTANCE * added if eager else then.total < now.total)
+    pays = saved > 0 and (saved > MIN_SAVED_PER_COLLECTIVE * added if eager else then.total < now.total)
     return saved / (added + 1e-9) if pays else -1.0
 
 
-def _why(chosen: _Judged, other: _Judged, is_worth_most: bool) -> str:
+def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, is_worth_most: bool) -> str:
     """Return the words in which one choice is better than another."""
     if not is_worth_most:
         return "has fewer bytes on each device than"
-    faster = chosen.cost.total <= other.cost.total
+    faster = chosen.estimate.total <= other.estimate.total
     return "beat" if faster else "saves more for each second in collectives than"
 
 
-def _shown(cost: Estimate) -> str:
-    return f"{time_text(cost.total)}, {cost.meetings} collectives"
+def _format_cost(cost: Estimate) -> str:
+    return f"{format_seconds(cost.total)}, {cost.meetings} collectives"
 
 
-def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TIMES) -> dict[str, list[Factor]]:
+def group_factors(
+    graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_MULTIPLICITY
+) -> dict[str, list[Factor]]:
     """Return groups of factors with equal use, by name, without the factors that no plan may shard.
 
     A group shards a weight, or the whole axis of a state. Rows of a state that this graph slices are left out. A later,
@@ -240,7 +284,7 @@ def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TI
         places = [(f"{node.op}.{i}", s) for i, s in enumerate(node.src) if s is not None]
         places += [(f"{node.op}>{v.index}", v) for v in node.results]
         for place, value in places:
-            for axis, parts in enumerate(factors.axes(value)):
+            for axis, parts in enumerate(factors.axes_of(value)):
                 for at, segment in enumerate(parts):
                     for i, factor in enumerate(segment):
                         uses[factor].add(f"{place}:{axis}.{at}.{i}/{len(segment)}:{value.shape}")
@@ -249,30 +293,30 @@ def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TI
                             counts[factor] = min(counts.get(factor, times.get(node, 1)), times.get(node, 1))
     grouped: dict[tuple[object, ...], list[Factor]] = defaultdict(list)
     for factor in first:
-        if factor.can_be_cut:
+        if factor.can_be_sharded:
             grouped[(factor.size, frozenset(uses[factor]))].append(factor)
     classes: dict[str, list[Factor]] = {}
     for members in grouped.values():
-        name = _named(factors, members[0], first[members[0]], sum(counts[f] for f in members))
+        name = _describe_group(factors, members[0], first[members[0]], sum(counts[f] for f in members))
         classes[name if name not in classes else f"{name}, part {len(classes)}"] = members
     return classes
 
 
-def _named(factors: Factors, one: Factor, leaf: tuple[Node, int], layers: int) -> str:
+def _describe_group(factors: Factors, one: Factor, leaf: tuple[Node, int], layers: int) -> str:
     """Return a group of factors in words.
 
     Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of %output.weight
     (128 pieces)``.
     """
     node, axis = leaf
-    where, word = f"axis {axis} of %{node.name}", factors.word(one)
+    where, word = f"axis {axis} of %{node.name}", factors.describe_factor(one)
     of = f" of {layers} layers" if layers > 1 else ""
     if word:
         return f"{word}{of} ({one.size}{' each' if of else ''}), as in {where}"
     return f"{where}, and {layers - 1} alike ({one.size} pieces each)" if of else f"{where} ({one.size} pieces)"
 
 
-def cut_twice(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Value | None:
+def find_conflicting_leaf(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Value | None:
     """Return a weight or state with two chosen factors, or with one factor in two axes; otherwise None.
 
     A leaf can be sharded along one axis only.
@@ -285,16 +329,16 @@ def cut_twice(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Valu
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             value = node.results[0]
-            if chosen.isdisjoint(factors.of(value)):
+            if chosen.isdisjoint(factors.factors_of(value)):
                 continue
-            axes = enumerate(factors.axes(value))
+            axes = enumerate(factors.axes_of(value))
             places = {(a, f) for a, parts in axes for segment in parts for f in segment if f in chosen}
             if len(places) > 1:
                 return value
     return None
 
 
-def cuts_of(
+def describe_factors(
     graph: Graph, factors: Factors, chosen: frozenset[Factor], leaves: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
     """Return (leaf, axis, segment, position) of each chosen factor, which is valid for every graph over the same
@@ -307,14 +351,16 @@ def cuts_of(
         leaves: Known layouts of leaves. A leaf that is sharded along another axis does not describe a factor.
     """
     named: dict[Factor, tuple[str, int, int, int]] = {}
-    for factor, place in _places(graph, factors, chosen):
+    for factor, place in _iterate_factor_positions(graph, factors, chosen):
         lies = leaves.get(place[0])
         if not (isinstance(lies, Shard) and lies.axis != place[1]):
             named.setdefault(factor, place)
     return frozenset(named.values())
 
 
-def all_cuts_of(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> frozenset[tuple[str, int, int, int]]:
+def describe_all_factors(
+    graph: Graph, factors: Factors, chosen: frozenset[Factor]
+) -> frozenset[tuple[str, int, int, int]]:
     """Return the descriptions of `describe_factors` by every leaf with a factor, for graphs over some of the leaves.
 
     Args:
@@ -322,21 +368,23 @@ def all_cuts_of(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> fr
         factors: The factors of `graph`.
         chosen: The factors to describe.
     """
-    return frozenset(place for _, place in _places(graph, factors, chosen))
+    return frozenset(place for _, place in _iterate_factor_positions(graph, factors, chosen))
 
 
-def _places(
+def _iterate_factor_positions(
     graph: Graph, factors: Factors, chosen: frozenset[Factor]
 ) -> Iterator[tuple[Factor, tuple[str, int, int, int]]]:
     """Yield each chosen factor with each position that it has in a weight or state."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
-            for axis, parts in enumerate(factors.axes(node.results[0])):
+            for axis, parts in enumerate(factors.axes_of(node.results[0])):
                 for at, segment in enumerate(parts):
                     yield from ((f, (node.name, axis, at, i)) for i, f in enumerate(segment) if f in chosen)
 
 
-def factors_at(graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, int, int]]) -> frozenset[Factor]:
+def factors_from_description(
+    graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, int, int]]
+) -> frozenset[Factor]:
     """Return the factors of `graph` with these descriptions, which `describe_factors` gave for another graph.
 
     Args:
@@ -348,18 +396,18 @@ def factors_at(graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, i
     named = set()
     for name, axis, at, i in cuts:
         if name in leaves:
-            parts = factors.axes(leaves[name])[axis]
+            parts = factors.axes_of(leaves[name])[axis]
             named |= {s[i] for s in parts[at : at + 1] if i < len(s)}
     return frozenset(named)
 
 
-def deal(
+def assign_shard_ranges(
     graph: Graph,
     factors: Factors,
     cuts: frozenset[tuple[str, int, int, int]],
     proportions: Sequence[float],
-    lies: Mapping[str, Layout] = NO_LEAVES,
-) -> Shares:
+    lies: Mapping[str, Layout] = NO_LEAF_LAYOUTS,
+) -> ShardRanges:
     """Return the shard ranges of all sharded factors, assigned in the order of their leaves.
 
     The fixed order makes related plans agree. A leaf with a layout from an earlier plan keeps it.
@@ -371,18 +419,20 @@ def deal(
         proportions: The share of each device.
         lies: Layouts of leaves from an earlier plan.
     """
-    shares = Shares(proportions)
-    leaves = {n.name: factors.axes(n.results[0]) for n in graph.nodes if n.op in ("weight", "state")}
-    for name, axis, at, place in sorted(cuts, key=_natural):
+    shares = ShardRanges(proportions)
+    leaves = {n.name: factors.axes_of(n.results[0]) for n in graph.nodes if n.op in ("weight", "state")}
+    for name, axis, at, place in sorted(cuts, key=_natural_sort_key):
         segments, layout = leaves[name][axis], lies.get(name)
         if isinstance(layout, Shard) and layout.axis == axis:
-            shares.keep(segments[at][place], dealt(segments, at, segments[at][place], layout.runs))
+            shares.assign_ranges(
+                segments[at][place], factor_ranges_from_layout(segments, at, segments[at][place], layout.index_ranges)
+            )
         else:
-            shares.of(segments[at][place])
+            shares.ranges_of(segments[at][place])
     return shares
 
 
-def _natural(cut: tuple[str, int, int, int]) -> tuple[object, ...]:
+def _natural_sort_key(cut: tuple[str, int, int, int]) -> tuple[object, ...]:
     """Return a sort key that puts layer 9 before layer 10."""
     name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in cut[0].split("."))
     return (tuple((flag, str(value).zfill(12)) for flag, value in name), *cut[1:])

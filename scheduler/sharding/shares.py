@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..layout import Run
-from .axes import Factor, product_size
+from ..layout import IndexRange
+from .axes import Factor, compute_product_size
 
 
-def runs_of(axis: Sequence[Sequence[Factor]], factor: Factor, low: int, high: int) -> tuple[Run, ...]:
+def compute_index_ranges(
+    axis: Sequence[Sequence[Factor]], factor: Factor, low: int, high: int
+) -> tuple[IndexRange, ...]:
     """Return the entries of an axis with an index of `factor` in ``[low, high)``; segments without the factor are
     whole.
 
@@ -22,24 +24,24 @@ def runs_of(axis: Sequence[Sequence[Factor]], factor: Factor, low: int, high: in
         low: The first index of the device.
         high: The end of the indices of the device.
     """
-    runs: list[Run] = []
+    runs: list[IndexRange] = []
     start = 0
     for segment in axis:
-        size = product_size(segment)
+        size = compute_product_size(segment)
         if factor in segment:
             at = segment.index(factor)
-            inner = product_size(segment[at + 1 :])
-            for outer in range(product_size(segment[:at])):
+            inner = compute_product_size(segment[at + 1 :])
+            for outer in range(compute_product_size(segment[:at])):
                 runs.append((start + (outer * factor.size + low) * inner, (high - low) * inner))
         else:
             runs.append((start, size))
         start += size
-    return joined(runs)
+    return merge_ranges(runs)
 
 
-def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
+def merge_ranges(runs: Sequence[IndexRange]) -> tuple[IndexRange, ...]:
     """Return `runs` without empty ranges, with adjacent ranges merged."""
-    merged: list[Run] = []
+    merged: list[IndexRange] = []
     for offset, length in runs:
         if length and merged and sum(merged[-1]) == offset:
             merged[-1] = (merged[-1][0], merged[-1][1] + length)
@@ -48,8 +50,8 @@ def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(merged)
 
 
-def dealt(
-    axis: Sequence[Sequence[Factor]], at: int, factor: Factor, lying: Sequence[Sequence[Run]]
+def factor_ranges_from_layout(
+    axis: Sequence[Sequence[Factor]], at: int, factor: Factor, lying: Sequence[Sequence[IndexRange]]
 ) -> tuple[tuple[int, int], ...] | None:
     """Return the indices of `factor` that each device has if the entries of an axis have the layout `lying`.
 
@@ -61,31 +63,31 @@ def dealt(
         factor: A factor of the segment.
         lying: The index ranges of each device.
     """
-    start, size = sum(map(product_size, axis[:at])), product_size(axis[at])
+    start, size = sum(map(compute_product_size, axis[:at])), compute_product_size(axis[at])
     indices: list[tuple[int, int]] = []
     for runs in lying:
         entries = sum(max(0, min(o + n, start + size) - max(o, start)) for o, n in runs)
         low = indices[-1][1] if indices else 0
         indices.append((low, low + entries * factor.size // max(size, 1)))
     fits = all(
-        runs_of(axis[at : at + 1], factor, *has) == _within(runs, start, start + size)
+        compute_index_ranges(axis[at : at + 1], factor, *has) == _clip_ranges(runs, start, start + size)
         for has, runs in zip(indices, lying, strict=True)
     )
     return tuple(indices) if fits and indices[-1][1] == factor.size else None
 
 
-def _within(runs: Sequence[Run], start: int, stop: int) -> tuple[Run, ...]:
+def _clip_ranges(runs: Sequence[IndexRange], start: int, stop: int) -> tuple[IndexRange, ...]:
     """Return the parts of `runs` in ``[start, stop)``, counted from `start`."""
-    return joined([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in runs])
+    return merge_ranges([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in runs])
 
 
-GRAIN, MANY = 32, 8
+ROW_GRANULARITY, MIN_GRAINS_PER_DEVICE = 32, 8
 """Large factors are divided in blocks of `ROW_GRANULARITY` indices, as kernels take 16 or 32 rows at a time.
 
 A factor is large if each device gets at least `MIN_GRAINS_PER_DEVICE` blocks."""
 
 
-class Shares:
+class ShardRanges:
     """Divides factors over devices in given proportions, by largest remainder.
 
     A device that loses by rounding in one factor gains in a later factor of the same size. So over many layers each
@@ -95,17 +97,17 @@ class Shares:
     def __init__(self, proportions: Sequence[float]) -> None:
         total = sum(proportions)
         self.proportions = [p / total for p in proportions]
-        self._owed: dict[int, list[float]] = {}
-        self._dealt: dict[Factor, tuple[tuple[int, int], ...]] = {}
+        self._rounding_remainders: dict[int, list[float]] = {}
+        self._assigned_ranges: dict[Factor, tuple[tuple[int, int], ...]] = {}
 
     def __len__(self) -> int:
         return len(self.proportions)
 
-    def of(self, factor: Factor) -> tuple[tuple[int, int], ...]:
+    def ranges_of(self, factor: Factor) -> tuple[tuple[int, int], ...]:
         """Return the indices ``[low, high)`` of `factor` of each device."""
-        if factor not in self._dealt:
-            grain = self._grain(factor.size)
-            size, owed = factor.size // grain, self._owed.setdefault(factor.size, [0.0] * len(self))
+        if factor not in self._assigned_ranges:
+            grain = self._choose_granularity(factor.size)
+            size, owed = factor.size // grain, self._rounding_remainders.setdefault(factor.size, [0.0] * len(self))
             ideal = [size * p + o for p, o in zip(self.proportions, owed, strict=True)]
             counts = [max(0, int(x + 1e-9)) for x in ideal]
             order = sorted(range(len(self)), key=lambda d: (counts[d] - ideal[d], d))
@@ -113,17 +115,21 @@ class Shares:
             for i in range(abs(missing)):
                 device = order[i % len(self)] if missing > 0 else max(range(len(self)), key=lambda d: counts[d])
                 counts[device] += 1 if missing > 0 else -1
-            self._owed[factor.size] = [x - c for x, c in zip(ideal, counts, strict=True)]
+            self._rounding_remainders[factor.size] = [x - c for x, c in zip(ideal, counts, strict=True)]
             ends = [grain * sum(counts[: d + 1]) for d in range(len(self))]
-            self._dealt[factor] = tuple((end - grain * n, end) for end, n in zip(ends, counts, strict=True))
-        return self._dealt[factor]
+            self._assigned_ranges[factor] = tuple((end - grain * n, end) for end, n in zip(ends, counts, strict=True))
+        return self._assigned_ranges[factor]
 
-    def keep(self, factor: Factor, indices: tuple[tuple[int, int], ...] | None) -> None:
+    def assign_ranges(self, factor: Factor, indices: tuple[tuple[int, int], ...] | None) -> None:
         """Assign `indices` to a factor without ranges; divide it by the proportions if `indices` is None."""
         if indices is not None:
-            self._dealt.setdefault(factor, indices)
-        self.of(factor)
+            self._assigned_ranges.setdefault(factor, indices)
+        self.ranges_of(factor)
 
-    def _grain(self, size: int) -> int:
+    def _choose_granularity(self, size: int) -> int:
         """Return the block size in which a factor of this size is divided."""
-        return GRAIN if size % GRAIN == 0 and size >= GRAIN * MANY * len(self) else 1
+        return (
+            ROW_GRANULARITY
+            if size % ROW_GRANULARITY == 0 and size >= ROW_GRANULARITY * MIN_GRAINS_PER_DEVICE * len(self)
+            else 1
+        )

@@ -26,9 +26,9 @@ All other pairs are converted to `Replicate` first. `RoutedPartial` is never the
 not know where its partial sum has to be zero.
 
 >>> f, g = Factor(8), Factor(6)
->>> way(Cut(f), Cut(f)), way(Cut(f), Cut(g))
-((), (Cut(factor=6),))
->>> way(Cut(f), PARTIAL)
+>>> find_conversion_path(FactorShard(f), FactorShard(f)), find_conversion_path(FactorShard(f), FactorShard(g))
+((), (FactorShard(factor=6),))
+>>> find_conversion_path(FactorShard(f), PARTIAL)
 (Replicate(), Partial())
 """
 
@@ -43,15 +43,15 @@ from .axes import Factor
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class FactorShard:
     """Each device has the entries of its indices of `factor`."""
 
     factor: Factor
-    is_owed = False
+    is_partial = False
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RoutedPartial:
     """A partial sum in which each entry comes from one device and is zero on all others.
 
     The device is the one with the table row that `index_operand` names for the entry. `factor` has the rows of the
@@ -59,32 +59,34 @@ class Routed:
     """
 
     factor: Factor
-    ids: Value
-    is_owed = True
+    index_operand: Value
+    is_partial = True
 
 
 @dataclass(frozen=True, slots=True)
-class Lying:
+class FixedShard:
     """Each device has the shard of `layout`, which an earlier plan over the same weights and states fixed."""
 
     layout: Shard
-    is_owed = False
+    is_partial = False
 
 
-State: TypeAlias = Replicate | Cut | Partial | Routed | Local | Lying
+FactorLayout: TypeAlias = Replicate | FactorShard | Partial | RoutedPartial | Local | FixedShard
 """A layout in terms of factors."""
 
 
-def way(made: State, wanted: State) -> tuple[State, ...]:
+def find_conversion_path(made: FactorLayout, wanted: FactorLayout) -> tuple[FactorLayout, ...]:
     """Return the layouts that a value takes from `made` to `wanted`, one conversion for each.
 
     Raises:
         AssertionError: `wanted` is a `RoutedPartial` other than `made`.
     """
-    if made == wanted or (wanted is PARTIAL and made.is_owed):
+    if made == wanted or (wanted is PARTIAL and made.is_partial):
         return ()
-    assert not isinstance(wanted, Routed), f"{made} cannot become {wanted}"
+    assert not isinstance(wanted, RoutedPartial), f"{made} cannot become {wanted}"
     if isinstance(made, Local) and isinstance(wanted, Local):
         return () if set(wanted.devices) <= set(made.devices) else (wanted,)
-    direct = REPLICATE in (made, wanted) or (isinstance(wanted, Cut) and not isinstance(made, Local | Lying))
+    direct = REPLICATE in (made, wanted) or (
+        isinstance(wanted, FactorShard) and not isinstance(made, Local | FixedShard)
+    )
     return (wanted,) if direct else (REPLICATE, wanted)

@@ -22,23 +22,23 @@ from ...ops.collectives import COLLECTIVES, find_collective_number, receive, sen
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.lane import teams_of
 from ..machines.hardware import Hardware
-from .assign import Assignment
-from .chunks import WHOLE, Chunks, laid_in_chunks, tokens_of
-from .emit import Sharded, shard, unused, with_meetings
+from .assign import ShardingAssignment
+from .chunks import SINGLE_CHUNK, OverlapChunks, find_token_factor, partition_in_chunks
+from .emit import PartitionedGraphs, keep_collectives, make_unused_name, partition_graph
 from .factors import Factors
-from .layers import Placement, homes
-from .pins import Pins, as_before
-from .rows import Laying
-from .search import cuts_of, deal, factors_at
+from .layers import Placement, find_home_devices
+from .pins import Pins, pin_earlier_layouts
+from .rows import SequenceParallelOptions
+from .search import assign_shard_ranges, describe_factors, factors_from_description
 
-Cuts = frozenset[tuple[str, int, int, int]]
+ShardedFactors = frozenset[tuple[str, int, int, int]]
 """The sharded factors: (leaf, axis, segment, position in the segment)."""
-Teams = Sequence[Sequence[int]]
+StageGroups = Sequence[Sequence[int]]
 """The devices of each pipeline stage."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """The graph of one pipeline stage.
 
     `input_values` are its inputs from other stages, and `output_values` its outputs for other stages. Both map names to
@@ -46,11 +46,11 @@ class Stage:
     """
 
     graph: Graph
-    taken: Mapping[str, Value]
-    given: Mapping[str, Value]
+    input_values: Mapping[str, Value]
+    output_values: Mapping[str, Value]
 
 
-def teams_by(machine: int, devices: int) -> list[list[int]]:
+def split_into_groups(machine: int, devices: int) -> list[list[int]]:
     """Divide the devices into groups of equal size, one after another.
 
     A group has the devices of one machine. If all devices are in one machine, the division is the squarest one.
@@ -73,7 +73,7 @@ def teams_by(machine: int, devices: int) -> list[list[int]]:
     return [list(range(start, start + size)) for start in range(0, devices, size)]
 
 
-def teams_like(programs: Sequence[Program]) -> list[list[int]] | None:
+def find_groups_of_programs(programs: Sequence[Program]) -> list[list[int]] | None:
     """Return the groups of programs with several pipeline stages of several devices; None for other programs."""
     devices, teams = len(programs), teams_of(programs)
     if not any(1 < len(team) < devices for team in teams):
@@ -83,24 +83,24 @@ def teams_like(programs: Sequence[Program]) -> list[list[int]] | None:
 
 
 @dataclass(frozen=True)
-class Composed:
+class HybridGraphs:
     """The graphs of all devices, the sharded factors, and whether a stage is or can be split into overlap chunks."""
 
-    sharded: Sharded
-    cuts: Cuts
+    partitioned_graphs: PartitionedGraphs
+    sharded_factors: ShardedFactors
     has_chunks: bool
 
 
-def compose(
+def partition_hybrid(
     graph: Graph,
     where: Placement,
-    teams: Teams,
-    cuts: Cuts,
+    teams: StageGroups,
+    cuts: ShardedFactors,
     proportions: Sequence[float],
     hardware: Hardware,
     earlier: Mapping[str, Layout] | None = None,
-    chunks: Chunks = WHOLE,
-) -> Composed:
+    chunks: OverlapChunks = SINGLE_CHUNK,
+) -> HybridGraphs:
     """Split a graph into pipeline stages, and partition each over its group.
 
     Args:
@@ -116,16 +116,18 @@ def compose(
     Raises:
         PlanError: A value would have to go back to an earlier stage.
     """
-    stages = staged(graph, where, teams, earlier or {})
+    stages = split_into_stages(graph, where, teams, earlier or {})
     whole = frozenset[str]()  # leaves that stages would shard along different axes
     while True:
-        made = _Composition(graph, stages, teams, cuts, proportions, hardware, whole, earlier, chunks)
-        if made.torn <= whole:
-            return Composed(made.sharded(), made.cuts, made.has_chunks)
-        whole |= made.torn
+        made = _HybridPartitioner(graph, stages, teams, cuts, proportions, hardware, whole, earlier, chunks)
+        if made.conflicting_leaves <= whole:
+            return HybridGraphs(made.build(), made.sharded_factors, made.has_chunks)
+        whole |= made.conflicting_leaves
 
 
-def staged(graph: Graph, where: Placement, teams: Teams, earlier: Mapping[str, Layout]) -> list[Stage]:
+def split_into_stages(
+    graph: Graph, where: Placement, teams: StageGroups, earlier: Mapping[str, Layout]
+) -> list[PipelineStage]:
     """Return the graph of every stage; states stay in the stage that has them already.
 
     Args:
@@ -137,10 +139,10 @@ def staged(graph: Graph, where: Placement, teams: Teams, earlier: Mapping[str, L
     Raises:
         PlanError: A value would have to go back to an earlier stage.
     """
-    home, called, stages = homes(graph, where), assign_names(graph), len(teams)
+    home, called, stages = find_home_devices(graph, where), assign_names(graph), len(teams)
     for state in graph.states:
-        if (lies := earlier.get(state.node.name)) is not None and not _has(lies, teams[home[state]]):
-            there = [stage for stage, team in enumerate(teams) if _has(lies, team)]
+        if (lies := earlier.get(state.node.name)) is not None and not _is_stored_in_group(lies, teams[home[state]]):
+            there = [stage for stage, team in enumerate(teams) if _is_stored_in_group(lies, team)]
             home[state] = next(iter([s for s in there if s > home[state]] or there), home[state])
     leaves = {n.name for n in graph.nodes if n.is_leaf}
     local: dict[tuple[int, Value], Value] = {}
@@ -154,10 +156,10 @@ def staged(graph: Graph, where: Placement, teams: Teams, earlier: Mapping[str, L
             raise PlanError(f"{value!r} would go back from stage {at} to {stage}; use split mode layer or tensor")
         if (stage, value) not in local and at < stage:
             label = f"{called[value.node]}#{value.index}"
-            name = unused(f"{label}.from.{at}", leaves)
+            name = make_unused_name(f"{label}.from.{at}", leaves)
             local[stage, value] = input(name, value.shape, value.dtype)
             taken[stage][name] = value
-            given[at].setdefault(unused(f"{label}.out", graph.outputs), value)
+            given[at].setdefault(make_unused_name(f"{label}.out", graph.outputs), value)
         return local.setdefault((stage, value), value)
 
     for node in graph.nodes:
@@ -176,10 +178,10 @@ def staged(graph: Graph, where: Placement, teams: Teams, earlier: Mapping[str, L
         updates[stage][on(stage, state)] = on(stage, new)
     for stage in range(stages):
         outputs[stage].update((name, on(stage, value)) for name, value in given[stage].items())
-    return [Stage(Graph(outputs[s], updates[s]), taken[s], given[s]) for s in range(stages)]
+    return [PipelineStage(Graph(outputs[s], updates[s]), taken[s], given[s]) for s in range(stages)]
 
 
-class _Composition:
+class _HybridPartitioner:
     """The stages, partitioned one after another.
 
     `conflicting_leaves` are the leaves that two stages shard along different axes.
@@ -188,81 +190,98 @@ class _Composition:
     def __init__(
         self,
         graph: Graph,
-        stages: Sequence[Stage],
-        teams: Teams,
-        cuts: Cuts,
+        stages: Sequence[PipelineStage],
+        teams: StageGroups,
+        cuts: ShardedFactors,
         proportions: Sequence[float],
         hardware: Hardware,
         whole: frozenset[str],
         earlier: Mapping[str, Layout] | None,
-        chunks: Chunks,
+        chunks: OverlapChunks,
     ) -> None:
-        self.graph, self.stages, self.teams, self.proportions = graph, stages, teams, proportions
-        self.asked, self.hardware, self.whole, self.earlier = cuts, hardware, whole, earlier
-        self.chunks, self.has_chunks, self.number = chunks, False, 0
-        self.cuts: Cuts = frozenset()
-        self.sent: list[list[tuple[str, int, int]]] = [[] for _ in proportions]  # output, receiver and sequence number
-        self.received: list[dict[str, tuple[int, int]]] = [
+        self.graph, self.stages, self.stage_groups, self.proportions = graph, stages, teams, proportions
+        self.requested_factors, self.hardware, self.replicated_leaves, self.earlier_layouts = (
+            cuts,
+            hardware,
+            whole,
+            earlier,
+        )
+        self.chunks, self.has_chunks, self.next_sequence_number = chunks, False, 0
+        self.sharded_factors: ShardedFactors = frozenset()
+        self.sent_messages: list[list[tuple[str, int, int]]] = [
+            [] for _ in proportions
+        ]  # output, receiver and sequence number
+        self.received_messages: list[dict[str, tuple[int, int]]] = [
             {} for _ in proportions
         ]  # by input: sender and sequence number
-        self.parts: list[Sharded] = []
+        self.stage_graphs: list[PartitionedGraphs] = []
         for number, stage in enumerate(stages):
-            part = self._cut(number, stage)
-            self.parts.append(part)
-            self._post(number, stage)
-        self.leaves = {leaf.name: self._layout(leaf) for leaf in graph.nodes if leaf.is_leaf}
-        self.torn = frozenset(name for name, layout in self.leaves.items() if layout is None)
+            part = self._partition_stage(number, stage)
+            self.stage_graphs.append(part)
+            self._number_messages(number, stage)
+        self.leaf_layouts = {leaf.name: self._join_leaf_layouts(leaf) for leaf in graph.nodes if leaf.is_leaf}
+        self.conflicting_leaves = frozenset(name for name, layout in self.leaf_layouts.items() if layout is None)
 
-    def _cut(self, number: int, stage: Stage) -> Sharded:
+    def _partition_stage(self, number: int, stage: PipelineStage) -> PartitionedGraphs:
         """Partition one stage over its group."""
-        graph, team, factors = stage.graph, self.teams[number], Factors(stage.graph)
-        chosen = factors_at(graph, factors, self.asked) if len(team) > 1 else frozenset()
-        chosen = frozenset(f for f in chosen if f.can_be_cut)
+        graph, team, factors = stage.graph, self.stage_groups[number], Factors(stage.graph)
+        chosen = factors_from_description(graph, factors, self.requested_factors) if len(team) > 1 else frozenset()
+        chosen = frozenset(f for f in chosen if f.can_be_sharded)
         own = [self.proportions[d] for d in team]
-        shares = deal(graph, factors, cuts_of(graph, factors, chosen, {}), own if sum(own) else [1.0] * len(team))
-        shown = {graph.outputs[name] for name in stage.given}
-        stored, earlier = [*graph.weights, *graph.states], self.earlier or {}
-        before = {v.node.name: _within(earlier[v.node.name], v.shape, team) for v in stored if v.node.name in earlier}
-        pins = Pins({}, {v: REPLICATE for v in stored if v.node.name in self.whole})
+        shares = assign_shard_ranges(
+            graph, factors, describe_factors(graph, factors, chosen, {}), own if sum(own) else [1.0] * len(team)
+        )
+        shown = {graph.outputs[name] for name in stage.output_values}
+        stored, earlier = [*graph.weights, *graph.states], self.earlier_layouts or {}
+        before = {
+            v.node.name: _find_layout_in_group(earlier[v.node.name], v.shape, team)
+            for v in stored
+            if v.node.name in earlier
+        }
+        pins = Pins({}, {v: REPLICATE for v in stored if v.node.name in self.replicated_leaves})
         while True:
-            laying = Laying(graph, factors, chosen, pins, len(team), self.hardware, shown)
-            part = shard(graph, factors, laying.fastest(), shares, first=self.number, whole=shown)
-            known, pins = pins, as_before(pins, graph, part.leaves, before)
+            laying = SequenceParallelOptions(graph, factors, chosen, pins, len(team), self.hardware, shown)
+            part = partition_graph(
+                graph, factors, laying.choose_fastest(), shares, first=self.next_sequence_number, whole=shown
+            )
+            known, pins = pins, pin_earlier_layouts(pins, graph, part.leaves, before)
             if pins == known:
-                self.cuts |= cuts_of(graph, factors, chosen, part.leaves)
+                self.sharded_factors |= describe_factors(graph, factors, chosen, part.leaves)
                 break
-        if (tokens := tokens_of(laying.plain, factors)) is not None:
-            of: Assignment | None = laying.plain
-            if (saving := self.chunks.saving) is not None:
-                of = laying.with_less_work(tokens, saving / len(self.stages))
+        if (tokens := find_token_factor(laying.replicated_assignment, factors)) is not None:
+            of: ShardingAssignment | None = laying.replicated_assignment
+            if (saving := self.chunks.required_saving_seconds) is not None:
+                of = laying.shard_if_saving(tokens, saving / len(self.stages))
             self.has_chunks |= of is not None
-            if (count := self.chunks.count) > 1:
-                of, first = of or laying.plain, self.number
-                part = laid_in_chunks(graph, factors, of, shares, tokens, count, first=first, whole=shown) or part
+            if (count := self.chunks.chunk_count) > 1:
+                of, first = of or laying.replicated_assignment, self.next_sequence_number
+                part = partition_in_chunks(graph, factors, of, shares, tokens, count, first=first, whole=shown) or part
         met = (find_collective_number(node.op, node.attrs) for own in part.graphs for node in own.nodes)
-        self.number = max((number + 1 for number in met if number is not None), default=self.number)
+        self.next_sequence_number = max(
+            (number + 1 for number in met if number is not None), default=self.next_sequence_number
+        )
         return part
 
-    def _post(self, number: int, stage: Stage) -> None:
+    def _number_messages(self, number: int, stage: PipelineStage) -> None:
         """Number the messages of a stage to later stages."""
-        for name, value in stage.given.items():
+        for name, value in stage.output_values.items():
             for later in range(number + 1, len(self.stages)):
-                for label in (n for n, v in self.stages[later].taken.items() if v == value):
-                    team = self.teams[number]
-                    for place, device in enumerate(self.teams[later]):
+                for label in (n for n, v in self.stages[later].input_values.items() if v == value):
+                    team = self.stage_groups[number]
+                    for place, device in enumerate(self.stage_groups[later]):
                         sender = team[place % len(team)]
-                        self.sent[sender].append((name, device, self.number))
-                        self.received[device][label] = sender, self.number
-                        self.number += 1
+                        self.sent_messages[sender].append((name, device, self.next_sequence_number))
+                        self.received_messages[device][label] = sender, self.next_sequence_number
+                        self.next_sequence_number += 1
 
-    def _layout(self, leaf: Node) -> Layout | None:
+    def _join_leaf_layouts(self, leaf: Node) -> Layout | None:
         """Return the layout of a leaf over all devices; None if the stages shard it along different axes."""
         if leaf.op not in ("weight", "state"):
             return REPLICATE
-        if self.earlier is not None and leaf.name in self.earlier:
-            return self.earlier[leaf.name]
+        if self.earlier_layouts is not None and leaf.name in self.earlier_layouts:
+            return self.earlier_layouts[leaf.name]
         own: dict[int, tuple[Layout, int]] = {}
-        for team, part in zip(self.teams, self.parts, strict=True):
+        for team, part in zip(self.stage_groups, self.stage_graphs, strict=True):
             layout = part.leaves.get(leaf.name)
             for place, device in enumerate(team if layout is not None else ()):
                 assert layout is not None
@@ -276,34 +295,34 @@ class _Composition:
         (axis,) = cut
         all_of_it = ((0, leaf.specs[0].shape[axis]),)
         runs = [
-            layout.runs[place] if isinstance(layout, Shard) else all_of_it if layout is not None else ()
+            layout.index_ranges[place] if isinstance(layout, Shard) else all_of_it if layout is not None else ()
             for layout, place in (own.get(d, (None, 0)) for d in range(len(self.proportions)))
         ]
         return Shard(axis, tuple(runs))
 
-    def sharded(self) -> Sharded:
+    def build(self) -> PartitionedGraphs:
         """Return the graphs and layouts of all devices."""
         graphs: dict[int, Graph] = {}
         outputs: dict[str, Layout] = {}
-        for number, (team, part) in enumerate(zip(self.teams, self.parts, strict=True)):
-            given = self.stages[number].given
+        for number, (team, part) in enumerate(zip(self.stage_groups, self.stage_graphs, strict=True)):
+            given = self.stages[number].output_values
             for place, device in enumerate(team):
-                graphs[device] = self._posted(device, part.graphs[place], given)
+                graphs[device] = self._add_messages(device, part.graphs[place], given)
             for name in part.outputs.keys() - given.keys():
                 layout = part.outputs[name]
                 if isinstance(layout, Shard):
-                    runs = {device: layout.runs[place] for place, device in enumerate(team)}
+                    runs = {device: layout.index_ranges[place] for place, device in enumerate(team)}
                     outputs[name] = Shard(layout.axis, tuple(runs.get(d, ()) for d in range(len(self.proportions))))
                 else:
                     outputs[name] = Local((team[0],))
         devices = range(len(self.proportions))
-        leaves = {name: layout for name, layout in self.leaves.items() if layout is not None}
+        leaves = {name: layout for name, layout in self.leaf_layouts.items() if layout is not None}
         ordered = {name: outputs[name] for name in self.graph.outputs}
-        return Sharded(tuple(graphs[d] for d in devices), tuple({} for _ in devices), leaves, ordered)
+        return PartitionedGraphs(tuple(graphs[d] for d in devices), tuple({} for _ in devices), leaves, ordered)
 
-    def _posted(self, device: int, graph: Graph, given: Mapping[str, Value]) -> Graph:
+    def _add_messages(self, device: int, graph: Graph, given: Mapping[str, Value]) -> Graph:
         """Return the graph of a device with receives from other stages and sends to them."""
-        received = self.received[device]
+        received = self.received_messages[device]
 
         def rule(node: Node) -> Value | None:
             if node.op != "input" or node.name not in received:
@@ -315,22 +334,24 @@ class _Composition:
         graph = rewrite_graph(graph, rule)
         met = [n.results[0] for n in graph.nodes if n.op in COLLECTIVES]
         outputs = {name: value for name, value in graph.outputs.items() if name not in given}
-        for name, to, number in self.sent[device]:
+        for name, to, number in self.sent_messages[device]:
             value = graph.outputs[name]
             label = f"{value.node.name or value.node.op}.to.{to}"
-            outputs[unused(f"sent.{number}", self.graph.outputs)] = send(value, to=to, sequence=number, name=label)
-        return with_meetings(Graph(outputs, graph.updates), met)
+            outputs[make_unused_name(f"sent.{number}", self.graph.outputs)] = send(
+                value, to=to, sequence=number, name=label
+            )
+        return keep_collectives(Graph(outputs, graph.updates), met)
 
 
-def _within(layout: Layout, shape: Sequence[int], team: Sequence[int]) -> Layout:
+def _find_layout_in_group(layout: Layout, shape: Sequence[int], team: Sequence[int]) -> Layout:
     """Return the layout of a leaf of this shape within one group."""
     if isinstance(layout, Shard):
-        runs = tuple(layout.runs[d] for d in team)
+        runs = tuple(layout.index_ranges[d] for d in team)
         return REPLICATE if set(runs) == {((0, shape[layout.axis]),)} else Shard(layout.axis, runs)
     return REPLICATE if isinstance(layout, Local) and set(team) <= set(layout.devices) else layout
 
 
-def stages_like(graph: Graph, leaves: Mapping[str, Layout], teams: Teams) -> Placement:
+def stages_from_layouts(graph: Graph, leaves: Mapping[str, Layout], teams: StageGroups) -> Placement:
     """Return the stage of each node of a graph over weights and states that groups have already.
 
     A node is in a stage that has its weight or state, otherwise in the stage of its last operand.
@@ -346,7 +367,7 @@ def stages_like(graph: Graph, leaves: Mapping[str, Layout], teams: Teams) -> Pla
             continue
         follows = max((where[s.node] for s in node.inputs if not s.node.is_leaf), default=0)
         options = [
-            [s for s, team in enumerate(teams) if _has(leaves[v.node.name], team)]
+            [s for s, team in enumerate(teams) if _is_stored_in_group(leaves[v.node.name], team)]
             for v in node.inputs
             if v.node.op in ("weight", "state") and v.node.name in leaves
         ]
@@ -354,8 +375,8 @@ def stages_like(graph: Graph, leaves: Mapping[str, Layout], teams: Teams) -> Pla
     return where
 
 
-def _has(layout: Layout, team: Sequence[int]) -> bool:
+def _is_stored_in_group(layout: Layout, team: Sequence[int]) -> bool:
     """Return whether a group has any entry of a leaf with this layout."""
     if isinstance(layout, Shard):
-        return any(layout.runs[d] for d in team)
+        return any(layout.index_ranges[d] for d in team)
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and not set(team).isdisjoint(layout.devices))

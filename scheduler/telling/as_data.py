@@ -14,7 +14,7 @@ from ...ops import REGISTRY
 from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard
 
 
-def layout_data(layout: Layout) -> object:
+def layout_to_data(layout: Layout) -> object:
     """Return a layout as plain data."""
     match layout:
         case Shard(axis, runs):
@@ -25,74 +25,98 @@ def layout_data(layout: Layout) -> object:
             return str(layout)
 
 
-def program_data(program: Program) -> dict[str, Any]:
+def program_to_data(program: Program) -> dict[str, Any]:
     """Return a program as plain data; the attributes of an instruction are stored only with its graph node."""
     return {
-        "buffers": [[b.kind, b.name, b.nbytes, _spec(b.declared), _spec(b.stored)] for b in program.buffers],
-        "instructions": list(map(_instruction, program.instructions)),
-        "undo": [[at, _instruction(back)] for at, back in program.undo],
-        "inputs": {name: _tensor(t) for name, t in program.inputs.items()},
-        "results": {name: _tensor(t) for name, t in program.outputs.items()},
+        "buffers": [
+            [b.kind, b.name, b.nbytes, _spec_to_data(b.declared_spec), _spec_to_data(b.stored_spec)]
+            for b in program.buffers
+        ],
+        "instructions": list(map(_instruction_to_data, program.instructions)),
+        "undo": [[at, _instruction_to_data(back)] for at, back in program.undo],
+        "inputs": {name: _tensor_to_data(t) for name, t in program.inputs.items()},
+        "results": {name: _tensor_to_data(t) for name, t in program.outputs.items()},
     }
 
 
-def _instruction(i: Instruction) -> object:
-    return [i.index, i.op, i.node, list(map(_tensor, i.src)), list(map(_tensor, i.dst)), _tensor(i.scratch)]
+def _instruction_to_data(i: Instruction) -> object:
+    return [
+        i.index,
+        i.op,
+        i.node,
+        list(map(_tensor_to_data, i.src)),
+        list(map(_tensor_to_data, i.dst)),
+        _tensor_to_data(i.scratch),
+    ]
 
 
-def _spec(spec: Spec | None) -> object:
+def _spec_to_data(spec: Spec | None) -> object:
     return None if spec is None else [list(spec.shape), spec.dtype.text]
 
 
-def _tensor(tensor: Tensor | None) -> object:
+def _tensor_to_data(tensor: Tensor | None) -> object:
     if tensor is None:
         return None
     return [tensor.buffer, tensor.offset, list(tensor.shape), list(tensor.strides), tensor.dtype.text]
 
 
-def read_program(entry: Mapping[str, Any], graph: Graph) -> Program:
+def program_from_data(entry: Mapping[str, Any], graph: Graph) -> Program:
     """Build a program from plain data and its graph."""
 
     def tensors(items: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        return MappingProxyType({name: _present(value) for name, value in items.items()})
+        return MappingProxyType({name: _tensor_from_data(value) for name, value in items.items()})
 
     return Program(
         tuple(
-            BufferSpec(text_of(kind), text_of(name), count(nbytes), _read_spec(declared), _read_spec(stored))
+            BufferSpec(
+                require_text(kind),
+                require_text(name),
+                require_count(nbytes),
+                _spec_from_data(declared),
+                _spec_from_data(stored),
+            )
             for kind, name, nbytes, declared, stored in entry["buffers"]
         ),
-        tuple(_read_instruction(graph, *parts) for parts in entry["instructions"]),
+        tuple(_instruction_from_data(graph, *parts) for parts in entry["instructions"]),
         tensors(entry["inputs"]),
         tensors(entry["results"]),
-        tuple((count(at), _read_instruction(graph, *parts)) for at, parts in entry["undo"]),
+        tuple((require_count(at), _instruction_from_data(graph, *parts)) for at, parts in entry["undo"]),
     )
 
 
-def _read_instruction(graph: Graph, index: Any, op: Any, name: Any, src: Any, dst: Any, scratch: Any) -> Instruction:
+def _instruction_from_data(
+    graph: Graph, index: Any, op: Any, name: Any, src: Any, dst: Any, scratch: Any
+) -> Instruction:
     """Build an instruction; its attributes come from its graph node, or from the op's defaults without a node."""
-    operands, results = tuple(map(_read_tensor, src)), tuple(map(_present, dst))
+    operands, results = tuple(map(_optional_tensor_from_data, src)), tuple(map(_tensor_from_data, dst))
     if type(index) is not int or not -1 <= index < len(graph.nodes):
         raise ValueError(f"step {name!r:.60} computes node {index!r:.60} of {len(graph.nodes)}")
-    attrs = REGISTRY[text_of(op)].defaults if index == -1 else graph.nodes[index].attrs
-    return Instruction(op, operands, results, attrs, _read_tensor(scratch), text_of(name), index)
+    attrs = REGISTRY[require_text(op)].defaults if index == -1 else graph.nodes[index].attrs
+    return Instruction(op, operands, results, attrs, _optional_tensor_from_data(scratch), require_text(name), index)
 
 
-def _read_tensor(value: Any) -> Tensor | None:
-    return None if value is None else _present(value)
+def _optional_tensor_from_data(value: Any) -> Tensor | None:
+    return None if value is None else _tensor_from_data(value)
 
 
-def _present(value: Any) -> Tensor:
+def _tensor_from_data(value: Any) -> Tensor:
     buffer, offset, shape, strides, dtype = value
     if len(shape) != len(strides):
         raise ValueError(f"a tensor has {len(shape)} axes but {len(strides)} strides")
-    return Tensor(count(buffer), count(offset), _numbers(shape), _numbers(strides), DTYPE_BY_NAME[dtype])
+    return Tensor(
+        require_count(buffer),
+        require_count(offset),
+        _counts_from_data(shape),
+        _counts_from_data(strides),
+        DTYPE_BY_NAME[dtype],
+    )
 
 
-def _read_spec(value: Any) -> Spec | None:
-    return None if value is None else make_spec(_numbers(value[0]), text_of(value[1]))
+def _spec_from_data(value: Any) -> Spec | None:
+    return None if value is None else make_spec(_counts_from_data(value[0]), require_text(value[1]))
 
 
-def read_layout(value: Any) -> Layout:
+def layout_from_data(value: Any) -> Layout:
     """Build a layout from plain data. Raises `ValueError` for other data."""
     match value:
         case "R":
@@ -100,30 +124,32 @@ def read_layout(value: Any) -> Layout:
         case "P":
             return PARTIAL
         case {"axis": axis, "runs": runs}:
-            return Shard(count(axis), tuple(tuple((_run(run)) for run in device) for device in runs))
+            return Shard(
+                require_count(axis), tuple(tuple((_range_from_data(run)) for run in device) for device in runs)
+            )
         case {"devices": devices}:
-            return Local(_numbers(devices))
+            return Local(_counts_from_data(devices))
         case _:
             raise ValueError(f"{value!r:.60} is no layout")
 
 
-def _run(value: Any) -> tuple[int, int]:
+def _range_from_data(value: Any) -> tuple[int, int]:
     offset, length = value
-    return count(offset), count(length)
+    return require_count(offset), require_count(length)
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
-    return tuple(map(count, values))
+def _counts_from_data(values: Any) -> tuple[int, ...]:
+    return tuple(map(require_count, values))
 
 
-def count(value: Any) -> int:
+def require_count(value: Any) -> int:
     """Return `value` if it is an integer from zero on. Raises `ValueError` for any other value."""
     if type(value) is not int or value < 0:  # False equals 0 in Python
         raise ValueError(f"{value!r:.60} is no count")
     return value
 
 
-def text_of(value: Any) -> str:
+def require_text(value: Any) -> str:
     """Return `value` if it is a text. Raises `TypeError` for any other value."""
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} is no text")

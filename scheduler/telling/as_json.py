@@ -13,7 +13,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from ...backends.base import Backend, Device, find
+from ...backends.base import Backend, Device, find_device
 from ...graph.errors import BackendError, GraphError, PlanError
 from ...graph.export import from_json as graph_from_json
 from ...graph.export import to_json as graph_to_json
@@ -22,16 +22,16 @@ from ...graph.node import Node
 from ...graph.spec import Spec
 from ...graph.validation import TEXT, instance_of, validate_arguments
 from ...ops import verify
-from ..layout import Layout, Local, Shard, local_shape
+from ..layout import Layout, Local, Shard, compute_local_shape
 from ..lowering.lane import Lane, first_alike
 from ..machines.catalogue import MACHINES, Machine
 from ..machines.hardware import BUILT_IN, Hardware
 from ..machines.simulated import SIMULATED, SimulatedBackend, simulated
-from ..plan import Placed, Plan
+from ..plan import PinnedNodes, Plan
 from ..verifier.plan import verify_plan
-from .as_data import count, layout_data, program_data, read_layout, read_program, text_of
+from .as_data import layout_from_data, layout_to_data, program_from_data, program_to_data, require_count, require_text
 
-FORMAT = "hocket-plan-3"
+PLAN_JSON_FORMAT = "hocket-plan-3"
 """The name and the version of the format."""
 
 
@@ -41,7 +41,7 @@ def plan_to_json(plan: Plan) -> str:
 
     Devices with equal programs share one program in it.
     """
-    document = _running(plan)
+    document = _executed_to_data(plan)
     document["reasons"] = list(plan.reasons)
     document["placed"] = [asdict(placed) for placed in plan.placed]
     document["hardware"] = asdict(plan.hardware)
@@ -60,12 +60,12 @@ def plan_to_json(plan: Plan) -> str:
     return json.dumps(document, allow_nan=False)
 
 
-def digest(plan: Plan) -> str:
+def compute_plan_digest(plan: Plan) -> str:
     """Return the SHA-256 of the canonical JSON of everything that runs.
 
     Reasons, predictions and memory sizes are excluded.
     """
-    text = json.dumps(_running(plan), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_executed_to_data(plan), allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -77,26 +77,28 @@ def plan_from_json(text: str) -> Plan:
     """
     try:
         document = json.loads(text)
-        if document["format"] != FORMAT:
-            raise PlanError(f"format is {document['format']!r:.60}; this reads {FORMAT}")
-        plan = _plan(document)
-        _check(plan)
+        if document["format"] != PLAN_JSON_FORMAT:
+            raise PlanError(f"format is {document['format']!r:.60}; this reads {PLAN_JSON_FORMAT}")
+        plan = _plan_from_document(document)
+        _verify_plan_form(plan)
         verify_plan(plan)
         return plan
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, RecursionError) as why:
-        raise PlanError(f"not a plan in JSON ({type(why).__name__}: {_one_line(why)}); write one with --json") from None
+        raise PlanError(
+            f"not a plan in JSON ({type(why).__name__}: {_format_one_line(why)}); write one with --json"
+        ) from None
     except GraphError as why:
-        raise PlanError(f"not a plan in JSON: its graph is illegal: {_one_line(why)}") from None
+        raise PlanError(f"not a plan in JSON: its graph is illegal: {_format_one_line(why)}") from None
 
 
-def _one_line(why: Exception) -> str:
+def _format_one_line(why: Exception) -> str:
     return " ".join(str(why).split())[:200]
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def _running(plan: Plan) -> dict[str, Any]:
+def _executed_to_data(plan: Plan) -> dict[str, Any]:
     """Return everything that runs, as plain data.
 
     The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
@@ -105,11 +107,11 @@ def _running(plan: Plan) -> dict[str, Any]:
     alike = first_alike(plan.lanes)
     own = {first: place for place, first in enumerate(dict.fromkeys(alike))}
     programs = [
-        {"graph": json.loads(graph_to_json(plan.lanes[first].graph)), **program_data(plan.lanes[first].program)}
+        {"graph": json.loads(graph_to_json(plan.lanes[first].graph)), **program_to_data(plan.lanes[first].program)}
         for first in own
     ]
     return {
-        "format": FORMAT,
+        "format": PLAN_JSON_FORMAT,
         "graph": json.loads(graph_to_json(plan.graph)),
         "lanes": [
             {
@@ -122,8 +124,8 @@ def _running(plan: Plan) -> dict[str, Any]:
             for lane, first in zip(plan.lanes, alike, strict=True)
         ],
         "programs": programs,
-        "leaves": {name: layout_data(layout) for name, layout in plan.leaves.items()},
-        "outputs": {name: layout_data(layout) for name, layout in plan.outputs.items()},
+        "leaves": {name: layout_to_data(layout) for name, layout in plan.leaves.items()},
+        "outputs": {name: layout_to_data(layout) for name, layout in plan.outputs.items()},
         "cuts": sorted(map(list, plan.cuts)),
     }
 
@@ -131,67 +133,77 @@ def _running(plan: Plan) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def _plan(document: dict[str, Any]) -> Plan:
+def _plan_from_document(document: dict[str, Any]) -> Plan:
     """Build a plan from its JSON document without verifying it."""
     graph = graph_from_json(json.dumps(document["graph"]))
     graphs = [graph_from_json(json.dumps(entry["graph"])) for entry in document["programs"]]
-    programs = [read_program(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
+    programs = [program_from_data(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
     lanes = []
     for entry in document["lanes"]:
-        backend, device = _device(entry, document.get("machines", {}))
-        number = count(entry["program"])
+        backend, device = _device_from_data(entry, document.get("machines", {}))
+        number = require_count(entry["program"])
         lanes.append(Lane(device, backend, graphs[number], programs[number]))
     return Plan(
         graph,
         tuple(lanes),
-        MappingProxyType({name: read_layout(v) for name, v in document["leaves"].items()}),
-        MappingProxyType({name: read_layout(v) for name, v in document["outputs"].items()}),
-        frozenset((text_of(n), count(a), count(s), count(i)) for n, a, s, i in document["cuts"]),
-        tuple(map(text_of, document["reasons"])),
-        _read_hardware(document["hardware"]),
+        MappingProxyType({name: layout_from_data(v) for name, v in document["leaves"].items()}),
+        MappingProxyType({name: layout_from_data(v) for name, v in document["outputs"].items()}),
+        frozenset(
+            (require_text(n), require_count(a), require_count(s), require_count(i)) for n, a, s, i in document["cuts"]
+        ),
+        tuple(map(require_text, document["reasons"])),
+        _hardware_from_data(document["hardware"]),
         tuple(
-            Placed(count(p["device"]), text_of(p["because"]), tuple(map(text_of, p["nodes"])))
+            PinnedNodes(require_count(p["device"]), require_text(p["because"]), tuple(map(require_text, p["nodes"])))
             for p in document["placed"]
         ),
-        None if document["host"] is None else _read_hardware(document["host"]),
-        tuple(map(_positive, document["shares"])),
-        tuple(map(text_of, document["spare"])),
+        None if document["host"] is None else _hardware_from_data(document["host"]),
+        tuple(map(_require_nonnegative, document["shares"])),
+        tuple(map(require_text, document["spare"])),
     )
 
 
-def _device(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
+def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
     """Return the backend and the device of a JSON entry; a simulated backend needs its machine."""
-    kind, index = text_of(entry["kind"]), count(entry["index"])
+    kind, index = require_text(entry["kind"]), require_count(entry["index"])
     if entry["backend"] == SIMULATED:
-        absent = simulated(kind, _read_machine(machines[kind]) if kind in machines else None)
+        absent = simulated(kind, _machine_from_data(machines[kind]) if kind in machines else None)
         return absent, absent.device(index)
-    backend, device = find(str(Device(kind, index, part=count(entry["part"]) if "part" in entry else None)))
+    backend, device = find_device(
+        str(Device(kind, index, part=require_count(entry["part"]) if "part" in entry else None))
+    )
     if backend.name != entry["backend"]:
         raise BackendError(f"the plan is for backend {entry['backend']!r:.60}, but {device} is of {backend.name!r}")
     return backend, device
 
 
-def _read_machine(entry: Mapping[str, Any]) -> Machine:
-    words: dict[str, Any] = {key: text_of(entry[key]) for key in ("link", "capability", "backend", "like")}
-    figures: dict[str, Any] = {key: _positive(entry[key]) for key in ("flops", "bandwidth", "launch")}
-    return Machine(**words, **figures, memory=count(entry["memory"]))
+def _machine_from_data(entry: Mapping[str, Any]) -> Machine:
+    words: dict[str, Any] = {key: require_text(entry[key]) for key in ("link", "capability", "backend", "like")}
+    figures: dict[str, Any] = {key: _require_nonnegative(entry[key]) for key in ("flops", "bandwidth", "launch")}
+    return Machine(**words, **figures, memory=require_count(entry["memory"]))
 
 
-def _read_hardware(entry: Mapping[str, Any]) -> Hardware:
-    figures: dict[str, Any] = {key: _figures(value) for key, value in entry.items() if key not in ("machine", "source")}
-    source = text_of(entry.get("source", BUILT_IN))
-    hardware = Hardware(**figures, machine=count(entry.get("machine", 0)), source=source)
+def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
+    figures: dict[str, Any] = {
+        key: _figures_from_data(value) for key, value in entry.items() if key not in ("machine", "source")
+    }
+    source = require_text(entry.get("source", BUILT_IN))
+    hardware = Hardware(**figures, machine=require_count(entry.get("machine", 0)), source=source)
     if not hardware.is_possible:
         raise ValueError(f"hardware has a speed of zero: {hardware}")
     return hardware
 
 
-def _figures(value: Any) -> Any:
+def _figures_from_data(value: Any) -> Any:
     """Return one number, or one number for each op."""
-    return {op: _positive(speed) for op, speed in value.items()} if isinstance(value, dict) else _positive(value)
+    return (
+        {op: _require_nonnegative(speed) for op, speed in value.items()}
+        if isinstance(value, dict)
+        else _require_nonnegative(value)
+    )
 
 
-def _positive(value: Any) -> float:
+def _require_nonnegative(value: Any) -> float:
     """Return a finite number from zero on: a time, a share, or a speed."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise ValueError(f"{value!r:.60} is no finite number from zero on")
@@ -201,60 +213,68 @@ def _positive(value: Any) -> float:
 # ----------------------------------------------------------------------------------------------------------- checking
 
 
-def _check(plan: Plan) -> None:
+def _verify_plan_form(plan: Plan) -> None:
     """Raise `PlanError` or `GraphError` unless the plan has the form that its verifier presupposes."""
     verify(plan.graph)
-    _require(bool(plan.lanes), "it has no devices")
-    _require(len({str(lane.device) for lane in plan.lanes}) == len(plan.lanes), "it names a device twice")
+    _require_condition(bool(plan.lanes), "it has no devices")
+    _require_condition(len({str(lane.device) for lane in plan.lanes}) == len(plan.lanes), "it names a device twice")
     done: set[int] = set()
     for lane in plan.lanes:
         if id(lane.graph) not in done:
             done.add(id(lane.graph))
             if lane.graph.nodes:  # a device may have no work
                 verify(lane.graph)
-            _check_stored(lane)
-    _require(set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves")
-    _require(set(plan.outputs) == set(plan.graph.outputs), "its layouts are of other outputs")
-    _require(len(plan.shares) in (0, len(plan.lanes)), "it has shares for other devices")
+            _verify_stored_buffers(lane)
+    _require_condition(
+        set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves"
+    )
+    _require_condition(set(plan.outputs) == set(plan.graph.outputs), "its layouts are of other outputs")
+    _require_condition(len(plan.shares) in (0, len(plan.lanes)), "it has shares for other devices")
     called = set(assign_names(plan.graph).values())
     for placed in plan.placed:
         known = placed.device < len(plan.lanes) and called.issuperset(placed.nodes)
-        _require(known, "it places nodes or names devices that there are not")
+        _require_condition(known, "it places nodes or names devices that there are not")
     for leaf in (n for n in plan.graph.nodes if n.is_leaf):
-        _check_leaf(plan, leaf)
+        _verify_leaf_shapes(plan, leaf)
     for name, value in plan.graph.outputs.items():
-        _check_layout(f"output {name!r:.60}", value.shape, plan.outputs[name], len(plan.lanes))
+        _verify_layout(f"output {name!r:.60}", value.shape, plan.outputs[name], len(plan.lanes))
 
 
-def _require(condition: bool, why: str) -> None:
+def _require_condition(condition: bool, why: str) -> None:
     if not condition:
         raise PlanError(f"not a plan in JSON: {why}")
 
 
-def _check_stored(lane: Lane) -> None:
+def _verify_stored_buffers(lane: Lane) -> None:
     """Require that this machine's backend stores leaves as the buffers state."""
     for buffer in lane.program.buffers:
-        if buffer.declared is not None:
-            stored = lane.backend.stored(buffer.declared, buffer.kind)
-            same = buffer.stored == stored and buffer.nbytes == stored.nbytes
-            _require(same, f"%{buffer.name!r:.60} is not stored as {lane.device} stores it")
+        if buffer.declared_spec is not None:
+            stored = lane.backend.stored(buffer.declared_spec, buffer.kind)
+            same = buffer.stored_spec == stored and buffer.nbytes == stored.nbytes
+            _require_condition(same, f"%{buffer.name!r:.60} is not stored as {lane.device} stores it")
 
 
-def _check_leaf(plan: Plan, leaf: Node) -> None:
+def _verify_leaf_shapes(plan: Plan, leaf: Node) -> None:
     """Require that the devices have the shapes that the layout states."""
     layout, spec = plan.leaves[leaf.name], leaf.specs[0]
-    _check_layout(f"%{leaf.label}", spec.shape, layout, len(plan.lanes))
+    _verify_layout(f"%{leaf.label}", spec.shape, layout, len(plan.lanes))
     for number, lane in enumerate(plan.lanes):
         for own in (n for n in lane.graph.nodes if n.name == leaf.name and n.op == leaf.op):
-            wanted = Spec(local_shape(spec.shape, layout, number), spec.dtype)
-            _require(own.specs[0] == wanted, f"%{leaf.label} is {own.specs[0]} on {lane.device}, need {wanted}")
+            wanted = Spec(compute_local_shape(spec.shape, layout, number), spec.dtype)
+            _require_condition(
+                own.specs[0] == wanted, f"%{leaf.label} is {own.specs[0]} on {lane.device}, need {wanted}"
+            )
 
 
-def _check_layout(what: str, shape: tuple[int, ...], layout: Layout, devices: int) -> None:
+def _verify_layout(what: str, shape: tuple[int, ...], layout: Layout, devices: int) -> None:
     """Require that a layout names existing axes, entries and devices."""
     if isinstance(layout, Shard):
-        _require(layout.axis < len(shape) and len(layout.runs) == devices, f"{what} is cut where it has no axis")
-        ends = [offset + n for runs in layout.runs for offset, n in runs]
-        _require(max(ends, default=0) <= shape[layout.axis], f"{what} is cut outside its axis")
+        _require_condition(
+            layout.axis < len(shape) and len(layout.index_ranges) == devices, f"{what} is cut where it has no axis"
+        )
+        ends = [offset + n for runs in layout.index_ranges for offset, n in runs]
+        _require_condition(max(ends, default=0) <= shape[layout.axis], f"{what} is cut outside its axis")
     if isinstance(layout, Local):
-        _require(bool(layout.devices) and max(layout.devices) < devices, f"{what} lies on a device there is not")
+        _require_condition(
+            bool(layout.devices) and max(layout.devices) < devices, f"{what} lies on a device there is not"
+        )

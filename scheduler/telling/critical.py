@@ -11,51 +11,56 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..stages import WORK, Stage
+from ..stages import COMPUTE, TimelineEntry
 
-Point = tuple[int, int]
+StagePoint = tuple[int, int]
 """The number of a timeline entry, and a device that runs it. In a collective, one device stands for all."""
-START: Point = (-1, -1)
+START_POINT: StagePoint = (-1, -1)
 """The point before the first entry."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PathEntry:
     """An entry of the critical path, with the device if it is work; None for a collective."""
 
-    stage: Stage
+    stage: TimelineEntry
     device: int | None
 
 
-def critical_path(stages: Sequence[Stage], devices: int) -> list[Link]:
+def find_critical_path(stages: Sequence[TimelineEntry], devices: int) -> list[PathEntry]:
     """Return the timeline entries that follow each other without a gap from the start of a run to its end.
 
     The sum of their times is the time of the run by `stages.estimate`. Entries that take no time are left out.
     """
-    ends: dict[Point, tuple[float, Point]] = {START: (0.0, START)}  # end in seconds, and the point before
-    worked, met = [START] * devices, [START] * devices  # the last work and the last collective of each device
-    before_that = [START] * devices  # the collective before the last one
+    ends: dict[StagePoint, tuple[float, StagePoint]] = {
+        START_POINT: (0.0, START_POINT)
+    }  # end in seconds, and the point before
+    worked, met = (
+        [START_POINT] * devices,
+        [START_POINT] * devices,
+    )  # the last work and the last collective of each device
+    before_that = [START_POINT] * devices  # the collective before the last one
 
-    def follow(point: Point, before: Point, seconds: float) -> None:
+    def follow(point: StagePoint, before: StagePoint, seconds: float) -> None:
         end = ends[before][0] + seconds
         if point not in ends or end > ends[point][0]:
             ends[point] = end, before
 
     for number, stage in enumerate(stages):
-        points = {d: (number, d if stage.op == WORK else stage.source) for d in stage.devices}
-        waiting = [stage.source] if stage.op == "send" else stage.devices
+        points = {d: (number, d if stage.op == COMPUTE else stage.sending_device) for d in stage.devices}
+        waiting = [stage.sending_device] if stage.op == "send" else stage.devices
         for d in stage.devices:
-            if stage.op == WORK or d in waiting:
-                for before in (worked[d], before_that[d] if stage.beside else met[d]):
+            if stage.op == COMPUTE or d in waiting:
+                for before in (worked[d], before_that[d] if stage.is_overlapped else met[d]):
                     follow(points[d], before, stage.seconds)
         for d in stage.devices:
-            if stage.op == WORK:
+            if stage.op == COMPUTE:
                 worked[d] = points[d]
-            elif stage.op != "send" or d != stage.source:
+            elif stage.op != "send" or d != stage.sending_device:
                 before_that[d], met[d] = met[d], points[d]
     path = [max(ends, key=lambda point: ends[point][0])]
-    while path[-1] != START:
+    while path[-1] != START_POINT:
         path.append(ends[path[-1]][1])
     path.reverse()
     kept = [(stages[number], d) for number, d in path if number >= 0 and d < devices and stages[number].seconds]
-    return [Link(stage, d if stage.op == WORK else None) for stage, d in kept]
+    return [PathEntry(stage, d if stage.op == COMPUTE else None) for stage, d in kept]

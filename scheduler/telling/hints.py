@@ -19,36 +19,36 @@ from ..layout import Replicate
 from ..lowering.lane import Lane, first_alike
 from ..machines.hardware import Counts, leaf_of
 from ..plan import Plan
-from ..sharding.pins import closed, wished
-from ..stages import Prices
-from ..units import nbytes_text, places, time_text
-from .layouts import layouts_of
+from ..sharding.pins import extend_pins, find_user_pins
+from ..stages import InstructionCosts
+from ..units import format_bytes, format_devices, format_seconds
+from .layouts import format_value_layouts
 
-LEAST = 0.01
+MIN_SAVED_SHARE = 0.01
 """Minimum share of a device's bytes that a hint must save."""
-LONGEST = 80
+MAX_PATTERN_CHARACTERS = 80
 """Maximum characters of a pattern."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hint:
+class PlacementHint:
     """The effect of ``--place`` with this pattern and device: saved bytes by device, and extra seconds of a run."""
 
-    place: str
-    saved: Mapping[str, int]
-    seconds: float
+    placement_rule: str
+    saved_bytes_by_device: Mapping[str, int]
+    extra_seconds: float
 
     def __str__(self) -> str:
         """Return the hint as text: ``--place 'token_embd=cpu:0' saves 28.7 MiB on cpu:1, costs 762 us a run``."""
         devices: dict[int, list[str]] = defaultdict(list)
-        for device, nbytes in self.saved.items():
+        for device, nbytes in self.saved_bytes_by_device.items():
             devices[nbytes].append(device)
-        said = [f"saves {nbytes_text(n)} on {places(where)}" for n, where in devices.items()]
-        said.append(f"{'saves' if self.seconds < 0 else 'costs'} {time_text(abs(self.seconds))} a run")
-        return f"--place {shlex.quote(self.place)} {', '.join(said)}"
+        said = [f"saves {format_bytes(n)} on {format_devices(where)}" for n, where in devices.items()]
+        said.append(f"{'saves' if self.extra_seconds < 0 else 'costs'} {format_seconds(abs(self.extra_seconds))} a run")
+        return f"--place {shlex.quote(self.placement_rule)} {', '.join(said)}"
 
 
-def hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, Hint]:
+def find_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, PlacementHint]:
     """Return the best hint for each weight that has one, by name.
 
     A hint saves a larger share of a device's bytes than it adds to the time of a run. `layouts` are the value
@@ -56,54 +56,57 @@ def hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, Hi
     """
     if len(plan.lanes) == 1:
         return {}
-    moves = _Moves(plan, layouts_of(plan) if layouts is None else layouts)
+    moves = _PlacementChange(plan, format_value_layouts(plan) if layouts is None else layouts)
     whole = [v.node for v in plan.graph.weights if isinstance(plan.leaves[v.node.name], Replicate)]
-    options = {leaf.name: list(moves.of(leaf)) for leaf in whole}
-    return {name: min(own, key=lambda hint: hint.seconds) for name, own in options.items() if own}
+    options = {leaf.name: list(moves.find_leaf_hints(leaf)) for leaf in whole}
+    return {name: min(own, key=lambda hint: hint.extra_seconds) for name, own in options.items() if own}
 
 
-class _Moves:
+class _PlacementChange:
     """The changes of a plan if a weight lies on one device alone."""
 
     def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
-        self.plan, self.layouts, self.counts = plan, layouts, Counts()
-        self.called = assign_names(plan.graph)
+        self.plan, self.layouts, self.work_counts = plan, layouts, Counts()
+        self.name_by_node = assign_names(plan.graph)
         self.users = plan.graph.users()
         self.devices = [str(lane.device) for lane in plan.lanes]
-        self.held = [max(1, sum(lane.memory().values())) for lane in plan.lanes]
-        self.own = [{b.name: b.nbytes for b in lane.program.buffers if b.kind == "weight"} for lane in plan.lanes]
+        self.stored_bytes = [max(1, sum(lane.memory().values())) for lane in plan.lanes]
+        self.weight_bytes = [
+            {b.name: b.nbytes for b in lane.program.buffers if b.kind == "weight"} for lane in plan.lanes
+        ]
         alike = first_alike(plan.lanes)
-        runs = {first: _runs(plan.lanes[first], plan.prices[first]) for first in set(alike)}
-        self.runs = [runs[first] for first in alike]
+        runs = {first: _list_node_times(plan.lanes[first], plan.prices[first]) for first in set(alike)}
+        self.node_times = [runs[first] for first in alike]
 
-    def of(self, leaf: Node) -> Iterator[Hint]:
+    def find_leaf_hints(self, leaf: Node) -> Iterator[PlacementHint]:
         """Yield a hint for each device on which the weight may lie with a gain."""
-        if self._share([leaf]) < LEAST or (pattern := self._pattern(leaf.name)) is None:
+        if self._compute_largest_share([leaf]) < MIN_SAVED_SHARE or (pattern := self._make_pattern(leaf.name)) is None:
             return
         first = self.devices[0]  # the nodes are the same for every device
-        moved = closed(self.plan.graph, wished(self.plan.graph, [(pattern, first)], self.devices)).keys()
-        elsewhere = self._elsewhere(moved)
+        moved = extend_pins(self.plan.graph, find_user_pins(self.plan.graph, [(pattern, first)], self.devices)).keys()
+        elsewhere = self._find_unneeded_nodes(moved)
         left = [n for n in self.plan.graph.nodes if n in elsewhere and n.op == "weight"]
         for to, device in enumerate(self.devices):
-            seconds = self._costs(moved, elsewhere, to)
-            if seconds is not None and self._share(left) >= seconds / max(self.plan.cost.total, 1e-12):
+            seconds = self._estimate_extra_seconds(moved, elsewhere, to)
+            if seconds is not None and self._compute_largest_share(left) >= seconds / max(self.plan.cost.total, 1e-12):
                 others = (d for d in range(len(self.devices)) if d != to)
-                saved = {self.devices[d]: sum(self.own[d].get(n.name, 0) for n in left) for d in others}
-                yield Hint(f"{pattern}={device}", saved, seconds)
+                saved = {self.devices[d]: sum(self.weight_bytes[d].get(n.name, 0) for n in left) for d in others}
+                yield PlacementHint(f"{pattern}={device}", saved, seconds)
 
-    def _pattern(self, name: str) -> str | None:
+    def _make_pattern(self, name: str) -> str | None:
         """Return a regular expression that finds only this name; None if it is too long to type."""
         word = re.escape(name)
-        pattern = word if sum(name in other for other in self.called.values()) == 1 else f"^{word}$"
-        return pattern if len(pattern) <= LONGEST and pattern.isprintable() else None
+        pattern = word if sum(name in other for other in self.name_by_node.values()) == 1 else f"^{word}$"
+        return pattern if len(pattern) <= MAX_PATTERN_CHARACTERS and pattern.isprintable() else None
 
-    def _share(self, leaves: Sequence[Node]) -> float:
+    def _compute_largest_share(self, leaves: Sequence[Node]) -> float:
         """Return the share of the weights in a device's bytes, on the device with the largest share."""
         return max(
-            sum(own.get(n.name, 0) for n in leaves) / held for own, held in zip(self.own, self.held, strict=True)
+            sum(own.get(n.name, 0) for n in leaves) / held
+            for own, held in zip(self.weight_bytes, self.stored_bytes, strict=True)
         )
 
-    def _elsewhere(self, moved: Set[Node]) -> Set[Node]:
+    def _find_unneeded_nodes(self, moved: Set[Node]) -> Set[Node]:
         """Return the nodes that other devices do not need if one device computes `moved`.
 
         They are `moved` and the replicated nodes that have no other readers.
@@ -116,7 +119,7 @@ class _Moves:
                 elsewhere.add(node)
         return elsewhere
 
-    def _costs(self, moved: Set[Node], elsewhere: Set[Node], to: int) -> float | None:
+    def _estimate_extra_seconds(self, moved: Set[Node], elsewhere: Set[Node], to: int) -> float | None:
         """Return the maximum additional seconds of a run if one device alone computes `moved`.
 
         That device sends the values that other devices read, and the other devices skip all nodes in `elsewhere`. It
@@ -130,17 +133,19 @@ class _Moves:
             computed = {n for n in sources if n.op not in ("weight", "input", "constant")}
             if computed or not fed.isdisjoint(leaf_of(s) for s in node.inputs):
                 fed.add(node)
-            is_read = any(u not in elsewhere for v in node.results for u in self._readers(v))
+            is_read = any(u not in elsewhere for v in node.results for u in self._list_computing_readers(v))
             if node in moved and ((is_read and node in fed) or any(self.layouts[n] != "R" for n in computed)):
                 return None
-            name = self.called[node]
-            _, launches = self.runs[to].get(name, (0.0, 1.0))
-            seconds += self.plan.speeds[to].compute(*self.counts.of(node), launches=launches)
-            seconds -= max(own.get(name, (0.0, 1.0))[0] for own in self.runs)
-            seconds += self.plan.hardware.meeting(sum(v.spec.nbytes for v in node.results)) if is_read else 0.0
+            name = self.name_by_node[node]
+            _, launches = self.node_times[to].get(name, (0.0, 1.0))
+            seconds += self.plan.speeds[to].compute_seconds(*self.work_counts.of(node), launches=launches)
+            seconds -= max(own.get(name, (0.0, 1.0))[0] for own in self.node_times)
+            seconds += (
+                self.plan.hardware.collective_seconds(sum(v.spec.nbytes for v in node.results)) if is_read else 0.0
+            )
         return seconds
 
-    def _readers(self, value: Value) -> Iterator[Node]:
+    def _list_computing_readers(self, value: Value) -> Iterator[Node]:
         """Yield the nodes that compute with a value or with views of it."""
         values = [value]
         for here in values:
@@ -151,7 +156,7 @@ class _Moves:
                     yield user
 
 
-def _runs(lane: Lane, prices: Prices) -> dict[str, tuple[float, float]]:
+def _list_node_times(lane: Lane, prices: InstructionCosts) -> dict[str, tuple[float, float]]:
     """Return the seconds and the launches of each node of a device."""
     instructions = lane.program.instructions
-    return {i.node: (prices.of(at).seconds, prices.launches[at]) for at, i in enumerate(instructions)}
+    return {i.node: (prices.cost_of(at).seconds, prices.launch_counts[at]) for at, i in enumerate(instructions)}

@@ -20,11 +20,11 @@ from ..layout import Layout, Local, Shard
 from ..lowering.lane import first_alike
 from ..plan import Plan
 
-SUMS = ("all_reduce", "reduce_scatter")
+SUM_COLLECTIVES = ("all_reduce", "reduce_scatter")
 """Collectives that add partial sums."""
 
 
-def layouts_of(plan: Plan) -> dict[Node, str]:
+def format_value_layouts(plan: Plan) -> dict[Node, str]:
     """Return the layout of the first result of each node, in graph order."""
     called = assign_names(plan.graph)
     users = {name: node for node, name in called.items()}
@@ -32,25 +32,25 @@ def layouts_of(plan: Plan) -> dict[Node, str]:
     own = {d: {name: n for n, name in assign_names(plan.lanes[d].graph).items()} for d in set(first)}
     graphs = [plan.lanes[d].graph for d in own]
     whole = {n.name.removesuffix(".zero") for graph in graphs for n in graph.nodes if n.op == "fill"}
-    owed = set[str]().union(*(_owed(graph, users, whole) for graph in graphs))
+    owed = set[str]().union(*(_find_partial_sum_names(graph, users, whole) for graph in graphs))
     layouts = {}
     for node in plan.graph.nodes:
         name = called[node]
         if node.is_leaf:
-            layouts[node] = _leaf_text(plan.leaves[name])
+            layouts[node] = _format_leaf_layout(plan.leaves[name])
         else:
             local = {d: n for d, nodes in own.items() if (n := nodes.get(name)) is not None and n.op == node.op}
-            layouts[node] = _text(node, [local.get(d) for d in first], name in owed)
+            layouts[node] = _format_computed_layout(node, [local.get(d) for d in first], name in owed)
     return layouts
 
 
-def _leaf_text(layout: Layout) -> str:
+def _format_leaf_layout(layout: Layout) -> str:
     if isinstance(layout, Shard):
-        return f"S{layout.axis}({'|'.join(str(layout.length(d)) for d in range(len(layout.runs)))})"
+        return f"S{layout.axis}({'|'.join(str(layout.count_entries(d)) for d in range(len(layout.index_ranges)))})"
     return f"L{','.join(map(str, layout.devices))}" if isinstance(layout, Local) else str(layout)
 
 
-def _text(node: Node, local: Sequence[Node | None], owed: bool) -> str:
+def _format_computed_layout(node: Node, local: Sequence[Node | None], owed: bool) -> str:
     """Return the layout of a computed value.
 
     Args:
@@ -68,14 +68,14 @@ def _text(node: Node, local: Sequence[Node | None], owed: bool) -> str:
     return "P" if owed else "R"
 
 
-def _owed(graph: Graph, users: Mapping[str, Node], whole: Set[str]) -> set[str]:
+def _find_partial_sum_names(graph: Graph, users: Mapping[str, Node], whole: Set[str]) -> set[str]:
     """Return the names of a device's nodes that have partial sums as values.
 
     The search starts at the operands of sums over devices and goes back to the nodes that compute the terms. It ends
     at a node that reads a sharded value. Values in `whole` are excluded: one device alone adds them, and the others
     add zeros.
     """
-    stack = [n.inputs[0].node for n in graph.nodes if n.op in SUMS]
+    stack = [n.inputs[0].node for n in graph.nodes if n.op in SUM_COLLECTIVES]
     owed: set[str] = set()
     while stack:
         node = stack.pop()

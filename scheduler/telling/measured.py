@@ -16,14 +16,14 @@ from typing import Any
 from ...graph.errors import PlanError
 from ..plan import Plan
 from ..running.trace import Trace
-from .perfetto import FIRST_DEVICE, FORMAT, MICRO, spec_text, trace_text
+from .perfetto import FIRST_DEVICE_PROCESS, MICROSECONDS_PER_SECOND, TRACE_FORMAT, format_result_spec, format_trace
 
-LARGEST = 1 << 30
+MAX_TRACE_BYTES = 1 << 30
 """Maximum bytes of an unpacked trace."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MeasuredStep:
     """One instruction in the traced runs.
 
     `seconds` is its share of the median time of its kernel. The kernel runs `steps_in_kernel` instructions, and
@@ -32,23 +32,23 @@ class Step:
 
     kernel: str
     seconds: float
-    together: int
+    steps_in_kernel: int
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredPlan:
     """The measured steps of a plan, for each device by position; None for an instruction without a kernel."""
 
     label: str
-    runs: int
-    seconds: float
+    run_count: int
+    median_run_seconds: float
     """Seconds of the median run."""
-    exact: bool
+    has_equal_shapes: bool
     """Whether all shapes equal the plan's shapes. They may differ, for example with a shorter context."""
-    devices: tuple[tuple[Step | None, ...], ...]
+    steps_by_device: tuple[tuple[MeasuredStep | None, ...], ...]
 
 
-def measured(plan: Plan, trace: Trace | str | Path) -> Measured:
+def read_measurements(plan: Plan, trace: Trace | str | Path) -> MeasuredPlan:
     """Return the measured times of `plan` from a trace or a trace file.
 
     Raises:
@@ -56,61 +56,61 @@ def measured(plan: Plan, trace: Trace | str | Path) -> Measured:
         OSError: If the file cannot be read.
     """
     if isinstance(trace, Trace):
-        return _measured(plan, json.loads("".join(trace_text(trace))))
+        return _match_trace(plan, json.loads("".join(format_trace(trace))))
     try:
-        return _measured(plan, _read(trace))
+        return _match_trace(plan, _read_trace_file(trace))
     except PlanError as why:
         raise PlanError(f"{trace}: {why}") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
         raise PlanError(f"{trace}: is no trace of hocket; write one with `hocket run --trace`") from None
 
 
-def _read(path: str | Path) -> Any:
+def _read_trace_file(path: str | Path) -> Any:
     """Read the JSON document of a trace file, gzipped or not."""
     with open(path, "rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     try:
         with gzip.open(path, "rb") if packed else open(path, "rb") as file:
-            data = file.read(LARGEST + 1)
+            data = file.read(MAX_TRACE_BYTES + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise PlanError("is damaged: it does not unpack") from None
-    if len(data) > LARGEST:
-        raise PlanError(f"has more than {LARGEST} bytes; trace fewer runs")
+    if len(data) > MAX_TRACE_BYTES:
+        raise PlanError(f"has more than {MAX_TRACE_BYTES} bytes; trace fewer runs")
     return json.loads(data)
 
 
-def _measured(plan: Plan, document: Mapping[str, Any]) -> Measured:
+def _match_trace(plan: Plan, document: Mapping[str, Any]) -> MeasuredPlan:
     """Match a trace document with a plan and return the measured times of the plan's steps.
 
     The document may have several plans; the plan with the most equal shapes is taken.
     """
     about = document["otherData"]
-    if about["format"] != FORMAT:
-        raise PlanError(f"is a trace in the format {about['format']!s:.40}; this version reads {FORMAT}")
-    known = [_likeness(plan, other["steps"]) for other in about["plans"]]
+    if about["format"] != TRACE_FORMAT:
+        raise PlanError(f"is a trace in the format {about['format']!s:.40}; this version reads {TRACE_FORMAT}")
+    known = [_compute_shape_match_share(plan, other["steps"]) for other in about["plans"]]
     if not any(known):
         raise PlanError(f"none of its {len(known)} plans has the steps of this one; trace the same devices and split")
     number = known.index(best := max(known))
     events = [e for e in document["traceEvents"] if e["ph"] == "X" and e["args"]["plan"] == number]
-    runs = [_micro(e) for e in events if e["cat"] == "run"]
+    runs = [_read_duration(e) for e in events if e["cat"] == "run"]
     taken: dict[tuple[int, tuple[int, ...]], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for e in events:
         if e["cat"] != "run":
-            key = int(e["pid"]) - FIRST_DEVICE, tuple(map(int, e["args"]["steps"]))
-            taken[key][str(e["args"]["kernel"])].append(_micro(e))
-    devices: list[list[Step | None]] = [[None] * len(lane.program.instructions) for lane in plan.lanes]
+            key = int(e["pid"]) - FIRST_DEVICE_PROCESS, tuple(map(int, e["args"]["steps"]))
+            taken[key][str(e["args"]["kernel"])].append(_read_duration(e))
+    devices: list[list[MeasuredStep | None]] = [[None] * len(lane.program.instructions) for lane in plan.lanes]
     for (device, steps), kernels in taken.items():
-        seconds = sum(median(each) * len(each) for each in kernels.values()) / len(runs) / MICRO
-        costs = [plan.prices[device].of(step).seconds for step in steps]
+        seconds = sum(median(each) * len(each) for each in kernels.values()) / len(runs) / MICROSECONDS_PER_SECOND
+        costs = [plan.prices[device].cost_of(step).seconds for step in steps]
         for step, cost in zip(steps, costs, strict=True):
             share = cost / sum(costs) if sum(costs) else 1 / len(steps)
-            devices[device][step] = Step(" ".join(kernels), seconds * share, len(steps))
+            devices[device][step] = MeasuredStep(" ".join(kernels), seconds * share, len(steps))
     exact = best == 1.0
     label = str(about["plans"][number]["label"])
-    return Measured(label, len(runs), median(runs) / MICRO, exact, tuple(map(tuple, devices)))
+    return MeasuredPlan(label, len(runs), median(runs) / MICROSECONDS_PER_SECOND, exact, tuple(map(tuple, devices)))
 
 
-def _micro(event: Mapping[str, Any]) -> float:
+def _read_duration(event: Mapping[str, Any]) -> float:
     """Return the duration of an event in microseconds."""
     lasted = float(event["dur"])
     if not 0 <= lasted < math.inf:
@@ -118,9 +118,9 @@ def _micro(event: Mapping[str, Any]) -> float:
     return lasted
 
 
-def _likeness(plan: Plan, steps: Sequence[Sequence[Sequence[str]]]) -> float:
+def _compute_shape_match_share(plan: Plan, steps: Sequence[Sequence[Sequence[str]]]) -> float:
     """Return the share of steps with equal shapes; 0 if the steps differ."""
-    own = [[(i.op, i.node, spec_text(i)) for i in lane.program.instructions] for lane in plan.lanes]
+    own = [[(i.op, i.node, format_result_spec(i)) for i in lane.program.instructions] for lane in plan.lanes]
     theirs = [[(op, node, spec) for op, node, spec in program] for program in steps]
     if [[s[:2] for s in program] for program in own] != [[s[:2] for s in program] for program in theirs]:
         return 0.0

@@ -13,27 +13,27 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ...backends.abilities import Timed
+from ...backends.abilities import TimedKernel
 from ...backends.base import Instruction, Program
 from ...graph.files import replacing
 from ...ops.collectives import find_collective_number
 from ..plan import Plan
-from ..running.trace import Run, Trace
-from .listing import memory_by_step
+from ..running.trace import Trace, TracedRun
+from .listing import compute_memory_by_step
 
-FORMAT = "hocket-trace-1"
+TRACE_FORMAT = "hocket-trace-1"
 """The name and the version of the format of the metadata."""
-STREAM = 0
+STREAM_THREAD = 0
 """The thread of a device's steps. A backend has one stream for each device, or for each part of a device."""
-HOST, FIRST_DEVICE = 1, 2
+HOST_PROCESS, FIRST_DEVICE_PROCESS = 1, 2
 """The process of the whole runs, and the process of the first device."""
-MICRO = 1e6
+MICROSECONDS_PER_SECOND = 1e6
 """Microseconds per second."""
 
 
-def save(trace: Trace, path: str | Path) -> None:
+def write_trace(trace: Trace, path: str | Path) -> None:
     """Write a trace, gzipped if the name ends in ``.gz``. Raises `OSError`."""
-    lines = (text.encode() for text in trace_text(trace))
+    lines = (text.encode() for text in format_trace(trace))
     with replacing(path) as file:
         if str(path).endswith(".gz"):
             with gzip.GzipFile(Path(path).name, "wb", fileobj=file) as packed:
@@ -42,63 +42,67 @@ def save(trace: Trace, path: str | Path) -> None:
             file.writelines(lines)
 
 
-def trace_text(trace: Trace) -> Iterator[str]:
+def format_trace(trace: Trace) -> Iterator[str]:
     """Yield the text of the file, piece by piece."""
     plans = list({id(run.plan): run.plan for run in trace.runs}.values())
     labels = {id(run.plan): run.label for run in reversed(trace.runs)}
-    about = {"format": FORMAT, "left_out": trace.left_out, "plans": [_about(p, labels[id(p)]) for p in plans]}
-    yield f'{{"displayTimeUnit": "ns", "otherData": {_json(about)},\n"traceEvents": [\n'
-    yield ",\n".join(_json(event) for event in _names(plans))
-    told = {id(plan): _Told(plan, number) for number, plan in enumerate(plans)}
+    about = {
+        "format": TRACE_FORMAT,
+        "left_out": trace.left_out,
+        "plans": [_make_plan_metadata(p, labels[id(p)]) for p in plans],
+    }
+    yield f'{{"displayTimeUnit": "ns", "otherData": {_to_json(about)},\n"traceEvents": [\n'
+    yield ",\n".join(_to_json(event) for event in _make_name_events(plans))
+    told = {id(plan): _PlanEvents(plan, number) for number, plan in enumerate(plans)}
     arrows = count(1)
     first = trace.runs[0].start if trace.runs else 0.0
     for number, run in enumerate(trace.runs):
-        yield from (f",\n{event}" for event in told[id(run.plan)].events(run, number, first, arrows))
+        yield from (f",\n{event}" for event in told[id(run.plan)].format_run_events(run, number, first, arrows))
     yield "\n]}\n"
 
 
-def _about(plan: Plan, label: str) -> dict[str, Any]:
+def _make_plan_metadata(plan: Plan, label: str) -> dict[str, Any]:
     """Return the metadata that identify a plan: its devices, and the steps of each device."""
-    steps = [[[i.op, i.node, spec_text(i)] for i in lane.program.instructions] for lane in plan.lanes]
+    steps = [[[i.op, i.node, format_result_spec(i)] for i in lane.program.instructions] for lane in plan.lanes]
     return {"label": label, "devices": [str(lane.device) for lane in plan.lanes], "steps": steps}
 
 
-def spec_text(i: Instruction) -> str:
+def format_result_spec(i: Instruction) -> str:
     """Return dtype and shape of an instruction's first result."""
     return str(i.dst[0].spec) if i.dst else ""
 
 
-def _json(event: object) -> str:
+def _to_json(event: object) -> str:
     return json.dumps(event, ensure_ascii=True, allow_nan=False)
 
 
-def _pid(device: int) -> int:
-    return device + FIRST_DEVICE
+def _compute_process_id(device: int) -> int:
+    return device + FIRST_DEVICE_PROCESS
 
 
-def _names(plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
+def _make_name_events(plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
     """Yield the events that name processes and threads."""
-    yield _name("process_name", HOST, "hocket")
-    yield _name("thread_name", HOST, "runs")
+    yield _make_name_event("process_name", HOST_PROCESS, "hocket")
+    yield _make_name_event("thread_name", HOST_PROCESS, "runs")
     names = {d: str(lane.device) for plan in plans for d, lane in enumerate(plan.lanes)}
     for device, name in sorted(names.items()):
-        yield _name("process_name", _pid(device), name)
-        yield _name("thread_name", _pid(device), "stream 0")
+        yield _make_name_event("process_name", _compute_process_id(device), name)
+        yield _make_name_event("thread_name", _compute_process_id(device), "stream 0")
 
 
-def _name(what: str, pid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": STREAM, "args": {"name": name}}
+def _make_name_event(what: str, pid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": STREAM_THREAD, "args": {"name": name}}
 
 
-class _Told:
+class _PlanEvents:
     """The events of the runs of one plan; text that is equal in all runs is made once."""
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan, self.number = plan, number
-        self.live = [memory_by_step(lane.program)[0] for lane in plan.lanes]
-        self._known: dict[tuple[int, str, tuple[int, ...]], str] = {}
+        self.live_bytes = [compute_memory_by_step(lane.program)[0] for lane in plan.lanes]
+        self._constant_texts: dict[tuple[int, str, tuple[int, ...]], str] = {}
 
-    def events(self, run: Run, number: int, first: float, arrows: Iterator[int]) -> Iterator[str]:
+    def format_run_events(self, run: TracedRun, number: int, first: float, arrows: Iterator[int]) -> Iterator[str]:
         """Yield the events of a run as JSON.
 
         Args:
@@ -107,80 +111,90 @@ class _Told:
             first: Start of the first run in seconds; all times are relative to it.
             arrows: Numbers for arrows.
         """
-        at = (run.start - first) * MICRO
+        at = (run.start - first) * MICROSECONDS_PER_SECOND
         args = {"run": number, "plan": self.number}
-        yield _json(_slice(HOST, run.label, "run", at, (run.end - run.start) * MICRO, args))
+        yield _to_json(
+            _make_duration_event(
+                HOST_PROCESS, run.label, "run", at, (run.end - run.start) * MICROSECONDS_PER_SECOND, args
+            )
+        )
         meetings: dict[int, list[tuple[int, float, float, bool]]] = {}
         for device, steps in enumerate(run.steps):
             program = self.plan.lanes[device].program
-            yield _json(_counter(device, "weights and states", at, program.nbytes("weight") + program.nbytes("state")))
+            yield _to_json(
+                _make_counter_event(
+                    device, "weights and states", at, program.nbytes("weight") + program.nbytes("state")
+                )
+            )
             before = -1
             for step in steps:
-                start, end = ((t - first) * MICRO for t in (step.start, step.end))
-                when = f'"ts": {start:.3f}, "dur": {end - start:.3f}, "pid": {_pid(device)}'
-                yield f"{{{when}, {self._same(device, step)}"
-                if (live := self.live[device][step.numbers[-1]]) != before:
+                start, end = ((t - first) * MICROSECONDS_PER_SECOND for t in (step.start, step.end))
+                when = f'"ts": {start:.3f}, "dur": {end - start:.3f}, "pid": {_compute_process_id(device)}'
+                yield f"{{{when}, {self._format_constant_part(device, step)}"
+                if (live := self.live_bytes[device][step.instruction_numbers[-1]]) != before:
                     before = live
-                    yield _json(_counter(device, "compute memory", start, live))
-                if (met := _sequence(program, step)) is not None:
+                    yield _to_json(_make_counter_event(device, "compute memory", start, live))
+                if (met := _find_collective(program, step)) is not None:
                     came = meetings.setdefault(met[0], [])
                     if came and came[-1][0] == device:  # several kernels run one collective
                         came[-1] = (device, came[-1][1], end, met[1])
                     else:
                         came.append((device, start, end, met[1]))
         for came in meetings.values():
-            yield from _arrows(came, arrows)
+            yield from _format_collective_arrows(came, arrows)
 
-    def _same(self, device: int, step: Timed) -> str:
+    def _format_constant_part(self, device: int, step: TimedKernel) -> str:
         """Return the end of a step's event, which is equal in all runs."""
-        key = device, step.kernel, step.numbers
-        if key not in self._known:
-            i = [self.plan.lanes[device].program.instructions[n] for n in step.numbers]
-            costs = [self.plan.prices[device].of(n) for n in step.numbers]
+        key = device, step.kernel, step.instruction_numbers
+        if key not in self._constant_texts:
+            i = [self.plan.lanes[device].program.instructions[n] for n in step.instruction_numbers]
+            costs = [self.plan.prices[device].cost_of(n) for n in step.instruction_numbers]
             args = {
                 "op": " ".join(each.op for each in i),
                 "kernel": step.kernel,
-                "shape": spec_text(i[-1]),
-                "bytes": round(sum(c.nbytes + c.moved for c in costs)),
+                "shape": format_result_spec(i[-1]),
+                "bytes": round(sum(c.nbytes + c.bytes_sent for c in costs)),
                 "flop": round(sum(c.flops for c in costs)),
-                "estimate_us": float(f"{sum(c.seconds for c in costs) * MICRO:.4g}"),
+                "estimate_us": float(f"{sum(c.seconds for c in costs) * MICROSECONDS_PER_SECOND:.4g}"),
                 "nodes": " ".join(each.node for each in i),
-                "steps": list(step.numbers),
+                "steps": list(step.instruction_numbers),
                 "plan": self.number,
             }
-            rest = {"ph": "X", "tid": STREAM, "name": i[-1].node, "cat": i[-1].op, "args": args}
-            self._known[key] = _json(rest)[1:]
-        return self._known[key]
+            rest = {"ph": "X", "tid": STREAM_THREAD, "name": i[-1].node, "cat": i[-1].op, "args": args}
+            self._constant_texts[key] = _to_json(rest)[1:]
+        return self._constant_texts[key]
 
 
-def _slice(pid: int, name: str, kind: str, start: float, lasts: float, args: dict[str, Any]) -> dict[str, Any]:
+def _make_duration_event(
+    pid: int, name: str, kind: str, start: float, lasts: float, args: dict[str, Any]
+) -> dict[str, Any]:
     at = {"ts": round(start, 3), "dur": round(lasts, 3)}
-    return {"ph": "X", "pid": pid, "tid": STREAM, "name": name, "cat": kind, **at, "args": args}
+    return {"ph": "X", "pid": pid, "tid": STREAM_THREAD, "name": name, "cat": kind, **at, "args": args}
 
 
-def _counter(device: int, name: str, at: float, nbytes: int) -> dict[str, Any]:
-    return {"ph": "C", "pid": _pid(device), "name": name, "ts": round(at, 3), "args": {"bytes": nbytes}}
+def _make_counter_event(device: int, name: str, at: float, nbytes: int) -> dict[str, Any]:
+    return {"ph": "C", "pid": _compute_process_id(device), "name": name, "ts": round(at, 3), "args": {"bytes": nbytes}}
 
 
-def _sequence(program: Program, step: Timed) -> tuple[int, bool] | None:
+def _find_collective(program: Program, step: TimedKernel) -> tuple[int, bool] | None:
     """Return the sequence number of a step's collective, and whether the step only sends; None without a collective."""
-    for number in step.numbers:
+    for number in step.instruction_numbers:
         i = program.instructions[number]
         if (sequence := find_collective_number(i.op, i.attrs)) is not None:
             return sequence, i.op == "send"
     return None
 
 
-def _arrows(came: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]) -> Iterator[str]:
+def _format_collective_arrows(came: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]) -> Iterator[str]:
     """Yield arrows from the sender, or else from the device that came last, to the devices that waited for it."""
     last = max(came, key=lambda one: (one[3], one[1]))
     for device, start, end, _ in came:
         if device == last[0]:
             continue
-        arrow = {"name": "meeting", "cat": "meeting", "id": next(numbers), "tid": STREAM}
+        arrow = {"name": "meeting", "cat": "meeting", "id": next(numbers), "tid": STREAM_THREAD}
         goes = (
             last[1] + (min(last[2], end) - last[1]) / 3
         )  # within both steps: an arrow belongs to the step in which it begins
         comes = (max(goes, start) + end) / 2
-        yield _json({"ph": "s", "pid": _pid(last[0]), "ts": round(goes, 3), **arrow})
-        yield _json({"ph": "f", "bp": "e", "pid": _pid(device), "ts": round(comes, 3), **arrow})
+        yield _to_json({"ph": "s", "pid": _compute_process_id(last[0]), "ts": round(goes, 3), **arrow})
+        yield _to_json({"ph": "f", "bp": "e", "pid": _compute_process_id(device), "ts": round(comes, 3), **arrow})

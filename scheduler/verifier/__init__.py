@@ -74,11 +74,11 @@ Value
     index: a result that the node has
 Shard
     axis: an axis of the value
-    runs: pairs within the axis, for each device, each entry on some device; the shard of each device follows from
+    index_ranges: pairs within the axis, for each device, each entry on some device; the shard of each device follows from
         them
 Local
     devices: at least one, each a device of the plan
-Placed
+PinnedNodes
     device: a device of the plan
     because: free, text for people
     nodes: nodes of the user's graph, each once

@@ -17,27 +17,27 @@ from typing import NamedTuple
 
 from ...backends.base import Program
 from ...ops.collectives import POINT_TO_POINT_OPS, as_integer
-from ..acts import Act, Order
-from .meetings import Appointment, appointments
+from ..acts import PipelineAction, PipelineOrder
+from .meetings import CollectiveCall, list_collective_calls
 
-NEXT = {"put": "run", "run": "keep", "keep": "put"}
+NEXT_ACTION = {"put": "run", "run": "keep", "keep": "put"}
 """The action that must follow each action before the memory of a device is used again."""
-Met = Sequence[Sequence[tuple[Appointment, tuple[int, ...]]]]
+CallsWithParticipants = Sequence[Sequence[tuple[CollectiveCall, tuple[int, ...]]]]
 """The collective calls of each device with their participants; for a message these are the sender and the receiver."""
 
 
-class Coming(NamedTuple):
+class PendingCollective(NamedTuple):
     """The next collective of a device: the run, the call of its program, and the participants."""
 
     run: int
-    said: Appointment
-    team: tuple[int, ...]
+    call: CollectiveCall
+    participants: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.said} in run {self.run}"
+        return f"{self.call} in run {self.run}"
 
 
-def order_faults(programs: Sequence[Sequence[Program]], order: Order) -> Iterator[str]:
+def find_pipeline_order_faults(programs: Sequence[Sequence[Program]], order: PipelineOrder) -> Iterator[str]:
     """Yield all faults of a pipeline order.
 
     Args:
@@ -45,20 +45,20 @@ def order_faults(programs: Sequence[Sequence[Program]], order: Order) -> Iterato
         order: For each device its actions.
     """
     known = [tuple(map(id, run)) for run in programs]
-    met = {key: _met(run) for key, run in dict(zip(known, programs, strict=True)).items()}
-    complaints = [why for own in met.values() for why in _meets_all(own)]
+    met = {key: _list_calls_with_participants(run) for key, run in dict(zip(known, programs, strict=True)).items()}
+    complaints = [why for own in met.values() for why in _find_calls_of_all_devices(own)]
     wrong = next((len(each) for each in programs if len(each) != len(order)), len(order))
     if wrong != len(order):
         complaints.append(f"there are {wrong} devices, and {len(order)} are told what to do")
-    complaints += [why for device, acts in enumerate(order) for why in _memory_faults(device, acts, len(programs))]
+    complaints += [why for device, acts in enumerate(order) for why in _find_memory_faults(device, acts, len(programs))]
     yield from complaints
     if not complaints:
-        yield from _meeting_faults(
+        yield from _find_collective_order_faults(
             [
                 [
-                    Coming(act.run, said, team)
+                    PendingCollective(act.run, said, team)
                     for act in acts
-                    if act.what == "run"
+                    if act.action == "run"
                     for said, team in met[known[act.run]][device]
                 ]
                 for device, acts in enumerate(order)
@@ -66,36 +66,39 @@ def order_faults(programs: Sequence[Sequence[Program]], order: Order) -> Iterato
         )
 
 
-def meets_all(programs: Sequence[Program]) -> Iterator[str]:
+def find_global_collectives(programs: Sequence[Program]) -> Iterator[str]:
     """Yield one collective that joins all devices, if the programs of the devices have one."""
-    return _meets_all(_met(programs))
+    return _find_calls_of_all_devices(_list_calls_with_participants(programs))
 
 
-def _met(programs: Sequence[Program]) -> Met:
+def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParticipants:
     """Return the collective calls of each device with their participants."""
-    lanes = [appointments(device, program) for device, program in enumerate(programs)]
+    lanes = [list_collective_calls(device, program) for device, program in enumerate(programs)]
     members: dict[int, dict[int, None]] = {}
     for a in (a for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS):
         members.setdefault(a.sequence, {})[a.device] = None
     teams = {sequence: tuple(own) for sequence, own in members.items()}
-    return [[(a, _pair(a) if a.op in POINT_TO_POINT_OPS else teams[a.sequence]) for a in lane] for lane in lanes]
+    return [
+        [(a, _list_sender_and_receiver(a) if a.op in POINT_TO_POINT_OPS else teams[a.sequence]) for a in lane]
+        for lane in lanes
+    ]
 
 
-def _pair(letter: Appointment) -> tuple[int, ...]:
+def _list_sender_and_receiver(letter: CollectiveCall) -> tuple[int, ...]:
     """Return the sender and the receiver of a message."""
     if letter.op == "send":
-        return letter.device, as_integer(letter.terms["to"])
-    return as_integer(letter.terms["source"]), letter.device
+        return letter.device, as_integer(letter.attributes["to"])
+    return as_integer(letter.attributes["source"]), letter.device
 
 
-def _meets_all(met: Met) -> Iterator[str]:
+def _find_calls_of_all_devices(met: CallsWithParticipants) -> Iterator[str]:
     """Yield the first call that joins all devices."""
     every = (a for lane in met for a, team in lane if a.op not in POINT_TO_POINT_OPS and len(team) == len(met))
     if a := next(every, None):
         yield f"{a} joins all devices: runs follow each other only where devices meet by letters, or in teams"
 
 
-def _memory_faults(device: int, acts: Sequence[Act], runs: int) -> Iterator[str]:
+def _find_memory_faults(device: int, acts: Sequence[PipelineAction], runs: int) -> Iterator[str]:
     """Yield memory faults: the arena has room for one run, and a run needs the states that the run before it left."""
     held, follows, state = -1, "put", 0
     for what, run in acts:
@@ -115,33 +118,41 @@ def _memory_faults(device: int, acts: Sequence[Act], runs: int) -> Iterator[str]
             if run != state:
                 yield f"{where}: its states are those before run {state}"
             state = run + 1
-        held, follows = run, NEXT[what]
+        held, follows = run, NEXT_ACTION[what]
     if follows != "put":
         yield f"device {device}: run {held} is begun, and not kept"
     if state != runs:
         yield f"device {device}: it makes {state} of {runs} runs"
 
 
-def _meeting_faults(lanes: Sequence[Sequence[Coming]]) -> Iterator[str]:
+def _find_collective_order_faults(lanes: Sequence[Sequence[PendingCollective]]) -> Iterator[str]:
     """Run all devices through their collectives, which all participants reach together; yield the first fault."""
     at = [0] * len(lanes)
 
-    def next_of(device: int) -> Coming | None:
+    def next_of(device: int) -> PendingCollective | None:
         return lanes[device][at[device]] if at[device] < len(lanes[device]) else None
 
     moved = True
     while moved:
         moved = False
         for device in range(len(lanes)):
-            if (mine := next_of(device)) is None or mine.team[0] != device:
+            if (mine := next_of(device)) is None or mine.participants[0] != device:
                 continue
-            others = [other for d in mine.team if (other := next_of(d)) is not None and other.team == mine.team]
-            if len(others) < len(mine.team):
+            others = [
+                other
+                for d in mine.participants
+                if (other := next_of(d)) is not None and other.participants == mine.participants
+            ]
+            if len(others) < len(mine.participants):
                 continue
-            if strange := [other for other in others if (other.run, _what(other)) != (mine.run, _what(mine))]:
+            if strange := [
+                other
+                for other in others
+                if (other.run, _make_collective_key(other)) != (mine.run, _make_collective_key(mine))
+            ]:
                 yield f"{strange[0]}: {mine} comes in its place"
                 return
-            for d in mine.team:
+            for d in mine.participants:
                 at[d] += 1
             moved = True
     waiting = [str(coming) for device in range(len(lanes)) if (coming := next_of(device)) is not None]
@@ -149,6 +160,6 @@ def _meeting_faults(lanes: Sequence[Sequence[Coming]]) -> Iterator[str]:
         yield f"devices wait for each other: {'; '.join(waiting)}"
 
 
-def _what(coming: Coming) -> tuple[object, int]:
+def _make_collective_key(coming: PendingCollective) -> tuple[object, int]:
     """Return the properties that all participants must agree on."""
-    return coming.said.op in POINT_TO_POINT_OPS or coming.said.op, coming.said.sequence
+    return coming.call.op in POINT_TO_POINT_OPS or coming.call.op, coming.call.sequence

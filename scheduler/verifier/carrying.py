@@ -14,96 +14,105 @@ from dataclasses import replace
 from ...graph.graph import Graph
 from ...graph.node import Node
 from ...graph.repeated_runs import CHUNK_SUFFIX, PREAMBLE, ShortenedGraph
-from .held import Held
-from .indices import whole
-from .runs import Carried, Runs
-from .summands import miscounted, terms
-from .trace import Meaning, Trace
+from .held import Fact
+from .indices import make_full_index
+from .runs import CarriedKey, DeviceRepetitions
+from .summands import check_complete_sum, make_contraction_sum
+from .trace import ValueNumbering, ValueTrace
 
-ABOVE_ALL = 1 << 62
+UNREACHABLE_INDEX = 1 << 62
 """A start above all axis sizes, so that terms of a contraction never equal terms of a carried partial sum."""
 
 
-class Carrying(Trace):
+class CarriedValueTrace(ValueTrace):
     """Follows the short graphs of all devices; `find_faults` also yields facts that do not hold for all repetitions."""
 
     def __init__(
-        self, meaning: Meaning, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Held], of: ShortenedGraph
+        self,
+        meaning: ValueNumbering,
+        graphs: Sequence[Graph],
+        leaves: Mapping[tuple[int, str], Fact],
+        of: ShortenedGraph,
     ) -> None:
         super().__init__(meaning, graphs, leaves)
-        self.kinds = of.short_repetitions
-        known = {graph: Runs(graph, of) for graph in set(graphs)}
-        self.runs = [known[graph] for graph in graphs]
-        self.owed: dict[tuple[int, Carried, int], dict[int, list[Held]]] = defaultdict(dict)
-        self.names: dict[tuple[int, str, int], int] = {}  # equal for the chunks of one value, which may be joined
-        self.made: dict[int, tuple[int, int]] = {}  # value number: (position of the node, result)
+        self.short_repetitions = of.short_repetitions
+        known = {graph: DeviceRepetitions(graph, of) for graph in set(graphs)}
+        self.device_repetitions = [known[graph] for graph in graphs]
+        self.carried_partial_sums: dict[tuple[int, CarriedKey, int], dict[int, list[Fact]]] = defaultdict(dict)
+        self.carried_sum_numbers: dict[
+            tuple[int, str, int], int
+        ] = {}  # equal for the chunks of one value, which may be joined
+        self.producer_by_number: dict[int, tuple[int, int]] = {}  # value number: (position of the node, result)
         for at, node in enumerate(of.short_nodes):
             for value in node.results:
-                self.made.setdefault(meaning.number[value], (at, value.index))
+                self.producer_by_number.setdefault(meaning.number_by_value[value], (at, value.index))
 
-    def faults(self) -> Iterator[str]:
+    def find_faults(self) -> Iterator[str]:
         """Yield all faults of the short graphs, and carried values that are incomplete or vary between repetitions."""
         sound = True
-        for why in super().faults():
+        for why in super().find_faults():
             sound = False
             yield why
         if sound:
-            yield from self._uncounted()
-            yield from self._unlike()
+            yield from self._find_incomplete_carried_sums()
+            yield from self._find_unequal_carries()
 
-    def _node(self, device: int, node: Node) -> Iterator[str]:
+    def _follow_node(self, device: int, node: Node) -> Iterator[str]:
         """Infer the facts of a node. A carried partial sum becomes one opaque term per device for its readers."""
-        yield from super()._node(device, node)
-        runs = self.runs[device]
-        if (name := runs.carried.get(node)) is None or node not in self.held[device]:
+        yield from super()._follow_node(device, node)
+        runs = self.device_repetitions[device]
+        if (name := runs.carried_key_by_node.get(node)) is None or node not in self.facts_by_node[device]:
             return
-        carried: list[list[Held]] = []
-        for index, held in enumerate(self.held[device][node]):
-            if any(h.owed is not None for h in held):
-                self.owed[runs.kind[node], name, index][device] = held
+        carried: list[list[Fact]] = []
+        for index, held in enumerate(self.facts_by_node[device][node]):
+            if any(h.partial_sum is not None for h in held):
+                self.carried_partial_sums[runs.kind_by_node[node], name, index][device] = held
                 place, ending = name
                 value = place, CHUNK_SUFFIX.sub("", ending), index
-                size = ABOVE_ALL + self.names.setdefault(value, len(self.names))
-                term = terms((((device, 1),), whole(size)), (len(self.graphs), size))
-                held = self._known([h if h.owed is None else replace(h, owed=term) for h in held])
+                size = UNREACHABLE_INDEX + self.carried_sum_numbers.setdefault(value, len(self.carried_sum_numbers))
+                term = make_contraction_sum((((device, 1),), make_full_index(size)), (len(self.graphs), size))
+                held = self._intern_facts([h if h.partial_sum is None else replace(h, partial_sum=term) for h in held])
             carried.append(held)
-        self.held[device][node] = carried
+        self.facts_by_node[device][node] = carried
 
-    def _uncounted(self) -> Iterator[str]:
+    def _find_incomplete_carried_sums(self) -> Iterator[str]:
         """Yield carried partial sums that are not complete."""
-        for (run, (place, ending), _), brought in self.owed.items():
-            for number in {h.number for held in brought.values() for h in held}:
-                parts = [[h for h in held if h.number == number] for _, held in sorted(brought.items())]
-                if why := self._miscounted(number, parts):
+        for (run, (place, ending), _), brought in self.carried_partial_sums.items():
+            for number in {h.value_number for held in brought.values() for h in held}:
+                parts = [[h for h in held if h.value_number == number] for _, held in sorted(brought.items())]
+                if why := self._check_carried_sum(number, parts):
                     yield f"the sum that run {run} carries from place {place}{ending}: {why}"
 
-    def _miscounted(self, number: int, parts: Sequence[Sequence[Held]]) -> str | None:
+    def _check_carried_sum(self, number: int, parts: Sequence[Sequence[Fact]]) -> str | None:
         """Return why the devices' facts of a value are not complete; None if they are."""
         if len(parts) != len(self.graphs) or any(len(held) != 1 for held in parts):
             return "not every device brings a part"
         brought = [held[0] for held in parts]
-        if not all(self.meaning.alike(number, brought[0].axes, held.axes) for held in brought):
+        if not all(self.numbering.has_equal_entries(number, brought[0].axes, held.axes) for held in brought):
             return "the devices bring different entries"
-        return miscounted([held.owed for held in brought], self._counted)
+        return check_complete_sum([held.partial_sum for held in brought], self._complete_sums)
 
-    def _unlike(self) -> Iterator[str]:
+    def _find_unequal_carries(self) -> Iterator[str]:
         """Yield carried values that differ between repetitions."""
-        for device, runs in enumerate(self.runs):
-            known: dict[Carried, object] = {}
-            for node, name in runs.carried.items():
-                run = runs.kind[node]
-                results = self.held[device][node]
-                held = [{(*self._place(h.number, run), h.axes, h.owed) for h in some} for some in results]
+        for device, runs in enumerate(self.device_repetitions):
+            known: dict[CarriedKey, object] = {}
+            for node, name in runs.carried_key_by_node.items():
+                run = runs.kind_by_node[node]
+                results = self.facts_by_node[device][node]
+                held = [
+                    {(*self._find_position_in_repetition(h.value_number, run), h.axes, h.partial_sum) for h in some}
+                    for some in results
+                ]
                 if known.setdefault(name, held) != held:
                     yield f"device {device}: {node!r} of run {run} is not what other runs carry there"
 
-    def _place(self, number: int, run: int) -> tuple[int, int, int]:
+    def _find_position_in_repetition(self, number: int, run: int) -> tuple[int, int, int]:
         """Return a value's position in its repetition, its result index, and how many repetitions ago it was computed.
 
         For a value from before all repetitions, return the position in the graph and -1 repetitions.
         """
-        at, index = self.made[number]
-        there = self.kinds.repetition_of(at)
-        if there == PREAMBLE and self.kinds.position_if_carried(at, 0) is None:
+        at, index = self.producer_by_number[number]
+        there = self.short_repetitions.repetition_of(at)
+        if there == PREAMBLE and self.short_repetitions.position_if_carried(at, 0) is None:
             return at, index, -1
-        return at - self.kinds.first_node_of(there), index, run - there
+        return at - self.short_repetitions.first_node_of(there), index, run - there

@@ -17,7 +17,7 @@ from ...ops import REGISTRY, op_of
 from ...ops.registry import find_storage_kind
 
 
-class Memory:
+class BufferContents:
     """The content of each byte range of each buffer.
 
     For each buffer, `starts` and `ranges` have disjoint ranges in order, as starts and (end, value).
@@ -29,23 +29,23 @@ class Memory:
         self.program = program
         self.starts: list[list[int]] = [[] for _ in program.buffers]
         self.ranges: list[list[tuple[int, object]]] = [[] for _ in program.buffers]
-        self.lost: list[object] = []
-        self.top = 0
+        self.overwritten_values: list[object] = []
+        self.arena_end = 0
 
-    def write(self, extent: tuple[int, int, int], value: object) -> None:
+    def record_write(self, extent: tuple[int, int, int], value: object) -> None:
         """Record that a byte range holds `value`, and collect the values that it overwrites."""
         buffer, start, end = extent
         if start >= end:
             return
         if buffer == 0:
-            self.top = max(self.top, end)
+            self.arena_end = max(self.arena_end, end)
         starts, ranges = self.starts[buffer], self.ranges[buffer]
         first = bisect_right(starts, start)
         if first and ranges[first - 1][0] > start:
             first -= 1
         last = bisect_left(starts, end, first)
         new: list[tuple[int, tuple[int, object]]] = [(start, (end, value))]
-        self.lost += [held for _, held in ranges[first:last]]
+        self.overwritten_values += [held for _, held in ranges[first:last]]
         if first < last:  # the rest of an overwritten value is invalid
             if starts[first] < start:
                 new.insert(0, (starts[first], (start, None)))
@@ -54,7 +54,7 @@ class Memory:
         starts[first:last] = [at for at, _ in new]
         ranges[first:last] = [held for _, held in new]
 
-    def holds(self, extent: tuple[int, int, int]) -> tuple[int, object]:
+    def find_content(self, extent: tuple[int, int, int]) -> tuple[int, object]:
         """Return the start and the value of the range that has all of `extent`; else the value is None."""
         buffer, start, end = extent
         at = bisect_right(self.starts[buffer], start) - 1
@@ -62,35 +62,35 @@ class Memory:
             return start, None
         return self.starts[buffer][at], self.ranges[buffer][at][1]
 
-    def inside(self, tensor: Tensor) -> str | None:
+    def check_bounds(self, tensor: Tensor) -> str | None:
         """Return why `tensor` does not lie in a buffer; None if it does."""
         if not 0 <= tensor.buffer < len(self.program.buffers):
             return f"{tensor} lies in no buffer"
-        if not _is_tensor(tensor.shape, tensor.strides):
+        if not _has_valid_strides(tensor.shape, tensor.strides):
             return f"shape {list(tensor.shape)} with strides {list(tensor.strides)} is no tensor"
-        _, start, end = extent_of(tensor)
+        _, start, end = compute_byte_extent(tensor)
         if not 0 <= start <= end <= self.program.buffers[tensor.buffer].nbytes:
             return f"{tensor} lies outside its buffer of {self.program.buffers[tensor.buffer].nbytes} bytes"
         return None
 
-    def differs(self, tensor: Tensor, seen: Seen) -> str | None:
+    def check_view(self, tensor: Tensor, seen: ViewedValue) -> str | None:
         """Return why `tensor` is not this view of this value in memory; None if it is."""
         if (tensor.shape, tensor.strides) != (seen.shape, seen.strides) or tensor.dtype is not seen.dtype:
             return f"{tensor} is not {seen.dtype}{list(seen.shape)} by strides {list(seen.strides)}"
-        if why := self.inside(tensor):
+        if why := self.check_bounds(tensor):
             return why
-        extent = extent_of(tensor)
+        extent = compute_byte_extent(tensor)
         if extent[1] == extent[2]:
             return None
-        start, held = self.holds(extent)
+        start, held = self.find_content(extent)
         if held != seen.base:
-            return f"reads {seen.base!r} from {tensor}, which holds {show(held)}"
-        if tensor.offset != seen.begins(start):
+            return f"reads {seen.base!r} from {tensor}, which holds {format_content(held)}"
+        if tensor.offset != seen.compute_start_byte(start):
             return f"reads other entries of {seen.base!r} than its view has: {tensor}"
         return None
 
 
-class Seen(NamedTuple):
+class ViewedValue(NamedTuple):
     """A value as a view of its base value. Offset and strides are in elements of the stored dtype."""
 
     base: Value
@@ -99,41 +99,43 @@ class Seen(NamedTuple):
     strides: tuple[int, ...]
     dtype: DType
 
-    def begins(self, start: int) -> int:
+    def compute_start_byte(self, start: int) -> int:
         """Return the first byte of the view if its base begins at byte `start`."""
         return start + self.offset * self.dtype.block_bytes // self.dtype.block
 
 
-class Views:
+class ViewTable:
     """The views of a graph's values, computed with the functions with which the ops declare their views."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.known: dict[Value, Seen] = {}
+        self.view_by_value: dict[Value, ViewedValue] = {}
 
-    def of(self, value: Value) -> Seen:
+    def resolve_view(self, value: Value) -> ViewedValue:
         """Return the view that `value` has of its base; the views on the way are stored."""
-        if (known := self.known.get(value)) is not None:
+        if (known := self.view_by_value.get(value)) is not None:
             return known
         chain = [value]
-        while chain[-1] not in self.known and not chain[-1].node.is_leaf and op_of(chain[-1].node).is_view:
+        while chain[-1] not in self.view_by_value and not chain[-1].node.is_leaf and op_of(chain[-1].node).is_view:
             chain.append(chain[-1].node.inputs[0])
         base = chain.pop()
-        if base not in self.known:
-            self.known[base] = Seen(base, 0, base.shape, contiguous_strides(base.shape), kept_dtype(self.backend, base))
+        if base not in self.view_by_value:
+            self.view_by_value[base] = ViewedValue(
+                base, 0, base.shape, contiguous_strides(base.shape), find_stored_dtype(self.backend, base)
+            )
         for seen in reversed(chain):
-            self.known[seen] = _through(seen.node, self.known[seen.node.inputs[0]])
-        return self.known[value]
+            self.view_by_value[seen] = _apply_view(seen.node, self.view_by_value[seen.node.inputs[0]])
+        return self.view_by_value[value]
 
 
-def _through(node: Node, source: Seen) -> Seen:
+def _apply_view(node: Node, source: ViewedValue) -> ViewedValue:
     """Return the view that a view node has of its source's base."""
-    shift, shape, strides = _moved(node.op, tuple(node.attrs.items()), source.shape, source.strides)
-    return Seen(source.base, source.offset + shift, shape, strides, source.dtype)
+    shift, shape, strides = _compute_view_geometry(node.op, tuple(node.attrs.items()), source.shape, source.strides)
+    return ViewedValue(source.base, source.offset + shift, shape, strides, source.dtype)
 
 
 @lru_cache(maxsize=1 << 14)  # every layer and device asks
-def _moved(
+def _compute_view_geometry(
     op: str, attrs: tuple[tuple[str, Attr], ...], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Return the offset of a view from its source, its shape and its strides, in elements.
@@ -148,12 +150,12 @@ def _moved(
     return shift, view.shape, view.strides
 
 
-def kept_dtype(backend: Backend, value: Value) -> DType:
+def find_stored_dtype(backend: Backend, value: Value) -> DType:
     """Return the dtype in which a backend stores a value that is not a view."""
     return backend.stored(value.spec, find_storage_kind(value)).dtype
 
 
-def scratch_fault(memory: Memory, scratch: Tensor | None, need: int) -> str | None:
+def check_scratch(memory: BufferContents, scratch: Tensor | None, need: int) -> str | None:
     """Return why an instruction's scratch is not `need` bytes in the arena; None if it is."""
     if scratch is None:
         return f"needs {need} bytes of scratch" if need else None
@@ -161,23 +163,23 @@ def scratch_fault(memory: Memory, scratch: Tensor | None, need: int) -> str | No
         return f"its scratch is {scratch}, which is no row of bytes in the arena"
     if scratch.shape[0] != need or scratch.offset % ALIGNMENT:
         return f"its scratch is {scratch}, need {need} bytes at a multiple of {ALIGNMENT}"
-    why = memory.inside(scratch)
+    why = memory.check_bounds(scratch)
     return why and f"its scratch: {why}"
 
 
-def show(held: object) -> str:
+def format_content(held: object) -> str:
     """Format the content of a byte range for a message; None stands for unknown or mixed content."""
     return "something else" if held is None else repr(held)
 
 
-def extent_of(tensor: Tensor) -> tuple[int, int, int]:
+def compute_byte_extent(tensor: Tensor) -> tuple[int, int, int]:
     """Return (buffer, first byte, end byte) of all bytes that a tensor's strides can reach."""
-    reach = _reach(tensor.shape, tensor.strides, tensor.dtype)
+    reach = _compute_reachable_bytes(tensor.shape, tensor.strides, tensor.dtype)
     return tensor.buffer, tensor.offset, tensor.offset + reach
 
 
 @lru_cache(maxsize=1 << 14)  # every layer and device asks
-def _reach(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> int:
+def _compute_reachable_bytes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> int:
     """Return the bytes from the first element to the end of the last one that the strides can reach."""
     if 0 in shape:
         return 0
@@ -186,17 +188,17 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> in
 
 
 @lru_cache(maxsize=1 << 14)
-def _is_tensor(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _has_valid_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Return whether there is a stride for each axis, and all sizes and strides fit a buffer."""
     return len(shape) == len(strides) and all(0 <= n <= MAX_SIZE // 16 for n in (*shape, *strides))
 
 
-def meet(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
+def has_common_bytes(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
     """Return whether two extents (buffer, first byte, end byte) have bytes in common."""
     return one[0] == two[0] and max(one[1], two[1]) < min(one[2], two[2])
 
 
-def is_dense(tensor: Tensor | Seen) -> bool:
+def is_dense(tensor: Tensor | ViewedValue) -> bool:
     """Return whether entries follow each other; the stride of an axis with one entry has no meaning."""
     dense = contiguous_strides(tensor.shape)
     if tensor.strides == dense or 0 in tensor.shape:

@@ -8,17 +8,17 @@ Example: An axis of 12 entries is two segments of (3 heads, 2 places). A device 
 the entries 2, 3, 8 and 9. As a product of the factors 2, 3 and 2, the device has sizes 2, 1 and 2: all of the outer
 and inner factors, and head 1.
 
->>> heads = joined([((2, 2),), ((8, 2),)])
->>> heads, length(heads), entries(heads).tolist()
+>>> heads = concatenate_indices([((2, 2),), ((8, 2),)])
+>>> heads, count_entries(heads), list_entries(heads).tolist()
 (((2, 2), (8, 2)), 4, [2, 3, 8, 9])
->>> factored(heads, (2, 3, 2), (2, 1, 2))
+>>> split_into_factors(heads, (2, 3, 2), (2, 1, 2))
 (((0, 2),), ((1, 1),), ((0, 2),))
->>> multiplied((whole(2), ((1, 1),), whole(2)), (2, 3, 2)) == heads
+>>> multiply_indices((make_full_index(2), ((1, 1),), make_full_index(2)), (2, 3, 2)) == heads
 True
 
 If the value does not depend on the segment, which is the digit (stride 6, size 2), both segments are equal:
 
->>> agreed(((2, 2),), ((6, 2),), ((8, 2),), ())
+>>> find_common_index(((2, 2),), ((6, 2),), ((8, 2),), ())
 ((8, 2),)
 """
 
@@ -33,32 +33,32 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Index: TypeAlias = tuple[tuple[int, int], ...]
+IndexRanges: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges (first entry, length) of an axis, in memory order."""
 Digits: TypeAlias = tuple[tuple[int, int], ...]
 """Parts (stride, size) of the entry number on which a value does not depend."""
 Entries: TypeAlias = npt.NDArray[np.int64]
 
 
-def whole(n: int) -> Index:
+def make_full_index(n: int) -> IndexRanges:
     """Return the index of all entries of an axis of size `n`, in order."""
     return ((0, n),) if n else ()
 
 
-def length(index: Index) -> int:
+def count_entries(index: IndexRanges) -> int:
     """Return the number of entries of an index."""
     return sum(n for _, n in index)
 
 
 @lru_cache(maxsize=1024)
-def entries(index: Index) -> Entries:
+def list_entries(index: IndexRanges) -> Entries:
     """Return the entry numbers one by one. The array is cached; do not write to it."""
     if not index:
         return np.zeros(0, np.int64)
     return np.concatenate([np.arange(start, start + n, dtype=np.int64) for start, n in index])
 
 
-def index_of(listed: Entries) -> Index:
+def build_index(listed: Entries) -> IndexRanges:
     """Return the index of a list of entries."""
     if not listed.size:
         return ()
@@ -68,7 +68,7 @@ def index_of(listed: Entries) -> Index:
 
 
 @lru_cache(maxsize=1 << 14)
-def taken(index: Index, start: int, stop: int, shift: int = 0) -> Index:
+def slice_index(index: IndexRanges, start: int, stop: int, shift: int = 0) -> IndexRanges:
     """Return the entries at the positions `start` to `stop` of an index, each entry less `shift`."""
     runs, at = [], 0
     for first, n in index:
@@ -80,7 +80,7 @@ def taken(index: Index, start: int, stop: int, shift: int = 0) -> Index:
 
 
 @lru_cache(maxsize=1 << 12)
-def share_entries(one: Index, two: Index) -> bool:
+def has_common_entries(one: IndexRanges, two: IndexRanges) -> bool:
     """Return whether two indices have an entry in common."""
     runs = sorted([*((a, 0, n) for a, n in one), *((a, 1, n) for a, n in two)])
     ends = [0, 0]
@@ -92,7 +92,7 @@ def share_entries(one: Index, two: Index) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def covers(index: Index, n: int) -> bool:
+def has_each_entry_once(index: IndexRanges, n: int) -> bool:
     """Return whether an index has each entry from 0 to `n` exactly once, in any order."""
     at = 0
     for start, k in sorted(index):
@@ -103,13 +103,13 @@ def covers(index: Index, n: int) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def has_twice(index: Index) -> bool:
+def has_duplicates(index: IndexRanges) -> bool:
     """Return whether an index has an entry more than once."""
     ordered = sorted(index)
     return any(sum(a) > b[0] for a, b in pairwise(ordered))
 
 
-def joined(parts: Sequence[Index]) -> Index:
+def concatenate_indices(parts: Sequence[IndexRanges]) -> IndexRanges:
     """Return the index of several indices, one after the other."""
     runs: list[tuple[int, int]] = []
     for start, n in (run for part in parts for run in part):
@@ -121,7 +121,9 @@ def joined(parts: Sequence[Index]) -> Index:
 
 
 @lru_cache(maxsize=1 << 14)
-def factored(index: Index, sizes: tuple[int, ...], local: tuple[int, ...]) -> tuple[Index, ...] | None:
+def split_into_factors(
+    index: IndexRanges, sizes: tuple[int, ...], local: tuple[int, ...]
+) -> tuple[IndexRanges, ...] | None:
     """Split an index of a product axis into one index for each factor.
 
     Args:
@@ -132,57 +134,57 @@ def factored(index: Index, sizes: tuple[int, ...], local: tuple[int, ...]) -> tu
     Returns:
         The index of each factor; None if the entries are not a product of this form.
     """
-    if length(index) != math.prod(local):
+    if count_entries(index) != math.prod(local):
         return None
     if len(sizes) == 1:
         return (index,)
-    if local == sizes and index == whole(math.prod(sizes)):
-        return tuple(map(whole, sizes))
+    if local == sizes and index == make_full_index(math.prod(sizes)):
+        return tuple(map(make_full_index, sizes))
     if 0 in local:
         return tuple(((0, m),) if m else () for m in local)
-    grid, indices, inner = entries(index).reshape(local), [], math.prod(sizes)
+    grid, indices, inner = list_entries(index).reshape(local), [], math.prod(sizes)
     total = np.zeros((), np.int64)
     for axis, n in enumerate(sizes):
         inner //= n
         line = grid[(0,) * axis + (slice(None),) + (0,) * (len(sizes) - axis - 1)] // inner % n
-        indices.append(index_of(line))
+        indices.append(build_index(line))
         total = total + (line * inner).reshape(-1, *[1] * (len(sizes) - axis - 1))
     return tuple(indices) if np.array_equal(total, grid) else None
 
 
 @lru_cache(maxsize=1 << 14)
-def multiplied(indices: tuple[Index, ...], sizes: tuple[int, ...]) -> Index:
+def multiply_indices(indices: tuple[IndexRanges, ...], sizes: tuple[int, ...]) -> IndexRanges:
     """Return the index of a product axis from the indices of its factors; factors and `sizes` are outer first."""
     if len(indices) == 1:
         return indices[0]
-    if all(i == whole(n) for i, n in zip(indices, sizes, strict=True)):
-        return whole(math.prod(sizes))
+    if all(i == make_full_index(n) for i, n in zip(indices, sizes, strict=True)):
+        return make_full_index(math.prod(sizes))
     total = np.zeros((), np.int64)
     for index, n in zip(indices, sizes, strict=True):
-        total = total[..., None] * n + entries(index)
-    return index_of(total.ravel())
+        total = total[..., None] * n + list_entries(index)
+    return build_index(total.ravel())
 
 
-def _place(listed: Entries, digit: tuple[int, int]) -> Entries:
+def _extract_digit(listed: Entries, digit: tuple[int, int]) -> Entries:
     """Return the part of each entry number that belongs to a digit."""
     stride, n = digit
     return listed // stride % n * stride
 
 
-def _without(listed: Entries, digits: Digits) -> Entries:
+def _clear_digits(listed: Entries, digits: Digits) -> Entries:
     """Return the entry numbers with these digits set to zero."""
     for digit in digits:
-        listed = listed - _place(listed, digit)
+        listed = listed - _extract_digit(listed, digit)
     return listed
 
 
-def common(one: Digits, two: Digits) -> Digits:
+def intersect_digits(one: Digits, two: Digits) -> Digits:
     """Return the digits that both values have."""
     return one if one == two else tuple(d for d in one if d in two)
 
 
 @lru_cache(maxsize=1 << 14)
-def agreed(one: Index, ones: Digits, two: Index, twos: Digits) -> Index | None:
+def find_common_index(one: IndexRanges, ones: Digits, two: IndexRanges, twos: Digits) -> IndexRanges | None:
     """Return the entries that two values both hold, if each value may exchange the entries of its digits.
 
     Args:
@@ -197,25 +199,27 @@ def agreed(one: Index, ones: Digits, two: Index, twos: Digits) -> Index | None:
     """
     if one == two:
         return one
-    if length(one) != length(two) or not (ones or twos):
+    if count_entries(one) != count_entries(two) or not (ones or twos):
         return None
-    a, b = entries(one), entries(two)
+    a, b = list_entries(one), list_entries(two)
     merged = a
     for digit in ones:
         if digit not in twos:
-            merged = merged + _place(b, digit) - _place(merged, digit)
-    same_a = np.array_equal(_without(merged, ones), _without(a, ones))
-    same_b = np.array_equal(_without(merged, twos), _without(b, twos))
-    return index_of(merged) if same_a and same_b else None
+            merged = merged + _extract_digit(b, digit) - _extract_digit(merged, digit)
+    same_a = np.array_equal(_clear_digits(merged, ones), _clear_digits(a, ones))
+    same_b = np.array_equal(_clear_digits(merged, twos), _clear_digits(b, twos))
+    return build_index(merged) if same_a and same_b else None
 
 
-def is_whole(index: Index, digits: Digits, n: int) -> bool:
+def is_full_index(index: IndexRanges, digits: Digits, n: int) -> bool:
     """Return whether an index is all entries of an axis of size `n`, in order, up to the digits."""
-    return index == whole(n) or (bool(digits) and agreed(index, digits, whole(n), ()) is not None)
+    return index == make_full_index(n) or (
+        bool(digits) and find_common_index(index, digits, make_full_index(n), ()) is not None
+    )
 
 
 @lru_cache(maxsize=1 << 14)
-def repeats(part: Index, digits: Digits, n: int, over: Index, size: int, tiled: bool) -> bool:
+def is_valid_broadcast(part: IndexRanges, digits: Digits, n: int, over: IndexRanges, size: int, tiled: bool) -> bool:
     """Return whether a kernel that repeats local entries of a smaller axis over a larger one reads the right entries.
 
     Args:
@@ -226,22 +230,22 @@ def repeats(part: Index, digits: Digits, n: int, over: Index, size: int, tiled: 
         size: Size of the whole larger axis.
         tiled: If True, entry i of the larger axis reads entry i modulo `n`. If False, each entry serves neighbours.
     """
-    mine, theirs = length(part), length(over)
+    mine, theirs = count_entries(part), count_entries(over)
     if n == 1 or not theirs or not n:
         return mine == n or not theirs
     if not mine or theirs % mine or size % n:
         return False
     at = np.arange(theirs) % mine if tiled else np.arange(theirs) // (theirs // mine)
-    wanted = entries(over) % n if tiled else entries(over) // (size // n)
-    return np.array_equal(_without(entries(part)[at], digits), _without(wanted, digits))
+    wanted = list_entries(over) % n if tiled else list_entries(over) // (size // n)
+    return np.array_equal(_clear_digits(list_entries(part)[at], digits), _clear_digits(wanted, digits))
 
 
-def outer(digits: Digits, inner: int) -> Digits:
+def to_product_digits(digits: Digits, inner: int) -> Digits:
     """Return digits of a factor as digits of a product in which each entry of the factor has `inner` entries."""
     return tuple((stride * inner, n) for stride, n in digits)
 
 
-def within(digits: Digits, inner: int, size: int) -> Digits:
+def to_factor_digits(digits: Digits, inner: int, size: int) -> Digits:
     """Return the digits of a product that lie in one factor.
 
     Args:

@@ -17,16 +17,16 @@ from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops.collectives import COLLECTIVES
 
-OF_MEETINGS = ("sequence", "to", "source", "rank")
+COMMUNICATION_ATTRS = ("sequence", "to", "source", "rank")
 """Attributes of collectives that no kernel before the collective depends on."""
 
 
-def outline(graph: Graph, program: Program) -> Hashable:
+def make_equality_key(graph: Graph, program: Program) -> Hashable:
     """Return a key that is equal for programs that may be equal."""
     return len(program.instructions), tuple([(n.op, n.specs) for n in graph.nodes])
 
 
-def is_like(graph: Graph, program: Program, proven: Graph, by: Program) -> bool:
+def is_equal_to_proven(graph: Graph, program: Program, proven: Graph, by: Program) -> bool:
     """Return whether the proof of one program holds for another.
 
     Args:
@@ -37,19 +37,24 @@ def is_like(graph: Graph, program: Program, proven: Graph, by: Program) -> bool:
     """
     here, there = ({n: at for at, n in enumerate(g.nodes)} for g in (graph, proven))
     if len(here) != len(there) or not all(
-        _same_node(a, b, here, there) for a, b in zip(graph.nodes, proven.nodes, strict=True)
+        _is_equal_node(a, b, here, there) for a, b in zip(graph.nodes, proven.nodes, strict=True)
     ):
         return False
-    if _places(graph.roots(), here) != _places(proven.roots(), there) or len(graph.outputs) != len(proven.outputs):
+    if _locate_values(graph.roots(), here) != _locate_values(proven.roots(), there) or len(graph.outputs) != len(
+        proven.outputs
+    ):
         return False
     leaves = {b.name: a.name for a, b in zip(graph.nodes, proven.nodes, strict=True) if b.is_leaf}
     outputs = dict(zip(proven.outputs, graph.outputs, strict=True))
-    if not (_same_table(program.inputs, by.inputs, leaves) and _same_table(program.outputs, by.outputs, outputs)):
+    if not (
+        _has_equal_tensors(program.inputs, by.inputs, leaves)
+        and _has_equal_tensors(program.outputs, by.outputs, outputs)
+    ):
         return False
     if len(program.buffers) != len(by.buffers) or not program.buffers or program.buffers[0] != by.buffers[0]:
         return False
     pairs = zip(program.buffers[1:], by.buffers[1:], strict=True)
-    if not all(a == BufferSpec(b.kind, leaves[b.name], b.nbytes, b.declared, b.stored) for a, b in pairs):
+    if not all(a == BufferSpec(b.kind, leaves[b.name], b.nbytes, b.declared_spec, b.stored_spec) for a, b in pairs):
         return False
     if [at for at, _ in program.undo] != [at for at, _ in by.undo]:
         return False
@@ -59,41 +64,42 @@ def is_like(graph: Graph, program: Program, proven: Graph, by: Program) -> bool:
     steps = [*program.instructions, *(back for _, back in program.undo)]
     known = [*by.instructions, *(back for _, back in by.undo)]
     return all(
-        _same_step(a, b) and _is_named(a, b, graph, called, leaves, by) for a, b in zip(steps, known, strict=True)
+        _is_equal_instruction(a, b) and _has_matching_name(a, b, graph, called, leaves, by)
+        for a, b in zip(steps, known, strict=True)
     )
 
 
-def _same_node(a: Node, b: Node, here: Mapping[Node, int], there: Mapping[Node, int]) -> bool:
+def _is_equal_node(a: Node, b: Node, here: Mapping[Node, int], there: Mapping[Node, int]) -> bool:
     """Return whether two nodes do the same with the values at the same positions."""
     if a.op != b.op or a.specs != b.specs or len(a.src) != len(b.src):
         return False
     if attribute_key(a.attrs) != attribute_key(b.attrs) and (
-        a.op not in COLLECTIVES or _terms(a.attrs) != _terms(b.attrs)
+        a.op not in COLLECTIVES or _remove_communication_attrs(a.attrs) != _remove_communication_attrs(b.attrs)
     ):
         return False
-    return _places(a.src, here) == _places(b.src, there)
+    return _locate_values(a.src, here) == _locate_values(b.src, there)
 
 
-def _terms(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
+def _remove_communication_attrs(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
     """Return the attributes of a collective without partners and sequence number."""
-    return {name: value for name, value in attrs.items() if name not in OF_MEETINGS}
+    return {name: value for name, value in attrs.items() if name not in COMMUNICATION_ATTRS}
 
 
-def _places(values: tuple[Value | None, ...], place: Mapping[Node, int]) -> list[tuple[int, int] | None]:
+def _locate_values(values: tuple[Value | None, ...], place: Mapping[Node, int]) -> list[tuple[int, int] | None]:
     """Return each value as (position of its node, result index)."""
     return [None if v is None else (place[v.node], v.index) for v in values]
 
 
-def _same_table(mine: Mapping[str, Any], theirs: Mapping[str, Any], called: Mapping[str, str]) -> bool:
+def _has_equal_tensors(mine: Mapping[str, Any], theirs: Mapping[str, Any], called: Mapping[str, str]) -> bool:
     """Return whether two tables of tensors are equal after the names of the second are translated by `called`."""
     return dict(mine) == {called.get(name, ""): tensor for name, tensor in theirs.items()} and len(mine) == len(theirs)
 
 
-def _same_step(a: Instruction, b: Instruction) -> bool:
+def _is_equal_instruction(a: Instruction, b: Instruction) -> bool:
     return a.op == b.op and a.index == b.index and a.src == b.src and a.dst == b.dst and a.scratch == b.scratch
 
 
-def _is_named(
+def _has_matching_name(
     a: Instruction, b: Instruction, graph: Graph, called: Mapping[Node, str], leaves: Mapping[str, str], by: Program
 ) -> bool:
     """Return whether an instruction has the name and the attributes that it must have.

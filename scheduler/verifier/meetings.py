@@ -18,59 +18,59 @@ from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 
 
 @dataclass(frozen=True, slots=True)
-class Appointment:
+class CollectiveCall:
     """One collective instruction of a device: its op, sequence number, attributes, and operand and result specs."""
 
     device: int
     op: str
     sequence: int
-    terms: Mapping[str, Attr]
-    shapes: tuple[Spec | None, ...]
+    attributes: Mapping[str, Attr]
+    specs: tuple[Spec | None, ...]
     node: str
 
     @property
-    def kind(self) -> tuple[object, ...]:
+    def agreement_key(self) -> tuple[object, ...]:
         """The properties that all devices must agree on, except each device's rank and the sizes of shards."""
-        terms = tuple((k, v) for k, v in sorted(self.terms.items()) if k != "rank")
-        return self.op, terms, on_wire(self.shapes) if self.op == "all_reduce" else ()
+        terms = tuple((k, v) for k, v in sorted(self.attributes.items()) if k != "rank")
+        return self.op, terms, make_transfer_key(self.specs) if self.op == "all_reduce" else ()
 
     def __str__(self) -> str:
         return f"{self.op} {self.sequence} (%{quote_node_name(self.node)}) of device {self.device}"
 
 
-def on_wire(specs: Sequence[Spec | None]) -> tuple[object, ...]:
+def make_transfer_key(specs: Sequence[Spec | None]) -> tuple[object, ...]:
     """Return the properties of specs that all devices must agree on; the bit width of a float may differ."""
     return tuple(None if s is None else (s.shape, "float" if s.dtype.is_float else s.dtype) for s in specs)
 
 
-def appointments(device: int, program: Program) -> list[Appointment]:
+def list_collective_calls(device: int, program: Program) -> list[CollectiveCall]:
     """Return the collective calls of one device, in program order."""
-    return [_appointment(device, i) for i in program.instructions if i.op in COLLECTIVES]
+    return [_make_collective_call(device, i) for i in program.instructions if i.op in COLLECTIVES]
 
 
-def _appointment(device: int, i: Instruction) -> Appointment:
+def _make_collective_call(device: int, i: Instruction) -> CollectiveCall:
     number = i.attrs["sequence"]
     assert isinstance(number, int)
     shapes = (*(None if t is None else t.spec for t in i.src), *(t.spec for t in i.dst))
-    return Appointment(device, i.op, number, i.attrs, shapes, i.node)
+    return CollectiveCall(device, i.op, number, i.attrs, shapes, i.node)
 
 
-def meeting_faults(programs: Sequence[Program]) -> Iterator[str]:
+def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
     """Yield collectives with missing participants or different calls, calls in the wrong order, and deadlocks."""
-    lanes = [appointments(d, p) for d, p in enumerate(programs)]
-    complaints = [*_group_faults(lanes), *_pair_faults(lanes)]
+    lanes = [list_collective_calls(d, p) for d, p in enumerate(programs)]
+    complaints = [*_find_group_faults(lanes), *_find_message_faults(lanes)]
     for lane in lanes:
         times = Counter((a.sequence, a.op) for a in lane)
         complaints += [f"{a} is there twice" for a in lane if times[a.sequence, a.op] > 1]
         complaints += [f"{b} runs after {a}" for a, b in pairwise(lane) if b.sequence < a.sequence]
     yield from complaints
     if not complaints:
-        yield from stuck(lanes)
+        yield from find_deadlocks(lanes)
 
 
-def _group_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
+def _find_group_faults(lanes: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
     """Yield collectives with a missing participant, different calls, or a wrong rank."""
-    groups: dict[int, dict[int, Appointment]] = {}
+    groups: dict[int, dict[int, CollectiveCall]] = {}
     for appointment in (a for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS):
         groups.setdefault(appointment.sequence, {})[appointment.device] = appointment
     teams: dict[int, set[int]] = {}  # all participants of a device
@@ -83,27 +83,27 @@ def _group_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
         if missing:
             yield f"{first}: device {missing[0]} does not come"
         for place, other in enumerate(members.values()):
-            if other.kind != first.kind:
+            if other.agreement_key != first.agreement_key:
                 yield f"{first} meets {other}, which is another"
-            if "rank" in other.terms and other.terms["rank"] != place:
-                yield f"{other}: its rank is {other.terms['rank']!r}"
+            if "rank" in other.attributes and other.attributes["rank"] != place:
+                yield f"{other}: its rank is {other.attributes['rank']!r}"
 
 
-def _pair_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
+def _find_message_faults(lanes: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
     """Yield messages without a receiver or a sender, or with another spec at the receiver."""
-    sent = {(a.device, a.terms["to"], a.sequence): a for lane in lanes for a in lane if a.op == "send"}
-    received = {(a.terms["source"], a.device, a.sequence): a for lane in lanes for a in lane if a.op == "receive"}
+    sent = {(a.device, a.attributes["to"], a.sequence): a for lane in lanes for a in lane if a.op == "send"}
+    received = {(a.attributes["source"], a.device, a.sequence): a for lane in lanes for a in lane if a.op == "receive"}
     for key, a in sent.items():
         if key not in received:
             yield f"{a}: device {key[1]!r} does not receive it"
-        elif on_wire(received[key].shapes) != on_wire(a.shapes[-1:]):
-            yield f"{a} sends {a.shapes[-1]}, but {received[key]} receives {received[key].shapes[-1]}"
+        elif make_transfer_key(received[key].specs) != make_transfer_key(a.specs[-1:]):
+            yield f"{a} sends {a.specs[-1]}, but {received[key]} receives {received[key].specs[-1]}"
     for wanted, a in received.items():
         if wanted not in sent:
             yield f"{a}: device {wanted[0]!r} does not send it"
 
 
-def stuck(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
+def find_deadlocks(lanes: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
     """Run all devices through their collectives, and yield the calls that wait for each other for ever."""
     at = [0] * len(lanes)
     sizes = Counter(a.sequence for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS)
@@ -114,8 +114,8 @@ def stuck(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
             while at[device] < len(lane) and lane[at[device]].op in POINT_TO_POINT_OPS:
                 a = lane[at[device]]
                 if a.op == "send":
-                    sent.add((a.device, a.terms["to"], a.sequence))
-                elif (a.terms["source"], a.device, a.sequence) not in sent:
+                    sent.add((a.device, a.attributes["to"], a.sequence))
+                elif (a.attributes["source"], a.device, a.sequence) not in sent:
                     break
                 at[device] += 1
         here = [lane[i] if i < len(lane) else None for lane, i in zip(lanes, at, strict=True)]

@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from ...backends.abilities import grade_of
+from ...backends.abilities import find_device_class
 from ...graph.attrs import quote_node_name
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import assign_names
@@ -27,43 +27,49 @@ from ...ops import REGISTRY, op_of, verify
 from ...ops.collectives import COLLECTIVES
 from ..layout import Layout, Local, Partial, Shard
 from ..plan import Lane, Plan
-from .carrying import Carrying
-from .held import Held
-from .indices import Index, entries, joined, whole
-from .likeness import is_like, outline
-from .meetings import meeting_faults
-from .program import faults
-from .record import leaf_faults, record_faults
-from .repeating import length_faults, name_faults, repetition_faults, short_plan, shortened_of
-from .restrict import show
-from .trace import Meaning, Trace
-from .undo import saving_nodes
+from .carrying import CarriedValueTrace
+from .held import Fact
+from .indices import IndexRanges, concatenate_indices, list_entries, make_full_index
+from .likeness import is_equal_to_proven, make_equality_key
+from .meetings import find_collective_faults
+from .program import find_program_faults
+from .record import find_leaf_faults, find_record_faults
+from .repeating import (
+    find_length_faults,
+    find_name_faults,
+    find_repetition_faults,
+    find_shortened_graph,
+    make_short_plan,
+)
+from .restrict import format_index
+from .trace import ValueNumbering, ValueTrace
+from .undo import list_save_nodes
 
 
 def verify_plan(plan: Plan) -> None:
     """Raise `PlanError` with the first fault of `plan`."""
-    for why in plan_faults(plan):
+    for why in find_plan_faults(plan):
         raise PlanError(f"plan for {', '.join(str(lane.device) for lane in plan.lanes)}: {why}")
 
 
-def plan_faults(plan: Plan) -> Iterator[str]:
+def find_plan_faults(plan: Plan) -> Iterator[str]:
     """Yield all faults of `plan` as text; nothing if it is right."""
-    of = shortened_of(plan)
+    of = find_shortened_graph(plan)
     if of is None:
-        yield from _faults(plan, Trace)
+        yield from _find_faults(plan, ValueTrace)
         return
-    if complaints := [*record_faults(plan)] or [*length_faults(plan, of)]:
+    if complaints := [*find_record_faults(plan)] or [*find_length_faults(plan, of)]:
         yield from complaints
         return  # the proof of the short plan holds for the long plan only without these faults
-    short = short_plan(plan, of)
-    complaints = [*name_faults(short, of)] or [*_faults(short, partial(Carrying, of=of))]
-    yield from complaints or repetition_faults(short, of)
+    short = make_short_plan(plan, of)
+    complaints = [*find_name_faults(short, of)] or [*_find_faults(short, partial(CarriedValueTrace, of=of))]
+    yield from complaints or find_repetition_faults(short, of)
 
 
-def _faults(plan: Plan, follow: Callable[..., Trace]) -> Iterator[str]:
+def _find_faults(plan: Plan, follow: Callable[..., ValueTrace]) -> Iterator[str]:
     """Yield all faults of a plan, instruction by instruction; `follow` makes the value trace of all devices."""
     sound = True
-    for why in record_faults(plan):
+    for why in find_record_faults(plan):
         sound = False
         yield why
     seen: dict[tuple[object, ...], tuple[list[str], list[Node]]] = {}  # equal devices share one program
@@ -72,34 +78,37 @@ def _faults(plan: Plan, follow: Callable[..., Trace]) -> Iterator[str]:
     for number, lane in enumerate(plan.lanes):
         key = (type(lane.backend), id(lane.graph), id(lane.program))
         if key not in seen:
-            complaints = list(_lane_faults(lane, proven))
-            added = [] if complaints else list(saving_nodes(lane.graph, lane.program))
-            seen[key] = complaints, [*filter(_computes, lane.graph.nodes), *added]
+            complaints = list(_find_device_program_faults(lane, proven))
+            added = [] if complaints else list(list_save_nodes(lane.graph, lane.program))
+            seen[key] = complaints, [*filter(_is_computation, lane.graph.nodes), *added]
         complaints, nodes = seen[key]
         for why in complaints:
             sound = False
             yield f"device {number}: {why}"
-        grade = (key, grade_of(lane.backend, lane.device))  # devices that share a program may support different ops
+        grade = (
+            key,
+            find_device_class(lane.backend, lane.device),
+        )  # devices that share a program may support different ops
         if grade not in unable:
             answers = [(node, lane.backend.supports(node, lane.device)) for node in nodes]
-            unable[grade] = [(node, answer.why) for node, answer in answers if not answer.ok]
+            unable[grade] = [(node, answer.reason) for node, answer in answers if not answer.ok]
         for node, why in unable[grade]:
             sound = False
             yield f"device {number}: {node!r} cannot run on {lane.device}: {why}"
-    for why in meeting_faults([lane.program for lane in plan.lanes]):
+    for why in find_collective_faults([lane.program for lane in plan.lanes]):
         sound = False
         yield why
     if sound:  # with a fault, the programs do not run the graphs
-        complaints = list(leaf_faults(plan))
-        yield from complaints or _Whole(plan, follow).faults()
+        complaints = list(find_leaf_faults(plan))
+        yield from complaints or _PlanCheck(plan, follow).find_faults()
 
 
-def _computes(node: Node) -> bool:
+def _is_computation(node: Node) -> bool:
     """Return whether a node runs a kernel: it is neither a leaf nor a view nor unknown."""
     return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
 
 
-def _lane_faults(lane: Lane, proven: dict[tuple[object, ...], list[Lane]]) -> Iterator[str]:
+def _find_device_program_faults(lane: Lane, proven: dict[tuple[object, ...], list[Lane]]) -> Iterator[str]:
     """Yield the faults of a device's graph and program; a pair that equals a proven one is not checked again."""
     try:
         if lane.graph.roots():  # a device may have no work
@@ -107,46 +116,50 @@ def _lane_faults(lane: Lane, proven: dict[tuple[object, ...], list[Lane]]) -> It
     except GraphError as why:
         yield f"its graph is illegal: {why}"
         return
-    key = (type(lane.backend), lane.backend.name, outline(lane.graph, lane.program))
+    key = (type(lane.backend), lane.backend.name, make_equality_key(lane.graph, lane.program))
     others = proven.setdefault(key, [])
-    if not any(is_like(lane.graph, lane.program, other.graph, other.program) for other in others):
-        complaints = list(faults(lane.graph, lane.program, lane.backend))
+    if not any(is_equal_to_proven(lane.graph, lane.program, other.graph, other.program) for other in others):
+        complaints = list(find_program_faults(lane.graph, lane.program, lane.backend))
         yield from complaints
         if not complaints:
             others.append(lane)
 
 
-def _shows(layout: Layout, device: int, own: tuple[Index, ...]) -> bool:
+def _is_visible_shard(layout: Layout, device: int, own: tuple[IndexRanges, ...]) -> bool:
     """Return whether a reader of a value with this layout sees the entries of `device`."""
     if isinstance(layout, Shard):
         return 0 not in map(len, own)
     return device == (layout.devices[0] if isinstance(layout, Local) else 0)
 
 
-def _lies_elsewhere(layout: Layout, device: int) -> bool:
+def _is_covered_by_others(layout: Layout, device: int) -> bool:
     """Return whether other devices have all entries of a sharded value."""
-    return isinstance(layout, Shard) and not layout.runs[device] and any(layout.runs)
+    return isinstance(layout, Shard) and not layout.index_ranges[device] and any(layout.index_ranges)
 
 
-class _Whole:
+class _PlanCheck:
     """Compares the values of all devices with the user's graph."""
 
-    def __init__(self, plan: Plan, follow: Callable[..., Trace]) -> None:
-        self.plan, self.devices, self.follow = plan, len(plan.lanes), follow
-        self.meaning = Meaning(plan.graph)
+    def __init__(self, plan: Plan, follow: Callable[..., ValueTrace]) -> None:
+        self.plan, self.device_count, self.make_trace = plan, len(plan.lanes), follow
+        self.numbering = ValueNumbering(plan.graph)
 
-    def faults(self) -> Iterator[str]:
+    def find_faults(self) -> Iterator[str]:
         """Yield layout faults of leaves, then faults of the values, or else of outputs, updates and pins."""
-        leaves: dict[tuple[int, str], Held] = {}
+        leaves: dict[tuple[int, str], Fact] = {}
         for node in self.plan.graph.nodes:
             if node.is_leaf and node.op != "constant":
-                yield from self._bind(node, leaves)
-        trace = self.follow(self.meaning, [lane.graph for lane in self.plan.lanes], leaves)
-        said = list(trace.faults())
-        for why in said or (*self._outputs(trace), *self._updates(trace), *self._places(trace)):
-            yield why + trace.unfinished
+                yield from self._bind_leaf(node, leaves)
+        trace = self.make_trace(self.numbering, [lane.graph for lane in self.plan.lanes], leaves)
+        said = list(trace.find_faults())
+        for why in said or (
+            *self._find_output_faults(trace),
+            *self._find_update_faults(trace),
+            *self._find_placement_faults(trace),
+        ):
+            yield why + trace.search_limit_note
 
-    def _places(self, trace: Trace) -> Iterator[str]:
+    def _find_placement_faults(self, trace: ValueTrace) -> Iterator[str]:
         """Yield the nodes that are computed on other devices than the plan says.
 
         Equal nodes may run on a device of either.
@@ -155,98 +168,98 @@ class _Whole:
         allowed: dict[int, set[int]] = {}
         said: dict[int, tuple[str, int]] = {}
         for placed in self.plan.placed:
-            if not 0 <= placed.device < self.devices:
-                yield f"nodes are placed on device {placed.device} of {self.devices}"
+            if not 0 <= placed.device < self.device_count:
+                yield f"nodes are placed on device {placed.device} of {self.device_count}"
             for name in placed.nodes:
                 if name not in known:
                     yield f"a node %{quote_node_name(name)} is placed that the graph does not have"
                     continue
-                number = self.meaning.number[known.pop(name).results[0]]
+                number = self.numbering.number_by_value[known.pop(name).results[0]]
                 allowed.setdefault(number, set()).add(placed.device)
                 said[number] = (name, placed.device)
         for node in (n for n in known.values() if not n.is_leaf):  # not pinned
-            allowed.pop(self.meaning.number[node.results[0]], None)
-        for numbers, where in trace.computed.items():
+            allowed.pop(self.numbering.number_by_value[node.results[0]], None)
+        for numbers, where in trace.computing_devices.items():
             if numbers <= allowed.keys() and (strange := where.difference(*(allowed[n] for n in numbers))):
                 name, device = said[min(numbers)]
                 yield f"%{quote_node_name(name)} is placed on device {device}, and computed on {sorted(strange)}"
         for number, devices in allowed.items():
-            value = self.meaning.values[number]
+            value = self.numbering.value_by_number[number]
             is_made = value.spec.size and not value.node.is_leaf and not op_of(value.node).is_view
-            if is_made and devices.isdisjoint(trace.complete.get(number, ())):
+            if is_made and devices.isdisjoint(trace.complete_devices.get(number, ())):
                 name, device = said[number]
                 yield f"%{quote_node_name(name)} is placed on device {device}, and not computed there"
 
     # ---------------------------------------------------------------------------------------------------- layouts
 
-    def _axes(self, value: Value, layout: Layout | None) -> list[tuple[Index, ...] | None] | str:
+    def _list_device_entries(self, value: Value, layout: Layout | None) -> list[tuple[IndexRanges, ...] | None] | str:
         """Return for each device its entries of `value` (None without any), or why the layout is wrong."""
-        full = tuple(map(whole, value.shape))
+        full = tuple(map(make_full_index, value.shape))
         if isinstance(layout, Local):
-            if not layout.devices or not all(0 <= d < self.devices for d in layout.devices):
-                return f"lies on devices {list(layout.devices)} of {self.devices}"
-            return [full if d in layout.devices else None for d in range(self.devices)]
+            if not layout.devices or not all(0 <= d < self.device_count for d in layout.devices):
+                return f"lies on devices {list(layout.devices)} of {self.device_count}"
+            return [full if d in layout.devices else None for d in range(self.device_count)]
         if isinstance(layout, Shard):
-            if why := self._uncovered(value, layout):
+            if why := self._check_coverage(value, layout):
                 return why
-            entries_of: list[tuple[Index, ...] | None] = []
-            for runs in layout.runs:
-                entries_of.append((*full[: layout.axis], joined([runs]), *full[layout.axis + 1 :]))
+            entries_of: list[tuple[IndexRanges, ...] | None] = []
+            for runs in layout.index_ranges:
+                entries_of.append((*full[: layout.axis], concatenate_indices([runs]), *full[layout.axis + 1 :]))
             return entries_of
         if layout is None or isinstance(layout, Partial):
             return f"has the layout {layout}"
-        return [full] * self.devices
+        return [full] * self.device_count
 
-    def _uncovered(self, value: Value, layout: Shard) -> str | None:
+    def _check_coverage(self, value: Value, layout: Shard) -> str | None:
         """Return why a sharded layout is malformed or incomplete."""
-        if not 0 <= layout.axis < len(value.shape) or len(layout.runs) != self.devices:
-            return f"is cut along axis {layout.axis} for {len(layout.runs)} devices"
+        if not 0 <= layout.axis < len(value.shape) or len(layout.index_ranges) != self.device_count:
+            return f"is cut along axis {layout.axis} for {len(layout.index_ranges)} devices"
         n, dtype = value.shape[layout.axis], value.dtype
-        if any(len(run) != 2 for runs in layout.runs for run in runs):
+        if any(len(run) != 2 for runs in layout.index_ranges for run in runs):
             return "has runs that are no pairs of offset and length"
-        if any(start < 0 or k < 0 or start + k > n for runs in layout.runs for start, k in runs):
+        if any(start < 0 or k < 0 or start + k > n for runs in layout.index_ranges for start, k in runs):
             return f"has runs outside its {n} entries"
         in_blocks = dtype.is_quantised and layout.axis == len(value.shape) - 1
-        if in_blocks and any(part % dtype.block for runs in layout.runs for run in runs for part in run):
+        if in_blocks and any(part % dtype.block for runs in layout.index_ranges for run in runs for part in run):
             return f"is cut inside blocks of {dtype.block}"
         have = np.zeros(n, bool)
-        for runs in layout.runs:
-            have[entries(joined([runs]))] = True
+        for runs in layout.index_ranges:
+            have[list_entries(concatenate_indices([runs]))] = True
         missing = int(n - have.sum())
         return f"has {missing} of {n} entries on no device" if missing else None
 
-    def _bind(self, node: Node, leaves: dict[tuple[int, str], Held]) -> Iterator[str]:
+    def _bind_leaf(self, node: Node, leaves: dict[tuple[int, str], Fact]) -> Iterator[str]:
         """Add the facts of a leaf to `leaves`, as each device receives it when it is loaded or fed.
 
         Yield the faults of its layout.
         """
         value, layout = node.results[0], self.plan.leaves.get(node.name)
-        axes = self._axes(value, layout)
+        axes = self._list_device_entries(value, layout)
         if isinstance(axes, str):
             yield f"{node.op} %{node.label} {axes}"
             return
         if node.op == "input" and (isinstance(layout, Shard) or any(a != axes[0] for a in axes)):
             yield f"input %{node.label} is given whole to every device, and the plan says {layout}"
             return
-        number = self.meaning.number[value]
-        held = {a: Held(number, a) for a in {*axes} if a is not None}  # devices with the same entries share one fact
+        number = self.numbering.number_by_value[value]
+        held = {a: Fact(number, a) for a in {*axes} if a is not None}  # devices with the same entries share one fact
         leaves.update({(d, node.name): held[a] for d, a in enumerate(axes) if a is not None})
 
     # ------------------------------------------------------------------------------------------------------- ends
 
-    def _outputs(self, trace: Trace) -> Iterator[str]:
+    def _find_output_faults(self, trace: ValueTrace) -> Iterator[str]:
         """Yield outputs that are missing or wrong on a device, and device outputs that the graph does not have."""
         for name, value in self.plan.graph.outputs.items():
-            axes = self._axes(value, self.plan.outputs.get(name))
+            axes = self._list_device_entries(value, self.plan.outputs.get(name))
             if isinstance(axes, str):
                 yield f"output {name!r} {axes}"
                 continue
             for device, wanted in enumerate(axes):
                 local = self.plan.lanes[device].graph.outputs.get(name)
-                if wanted is not None and local is None and not _lies_elsewhere(self.plan.outputs[name], device):
+                if wanted is not None and local is None and not _is_covered_by_others(self.plan.outputs[name], device):
                     yield f"output {name!r} is missing on device {device}"
                 elif wanted is not None and local is not None:
-                    yield from self._ends_as(trace, device, local, value, wanted, f"output {name!r}")
+                    yield from self._find_end_value_faults(trace, device, local, value, wanted, f"output {name!r}")
         for device, lane in enumerate(self.plan.lanes):
             strange = {name: v for name, v in lane.graph.outputs.items() if name not in self.plan.graph.outputs}
             if strange:
@@ -256,10 +269,10 @@ class _Whole:
                 if local.node.op not in COLLECTIVES or local in used:  # not an end for other devices
                     yield f"device {device} has an output {name!r}, which the graph does not have"
 
-    def _updates(self, trace: Trace) -> Iterator[str]:
+    def _find_update_faults(self, trace: ValueTrace) -> Iterator[str]:
         """Yield states that a device updates wrongly or not at all, and visible states that it does not have."""
         wanted = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
-        lying = {s: self._axes(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states}
+        lying = {s: self._list_device_entries(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states}
         for device, lane in enumerate(self.plan.lanes):
             updates: Mapping[str, Value] = {s.node.name: v for s, v in lane.graph.updates.items()}
             held = {v.node.name for v in lane.graph.states}
@@ -267,20 +280,22 @@ class _Whole:
                 name = state.node.name
                 mine = None if isinstance(axes, str) else axes[device]
                 new = wanted.get(name, (state, state))[1]
-                changes = self.meaning.number[new] != self.meaning.number[state]
+                changes = self.numbering.number_by_value[new] != self.numbering.number_by_value[state]
                 if mine is None:
                     if name in updates:
                         yield f"device {device} updates state %{quote_node_name(name)}, which does not lie there"
                 elif name in updates:
-                    yield from self._ends_as(trace, device, updates[name], new, mine, f"state %{quote_node_name(name)}")
+                    yield from self._find_end_value_faults(
+                        trace, device, updates[name], new, mine, f"state %{quote_node_name(name)}"
+                    )
                 elif changes and 0 not in map(len, mine):
                     yield f"device {device} does not update its part of state %{quote_node_name(name)}"
-                if mine is not None and name not in held and _shows(self.plan.leaves[name], device, mine):
+                if mine is not None and name not in held and _is_visible_shard(self.plan.leaves[name], device, mine):
                     label = f"%{quote_node_name(name)}"
                     yield f"device {device} does not have state {label}, which is read there between runs"
 
-    def _ends_as(
-        self, trace: Trace, device: int, local: Value, value: Value, wanted: tuple[Index, ...], what: str
+    def _find_end_value_faults(
+        self, trace: ValueTrace, device: int, local: Value, value: Value, wanted: tuple[IndexRanges, ...], what: str
     ) -> Iterator[str]:
         """Yield a fault if a device value is not the entries `wanted` of a graph value.
 
@@ -293,15 +308,15 @@ class _Whole:
             value: The graph value.
             wanted: The entries of `value` that the device must have.
         """
-        held = trace.of(device, local)
-        if not any(self.meaning.holds(h, value, wanted) for h in held):
-            number = self.meaning.number[value]
+        held = trace.find_facts(device, local)
+        if not any(self.numbering.is_fact_of(h, value, wanted) for h in held):
+            number = self.numbering.number_by_value[value]
             others = [
-                "a sum still owed" if h.owed else f"entries {[show(i) for i in h.axes]}"
+                "a sum still owed" if h.partial_sum else f"entries {[format_index(i) for i in h.axes]}"
                 for h in held
-                if h.number == number
+                if h.value_number == number
             ]
             yield (
-                f"{what} on device {device} should be entries {[show(i) for i in wanted]} of {value!r} "
+                f"{what} on device {device} should be entries {[format_index(i) for i in wanted]} of {value!r} "
                 f"and is {others[0] if others else 'another value'}"
             )

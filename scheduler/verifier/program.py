@@ -17,14 +17,23 @@ from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.elementwise.binary import cont
-from .contents import Memory, Views, extent_of, is_dense, kept_dtype, meet, scratch_fault, show
-from .undo import Journal, Step
+from .contents import (
+    BufferContents,
+    ViewTable,
+    check_scratch,
+    compute_byte_extent,
+    find_stored_dtype,
+    format_content,
+    has_common_bytes,
+    is_dense,
+)
+from .undo import InstructionLabel, UndoCheck
 
 LEAF_OPS = ("weight", "state", "constant")
 """Leaves that have a buffer of their own."""
 
 
-def check(graph: Graph, program: Program, backend: Backend) -> None:
+def verify_program(graph: Graph, program: Program, backend: Backend) -> None:
     """Raise `PlanError` with the first fault of a program.
 
     Args:
@@ -32,21 +41,21 @@ def check(graph: Graph, program: Program, backend: Backend) -> None:
         program: The program.
         backend: The backend of the device; it decides dtypes and scratch bytes.
     """
-    for why in faults(graph, program, backend):
+    for why in find_program_faults(graph, program, backend):
         raise PlanError(f"program of {len(program.instructions)} steps: {why}")
 
 
-def faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
+def find_program_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
     """Yield all faults of `program` as text. The arguments are the same as for `verify_program`."""
-    complaints = list(_buffer_faults(graph, program, backend))
+    complaints = list(_find_buffer_faults(graph, program, backend))
     if not all([type(part) for part in entry] == [int, Instruction] for entry in program.undo):
         complaints.append("what undoes a step are a number and an instruction for each save")
     yield from complaints
     if not complaints:  # with faults, buffer numbers have no meaning
-        yield from _Run(graph, program, backend).faults()
+        yield from _ProgramCheck(graph, program, backend).find_faults()
 
 
-def _buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
+def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
     """Yield buffer faults: buffer 0 is the arena; each weight, state and constant has a buffer of the right size."""
     if not program.buffers or program.buffers[0] != BufferSpec("arena", "", program.buffers[0].nbytes):
         yield "its first buffer is not the arena"
@@ -66,40 +75,43 @@ def _buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator
         yield f"{kind} %{quote_node_name(name)} has no buffer"
 
 
-class _Run:
+class _ProgramCheck:
     """Follows one program, instruction by instruction."""
 
     def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:
         self.graph, self.program, self.backend = graph, program, backend
-        self.called, self.views, self.memory = assign_names(graph), Views(backend), Memory(program)
-        self.journal = Journal(graph, program, backend, self.memory)
-        self.states = {number: b.name for number, b in enumerate(program.buffers) if b.kind == "state"}
+        self.name_by_node, self.views, self.contents = assign_names(graph), ViewTable(backend), BufferContents(program)
+        self.undo_check = UndoCheck(graph, program, backend, self.contents)
+        self.state_name_by_buffer = {number: b.name for number, b in enumerate(program.buffers) if b.kind == "state"}
         self.updates = {s.node.name: (s, v) for s, v in graph.updates.items()}
-        self.ran: set[object] = set()
+        self.executed_work: set[object] = set()
 
-    def faults(self) -> Iterator[str]:
+    def find_faults(self) -> Iterator[str]:
         """Yield all faults of the program, in the order of its instructions."""
-        yield from self._leaves()
+        yield from self._place_leaves()
         for step, instruction in enumerate(self.program.instructions):
-            if step in self.journal.backs:
-                yield from self.journal.save(step, instruction)
+            if step in self.undo_check.restore_by_step:
+                yield from self.undo_check.find_save_faults(step, instruction)
                 continue
-            complaints = [f"{Step(step, instruction.node)}: {why}" for why in self._step(instruction)]
+            complaints = [
+                f"{InstructionLabel(step, instruction.node)}: {why}"
+                for why in self._find_instruction_faults(instruction)
+            ]
             yield from complaints
             if not complaints:
                 node = self.graph.nodes[instruction.index] if instruction.index >= 0 else None
-                yield from self.journal.after(step, instruction, node)
-        yield from self.journal.end()
-        yield from self._end()
+                yield from self.undo_check.find_overwrite_faults(step, instruction, node)
+        yield from self.undo_check.find_end_faults()
+        yield from self._find_end_faults()
 
     # -------------------------------------------------------------------------------------------------- both ends
 
-    def _leaves(self) -> Iterator[str]:
+    def _place_leaves(self) -> Iterator[str]:
         """Record the leaves in memory, as they are before the first instruction; yield faults of inputs."""
-        memory, program = self.memory, self.program
+        memory, program = self.contents, self.program
         leaves = {(n.op, n.name): n.results[0] for n in self.graph.nodes if n.is_leaf}
         for number, buffer in enumerate(program.buffers[1:], 1):
-            memory.write((number, 0, buffer.nbytes), leaves[buffer.kind, buffer.name])
+            memory.record_write((number, 0, buffer.nbytes), leaves[buffer.kind, buffer.name])
         for name in program.inputs.keys() - {v.node.name for v in self.graph.inputs}:
             yield f"input %{quote_node_name(name)} has a place, and the graph does not have it"
         for value in self.graph.inputs:
@@ -108,82 +120,82 @@ class _Run:
                 yield f"{what} has no place"
                 continue
             tensor = program.inputs[value.node.name]
-            if why := self._misplaced(tensor, value):
+            if why := self._check_location(tensor, value):
                 yield f"{what}: {why}"
             elif tensor.buffer:
                 yield f"{what} lies outside the arena"
             else:
-                memory.lost.clear()
-                memory.write(extent_of(tensor), value)
-                if memory.lost:
-                    yield f"{what} lies where {show(memory.lost[0])} lies"
-        memory.lost.clear()
+                memory.overwritten_values.clear()
+                memory.record_write(compute_byte_extent(tensor), value)
+                if memory.overwritten_values:
+                    yield f"{what} lies where {format_content(memory.overwritten_values[0])} lies"
+        memory.overwritten_values.clear()
 
-    def _end(self) -> Iterator[str]:
+    def _find_end_faults(self) -> Iterator[str]:
         """Yield nodes that did not run, missing outputs, and wrong content of buffers that outlive the run."""
-        program, memory = self.program, self.memory
+        program, memory = self.program, self.contents
         for node in self.graph.nodes:
-            if not node.is_leaf and not op_of(node).is_view and node not in self.ran:
-                yield f"%{self.called[node]} never runs"
+            if not node.is_leaf and not op_of(node).is_view and node not in self.executed_work:
+                yield f"%{self.name_by_node[node]} never runs"
         for name in program.outputs.keys() - self.graph.outputs.keys():
             yield f"output {name!r} has a place, and the graph does not have it"
         for name, value in self.graph.outputs.items():
             if name not in program.outputs:
                 yield f"output {name!r} is missing"
-            elif why := memory.differs(program.outputs[name], self.views.of(value)):
+            elif why := memory.check_view(program.outputs[name], self.views.resolve_view(value)):
                 yield f"at the end, output {name!r}: {why}"
         for number, buffer in enumerate(program.buffers[1:], 1):
-            _, held = memory.holds((number, 0, buffer.nbytes))
-            if buffer.nbytes and not self._is_left(held, buffer):
-                yield f"at the end, {buffer.kind} %{quote_node_name(buffer.name)} holds {show(held)}"
-        if not memory.top <= program.buffers[0].nbytes < memory.top + ALIGNMENT:
-            yield f"its arena has {program.buffers[0].nbytes} bytes, and what lies in it needs {memory.top}"
+            _, held = memory.find_content((number, 0, buffer.nbytes))
+            if buffer.nbytes and not self._can_remain(held, buffer):
+                yield f"at the end, {buffer.kind} %{quote_node_name(buffer.name)} holds {format_content(held)}"
+        if not memory.arena_end <= program.buffers[0].nbytes < memory.arena_end + ALIGNMENT:
+            yield f"its arena has {program.buffers[0].nbytes} bytes, and what lies in it needs {memory.arena_end}"
 
-    def _is_left(self, held: object, buffer: BufferSpec) -> bool:
+    def _can_remain(self, held: object, buffer: BufferSpec) -> bool:
         """Return whether a buffer may have this content at the end: the new state, else the content before the run."""
         if buffer.kind != "state" or buffer.name not in self.updates:
             return isinstance(held, Value) and (held.node.op, held.node.name) == (buffer.kind, buffer.name)
         state, new = self.updates[buffer.name]
-        seen = self.views.of(new)
+        seen = self.views.resolve_view(new)
         is_base = is_dense(seen) and (seen.offset, seen.base.spec.size) == (0, state.spec.size)
-        in_place = is_base and seen.dtype is kept_dtype(self.backend, state)
+        in_place = is_base and seen.dtype is find_stored_dtype(self.backend, state)
         return held == (state, new) or (in_place and held == seen.base)
 
     # -------------------------------------------------------------------------------------------------- each step
 
-    def _step(self, i: Instruction) -> Iterator[str]:
+    def _find_instruction_faults(self, i: Instruction) -> Iterator[str]:
         """Yield faults of an instruction that is not a save, and record its writes."""
-        work = self._work(i)
+        work = self._identify_instruction(i)
         if isinstance(work, str):
             yield work
             return
         node, results, what = work
-        if what in self.ran:
+        if what in self.executed_work:
             yield "runs a second time"
-        self.ran.add(what)
+        self.executed_work.add(what)
         if len(node.src) != len(i.src) or len(results) != len(i.dst):
             yield f"{len(i.src)} operands and {len(i.dst)} results"
             return
-        complaints = list(self._operands(node, i))
-        if why := scratch_fault(self.memory, i.scratch, self.backend.scratch(node)):
+        complaints = list(self._find_operand_faults(node, i))
+        if why := check_scratch(self.contents, i.scratch, self.backend.scratch(node)):
             complaints.append(why)
         complaints += [
             f"result: {why}"
             for value, tensor in zip(results, i.dst, strict=True)
-            if (why := self._misplaced(tensor, value))
+            if (why := self._check_location(tensor, value))
         ]
         yield from complaints
         if complaints:
             return
-        taken = [extent_of(t) for t in (i.scratch, *i.dst) if t is not None]
-        yield from _overlaps(i, node, taken)
+        taken = [compute_byte_extent(t) for t in (i.scratch, *i.dst) if t is not None]
+        yield from _find_overlaps(i, node, taken)
         for extent in taken:
-            self.memory.write(extent, None)
+            self.contents.record_write(extent, None)
         held = node.results if isinstance(what, Node) else (what,)
         for made, extent in zip(held, taken[i.scratch is not None :], strict=True):
-            self.memory.write(extent, made)
+            self.contents.record_write(extent, made)
 
-    def _work(self, i: Instruction) -> tuple[Node, Sequence[Value], object] | str:
+    def _identify_instruction(self, i: Instruction) -> tuple[Node, Sequence[Value], object] | str:
         """Return the work of an instruction, or why it computes nothing.
 
         The work is a node of the graph, or the copy of a new state over the old one.
@@ -197,58 +209,62 @@ class _Run:
                 return "the graph has no such node to compute"
             if (i.op, i.attrs) != (node.op, node.attrs):
                 return f"{i.op} with {dict(i.attrs)} is not {node!r}"
-            return (node, node.results, node) if i.node == self.called[node] else f"it is %{self.called[node]}"
-        name = self.states.get(i.dst[0].buffer) if i.dst else None
+            return (
+                (node, node.results, node) if i.node == self.name_by_node[node] else f"it is %{self.name_by_node[node]}"
+            )
+        name = self.state_name_by_buffer.get(i.dst[0].buffer) if i.dst else None
         if name not in self.updates or i.index != -1:
             return "the graph has no such node, nor does it copy a new state"
         state, new = update = self.updates[name]
-        if (i.op, i.attrs, i.node) != (cont.name, cont.defaults, f"{self.called[state.node]}.update"):
+        if (i.op, i.attrs, i.node) != (cont.name, cont.defaults, f"{self.name_by_node[state.node]}.update"):
             return f"{i.op} is no copy of the new state over %{quote_node_name(name)}"
         return cont(new).node, (state,), update
 
-    def _operands(self, node: Node, i: Instruction) -> Iterator[str]:
+    def _find_operand_faults(self, node: Node, i: Instruction) -> Iterator[str]:
         """Yield operands that are not the node's sources, and strided operands of a kernel that reads dense ones."""
         for position, (source, tensor) in enumerate(zip(node.src, i.src, strict=True)):
             if (source is None) != (tensor is None):
                 yield f"operand {position} is {'missing' if tensor is None else 'too many'}"
             elif source is not None and tensor is not None:
-                if why := self.memory.differs(tensor, self.views.of(source)):
+                if why := self.contents.check_view(tensor, self.views.resolve_view(source)):
                     yield f"operand {position}: {why}"
                 elif not is_dense(tensor) and not self.backend.reads_strided(node, position):
                     yield f"operand {position} is {tensor}, and its kernel reads dense ones"
 
-    def _misplaced(self, tensor: Tensor, value: Value) -> str | None:
+    def _check_location(self, tensor: Tensor, value: Value) -> str | None:
         """Return why a value must not be written there; allowed are the arena, and a state that takes its new value."""
-        whole = self.views.of(value)
+        whole = self.views.resolve_view(value)
         if (tensor.shape, tensor.strides, tensor.dtype) != (whole.shape, whole.strides, whole.dtype):
             return f"{value!r}, kept as {whole.dtype}, is written to {tensor}"
-        if why := self.memory.inside(tensor):
+        if why := self.contents.check_bounds(tensor):
             return why
         if tensor.offset % ALIGNMENT:
             return f"{tensor} begins at no multiple of {ALIGNMENT} bytes"
-        if tensor.buffer and tensor.buffer not in self.states:
+        if tensor.buffer and tensor.buffer not in self.state_name_by_buffer:
             return f"{tensor} is written into {self.program.buffers[tensor.buffer].kind}s"
         return None
 
 
-def _same_entries(one: Tensor, two: Tensor) -> bool:
+def _has_equal_strides(one: Tensor, two: Tensor) -> bool:
     """Return whether entry i of both tensors has the same offset, if the tensors begin at the same byte."""
     triples = zip(one.shape, one.strides, two.strides, strict=False)
     return one.shape == two.shape and all(n == 1 or s == t for n, s, t in triples)
 
 
-def _overlaps(i: Instruction, node: Node, taken: list[tuple[int, int, int]]) -> Iterator[str]:
+def _find_overlaps(i: Instruction, node: Node, taken: list[tuple[int, int, int]]) -> Iterator[str]:
     """Yield results or scratch that share bytes; a result may share bytes with an operand only as the op declares."""
-    if any(meet(one, two) for number, one in enumerate(taken) for two in taken[:number]):
+    if any(has_common_bytes(one, two) for number, one in enumerate(taken) for two in taken[:number]):
         yield "a result or the scratch overlaps another"
     declared = op_of(node)
-    operands = [(n, t, extent_of(t)) for n, t in zip(declared.operand_names, i.src, strict=False) if t is not None]
+    operands = [
+        (n, t, compute_byte_extent(t)) for n, t in zip(declared.operand_names, i.src, strict=False) if t is not None
+    ]
     for result, extent in enumerate(taken, -(i.scratch is not None)):
         for name, tensor, read in operands:
-            if not meet(extent, read):
+            if not has_common_bytes(extent, read):
                 continue
             allowed = [n for r, n in declared.inplace_pairs(node.attrs) if r == result]
-            exact = result >= 0 and read == extent and _same_entries(tensor, i.dst[result])
+            exact = result >= 0 and read == extent and _has_equal_strides(tensor, i.dst[result])
             twin = any(n in allowed and t == tensor for n, t, _ in operands)
             if not exact or not (name in allowed or twin):
                 yield f"overwrites its operand {name} while reading it"

@@ -13,27 +13,29 @@ from itertools import accumulate, islice
 
 from ...ops import REGISTRY
 from ...ops.collectives import as_integer
-from .indices import taken
-from .restrict import Axes, Items, Side, local_attrs
+from .indices import slice_index
+from .restrict import AttrItems, OpInstance, ValueEntries, list_local_attrs
 
-Reader = tuple[Side, tuple[int, ...]]
+Consumer = tuple[OpInstance, tuple[int, ...]]
 """A node of the user's graph and the numbers of its results."""
-MAX_OTHERS = 4
+MAX_EXAMPLES = 4
 """Maximum nodes with other attributes that serve as examples in the text of a fault."""
 
 
-class Readers:
+class ConsumerTable:
     """Nodes that have the op `op` and equal operands, in the order in which they were added."""
 
     def __init__(self, op: str) -> None:
         self._op = op
-        self._groups: dict[Items, _Group] = {}
+        self._groups: dict[AttrItems, _ConsumerGroup] = {}
 
-    def add(self, user: Side, numbers: tuple[int, ...]) -> None:
+    def add_consumer(self, user: OpInstance, numbers: tuple[int, ...]) -> None:
         """Add a node of the user's graph and the numbers of its results."""
-        self._groups.setdefault(self._fixed_arguments(user), _Group(self._op)).readers.append((user, numbers))
+        self._groups.setdefault(self._list_fixed_attributes(user), _ConsumerGroup(self._op)).consumers.append(
+            (user, numbers)
+        )
 
-    def neighbours(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
+    def find_candidates(self, mine: OpInstance, axes: Sequence[ValueEntries | None]) -> Iterator[Consumer]:
         """Yield the nodes of the user's graph that a device's node may be.
 
         If there are none, some other nodes follow, from which the caller explains the fault. A device's node without
@@ -43,53 +45,55 @@ class Readers:
             mine: The device's node.
             axes: Entries of each operand that the device has.
         """
-        group = self._groups.get(self._fixed_arguments(mine))
+        group = self._groups.get(self._list_fixed_attributes(mine))
         if group is not None:
-            yield from group.neighbours(mine, axes)
+            yield from group.find_candidates(mine, axes)
             return
-        others = (reader for group in self._groups.values() for reader in group.readers)
-        yield from others if all(s.size == 0 for s in mine.results) else islice(others, MAX_OTHERS)
+        others = (reader for group in self._groups.values() for reader in group.consumers)
+        yield from others if all(s.size == 0 for s in mine.results) else islice(others, MAX_EXAMPLES)
 
-    def _fixed_arguments(self, node: Side) -> Items:
+    def _list_fixed_attributes(self, node: OpInstance) -> AttrItems:
         """Return the attributes that a node and its local version must have in common."""
-        local = local_attrs(REGISTRY[self._op])
+        local = list_local_attrs(REGISTRY[self._op])
         return tuple(sorted(item for item in node.attrs if item[0] not in local))
 
 
-class _Group:
+class _ConsumerGroup:
     """Nodes that differ only in local attributes, such as sizes."""
 
     def __init__(self, op: str) -> None:
         self._op = op
-        self.readers: list[Reader] = []
+        self.consumers: list[Consumer] = []
 
-    def neighbours(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
+    def find_candidates(self, mine: OpInstance, axes: Sequence[ValueEntries | None]) -> Iterator[Consumer]:
         """Yield the nodes of the group that a device's node may be; slices only if they contain its first entry."""
         (operand, *_) = axes or (None,)
-        if self._op != "slice" or operand is None or len(self.readers) <= MAX_OTHERS or not mine.results[0].size:
-            yield from self.readers
+        if self._op != "slice" or operand is None or len(self.consumers) <= MAX_EXAMPLES or not mine.results[0].size:
+            yield from self.consumers
             return
-        attrs = mine.settled
+        attrs = mine.attrs_by_name
         index, _ = operand[as_integer(attrs["axis"]) % len(operand)]
-        entries = taken(index, as_integer(attrs["start"]), as_integer(attrs["stop"]))
+        entries = slice_index(index, as_integer(attrs["start"]), as_integer(attrs["stop"]))
         if not entries:
-            yield from self.readers[:MAX_OTHERS]
+            yield from self.consumers[:MAX_EXAMPLES]
             return
-        starts, ends, order = self._spans
+        starts, ends, order = self._sorted_slices
         first, found = entries[0][0], list[int]()
         for at in range(bisect_right(starts, first) - 1, -1, -1):
             if ends[at] <= first:  # no earlier slice reaches `first`
                 break
             found.append(order[at])
-        yield from (self.readers[at] for at in sorted(found) or range(MAX_OTHERS))
+        yield from (self.consumers[at] for at in sorted(found) or range(MAX_EXAMPLES))
 
     @cached_property
-    def _spans(self) -> tuple[list[int], list[int], list[int]]:
+    def _sorted_slices(self) -> tuple[list[int], list[int], list[int]]:
         """Sort the slices by start.
 
         Returns:
             The starts; for each slice the largest end of it and all earlier ones; the positions in `consumers`.
         """
-        spans = [(as_integer(a["start"]), as_integer(a["stop"])) for a in (user.settled for user, _ in self.readers)]
+        spans = [
+            (as_integer(a["start"]), as_integer(a["stop"])) for a in (user.attrs_by_name for user, _ in self.consumers)
+        ]
         order = sorted(range(len(spans)), key=spans.__getitem__)
         return [spans[i][0] for i in order], list(accumulate((spans[i][1] for i in order), max)), order

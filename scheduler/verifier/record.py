@@ -17,19 +17,19 @@ from ..layout import Layout, Local, Replicate, Shard
 from ..plan import Plan
 
 
-def record_faults(plan: Plan) -> Iterator[str]:
+def find_record_faults(plan: Plan) -> Iterator[str]:
     """Yield all faults of the record of `plan`, as text."""
     try:
         verify(plan.graph)
     except GraphError as why:
         yield f"its graph is illegal: {why}"
         return
-    yield from _device_faults(plan)
+    yield from _find_device_list_faults(plan)
     if plan.leaves.keys() != {n.name for n in plan.graph.nodes if n.is_leaf}:
         yield "its layouts are of other leaves"
     if plan.outputs.keys() != plan.graph.outputs.keys():
         yield "its layouts are of other outputs"
-    yield from _cut_faults(plan)
+    yield from _find_sharding_faults(plan)
     shares = all(0 <= share < math.inf for share in plan.shares) and sum(plan.shares) > 0
     if plan.shares and (len(plan.shares) != len(plan.lanes) or not shares):
         yield f"its shares are {list(plan.shares)}, need one a device, none negative, one above zero"
@@ -49,7 +49,7 @@ def _is_device_name(text: str) -> bool:
         return False
 
 
-def _device_faults(plan: Plan) -> Iterator[str]:
+def _find_device_list_faults(plan: Plan) -> Iterator[str]:
     """Yield device faults: there is a device, each device occurs once, and it belongs to the backend that runs it."""
     if not plan.lanes:
         yield "it has no devices"
@@ -73,7 +73,7 @@ def _device_faults(plan: Plan) -> Iterator[str]:
             yield f"device {number} is {lane.device}, and {lane.backend.name} would call it {own}"
 
 
-def leaf_faults(plan: Plan) -> Iterator[str]:
+def find_leaf_faults(plan: Plan) -> Iterator[str]:
     """Yield leaves of devices that are not leaves of the user's graph, or have another op or dtype there.
 
     The caller has checked graphs and layouts.
@@ -84,16 +84,16 @@ def leaf_faults(plan: Plan) -> Iterator[str]:
             node = leaves.get(own.name)
             if node is None or (node.op, node.specs[0].dtype) != (own.op, own.specs[0].dtype):
                 yield f"device {number}: {own!r} is no part of a leaf of the graph"
-            elif own.op == "constant" and not _has_constant(plan.leaves[own.name], number):
+            elif own.op == "constant" and not _has_constant_on_device(plan.leaves[own.name], number):
                 yield f"device {number}: constant %{own.label} is there, and the plan says {plan.leaves[own.name]}"
 
 
-def _has_constant(layout: Layout, device: int) -> bool:
+def _has_constant_on_device(layout: Layout, device: int) -> bool:
     """Return whether a device has a constant with this layout."""
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and device in layout.devices)
 
 
-def _cut_faults(plan: Plan) -> Iterator[str]:
+def _find_sharding_faults(plan: Plan) -> Iterator[str]:
     """Yield sharded axes that do not exist, or that differ from the axis of the leaf's layout."""
     stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
     for cut in plan.cuts:

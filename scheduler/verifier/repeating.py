@@ -26,20 +26,20 @@ from ...graph.node import Node
 from ...graph.repeated_runs import PREAMBLE, ShortenedGraph
 from ..layout import Layout
 from ..plan import Lane, Plan
-from .runs import Runs, run_faults
+from .runs import DeviceRepetitions, find_device_repetition_faults
 
-NUMBERED = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
+NUMBERED_NAME = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
 """Names of device nodes: the number of a node of the short graph, and an ending if they convert it."""
 
 
-def shortened_of(plan: Plan) -> ShortenedGraph | None:
+def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
     """Return the shortened graph of a plan; None if each instruction of the plan is to be checked."""
     shorts = [lane.short for lane in plan.lanes]
     first = shorts[0] if shorts else None
     return first.of if first is not None and all(s is not None and s.of is first.of for s in shorts) else None
 
 
-def short_plan(plan: Plan, of: ShortenedGraph) -> Plan:
+def make_short_plan(plan: Plan, of: ShortenedGraph) -> Plan:
     """Make the plan of the short graph from the plan of the long one."""
     lanes = [
         Lane(lane.device, lane.backend, lane.short.graph, lane.short.program)
@@ -57,7 +57,7 @@ def short_plan(plan: Plan, of: ShortenedGraph) -> Plan:
     return replace(plan, graph=of.short_graph, lanes=tuple(lanes), leaves=leaves, cuts=frozenset())
 
 
-def length_faults(plan: Plan, of: ShortenedGraph) -> Iterator[str]:
+def find_length_faults(plan: Plan, of: ShortenedGraph) -> Iterator[str]:
     """Yield why the plan's graph is not the short graph with more repetitions, or has other layouts in some of them."""
     runs, left_out = of.deep_repetitions, (of.deep_repetitions.count - of.short_count) * of.deep_repetitions.length
     sizes = len(of.deep_graph.nodes), len(of.short_graph.nodes)
@@ -71,26 +71,31 @@ def length_faults(plan: Plan, of: ShortenedGraph) -> Iterator[str]:
     place = {node: at for nodes in (of.deep_nodes, of.short_nodes) for at, node in enumerate(nodes)}
     for number, node in enumerate(of.deep_nodes):
         run = runs.repetition_of(number)
-        kind = _kind(of, run)
+        kind = _find_repetition_kind(of, run)
         short = of.short_nodes[number - (run - kind) * runs.length]
         if (node.op, node.attrs, node.specs) != (short.op, short.attrs, short.specs) or short.name != str(place[short]):
             yield f"{node!r} of run {run} is not like {short!r}"
             return
-        reads = [None if s is None else (_standing(of, place[s.node], run, kind), s.index) for s in node.src]
+        reads = [
+            None if s is None else (_find_representative_node(of, place[s.node], run, kind), s.index) for s in node.src
+        ]
         if reads != [None if s is None else (place[s.node], s.index) for s in short.src]:
             yield f"{node!r} of run {run} reads other values than {short!r}"
             return
-        if node.is_leaf and plan.leaves[node.name] != plan.leaves[of.deep_nodes[_first_like(of, number, run)].name]:
+        if (
+            node.is_leaf
+            and plan.leaves[node.name] != plan.leaves[of.deep_nodes[_find_first_equivalent_node(of, number, run)].name]
+        ):
             yield f"{node.op} %{node.label} of run {run} lies otherwise than that of another run of its kind"
-    yield from _ends(of, place)
+    yield from _find_output_and_update_faults(of, place)
 
 
-def _kind(of: ShortenedGraph, run: int) -> int:
+def _find_repetition_kind(of: ShortenedGraph, run: int) -> int:
     """Return the kind of a repetition."""
     return PREAMBLE if run == PREAMBLE else of.short_count if run == of.deep_repetitions.count else run % of.short_count
 
 
-def _first_like(of: ShortenedGraph, number: int, run: int) -> int:
+def _find_first_equivalent_node(of: ShortenedGraph, number: int, run: int) -> int:
     """Return the equivalent of node `number` in the first repetition of the same kind."""
     return (
         number
@@ -99,7 +104,7 @@ def _first_like(of: ShortenedGraph, number: int, run: int) -> int:
     )
 
 
-def _standing(of: ShortenedGraph, source: int, run: int, kind: int) -> int | None:
+def _find_representative_node(of: ShortenedGraph, source: int, run: int, kind: int) -> int | None:
     """Return the short node for node `source` of the long graph, as a repetition of that kind reads it.
 
     It is None if the repetition may not read the source.
@@ -114,7 +119,7 @@ def _standing(of: ShortenedGraph, source: int, run: int, kind: int) -> int | Non
     return source if lasts else None
 
 
-def _ends(of: ShortenedGraph, place: Mapping[Node, int]) -> Iterator[str]:
+def _find_output_and_update_faults(of: ShortenedGraph, place: Mapping[Node, int]) -> Iterator[str]:
     """Yield outputs that belong to a repetition, and states that change differently in equal repetitions."""
 
     def changes(graph: Graph) -> dict[int, set[tuple[int, int, int]]]:
@@ -131,7 +136,7 @@ def _ends(of: ShortenedGraph, place: Mapping[Node, int]) -> Iterator[str]:
 
     long, short = changes(of.deep_graph), changes(of.short_graph)
     for run in {*long, *(r for r, kind in of.repetitions_with_kind if kind in short)}:
-        if long[run] != short[_kind(of, run)]:
+        if long[run] != short[_find_repetition_kind(of, run)]:
             yield f"states of run {run} change otherwise than those of its kind"
     if of.deep_graph.outputs.keys() != of.short_graph.outputs.keys():
         yield "the short graph has other outputs"
@@ -140,28 +145,31 @@ def _ends(of: ShortenedGraph, place: Mapping[Node, int]) -> Iterator[str]:
         run, twin = of.deep_repetitions.repetition_of(place[value.node]), of.short_graph.outputs[name]
         if 0 <= run < of.deep_repetitions.count:
             yield f"output {name!r} belongs to run {run}"
-        elif _standing(of, place[value.node], run, _kind(of, run)) != place[twin.node] or value.index != twin.index:
+        elif (
+            _find_representative_node(of, place[value.node], run, _find_repetition_kind(of, run)) != place[twin.node]
+            or value.index != twin.index
+        ):
             yield f"output {name!r} of the short graph is another"
 
 
-def name_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
+def find_name_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
     """Yield device nodes without the number of a short node as their name."""
     for device, lane in enumerate(short.lanes):
         for node in lane.graph.nodes:
-            named = NUMBERED.fullmatch(node.name)
+            named = NUMBERED_NAME.fullmatch(node.name)
             if named is None or int(named[1]) >= len(of.short_graph.nodes):
                 yield f"device {device}: {node!r} is called by no number of a node of the short graph"
 
 
-def repetition_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
+def find_repetition_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
     """Yield why the repetitions of a proven short plan cannot be repeated, or where devices run other collectives."""
     said: dict[tuple[object, ...], list[str]] = {}
-    meetings = [Runs(lane.graph, of).meetings() for lane in short.lanes[:1]]
+    meetings = [DeviceRepetitions(lane.graph, of).list_collective_numbers() for lane in short.lanes[:1]]
     for device, lane in enumerate(short.lanes):
         key = type(lane.backend), lane.backend.name, id(lane.graph), id(lane.program)
         if key not in said:
-            said[key] = list(run_faults(lane.graph, lane.program, lane.backend, of))
-            if Runs(lane.graph, of).meetings() != meetings[0]:
+            said[key] = list(find_device_repetition_faults(lane.graph, lane.program, lane.backend, of))
+            if DeviceRepetitions(lane.graph, of).list_collective_numbers() != meetings[0]:
                 said[key].append("it meets others in other runs than device 0 does")
         yield from (f"device {device}: {why}" for why in said[key])
     for (number, run), (following, later) in pairwise(meetings[0]):

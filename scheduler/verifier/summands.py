@@ -3,22 +3,22 @@
 Example: Two devices contract an axis of 8. Device 0 has the entries 0 to 4, device 1 has the entries 5 to 7. If device
 1 also started at entry 0, three terms would be counted twice:
 
->>> left, right, wrong = (terms((index,), (8,)) for index in (((0, 5),), ((5, 3),), ((0, 3),)))
->>> miscounted([left, right])
->>> miscounted([left, wrong])
+>>> left, right, wrong = (make_contraction_sum((index,), (8,)) for index in (((0, 5),), ((5, 3),), ((0, 3),)))
+>>> check_complete_sum([left, right])
+>>> check_complete_sum([left, wrong])
 'devices 0 and 1 both have a term'
 
 A residual that only device 0 has is added to the sum. An addition is linear in two sums, and each sum must be
 complete:
 
->>> miscounted([linear("a+b", [left, None]), linear("a+b", [right, NOTHING])])
->>> miscounted([linear("a+b", [left, None]), linear("a+b", [right, None])])
+>>> check_complete_sum([make_linear_sum("a+b", [left, None]), make_linear_sum("a+b", [right, NO_TERMS])])
+>>> check_complete_sum([make_linear_sum("a+b", [left, None]), make_linear_sum("a+b", [right, None])])
 'device 0 brings all of it, and devices [1] bring it again'
 
 A product is linear in each factor, but only in one factor at a time. Some terms of one factor and the other terms of
 the other factor do not form a sum:
 
->>> miscounted([linear("a", [left]), linear("b", [right])])
+>>> check_complete_sum([make_linear_sum("a", [left]), make_linear_sum("b", [right])])
 'the devices owe sums of different kinds'
 
 Two equal partial sums of one value have the same terms of the same sum, so the verifier may merge them. For each op on
@@ -33,11 +33,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 
-from .indices import Index, covers, has_twice, length, share_entries
+from .indices import IndexRanges, count_entries, has_common_entries, has_duplicates, has_each_entry_once
 
 
 @dataclass(frozen=True, slots=True)
-class Summand:
+class PartialSum:
     """A device's part of a sum.
 
     The kinds are:
@@ -53,38 +53,42 @@ class Summand:
     """
 
     kind: str
-    box: tuple[Index, ...] = ()
-    sizes: tuple[int, ...] = ()
-    parts: tuple[Summand | None, ...] = ()
-    joint: str = ""
-    by: tuple[int, int] | None = None
+    index_box: tuple[IndexRanges, ...] = ()
+    axis_sizes: tuple[int, ...] = ()
+    operand_sums: tuple[PartialSum | None, ...] = ()
+    linear_operands: str = ""
+    routing: tuple[int, int] | None = None
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.kind, self.box, self.sizes, self.parts, self.joint, self.by)))
+        object.__setattr__(
+            self,
+            "_hash",
+            hash((self.kind, self.index_box, self.axis_sizes, self.operand_sums, self.linear_operands, self.routing)),
+        )
 
     def __hash__(self) -> int:
         """Return the hash, which is computed once: a residual has as many nested parts as layers before it."""
         return self._hash
 
 
-NOTHING = Summand("none")
-EMPTY = Summand("terms", ((),), (0,))
+NO_TERMS = PartialSum("none")
+EMPTY_SUM = PartialSum("terms", ((),), (0,))
 """A sum without terms. It is also a valid part of this sum for each device, so the parts may be added."""
-Owed = Summand | None
+OptionalPartialSum = PartialSum | None
 """A partial sum; None if the device has the value itself."""
 
 
-def terms(box: tuple[Index, ...], sizes: tuple[int, ...]) -> Owed:
+def make_contraction_sum(box: tuple[IndexRanges, ...], sizes: tuple[int, ...]) -> OptionalPartialSum:
     """Make the partial sum of a contraction over the entries of `box`: all terms, no terms, or some of them."""
-    if all(map(covers, box, sizes)):
+    if all(map(has_each_entry_once, box, sizes)):
         return None
     if any(not i for i in box):
-        return NOTHING
-    return Summand("terms", box, sizes)
+        return NO_TERMS
+    return PartialSum("terms", box, sizes)
 
 
-def linear(joint: str, parts: Sequence[Owed]) -> Owed:
+def make_linear_sum(joint: str, parts: Sequence[OptionalPartialSum]) -> OptionalPartialSum:
     """Make the partial sum of a linear op.
 
     Args:
@@ -93,28 +97,32 @@ def linear(joint: str, parts: Sequence[Owed]) -> Owed:
     """
     if all(p is None for p in parts):
         return None
-    if all(p is NOTHING for p in parts):
-        return NOTHING
-    return Summand("linear", parts=tuple(parts), joint=joint)
+    if all(p is NO_TERMS for p in parts):
+        return NO_TERMS
+    return PartialSum("linear", operand_sums=tuple(parts), linear_operands=joint)
 
 
-def miscounted(summands: Sequence[Owed], counted: dict[tuple[int, ...], Sequence[Owed]] | None = None) -> str | None:
+def check_complete_sum(
+    summands: Sequence[OptionalPartialSum], counted: dict[tuple[int, ...], Sequence[OptionalPartialSum]] | None = None
+) -> str | None:
     """Return why the partial sums of one value are not complete, each term once; None if they are.
 
     Args:
         summands: The partial sum of each device.
         counted: Partial sums that are known to be complete. If `summands` are complete, they are added.
     """
-    seen: dict[tuple[int, ...], Sequence[Owed]] = {}
+    seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]] = {}
     known = {} if counted is None else counted
-    why = _miscounted(summands, known, seen)
+    why = _check_complete_sum(summands, known, seen)
     if why is None:
         known |= seen
     return why
 
 
-def _miscounted(
-    summands: Sequence[Owed], known: Mapping[tuple[int, ...], object], seen: dict[tuple[int, ...], Sequence[Owed]]
+def _check_complete_sum(
+    summands: Sequence[OptionalPartialSum],
+    known: Mapping[tuple[int, ...], object],
+    seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
     """Return the same as `check_complete_sum`.
 
@@ -124,9 +132,9 @@ def _miscounted(
     if key in known or key in seen:
         return None
     seen[key] = summands
-    there = [(d, s) for d, s in enumerate(summands) if s is not NOTHING]
+    there = [(d, s) for d, s in enumerate(summands) if s is not NO_TERMS]
     if any(s is not None and s.kind == "linear" for _, s in there):
-        return _parts_miscounted(summands, known, seen)
+        return _check_linear_sum(summands, known, seen)
     if not there:
         return "no device brings anything"
     whole = [d for d, s in there if s is None]
@@ -134,37 +142,39 @@ def _miscounted(
         others = [d for d, _ in there if d != whole[0]]
         return f"device {whole[0]} brings all of it, and devices {others} bring it again" if others else None
     boxes = [(d, s) for d, s in there if s is not None]
-    return _uncovered(boxes)
+    return _check_disjoint_cover(boxes)
 
 
-def _parts_miscounted(
-    summands: Sequence[Owed], known: Mapping[tuple[int, ...], object], seen: dict[tuple[int, ...], Sequence[Owed]]
+def _check_linear_sum(
+    summands: Sequence[OptionalPartialSum],
+    known: Mapping[tuple[int, ...], object],
+    seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
     """Check each operand of a linear op. A device with the whole sum, or with zeros, has the same of each operand."""
-    forms = {(s.joint, len(s.parts)) for s in summands if s is not None and s.kind == "linear"}
+    forms = {(s.linear_operands, len(s.operand_sums)) for s in summands if s is not None and s.kind == "linear"}
     kinds = {s.kind for s in summands if s is not None}
     if len(forms) > 1 or "terms" in kinds:
         return "the devices owe sums of different kinds"
     for i in range(forms.pop()[1]):
-        parts = [s.parts[i] if s is not None and s.kind == "linear" else s for s in summands]
-        if why := _miscounted(parts, known, seen):
+        parts = [s.operand_sums[i] if s is not None and s.kind == "linear" else s for s in summands]
+        if why := _check_complete_sum(parts, known, seen):
             return why
     return None
 
 
-def _uncovered(boxes: Sequence[tuple[int, Summand]]) -> str | None:
+def _check_disjoint_cover(boxes: Sequence[tuple[int, PartialSum]]) -> str | None:
     """Return why index boxes are not a disjoint cover of all indices; None if they are."""
-    sizes, by = boxes[0][1].sizes, boxes[0][1].by
+    sizes, by = boxes[0][1].axis_sizes, boxes[0][1].routing
     for device, box in boxes:
-        if box.sizes != sizes:
+        if box.axis_sizes != sizes:
             return "the devices sum over different axes"
-        if box.by != by:
+        if box.routing != by:
             return "the devices look rows up by different numbers"
-        if any(map(has_twice, box.box)):
+        if any(map(has_duplicates, box.index_box)):
             return f"device {device} has a term twice"
-    if all(has_twice(tuple(chain(*axis))) for axis in zip(*(box.box for _, box in boxes), strict=True)):
+    if all(has_duplicates(tuple(chain(*axis))) for axis in zip(*(box.index_box for _, box in boxes), strict=True)):
         for (d, one), (e, two) in combinations(boxes, 2):  # no single axis separates all boxes
-            if all(map(share_entries, one.box, two.box)):
+            if all(map(has_common_entries, one.index_box, two.index_box)):
                 return f"devices {d} and {e} both have a term"
-    have = sum(math.prod(map(length, b.box)) for _, b in boxes)
+    have = sum(math.prod(map(count_entries, b.index_box)) for _, b in boxes)
     return None if have == math.prod(sizes) else f"{math.prod(sizes) - have} of {math.prod(sizes)} terms are missing"

@@ -25,111 +25,121 @@ from ...graph.node import Node, Value, input
 from ...ops import REGISTRY, op_of
 from ...ops.elementwise.binary import cont
 from ...ops.movement.rows import get_rows, set_rows
-from .contents import Memory, extent_of, is_dense, kept_dtype, meet, scratch_fault, show
+from .contents import (
+    BufferContents,
+    check_scratch,
+    compute_byte_extent,
+    find_stored_dtype,
+    format_content,
+    has_common_bytes,
+    is_dense,
+)
 
-WAYS = {cont.name: cont.name, get_rows.name: set_rows.name}
+RESTORE_OP_BY_SAVE_OP = {cont.name: cont.name, get_rows.name: set_rows.name}
 """For each op that saves a state, the op that restores it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedState:
     """A saved state: all of it, or some rows of it if there is a `row_index`."""
 
-    step: int
+    instruction_number: int
     state: Tensor
-    index: Tensor | None
+    row_index: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class InstructionLabel:
     """An instruction as messages name it; formatted only when a message needs it."""
 
     number: int
-    node: str
+    node_name: str
 
     def __str__(self) -> str:
-        return f"step {self.number} (%{quote_node_name(self.node)})"
+        return f"step {self.number} (%{quote_node_name(self.node_name)})"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedContent:
     """The memory content where a state was saved."""
 
-    state: str
+    state_name: str
 
     def __repr__(self) -> str:
-        return f"what was saved of %{quote_node_name(self.state)}"
+        return f"what was saved of %{quote_node_name(self.state_name)}"
 
 
-def nodes_of(i: Instruction, state: Value) -> tuple[Node, Node]:
+def build_save_and_restore_nodes(i: Instruction, state: Value) -> tuple[Node, Node]:
     """Return the save instruction `i` of `state`, and the instruction that restores it, as graph nodes."""
-    table = input("table", _present(i.src[0]).shape, state.dtype)
+    table = input("table", _require_tensor(i.src[0]).shape, state.dtype)
     if i.op == cont.name:
         kept = cont(table)
         return kept.node, cont(kept).node
-    rows = input("rows", _present(i.src[1]).shape, _present(i.src[1]).dtype)
+    rows = input("rows", _require_tensor(i.src[1]).shape, _require_tensor(i.src[1]).dtype)
     kept = get_rows(table, rows)
     return kept.node, set_rows(table, kept, rows).node
 
 
-def saving_nodes(graph: Graph, program: Program) -> Iterator[Node]:
+def list_save_nodes(graph: Graph, program: Program) -> Iterator[Node]:
     """Yield the nodes that a program without faults runs in addition to its graph."""
     states = {v.node.name: v for v in graph.states}
-    for at in program.saves:
+    for at in program.save_positions:
         i = program.instructions[at]
-        yield from nodes_of(i, states[program.buffers[_present(i.src[0]).buffer].name])
+        yield from build_save_and_restore_nodes(i, states[program.buffers[_require_tensor(i.src[0]).buffer].name])
 
 
-class Journal:
+class UndoCheck:
     """Checks the saves of one program as its instructions go by; `memory` has the contents of the buffers."""
 
-    def __init__(self, graph: Graph, program: Program, backend: Backend, memory: Memory) -> None:
-        self.program, self.backend, self.memory = program, backend, memory
-        self.states = {v.node.name: v for v in graph.states}
-        self.backs = dict(program.undo)
-        self.saved: dict[int, Saved] = {}  # by buffer number
-        self.needed: dict[object, int] = {}  # values that the undo reads, each with the last save that needs it
-        self.kept: list[tuple[int, int, int]] = []
-        self.sound: list[Instruction] = []  # restoring instructions without faults
+    def __init__(self, graph: Graph, program: Program, backend: Backend, memory: BufferContents) -> None:
+        self.program, self.backend, self.contents = program, backend, memory
+        self.state_by_name = {v.node.name: v for v in graph.states}
+        self.restore_by_step = dict(program.undo)
+        self.saved_state_by_buffer: dict[int, SavedState] = {}  # by buffer number
+        self.last_save_by_value: dict[
+            object, int
+        ] = {}  # values that the undo reads, each with the last save that needs it
+        self.saved_extents: list[tuple[int, int, int]] = []
+        self.valid_restores: list[Instruction] = []  # restoring instructions without faults
 
-    def save(self, step: int, i: Instruction) -> Iterator[str]:
+    def find_save_faults(self, step: int, i: Instruction) -> Iterator[str]:
         """Yield the faults of a saving instruction, and of the instruction that restores the state."""
-        where, back = f"step {step} (%{quote_node_name(i.node)}, which saves)", self.backs[step]
-        complaints = list(self._shape(i, back)) or list(self._nodes(i, back))
+        where, back = f"step {step} (%{quote_node_name(i.node)}, which saves)", self.restore_by_step[step]
+        complaints = list(self._find_form_faults(i, back)) or list(self._find_node_faults(i, back))
         yield from (f"{where}: {why}" for why in complaints)
         if complaints:
             return
-        self.sound.append(back)
-        state, kept = _present(i.src[0]), i.dst[0]
+        self.valid_restores.append(back)
+        state, kept = _require_tensor(i.src[0]), i.dst[0]
         name = self.program.buffers[state.buffer].name
-        _, held = self.memory.holds(extent_of(state))
-        earlier, leaf = self.saved.get(state.buffer), self.states.get(name)
+        _, held = self.contents.find_content(compute_byte_extent(state))
+        earlier, leaf = self.saved_state_by_buffer.get(state.buffer), self.state_by_name.get(name)
         if earlier is None and held != leaf:
-            yield f"{where}: %{quote_node_name(name)} holds {show(held)} and no longer what it held before the step"
-        if earlier is not None and (earlier.index is None or held == leaf or not isinstance(held, Value)):
-            yield f"{where}: %{quote_node_name(name)} is saved a second time, and holds {show(held)}"
+            yield f"{where}: %{quote_node_name(name)} holds {format_content(held)} and no longer what it held before the step"
+        if earlier is not None and (earlier.row_index is None or held == leaf or not isinstance(held, Value)):
+            yield f"{where}: %{quote_node_name(name)} is saved a second time, and holds {format_content(held)}"
         index = i.src[1] if len(i.src) > 1 else None
-        self.saved[state.buffer] = Saved(step, state, index)
+        self.saved_state_by_buffer[state.buffer] = SavedState(step, state, index)
         for tensor in (i.scratch, kept):
             if tensor is not None:
-                self.memory.write(extent_of(tensor), None)
-        token = Kept(name)
-        self.memory.write(extent_of(kept), token)
-        self.needed[token] = step
-        self.kept.append(extent_of(kept))
+                self.contents.record_write(compute_byte_extent(tensor), None)
+        token = SavedContent(name)
+        self.contents.record_write(compute_byte_extent(kept), token)
+        self.last_save_by_value[token] = step
+        self.saved_extents.append(compute_byte_extent(kept))
         if index is not None and 0 not in index.shape:
-            self.kept.append(extent_of(index))
-            _, numbers = self.memory.holds(extent_of(index))
-            if not isinstance(numbers, Value) or index.dtype is not kept_dtype(self.backend, numbers):
+            self.saved_extents.append(compute_byte_extent(index))
+            _, numbers = self.contents.find_content(compute_byte_extent(index))
+            if not isinstance(numbers, Value) or index.dtype is not find_stored_dtype(self.backend, numbers):
                 yield f"{where}: the numbers of its rows are not there"
             else:
-                self.needed[numbers] = step
-        yield from self._lost(where)
+                self.last_save_by_value[numbers] = step
+        yield from self._find_lost_value_faults(where)
 
-    def _shape(self, i: Instruction, back: Instruction) -> Iterator[str]:
+    def _find_form_faults(self, i: Instruction, back: Instruction) -> Iterator[str]:
         """Yield the faults of a save and its undo that need no knowledge of memory contents."""
         state, kept = (*i.src, None)[0], (*i.dst, None)[0]
-        if WAYS.get(i.op) != back.op or state is None or kept is None or None in (*i.src, *back.src):
+        if RESTORE_OP_BY_SAVE_OP.get(i.op) != back.op or state is None or kept is None or None in (*i.src, *back.src):
             yield f"{i.op} is no way to save, or {back.op} none to put that back"
             return
         if any(step.attrs != REGISTRY[step.op].defaults or step.index != -1 for step in (i, back)):
@@ -141,47 +151,47 @@ class Journal:
             return
         taken = [t for t in (kept, i.scratch, back.scratch) if t is not None]
         for tensor in (*i.src, *taken):
-            if why := self.memory.inside(_present(tensor)):
+            if why := self.contents.check_bounds(_require_tensor(tensor)):
                 yield f"it: {why}"
                 return
         buffers = self.program.buffers
-        if buffers[state.buffer].kind != "state" or extent_of(state)[1:] != (0, buffers[state.buffer].nbytes):
+        if buffers[state.buffer].kind != "state" or compute_byte_extent(state)[1:] != (0, buffers[state.buffer].nbytes):
             yield f"{state} is not the whole of a state"
         if any(t.buffer or t.offset % ALIGNMENT for t in taken):
             yield f"what is saved lies outside the arena, or begins at no multiple of {ALIGNMENT} bytes"
-        whole = state.shape if not index else (*_present(index[0]).shape, *state.shape[-1:])
-        if not is_dense(state) or not is_dense(kept) or kept.shape != whole or not _exact(state, kept):
+        whole = state.shape if not index else (*_require_tensor(index[0]).shape, *state.shape[-1:])
+        if not is_dense(state) or not is_dense(kept) or kept.shape != whole or not _is_lossless(state, kept):
             yield f"{kept} does not hold what it saves of {state}"
-        if index and (len(state.shape) < 2 or not _numbers_rows(_present(index[0]), state)):
+        if index and (len(state.shape) < 2 or not _is_row_index(_require_tensor(index[0]), state)):
             yield f"{index[0]} numbers no rows of {state}"
-        reads = [extent_of(_present(t)) for t in i.src]
-        if i.scratch is not None and meet(extent_of(i.scratch), extent_of(kept)):
+        reads = [compute_byte_extent(_require_tensor(t)) for t in i.src]
+        if i.scratch is not None and has_common_bytes(compute_byte_extent(i.scratch), compute_byte_extent(kept)):
             yield "its scratch overlaps what it saves"
-        if any(meet(read, extent_of(t)) for read in reads for t in taken):
+        if any(has_common_bytes(read, compute_byte_extent(t)) for read in reads for t in taken):
             yield "it overwrites what it reads"
 
-    def _nodes(self, i: Instruction, back: Instruction) -> Iterator[str]:
+    def _find_node_faults(self, i: Instruction, back: Instruction) -> Iterator[str]:
         """Yield the faults of a save and its undo as graph nodes."""
-        state, kept, index = _present(i.src[0]), i.dst[0], i.src[1:]
+        state, kept, index = _require_tensor(i.src[0]), i.dst[0], i.src[1:]
         name = self.program.buffers[state.buffer].name
-        leaf = self.states[name]
-        nodes = nodes_of(i, leaf)
-        dtypes = kept_dtype(self.backend, leaf), kept_dtype(self.backend, nodes[0].results[0])
+        leaf = self.state_by_name[name]
+        nodes = build_save_and_restore_nodes(i, leaf)
+        dtypes = find_stored_dtype(self.backend, leaf), find_stored_dtype(self.backend, nodes[0].results[0])
         if (state.dtype, kept.dtype) != dtypes or not (index or state.shape == leaf.shape):
             yield f"{state} is kept as {kept}, need {dtypes[0]} of %{quote_node_name(name)} as {dtypes[1]}"
         if (i.node, back.node) != (f"{name}.save", f"{name}.undo"):
             yield f"it saves %{quote_node_name(name)}, which is put back by %{quote_node_name(back.node)}"
         for node, step in zip(nodes, (i, back), strict=True):
-            if why := scratch_fault(self.memory, step.scratch, self.backend.scratch(node)):
+            if why := check_scratch(self.contents, step.scratch, self.backend.scratch(node)):
                 yield f"{step.op}: {why}"
-            for position, tensor in enumerate(map(_present, step.src)):
+            for position, tensor in enumerate(map(_require_tensor, step.src)):
                 if not is_dense(tensor) and not self.backend.reads_strided(node, position):
                     yield f"operand {position} of {step.op} is {tensor}, and its kernel reads dense ones"
 
-    def after(self, step: int, i: Instruction, node: Node | None) -> Iterator[str]:
+    def find_overwrite_faults(self, step: int, i: Instruction, node: Node | None) -> Iterator[str]:
         """Yield the faults of a computing instruction: it must not overwrite unsaved entries or needed values."""
-        where = Step(step, i.node)
-        yield from self._lost(where)
+        where = InstructionLabel(step, i.node)
+        yield from self._find_lost_value_faults(where)
         scratch = [] if i.scratch is None else [i.scratch]
         for result, tensor in enumerate((*i.dst, *scratch)):
             if not 0 <= tensor.buffer < len(self.program.buffers) or 0 in tensor.shape:
@@ -189,59 +199,65 @@ class Journal:
             buffer = self.program.buffers[tensor.buffer]
             if buffer.kind != "state":
                 continue
-            saved = self.saved.get(tensor.buffer)
+            saved = self.saved_state_by_buffer.get(tensor.buffer)
             if saved is None:
                 yield f"{where}: overwrites state %{quote_node_name(buffer.name)}, which nothing saved before"
-            elif saved.index is not None and not _changes_only(node, result, i, saved):
+            elif saved.row_index is not None and not _is_write_within_saved_rows(node, result, i, saved):
                 yield f"{where}: overwrites more of state %{quote_node_name(buffer.name)} than the rows that were saved"
 
-    def _lost(self, where: object) -> Iterator[str]:
+    def _find_lost_value_faults(self, where: object) -> Iterator[str]:
         """Yield the overwritten values that the undo needs.
 
         A state that is the row index of other states may change after it was saved itself: the undo restores it
         first.
         """
-        for value in self.memory.lost:
-            if value in self.needed and not self._back_first(value):
-                yield f"{where}: overwrites {show(value)}, which is needed to undo the step"
-        self.memory.lost.clear()
+        for value in self.contents.overwritten_values:
+            if value in self.last_save_by_value and not self._is_restored_first(value):
+                yield f"{where}: overwrites {format_content(value)}, which is needed to undo the step"
+        self.contents.overwritten_values.clear()
 
-    def _back_first(self, value: object) -> bool:
+    def _is_restored_first(self, value: object) -> bool:
         """Return whether the undo restores the state `value` before it reads the state as a row index."""
         if not isinstance(value, Value) or value.node.op != "state":
             return False
-        saved = [s for s in self.saved.values() if self.program.buffers[s.state.buffer].name == value.node.name]
-        return bool(saved) and saved[0].index is None and saved[0].step > self.needed[value]
+        saved = [
+            s
+            for s in self.saved_state_by_buffer.values()
+            if self.program.buffers[s.state.buffer].name == value.node.name
+        ]
+        return (
+            bool(saved) and saved[0].row_index is None and saved[0].instruction_number > self.last_save_by_value[value]
+        )
 
-    def end(self) -> Iterator[str]:
+    def find_end_faults(self) -> Iterator[str]:
         """Yield the faults of the undo as a whole."""
         steps = [at for at, _ in self.program.undo]
         if any(a >= b for a, b in pairwise(steps)) or not all(0 <= at < len(self.program.instructions) for at in steps):
             yield f"what is saved at steps {steps} is not put back in reverse order"
-        for back in self.sound:
+        for back in self.valid_restores:
             if back.scratch is None:
                 continue
-            self.memory.top = max(self.memory.top, extent_of(back.scratch)[2])
-            if any(meet(extent_of(back.scratch), kept) for kept in self.kept):
+            self.contents.arena_end = max(self.contents.arena_end, compute_byte_extent(back.scratch)[2])
+            if any(has_common_bytes(compute_byte_extent(back.scratch), kept) for kept in self.saved_extents):
                 yield f"%{quote_node_name(back.node)} has its scratch where something is kept to undo the step"
 
 
-def _numbers_rows(index: Tensor, table: Tensor) -> bool:
+def _is_row_index(index: Tensor, table: Tensor) -> bool:
     """Return whether `index` has integers that can number the rows of `table`."""
     return index.dtype.is_integer and index.shape[:-1] == table.shape[:-2]
 
 
-def _present(tensor: Tensor | None) -> Tensor:
+def _require_tensor(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor
 
 
-def _exact(state: Tensor, kept: Tensor) -> bool:
+def _is_lossless(state: Tensor, kept: Tensor) -> bool:
     """Return whether the saved dtype can hold every number of the state exactly."""
     return kept.dtype is state.dtype or (kept.dtype is DType.F32 and state.dtype in STATE_DTYPES)
 
 
-def _changes_only(node: Node | None, result: int, i: Instruction, saved: Saved) -> bool:
+def _is_write_within_saved_rows(node: Node | None, result: int, i: Instruction, saved: SavedState) -> bool:
     """Return whether the op declares that it changes only the rows of the state that were saved."""
     declared = None if node is None else op_of(node)
     changed = None if declared is None or node is None else declared.overwritten_entries(node.attrs)
@@ -250,17 +266,22 @@ def _changes_only(node: Node | None, result: int, i: Instruction, saved: Saved) 
     operands = dict(zip(declared.operand_names, i.src, strict=False))
     into = operands.get(dict(declared.inplace_pairs(node.attrs)).get(result, ""))
     index = operands.get(changed[0])
-    if into is None or index is None or saved.index is None or extent_of(into) != extent_of(i.dst[result]):
+    if (
+        into is None
+        or index is None
+        or saved.row_index is None
+        or compute_byte_extent(into) != compute_byte_extent(i.dst[result])
+    ):
         return False
     axis = changed[1] % len(into.shape)
     if saved.state.shape[:-1] != into.shape[: axis + 1]:
         return False
-    mine, theirs = (_rows_named(t, into.shape[:axis]) for t in (saved.index, index))
-    same = saved.index.buffer == index.buffer and saved.index.dtype is index.dtype
+    mine, theirs = (_list_row_number_addresses(t, into.shape[:axis]) for t in (saved.row_index, index))
+    same = saved.row_index.buffer == index.buffer and saved.row_index.dtype is index.dtype
     return same and mine is not None and theirs is not None and np.array_equal(mine, theirs)
 
 
-def _rows_named(index: Tensor, ahead: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
+def _list_row_number_addresses(index: Tensor, ahead: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
     """Return the sorted byte offsets of the row numbers per entry of the axes `ahead`; None if they are unclear."""
     at: npt.NDArray[np.int64] = np.full((), index.offset, np.int64)
     for n, stride in zip(index.shape, index.strides, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hocket.backends import find
+from hocket.backends import find_device
 from hocket.conformance.cases.case import make_case
 from hocket.conformance.checks.run_case import Outcome, run_case
 from hocket.conformance.generate_cases import layouts_for
@@ -17,7 +17,7 @@ from hocket.ops import REGISTRY
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_backend_agrees_with_the_reference_on_every_sample(name, device):
     """In every layout that makes a difference.  Q8_1 and Q8_K have no reference: no op dequantises them."""
-    backend, on = find(device)
+    backend, on = find_device(device)
     op = REGISTRY[name]
     for text in op.samples:
         case = make_case(op, parse_case(text))

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from hocket.backends import find
+from hocket.backends import find_device
 from hocket.backends.base import Support
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.conformance import Outcome, Suite, parse_case, run_case, run_suite, select_cases, suite, support_matrix
@@ -42,7 +42,7 @@ from ..given.kernel_faults import FAULTS
 from ..given.kernel_faults.site import FaultyBackend
 from ..given.models.goldens import ROOT
 
-CPU = find("cpu:0")
+CPU = find_device("cpu:0")
 SMALL = ("add", "mul_mat", "rms_norm", "set_rows", "softmax", "cumsum", "gated_delta_net")
 
 
@@ -297,7 +297,7 @@ def test_backends_of_ours_pass_the_quick_run(name):
     """The references run a quarter of the comparisons with themselves: test_backends.py compares every sample."""
     assert not failures(run_suite(Suite(backend="cpu", op=name, require="SHOULD")))
     chosen = [c for i, c in enumerate(quick_cases(REGISTRY[name])) if i % 4 == 0 or c.check != "reference"]
-    assert not failures(run_case(c, *find("reference:0")) for c in chosen)
+    assert not failures(run_case(c, *find_device("reference:0")) for c in chosen)
 
 
 def test_several_processes_have_the_results_of_one():
@@ -355,7 +355,7 @@ def test_no_backend_is_asked_to_run_a_view():
     suite = Suite(backend="cuda-emulated", op="permute", require="MUST")
     results = run_suite(suite, selected=list(suite.cases())[:10])
     assert {r.outcome for r in results} <= {Outcome.PASS, Outcome.NO_REFERENCE}
-    assert unsupported_reason(build_case_graph(results[0].case), *find("cuda-emulated")) == ""
+    assert unsupported_reason(build_case_graph(results[0].case), *find_device("cuda-emulated")) == ""
 
 
 def test_the_command_writes_reports_that_compare(tmp_path, capsys):

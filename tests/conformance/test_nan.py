@@ -7,7 +7,7 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends import find
+from hocket.backends import find_device
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.cases.inputs import holds_floats
 from hocket.conformance.generate_cases import quick_cases
@@ -39,7 +39,7 @@ def test_every_op_of_numbers_has_cases_with_nan(name: str) -> None:
 @pytest.mark.parametrize("device", ["reference:0", "numpy:0", "cpu:0"])
 @pytest.mark.parametrize("text", DROPPED)
 def test_nan_stays_where_it_belongs(text: str, device: str) -> None:
-    result = run_case(parse_case(text), *find(device))
+    result = run_case(parse_case(text), *find_device(device))
     assert result.outcome is Outcome.PASS, result
 
 

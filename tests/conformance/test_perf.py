@@ -2,7 +2,7 @@
 
 import pytest
 
-from hocket.backends import find
+from hocket.backends import find_device
 from hocket.conformance import parse_case
 from hocket.conformance.command import main
 from hocket.conformance.reports import op_speed
@@ -25,7 +25,7 @@ def test_the_limit_of_a_product_is_that_of_its_weights_type(monkeypatch):
         return op_speed.OpSpeed(case, 1.0, 0.0, nbytes=10, flops=flops[dtype] if case.op == "mul_mat" else 0, cold=True)
 
     monkeypatch.setattr(op_speed, "measure", measure_case)
-    limits = op_speed.MeasuredLimits(*find("cpu"))
+    limits = op_speed.MeasuredLimits(*find_device("cpu"))
     packed = parse_case("mul_mat(w=q4_0[64,256], x=f32[16,256])")
     plain = parse_case("scale(x=f32[64,256], scale=2.0)")
     assert (limits.bandwidth, limits.flops_for(packed), limits.flops_for(plain)) == (10, 800, 100)

@@ -7,7 +7,7 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends import find
+from hocket.backends import find_device
 from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.cases.case import Case
@@ -94,7 +94,7 @@ def _floats(case: Case) -> list[tuple[str, DType]]:
 @pytest.mark.parametrize("device", ["reference:0", "numpy:0", "cpu:0"])
 @pytest.mark.parametrize("text", LOST)
 def test_special_values_are_where_they_belong(text: str, device: str) -> None:
-    result = run_case(parse_case(text), *find(device))
+    result = run_case(parse_case(text), *find_device(device))
     assert result.outcome is Outcome.PASS, result
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.backends.cache import DAY, keep, make_room, recalled
+from hocket.backends.cache import REUSE_MARK_SECONDS, evict_oldest_files, read_cached, write_cached
 
 HOUR_SECONDS = 3600
 
@@ -18,13 +18,13 @@ HOUR_SECONDS = 3600
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    make_room.cache_clear()
+    evict_oldest_files.cache_clear()
     yield tmp_path
-    make_room.cache_clear()
+    evict_oldest_files.cache_clear()
 
 
 def write_with_age(file: Path, hours: float, nbytes: int = 1000) -> Path:
-    keep(file, bytes(nbytes - 32))
+    write_cached(file, bytes(nbytes - 32))
     then = time.time() - hours * HOUR_SECONDS
     os.utime(file, (then, then))
     return file
@@ -34,26 +34,28 @@ def test_the_oldest_entry_makes_room(folder: Path):
     folders = ("kernels", "plans", "bindings", "merges", "cubins")
     files = [write_with_age(folder / folders[i % 5] / f"{i}.o", 10 - i) for i in range(10)]
     others = [write_with_age(folder / name, 99) for name in ("emulated/one.so", "history", "models/mine.gguf")]
-    make_room(folder, 4500)
+    evict_oldest_files(folder, 4500)
     assert [file.exists() for file in files] == [False] * 6 + [True] * 4
     assert all(file.exists() for file in others)
-    make_room.cache_clear()
-    make_room(folder, 0)
+    evict_oldest_files.cache_clear()
+    evict_oldest_files(folder, 0)
     assert not any(file.exists() for file in files)
 
 
 def test_the_first_write_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch):
     old, new = (write_with_age(folder / "plans" / name, hours) for name, hours in (("old", 9), ("new", 2)))
-    monkeypatch.setattr("hocket.backends.cache.MOST", 2500)
-    make_room.cache_clear()
-    keep(folder / "plans" / "newest", bytes(968))
+    monkeypatch.setattr("hocket.backends.cache.MAX_CACHE_BYTES", 2500)
+    evict_oldest_files.cache_clear()
+    write_cached(folder / "plans" / "newest", bytes(968))
     assert [file.exists() for file in (old, new, folder / "plans" / "newest")] == [False, True, True]
 
 
 def test_what_is_read_counts_as_used(folder: Path):
-    often, never = (write_with_age(folder / "kernels" / name, 3 * DAY / HOUR_SECONDS) for name in ("often", "never"))
-    assert recalled(often) == bytes(968)
-    make_room(folder, 1000)
+    often, never = (
+        write_with_age(folder / "kernels" / name, 3 * REUSE_MARK_SECONDS / HOUR_SECONDS) for name in ("often", "never")
+    )
+    assert read_cached(often) == bytes(968)
+    evict_oldest_files(folder, 1000)
     assert (often.exists(), never.exists()) == (True, False)
 
 
@@ -64,10 +66,10 @@ def test_others_may_keep_read_and_make_room_at_once(folder: Path):
         try:
             for i in range(60):
                 name = f"{(i + shift) % 20}.o"
-                keep(folder / "kernels" / name, data[name])
-                make_room.cache_clear()
-                make_room(folder, 4000)
-                assert recalled(folder / "kernels" / name) in (None, data[name])
+                write_cached(folder / "kernels" / name, data[name])
+                evict_oldest_files.cache_clear()
+                evict_oldest_files(folder, 4000)
+                assert read_cached(folder / "kernels" / name) in (None, data[name])
         except BaseException as why:
             failed.append(why)
 
@@ -77,6 +79,6 @@ def test_others_may_keep_read_and_make_room_at_once(folder: Path):
     for thread in threads:
         thread.join()
     assert not failed
-    make_room.cache_clear()
-    make_room(folder, 4000)
+    evict_oldest_files.cache_clear()
+    evict_oldest_files(folder, 4000)
     assert sum(file.stat().st_size for file in (folder / "kernels").iterdir()) <= 4000

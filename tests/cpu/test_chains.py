@@ -21,8 +21,8 @@ Values = Mapping[str, np.ndarray]
 
 def load_on(graph: hocket.Graph, values: Values, backend: str | int):
     """Load a graph on the CPU backend with this thread count, or on another backend."""
-    chosen = CpuBackend(backend) if isinstance(backend, int) else hocket.backends.find(backend)[0]
-    return hocket.load(hocket.scheduler.plan_for(graph, [(chosen, chosen.device(0))]), values)
+    chosen = CpuBackend(backend) if isinstance(backend, int) else hocket.backends.find_device(backend)[0]
+    return hocket.load(hocket.scheduler.plan_for_group(graph, [(chosen, chosen.device(0))]), values)
 
 
 def random_array(*shape: int) -> np.ndarray:

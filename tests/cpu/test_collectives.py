@@ -8,7 +8,7 @@ import pytest
 from hocket import ops
 from hocket.distributed.thread_group import ThreadGroupMember
 from hocket.graph import Graph, input, weight
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 from hocket.scheduler.machines.hardware import Hardware
 
 from ..given.plans.grouped import group_of
@@ -31,9 +31,9 @@ def compare(graph: Graph, shares: tuple[float, ...], collectives: list[str], **v
     dice = np.random.default_rng(3)
     weights = {v.node.name: dice.normal(size=v.shape).astype(np.float32) for v in graph.weights}
     feed = {v.node.name: dice.normal(size=v.shape).astype(np.float32) for v in graph.inputs}
-    plan = plan_for(graph, group_of(len(shares), "cpu"), tensor_split=shares, **values)
+    plan = plan_for_group(graph, group_of(len(shares), "cpu"), tensor_split=shares, **values)
     assert [n.op for n in plan.lanes[0].graph.nodes if n.op.startswith(("all_", "reduce_sc"))] == collectives
-    (want,) = load(plan_for(graph, group_of(1, "cpu")), weights).run(feed).values()
+    (want,) = load(plan_for_group(graph, group_of(1, "cpu")), weights).run(feed).values()
     run = load(plan, weights)
     for _ in range(3):
         (got,) = run.run(feed).values()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hocket.backends.base import BufferSpec, Instruction, Program, Tensor
-from hocket.backends.flow import Flow
-from hocket.backends.liveness import readers_of
+from hocket.backends.flow import Dataflow
+from hocket.backends.liveness import build_reader_table
 from hocket.backends.operands import Operand
 from hocket.graph import DType
 
 
-def flow_of(*instructions: tuple[str, str], collective_index: int = -1) -> Flow:
+def flow_of(*instructions: tuple[str, str], collective_index: int = -1) -> Dataflow:
     """Instructions that read some of sixteen places of memory, and write one: ``("ab", "c")``; one may meet others."""
 
     def tensor(name: str) -> Tensor:
@@ -27,16 +27,16 @@ def flow_of(*instructions: tuple[str, str], collective_index: int = -1) -> Flow:
         {},
         {"y": tensor(instructions[-1][1])},
     )
-    return Flow(program, readers_of(program, lambda t: Operand(t.offset, t)))
+    return Dataflow(program, build_reader_table(program, lambda t: Operand(t.offset, t)))
 
 
-def order(flow: Flow, *chains: Sequence[int]) -> list[tuple[int, ...]] | None:
+def order(flow: Dataflow, *chains: Sequence[int]) -> list[tuple[int, ...]] | None:
     """The order in which all run once these run together; None if they cannot."""
     for numbers in chains:
-        if not flow.can_meet(numbers):
+        if not flow.can_group(numbers):
             return None
-        flow.gather(numbers)
-    return [*flow.groups()]
+        flow.group_instructions(numbers)
+    return [*flow.list_groups()]
 
 
 def test_instructions_are_joined_in_the_place_of_the_last_of_them():

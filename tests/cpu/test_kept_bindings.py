@@ -13,12 +13,18 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.backends.cpu import binding, compiler, kept
-from hocket.backends.cpu.kernels.rows import unary
-from hocket.backends.cpu.relocation import ZONE, Nowhere, made_up, read, relocatable
-from hocket.backends.cpu.steps import Steps
-from hocket.scheduler import Executor, Store, kept_plan
+from hocket.backends.cpu.kernels.rows import make_unary_kernel
+from hocket.backends.cpu.relocation import (
+    PLACEHOLDER_ZONE,
+    SymbolicMemory,
+    build_relocatable_table,
+    make_placeholder_addresses,
+    parse_relocatable_table,
+)
+from hocket.backends.cpu.steps import StepTableBuilder
+from hocket.scheduler import Executor, Store, plan_with_cache
 
 RNG = np.random.default_rng(3)
 
@@ -43,11 +49,11 @@ W = RNG.standard_normal((256, 128)).astype(np.float32)
 
 
 def compute_outputs(threads: int, *, is_cached: bool = True) -> np.ndarray:
-    backend, device = find("cpu:0")
-    plan = kept_plan(attending(), [(backend.with_threads(threads), device)])
+    backend, device = find_device("cpu:0")
+    plan = plan_with_cache(attending(), [(backend.with_threads(threads), device)])
     if not is_cached:
-        plan = hocket.scheduler.plan_for(attending(), plan.group)
-    assert bool(plan.lanes[0].program.kept) is is_cached
+        plan = hocket.scheduler.plan_for_group(attending(), plan.group)
+    assert bool(plan.lanes[0].program.cache_name) is is_cached
     store = Store(plan.group)
     store.bind("w", W, plan.graph.weights[0].spec, plan.leaves["w"])
     run = Executor(plan, store)
@@ -70,7 +76,7 @@ def test_a_cached_binding_computes_the_bits_of_a_new_one(folder: Path, threads: 
     assert not folder.exists()
     assert np.array_equal(compute_outputs(threads), new)
     assert len([*folder.iterdir()]) == 1
-    monkeypatch.setattr(binding, "foreseen", lambda *_: pytest.fail("bound anew"))
+    monkeypatch.setattr(binding, "prebind_program", lambda *_: pytest.fail("bound anew"))
     assert np.array_equal(compute_outputs(threads), new)
 
 
@@ -86,35 +92,59 @@ def test_a_damaged_binding_is_built_again(folder: Path):
 
 def test_a_binding_with_missing_kernels_is_built_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
     whole = compute_outputs(1)
-    monkeypatch.setattr(kept, "stored_addresses", lambda names: arguments.pop(0)(names))
+    monkeypatch.setattr(kept, "find_cached_addresses", lambda names: arguments.pop(0)(names))
     arguments = [lambda names: None]
     assert np.array_equal(compute_outputs(1), whole)
     assert not arguments
-    assert compiler.stored_addresses(["rows.no_such_kernel"]) is None
+    assert compiler.find_cached_addresses(["rows.no_such_kernel"]) is None
 
 
 def test_what_is_read_is_what_was_written(folder: Path):
-    backend, device = find("cpu:0")
-    plan = kept_plan(attending(), [(backend.with_threads(2), device)])
-    tables, _ = binding.foreseen(plan.lanes[0].program, 2)
+    backend, device = find_device("cpu:0")
+    plan = plan_with_cache(attending(), [(backend.with_threads(2), device)])
+    tables, _ = binding.prebind_program(plan.lanes[0].program, 2)
     assert tables is not None
-    again = read(tables.data())
+    again = parse_relocatable_table(tables.to_bytes())
     assert again is not None
-    assert again.data() == tables.data()
-    assert len(tables.moved) > 20
-    assert read(b"") is None
-    assert read(b'{"names": 3}\n') is None
+    assert again.to_bytes() == tables.to_bytes()
+    assert len(tables.base_buffers) > 20
+    assert parse_relocatable_table(b"") is None
+    assert parse_relocatable_table(b'{"names": 3}\n') is None
 
 
 def test_a_word_that_looks_like_an_address_is_not_cached():
     def is_relocated(word: int) -> bool:
-        memory = Nowhere(made_up(3)[-1])
-        steps = Steps(1, owned=memory)
-        steps.add(unary("copy"), [word], reads=[], writes=[])
-        return relocatable(steps.take(), 1, memory, [64, 128]) is not None
+        memory = SymbolicMemory(make_placeholder_addresses(3)[-1])
+        steps = StepTableBuilder(1, table_memory=memory)
+        steps.add(make_unary_kernel("copy"), [word], reads=[], writes=[])
+        return build_relocatable_table(steps.take_steps(), 1, memory, [64, 128]) is not None
 
-    assert all(map(is_relocated, (0, 1 << 40, -5, ZONE, ZONE + 64, made_up(2)[1] + 128, made_up(3)[2])))
-    assert not any(map(is_relocated, (ZONE - 1, ZONE + 65, made_up(2)[1] - 8, made_up(2)[1] + 129, made_up(4)[3])))
+    assert all(
+        map(
+            is_relocated,
+            (
+                0,
+                1 << 40,
+                -5,
+                PLACEHOLDER_ZONE,
+                PLACEHOLDER_ZONE + 64,
+                make_placeholder_addresses(2)[1] + 128,
+                make_placeholder_addresses(3)[2],
+            ),
+        )
+    )
+    assert not any(
+        map(
+            is_relocated,
+            (
+                PLACEHOLDER_ZONE - 1,
+                PLACEHOLDER_ZONE + 65,
+                make_placeholder_addresses(2)[1] - 8,
+                make_placeholder_addresses(2)[1] + 129,
+                make_placeholder_addresses(4)[3],
+            ),
+        )
+    )
 
 
 @pytest.mark.long

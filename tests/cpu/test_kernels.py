@@ -14,11 +14,11 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.cache import _say_unwritable, keep, recalled
+from hocket.backends.cache import _warn_unwritable_once, read_cached, write_cached
 from hocket.backends.cpu import compiler, processor
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.kernels import loop, packing, tickets
-from hocket.backends.cpu.kernels.crew import ASLEEP
+from hocket.backends.cpu.kernels.crew import ASLEEP_FLAG
 from hocket.backends.cpu.kernels.products import products
 from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.simd import tiles
@@ -47,10 +47,12 @@ def test_packing_loses_nothing(dtype: DType):
         np.zeros(1024, np.uint8),
     )
     words = (weight, raw.shape[1], rows, columns, ids, out, 4 * columns, rows, scratch)
-    assert call(packing.unpack(FORMATS[dtype]), *words) == 0
+    assert call(packing.make_unpack_kernel(FORMATS[dtype]), *words) == 0
     assert np.array_equal(out, dequantise(raw, dtype)[ids])
     ids[3] = rows
-    assert call(packing.unpack(FORMATS[dtype]), *words) == packing.NO_ROW | rows << 8, "a row that is not there"
+    assert call(packing.make_unpack_kernel(FORMATS[dtype]), *words) == packing.INVALID_ROW | rows << 8, (
+        "a row that is not there"
+    )
 
 
 @pytest.mark.parametrize("zero", [0, 8])
@@ -77,11 +79,11 @@ def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
 def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, count: int):
     rows, columns = 72, 768 if dtype.block > 32 else 864  # the last unit is not whole
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
-    weight, (q, meant) = pack_rows(dtype, raw, columns), quantise_rows(x, FORMATS[dtype].zero)
+    weight, (q, meant) = pack_rows(dtype, raw, columns), quantise_rows(x, FORMATS[dtype].zero_point)
     y = np.full((count, rows), np.nan, np.float32)
-    form, blocks = FORMATS[dtype], products.blocks_of(FORMATS[dtype])
-    slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch, np.uint8)
-    ticket_bytes = np.zeros(tickets.NBYTES, np.uint8)
+    form, blocks = FORMATS[dtype], products.make_packed_tiling(FORMATS[dtype])
+    slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch_bytes, np.uint8)
+    ticket_bytes = np.zeros(tickets.QUEUE_BYTES, np.uint8)
     for thread in range(2):
         words = (
             weight,
@@ -102,7 +104,7 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, coun
             128,
             ticket_bytes,
         )
-        assert call(products.product(form), *words, thread=thread, threads=2) == 0
+        assert call(products.make_packed_matmul_kernel(form), *words, thread=thread, threads=2) == 0
     w = dequantise(raw, dtype).astype(np.float64)
     np.testing.assert_array_less(np.abs(y - meant @ w.T), 1e-6 * (np.abs(meant) @ np.abs(w).T) + 1e-30)
 
@@ -129,7 +131,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads: int):
     results = []
     for count in (1, threads):
         backend = CpuBackend(count)
-        run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights)
+        run = hocket.load(hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]), weights)
         results += [run.run({"x": x})["y"] for _ in range(20)]
     assert all(np.array_equal(f, results[0]) for f in results)
 
@@ -141,7 +143,7 @@ def test_devices_of_several_threads_agree_with_one():
     for devices in (1, 2, 3):
         backend = CpuBackend(2)
         group = [(CpuBackend(2), backend.device(i)) for i in range(devices)]
-        run = hocket.load(hocket.scheduler.plan_for(graph, group, split_mode="tensor"), weights)
+        run = hocket.load(hocket.scheduler.plan_for_group(graph, group, split_mode="tensor"), weights)
         results += [run.run({"x": x})["y"] for _ in range(10)]
         assert all(np.array_equal(f, results[-1]) for f in results[-10:])
     assert all(np.abs(f - results[0]).max() <= 1e-5 * np.abs(results[0]).max() for f in results)
@@ -151,7 +153,7 @@ def test_an_id_that_is_no_row_stops_all_threads_with_an_error():
     table, ids = hocket.weight("table", (8, 64), DType.Q8_0), hocket.input("ids", (3,), DType.I32)
     backend = CpuBackend(3)
     graph = hocket.Graph({"y": ops.get_rows(table, ids)})
-    run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph))
+    run = hocket.load(hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]), weights_of(graph))
     good = run.run({"ids": [0, 7, 3]})["y"]
     with pytest.raises(hocket.BackendError, match="on cpu:0: id 8 names no row"):
         run.run({"ids": [0, 8, 3]})
@@ -165,7 +167,7 @@ def test_threads_of_a_device_end_with_it():
     graph = hocket.Graph({"y": ops.mul_mat(hocket.weight("w", (512, 512), DType.Q8_0), hocket.input("x", (3, 512)))})
     others: set[threading.Thread] = set()
     others, backend = helpers(), CpuBackend(3)
-    run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph))
+    run = hocket.load(hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]), weights_of(graph))
     assert not helpers(), "nothing has run yet"
     run.run({"x": np.ones((3, 512))})
     assert len(helpers()) == 2
@@ -177,11 +179,11 @@ def test_threads_of_a_device_end_with_it():
 def test_threads_of_a_device_follow_awake_or_asleep_whoever_calls():
     graph = hocket.Graph({"y": ops.mul_mat(hocket.weight("w", (512, 512), DType.Q8_0), hocket.input("x", (3, 512)))})
     backend, inputs = CpuBackend(4), {"x": np.ones((3, 512))}
-    plan, weights = hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph)
+    plan, weights = hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]), weights_of(graph)
     runs = [hocket.load(plan, weights) for _ in range(3)]
     expected = runs[0].run(inputs)["y"]
     assert np.array_equal(runs[0].run(inputs)["y"], expected), "awake"
-    wait_until(lambda: (backend._crew._states[1:4] == ASLEEP).all())
+    wait_until(lambda: (backend._thread_pool._states[1:4] == ASLEEP_FLAG).all())
     assert np.array_equal(runs[1].run(inputs)["y"], expected), "asleep"
     with ThreadPoolExecutor(3) as callers:
         results = callers.map(lambda run: [run.run(inputs)["y"] for _ in range(30)], runs)
@@ -194,12 +196,12 @@ SCRIPT = """
 import numpy as np, platform, sys
 from pathlib import Path
 from hocket.backends.cpu import compiler
-from hocket.backends.cpu.compiler import REPLAY
-compiler.SHIPPED = Path("nowhere")
+from hocket.backends.cpu.compiler import KERNEL_FUNCTION
+compiler.PRECOMPILED_FOLDER = Path("nowhere")
 from hocket.backends.cpu.kernels.products.rounding import round_rows
 x, q = np.arange(32, dtype=np.float32), np.zeros(64, np.uint8)
 words = np.array([x.ctypes.data, 128, 1, 32, 1, q.ctypes.data, 56, 0], np.int64)
-assert REPLAY(round_rows.address)(words.ctypes.data, 0, 1) == 0
+assert KERNEL_FUNCTION(round_rows.address)(words.ctypes.data, 0, 1) == 0
 compilers = "llvmlite.binding" if (sys.platform, platform.machine()) == ("linux", "x86_64") else "numba"
 print(q[:32].view(np.int8).tolist(), compilers in sys.modules)
 """
@@ -228,7 +230,7 @@ def test_kernels_are_compiled_once_and_a_damaged_file_is_built_again(tmp_path):
     assert finish(start(tmp_path)) == (codes, False)
     (file,) = (tmp_path / "kernels").iterdir()
     whole = file.read_bytes()
-    assert recalled(file) == whole[32:]
+    assert read_cached(file) == whole[32:]
     file.write_bytes(whole[:-100])
     assert finish(start(tmp_path)) == (codes, True)
     assert file.read_bytes() == whole
@@ -255,7 +257,7 @@ def test_a_terminal_shows_which_kernel_is_compiled_and_nothing_afterwards(tmp_pa
 def test_a_folder_that_cannot_be_written_is_reported_in_one_line_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path / "file"))
-    _say_unwritable.cache_clear()
+    _warn_unwritable_once.cache_clear()
     terminal = Terminal()
     with show_compile_progress(terminal):
         for name in ("test.three", "test.four"):
@@ -273,26 +275,26 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
 
 def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOCKET_WITHOUT", "avx")
-    features = processor.target.__wrapped__().features
+    features = processor.find_compile_target.__wrapped__().features
     assert features
     assert not any(there for name, there in features.items() if name.startswith("avx"))
 
 
 def test_code_with_tiles_of_the_processor_is_not_taken_where_they_are_emulated(monkeypatch: pytest.MonkeyPatch):
     """Check that kernels compiled at installation are found by the name of the target alone."""
-    native = processor.target.__wrapped__().name
+    native = processor.find_compile_target.__wrapped__().name
     monkeypatch.setenv("HOCKET_AMX", processor.EMULATED)
-    assert processor.target.__wrapped__().name != native
+    assert processor.find_compile_target.__wrapped__().name != native
 
 
 def test_kernels_for_other_processors_run_where_their_features_are(monkeypatch: pytest.MonkeyPatch):
-    wide, v3, arm = processor.SHIPPED
-    assert v3.runs_on(wide)
-    assert not wide.runs_on(v3)
-    assert not v3.runs_on(arm)
-    assert not arm.runs_on(wide)
-    monkeypatch.setattr(processor, "target", lambda: wide)
-    assert processor.fitting() == (wide, v3)
+    wide, v3, arm = processor.PRECOMPILED_TARGETS
+    assert v3.can_run_on(wide)
+    assert not wide.can_run_on(v3)
+    assert not v3.can_run_on(arm)
+    assert not arm.can_run_on(wide)
+    monkeypatch.setattr(processor, "find_compile_target", lambda: wide)
+    assert processor.list_runnable_targets() == (wide, v3)
     monkeypatch.undo()
     with pytest.raises(hocket.BackendError, match="one of avx512-vnni-bf16, x86-64-v3, aarch64"):
         read_target("x86-64-v2", monkeypatch)
@@ -301,7 +303,7 @@ def test_kernels_for_other_processors_run_where_their_features_are(monkeypatch: 
 
 def read_target(target: str, monkeypatch: pytest.MonkeyPatch) -> processor.Target:
     monkeypatch.setenv("HOCKET_TARGET", target)
-    return processor.target.__wrapped__()
+    return processor.find_compile_target.__wrapped__()
 
 
 SHIPS = """
@@ -309,8 +311,8 @@ import sys
 from pathlib import Path
 from hocket.backends.cpu import compiler
 from hocket.backends.cpu.kernels import loop
-compiler.SHIPPED = Path(sys.argv[1])
-compiler.ship([loop.run])
+compiler.PRECOMPILED_FOLDER = Path(sys.argv[1])
+compiler.precompile_kernels([loop.run])
 """
 MACHINES = {"avx512-vnni-bf16": 62, "x86-64-v3": 62, "aarch64": 183}
 """Numbers of ELF."""
@@ -322,7 +324,7 @@ def test_kernels_are_compiled_for_other_processors(target: str, tmp_path):
     environment = {**os.environ, "HOCKET_TARGET": target}
     subprocess.run([sys.executable, "-c", SHIPS, str(tmp_path)], env=environment, check=True)
     (file,) = (tmp_path / target).iterdir()
-    code = recalled(file)
+    code = read_cached(file)
     assert code is not None
     assert code[:4] == b"\x7fELF"
     assert int.from_bytes(code[18:20], "little") == MACHINES[target]
@@ -331,16 +333,18 @@ def test_kernels_are_compiled_for_other_processors(target: str, tmp_path):
 
 def test_kernels_that_came_with_the_package_are_not_compiled(tmp_path, monkeypatch: pytest.MonkeyPatch):
     one = loop.run
-    monkeypatch.setattr(compiler, "SHIPPED", tmp_path)
-    file = tmp_path / processor.SHIPPED[1].name / compiler._name(one)
-    monkeypatch.setattr(processor, "fitting", lambda: (processor.target(), processor.SHIPPED[1]))
+    monkeypatch.setattr(compiler, "PRECOMPILED_FOLDER", tmp_path)
+    file = tmp_path / processor.PRECOMPILED_TARGETS[1].name / compiler._cache_file_name(one)
+    monkeypatch.setattr(
+        processor, "list_runnable_targets", lambda: (processor.find_compile_target(), processor.PRECOMPILED_TARGETS[1])
+    )
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path / "cache"))
-    assert compiler._stored(one) is None
-    keep(file, b"code")
-    assert compiler._is_stored(one)
-    assert compiler._stored(one) == b"code"
+    assert compiler._read_cached_code(one) is None
+    write_cached(file, b"code")
+    assert compiler._is_cached(one)
+    assert compiler._read_cached_code(one) == b"code"
     file.write_bytes(file.read_bytes() + b"?")
-    assert compiler._stored(one) is None
+    assert compiler._read_cached_code(one) is None
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -367,4 +371,4 @@ def test_a_kernel_that_may_raise_is_refused():
         return steps
 
     with pytest.raises(BackendError, match=r"walked may raise, and nothing would catch it; give range\(\) a step"):
-        compiler._code(compiler.Kernel("walked", count_steps))
+        compiler._emit_object_code(compiler.Kernel("walked", count_steps))

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 from ..given.models.goldens import FLOAT_CACHES, INDEX, allowed_nmse, golden, nmse, path_of
 
 GROUPS = {
-    "one": Group(threads=1, **FLOAT_CACHES),
-    "two threads": Group(threads=2, **FLOAT_CACHES),
-    "tensor": Group(("cpu:0", "cpu:1", "cpu:2"), "tensor", threads=1, **FLOAT_CACHES),
-    "layer": Group(("cpu:0", "cpu:1"), "layer", threads=2, **FLOAT_CACHES),
+    "one": DeviceGroup(threads=1, **FLOAT_CACHES),
+    "two threads": DeviceGroup(threads=2, **FLOAT_CACHES),
+    "tensor": DeviceGroup(("cpu:0", "cpu:1", "cpu:2"), "tensor", threads=1, **FLOAT_CACHES),
+    "layer": DeviceGroup(("cpu:0", "cpu:1"), "layer", threads=2, **FLOAT_CACHES),
 }
 
 

@@ -12,9 +12,9 @@ from hocket import ops
 from hocket.backends.base import Program, Tensor
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session, Step
+from hocket.frontends.session import DeviceGroup, Session, Step
 from hocket.graph import DType, Graph, StepError, input, state
-from hocket.scheduler import Plan, load, plan_for
+from hocket.scheduler import Plan, load, plan_for_group
 
 from ..given.models.goldens import FIXTURES
 
@@ -72,11 +72,11 @@ class Shuffled(Session):
 
 def ran(name: str, seed: int | None, threads: int) -> tuple[np.ndarray, list[list[str]]]:
     """The logits of a prompt, and of two tokens one by one; the kernels of either step."""
-    session = Shuffled(open_model(FIXTURES / name / "model.gguf"), on=Group(threads=threads))
+    session = Shuffled(open_model(FIXTURES / name / "model.gguf"), on=DeviceGroup(threads=threads))
     session.seed = seed
     tokens = np.load(FIXTURES / name / "tokens.npy").tolist()
     logits = [session.evaluate([part])[0] for part in (tokens[:9], tokens[9:10], tokens[10:11])]
-    return np.concatenate(logits), [sorted(session.executor(step).kernels()) for step in session.steps]
+    return np.concatenate(logits), [sorted(session.executor(step).kernels()) for step in session.planned_steps]
 
 
 @pytest.mark.long
@@ -101,7 +101,7 @@ def test_a_delta_layer_is_one_row_of_fused_kernels_wherever_its_states_are_saved
 
 def test_another_order_is_one_in_which_each_instruction_still_finds_what_it_reads():
     session = Shuffled(open_model(FIXTURES / "qwen35" / "model.gguf"))
-    program = session.plan(session.step(1, 8)).lanes[0].program
+    program = session.plan(session.make_step(1, 8)).lanes[0].program
     moved = shuffle_instructions(program, np.random.default_rng(1))
     places = {id(i): n for n, i in enumerate(moved.instructions)}
     far = [abs(places[id(i)] - n) for n, i in enumerate(program.instructions)]
@@ -117,7 +117,7 @@ def test_a_step_that_fails_in_any_order_leaves_all_states_as_they_were(bad: int,
     ids = [input(f"ids{i}", (1,), "i32") for i in range(3)]
     updates = {c: ops.set_rows(c, x, i) for c, x, i in zip(caches, rows, ids, strict=True)}
     backend = CpuBackend(2)
-    new_plan = plan_for(
+    new_plan = plan_for_group(
         Graph({f"y{i}": ops.neg(new) for i, new in enumerate(updates.values())}, updates),
         [(backend, backend.device(0))],
     )

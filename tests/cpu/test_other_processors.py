@@ -25,14 +25,14 @@ from hocket.graph.dtypes import DType
 base, features = sys.argv[1:]
 if base.startswith("x86") and features:  # Numba makes machine code of each part, too, which nothing runs
     numba.config.CPU_FEATURES = f"{llvm.get_host_cpu_features().flatten()},+{features}"
-(like,) = (t for t in processor.SHIPPED if t.name == base)
-target = processor._of("other", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
-processor.target = lambda: target
+(like,) = (t for t in processor.PRECOMPILED_TARGETS if t.name == base)
+target = processor._make_target("other", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
+processor.find_compile_target = lambda: target
 from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.kernels.products.products import product
 
 for dtype in (DType.Q8_0, DType.Q4_K, DType.IQ4_NL):
-    module, machine = compiler._translated(product(FORMATS[dtype]))
+    module, machine = compiler._translate_to_llvm(product(FORMATS[dtype]))
     print(machine.emit_assembly(module))
 """
 """The assembly of some products."""

@@ -16,7 +16,7 @@ from hocket.graph.dtypes import DType
 from hocket.graph.spec import Spec
 from hocket.scheduler import Store
 from hocket.scheduler.layout import REPLICATE, Layout, Shard
-from hocket.scheduler.running.packed import Origin, PackedWeights
+from hocket.scheduler.running.packed import PackedWeightFiles, WeightOrigin
 
 COLUMNS = 512
 SHAPES = ((16,), (37,), (160,), (3, 21), (5, 1))
@@ -39,10 +39,10 @@ def random_file_bytes(spec: Spec) -> np.ndarray:
 
 def stored_bytes(store: Store, name: str = "w") -> list[bytes]:
     """Return the stored bytes of a weight on each device."""
-    return [bytes(device.held["weight", name][1]) for device in store._devices.values()]
+    return [bytes(device.buffer_by_leaf["weight", name][1]) for device in store._device_buffers.values()]
 
 
-def store_of(devices: int = 1, packed: PackedWeights | None = None) -> Store:
+def store_of(devices: int = 1, packed: PackedWeightFiles | None = None) -> Store:
     backend = CpuBackend()
     return Store([(backend, backend.device(i)) for i in range(devices)], packed=packed)
 
@@ -55,10 +55,10 @@ def test_a_sliced_weight_has_the_bytes_of_the_whole(
     spec, backend = Spec((*shape, COLUMNS), dtype), CpuBackend()
     data, size = random_file_bytes(spec), backend.stored(spec, "weight").nbytes
     whole, pieced = (backend.alloc(size, backend.device(0)) for _ in range(2))
-    assert len([*backend.pieces(data, spec, whole)]) == 1, "a small weight is no work for several"
+    assert len([*backend.split_weight(data, spec, whole)]) == 1, "a small weight is no work for several"
     backend.load(data, spec, whole)
-    monkeypatch.setattr(cpu, "PIECE", 1)
-    slices = [*backend.pieces(data, spec, pieced)]
+    monkeypatch.setattr(cpu, "LOAD_CHUNK_BYTES", 1)
+    slices = [*backend.split_weight(data, spec, pieced)]
     assert len(slices) == (-(-shape[0] // 16) if len(shape) == 1 else shape[0])
     assert sum(part.nbytes for _, _, part in slices) == size
     for part in slices:
@@ -72,8 +72,8 @@ def test_slices_are_of_the_requested_or_the_smallest_possible_size(monkeypatch: 
     row = spec.nbytes // 1000
     data, buffer = random_file_bytes(spec), backend.alloc(backend.stored(spec, "weight").nbytes, backend.device(0))
     for nbytes, rows in (1, 16), (16 * row, 16), (100 * row, 96), (2000 * row, 1000):
-        monkeypatch.setattr(cpu, "PIECE", nbytes)
-        assert len(next(iter(backend.pieces(data, spec, buffer)))[0]) == rows
+        monkeypatch.setattr(cpu, "LOAD_CHUNK_BYTES", nbytes)
+        assert len(next(iter(backend.split_weight(data, spec, buffer)))[0]) == rows
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -83,15 +83,15 @@ def test_shares_of_devices_are_loaded_in_slices_that_are_all_released(
 ):
     """As they are, and kept on disk."""
     spec = Spec((53, COLUMNS), dtype)
-    data, origin = random_file_bytes(spec), Origin("model", "1", 0)
+    data, origin = random_file_bytes(spec), WeightOrigin("model", "1", 0)
     whole = store_of(2)
     whole.bind("w", data, spec, layout)
-    monkeypatch.setattr(cpu, "PIECE", 1)
+    monkeypatch.setattr(cpu, "LOAD_CHUNK_BYTES", 1)
     rows = [53, 53] if not isinstance(layout, Shard) or layout.axis else [37, 16]
     released: list[None] = []
     for packed, is_read in (
         (None, True),
-        (packed_folder := PackedWeights(tmp_path), True),
+        (packed_folder := PackedWeightFiles(tmp_path), True),
         (packed_folder, not dtype.is_quantised),
     ):
         released.clear()
@@ -105,7 +105,7 @@ def test_shares_of_devices_are_loaded_in_slices_that_are_all_released(
 
 
 def test_a_value_without_axes_and_one_without_elements_are_one_slice(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cpu, "PIECE", 0)
+    monkeypatch.setattr(cpu, "LOAD_CHUNK_BYTES", 0)
     for shape in (), (7,), (0, 32):
         store = store_of()
         store.bind("w", np.ones(shape, np.float32), Spec(shape))
@@ -135,7 +135,7 @@ def test_little_of_a_file_is_in_memory_while_a_large_weight_is_packed(tmp_path: 
         file.release(0, file.size)
         assert not resident(path)
 
-    monkeypatch.setattr(cpu, "PIECE", spec.nbytes // 8)
+    monkeypatch.setattr(cpu, "LOAD_CHUNK_BYTES", spec.nbytes // 8)
     store_of().bind("w", raw, spec, release=release)
     assert len(sizes) == 8
     assert spec.nbytes // 8 <= max(sizes) <= spec.nbytes // 2, "a piece, and what the system brings beside it"

@@ -42,13 +42,13 @@ def compile_code(text, tmp_path, *options):
 
 def call_code(code, *arguments):
     function = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_long, ctypes.c_long, ctypes.c_long)
-    return function(placing.placed(code, SYMBOL))(*arguments)
+    return function(placing.load_function(code, SYMBOL))(*arguments)
 
 
 @pytest.mark.parametrize("optimised", ["-O0", "-O2"])
 def test_code_calls_the_system_and_its_own_parts_and_reads_its_constants(tmp_path, optimised):
     code = compile_code(TEXT, tmp_path, *LARGE, optimised)
-    assert placing.is_placed_here(code)
+    assert placing.is_loadable(code)
     assert call_code(code, -5, 2, 3) == 5 + 100 + 1234 + 1000
     assert call_code(code, 7, 0, 1) == 7 + 1 + 1234 + 10, "of another copy"
 
@@ -74,26 +74,26 @@ def test_other_code_is_left_to_llvm(tmp_path, monkeypatch):
     code = compile_code(TEXT, tmp_path, *LARGE)
     of_arm = code[:18] + (183).to_bytes(2, "little") + code[20:]
     for other in (b"", code[:40], b"MZ" + code[2:], of_arm):
-        assert not placing.is_placed_here(other)
+        assert not placing.is_loadable(other)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert not placing.is_placed_here(code)
+    assert not placing.is_loadable(code)
 
 
 def test_the_processor_that_llvm_reports_is_cached_for_this_one(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    reported = processor._host.__wrapped__()
+    reported = processor._find_host_cpu.__wrapped__()
     (file,) = (tmp_path / "processors").iterdir()
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
-    assert processor._host.__wrapped__() == reported, "LLVM was not asked"
+    assert processor._find_host_cpu.__wrapped__() == reported, "LLVM was not asked"
     file.write_bytes(file.read_bytes().replace(b"true", b"null"))
     with pytest.raises(ImportError):
-        processor._host.__wrapped__()
+        processor._find_host_cpu.__wrapped__()
 
 
 def test_a_system_that_does_not_tell_of_its_processor_is_asked_each_time(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(processor, "_host_file", lambda: None)
-    assert processor._host.__wrapped__() == processor._host()
+    monkeypatch.setattr(processor, "_find_host_cpu_file", lambda: None)
+    assert processor._find_host_cpu.__wrapped__() == processor._find_host_cpu()
     assert not (tmp_path / "processors").exists()
 
 
@@ -101,6 +101,6 @@ def test_cached_features_have_the_names_of_llvm(tmp_path, monkeypatch):
     import llvmlite.binding as llvm
 
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    assert processor._host.__wrapped__().features == dict(llvm.get_host_cpu_features())
+    assert processor._find_host_cpu.__wrapped__().features == dict(llvm.get_host_cpu_features())
     (file,) = (tmp_path / "processors").iterdir()
     assert json.loads(file.read_bytes()[32:])["cpu"] == llvm.get_host_cpu_name()

@@ -9,7 +9,7 @@ from hocket import ops
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
-from hocket.scheduler import plan_for
+from hocket.scheduler import plan_for_group
 
 from ..given.models.architectures import ALL, written
 
@@ -20,7 +20,7 @@ from ..given.models.architectures import ALL, written
 def test_every_op_of_a_listed_architecture_has_a_compiled_kernel(name, tokens, tmp_path):
     backend = CpuBackend(1)
     graph = load_model(open_gguf(written(name, tmp_path))).graph(Step(1, tokens, 64, 64, tokens))
-    (lane,) = plan_for(graph, [(backend, backend.device(0))]).lanes
+    (lane,) = plan_for_group(graph, [(backend, backend.device(0))]).lanes
     assert {lane.program.instructions[position].op for position in lane.stand_ins()} == set()
 
 

@@ -11,14 +11,14 @@ import hocket
 from hocket import ops
 from hocket.backends.cpu import binding, kept, processor, replay
 from hocket.backends.cpu.backend import CpuBackend
-from hocket.backends.cpu.kernels.loop import MEETS
-from hocket.backends.cpu.kernels.products.pairs_many import TILES
-from hocket.backends.cpu.kernels.rows import unary
-from hocket.backends.cpu.simd.vectors import MANY, vectors_in_registers
-from hocket.backends.cpu.steps import RUN, Share, Steps
+from hocket.backends.cpu.kernels.loop import BARRIER_FLAG
+from hocket.backends.cpu.kernels.products.pairs_many import TILE_SUFFIX
+from hocket.backends.cpu.kernels.rows import make_unary_kernel
+from hocket.backends.cpu.simd.vectors import MANY_REGISTERS, count_vector_registers
+from hocket.backends.cpu.steps import RUN_STATUS_REGION, StepTableBuilder, ThreadWork
 from hocket.backends.operands import Region
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph.dtypes import DType
 
 from ..given.models.goldens import path_of, tokens_of
@@ -49,7 +49,7 @@ def values_of(graph: hocket.Graph) -> dict[str, np.ndarray]:
 
 def load_with_threads(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int):
     backend = CpuBackend(threads)
-    return hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), values)
+    return hocket.load(hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]), values)
 
 
 @pytest.mark.long(cases=1)
@@ -73,16 +73,16 @@ def test_a_model_computes_the_same_bits_without_fused_kernels(name: str, threads
     model, tokens = open_model(path_of(name)), tokens_of(name)
 
     def logits() -> np.ndarray:
-        session = Session(model, on=Group(threads=threads))
+        session = Session(model, on=DeviceGroup(threads=threads))
         return np.concatenate([session.evaluate([part])[0] for part in (tokens[:9], tokens[9:10], tokens[10:11])])
 
     fused = logits()
     monkeypatch.setattr(binding, "FUSED", {})
-    monkeypatch.setattr(kept, "file_of", lambda *args: None)  # the cache has them
+    monkeypatch.setattr(kept, "find_binding_file", lambda *args: None)  # the cache has them
     assert np.array_equal(fused, logits())
 
 
-WIDE = vectors_in_registers() == MANY or processor.tiles() is not None
+WIDE = count_vector_registers() == MANY_REGISTERS or processor.find_tile_support() is not None
 """Whether a tile has two groups of vectors, as a gate and its gated values need."""
 BAD = {"none": 1.0, "nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 
@@ -105,7 +105,7 @@ def kernels_of(graph: hocket.Graph, inputs: dict[str, object], threads: int) -> 
         plain = load_with_threads(graph, values, 1).run(inputs)
     for name, array in plain.items():
         assert np.array_equal(fused[name].view(np.uint32), array.view(np.uint32)), name
-    return [name.removesuffix(TILES).replace("tiled.", "products.") for name in run.kernels()]
+    return [name.removesuffix(TILE_SUFFIX).replace("tiled.", "products.") for name in run.kernels()]
 
 
 @pytest.mark.long(cases=1)
@@ -169,7 +169,7 @@ def test_units_of_routed_experts_are_computed_with_their_products(rows: int, thr
     chosen = np.array([[0, 4, 3, 4], [2, 2, 2, 2], [1, 4, 0, 2]] * 30, np.int32)[:rows]
     names = kernels_of(graph, {"x": rows_with_outlier(rows, 64), "ids": chosen}, threads)
     assert ("pairs.pair.q4_0.swiglu" in names) == (rows < 90)
-    assert ("pairs_experts.pair.q4_0.swiglu" in names) == (rows == 90 and processor.tiles() is not None)
+    assert ("pairs_experts.pair.q4_0.swiglu" in names) == (rows == 90 and processor.find_tile_support() is not None)
     assert names.count("rounding.round_rows") == 1
 
 
@@ -238,9 +238,9 @@ def test_threads_synchronise_twice_in_a_gated_unit_of_one_token():
             return compiled[-1]
 
     graph, backend = layers(5, 1, DType.Q8_0), Watched(2)
-    run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), values_of(graph))
+    run = hocket.load(hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]), values_of(graph))
     run.run({"x": RNG.standard_normal((1, 192))})
-    assert [int((s.table[0, :, 2] & MEETS).sum()) for _, s in compiled[0].work] == [2 * 5 - 1]
+    assert [int((s.table[0, :, 2] & BARRIER_FLAG).sum()) for _, s in compiled[0].work] == [2 * 5 - 1]
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -261,16 +261,16 @@ def test_no_thread_writes_a_state_before_it_is_certain_that_no_other_has_stopped
 
 
 def test_what_may_stop_the_run_and_what_writes_a_state_are_apart_unless_one_thread_does_both():
-    assert RUN.overlaps(RUN)
-    assert not RUN.overlaps(Region(0, 0, 1 << 40))
-    steps = Steps(2)
-    memory = [steps.memory(64) for _ in range(2)]
-    steps.add(unary("copy"), [], reads=[], writes=[memory[0]], stops=True)
-    steps.add(unary("copy"), [], reads=[], writes=[memory[1]], stops=True)
-    assert [s.meets for s in steps.take()] == [False, False]
-    steps.add(unary("copy"), [], reads=[], writes=[memory[0]], nbytes=1 << 20, stops=True)
-    steps.add(unary("copy"), [], reads=[], writes=[memory[1]], stops=True)
-    assert [s.meets for s in steps.take()] == [False, True]
+    assert RUN_STATUS_REGION.can_overlap_collectives(RUN_STATUS_REGION)
+    assert not RUN_STATUS_REGION.can_overlap_collectives(Region(0, 0, 1 << 40))
+    steps = StepTableBuilder(2)
+    memory = [steps.allocate_memory(64) for _ in range(2)]
+    steps.add(make_unary_kernel("copy"), [], reads=[], writes=[memory[0]], stops=True)
+    steps.add(make_unary_kernel("copy"), [], reads=[], writes=[memory[1]], stops=True)
+    assert [s.has_barrier for s in steps.take_steps()] == [False, False]
+    steps.add(make_unary_kernel("copy"), [], reads=[], writes=[memory[0]], nbytes=1 << 20, stops=True)
+    steps.add(make_unary_kernel("copy"), [], reads=[], writes=[memory[1]], stops=True)
+    assert [s.has_barrier for s in steps.take_steps()] == [False, True]
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -289,22 +289,22 @@ def test_a_run_that_was_stopped_leaves_no_work_item_of_the_next_one_undone(threa
 
 
 def test_a_step_in_work_items_waits_for_errors_that_may_stop_the_run():
-    steps = Steps(2)
-    memory = [steps.memory(64) for _ in range(3)]
-    steps.add(unary("copy"), [], reads=[], writes=[memory[0]], stops=True)
+    steps = StepTableBuilder(2)
+    memory = [steps.allocate_memory(64) for _ in range(3)]
+    steps.add(make_unary_kernel("copy"), [], reads=[], writes=[memory[0]], stops=True)
     for written in memory[1:]:
-        steps.add_pieces(unary("copy"), lambda tickets, to=written: Share([tickets], [], [to]))
+        steps.add_queued(make_unary_kernel("copy"), lambda tickets, to=written: ThreadWork([tickets], [], [to]))
     first, second = steps.steps[1:]
-    assert [s.meets for s in steps.take()] == [False, True, False]
-    assert all(not s.whole and s.words[0][0] == s.words[1][0] != 0 for s in (first, second))
+    assert [s.has_barrier for s in steps.take_steps()] == [False, True, False]
+    assert all(not s.is_presplit and s.words[0][0] == s.words[1][0] != 0 for s in (first, second))
     assert first.words[0][0] != second.words[0][0]
 
 
 def test_bands_of_the_same_rows_overlap_only_where_their_columns_do():
     band = Region(0, 100, 1000, 64, 16)
-    assert not band.overlaps(Region(0, 116, 1016, 64, 48))
-    assert not band.overlaps(Region(0, 52, 1000, 64, 48))
-    assert band.overlaps(Region(0, 52, 1000, 64, 49))
-    assert band.overlaps(Region(0, 115, 1015, 64, 4))
-    assert band.overlaps(Region(0, 120, 130))
-    assert not band.overlaps(Region(1, 100, 1000, 64, 16))
+    assert not band.can_overlap_collectives(Region(0, 116, 1016, 64, 48))
+    assert not band.can_overlap_collectives(Region(0, 52, 1000, 64, 48))
+    assert band.can_overlap_collectives(Region(0, 52, 1000, 64, 49))
+    assert band.can_overlap_collectives(Region(0, 115, 1015, 64, 4))
+    assert band.can_overlap_collectives(Region(0, 120, 130))
+    assert not band.can_overlap_collectives(Region(1, 100, 1000, 64, 16))

@@ -8,31 +8,31 @@ import time
 import numpy as np
 import pytest
 
-from hocket.backends.cpu.compiler import REPLAY, Kernel, kernel
-from hocket.backends.cpu.kernels.tickets import NBYTES, draw, settle
+from hocket.backends.cpu.compiler import KERNEL_FUNCTION, Kernel, kernel
+from hocket.backends.cpu.kernels.tickets import QUEUE_BYTES, finish_queue, take_work_item
 from hocket.backends.cpu.simd.threads import fetch_add
-from hocket.backends.cpu.words import words
+from hocket.backends.cpu.words import declare_args
 
-ARGS = words("tickets pieces done")
+ARGS = declare_args("tickets pieces done")
 
 
 @kernel
 def count_work_items(a, thread, threads):
     """Add 1 to the word of each piece that this thread does."""
     tickets = ARGS.tickets(a)
-    item, mine = 0, draw(tickets, 0)
+    item, mine = 0, take_work_item(tickets, 0)
     for _ in range(ARGS.pieces(a)):
         if item == mine:
             fetch_add(ARGS.done(a) + 8 * item, 1)
-            mine = draw(tickets, item + 1)
+            mine = take_work_item(tickets, item + 1)
         item += 1
-    settle(tickets, mine, item, threads)
+    finish_queue(tickets, mine, item, threads)
     return 0
 
 
 def run(of: Kernel, args: np.ndarray, delays: list[float]) -> None:
     """Run one thread for each delay; a thread starts later by its delay."""
-    call = REPLAY(of.address)
+    call = KERNEL_FUNCTION(of.address)
 
     def come(thread: int, delay: float) -> None:
         time.sleep(delay)
@@ -48,7 +48,7 @@ def run(of: Kernel, args: np.ndarray, delays: list[float]) -> None:
 @pytest.mark.parametrize("delays", [[0.0, 0.01], [0.01, 0.0], [0.0, 0.01, 0.0], [0.0] * 4], ids=str)
 @pytest.mark.parametrize("item_count", [0, 1, 3, 5000])
 def test_every_work_item_is_done_once_in_each_run_whichever_thread_is_late(item_count: int, delays: list[float]):
-    tickets, done = np.zeros(NBYTES // 8, np.int64), np.zeros(max(1, item_count), np.int64)
+    tickets, done = np.zeros(QUEUE_BYTES // 8, np.int64), np.zeros(max(1, item_count), np.int64)
     args = np.array(ARGS(tickets=tickets.ctypes.data, pieces=item_count, done=done.ctypes.data), np.int64)
     for runs in range(1, 5):
         run(count_work_items, args, delays)

@@ -11,9 +11,17 @@ import pytest
 
 from hocket.backends.cpu.kernels.products import tiled
 from hocket.backends.cpu.kernels.products.formats import FORMATS
-from hocket.backends.cpu.kernels.products.rounding import LINE, SPLIT, TALL, TERMS, TILED, round_rows, rounded_bytes
-from hocket.backends.cpu.kernels.products.tiled_weights import tiled_weight
-from hocket.backends.cpu.kernels.tickets import NBYTES
+from hocket.backends.cpu.kernels.products.rounding import (
+    SPLIT_KIND,
+    TERMS_BY_KIND,
+    TILE_ROW_BYTES,
+    TILE_ROWS,
+    TILED_KIND,
+    compute_quantised_bytes,
+    round_rows,
+)
+from hocket.backends.cpu.kernels.products.tiled_weights import make_amx_weight
+from hocket.backends.cpu.kernels.tickets import QUEUE_BYTES
 from hocket.backends.cpu.simd import amx
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import bf16_to_f32, dequantise
@@ -32,17 +40,17 @@ def test_the_worked_example():
 def test_rows_are_rounded_side_by_side():
     x = RNG.standard_normal((37, 96)).astype(np.float32)
     x[3, 5], x[36, 95] = np.nan, -np.inf
-    tiles = target_of(x, TILED).view(np.uint16).reshape(2, 3, TALL, LINE // 2)
-    rows = tiles.transpose(0, 2, 1, 3).reshape(2 * TALL, 96)[:37]
+    tiles = target_of(x, TILED_KIND).view(np.uint16).reshape(2, 3, TILE_ROWS, TILE_ROW_BYTES // 2)
+    rows = tiles.transpose(0, 2, 1, 3).reshape(2 * TILE_ROWS, 96)[:37]
     assert np.array_equal(bf16_to_f32(rows), round_to_bf16(x), equal_nan=True)
 
 
-@pytest.mark.parametrize("kinds", [*permutations([SPLIT, TILED, 8])], ids=str)
+@pytest.mark.parametrize("kinds", [*permutations([SPLIT_KIND, TILED_KIND, 8])], ids=str)
 def test_rows_are_rounded_in_several_formats_at_once(kinds: tuple[int, ...]):
     """As a norm's are where products with several types of weights read them."""
     x = RNG.standard_normal((37, 96)).astype(np.float32)
-    targets = [aligned_scratch(rounded_bytes(*x.shape, kind)) for kind in kinds]
-    words = [(target, rounded_bytes(1, 96, kind), kind) for target, kind in zip(targets, kinds, strict=True)]
+    targets = [aligned_scratch(compute_quantised_bytes(*x.shape, kind)) for kind in kinds]
+    words = [(target, compute_quantised_bytes(1, 96, kind), kind) for target, kind in zip(targets, kinds, strict=True)]
     for target in targets:
         target[:] = 0
     assert call(round_rows, x, 4 * 96, *x.shape, len(kinds), *chain.from_iterable(words)) == 0
@@ -54,8 +62,12 @@ def test_three_terms_hold_what_float32_does():
     """Check numbers of very different size. Values that round to infinity are infinite, and NaN stays."""
     x = (RNG.standard_normal((37, 96)) * 2.0 ** RNG.integers(-60, 60, (37, 96))).astype(np.float32)
     x[3, 5], x[36, 95], x[0, 0], x[1, 1] = np.nan, -np.inf, np.inf, 3.4e38
-    tiles = target_of(x, SPLIT).view(np.uint16).reshape(2, 3, TERMS[SPLIT], TALL, LINE // 2)
-    terms = bf16_to_f32(tiles.transpose(2, 0, 3, 1, 4).reshape(TERMS[SPLIT], 2 * TALL, 96)[:, :37])
+    tiles = (
+        target_of(x, SPLIT_KIND)
+        .view(np.uint16)
+        .reshape(2, 3, TERMS_BY_KIND[SPLIT_KIND], TILE_ROWS, TILE_ROW_BYTES // 2)
+    )
+    terms = bf16_to_f32(tiles.transpose(2, 0, 3, 1, 4).reshape(TERMS_BY_KIND[SPLIT_KIND], 2 * TILE_ROWS, 96)[:, :37])
     x[1, 1] = np.inf
     assert np.array_equal(terms.sum(0, dtype=np.float64), x.astype(np.float64), equal_nan=True)
 
@@ -72,16 +84,16 @@ def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, row
     """
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
     weight, threads = pack_rows(dtype, raw, columns), 3
-    scratch, tickets = aligned_scratch(threads * tiled.SCRATCH), np.zeros(NBYTES, np.uint8)
-    taken = tiled_weight(dtype)
-    tiles, pitch = target_of(x, taken.rounding), rounded_bytes(1, columns, taken.rounding)
+    scratch, tickets = aligned_scratch(threads * tiled.SCRATCH_BYTES), np.zeros(QUEUE_BYTES, np.uint8)
+    taken = make_amx_weight(dtype)
+    tiles, pitch = target_of(x, taken.activation_kind), compute_quantised_bytes(1, columns, taken.activation_kind)
     words = (weight, raw.shape[1], rows, columns, tiles, pitch, count)
     products = []
     for order in (range(threads), reversed(range(threads))):
         y = np.full((count, rows + 3), np.nan, np.float32)
         for thread in order:  # the others draw a ticket more of each span
             own = (*words, y, y.strides[0], scratch, tickets)
-            assert call(tiled.product(taken), *own, thread=thread, threads=threads) == 0
+            assert call(tiled.make_amx_matmul_kernel(taken), *own, thread=thread, threads=threads) == 0
         assert not tickets.any(), "the last thread lays out new tickets"
         products.append(y)
     assert np.array_equal(*products, equal_nan=True)
@@ -105,7 +117,7 @@ def test_emulated_tiles_compute_the_same(without: str, tests: list[str]):
 
 
 def test_a_wrong_word_for_tiles_is_refused():
-    script = "from hocket.backends.cpu import processor; processor.tiles()"
+    script = "from hocket.backends.cpu import processor; processor.find_tile_support()"
     surroundings = {**os.environ, "HOCKET_AMX": "yes"}
     done = subprocess.run([sys.executable, "-c", script], env=surroundings, capture_output=True, text=True)
     assert done.returncode == 1

@@ -5,9 +5,9 @@ import pytest
 
 from hocket.backends.cpu.kernels.products import pairs_experts, tiled_experts
 from hocket.backends.cpu.kernels.products.formats import FORMATS
-from hocket.backends.cpu.kernels.products.rounding import LINE, TALL, TILED, rounded_bytes
-from hocket.backends.cpu.kernels.products.tiled_weights import tiled_weight
-from hocket.backends.cpu.kernels.tickets import NBYTES
+from hocket.backends.cpu.kernels.products.rounding import TILE_ROW_BYTES, TILE_ROWS, TILED_KIND, compute_quantised_bytes
+from hocket.backends.cpu.kernels.products.tiled_weights import make_amx_weight
+from hocket.backends.cpu.kernels.tickets import QUEUE_BYTES
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import bf16_to_f32, dequantise
 
@@ -50,9 +50,12 @@ class Prompt:
 
     def run(self, kernel, weights, y: np.ndarray, rounding: tuple) -> None:
         """By a thread that does all, and two for which it leaves nothing."""
-        kind = tiled_weight(self.dtype).rounding
-        stride, pitch = self.raw[0].shape[1], rounded_bytes(1, self.columns, kind)
-        scratch, tickets = aligned_scratch(THREADS * tiled_experts.scratch_bytes(pitch)), np.zeros(NBYTES, np.uint8)
+        kind = make_amx_weight(self.dtype).activation_kind
+        stride, pitch = self.raw[0].shape[1], compute_quantised_bytes(1, self.columns, kind)
+        scratch, tickets = (
+            aligned_scratch(THREADS * tiled_experts.compute_moe_scratch_bytes(pitch)),
+            np.zeros(QUEUE_BYTES, np.uint8),
+        )
         words = (*weights, stride, self.rows * stride, self.rows, self.columns, target_of(self.x, kind), pitch)
         words = (*words, sorted_by(self.ids), EXPERTS, 2, self.shared, y, y.strides[0], scratch, tickets, *rounding)
         for thread in range(THREADS):
@@ -69,7 +72,7 @@ def test_each_slot_is_multiplied_by_its_expert(dtype: DType, rows: int, columns:
     prompt = Prompt(dtype, rows, columns, tokens, shared)
     y, weight = np.full((2 * tokens, rows + 3), np.nan, np.float32), pack_rows(dtype, prompt.raw[0], columns)
     second = weight[16 * prompt.raw[0].shape[1] :]
-    prompt.run(tiled_experts.product(tiled_weight(dtype)), (weight, second), y, (0,))
+    prompt.run(tiled_experts.make_single_amx_moe_kernel(make_amx_weight(dtype)), (weight, second), y, (0,))
     want, size = prompt.products(prompt.raw[0])
     assert (np.abs(y[:, :rows] - want) <= 2e-6 * size + 1e-30).all(), "but for the order of float32 sums"
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"
@@ -81,10 +84,18 @@ def test_each_slot_is_multiplied_by_its_expert(dtype: DType, rows: int, columns:
 def test_units_of_slots_are_rounded_where_they_are_computed(dtype: DType, rows: int, columns: int):
     prompt = Prompt(dtype, rows, columns, 300, 1)
     weights, y = [pack_rows(dtype, raw, columns) for raw in prompt.raw], np.full((600, rows), np.nan, np.float32)
-    tiles, pitch = aligned_scratch(rounded_bytes(600, rows, TILED)), rounded_bytes(1, rows, TILED)
-    prompt.run(pairs_experts.pair_experts(dtype, "reglu"), weights, y, (1, tiles, pitch, TILED))
+    tiles, pitch = (
+        aligned_scratch(compute_quantised_bytes(600, rows, TILED_KIND)),
+        compute_quantised_bytes(1, rows, TILED_KIND),
+    )
+    prompt.run(pairs_experts.make_gated_moe_kernel(dtype, "reglu"), weights, y, (1, tiles, pitch, TILED_KIND))
     (gate, gate_size), (up, up_size) = (prompt.products(raw) for raw in prompt.raw)
     bound = 3e-6 * (np.abs(gate) * up_size + np.abs(up) * gate_size + 1e-5 * gate_size * up_size) + 1e-30
     assert (np.abs(y - np.maximum(gate, 0) * up) <= bound).all()
-    rounded = tiles.view(np.uint16).reshape(-1, rows // 32, TALL, LINE // 2).transpose(0, 2, 1, 3).reshape(-1, rows)
+    rounded = (
+        tiles.view(np.uint16)
+        .reshape(-1, rows // 32, TILE_ROWS, TILE_ROW_BYTES // 2)
+        .transpose(0, 2, 1, 3)
+        .reshape(-1, rows)
+    )
     assert np.array_equal(bf16_to_f32(rounded[:600]), round_to_bf16(y).astype(np.float32))

@@ -7,13 +7,13 @@ import ctypes
 import numpy as np
 import pytest
 
-from hocket.backends.cpu.compiler import REPLAY, kernel
-from hocket.backends.cpu.kernels.rows import row_words
+from hocket.backends.cpu.compiler import KERNEL_FUNCTION, kernel
+from hocket.backends.cpu.kernels.rows import make_row_args
 from hocket.backends.cpu.simd.vectors import store_long, store_scalar
-from hocket.backends.cpu.words import words
+from hocket.backends.cpu.words import declare_args
 from hocket.backends.operands import float_bits
 
-ARGS = words("target pitch[2] factor:f32 rest[*]")
+ARGS = declare_args("target pitch[2] factor:f32 rest[*]")
 
 
 @kernel
@@ -32,7 +32,7 @@ def test_a_kernel_reads_each_argument_by_its_name():
     target = np.zeros(6, np.int64)
     args = ARGS(rest=(3, -5, 6, -7), factor=float_bits(0.25), pitch=(4, -9), target=target.ctypes.data)
     block = np.array(args, np.int64)
-    assert REPLAY(copy_words.address)(block.ctypes.data, 0, 1) == 0
+    assert KERNEL_FUNCTION(copy_words.address)(block.ctypes.data, 0, 1) == 0
     assert target[[0, 1, 3, 4, 5]].tolist() == [4, -9, -5, 6, -7]
     assert ctypes.c_float.from_address(target.ctypes.data + 16).value == 0.25
 
@@ -55,7 +55,7 @@ def test_words_that_are_missing_unknown_or_too_many_are_refused_when_they_are_bo
 @pytest.mark.parametrize("declared", ["x x", "x[", "X", "rest[*] x", "fields", "x:f64"])
 def test_what_is_no_declaration_is_refused(declared):
     with pytest.raises(ValueError, match="words of a kernel"):
-        words(declared)
+        declare_args(declared)
 
 
 def test_a_word_that_is_not_declared_is_refused_when_a_kernel_asks_for_it():
@@ -64,7 +64,7 @@ def test_a_word_that_is_not_declared_is_refused_when_a_kernel_asks_for_it():
 
 
 def test_rows_of_operands_have_the_names_of_the_operands():
-    args = row_words("x factors", "eps:f32")
+    args = make_row_args("x factors", "eps:f32")
     assert [*args.fields] == ["walk", "eps"]
-    assert args.start("eps") == 4 + 2 * 5
+    assert args.first_word("eps") == 4 + 2 * 5
     assert {"columns", "rows", "x", "x_step", "factors", "factors_step"} == {*args.parts}

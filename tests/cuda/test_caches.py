@@ -11,10 +11,10 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph.errors import StepError
 from hocket.ops.quantisation import decode_array, encode_array
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ..given.devices.emulation import WRONG_RESULTS, finding, needs_compiler
 from ..given.models.goldens import nmse, path_of, tokens_of
@@ -50,7 +50,7 @@ def rounds_as_numpy(dtype: str, backend: DriverBackend) -> bool:
     old = state("s", (9, 37), dtype)
     new = ops.set_rows(old, input("rows", (8, 37)), input("ids", (8,), "i32"))
     graph = Graph({"y": new}, {old: new})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {})
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), {})
     run.run({"rows": rows, "ids": np.arange(8, dtype=np.int32)})
     with np.errstate(over="ignore"):
         expected = decode_array(encode_array(rows, kind), kind)
@@ -92,7 +92,7 @@ def test_a_saved_state_goes_to_other_types_and_back(dtype: str, tmp_path) -> Non
     model, tokens = open_model(path_of("qwen3")), tokens_of("qwen3")[:12]
 
     def session(on: str, kind: str) -> Session:
-        return Session(model, on=Group((on,), cache_type_k=kind, cache_type_v=kind))
+        return Session(model, on=DeviceGroup((on,), cache_type_k=kind, cache_type_v=kind))
 
     short, wide, cpu = session(ONE, dtype), session(ONE, "f32"), session("cpu:0", dtype)
     halves_bytes, floats = (s.store.nbytes()[0]["state"] for s in (short, wide))
@@ -110,7 +110,9 @@ def test_a_saved_state_goes_to_other_types_and_back(dtype: str, tmp_path) -> Non
 
 def test_caches_are_f16_unless_results_are_to_be_exact() -> None:
     model = open_model(path_of("qwen3"))
-    usual, exact = (Session(model, on=Group((ONE,), exact=exact)).store.nbytes()[0]["state"] for exact in (False, True))
+    usual, exact = (
+        Session(model, on=DeviceGroup((ONE,), exact=exact)).store.nbytes()[0]["state"] for exact in (False, True)
+    )
     assert 2 * usual == exact
 
 
@@ -121,11 +123,11 @@ def test_a_prompt_that_is_to_be_exact_rounds_nothing_to_the_type_of_its_caches(d
     model, tokens = open_model(path_of("qwen3")), (2 * tokens_of("qwen3"))[:40]
 
     def session(exact: bool) -> Session:
-        return Session(model, on=Group((ONE,), exact=exact, cache_type_k=dtype, cache_type_v=dtype))
+        return Session(model, on=DeviceGroup((ONE,), exact=exact, cache_type_k=dtype, cache_type_v=dtype))
 
     one_by_one, exact, usual = (session(exact) for exact in (True, True, False))
     expected = np.concatenate([one_by_one.evaluate([[token]], every_position=True)[0] for token in tokens])
     errors = [nmse(s.evaluate([tokens], every_position=True)[0], expected) for s in (exact, usual)]
-    kernels = [" ".join(s.executor(s.step(64, len(tokens)))._replays[0].kernels()) for s in (exact, usual)]
+    kernels = [" ".join(s.executor(s.make_step(64, len(tokens)))._program_runners[0].kernels()) for s in (exact, usual)]
     assert ["attend_warpgroups" in names for names in kernels] == [False, True]
     assert errors[0] < {"f16": 1e-8, "bf16": 1e-7}[dtype] < errors[1]

@@ -9,20 +9,20 @@ import pytest
 
 from hocket import ops
 from hocket.backends.cupy.binding import programs
-from hocket.backends.cupy.binding.packing import PACKINGS
+from hocket.backends.cupy.binding.packing import PLANE_LAYOUTS
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import BackendError, DType, Graph, StepError, input, state
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ..given.devices.chains import CHAINS, all_experts, answers, assert_equal_runs, router, run_graph
 from ..given.devices.emulation import needs_compiler
 from ..given.models.goldens import FLOAT_CACHES, allowed_nmse, golden, nmse, path_of, tokens_of
 
 pytestmark = needs_compiler
-WEIGHTS = (DType.F32, DType.F16, DType.BF16, *PACKINGS)
+WEIGHTS = (DType.F32, DType.F16, DType.BF16, *PLANE_LAYOUTS)
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -78,10 +78,10 @@ def logits_of(name: str, devices: int, fused: bool) -> tuple[np.ndarray, int]:
         if not fused:
             patch.setattr(programs, "FUSED", {})
         names = tuple(f"cuda-emulated:{i}" for i in range(devices))
-        group = Group(names, "tensor" if devices > 1 else "none", **FLOAT_CACHES)
+        group = DeviceGroup(names, "tensor" if devices > 1 else "none", **FLOAT_CACHES)
         session = Session(open_model(path_of(name)), on=group)
         parts = [session.evaluate([p], every_position=True)[0] for p in (tokens[:8], *([t] for t in tokens[8:]))]
-        replay = session.executor(session.step(1, len(tokens)))._replays[0]
+        replay = session.executor(session.make_step(1, len(tokens)))._program_runners[0]
     return np.concatenate(parts), sum(isinstance(part, Launch) for part in replay._parts)
 
 
@@ -102,7 +102,7 @@ def test_a_model_has_the_logits_of_llama_cpp_with_chains_and_without(name, devic
 def test_a_number_that_names_no_row_is_reported_with_its_instruction():
     graph = CHAINS["a head into a cache"].graph(False)
     backend = EmulatedBackend()
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": np.ones(24, np.float32)})
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": np.ones(24, np.float32)})
     x = np.ones((1, 1, 2, 24), np.float32)
     run.run({"x": x, "pos": [[1]], "ids": [4]})
     with pytest.raises(BackendError, match=r"^%new on cuda-emulated:0: id 9 names no row of its table, which has 9"):
@@ -123,7 +123,7 @@ def test_a_launch_of_a_chain_that_fails_names_one_of_its_instructions_and_takes_
     new = ops.set_rows(cache, x, input("ids", (1,), "i32"), name="new")
     y = ops.mul(ops.sum_rows(new), ops.sigmoid(input("z", (8, 1)), name="gate"), name="gated")
     backend = EmulatedBackend()
-    run = load(plan_for(Graph({"y": y}, {cache: new}), [(backend, backend.device(0))]), {})
+    run = load(plan_for_group(Graph({"y": y}, {cache: new}), [(backend, backend.device(0))]), {})
     run.store.state("cache")[...] = 3.0
     with pytest.raises(StepError, match=r"^%(gate|gated) on cuda-emulated:0: elementwise.cu"):
         run.run({"x": np.ones((1, 48), np.float32), "z": np.ones((8, 1), np.float32), "ids": [2]})

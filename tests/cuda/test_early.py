@@ -11,14 +11,14 @@ import pytest
 from hocket import ops
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.trial import tried
+from hocket.backends.cupy.binding.trial import trial_bind
 from hocket.backends.cupy.device import disassembly, early, nvrtc
-from hocket.backends.cupy.device.driver import Exchange, Launch, places, text_of
+from hocket.backends.cupy.device.driver import Exchange, Launch, find_kernel_files, read_kernel_text
 from hocket.backends.cupy.kernels.products import dense, packed, tiled
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import EarlyLibrary, fake_cupy
@@ -37,12 +37,14 @@ ASKING_FIRST = {
 def cupy(monkeypatch):
     """A stand-in for CuPy, on a device and with a driver that begin launches early."""
     fake = fake_cupy(SOURCES)
-    fake.cuda.runtime.driverGetVersion = lambda: early.FIRST_DRIVER
+    fake.cuda.runtime.driverGetVersion = lambda: early.MIN_EARLY_DRIVER_VERSION
     monkeypatch.setattr(cuda, "_cupy", lambda: fake)
-    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
-    cuda._module.cache_clear()
+    monkeypatch.setattr(
+        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+    )
+    cuda._load_module.cache_clear()
     yield fake
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 def run_three(driver):
@@ -50,25 +52,25 @@ def run_three(driver):
     backend = DriverBackend(driver)
     graph = Graph({"y": ops.neg(ops.mul_mat(weight("w", (8, 32), DType.F32), ops.exp(input("x", (1, 32)))))})
     w, x = np.ones((8, 32), np.float32), np.zeros((1, 32), np.float32)
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w})
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": w})
     for _ in range(2):
         assert (run.run({"x": x})["y"] == -32).all()
 
 
 def run_clusters(backend, monkeypatch):
     """Run a product with weight rows that two blocks of a cluster share."""
-    tried.cache_clear()
-    monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tiled.CLUSTERED, 1))
+    trial_bind.cache_clear()
+    monkeypatch.setattr(tiled, "choose_tile_shape", lambda *_, **__: (tiled.CLUSTER_TILE, 1))
     graph = Graph({"y": ops.mul_mat(weight("w", (256, 64), DType.BF16), input("x", (9, 64)))})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": np.full((256, 64), 0x3F80, np.uint16)})
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": np.full((256, 64), 0x3F80, np.uint16)})
     assert (run.run({"x": np.ones((9, 64), np.float32)})["y"] == 64).all()
-    tried.cache_clear()
+    trial_bind.cache_clear()
 
 
 @needs_compiler
 def test_all_launches_of_a_graph_but_its_first_begin_early(cupy, monkeypatch):
     library = EarlyLibrary(cupy)
-    monkeypatch.setattr(early, "opened", lambda: library)
+    monkeypatch.setattr(early, "open_driver_library", lambda: library)
     run_three(cuda.CudaDriver())
     assert library.launched == ["few<float, 1>", "unary<function::neg>"]
 
@@ -77,12 +79,12 @@ def test_all_launches_of_a_graph_but_its_first_begin_early(cupy, monkeypatch):
 @pytest.mark.parametrize("what", ["device", "driver", "library", "asked"])
 def test_launches_begin_in_turn_where_they_cannot_begin_early(what, cupy, monkeypatch):
     library = EarlyLibrary(cupy)
-    monkeypatch.setattr(early, "opened", lambda: None if what == "library" else library)
+    monkeypatch.setattr(early, "open_driver_library", lambda: None if what == "library" else library)
     driver = cuda.CudaDriver(begins_early=what != "asked")
     if what == "device":
         monkeypatch.setattr(driver, "_capability", lambda index: "89")
     if what == "driver":
-        cupy.cuda.runtime.driverGetVersion = lambda: early.FIRST_DRIVER - 10
+        cupy.cuda.runtime.driverGetVersion = lambda: early.MIN_EARLY_DRIVER_VERSION - 10
     run_three(driver)
     assert not library.launched
 
@@ -90,7 +92,7 @@ def test_launches_begin_in_turn_where_they_cannot_begin_early(what, cupy, monkey
 @needs_compiler
 def test_a_launch_that_the_driver_refuses_is_named(cupy, monkeypatch):
     library = EarlyLibrary(cupy, status=801)
-    monkeypatch.setattr(early, "opened", lambda: library)
+    monkeypatch.setattr(early, "open_driver_library", lambda: library)
     with pytest.raises(BackendError, match=r"dense.cu: few<float, 1>: 801"):
         run_three(cuda.CudaDriver())
 
@@ -99,8 +101,8 @@ def test_a_launch_behind_an_exchange_begins_late():
     launch = Launch(SOURCES[0][SOURCES[0].names[0]], (1, 1, 1), (32, 1, 1), 0, (), (), 0)
     exchange = Exchange(None, (), 0)
     steps = [launch, launch, exchange, launch, launch, exchange, exchange]
-    assert early.early(steps) == [False, True, False, False, True, False, False]
-    assert early.early([]) == []
+    assert early.compute_early_flags(steps) == [False, True, False, False, True, False, False]
+    assert early.compute_early_flags([]) == []
 
 
 @needs_compiler
@@ -108,7 +110,7 @@ def test_a_launch_behind_an_exchange_begins_late():
 @pytest.mark.parametrize("is_first", [False, True])
 def test_clusters_are_launched_early_or_not(is_first, cupy, monkeypatch):
     library = EarlyLibrary(cupy)
-    monkeypatch.setattr(early, "opened", lambda: library)
+    monkeypatch.setattr(early, "open_driver_library", lambda: library)
     driver = cuda.CudaDriver(begins_early=not is_first)
     run_clusters(DriverBackend(driver), monkeypatch)
     expected = {"clustered<bf16_bits, 2>": (1, 2, 1)}
@@ -118,7 +120,7 @@ def test_clusters_are_launched_early_or_not(is_first, cupy, monkeypatch):
 
 @needs_compiler
 def test_clusters_need_the_library_of_the_driver(cupy, monkeypatch):
-    monkeypatch.setattr(early, "opened", lambda: None)
+    monkeypatch.setattr(early, "open_driver_library", lambda: None)
     with pytest.raises(BackendError, match=r"clustered<bf16_bits, 2> cannot be launched in clusters without libcuda"):
         run_clusters(DriverBackend(cuda.CudaDriver()), monkeypatch)
 
@@ -138,30 +140,30 @@ HEAD = re.compile(r"__global__ [^;{}]*?\b(\w+)\(const __grid_constant__ [^)]*\) 
 
 def test_every_kernel_waits_for_earlier_launches_before_all_else():
     found = {}
-    for file in (name for name in places() if name.endswith(".cu")):
-        heads = HEAD.findall(text_of(file))
-        assert len(heads) == text_of(file).count("__global__"), file
+    for file in (name for name in find_kernel_files() if name.endswith(".cu")):
+        heads = HEAD.findall(read_kernel_text(file))
+        assert len(heads) == read_kernel_text(file).count("__global__"), file
         found |= {f"{file}: {name}": first for name, first in heads}
     late = {name for name, first in found.items() if first != "wait_for_earlier();"}
     assert late == ASKING_FIRST
-    assert all("wait_for_earlier();" in text_of(name.partition(":")[0]) for name in late)
+    assert all("wait_for_earlier();" in read_kernel_text(name.partition(":")[0]) for name in late)
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize(
     ("source", "name", "asks"),
     [
-        (packed.OF_FEW[DType.Q4_K], "few<Q4_K, 1>", "LDG.E.EF.128"),
-        (packed.OF_FEW[DType.Q8_0], "few<Q8_0, 4>", "LDG.E.EF.128"),
+        (packed.GEMV_SOURCE_BY_DTYPE[DType.Q4_K], "few<Q4_K, 1>", "LDG.E.EF.128"),
+        (packed.GEMV_SOURCE_BY_DTYPE[DType.Q8_0], "few<Q8_0, 4>", "LDG.E.EF.128"),
         (dense.SOURCES[0], dense.SOURCES[0].names[0], "CCTL.E.PF2"),
     ],
 )
 def test_machine_code_asks_for_weights_before_it_waits(source, name, asks):
-    needs(nvrtc.nvrtc, disassembly.disassembler)
-    code = disassembly.text_of(nvrtc.compile(source[name].alone, "sm_90a").image)
+    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
+    code = disassembly.run_disassembler(nvrtc.compile(source[name].alone, "sm_90a").image)
     order = [word for line in code.splitlines() for word in (asks, "ACQBULK", "PREEXIT") if f" {word} " in line]
     asked = order.index(asks)
     assert "PREEXIT" in order[:asked], "the launches before choose its experts"
     assert order[asked:].index("ACQBULK") < order[asked:].index("PREEXIT")
-    before = disassembly.text_of(nvrtc.compile(source[name].alone, "sm_89").image)
+    before = disassembly.run_disassembler(nvrtc.compile(source[name].alone, "sm_89").image)
     assert not {"ACQBULK", "PREEXIT"} & set(before.split())

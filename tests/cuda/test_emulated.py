@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends import find
+from hocket.backends import find_device
 from hocket.backends.cupy import cuda, table
 from hocket.backends.cupy.emulation import compile_host as building
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
-from hocket.backends.cupy.table import BINDINGS, FAMILIES, SOURCES
+from hocket.backends.cupy.table import BINDINGS, KERNEL_FAMILIES, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.checks.case_graph import build_case_graph, device_plan_for
 from hocket.conformance.generate_cases import quick_cases
 from hocket.frontends.errors import ModelError
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import Graph, Spec, constant, input, state, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY
 from hocket.ops.collectives import COLLECTIVES
-from hocket.scheduler import load, plan, plan_for
+from hocket.scheduler import load, plan, plan_for_group
 
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import Stream, fake_cupy
@@ -57,7 +57,7 @@ def test_every_op_has_a_kernel():
 def test_every_kernel_is_declared_once():
     names = [(s.file, n) for s in SOURCES for n in s.names]
     assert len(names) == len(set(names))
-    assert all(family.SOURCES for family in FAMILIES if hasattr(family, "SOURCES"))
+    assert all(family.SOURCES for family in KERNEL_FAMILIES if hasattr(family, "SOURCES"))
 
 
 @needs_compiler
@@ -68,7 +68,7 @@ def test_what_has_no_kernel_is_refused_with_the_reason():
     quantised = ops.cast(weight("w", (2, 32), "q8_0"), dtype=DType.F32).node
     assert backend.supports(quantised, backend.device(0)).ok  # weights become float32 unless kernels read their type
     odd = ops.mul_mat(weight("w", (70000, 1, 4)), input("x", (70000, 1, 4))).node
-    assert backend.supports(odd, backend.device(0)).why == "70000 matrices are too many for one launch"
+    assert backend.supports(odd, backend.device(0)).reason == "70000 matrices are too many for one launch"
 
 
 @needs_compiler
@@ -166,10 +166,12 @@ def devices(monkeypatch):
     """The backend of real devices, over a stand-in for CuPy that emulates launches."""
     cupy = fake_cupy(SOURCES)
     monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
-    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
-    cuda._module.cache_clear()
+    monkeypatch.setattr(
+        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+    )
+    cuda._load_module.cache_clear()
     yield cuda.CudaBackend()
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)
@@ -188,7 +190,7 @@ def test_a_program_of_several_launches_is_one_graph_and_its_faults_are_reported(
     new = ops.add(old_state, ops.get_rows(table, input("ids", (3,), "i32"), name="rows"))
     graph = Graph({"y": ops.scale(new, scale=2.0)}, updates={old_state: new})
     group = [(devices, devices.device(0))]
-    run = load(plan_for(graph, group), {"table": np.arange(8, dtype=np.float16).reshape(4, 2)})
+    run = load(plan_for_group(graph, group), {"table": np.arange(8, dtype=np.float16).reshape(4, 2)})
     assert run.run({"ids": [0, 1, 2]})["y"].tolist() == [[0, 2], [4, 6], [8, 10]]
     with pytest.raises(BackendError, match="%rows on cuda:0: id -1 names no row"):
         run.run({"ids": [0, -1, 2]})
@@ -205,7 +207,8 @@ def test_a_run_waits_once_and_copies_its_inputs_together(devices, monkeypatch):
     rows = ops.get_rows(table, input("ids", (3,), "i32"))
     both = ops.add(ops.mul(rows, input("a", (3, 2))), input("b", (3, 2)))
     run = load(
-        plan_for(Graph({"y": both, "z": ops.neg(both)}), [(devices, devices.device(0))]), {"table": np.ones((4, 2))}
+        plan_for_group(Graph({"y": both, "z": ops.neg(both)}), [(devices, devices.device(0))]),
+        {"table": np.ones((4, 2))},
     )
     monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *args: (counted.append(args[3]), copy(*args)))
     monkeypatch.setattr(Stream, "synchronize", lambda stream: (counted.append("wait"), wait(stream)))
@@ -223,12 +226,12 @@ def test_a_run_waits_once_and_copies_its_inputs_together(devices, monkeypatch):
 def test_a_session_that_may_be_fast_asks_for_it_and_says_no_where_it_is_to_be_exact():
     model = open_model(path_of("qwen35"))
     for fast in (False, True):
-        session = Session(model, on=Group(("numpy:0",), fast=fast))
-        (lane,) = session.plan(session.step(4, 4)).lanes
+        session = Session(model, on=DeviceGroup(("numpy:0",), fast=fast))
+        (lane,) = session.plan(session.make_step(4, 4)).lanes
         asked = {i.op: i.attrs["exact"] for i in lane.program.instructions if "exact" in i.attrs}
         assert asked.items() >= {"gated_delta_net": not fast, "mul_mat": not fast}.items()
     with pytest.raises(ModelError, match="leave out one of the two"):
-        Session(model, on=Group(fast=True, exact=True))
+        Session(model, on=DeviceGroup(fast=True, exact=True))
 
 
 @pytest.mark.long
@@ -252,7 +255,7 @@ def counting(group, **options):
     old_state, x = state("kept", (3, 8)), input("x", (3, 8))
     new = ops.add(old_state, ops.mul_mat(weight("w", (8, 8)), x))
     graph = Graph({"y": ops.rms_norm(new, eps=1e-6)}, updates={old_state: new})
-    return load(plan_for(graph, group, **options), {"w": np.eye(8, dtype=np.float32)})
+    return load(plan_for_group(graph, group, **options), {"w": np.eye(8, dtype=np.float32)})
 
 
 @needs_compiler
@@ -327,14 +330,14 @@ def test_a_kernel_that_fails_names_node_device_kernel_and_thread(monkeypatch):
 def test_without_a_compiler_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.setattr(building.shutil, "which", lambda name: None)
     with pytest.raises(BackendError, match="install g\\+\\+"):
-        find("cuda-emulated:0")
+        find_device("cuda-emulated:0")
     with pytest.raises(BackendError, match="install g\\+\\+"):
         EmulatedBackend().devices()
 
 
 def test_a_cuda_device_that_is_not_there_is_explained():
     try:
-        find("cuda:0")
+        find_device("cuda:0")
     except BackendError as why:
         message = str(why)
     else:

@@ -9,11 +9,11 @@ from math import prod
 import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.programs import unplaced
-from hocket.backends.cupy.cuda import Absent, CudaDriver
+from hocket.backends.cupy.binding.programs import bind_at_placeholders
+from hocket.backends.cupy.cuda import CudaDriver, SimulatedGpuDriver
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import EVERYWHERE, OF_HIP, Limits, limits_of
-from hocket.backends.cupy.resources import ARCHITECTURES, Row, recorded
+from hocket.backends.cupy.device.limits import DEFAULT_SHARED_BYTES, HIP_LIMITS, Limits, find_limits
+from hocket.backends.cupy.resources import ARCHITECTURES, ResourceRow, read_resource_table
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.conformance.checks.case_graph import build_case_graph, device_plan_for
 from hocket.conformance.generate_cases import quick_cases
@@ -41,13 +41,13 @@ class Kind:
 
 PROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
 KINDS = {
-    **{arch: Kind(arch, limits_of(arch.strip("sm_a")), n) for arch, n in PROCESSORS.items()},
+    **{arch: Kind(arch, find_limits(arch.strip("sm_a")), n) for arch, n in PROCESSORS.items()},
     # Declared shared memory is the same there; the compiler distributes registers by the threads of a block.
-    "gfx942": Kind("sm_90a", OF_HIP, 304, None),
+    "gfx942": Kind("sm_90a", HIP_LIMITS, 304, None),
 }
 
 
-def lacking(launch: Launch, row: Row, kind: Kind) -> Iterator[str]:
+def lacking(launch: Launch, row: ResourceRow, kind: Kind) -> Iterator[str]:
     """Yield the resources that a launch exceeds."""
     threads = prod(launch.block)
     if threads > row.threads:
@@ -55,8 +55,10 @@ def lacking(launch: Launch, row: Row, kind: Kind) -> Iterator[str]:
     registers = -(-threads // 32) * -(-32 * row.registers // OF_A_WARP) * OF_A_WARP
     if kind.registers is not None and registers > kind.registers:
         yield f"{registers} registers of {kind.registers}"
-    shared = row.shared + launch.shared_bytes
-    limit = kind.limits.shared if launch.shared_bytes > EVERYWHERE else EVERYWHERE  # else the driver asks for no more
+    shared = row.shared_bytes + launch.shared_bytes
+    limit = (
+        kind.limits.shared_bytes_per_block if launch.shared_bytes > DEFAULT_SHARED_BYTES else DEFAULT_SHARED_BYTES
+    )  # else the driver asks for no more
     if shared > limit:
         yield f"{shared} bytes of shared memory of {limit}"
     if any(size > limit for size, limit in zip(launch.grid, GRID, strict=True)):
@@ -67,8 +69,10 @@ class Fitting:
     """A driver that collects the launches that do not fit."""
 
     def __init__(self) -> None:
-        self.table = recorded().kernels
-        self.backends = {kind.limits: DriverBackend(Absent(CudaDriver, kind.limits)) for kind in KINDS.values()}
+        self.table = read_resource_table().kernels
+        self.backends = {
+            kind.limits: DriverBackend(SimulatedGpuDriver(CudaDriver, kind.limits)) for kind in KINDS.values()
+        }
         self.launches = 0
         self.found: set[str] = set()
 
@@ -80,7 +84,7 @@ class Fitting:
                 continue
             program = device_plan_for(graph, backend, on).program
             for kind in (kind for kind in KINDS.values() if kind.limits == limits):
-                for step in unplaced(program, limits, kind.processors)[1]:
+                for step in bind_at_placeholders(program, limits, kind.processors)[1]:
                     assert isinstance(step, Launch)
                     self.launches += 1
                     row = self.table[str(step.kernel)][kind.arch]
@@ -114,7 +118,7 @@ def test_every_kind_of_device_is_one_that_kernels_are_compiled_for():
     assert tuple(PROCESSORS) == ARCHITECTURES
 
 
-ROW = Row(registers=100, shared=1024, instructions=0, loop=0, products=0, loads={}, threads=512, warps=16)
+ROW = ResourceRow(registers=100, shared_bytes=1024, instructions=0, loop=0, products=0, loads={}, threads=512, warps=16)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ sys.path.insert(0, BENCHMARKS)
 try:
     import gpu
     from on_gpu import foretold, llama_cpp
-    from on_gpu.bench import Bench
-    from on_gpu.machine import CudaMachine, machine_for
+    from on_gpu.bench import BenchmarkDevice
+    from on_gpu.machine import CudaMachine, make_machine
 finally:
     sys.path.remove(BENCHMARKS)
 
@@ -41,17 +41,17 @@ OF_OTHERS = ("peers", "llama.cpp")
 """Parts that need packages or devices that are not installed here."""
 
 
-def rows_of(part: str, bench: Bench) -> list[dict[str, object]]:
+def rows_of(part: str, bench: BenchmarkDevice) -> list[dict[str, object]]:
     rows = list(gpu.run_part(gpu.PARTS[part], bench))
     assert rows[-1].get("ends") is not None, rows[-2:]
     return [row for row in rows[:-1] if "begins" not in row]
 
 
-def bench_of(folder, **options) -> Bench:
+def bench_of(folder, **options) -> BenchmarkDevice:
     """With the smallest sizes, on the emulation."""
     driver = EmulatedDriver(0)
     on = driver.device(0)
-    return Bench(driver, machine_for(driver, on), on, tiny=True, folder=folder, **options)
+    return BenchmarkDevice(driver, make_machine(driver, on), on, tiny=True, folder=folder, **options)
 
 
 def check_rows(part: str, rows: list[dict[str, object]]) -> None:
@@ -80,7 +80,7 @@ def test_products_by_clusters_are_in_the_course(tmp_path):
     """The smallest sizes would not be given to them."""
     bench = bench_of(tmp_path)
     cases = [case for case in gpu.PARTS["products"].cases(bench) if "clusters" in case.title]
-    with tiles_of(lambda *_: (tiled.CLUSTERED, 1)):
+    with tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
         rows = [row for case in cases for row in case.rows()]
     assert all(row["right"] for row in rows)
     kernels = [f"clustered<{name}, {terms}>" for name in ("bf16_bits", "half_bits") for terms in (2, 1)]
@@ -91,7 +91,7 @@ def test_products_by_clusters_are_in_the_course(tmp_path):
 def test_every_case_of_full_size_has_a_name_of_its_own(part):
     driver = EmulatedDriver(0)
     on = Device("cuda-emulated", 0)
-    titles = [case.title for case in gpu.PARTS[part].cases(Bench(driver, machine_for(driver, on), on))]
+    titles = [case.title for case in gpu.PARTS[part].cases(BenchmarkDevice(driver, make_machine(driver, on), on))]
     assert len(set(titles)) == len(titles) > 0
 
 
@@ -100,13 +100,15 @@ def cupy(monkeypatch):
     """A stand-in for CuPy that emulates launches."""
     fake = fake_cupy(SOURCES)
     monkeypatch.setattr(cuda, "_cupy", lambda: fake)
-    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
+    monkeypatch.setattr(
+        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+    )
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     which = shutil.which  # a real nvidia-smi would speak of another device
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nvidia-smi" else which(name))
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
     yield fake
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)
@@ -114,9 +116,9 @@ def cupy(monkeypatch):
 @pytest.mark.parametrize("part", THROUGH_CUPY)
 def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy):
     driver = cuda.CudaDriver()
-    machine = machine_for(driver, driver.device(0), cupy)
+    machine = make_machine(driver, driver.device(0), cupy)
     assert isinstance(machine, CudaMachine)
-    rows = rows_of(part, Bench(driver, machine, driver.device(0), tiny=True, folder=tmp_path))
+    rows = rows_of(part, BenchmarkDevice(driver, machine, driver.device(0), tiny=True, folder=tmp_path))
     check_rows(part, rows)
     in_turn = [row for row in rows if str(row.get("what")).endswith("launches in turn")]
     assert bool(in_turn) is (part == "models")
@@ -128,7 +130,7 @@ def test_devices_of_amd_say_what_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda, "_cupy", lambda: fake)
     monkeypatch.setattr(hiprtc, "version", lambda: (7, 0))
     driver = hip.HipDriver()
-    about = machine_for(driver, driver.device(0), fake).about()
+    about = make_machine(driver, driver.device(0), fake).describe_device()
     assert about["hiprtc"] == "7.0"
     assert about["architecture"].startswith("gfx90a:")
 
@@ -159,7 +161,7 @@ def test_what_llama_cpp_measures_stands_beside_ours(tmp_path):
     bench = bench_of(tmp_path, llama=tmp_path)
     rows = rows_of("llama.cpp", bench)
     check_rows("llama.cpp", rows)
-    assert [row["case"] for row in rows] == [op for op in llama_cpp.WANTED for _ in (1, 512)]
+    assert [row["case"] for row in rows] == [op for op in llama_cpp.SELECTED_CASES for _ in (1, 512)]
     assert all(row["theirs µs"] == 257.15 for row in rows)
     assert all(row["theirs / ours"] == 257.15 / row["ours µs"] for row in rows if row["case"] != "FLASH_ATTN_EXT")
     program.write_text(f"#!{sys.executable}\nprint('CUDA9 is not there')\n", "utf-8")
@@ -204,7 +206,7 @@ def test_peers_are_called_as_their_manuals_say(tmp_path, monkeypatch):
     assert len(compared) >= 5
     monkeypatch.delattr(sys.modules["flashinfer.gdn_prefill"], "chunk_gated_delta_rule")
     (prompt,) = (case for case in gpu.PARTS["peers"].cases(bench_of(tmp_path)) if case.title == "FlashInfer, 65 tokens")
-    with pytest.raises(gpu.LeftOut, match="another version"):
+    with pytest.raises(gpu.NothingToMeasure, match="another version"):
         list(prompt.rows())
 
 
@@ -224,10 +226,10 @@ def cases(bench):
     yield gpu.Case("fails", fail)
     yield gpu.Case("dies", lambda: os._exit(3))
     yield gpu.Case("hangs", lambda: time.sleep(3600))
-    yield gpu.Case("left out", lambda: (_ for _ in ()).throw(gpu.LeftOut("not here")))
+    yield gpu.Case("left out", lambda: (_ for _ in ()).throw(gpu.NothingToMeasure("not here")))
     yield gpu.Case("last", lambda: [{{"x": 2}}])
 
-gpu.PARTS["broken"] = gpu.Part(cases, 1)
+gpu.PARTS["broken"] = gpu.BenchmarkPart(cases, 1)
 gpu.main()
 """
 
@@ -237,7 +239,7 @@ def broken_part(tmp_path, monkeypatch):
     script = tmp_path / "broken.py"
     script.write_text(BROKEN, "utf-8")
     monkeypatch.setattr(gpu, "__file__", str(script))
-    monkeypatch.setattr(gpu, "STARTUP", WAIT_SECONDS)
+    monkeypatch.setattr(gpu, "STARTUP_SECONDS", WAIT_SECONDS)
     return Patient()
 
 
@@ -256,7 +258,7 @@ class Patient:
 @needs_compiler
 def test_a_case_that_fails_dies_or_hangs_costs_no_other(broken_part, monkeypatch):
     monkeypatch.setitem(gpu.PARTS, "broken", broken_part)
-    rows = list(gpu.rows_of("broken", ["--kind", "cuda-emulated"], math.inf))
+    rows = list(gpu.run_part_in_processes("broken", ["--kind", "cuda-emulated"], math.inf))
     assert rows == [
         {"case": "good", "x": 1},
         {"case": "fails", "x": 1.5},
@@ -271,7 +273,7 @@ def test_a_case_that_fails_dies_or_hangs_costs_no_other(broken_part, monkeypatch
 @needs_compiler
 def test_a_part_ends_when_its_time_is_over(broken_part, monkeypatch):
     monkeypatch.setitem(gpu.PARTS, "broken", broken_part)
-    rows = list(gpu.rows_of("broken", ["--kind", "cuda-emulated"], 0.0))
+    rows = list(gpu.run_part_in_processes("broken", ["--kind", "cuda-emulated"], 0.0))
     assert rows == [{"case": "start", "left out": "the time of the part is over"}]
 
 
@@ -299,30 +301,30 @@ def test_rows_are_saved_as_they_come(tmp_path, monkeypatch, capsys):
 
 def test_without_the_device_the_script_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "device"])
-    monkeypatch.setattr(cuda.CudaDriver, "_count", lambda self: 0)
+    monkeypatch.setattr(cuda.CudaDriver, "_count_devices", lambda self: 0)
     with pytest.raises(SystemExit, match=r"gpu.py: there is no device cuda:0"):
         gpu.main()
 
 
 def test_what_was_predicted_stands_beside_what_is_measured():
-    (title, times), *_ = json.loads(foretold.FILE.read_text("utf-8")).items()
-    assert foretold.kind_of("NVIDIA H200 NVL") == "h200"
-    assert foretold.kind_of("NVIDIA GeForce RTX 4090") == "rtx4090"
-    assert foretold.kind_of("none: emulated") == ""
+    (title, times), *_ = json.loads(foretold.PREDICTIONS_FILE.read_text("utf-8")).items()
+    assert foretold.find_gpu_kind("NVIDIA H200 NVL") == "h200"
+    assert foretold.find_gpu_kind("NVIDIA GeForce RTX 4090") == "rtx4090"
+    assert foretold.find_gpu_kind("none: emulated") == ""
     in_range, far = {"case": title, "µs": times["h200"] * 1.2}, {"case": title, "µs": times["h200"] / 2}
-    rows = [foretold.beside(row, title, "h200") for row in (in_range, far)]
+    rows = [foretold.with_prediction(row, title, "h200") for row in (in_range, far)]
     assert [row["predicted µs"] for row in rows] == [times["h200"]] * 2
-    assert list(foretold.wrong(rows)) == [f"{title}: predicted 2.00 times what was measured"]
-    assert "## Predicted wrongly" in gpu.written([{"part": "products", **row} for row in rows])
+    assert list(foretold.list_wrong_predictions(rows)) == [f"{title}: predicted 2.00 times what was measured"]
+    assert "## Predicted wrongly" in gpu.format_tables([{"part": "products", **row} for row in rows])
     for other in ({"µs": 1.0, "ours": False}, {"error": "none"}):
-        assert foretold.beside(other, title, "h200") == other
-    assert foretold.beside(in_range, "another case", "h200") == in_range
-    assert foretold.beside(in_range, title, "") == in_range
+        assert foretold.with_prediction(other, title, "h200") == other
+    assert foretold.with_prediction(in_range, "another case", "h200") == in_range
+    assert foretold.with_prediction(in_range, title, "") == in_range
 
 
 def test_shapes_that_are_predicted_are_cases_that_are_measured():
     driver, on = EmulatedDriver(0), Device("cuda-emulated", 0)
-    bench = Bench(driver, machine_for(driver, on), on)
+    bench = BenchmarkDevice(driver, make_machine(driver, on), on)
     titles = {case.title for part in gpu.PARTS.values() for case in part.cases(bench)}
-    known = json.loads(foretold.FILE.read_text("utf-8")).keys()
+    known = json.loads(foretold.PREDICTIONS_FILE.read_text("utf-8")).keys()
     assert len(known & titles) >= 6

@@ -12,8 +12,8 @@ from hocket.backends.base import Device
 from hocket.backends.cupy import cuda, hip
 from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.device import hiprtc
-from hocket.backends.cupy.device.driver import HIP, Launch, Source
-from hocket.backends.cupy.device.limits import EVERYWHERE, OF_HIP
+from hocket.backends.cupy.device.driver import HIP_HEADER, KernelSource, Launch
+from hocket.backends.cupy.device.limits import DEFAULT_SHARED_BYTES, HIP_LIMITS
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedHipBackend
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.cli import main
@@ -23,7 +23,7 @@ from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY
 from hocket.ops.collectives import COLLECTIVES
-from hocket.scheduler import load, plan, plan_for
+from hocket.scheduler import load, plan, plan_for_group
 from hocket.scheduler.machines.simulated import simulate
 
 from ..given.devices.devices_meet import CASES, CollectiveRig, same, through_the_host
@@ -59,12 +59,12 @@ def test_emulated_devices_run_collectives_through_memory_of_the_host():
     group = [(backend, backend.device(index)) for index in range(2)]
     rng = np.random.default_rng(0)
     values = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in (x, up, down)}
-    sharded = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0)))
+    sharded = plan_for_group(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0)))
     assert any(i.op in COLLECTIVES for i in sharded.lanes[0].program.instructions)
     two, one = (load(each_plan, weights_of(graph, values)) for each_plan in (sharded, plan(graph, ("reference:0",))))
     inputs = {"x": values["x"]}
     np.testing.assert_allclose(two.run(inputs)["y"], one.run(inputs)["y"], rtol=1e-4, atol=1e-4)
-    assert backend.meeting([device for _, device in group]).startswith("through memory of the host")
+    assert backend.describe_transport([device for _, device in group]).startswith("through memory of the host")
 
 
 # ------------------------------------------------------------------------------------------------ the driver of devices
@@ -72,7 +72,7 @@ def test_emulated_devices_run_collectives_through_memory_of_the_host():
 
 def fake_compile(source, arch, compiler):
     """In place of machine code the number of the source."""
-    assert (source.instructions, arch, compiler) == (HIP, "gfx90a:sramecc+:xnack-", hiprtc)
+    assert (source.instructions, arch, compiler) == (HIP_HEADER, "gfx90a:sramecc+:xnack-", hiprtc)
     (number,) = (i for i, s in enumerate(SOURCES) if (s.file, s.names) == (source.file, source.names))
     return str(number), {name: name for name in source.names}
 
@@ -83,11 +83,11 @@ def cupy(monkeypatch):
     fake = fake_cupy(SOURCES, nccl=FakeNccl, is_hip=True)
     monkeypatch.setattr(cuda, "_cupy", lambda: fake)
     monkeypatch.setattr(cuda, "_nccl", lambda: fake.cuda.nccl)
-    monkeypatch.setattr(hip, "cubin", fake_compile)
-    monkeypatch.setattr(cuda, "library_for", lambda *_: pytest.fail("launches are asked to begin early"))
-    cuda._module.cache_clear()
+    monkeypatch.setattr(hip, "load_or_compile_cubin", fake_compile)
+    monkeypatch.setattr(cuda, "find_early_launch_library", lambda *_: pytest.fail("launches are asked to begin early"))
+    cuda._load_module.cache_clear()
     yield fake
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)
@@ -106,7 +106,7 @@ def test_launches_of_a_program_follow_each_other_and_their_faults_are_reported(c
     new = ops.add(old_state, ops.get_rows(table, input("ids", (3,), "i32"), name="rows"))
     graph = Graph({"y": ops.scale(new, scale=2.0)}, updates={old_state: new})
     values = {"table": np.arange(8, dtype=np.float16).reshape(4, 2)}
-    run = load(plan_for(graph, [(backend, backend.device(0))]), values)
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), values)
     assert run.run({"ids": [0, 1, 2]})["y"].tolist() == [[0, 2], [4, 6], [8, 10]]
     with pytest.raises(BackendError, match="%rows on hip:0: id -1 names no row"):
         run.run({"ids": [0, -1, 2]})
@@ -133,9 +133,9 @@ def test_the_transport_of_devices_is_reported(cupy):
 @needs_compiler
 def test_a_block_has_64_kib_of_memory_without_asking(cupy):
     driver, on = hip.HipDriver(), Device("hip", 0)
-    assert driver.limits(on) == OF_HIP
+    assert driver.limits(on) == HIP_LIMITS
     kernel = SOURCES[0][SOURCES[0].names[0]]
-    driver.record([Launch(kernel, (1, 1, 1), (32, 1, 1), EVERYWHERE + 1024, (), (), 0)], on)
+    driver.record([Launch(kernel, (1, 1, 1), (32, 1, 1), DEFAULT_SHARED_BYTES + 1024, (), (), 0)], on)
 
 
 # ----------------------------------------------------------------------------------------------------------- messages
@@ -182,25 +182,25 @@ class Cupy:
 
 @pytest.fixture
 def gfx90a(monkeypatch, tmp_path):
-    needs(hiprtc.hiprtc)
+    needs(hiprtc.load_hiprtc)
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda, "_cupy", lambda: Cupy(b"gfx90a:sramecc+:xnack-"))
 
 
 def test_a_source_is_compiled_for_the_device_and_cached(gfx90a, monkeypatch):
-    source = Source("rotary.cu", ("timesteps",))
-    image, lowered = hip.HipDriver().compiled(source, 0)
+    source = KernelSource("rotary.cu", ("timesteps",))
+    image, lowered = hip.HipDriver().compile_source(source, 0)
     assert image.startswith(b"\x7fELF")
     assert lowered["timesteps"].encode() in image
     monkeypatch.setattr(hiprtc, "compile", lambda *_: pytest.fail("it is compiled again"))
-    assert hip.HipDriver().compiled(source, 0) == (image, lowered)
+    assert hip.HipDriver().compile_source(source, 0) == (image, lowered)
 
 
 def test_a_kernel_without_a_name_is_an_error(gfx90a, monkeypatch):
-    source = Source("rotary.cu", ("timesteps",))
-    monkeypatch.setattr(hip, "cubin", lambda *_: (b"", {}))
+    source = KernelSource("rotary.cu", ("timesteps",))
+    monkeypatch.setattr(hip, "load_or_compile_cubin", lambda *_: (b"", {}))
     with pytest.raises(BackendError, match=r"does not say what timesteps of rotary\.cu is called; install ROCm 7"):
-        hip.HipDriver().compiled(source, 0)
+        hip.HipDriver().compile_source(source, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- planning
@@ -211,7 +211,7 @@ def test_plans_are_built_for_absent_devices_of_amd():
     graph = Graph({"y": ops.rms_norm(ops.mul_mat(weight("w", (64, 64), "q8_0"), x))})
     simulation = simulate("mi300x:8")
     assert simulation.hardware_for(graph).bandwidth == 5.3e12
-    plan = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
+    plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
     assert plan.lanes[0].memory()["weight"] == 64 * 64 // 32 * 34
     (backend, device), *_ = simulation.group
-    assert "few<" in " ".join(called.kernel for called in backend.foretold(plan.lanes[0].program, device))
+    assert "few<" in " ".join(called.kernel for called in backend.list_kernels(plan.lanes[0].program, device))

@@ -12,35 +12,35 @@ from hocket import ops
 from hocket.backends.base import Device
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import DECLARED, Launches
+from hocket.backends.cupy.binding.launches import MAX_DECLARED_SHARED_BYTES, LaunchBuilder
 from hocket.backends.cupy.collectives.hang_watchdog import HangWatchdog
 from hocket.backends.cupy.device import nvrtc
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.device.limits import (
-    EVERYWHERE,
+    DEFAULT_SHARED_BYTES,
     KIB,
-    MOST,
+    LARGEST_LIMITS,
+    MAX_SHARED_BYTES,
     MULTIPROCESSORS,
-    RESERVED,
-    SHARED,
+    RESERVED_SHARED_BYTES,
     Limits,
-    limits_of,
+    find_limits,
 )
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net
-from hocket.backends.cupy.resources import recorded
+from hocket.backends.cupy.resources import read_resource_table
 from hocket.backends.cupy.table import SOURCES
 from hocket.backends.operands import NoKernelError
 from hocket.graph import Graph, input
 from hocket.graph.errors import BackendError
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ..given.devices.devices_meet import CollectiveRig, all_reduce_case, same
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import StreamError, fake_cupy
 from ..given.devices.fake_nccl import FakeNccl
 
-CONSUMER = limits_of("89")
+CONSUMER = find_limits("89")
 TOKENS = 70
 
 
@@ -81,29 +81,39 @@ def test_a_prompt_runs_where_a_block_has_99_kib(channels, exact, kernel):
     (node,) = (n for n in graph.nodes if n.op == "gated_delta_net")
     assert small.supports(node, small.device(0)).ok
     results = [
-        load(plan_for(graph, [(backend, backend.device(0))]), {}).run(values(graph))["y"] for backend in (small, large)
+        load(plan_for_group(graph, [(backend, backend.device(0))]), {}).run(values(graph))["y"]
+        for backend in (small, large)
     ]
     assert kernel in {launch.kernel.name for launch in driver.launched}
-    assert all(launch.shared_bytes + DECLARED <= CONSUMER.shared for launch in driver.launched)
+    assert all(
+        launch.shared_bytes + MAX_DECLARED_SHARED_BYTES <= CONSUMER.shared_bytes_per_block for launch in driver.launched
+    )
     assert np.square(results[0] - results[1]).sum() < (1e-10 if exact else 1e-4) * np.square(results[1]).sum()
 
 
 def test_a_launch_that_no_block_has_the_memory_for_is_no_kernel():
     kernel = SOURCES[0][SOURCES[0].names[0]]
-    launches = Launches(keep=lambda array: 0, limits=CONSUMER)
+    launches = LaunchBuilder(upload_array=lambda array: 0, limits=CONSUMER)
     with pytest.raises(NoKernelError, match=r"takes 110000 bytes of shared memory; a block has 101376 here"):
-        launches.add(kernel, 1, 32, (), 110_000)
-    Launches(keep=lambda array: 0).add(kernel, 1, 32, (), 110_000)
+        launches.add_launch(kernel, 1, 32, (), 110_000)
+    LaunchBuilder(upload_array=lambda array: 0).add_launch(kernel, 1, 32, (), 110_000)
 
 
 def test_an_unknown_device_has_the_limits_of_all():
-    assert [limits_of(n) for n in ("90", "120", "999")] == [MOST, Limits(99 * KIB), Limits(EVERYWHERE)]
-    assert min(SHARED.values()) > EVERYWHERE
+    assert [find_limits(n) for n in ("90", "120", "999")] == [
+        LARGEST_LIMITS,
+        Limits(99 * KIB),
+        Limits(DEFAULT_SHARED_BYTES),
+    ]
+    assert min(MAX_SHARED_BYTES.values()) > DEFAULT_SHARED_BYTES
 
 
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)
 def test_a_multiprocessor_holds_the_largest_block_that_its_architecture_allows(arch):
-    assert limits_of(arch.strip("sm_a")).shared + RESERVED <= MULTIPROCESSORS[arch].shared
+    assert (
+        find_limits(arch.strip("sm_a")).shared_bytes_per_block + RESERVED_SHARED_BYTES
+        <= MULTIPROCESSORS[arch].shared_bytes
+    )
 
 
 # Limits of an H200, from its machine code.
@@ -118,20 +128,22 @@ def test_a_multiprocessor_holds_the_largest_block_that_its_architecture_allows(a
     (1024, 80, 0, 0),
 ])  # fmt: skip
 def test_a_multiprocessor_holds_as_many_blocks_as_fit(threads, registers, shared, blocks):
-    assert MULTIPROCESSORS["sm_90a"].holds(threads, registers, shared) == blocks
+    assert MULTIPROCESSORS["sm_90a"].compute_resident_blocks(threads, registers, shared) == blocks
 
 
 def test_kernels_that_size_much_memory_declare_little():
     """Check that kernels of variable size leave the shared memory of `Launches.fits` free."""
     chunked = {
-        name for c in gated_delta_net.CHUNKS for name in (c.prepare_name, *map(c.scan_name, gated_delta_net.SLICES))
+        name
+        for c in gated_delta_net.CHUNK_VARIANTS
+        for name in (c.prepare_name, *map(c.format_scan_name, gated_delta_net.SLICE_ROWS))
     }
-    sized = {name: rows for name, rows in recorded().kernels.items() if name.split(": ")[1] in chunked}
+    sized = {name: rows for name, rows in read_resource_table().kernels.items() if name.split(": ")[1] in chunked}
     of_attention = tuple(f"attention_{name}.cu" for name in ("tiles", "short", "cells", "warpgroups"))
     tiles = (*of_attention, "warpgroups.cu: grouped", "clusters.cu")
-    sized |= {name: rows for name, rows in recorded().kernels.items() if name.startswith(tiles)}
+    sized |= {name: rows for name, rows in read_resource_table().kernels.items() if name.startswith(tiles)}
     assert len(sized) > len(chunked)
-    assert all(row.shared <= DECLARED for rows in sized.values() for row in rows.values())
+    assert all(row.shared_bytes <= MAX_DECLARED_SHARED_BYTES for rows in sized.values() for row in rows.values())
 
 
 # -------------------------------------------------------------------------------------------------- errors of drivers
@@ -143,10 +155,12 @@ def cupy(monkeypatch):
     fake = fake_cupy(SOURCES, nccl=FakeNccl)
     monkeypatch.setattr(cuda, "_cupy", lambda: fake)
     monkeypatch.setattr(cuda, "_nccl", lambda: fake.cuda.nccl)
-    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
-    cuda._module.cache_clear()
+    monkeypatch.setattr(
+        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+    )
+    cuda._load_module.cache_clear()
     yield fake
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 def fails(*_: object) -> None:
@@ -184,14 +198,14 @@ def test_an_error_of_the_runtime_is_one_line(cupy, call, action, what):
 
 def load_tensors(driver: cuda.CudaDriver) -> None:
     on = Device("cuda", 0)
-    driver._staging(on).put(np.ones(4, np.uint8), driver.alloc(16, on).array[:4])
+    driver._get_host_transfers(on).move_to_device(np.ones(4, np.uint8), driver.alloc(16, on).array[:4])
 
 
 def test_devices_that_reach_each_other_already_still_do(cupy):
     """Another library may have opened their memory: the error 704 is none, and CuPy has cleared it when it raises."""
     two = [Device("cuda", 0), Device("cuda", 1)]
-    assert cuda.CudaDriver().are_peers(two)
-    assert cuda.CudaDriver().are_peers(two)
+    assert cuda.CudaDriver().can_access_peers(two)
+    assert cuda.CudaDriver().can_access_peers(two)
 
 
 @needs_compiler
@@ -199,7 +213,7 @@ def test_a_stream_without_waits_of_a_library_is_not_watched(cupy, monkeypatch):
     monkeypatch.setattr(HangWatchdog, "wait", fails)
     parts = all_reduce_case(2, (40,))
     rig = CollectiveRig(cuda.CudaBackend(), parts)
-    assert all(replay._meetings.transport.library is not None for replay in rig.replays)
+    assert all(replay._collectives.transport.library is not None for replay in rig.replays)
     same(rig.run(), [[parts[0][0].source + parts[1][0].source]] * 2)
 
 
@@ -217,5 +231,5 @@ def test_the_newest_compiler_is_taken(monkeypatch, tmp_path):
         ("libnvrtc.so.11.2", "libnvrtc.so.13"),
     ):
         monkeypatch.setattr(nvrtc, "find_library", lambda name, at=of_system: at)
-        assert nvrtc.installed()[0].name == newest
-        assert len(nvrtc.installed()) == 2 + (of_system is not None)
+        assert nvrtc.find_installed_libraries()[0].name == newest
+        assert len(nvrtc.find_installed_libraries()) == 2 + (of_system is not None)

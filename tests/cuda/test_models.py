@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 from ..given.devices.emulation import needs_compiler
 from ..given.models.goldens import FLOAT_CACHES, INDEX, allowed_nmse, golden, nmse, path_of
 
 pytestmark = needs_compiler
 GROUPS = {
-    "one": Group(("cuda-emulated:0",), **FLOAT_CACHES),
-    "two": Group(("cuda-emulated:0", "cuda-emulated:1"), "tensor", **FLOAT_CACHES),
+    "one": DeviceGroup(("cuda-emulated:0",), **FLOAT_CACHES),
+    "two": DeviceGroup(("cuda-emulated:0", "cuda-emulated:1"), "tensor", **FLOAT_CACHES),
 }
 STEPS = 3
 
@@ -42,7 +42,7 @@ def test_an_exact_model_computes_in_float32_throughout(name):
     tokens = golden(name)[0][:20]
 
     def logits(device, exact):
-        session = Session(open_model(path_of(name)), on=Group((device,), exact=exact, **FLOAT_CACHES), context=32)
+        session = Session(open_model(path_of(name)), on=DeviceGroup((device,), exact=exact, **FLOAT_CACHES), context=32)
         parts = [tokens[:-STEPS], *([token] for token in tokens[-STEPS:])]
         return np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
 

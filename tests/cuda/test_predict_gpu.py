@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hocket.backends.abilities import OTHERS
+from hocket.backends.abilities import OTHER_OPS
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.predicted_speeds import load_predicted_speeds
 from hocket.backends.cupy.time_model.launch_time import GPUS
@@ -50,11 +50,11 @@ class Sent:
 @needs_compiler
 def test_what_is_predicted_is_written(tmp_path, monkeypatch):
     """Check that the script writes the committed file."""
-    needs(nvrtc.nvrtc, disassembly.disassembler)
-    of_all = predict_gpu.shapes
+    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
+    of_all = predict_gpu.make_shapes
     monkeypatch.setattr(predict_gpu, "ProcessPoolExecutor", Sent)
-    monkeypatch.setattr(predict_gpu, "shapes", lambda n: tuple(s for s in of_all(n) if s.name == ADDED))
-    monkeypatch.setattr(predict_gpu, "OPS", {OTHERS: (ADDED, None)})
+    monkeypatch.setattr(predict_gpu, "make_shapes", lambda n: tuple(s for s in of_all(n) if s.name == ADDED))
+    monkeypatch.setattr(predict_gpu, "OPS", {OTHER_OPS: (ADDED, None)})
     monkeypatch.setattr(predict_gpu, "DTYPES", ())
     known = json.loads(predict_gpu.TIMES.read_text("utf-8"))
     page = predict_gpu.TABLE.read_text("utf-8")
@@ -64,17 +64,17 @@ def test_what_is_predicted_is_written(tmp_path, monkeypatch):
     written = json.loads((tmp_path / "TIMES").read_text("utf-8"))
     assert written == {ADDED: pytest.approx(known[ADDED], rel=0.1)}
     lines = (tmp_path / "TABLE").read_text("utf-8").removeprefix(predict_gpu.HEAD).splitlines()
-    assert len(lines) == len(predict_gpu.SHOWN)
+    assert len(lines) == len(predict_gpu.LISTED_GPUS)
     assert page.startswith(predict_gpu.HEAD)
     speeds = json.loads((tmp_path / "SPEEDS_FILE").read_text("utf-8"))
     assert speeds.keys() == GPUS.keys()
     for kind, of in speeds.items():
-        assert of["ops"]["bandwidth"][OTHERS] == pytest.approx(
-            load_predicted_speeds()[kind].ops.bandwidth[OTHERS], rel=0.1
+        assert of["ops"]["bandwidth"][OTHER_OPS] == pytest.approx(
+            load_predicted_speeds()[kind].ops.bandwidth[OTHER_OPS], rel=0.1
         )
 
 
-SHAPES = {shape.name: shape for shape in predict_gpu.shapes(GPUS["h200"].multiprocessor_count)}
+SHAPES = {shape.name: shape for shape in predict_gpu.make_shapes(GPUS["h200"].multiprocessor_count)}
 OUT_OF_REACH = {"q4_K 4096×4096, 1 token", "q8_0 4096×4096, 1 token", "bf16 4096×4096, 512 tokens"}
 """Of any kernel, by the model: docs/first-gpu.md says why."""
 
@@ -85,9 +85,9 @@ OUT_OF_REACH = {"q4_K 4096×4096, 1 token", "q8_0 4096×4096, 1 token", "bf16 40
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_an_h200_should_take_is_what_is_predicted_of_the_kernels_of_now(name):
     """Where kernels changed on purpose: ``python benchmarks/predict_gpu.py``."""
-    needs(nvrtc.nvrtc, disassembly.disassembler)
+    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
     shape, known = SHAPES[name], json.loads(predict_gpu.TIMES.read_text("utf-8"))
-    took = predict_gpu.seconds(shape.predicted(shape.counted(GPUS["h200"].limits), "h200"))
+    took = predict_gpu.sum_seconds(shape.predicted(shape.count_launches(GPUS["h200"].limits), "h200"))
     assert 1e6 * took == pytest.approx(known[name]["h200"], rel=0.1)
-    share = shape.share(took, "h200")
-    assert name in OUT_OF_REACH or not shape.asked or share >= shape.asked
+    share = shape.compute_share(took, "h200")
+    assert name in OUT_OF_REACH or not shape.target_share or share >= shape.asked

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from hocket import ops
-from hocket.backends.abilities import OTHERS
+from hocket.backends.abilities import OTHER_OPS
 from hocket.backends.base import Tensor
-from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.binding.launches import LaunchBuilder
 from hocket.backends.cupy.device import disassembly, nvrtc
-from hocket.backends.cupy.device.driver import Source, text_of
+from hocket.backends.cupy.device.driver import KernelSource, read_kernel_text
 from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_counted
 from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.cupy.predicted_speeds import load_predicted_speeds
@@ -23,7 +23,7 @@ from hocket.backends.operands import Operand
 from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType, Graph, input, weight
 from hocket.ops import REGISTRY, mul_mat
-from hocket.scheduler import plan_for, plan_from_json, plan_to_json
+from hocket.scheduler import plan_for_group, plan_from_json, plan_to_json
 from hocket.scheduler.machines.catalogue import MACHINES
 from hocket.scheduler.machines.hardware import Counts
 from hocket.scheduler.machines.simulated import simulate
@@ -57,7 +57,8 @@ NAMES = tuple(f"walked<{kind}>" for kind in range(4))
 SOURCE = EditedSource(
     "planted.cu",
     NAMES,
-    body="".join(f'#line 1 "prelude.cuh"\n{text_of(name)}' for name in Source("", ()).files[:-1]) + PLANTED,
+    body="".join(f'#line 1 "prelude.cuh"\n{read_kernel_text(name)}' for name in KernelSource("", ()).files[:-1])
+    + PLANTED,
 )
 ONE, SERIAL, CHAIN, SOME = NAMES
 
@@ -75,7 +76,7 @@ def test_the_extra_work_of_a_longer_launch_is_repeated_as_predicted():
 @pytest.fixture(scope="module")
 def _tools():
     pytest.importorskip("scipy")
-    needs(nvrtc.nvrtc, disassembly.disassembler)
+    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
 
 
 def count_launch(kernel, times, step=0):
@@ -83,15 +84,15 @@ def count_launch(kernel, times, step=0):
     driver = CountingDriver()
     memory = [driver.alloc(4096, driver.device(0)) for _ in range(2)]
     operands = [Operand(driver.address(m), Tensor(i, 0, (1024,), (1,), DType.F32)) for i, m in enumerate(memory)]
-    launches = Launches(keep=lambda array: 0)
-    launches.add(SOURCE[kernel], 1, 128, [times, step, *operands])
+    launches = LaunchBuilder(upload_array=lambda array: 0)
+    launches.add_launch(SOURCE[kernel], 1, 128, [times, step, *operands])
     return run_counted(launches.items[0])
 
 
 def loops(kernel, counted, arch):
     """How often blocks run that come back to themselves, with how many loads of 4 bytes each has."""
-    cubin = nvrtc.compile(SOURCE[kernel].alone, arch, (*nvrtc.OPTIONS, "-lineinfo"))
-    blocks = build_control_flow_graphs(cubin.image)[cubin.lowered[kernel]]
+    cubin = nvrtc.compile(SOURCE[kernel].single_kernel_source, arch, (*nvrtc.OPTIONS, "-lineinfo"))
+    blocks = build_control_flow_graphs(cubin.image)[cubin.mangled_names[kernel]]
     ran = estimate_block_counts(blocks, counted.sites, 4)
     loads = [sum(n for place, n in b.access_bytes.items() if not place.is_store) / 4 for b in blocks]
     return [
@@ -150,7 +151,7 @@ def test_products_of_tensor_cores_are_those_of_the_arithmetic(case, products, ar
 @needs_compiler
 @pytest.mark.usefixtures("_tools")
 def test_products_of_warpgroups_are_those_of_the_arithmetic(monkeypatch):
-    monkeypatch.setattr(tiled, "FULL", 1)
+    monkeypatch.setattr(tiled, "FULL_DEVICE_TILES", 1)
     works = [
         estimate_launch_work(launch, "sm_90a")
         for launch in collect_counters(["mul_mat(w=bf16[256,128], x=f32[128,128])"])
@@ -217,9 +218,13 @@ def test_speeds_are_below_the_data_sheet():
     assert load_predicted_speeds().keys() == GPUS.keys() == of_nvidia
     limits = {"memory", "second cache", "instructions", "tensor cores", "shared memory", "latency"}
     for kind, of in load_predicted_speeds().items():
-        assert set(of.products.flops) == set(of.products.bandwidth) == {*map(str, packed.BY_TYPE), "f16", "bf16", "f32"}
-        assert set(of.ops.flops) < set(of.ops.bandwidth) <= {*REGISTRY, OTHERS}
-        assert {"attention", "gated_delta_net", OTHERS} <= set(of.ops.bandwidth)
+        assert (
+            set(of.products.flops)
+            == set(of.products.bandwidth)
+            == {*map(str, packed.TILED_SOURCE_BY_DTYPE), "f16", "bf16", "f32"}
+        )
+        assert set(of.ops.flops) < set(of.ops.bandwidth) <= {*REGISTRY, OTHER_OPS}
+        assert {"attention", "gated_delta_net", OTHER_OPS} <= set(of.ops.bandwidth)
         assert {"q8_0", "q4_K", "q4_0"} <= of.products.prompt_limits.keys()
         assert of.ops.prompt_limits.keys() == of.ops.flops.keys()
         for reached in (of.products, of.ops):
@@ -271,7 +276,7 @@ def test_an_op_without_weights_is_scored_by_its_own_rates():
         attention_graph(8192),
         Graph({"y": ops.add(*(input(n, (4096, 4096)) for n in "ab"))}),
     )
-    for graph, op, part in ((one, "attention", 1), (many, "attention", 0), (summed, OTHERS, 1)):
+    for graph, op, part in ((one, "attention", 1), (many, "attention", 0), (summed, OTHER_OPS, 1)):
         work = Counts().of(graph.outputs["y"].node)[part]
         speed, sheet_speed = ((known.flops, sheet.flops), (known.bandwidth, sheet.bandwidth))[part]
         assert seconds(simulation, graph) == pytest.approx(work / speed[op])
@@ -287,7 +292,7 @@ def test_an_op_without_weights_is_scored_by_its_own_rates():
 def test_a_plan_on_known_ops_comes_back_from_json():
     graph = Graph({"y": ops.silu(input("x", (64, 64)))})
     simulation = simulate("h200:2,nvlink")
-    plan = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
+    plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
     back = plan_from_json(plan_to_json(plan))
     assert back.hardware == plan.hardware
     assert back.hardware.op_bandwidth

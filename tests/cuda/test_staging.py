@@ -23,7 +23,7 @@ def driver(monkeypatch):
     """Return a driver of devices with slow streams."""
     fake = fake_cupy(())
     monkeypatch.setattr(cuda, "_cupy", lambda: fake)
-    monkeypatch.setattr(staging, "HALF", HALF)
+    monkeypatch.setattr(staging, "STAGING_HALF_BYTES", HALF)
     monkeypatch.setattr(Stream, "lag", 0.002)
     return cuda.CudaDriver()
 
@@ -110,7 +110,7 @@ def test_each_part_of_a_device_has_a_stream_and_pinned_memory_of_its_own(driver)
     assert driver.stream(parts[0]) is not driver.stream(parts[1])
     assert driver.stream(parts[0]) is driver.stream(Device("cuda", 0, part=0))
     targets = [view_of(driver, (4,), on=part) for part in parts]
-    assert targets[0].staging is not targets[1].staging
+    assert targets[0].transfers is not targets[1].transfers
 
 
 # ------------------------------------------------------------------------------------------- many in a few copies

@@ -7,8 +7,8 @@ import pytest
 
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.device.driver import HIP, LaunchError, text_of
+from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.device.driver import HIP_HEADER, LaunchError, read_kernel_text
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedHipDriver
 from hocket.backends.operands import Operand
 from hocket.conformance import Outcome, parse_case, run_case
@@ -66,16 +66,16 @@ template <int HOW> __global__ void halves(const __grid_constant__ Halves a) {
 
 def halves(how, mask="ALL_LANES"):
     """Return the results of a block of one wave for 0, 1, 2, ..."""
-    before = "".join(text_of(name) for name in ("types.cuh", HIP, "prelude.cuh"))
+    before = "".join(read_kernel_text(name) for name in ("types.cuh", HIP_HEADER, "prelude.cuh"))
     body = before + HALVES.replace("ALL_LANES", mask)
-    source = EditedSource("halves.cu", (f"halves<{how}>",), instructions=HIP, body=body)
+    source = EditedSource("halves.cu", (f"halves<{how}>",), instructions=HIP_HEADER, body=body)
     driver = EmulatedHipDriver()
     device = driver.device(0)
     memory = [driver.alloc(4 * 64, device) for _ in range(2)]
     memory[0].view(np.float32)[:] = np.arange(64)
-    launches = Launches(keep=lambda array: 0)
+    launches = LaunchBuilder(upload_array=lambda array: 0)
     operands = [Operand(driver.address(m), Tensor(i, 0, (64,), (1,), DType.F32)) for i, m in enumerate(memory)]
-    launches.add(source[f"halves<{how}>"], 1, 64, operands)
+    launches.add_launch(source[f"halves<{how}>"], 1, 64, operands)
     driver.record(launches.items, device)()
     return memory[1].view(np.float32).copy()
 
@@ -117,4 +117,4 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_mistake_in_the_instructions_is_found(fault):
     case, good, bad = FAULTS[fault]
-    assert outcome(FaultyDriver(HIP, good, bad, HIP), case).outcome is Outcome.FAIL
+    assert outcome(FaultyDriver(HIP_HEADER, good, bad, HIP_HEADER), case).outcome is Outcome.FAIL

@@ -10,7 +10,7 @@ import pytest
 from hocket.frontends.errors import ModelError
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph.dtypes import DType
 
 from ..given.models.goldens import nmse, path_of, tokens_of
@@ -18,8 +18,8 @@ from ..given.models.goldens import nmse, path_of, tokens_of
 TOKENS = tokens_of("qwen3")[:12]
 
 
-def group(kind: str, **more: object) -> Group:
-    return Group(cache_type_k=kind, cache_type_v=kind, **more)  # type: ignore[arg-type]
+def group(kind: str, **more: object) -> DeviceGroup:
+    return DeviceGroup(cache_type_k=kind, cache_type_v=kind, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.long(cases=1)
@@ -57,4 +57,4 @@ def test_heads_are_distributed_with_their_blocks() -> None:
 
 def test_heads_that_are_no_whole_blocks_are_refused() -> None:
     with pytest.raises(ModelError, match=r"heads of 16 numbers are no whole blocks of q4_0.*use cache_type_v='f16'$"):
-        Session(open_model(path_of("llama")), on=Group(cache_type_v="q4_0"))
+        Session(open_model(path_of("llama")), on=DeviceGroup(cache_type_v="q4_0"))

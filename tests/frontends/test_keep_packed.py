@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 from ..given.models.goldens import path_of, tokens_of
 
@@ -29,7 +29,9 @@ def file(tmp_path: Path) -> Path:
 
 
 def session(file: Path, keep: bool = True, devices: str = "cpu:0", mode: str = "auto") -> Session:
-    return Session(open_model(file), on=Group(tuple(devices.split(",")), mode, threads=1, keep_packed=keep), context=64)
+    return Session(
+        open_model(file), on=DeviceGroup(tuple(devices.split(",")), mode, threads=1, keep_packed=keep), context=64
+    )
 
 
 def logits(of: Session) -> np.ndarray:

@@ -14,8 +14,8 @@ import hocket
 from hocket.cli import main
 from hocket.frontends import language_model
 from hocket.frontends.open import open_model
-from hocket.frontends.pooling import RANK, pooling
-from hocket.frontends.session import Group, Session
+from hocket.frontends.pooling import RANK_POOLING, choose_pooling
+from hocket.frontends.session import DeviceGroup, Session
 
 from ..given.models import architectures
 from ..given.models.goldens import FIXTURES, TINY, allowed_nmse, golden, nmse, open_fixture, path_of
@@ -125,7 +125,7 @@ def test_embeddings_are_what_the_output_matrix_reads(devices):
 def test_an_encoder_makes_a_vector_of_a_whole_text_and_has_no_logits(tmp_path):
     tokens, want = architectures.golden("bert-encoder")
     path = architectures.write_model("bert-encoder", tmp_path)
-    session = Session(open_model(path), on=Group(exact=True), batch=4)
+    session = Session(open_model(path), on=DeviceGroup(exact=True), batch=4)
     (rows,) = session.evaluate([tokens], every_position=True, hidden=True)
     assert nmse(rows[-len(want) :], want) <= 1e-10
     with hocket.Model(path, exact=True, batch=4) as model:
@@ -136,7 +136,7 @@ def test_an_encoder_makes_a_vector_of_a_whole_text_and_has_no_logits(tmp_path):
 
 def test_a_file_that_ranks_pairs_of_texts_embeds_none():
     with pytest.raises(hocket.ModelError, match=r"4 \(rank\): it scores pairs of texts"):
-        pooling(RANK)
+        choose_pooling(RANK_POOLING)
 
 
 def test_a_saved_state_goes_on_elsewhere(model, tmp_path):

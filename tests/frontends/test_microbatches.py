@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 import hocket
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.cli import main
 from hocket.frontends import devices as devices_of
 from hocket.frontends import parts
 from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import GenerationParams, sample_tokens
 from hocket.frontends.generation.sampling import Sampling
-from hocket.frontends.microbatches import Microbatches, dealt, decoding
+from hocket.frontends.microbatches import MicroBatchedSession, make_session, open_decode_schedule
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import StepError
 from hocket.scheduler import Dealing
 
@@ -28,8 +28,8 @@ from ..given.devices.faulty import FaultyCpu
 from ..given.models.goldens import TINY, nmse, path_of, tokens_of
 from ..given.ranks.thread_link import in_threads
 
-LAYERS = Group(("cpu:0", "cpu:1"), "layer", threads=1)
-STAGES_OF_GROUPS = Group(("cpu:0", "cpu:1", "cpu:2", "cpu:3"), "layer,tensor", threads=1)
+LAYERS = DeviceGroup(("cpu:0", "cpu:1"), "layer", threads=1)
+STAGES_OF_GROUPS = DeviceGroup(("cpu:0", "cpu:1", "cpu:2", "cpu:3"), "layer,tensor", threads=1)
 SPLITS = pytest.mark.parametrize("on", [LAYERS, STAGES_OF_GROUPS], ids=["layer", "layer,tensor"])
 GREEDY = Sampling(temperature=0)
 MODELS = ["llama", "qwen35", "qwen3moe"]
@@ -38,7 +38,7 @@ MODELS = ["llama", "qwen35", "qwen3moe"]
 def in_batches(root, *sizes):
     """Return micro-batches of these sizes, even where they are slower."""
     sessions = [Session(root.model, like=root, sequences=size, context=64, batch=16) for size in sizes]
-    return Microbatches(sessions, Dealing(sizes, ((1, 2.0), (len(sizes), 1.0)), 2, 2))
+    return MicroBatchedSession(sessions, Dealing(sizes, ((1, 2.0), (len(sizes), 1.0)), 2, 2))
 
 
 def make_root_session(name, on=LAYERS):
@@ -56,15 +56,15 @@ def texts_of(name, sequences, length=4):
 def read_by(session, prompts, new):
     """Return the results of prompts and later steps by sequence; each step is pending in all micro-batches."""
     rows = [[one] for one in session.evaluate(prompts)]
-    with decoding(session) as steps:
-        for group, place in enumerate(steps.places):
-            steps.begin(group, [new[i][:1] for i in place])
+    with open_decode_schedule(session) as steps:
+        for group, place in enumerate(steps.sequence_ranges):
+            steps.begin_step(group, [new[i][:1] for i in place])
         for step in range(1, 6):
-            for group, place in enumerate(steps.places):
-                for i, one in zip(place, steps.ended(), strict=True):
+            for group, place in enumerate(steps.sequence_ranges):
+                for i, one in zip(place, steps.finish_step(), strict=True):
                     rows[i].append(one)
                 if step < 5:
-                    steps.begin(group, [new[i][step : step + 1] for i in place])
+                    steps.begin_step(group, [new[i][step : step + 1] for i in place])
     return [np.concatenate(own) for own in rows]
 
 
@@ -72,7 +72,7 @@ def read_by(session, prompts, new):
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_results_are_those_of_one_device(name, on):
     prompts, new = texts_of(name, 5)
-    alone = Session(open_model(path_of(name)), on=Group(exact=True), context=64, sequences=5, batch=16)
+    alone = Session(open_model(path_of(name)), on=DeviceGroup(exact=True), context=64, sequences=5, batch=16)
     expected = read_by(alone, prompts, new)
     results = read_by(in_batches(make_root_session(name, replace(on, exact=True)), 3, 2), prompts, new)
     assert all(nmse(one, two) <= 1e-10 for one, two in zip(results, expected, strict=True))
@@ -96,10 +96,10 @@ def test_each_micro_batch_gives_the_bits_that_it_gives_alone(name, on):
 def test_ranks_decode_micro_batches_as_one_device_does():
     prompts, new = texts_of("llama", 4)
     model = open_model(path_of("llama"))
-    expected = read_by(Session(model, on=Group(("numpy:0",)), context=64, sequences=4, batch=16), prompts, new)
+    expected = read_by(Session(model, on=DeviceGroup(("numpy:0",)), context=64, sequences=4, batch=16), prompts, new)
 
     def run(world):
-        root = Session(model, on=Group(("numpy:0",), "layer"), context=64, world=world)
+        root = Session(model, on=DeviceGroup(("numpy:0",), "layer"), context=64, world=world)
         return read_by(in_batches(root, 2, 2), prompts, new)
 
     for results in in_threads(2, run):
@@ -107,8 +107,8 @@ def test_ranks_decode_micro_batches_as_one_device_does():
 
 
 def test_sequences_may_idle_and_read_prompts_of_any_length(monkeypatch):
-    monkeypatch.setattr(parts, "FEWEST", 4)
-    monkeypatch.setattr(parts, "sizes_of", lambda max_tokens: (4,))
+    monkeypatch.setattr(parts, "MIN_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(parts, "compute_chunk_sizes", lambda max_tokens: (4,))
     tokens, root = tokens_of("llama"), make_root_session("llama")
     texts = [tokens[:11], [], tokens[5:8], tokens[3:7]]
     expected = Session(root.model, like=root, sequences=4, context=64).evaluate(texts, every_position=True)
@@ -126,7 +126,7 @@ def test_sequences_may_idle_and_read_prompts_of_any_length(monkeypatch):
 
 def broken_batches(monkeypatch, on):
     backend = FaultyCpu()
-    monkeypatch.setattr(devices_of, "find", lambda name: (backend, find(name)[1]))
+    monkeypatch.setattr(devices_of, "find_device", lambda name: (backend, find_device(name)[1]))
     return backend, in_batches(make_root_session("qwen35", on), 2, 2)
 
 
@@ -148,10 +148,10 @@ def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch, on):
     assert again, "it fails in the second micro-batch"
     assert broken.lengths == lengths
     expected = read_by(in_batches(make_root_session("qwen35", on), 2, 2), prompts, new)
-    with decoding(broken) as steps:
-        steps.begin(0, [own[:1] for own in new[:2]])
-        steps.begin(1, [own[:1] for own in new[2:]])
-        results = [*steps.ended(), *steps.ended()]
+    with open_decode_schedule(broken) as steps:
+        steps.begin_step(0, [own[:1] for own in new[:2]])
+        steps.begin_step(1, [own[:1] for own in new[2:]])
+        results = [*steps.finish_step(), *steps.finish_step()]
     assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(results, expected, strict=True))
 
 
@@ -164,15 +164,15 @@ def test_returned_results_stay_when_a_later_step_fails(monkeypatch, on):
     before = broken.lengths
 
     def go_on():
-        with decoding(broken) as steps:
-            steps.begin(0, [own[:1] for own in new[:2]])
-            steps.begin(1, [own[:1] for own in new[2:]])
-            steps.ended()
-            steps.ended()
+        with open_decode_schedule(broken) as steps:
+            steps.begin_step(0, [own[:1] for own in new[:2]])
+            steps.begin_step(1, [own[:1] for own in new[2:]])
+            steps.finish_step()
+            steps.finish_step()
             backend.plan_fault(last, 30, late=True)
-            steps.begin(0, [own[1:2] for own in new[:2]])
-            steps.begin(1, [own[1:2] for own in new[2:]])
-            steps.ended()
+            steps.begin_step(0, [own[1:2] for own in new[:2]])
+            steps.begin_step(1, [own[1:2] for own in new[2:]])
+            steps.finish_step()
 
     with pytest.raises(StepError, match=str(last)):
         go_on()
@@ -261,14 +261,14 @@ def test_an_abandoned_reader_leaves_nothing_pending():
 
 def test_sequences_are_split_only_where_a_gain_is_predicted():
     root = Session(open_model(None), on=LAYERS, context=64)
-    both = dealt(root, 16, context=64)
-    assert isinstance(both, Microbatches)
+    both = make_session(root, 16, context=64)
+    assert isinstance(both, MicroBatchedSession)
     assert [one.sequences for one in both.sessions] == [8, 8]
-    assert isinstance(dealt(root, 1, context=64), Session)
-    one_device = Session(open_model(None), on=Group(threads=1), context=64)
-    assert isinstance(dealt(one_device, 16, context=64), Session)
-    tensor = Session(open_model(None), on=Group(("cpu:0", "cpu:1"), "tensor", threads=1), context=64)
-    assert isinstance(dealt(tensor, 16, context=64), Session)
+    assert isinstance(make_session(root, 1, context=64), Session)
+    one_device = Session(open_model(None), on=DeviceGroup(threads=1), context=64)
+    assert isinstance(make_session(one_device, 16, context=64), Session)
+    tensor = Session(open_model(None), on=DeviceGroup(("cpu:0", "cpu:1"), "tensor", threads=1), context=64)
+    assert isinstance(make_session(tensor, 16, context=64), Session)
 
 
 def test_the_commands_report_whether_sequences_are_split(capsys):
@@ -298,5 +298,5 @@ def test_texts_of_a_batch_are_what_each_would_be_alone():
     options = {"max_tokens": 6, "temperature": 0}
     with hocket.Model(devices="cpu:0,cpu:1", split_mode="layer", threads=1, context=64) as model:
         texts = model.generate_batch(prompts, **options)
-        assert any(isinstance(lease.session, Microbatches) for lease in model._idle)
+        assert any(isinstance(lease.session, MicroBatchedSession) for lease in model._idle)
         assert texts == ["".join(model.generate(prompt, **options)) for prompt in prompts]

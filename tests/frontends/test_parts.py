@@ -7,29 +7,29 @@ import re
 import numpy as np
 import pytest
 
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.cli import main
 from hocket.frontends import devices as devices_of
 from hocket.frontends import parts
 from hocket.frontends.open import open_model
-from hocket.frontends.parts import FEWEST, sizes_of
-from hocket.frontends.session import Group, Session
+from hocket.frontends.parts import MIN_CHUNK_TOKENS, compute_chunk_sizes
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import StepError
 from hocket.scheduler import succession
 
 from ..given.devices.faulty import FaultyCpu
 from ..given.models.goldens import TINY, nmse, path_of, tokens_of
 
-ONE, LAYERS = Group(threads=1), Group(("cpu:0", "cpu:1"), "layer", threads=1)
+ONE, LAYERS = DeviceGroup(threads=1), DeviceGroup(("cpu:0", "cpu:1"), "layer", threads=1)
 FOUR = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
-STAGES_OF_GROUPS = Group(FOUR, "layer,tensor", threads=1)
+STAGES_OF_GROUPS = DeviceGroup(FOUR, "layer,tensor", threads=1)
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     """Parts of four tokens, so that texts of tests have several."""
-    monkeypatch.setattr(parts, "FEWEST", 4)
-    monkeypatch.setattr(parts, "sizes_of", lambda max_tokens: (4,))
+    monkeypatch.setattr(parts, "MIN_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(parts, "compute_chunk_sizes", lambda max_tokens: (4,))
 
 
 def copy_written_states(session):
@@ -73,8 +73,8 @@ def test_pipelined_prefill_chunks_give_the_results_of_single_ones(name):
 @pytest.mark.parametrize(("mode", "devices"), [("layer", FOUR[:3]), ("layer,tensor", FOUR)])
 def test_exact_results_are_those_of_one_device(mode, devices):
     model, tokens = open_model(path_of("qwen35")), tokens_of("qwen35")[:14]
-    one = Session(model, on=Group(exact=True), context=64).evaluate([tokens], every_position=True)[0]
-    several = Session(model, on=Group(devices, mode, exact=True), context=64)
+    one = Session(model, on=DeviceGroup(exact=True), context=64).evaluate([tokens], every_position=True)[0]
+    several = Session(model, on=DeviceGroup(devices, mode, exact=True), context=64)
     assert nmse(several.evaluate([tokens], every_position=True)[0], one) <= 1e-10
     assert several._pipelines
 
@@ -95,7 +95,9 @@ def test_plans_for_a_prompt_are_built_before_it():
     session = Session(model, on=LAYERS, context=64)
     session.prepare(len(tokens))
     pipelines = dict(session._pipelines)
-    assert {step.gives for step in pipelines} == {"hidden", "logits"}, "only the last part reads the output matrix"
+    assert {step.output_kind for step in pipelines} == {"hidden", "logits"}, (
+        "only the last part reads the output matrix"
+    )
     session.evaluate([tokens])
     assert session._pipelines == pipelines
 
@@ -109,13 +111,13 @@ def test_what_needs_the_part_before_or_is_watched_is_read_part_by_part():
         session.evaluate([tokens])
     assert len(trace.runs) == 1
     assert not session._pipelines
-    assert not Session(model, on=Group(("cpu:0", "cpu:1"), "tensor"), context=64)._follow_each_other(12)
+    assert not Session(model, on=DeviceGroup(("cpu:0", "cpu:1"), "tensor"), context=64)._can_pipeline_chunks(12)
 
 
 @pytest.mark.parametrize("on", [LAYERS, STAGES_OF_GROUPS], ids=["layer", "layer,tensor"])
 def test_a_prompt_that_fails_in_the_middle_leaves_everything_as_it_was(monkeypatch, on):
     backend = FaultyCpu()
-    monkeypatch.setattr(devices_of, "find", lambda name: (backend, find(name)[1]))
+    monkeypatch.setattr(devices_of, "find_device", lambda name: (backend, find_device(name)[1]))
     model, tokens = open_model(path_of("qwen35")), tokens_of("qwen35")
     whole, broken = (Session(model, on=on, context=64) for _ in range(2))
     for session in (whole, broken):
@@ -144,8 +146,8 @@ def test_a_prompt_that_fails_in_the_middle_leaves_everything_as_it_was(monkeypat
     [(512, (64, 96, 128, 192, 256, 384, 512)), (100, (64, 96, 100)), (64, (64,)), (20, (20,))],
 )
 def test_a_part_has_few_sizes(monkeypatch, max_tokens, sizes):
-    monkeypatch.setattr(parts, "FEWEST", FEWEST)
-    assert sizes_of(max_tokens) == sizes
+    monkeypatch.setattr(parts, "MIN_CHUNK_TOKENS", MIN_CHUNK_TOKENS)
+    assert compute_chunk_sizes(max_tokens) == sizes
 
 
 @pytest.mark.parametrize(
@@ -160,8 +162,8 @@ def test_a_part_has_few_sizes(monkeypatch, max_tokens, sizes):
     ],
 )
 def test_the_plan_of_a_prompt_says_in_how_many_parts_it_is_read_and_why(words, fewest, message, capsys, monkeypatch):
-    monkeypatch.setattr(parts, "FEWEST", fewest)
-    monkeypatch.setattr(parts, "sizes_of", sizes_of)
+    monkeypatch.setattr(parts, "MIN_CHUNK_TOKENS", fewest)
+    monkeypatch.setattr(parts, "compute_chunk_sizes", compute_chunk_sizes)
     count, mode, batch = words.split()
     asked = ("--devices", ",".join(FOUR[: int(count)]), "--split-mode", mode, "-b", batch)
     (line,) = prompt_lines(capsys, *asked)
@@ -176,8 +178,8 @@ def prompt_lines(capsys, *words):
 
 
 def test_what_gains_too_little_is_read_as_one_and_one_device_has_nothing_to_say(capsys, monkeypatch):
-    monkeypatch.setattr(parts, "FEWEST", FEWEST)
-    monkeypatch.setattr(succession, "GAIN", 2.5)
+    monkeypatch.setattr(parts, "MIN_CHUNK_TOKENS", MIN_CHUNK_TOKENS)
+    monkeypatch.setattr(succession, "MIN_PIPELINE_SPEEDUP", 2.5)
     (line,) = prompt_lines(capsys, "--devices", "cpu:0,cpu:1", "--split-mode", "layer", "-b", "256")
     why = r"steps that follow each other are 1\.\d\d times as fast, and have to be 2\.5 times as fast"
     assert re.fullmatch(rf"prompt: 256 tokens are read as one, predicted to take T; {why}", line)

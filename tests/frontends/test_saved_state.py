@@ -15,17 +15,17 @@ from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 from ..given.models.architectures import write_model
 from ..given.models.goldens import nmse, path_of
 
 TOKENS = [5, 17, 33, 2, 60, 41, 8, 19, 77, 3]
 DEVICE_GROUPS = {
-    "one": Group(exact=True),
-    "two": Group(("cpu:0", "cpu:1"), "tensor", exact=True),
-    "three": Group(("cpu:0", "cpu:1", "cpu:2"), "tensor", (3, 1, 1), exact=True),
-    "layers": Group(("cpu:0", "cpu:1"), "layer", exact=True),
+    "one": DeviceGroup(exact=True),
+    "two": DeviceGroup(("cpu:0", "cpu:1"), "tensor", exact=True),
+    "three": DeviceGroup(("cpu:0", "cpu:1", "cpu:2"), "tensor", (3, 1, 1), exact=True),
+    "layers": DeviceGroup(("cpu:0", "cpu:1"), "layer", exact=True),
 }
 
 
@@ -183,7 +183,7 @@ DAMAGE = {
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A session of a small model, and a state that it saved."""
-    session = Session(open_model(path_of("qwen35")), on=Group(("numpy:0",)), context=16, batch=8)
+    session = Session(open_model(path_of("qwen35")), on=DeviceGroup(("numpy:0",)), context=16, batch=8)
     session.evaluate([[1, 2, 3]])
     path = tmp_path_factory.mktemp("small") / "state.npz"
     save_state(session, [[1, 2, 3]], path)

@@ -10,9 +10,9 @@ import pytest
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.models import Model
-from hocket.frontends.open import context_for, open_model
+from hocket.frontends.open import choose_context, open_model
 from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import Group, Progress, Session
+from hocket.frontends.session import DeviceGroup, LoadProgress, Session
 from hocket.graph import DType
 
 from ..given.models.goldens import DENSE, FLOAT_CACHES, INDEX, nmse, path_of, tokens_of
@@ -31,10 +31,10 @@ def open_with_tokens(name: str) -> tuple[Model, list[int]]:
     return open_model(path_of(name)), tokens
 
 
-FAST, EXACT = Group(**FLOAT_CACHES), Group(exact=True)
+FAST, EXACT = DeviceGroup(**FLOAT_CACHES), DeviceGroup(exact=True)
 
 
-def alone(model: Model, tokens: list[int], on: Group = FAST) -> npt.NDArray[np.float32]:
+def alone(model: Model, tokens: list[int], on: DeviceGroup = FAST) -> npt.NDArray[np.float32]:
     return Session(model, on=on).evaluate([tokens], every_position=True)[0]
 
 
@@ -78,7 +78,7 @@ def test_prefill_in_pieces_equals_one_batch(name: str) -> None:
     assert nmse(session.evaluate([tokens[:29]], every_position=True)[0], alone(model, tokens[:29])) <= noise(name)
     session.reset(0)
     assert nmse(session.evaluate([tokens[:29]])[0], alone(model, tokens[:29])[-1:]) <= noise(name)
-    assert all(step.tokens <= 8 for step in session.steps)
+    assert all(step.tokens <= 8 for step in session.planned_steps)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -116,22 +116,22 @@ def test_plans_are_built_once_for_each_bucket() -> None:
     for token in range(300):
         session.evaluate([[token]])
     # A prefill of up to 16 tokens, and single tokens within the first 256 and within all 512 cells.
-    assert [(s.tokens, s.cells, s.outputs) for s in session.steps] == [(16, 256, 1), (1, 256, 1), (1, 512, 1)]
-    one = session.executor(session.steps[1])
+    assert [(s.tokens, s.cells, s.outputs) for s in session.planned_steps] == [(16, 256, 1), (1, 256, 1), (1, 512, 1)]
+    one = session.executor(session.planned_steps[1])
     session.reset(0)
     session.evaluate([list(range(9))])
     session.evaluate([[7]])
-    assert len(session.steps) == 3
-    assert session.executor(session.steps[1]) is one
+    assert len(session.planned_steps) == 3
+    assert session.executor(session.planned_steps[1]) is one
 
 
 def test_loading_tells_its_progress_up_to_the_last_byte() -> None:
-    reports: list[Progress] = []
+    reports: list[LoadProgress] = []
     model = open_model(None)
     Session(model, on_progress=reports.append)
     total = sum(tensor.nbytes for tensor in model.gguf.tensors.values())
-    assert [p.done for p in reports] == sorted(p.done for p in reports)
-    assert reports[-1] == Progress(total, total)
+    assert [p.loaded_bytes for p in reports] == sorted(p.loaded_bytes for p in reports)
+    assert reports[-1] == LoadProgress(total, total)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def test_tokens_for_another_number_of_sequences_are_refused() -> None:
 
 def test_the_context_is_chosen_before_the_weights_are_loaded() -> None:
     model = open_model(None, header_only=True)
-    assert context_for(model, 10, None) == 512
-    assert context_for(model, 10, None, default=64) == 64
-    assert context_for(model, 10, 20) == 20
+    assert choose_context(model, 10, None) == 512
+    assert choose_context(model, 10, None, default=64) == 64
+    assert choose_context(model, 10, 20) == 20
     with pytest.raises(ModelError, match="the context holds 20; shorten it or give a larger context=N"):
-        context_for(model, 21, 20)
+        choose_context(model, 21, 20)
     with pytest.raises(ModelError, match=r"but the context holds 512; shorten it$"):
-        context_for(model, 513, None)
+        choose_context(model, 513, None)
 
 
 def test_caches_are_of_16_bits_unless_asked_for_or_exact(tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_caches_are_of_16_bits_unless_asked_for_or_exact(tmp_path: Path) -> None
     model, tokens = open_with_tokens("llama")
     halves, floats = Session(model), Session(model, on=FAST)
     assert [s.store.nbytes()[0]["state"] for s in (halves, floats)] == [n := halves.store.nbytes()[0]["state"], 2 * n]
-    assert Group(exact=True).caches == FAST.caches == (DType.F32, DType.F32)
-    assert Group(cache_type_v="bf16").caches == (DType.F16, DType.BF16)
+    assert DeviceGroup(exact=True).cache_dtypes == FAST.cache_dtypes == (DType.F32, DType.F32)
+    assert DeviceGroup(cache_type_v="bf16").cache_dtypes == (DType.F16, DType.BF16)
     want = floats.evaluate([tokens[:12]], every_position=True)[0]
     assert 0 < nmse(halves.evaluate([tokens[:12]], every_position=True)[0], want) <= 1e-5
     save_state(halves, [tokens[:12]], tmp_path / "state")
@@ -180,4 +180,4 @@ def test_caches_are_of_16_bits_unless_asked_for_or_exact(tmp_path: Path) -> None
     assert np.array_equal(*cache_rows)
     assert nmse(floats.evaluate([[7]])[0], halves.evaluate([[7]])[0]) <= 1e-5
     with pytest.raises(ModelError, match=r"cache_type_k is 'q9'.*f32 or f16 or bf16"):
-        Group(cache_type_k="q9")
+        DeviceGroup(cache_type_k="q9")

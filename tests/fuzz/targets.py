@@ -18,7 +18,7 @@ import numpy as np
 
 import hocket
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import MetadataArray, open_gguf
 from hocket.frontends.gguf.chat import render_chat, select_chat_template
@@ -27,10 +27,10 @@ from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.models import Step, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import Graph, format_graph, from_json, input, parse, state, to_json, weight
 from hocket.graph.errors import GraphError, HocketError
-from hocket.scheduler import plan_for
+from hocket.scheduler import plan_for_group
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from .damage import bytes_damaged, json_damaged, words_damaged, words_of
@@ -231,16 +231,16 @@ def _check_graph(graph: Graph) -> None:
     assert parse(format_graph(graph)).digest() == graph.digest(), "the dump reads back as another graph"
     assert from_json(to_json(graph)).digest() == graph.digest(), "the JSON reads back as another graph"
     if len(graph.nodes) < 64:
-        plan_for(graph, [find("numpy:0")])
+        plan_for_group(graph, [find_device("numpy:0")])
 
 
 # -------------------------------------------------------------------------------------------------------------- plans
 
 
 def plans() -> list[bytes]:
-    one, two = [find("numpy:0")], [find("numpy:0"), find("numpy:1")]
-    built_plans = [plan_for(graph(), one) for graph in GRAPHS]
-    built_plans += [plan_for(layer(), two, split_mode=mode) for mode in ("tensor", "layer")]
+    one, two = [find_device("numpy:0")], [find_device("numpy:0"), find_device("numpy:1")]
+    built_plans = [plan_for_group(graph(), one) for graph in GRAPHS]
+    built_plans += [plan_for_group(layer(), two, split_mode=mode) for mode in ("tensor", "layer")]
     return [plan_to_json(plan).encode() for plan in built_plans]
 
 
@@ -255,7 +255,7 @@ def read_plan(data: bytes) -> None:
     if sum(sum(device_plan.memory().values()) for device_plan in plan.lanes) > MIB:
         return
     weights, inputs = _arrays_of_leaves(plan.graph.weights), _arrays_of_leaves(plan.graph.inputs)
-    expected = hocket.load(plan_for(plan.graph, [find("reference:0")]), weights).run(inputs)
+    expected = hocket.load(plan_for_group(plan.graph, [find_device("reference:0")]), weights).run(inputs)
     got = hocket.load(plan, weights).run(inputs)
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-4)
@@ -282,7 +282,7 @@ def _arrays_of_leaves(leaves: Sequence[Any]) -> dict[str, Any]:
 @cache
 def session() -> Session:
     model = open_model(TESTS / "fixtures" / "qwen35" / "model.gguf")
-    return Session(model, on=Group(("numpy:0",)), context=16, batch=4)
+    return Session(model, on=DeviceGroup(("numpy:0",)), context=16, batch=4)
 
 
 def saved_states() -> list[bytes]:

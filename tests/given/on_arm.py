@@ -89,13 +89,15 @@ def main(features: str, arguments: Sequence[str]) -> int:
     """Run the command line; callers of kernels are loaded once the kernels are in the guest."""
     from hocket.backends.cpu import compiler, processor
 
-    (like,) = (t for t in processor.SHIPPED if t.name == "aarch64")
-    target = processor._of(f"aarch64-{features}", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
+    (like,) = (t for t in processor.PRECOMPILED_TARGETS if t.name == "aarch64")
+    target = processor._make_target(
+        f"aarch64-{features}", like.triple, like.cpu, f"{' '.join(like.features)} {features}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         guest = Guest(Path(folder))
-        processor.target = lambda: target
-        compiler._placed = lambda required, code: (guest.load(code, compiler._symbol(required)), code)
-        compiler.REPLAY = lambda address: partial(guest.call, address)
+        processor.find_compile_target = lambda: target
+        compiler._load_object = lambda required, code: (guest.load(code, compiler._symbol_name(required)), code)
+        compiler.KERNEL_FUNCTION = lambda address: partial(guest.call, address)
         from hocket import cli
 
         return cli.main(list(arguments))

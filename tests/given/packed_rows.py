@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hocket.backends.cpu import compiler
-from hocket.backends.cpu.compiler import REPLAY
+from hocket.backends.cpu.compiler import KERNEL_FUNCTION
 from hocket.backends.cpu.kernels import packing
 from hocket.backends.cpu.kernels.products import rounding
 from hocket.backends.cpu.kernels.products.formats import FORMATS
@@ -15,7 +15,7 @@ from hocket.ops.quantisation import bf16_to_f32, f32_to_bf16
 
 def call(kernel: compiler.Kernel, *words: object, thread: int = 0, threads: int = 1) -> int:
     block = np.array([w.ctypes.data if isinstance(w, np.ndarray) else w for w in words], np.int64)
-    return int(REPLAY(kernel.address)(block.ctypes.data, thread, threads))
+    return int(KERNEL_FUNCTION(kernel.address)(block.ctypes.data, thread, threads))
 
 
 def pack_rows(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> np.ndarray:
@@ -25,7 +25,7 @@ def pack_rows(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> 
     target = np.zeros(-(-len(raw) // 16) * 16 * raw.shape[1], np.uint8)
     for thread in range(threads):
         words = (raw, raw.shape[1], target, len(raw), columns)
-        assert call(packing.pack(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
+        assert call(packing.make_pack_kernel(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
     return target
 
 
@@ -38,10 +38,10 @@ RECORD = np.dtype(
 def target_of(x: np.ndarray, kind: int) -> np.ndarray:
     """Bytes of rows as the kernel rounds them, aligned as it leaves them."""
     rows, columns = x.shape
-    nbytes = rounding.rounded_bytes(rows, columns, kind)
+    nbytes = rounding.compute_quantised_bytes(rows, columns, kind)
     raw = np.zeros(nbytes + compiler.ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % compiler.ALIGNMENT
-    target, pitch = raw[start : start + nbytes], rounding.rounded_bytes(1, columns, kind)
+    target, pitch = raw[start : start + nbytes], rounding.compute_quantised_bytes(1, columns, kind)
     assert call(rounding.round_rows, x, 4 * columns, rows, columns, 1, target, pitch, kind) == 0
     return target
 

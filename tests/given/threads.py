@@ -25,7 +25,7 @@ import numpy as np
 import hocket
 from hocket import ops
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 GROUPS = ("cpu:0", "numpy:0", "reference:0", "cpu:0,cpu:1", "numpy:0,numpy:1", "cpu:0,numpy:0")
 MODEL = Path(__file__).parents[1] / "fixtures" / "llama" / "model.gguf"
@@ -64,7 +64,7 @@ def works() -> dict[str, Work]:
     graph, weights = layer(96)
     plans = [hocket.plan(graph, devices, split_mode="tensor") for devices in GROUPS]
     shared = [hocket.load(plan, weights) for plan in plans[:1] + plans[3:]]
-    model, on = open_model(MODEL), Group(("cpu:0",), threads=2)
+    model, on = open_model(MODEL), DeviceGroup(("cpu:0",), threads=2)
     alone = Session(model, on=on, context=64)
     logits = [alone.evaluate([new])[0] for new in TOKENS]
     state = hocket.state("s", (4,))

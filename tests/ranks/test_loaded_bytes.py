@@ -13,21 +13,21 @@ import hocket
 from hocket import ops
 from hocket.distributed import RanksError
 from hocket.frontends import devices
-from hocket.frontends.devices import Group
-from hocket.frontends.identity import files_identity
+from hocket.frontends.devices import DeviceGroup
+from hocket.frontends.identity import identify_files
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Session
-from hocket.scheduler.running.digests import COLUMNS, LEAF_BYTES, digest_of
+from hocket.scheduler.running.digests import LEAF_BYTES, WORD_COLUMNS, compute_digest
 
 from ..given.models.goldens import TINY
 from ..given.ranks.thread_link import in_threads
 
 SPLIT_GROUPS = {
-    "tensor": Group(("cpu:0",), "tensor", threads=1),
-    "layer": Group(("cpu:0",), "layer", threads=1),
-    "uneven": Group(("cpu:0",), "tensor", tensor_split=(3.0, 1.0), threads=1),
-    "layer,tensor": Group(("cpu:0@0", "cpu:1@0", "cpu:0@1", "cpu:1@1"), "layer,tensor", threads=1),
-    "none": Group(("cpu:0@1",), threads=1),
+    "tensor": DeviceGroup(("cpu:0",), "tensor", threads=1),
+    "layer": DeviceGroup(("cpu:0",), "layer", threads=1),
+    "uneven": DeviceGroup(("cpu:0",), "tensor", tensor_split=(3.0, 1.0), threads=1),
+    "layer,tensor": DeviceGroup(("cpu:0@0", "cpu:1@0", "cpu:0@1", "cpu:1@1"), "layer,tensor", threads=1),
+    "none": DeviceGroup(("cpu:0@1",), threads=1),
 }
 LARGE = "blk.7.ffn_gate.weight"
 """A tensor of 78,336 bytes in the last block, with its end on the last rank in each split mode."""
@@ -69,7 +69,9 @@ def test_ranks_with_copies_of_a_file_run(on, tmp_path):
 
 def test_bytes_of_one_file_that_all_ranks_map_are_read_once(monkeypatch):
     read = []
-    monkeypatch.setattr("hocket.scheduler.running.store.digest_of", lambda *arguments: read.append(arguments) or b"")
+    monkeypatch.setattr(
+        "hocket.scheduler.running.store.compute_digest", lambda *arguments: read.append(arguments) or b""
+    )
     in_threads(2, lambda world: first_logits(TINY, SPLIT_GROUPS["tensor"], world))
     assert not read
 
@@ -81,10 +83,10 @@ def test_files_are_the_same_only_by_inode_and_on_one_machine(tmp_path, monkeypat
         os.utime(path, (1, 1))
     linked.hardlink_to(one)
     first, second, same = ([open_model(path).tensors[LARGE].file] for path in (one, two, linked))
-    assert files_identity(first) == files_identity(same) != files_identity(second)
-    assert files_identity([replace(first[0], inode="")]) == ""
-    monkeypatch.setattr("hocket.frontends.identity.BOOT", tmp_path / "absent")
-    assert files_identity(first) == ""
+    assert identify_files(first) == identify_files(same) != identify_files(second)
+    assert identify_files([replace(first[0], inode="")]) == ""
+    monkeypatch.setattr("hocket.frontends.identity.BOOT_ID_FILE", tmp_path / "absent")
+    assert identify_files(first) == ""
 
 
 def run_split(world, weights, split_mode, devices="numpy:0@0,numpy:0@1"):
@@ -150,20 +152,20 @@ def test_cached_packed_weights_carry_the_digest_of_their_source(other, tmp_path,
 @pytest.mark.parametrize("at", [0, 7, LEAF_BYTES - 1, LEAF_BYTES, 2 * LEAF_BYTES + 4, -1])
 def test_each_byte_of_an_array_changes_its_digest(at):
     array = np.zeros(2 * LEAF_BYTES + 5, np.uint8)
-    before = digest_of(array)
+    before = compute_digest(array)
     array[at] = 1
-    assert digest_of(array) != before
+    assert compute_digest(array) != before
 
 
-@pytest.mark.parametrize("shape", [(8 * COLUMNS * 40,), (512, 1024), (96, 257), (3, 40, 50), (0, 4), (1, 9)])
+@pytest.mark.parametrize("shape", [(8 * WORD_COLUMNS * 40,), (512, 1024), (96, 257), (3, 40, 50), (0, 4), (1, 9)])
 def test_a_digest_depends_on_values_and_shape_alone(shape):
     array = np.random.default_rng(0).integers(0, 255, shape, np.uint8)
     strided = np.empty((*shape, 2), np.uint8)[..., 0]
     strided[...] = array
-    assert digest_of(array) == digest_of(strided) == digest_of(np.asfortranarray(array))
-    assert digest_of(array) != digest_of(array.reshape(1, *shape))
+    assert compute_digest(array) == compute_digest(strided) == compute_digest(np.asfortranarray(array))
+    assert compute_digest(array) != compute_digest(array.reshape(1, *shape))
     if len(array.reshape(-1)) > 8 and len(shape) > 1 and len(array) > 1:
-        assert digest_of(array) != digest_of(array[::-1])
+        assert compute_digest(array) != compute_digest(array[::-1])
 
 
 def test_rows_that_are_exchanged_change_a_digest():
@@ -172,9 +174,9 @@ def test_rows_that_are_exchanged_change_a_digest():
     for one, two in ((0, 1), (0, 128), (3, 11), (100, 228)):
         swapped = array.copy()
         swapped[[one, two]] = array[[two, one]]
-        assert digest_of(swapped) != digest_of(array)
+        assert compute_digest(swapped) != compute_digest(array)
 
 
 def test_bytes_of_other_types_differ():
     array = np.zeros(16, np.float32)
-    assert digest_of(array) != digest_of(array.view(np.int32))
+    assert compute_digest(array) != compute_digest(array.view(np.int32))

@@ -16,7 +16,7 @@ from hocket.distributed.array_packets import PACKET_HEADER, pack_array, unpack_a
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.distributed.world import DATA
 from hocket.graph.errors import BackendError
-from hocket.scheduler.running.comm import Teams
+from hocket.scheduler.running.comm import CollectiveGroups
 
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_nccl import backend_of
@@ -51,7 +51,7 @@ def test_devices_of_one_process_run_collectives(case):
 @cases(sends_along_a_chain)
 def test_devices_of_one_process_run_collectives_in_groups(case):
     """Letters go by the numbers of all devices, so that a chain of a team is none."""
-    groups = Teams([(0, 2), (1, 3), (0, 2), (1, 3)], WAIT_SECONDS)
+    groups = CollectiveGroups([(0, 2), (1, 3), (0, 2), (1, 3)], WAIT_SECONDS)
     run_on([groups.member(number) for number in range(4)], case)
 
 
@@ -59,7 +59,7 @@ def test_devices_of_one_process_run_collectives_in_groups(case):
 def cuda_like(request, monkeypatch):
     """Devices that only NCCL joins, and such as reach each other's memory."""
     yield backend_of(monkeypatch, are_peers=False)[0] if request.param == "NCCL" else EmulatedBackend()
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 @needs_compiler

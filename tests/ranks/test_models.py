@@ -11,7 +11,7 @@ import hocket
 from hocket import ops
 from hocket.cli import main
 from hocket.frontends import parts
-from hocket.frontends.devices import Group
+from hocket.frontends.devices import DeviceGroup
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Session
@@ -24,12 +24,12 @@ from ..given.ranks.thread_link import in_threads
 MODEL = FIXTURES / "qwen35" / "model.gguf"
 TOKENS = [3, 17, 5, 9, 11, 2, 40, 8]
 SPLITS = {
-    "tensor": Group(("numpy:0",), "tensor"),
-    "layer": Group(("numpy:0",), "layer"),
-    "uneven": Group(("numpy:0",), "tensor", tensor_split=(3.0, 1.0)),
-    "two devices on a rank": Group(("numpy:0@0", "numpy:1@0", "numpy:0@1"), "tensor"),
-    "layers, each cut on a rank": Group(("numpy:0@0", "numpy:1@0", "numpy:0@1", "numpy:1@1"), "layer,tensor"),
-    "one rank idle": Group(("numpy:0@1",)),
+    "tensor": DeviceGroup(("numpy:0",), "tensor"),
+    "layer": DeviceGroup(("numpy:0",), "layer"),
+    "uneven": DeviceGroup(("numpy:0",), "tensor", tensor_split=(3.0, 1.0)),
+    "two devices on a rank": DeviceGroup(("numpy:0@0", "numpy:1@0", "numpy:0@1"), "tensor"),
+    "layers, each cut on a rank": DeviceGroup(("numpy:0@0", "numpy:1@0", "numpy:0@1", "numpy:1@1"), "layer,tensor"),
+    "one rank idle": DeviceGroup(("numpy:0@1",)),
 }
 
 
@@ -43,7 +43,7 @@ def logits(session):
 @pytest.mark.parametrize("on", SPLITS.values(), ids=SPLITS)
 def test_ranks_compute_what_one_device_does(on):
     model = open_model(MODEL)
-    alone = logits(Session(model, on=Group(("numpy:0",)), context=16))
+    alone = logits(Session(model, on=DeviceGroup(("numpy:0",)), context=16))
     everyones = in_threads(2, lambda world: logits(Session(model, on=on, context=16, world=world)))
     for one in everyones:
         assert nmse(one, alone) <= 1e-10
@@ -51,10 +51,10 @@ def test_ranks_compute_what_one_device_does(on):
 
 
 def test_parts_of_a_prompt_follow_each_other_through_ranks(monkeypatch):
-    monkeypatch.setattr(parts, "FEWEST", 2)
-    monkeypatch.setattr(parts, "sizes_of", lambda max_tokens: (2,))
+    monkeypatch.setattr(parts, "MIN_CHUNK_TOKENS", 2)
+    monkeypatch.setattr(parts, "compute_chunk_sizes", lambda max_tokens: (2,))
     model = open_model(MODEL)
-    alone = logits(Session(model, on=Group(("numpy:0",)), context=16))
+    alone = logits(Session(model, on=DeviceGroup(("numpy:0",)), context=16))
 
     def run(world):
         session = Session(model, on=SPLITS["layer"], context=16, world=world)
@@ -68,7 +68,7 @@ def test_parts_of_a_prompt_follow_each_other_through_ranks(monkeypatch):
 def test_a_rank_reads_its_own_part_of_the_weights():
     model = open_model(MODEL)
     stores = in_threads(2, lambda world: Session(model, on=SPLITS["tensor"], context=16, world=world).store)
-    whole = Session(model, on=Group(("numpy:0",)), context=16).store.nread
+    whole = Session(model, on=DeviceGroup(("numpy:0",)), context=16).store.nread
     assert all(0 < store.nread < 0.7 * whole for store in stores)
 
 
@@ -88,7 +88,7 @@ def test_a_state_goes_on_in_any_number_of_ranks(ranks, tmp_path):
         return np.concatenate([*session.evaluate([TOKENS[6:7]]), *session.evaluate([TOKENS[7:]])])
 
     in_threads(2, first)
-    alone = logits(Session(model, on=Group(("numpy:0",)), context=16))[-2:]
+    alone = logits(Session(model, on=DeviceGroup(("numpy:0",)), context=16))[-2:]
     assert all(nmse(one, alone) <= 1e-10 for one in in_threads(ranks, second))
 
 

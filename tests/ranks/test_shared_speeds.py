@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.distributed import SINGLE_PROCESS
-from hocket.frontends.devices import Group
+from hocket.frontends.devices import DeviceGroup
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Session
 from hocket.graph import DType
@@ -18,7 +18,7 @@ from hocket.scheduler.machines import calibrated
 from hocket.scheduler.machines.calibrated import built_in, calibrated_source, group_name, hardware_of, keep_speeds
 from hocket.scheduler.machines.speeds import Speeds
 from hocket.scheduler.probing.probe_graphs import build_matmul_graph
-from hocket.scheduler.shared_speeds import shared_speeds
+from hocket.scheduler.shared_speeds import agree_on_speeds
 
 from ..given.models.goldens import FIXTURES
 from ..given.ranks.thread_link import in_threads
@@ -47,7 +47,7 @@ def ranks_with(tmp_path, monkeypatch):
 
 
 def pair(ranks=(0, 1), name="numpy"):
-    backend, device = find(f"{name}:0")
+    backend, device = find_device(f"{name}:0")
     return [(backend, replace(device, rank=rank)) for rank in ranks]
 
 
@@ -76,8 +76,8 @@ def test_ranks_plan_the_same_by_the_speeds_of_the_slowest(saved, known, ranks_wi
     model = open_model(FIXTURES / "llama" / "model.gguf")
 
     def run(world):
-        session = Session(model, on=Group(("numpy:0",), "layer"), context=128, batch=64, world=world)
-        plans = session._first, session.plan(session.step(64, 128))
+        session = Session(model, on=DeviceGroup(("numpy:0",), "layer"), context=128, batch=64, world=world)
+        plans = session._layout_plan, session.plan(session.make_step(64, 128))
         return [
             (plan.digest(), plan.hardware, plan.cost, plan.hardware == expected_hardware(plan.graph)) for plan in plans
         ]
@@ -96,7 +96,9 @@ def test_machines_are_each_asked_for_the_speeds_of_their_own_devices(ranks_with)
     One has two devices on two ranks, the other has one. The link between them has no measured speed.
     """
     saved = [make_saved_speeds(QUICK), make_saved_speeds(replace(SLOW, launch=9e-6), 1), None]
-    hardware = ranks_with(saved, lambda world: shared_speeds(pair((0, 1, 2)), world).hardware(GRAPH), hosts=2)
+    hardware = ranks_with(
+        saved, lambda world: agree_on_speeds(pair((0, 1, 2)), world).hardware_for_graph(GRAPH), hosts=2
+    )
     known = calibrated_hardware(saved[1][group_name(pair((1,)))])
     apart = {"link_bandwidth": CPU.across_bandwidth, "link_latency": CPU.across_latency}
     assert hardware == [replace(known, **apart)] * 3
@@ -110,22 +112,29 @@ def test_a_rank_names_its_own_devices_by_its_own_threads(ranks_with):
 
     saved = [{group_name(group(rank)[:1]): speeds} for rank, speeds in enumerate((QUICK, SLOW))]
     assert saved[0].keys() != saved[1].keys()
-    shared = ranks_with(saved, lambda world: shared_speeds(group(world.rank), world).slowest, hosts=2)
+    shared = ranks_with(saved, lambda world: agree_on_speeds(group(world.rank), world).slowest_speeds, hosts=2)
     assert shared == [SLOW, SLOW]
 
 
 def test_other_devices_than_were_measured_are_estimated(ranks_with):
     (hardware,) = set(
-        map(str, ranks_with([make_saved_speeds(QUICK, 3)] * 2, lambda w: shared_speeds(pair(), w).hardware(GRAPH)))
+        map(
+            str,
+            ranks_with(
+                [make_saved_speeds(QUICK, 3)] * 2, lambda w: agree_on_speeds(pair(), w).hardware_for_graph(GRAPH)
+            ),
+        )
     )
     assert hardware == str(CPU)
 
 
 def test_without_ranks_the_speeds_are_those_saved_here(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrated, "speeds_file", lambda: tmp_path / "speeds")
-    group = [find("numpy:0"), find("numpy:1")]
-    assert shared_speeds(group, SINGLE_PROCESS).hardware(GRAPH) == built_in(group)
+    group = [find_device("numpy:0"), find_device("numpy:1")]
+    assert agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH) == built_in(group)
     keep_speeds({group_name(group): QUICK})
     calibrated_here = calibrated_hardware(QUICK, source=calibrated_source())
-    assert shared_speeds(group, SINGLE_PROCESS).hardware(GRAPH) == hardware_of(GRAPH, group) == calibrated_here
+    assert (
+        agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH) == hardware_of(GRAPH, group) == calibrated_here
+    )
     assert hardware_of(GRAPH, pair()) == CPU, "ranks that do not talk plan the same"

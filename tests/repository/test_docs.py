@@ -16,11 +16,11 @@ import hocket
 from hocket import ops
 from hocket.backends.cpu import binding
 from hocket.backends.cpu.backend import CpuBackend
-from hocket.backends.table import merged
+from hocket.backends.table import merge_tables
 from hocket.frontends import models
 from hocket.frontends.commands.shared_flags import EXACT_HELP
-from hocket.frontends.models.family import Family
-from hocket.frontends.session import Group, Session
+from hocket.frontends.models.family import FamilyTraits
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.ops.page import build_page
 from hocket.scheduler import planner
 
@@ -53,8 +53,8 @@ def test_a_page_with_another_text_than_the_stored_fact_is_found():
 
 
 def test_docstrings_and_help_state_how_equal_devices_are():
-    facts = runpy.run_path(str(DOCS / "write_facts.py"))["STORED"]
-    texts = [str(hocket.Model.__doc__), str(Group.__doc__), EXACT_HELP]
+    facts = runpy.run_path(str(DOCS / "write_facts.py"))["STORED_FACTS"]
+    texts = [str(hocket.Model.__doc__), str(DeviceGroup.__doc__), EXACT_HELP]
     for name in ("equality", "equality-exact"):
         assert all(facts[name]["text"] in " ".join(text.split()) for text in texts), name
 
@@ -143,10 +143,10 @@ def test_the_cpu_kernel_of_the_guide_works_as_it_is_written(threads, monkeypatch
     space: dict[str, object] = {"__name__": "guide"}
     exec(compile("\n".join(code), "add-a-cpu-kernel.md", "exec"), space)
     others = {name: bind for name, bind in binding.BINDINGS.items() if name not in space["BINDINGS"]}
-    monkeypatch.setattr(binding, "BINDINGS", merged(others, space["BINDINGS"]))
+    monkeypatch.setattr(binding, "BINDINGS", merge_tables(others, space["BINDINGS"]))
     x = hocket.input("x", (301, 77))
     graph, backend = hocket.Graph({"y": ops.leaky_relu(x, negative_slope=0.1)}), CpuBackend(threads)
-    run = hocket.load(planner.plan_for(graph, [(backend, backend.device(0))]), {})
+    run = hocket.load(planner.plan_for_group(graph, [(backend, backend.device(0))]), {})
     assert run.kernels() == ["guide.leaky"]
     array = np.random.default_rng(1).standard_normal((301, 77)).astype(np.float32)
     expected = np.where(array > 0, array, array * np.float32(0.1))
@@ -172,12 +172,12 @@ def test_the_split_mode_of_the_guide_works_as_it_is_written(monkeypatch):
 
 
 def test_the_row_of_the_guide_gives_the_logits_of_llama_cpp_and_another_does_not(monkeypatch):
-    row = re.search(r'"qwen3": (Family\(.*?\)),\n', (DOCS / "add-a-model.md").read_text("utf-8"))[1]
-    written = eval(row, {"Family": Family})
+    row = re.search(r'"qwen3": (FamilyTraits\(.*?\)),\n', (DOCS / "add-a-model.md").read_text("utf-8"))[1]
+    written = eval(row, {"FamilyTraits": FamilyTraits})
     tokens, want = golden("qwen3")
     for family, is_right in ((written, True), (replace(written, qk_norm="after"), False)):
         monkeypatch.setattr(models, "ARCHITECTURES", {"qwen3": family})
-        session = Session(models.load_model(open_fixture("qwen3")), on=Group(exact=True))
+        session = Session(models.load_model(open_fixture("qwen3")), on=DeviceGroup(exact=True))
         got = session.evaluate([tokens], every_position=True)[0]
         assert (nmse(got, want) <= allowed_nmse("qwen3")) == is_right
 

@@ -19,7 +19,7 @@ from hocket.frontends.gguf.tokenization.tokenizer import Tokenizer, tokenizer_fr
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
 
@@ -86,7 +86,7 @@ def model() -> Model:
 
 @cache
 def session() -> Session:
-    return Session(model(), on=Group(("numpy:0",)), context=64)
+    return Session(model(), on=DeviceGroup(("numpy:0",)), context=64)
 
 
 @cache
@@ -125,7 +125,12 @@ def relatives() -> tuple[Any, ...]:
         for candidate in plans[:3]
         for name in ("lanes", "leaves", "outputs", "cuts", "hardware", "group", "cost")
     )
-    machines = (base.find("cpu:0"), scheduler.simulate("cpu:3"), hocket.Trace(), Group(("numpy:0", "numpy:1")))
+    machines = (
+        base.find_device("cpu:0"),
+        scheduler.simulate("cpu:3"),
+        hocket.Trace(),
+        DeviceGroup(("numpy:0", "numpy:1")),
+    )
     steps = (Step(2, 3, 16, 16, 3), Step(sequences=1, tokens=1, cells=10**6, context=10**6, outputs=1))
     ended = hocket.Model(None, devices="numpy:0", context=8)
     ended.close()
@@ -221,14 +226,14 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "Plan.explain", (plan().explain, {"steps": False})
     yield "Plan.view", (plan().view, {"title": "a plan"})
     more = {"hardware": scheduler.CPU, "choose": None, "host": None}
-    yield "plan_for", (scheduler.plan_for, {"graph": graph, "group": plan().group, **PLANNING, **more})
+    yield "plan_for_group", (scheduler.plan_for_group, {"graph": graph, "group": plan().group, **PLANNING, **more})
     yield "plan_to_json", (scheduler.plan_to_json, {"plan": plan()})
     yield "plan_from_json", (scheduler.plan_from_json, {"text": scheduler.plan_to_json(plan())})
-    yield "difference", (scheduler.difference, {"before": plan(), "after": plan()})
+    yield "diff_plans", (scheduler.diff_plans, {"before": plan(), "after": plan()})
     yield "simulate", (scheduler.simulate, {"text": "cpu:2"})
-    yield "group_of", (base.group_of, {"names": ["numpy:0"], "threads": 1})
-    yield "find", (base.find, {"name": "numpy:0"})
-    yield "load a backend", (base.load, {"kind": "numpy"})
+    yield "group_of", (base.find_devices, {"names": ["numpy:0"], "threads": 1})
+    yield "find", (base.find_device, {"name": "numpy:0"})
+    yield "load a backend", (base.load_backend, {"kind": "numpy"})
     leaves = {**INPUTS, "w": WEIGHTS["w"], "q": np.zeros((2, 32))}
     yield "evaluate", (ops.evaluate, {"graph": graph, "bindings": leaves})
     for name, value in leaves.items():
@@ -239,9 +244,9 @@ def cases() -> Iterator[tuple[str, Case]]:
 def cases_of_models() -> Iterator[tuple[str, Case]]:
     yield "Token", (hocket.Token, {"id": 1, "text": "a", "logprob": -0.5})
     yield "open_model", (open_model, {"path": None, "header_only": False})
-    yield "Group", (Group, dataclasses.asdict(Group(("numpy:0",), threads=1)))
+    yield "DeviceGroup", (DeviceGroup, dataclasses.asdict(DeviceGroup(("numpy:0",), threads=1)))
     yield "Sampling", (Sampling, SAMPLING)
-    on = Group(("numpy:0",))
+    on = DeviceGroup(("numpy:0",))
     arguments = {"model": model(), "on": on, "sequences": 1, "context": 8, "batch": 4}
     yield "Session", (Session, arguments)
     path = str(FIXTURES / "llama/model.gguf")
@@ -255,12 +260,15 @@ def cases_of_models() -> Iterator[tuple[str, Case]]:
     yield "Model.detokenize", (language_model().detokenize, {"ids": [1], "special": False})
     yield "Session.evaluate", (evaluate_session, {"tokens": [[1]], "every_position": False})
     yield "Session.evaluate, tokens", (lambda new: evaluate_session(tokens=[new]), {"new": [1]})
-    yield "Session.step", (session().step, {"tokens": 1, "length": 1, "outputs": 1})
-    yield "Session.plan", (session().plan, {"step": session().step(1, 1)})
-    yield "Session.executor", (session().executor, {"step": session().step(1, 1)})
+    yield "Session.make_step", (session().make_step, {"tokens": 1, "length": 1, "outputs": 1})
+    yield "Session.plan", (session().plan, {"step": session().make_step(1, 1)})
+    yield "Session.executor", (session().executor, {"step": session().make_step(1, 1)})
     yield (
-        "Session.judge",
-        (lambda **arguments: list(session().judge(**arguments)), {"tokens": [1], "device": "reference:0"}),
+        "Session.compare_with_device",
+        (
+            lambda **arguments: list(session().compare_with_device(**arguments)),
+            {"tokens": [1], "device": "reference:0"},
+        ),
     )
     yield "Session.reset", (session().reset, {"sequence": 0})
     yield "Step", (Step, {"sequences": 1, "tokens": 1, "cells": 8, "context": 8, "outputs": 1})

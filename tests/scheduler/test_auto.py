@@ -9,11 +9,11 @@ import pytest
 
 from hocket import ops
 from hocket.backends import base
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.frontends.commands.plan import read_step_graph
 from hocket.graph import Graph, PlanError, input, state, weight
-from hocket.scheduler import plan_for
+from hocket.scheduler import plan_for_group
 from hocket.scheduler.choosing.auto import Way, best_of
 from hocket.scheduler.machines.hardware import CPU, Estimate
 from hocket.scheduler.machines.simulated import simulate
@@ -29,7 +29,9 @@ def make_candidate(kind, devices, seconds, weight_bytes, lacking=0.0):
     def make():
         built.append(kind)
         x = input("x", (1, 4))
-        plan = plan_for(Graph({"y": ops.silu(x)}), simulate(f"h200:{devices}").group, choose=lambda g, f: frozenset())
+        plan = plan_for_group(
+            Graph({"y": ops.silu(x)}), simulate(f"h200:{devices}").group, choose=lambda g, f: frozenset()
+        )
         return plan
 
     return Way(kind, devices, seconds, weight_bytes, lacking, make), built
@@ -101,7 +103,7 @@ def read_before_written() -> Graph:
 @pytest.mark.parametrize("count", [2, 4, 5, 8])
 @pytest.mark.parametrize("build", [leaves_only, read_before_written])
 def test_auto_refuses_no_graph_that_one_device_can_run(build, count, hardware):
-    assert plan_for(build(), [find(f"numpy:{number}") for number in range(count)], hardware=hardware).lanes
+    assert plan_for_group(build(), [find_device(f"numpy:{number}") for number in range(count)], hardware=hardware).lanes
 
 
 @pytest.mark.parametrize("kind", ["cuda-emulated", "hip-emulated", "third-party.kind", "numpy"])
@@ -115,9 +117,9 @@ def test_a_device_of_any_kind_may_be_left_free(kind, mode, monkeypatch):
             def device(self, index):
                 return replace(super().device(index), kind=kind)
 
-        monkeypatch.setattr(base, "load", lambda asked: Other())
-    new_plan = plan_for(
-        Graph({"y": ops.silu(input("x", (1, 4)))}), [find(f"{kind}:{n}") for n in (0, 1)], split_mode=mode
+        monkeypatch.setattr(base, "load_backend", lambda asked: Other())
+    new_plan = plan_for_group(
+        Graph({"y": ops.silu(input("x", (1, 4)))}), [find_device(f"{kind}:{n}") for n in (0, 1)], split_mode=mode
     )
     assert new_plan.spare == (f"{kind}:1",)
 
@@ -151,7 +153,7 @@ def test_stages_in_turn_take_no_less_than_one_that_has_all_layers(devices, follo
 def test_layers_across_halves_of_a_machine_are_considered(tmp_path):
     graph, _ = read_step_graph(llama_70b(tmp_path / "model.gguf", layers=4), context=1024, tokens=1)
     simulation = simulate("h200:4,nvlink")
-    plan = plan_for(graph, simulation.group, hardware=simulation.hardware)
+    plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
     assert any("layers across 2 teams, cut within each, on 4 devices" in why for why in plan.reasons)
 
 
@@ -173,7 +175,7 @@ def with_hidden(plan, seconds):
 def test_instructions_of_a_chain_share_its_launch(tmp_path):
     graph, _ = read_step_graph(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=1)
     simulation = simulate("h200:1")
-    plan = plan_for(graph, simulation.group, hardware=simulation.hardware)
+    plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
     (device_plan,) = plan.lanes
     assert sum(device_plan.launches()) == pytest.approx(len(device_plan.calls))
     assert len(device_plan.calls) < 0.7 * len(device_plan.program.instructions)
@@ -186,7 +188,7 @@ def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_p
     """One token of a mixture of experts waits for launches, which no cut makes fewer."""
     graph, _ = read_step_graph(qwen_80b(tmp_path / "model.gguf", layers=layers), context=1024, tokens=1)
     simulation = simulate(f"h200:{devices},nvlink")
-    plan = plan_for(graph, simulation.group, hardware=simulation.hardware)
+    plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
     free = [str(device) for _, device in simulation.group[1:]]
     assert list(plan.spare) == free
     assert re.match(r"h200:[1-7-]+ left free; ", plan.explain())
@@ -203,10 +205,10 @@ def test_auto_is_no_slower_than_what_is_chosen_by_hand(tmp_path, model, devices,
     """Check all plans except copies of weights on every device that gain less than a tenth."""
     graph, _ = read_step_graph(model(tmp_path / "model.gguf", layers=4), context=1024, tokens=tokens)
     simulation = simulate(devices)
-    auto = plan_for(graph, simulation.group, hardware=simulation.hardware).cost.total
+    auto = plan_for_group(graph, simulation.group, hardware=simulation.hardware).cost.total
     for count in {1, 2, len(simulation.group)}:
         for mode in ("none", "layer", "tensor"):
-            plan = plan_for(graph, simulation.group[:count], split_mode=mode, hardware=simulation.hardware)
+            plan = plan_for_group(graph, simulation.group[:count], split_mode=mode, hardware=simulation.hardware)
             memory, once = plan.memory(), sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
             copies = memory["weight"] + memory["state"] > 1.1 * once
             assert auto <= plan.cost.total * {"none": 1.0}.get(mode, 1 / 0.9 if copies else 1.03), (mode, count)

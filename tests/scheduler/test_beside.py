@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from hocket.backends import beside as module
-from hocket.backends.base import find
-from hocket.backends.beside import beside
+from hocket.backends.base import find_device
+from hocket.backends.beside import find_overlapped_instructions
 from hocket.backends.null.backend import NullBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import StepError
 from hocket.ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
-from hocket.scheduler import plan_for
+from hocket.scheduler import plan_for_group
 from hocket.scheduler.lowering.lower import lower
-from hocket.scheduler.running.timeline import timeline
-from hocket.scheduler.stages import WORK, Stage, estimate
-from hocket.scheduler.telling.critical import critical_path
+from hocket.scheduler.running.timeline import simulate_run
+from hocket.scheduler.stages import COMPUTE, TimelineEntry, estimate_run_time
+from hocket.scheduler.telling.critical import find_critical_path
 
 from ..given.graphs.random_graphs import bindings, seeded_graph
 from ..given.plans.branches import SPEEDS, branches_on, two_branches
@@ -34,14 +34,14 @@ SEEDS = (1, 11, 13, 14, 16, 20, 30, 32, 34, 41, 42, 43, 45, 46, 51, 53, 54, 57)
 class Overlapping(ReferenceBackend):
     """Plans are made as for devices that compute while they meet."""
 
-    def overlaps(self, devices):
+    def can_overlap_collectives(self, devices):
         return True
 
 
 def random_sharded_plan(seed: int, backend):
     graph, dice = seeded_graph(seed), random.Random(seed)
     group = [(backend, backend.device(d)) for d in range(dice.choice([2, 3]))]
-    return plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice), hardware=SPEEDS)
+    return plan_for_group(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice), hardware=SPEEDS)
 
 
 def as_late(plan):
@@ -75,7 +75,7 @@ def test_the_second_product_runs_beside_the_first_sum_and_what_follows_that_besi
 
 
 def test_a_device_that_does_one_thing_at_a_time_waits_at_once():
-    device_plan = branches_on(find("reference:0")[0]).lanes[0]
+    device_plan = branches_on(find_device("reference:0")[0]).lanes[0]
     assert device_plan.meanwhile == {}
 
 
@@ -84,9 +84,9 @@ def test_of_instructions_that_are_launched_together_all_wait_where_one_has_to():
     order = [i.node for i in program.instructions]
     together = (order.index("product.1"), order.index("norm.0"))
     first = next(n for n, i in enumerate(program.instructions) if i.op in COLLECTIVES)
-    assert first in beside(program)
+    assert first in find_overlapped_instructions(program)
     others = [(n,) for n in range(len(order)) if n not in together]
-    assert first not in beside(program, sorted([*others, together]))
+    assert first not in find_overlapped_instructions(program, sorted([*others, together]))
 
 
 def test_what_a_collective_reads_is_not_written_over_before_the_wait():
@@ -114,7 +114,7 @@ def test_a_wait_that_comes_too_late_is_seen(monkeypatch):
     def disturbs(collective, other):
         return any(a.overlaps(b) for touched in collective for a in touched for b in other[1])
 
-    monkeypatch.setattr(module, "disturbs", disturbs)
+    monkeypatch.setattr(module, "has_access_conflict", disturbs)
     seen = 0
     for seed in SEEDS:
         plan = random_sharded_plan(seed, Overlapping())
@@ -137,8 +137,8 @@ def test_what_would_write_where_a_collective_reads_or_writes_waits_for_it(what):
     (there,) = getattr(steps[first], what)
     (product,) = steps[first + 1].dst
     steps[first + 1] = dataclasses.replace(steps[first + 1], dst=(dataclasses.replace(product, offset=there.offset),))
-    assert first in beside(program)
-    assert first not in beside(dataclasses.replace(program, instructions=tuple(steps)))
+    assert first in find_overlapped_instructions(program)
+    assert first not in find_overlapped_instructions(dataclasses.replace(program, instructions=tuple(steps)))
 
 
 # --------------------------------------------------------------------------------------------------------- saved time
@@ -146,41 +146,43 @@ def test_what_would_write_where_a_collective_reads_or_writes_waits_for_it(what):
 
 def test_the_worked_example_waits_for_whichever_takes_longer():
     """Check work of 3, a collective of 5 during work of 4, then work of 1: 3 + 5 + 1 instead of 13."""
-    work = Stage(WORK, (0, 1), 0, 1, 0.0, 0.0, 3.0)
-    reduction = Stage("all_reduce", (0, 1), 0, 1, 0.0, 0.0, 5.0)
+    work = TimelineEntry(COMPUTE, (0, 1), 0, 1, 0.0, 0.0, 3.0)
+    reduction = TimelineEntry("all_reduce", (0, 1), 0, 1, 0.0, 0.0, 5.0)
     stages = [
         work,
         reduction,
-        dataclasses.replace(work, seconds=4.0, beside=True),
+        dataclasses.replace(work, seconds=4.0, is_overlapped=True),
         dataclasses.replace(work, seconds=1.0),
     ]
-    cost = estimate(stages, 2)
+    cost = estimate_run_time(stages, 2)
     assert (cost.total, cost.compute, cost.collectives, cost.hidden) == (9.0, 8.0, 5.0, 4.0)
-    assert [link.stage.seconds for link in critical_path(stages, 2)] == [3.0, 5.0, 1.0]
+    assert [link.stage.seconds for link in find_critical_path(stages, 2)] == [3.0, 5.0, 1.0]
     longer = dataclasses.replace(stages[2], seconds=7.0)
-    assert [link.stage.seconds for link in critical_path([*stages[:2], longer, stages[3]], 2)] == [3.0, 7.0, 1.0]
+    assert [link.stage.seconds for link in find_critical_path([*stages[:2], longer, stages[3]], 2)] == [3.0, 7.0, 1.0]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_virtual_clock_and_the_path_take_the_estimated_time(seed):
     plan = random_sharded_plan(seed, NullBackend(SPEEDS, computes_beside=True))
-    path = critical_path(plan.stages, len(plan.lanes))
+    path = find_critical_path(plan.stages, len(plan.lanes))
     assert np.isclose(sum(link.stage.seconds for link in path), plan.cost.total)
     assert 0.0 <= plan.cost.hidden <= plan.cost.collectives * (1 + 1e-9)
 
 
 def test_the_virtual_clock_computes_beside_a_sum_and_waits_behind_it():
-    beside_it, one_by_one = (timeline(branches_on(NullBackend(SPEEDS, computes_beside=does))) for does in (True, False))
+    beside_it, one_by_one = (
+        simulate_run(branches_on(NullBackend(SPEEDS, computes_beside=does))) for does in (True, False)
+    )
     plan = branches_on(NullBackend(SPEEDS, computes_beside=True))
-    assert beside_it.seconds < one_by_one.seconds
-    assert beside_it.seconds == pytest.approx(plan.cost.total)
-    assert one_by_one.seconds == pytest.approx(plan.cost.total + plan.cost.hidden)
-    for track in beside_it.tracks:
+    assert beside_it.total_seconds < one_by_one.total_seconds
+    assert beside_it.total_seconds == pytest.approx(plan.cost.total)
+    assert one_by_one.total_seconds == pytest.approx(plan.cost.total + plan.cost.hidden)
+    for track in beside_it.events_by_device:
         step = {s.node: s for s in track}
         first = next(s for s in track if s.op in COLLECTIVES)
         assert step["product.1"].start == pytest.approx(first.start)
         assert step["norm.0"].start >= first.end
-    assert 0 < beside_it.busy(0) <= 1
+    assert 0 < beside_it.compute_busy_share(0) <= 1
 
 
 def test_a_plan_says_what_computing_beside_collectives_saves():
@@ -192,7 +194,7 @@ def test_a_plan_says_what_computing_beside_collectives_saves():
 
 def test_messages_are_waited_for_at_once():
     backend = Overlapping()
-    plan = plan_for(decoder(), [(backend, backend.device(d)) for d in range(2)], split_mode="layer")
+    plan = plan_for_group(decoder(), [(backend, backend.device(d)) for d in range(2)], split_mode="layer")
     assert any(i.op in POINT_TO_POINT_OPS for i in plan.lanes[0].program.instructions)
     assert all(device_plan.meanwhile == {} for device_plan in plan.lanes)
 
@@ -200,4 +202,4 @@ def test_messages_are_waited_for_at_once():
 def test_one_device_alone_has_nothing_beside_which_to_compute():
     backend = Overlapping()
     _, program = lower(two_branches(), backend, backend.device(0))
-    assert beside(program) == {}
+    assert find_overlapped_instructions(program) == {}

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.graph import Graph, PlanError, Value, input, state, weight
-from hocket.scheduler import Plan, load, plan_for
+from hocket.scheduler import Plan, load, plan_for_group
 from hocket.scheduler.choosing.auto import JOINED
 from hocket.scheduler.choosing.branches import Branches
 from hocket.scheduler.choosing.planning import Planning
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.machines.simulated import simulate
-from hocket.scheduler.sharding.cost import Costs
-from hocket.scheduler.sharding.pins import Pin, Place
+from hocket.scheduler.sharding.cost import AssignmentCost
+from hocket.scheduler.sharding.pins import Pin, PlacementRules
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 from hocket.scheduler.verifier.plan import verify_plan
 
@@ -167,9 +167,9 @@ def test_branches_on_several_devices_give_the_numbers_of_one_device(name: str, d
     schedules = build_branches(graph, hardware, devices).find_schedules(devices)
     assert schedules
     placed = [Planning(graph, group, (), hardware).place_branches(schedule) for schedule in schedules]
-    auto, fastest = plan_for(graph, group, hardware=hardware), min(plan.cost.total for plan in placed)
+    auto, fastest = plan_for_group(graph, group, hardware=hardware), min(plan.cost.total for plan in placed)
     assert auto.cost.total <= fastest * (1 + (JOINED if has_branches(auto) else 1e-3))
-    expected = run_twice(plan_for(graph, [find("numpy:0")]))
+    expected = run_twice(plan_for_group(graph, [find_device("numpy:0")]))
     for plan in (auto, *placed[:2]):
         assert len(plan.lanes) > 1
         assert all(np.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(run_twice(plan), expected, strict=True))
@@ -213,9 +213,9 @@ def test_no_choice_by_hand_is_three_per_cent_faster_than_auto(name: str, machine
     graph, simulation = BUILDERS[name](), simulate(machine)
     hardware, once = simulation.hardware_for(graph), sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
 
-    def plan(mode: str, devices: int, place: Place = ()) -> Plan | None:
+    def plan(mode: str, devices: int, place: PlacementRules = ()) -> Plan | None:
         try:
-            return plan_for(graph, simulation.group[:devices], split_mode=mode, hardware=hardware, place=place)
+            return plan_for_group(graph, simulation.group[:devices], split_mode=mode, hardware=hardware, place=place)
         except PlanError:
             return None
 
@@ -236,8 +236,8 @@ def test_no_choice_by_hand_is_three_per_cent_faster_than_auto(name: str, machine
 def test_the_reasons_name_independent_branches(name: str):
     graph, simulation = BUILDERS[name](), simulate("rtx3090:4,pcie4")
     hardware = simulation.hardware_for(graph)
-    plan = plan_for(graph, simulation.group, hardware=hardware)
-    alone = plan_for(graph, simulation.group[:1], hardware=hardware)
+    plan = plan_for_group(graph, simulation.group, hardware=hardware)
+    alone = plan_for_group(graph, simulation.group[:1], hardware=hardware)
     assert has_branches(plan)
     assert plan.cost.total < 0.75 * alone.cost.total
     assert plan.memory()["weight"] == alone.memory()["weight"]
@@ -248,7 +248,7 @@ def test_the_reasons_name_independent_branches(name: str):
 def test_a_device_works_on_its_own_branch_before_it_waits_for_another(machine: str):
     """The join reads the tower of the other device first."""
     simulation, graph = simulate(machine), build_towers((4, 4))
-    plan = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
+    plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
     (receiver,) = (own for own in plan.lanes if any(n.op == "receive" for n in own.graph.nodes))
     ran = [i.op for i in receiver.program.instructions]
     assert ran.index("receive") > max(at for at, op in enumerate(ran) if op == "mul_mat")
@@ -258,7 +258,9 @@ def test_a_device_works_on_its_own_branch_before_it_waits_for_another(machine: s
 def test_layers_work_on_towers_at_the_same_time(machine: str):
     simulation, graph = simulate(machine), build_towers((6, 6, 6, 6))
     hardware = simulation.hardware_for(graph)
-    alone, layers = (plan_for(graph, simulation.group, split_mode=m, hardware=hardware) for m in ("none", "layer"))
+    alone, layers = (
+        plan_for_group(graph, simulation.group, split_mode=m, hardware=hardware) for m in ("none", "layer")
+    )
     assert layers.cost.total < 0.6 * alone.cost.total
 
 
@@ -278,7 +280,9 @@ def test_messages_at_the_same_time_do_not_add_up():
 
 
 def build_branches(graph: Graph, hardware: Hardware, devices: int, memory: float = math.inf) -> Branches:
-    seconds = {node: hardware.compute(*work) for node, work in Costs(graph, 1, hardware).work.items()}
+    seconds = {
+        node: hardware.compute_seconds(*work) for node, work in AssignmentCost(graph, 1, hardware).node_work.items()
+    }
     return Branches(graph, devices, hardware, seconds, memory)
 
 
@@ -287,7 +291,7 @@ def test_one_chain_has_no_branches():
     branches = build_branches(graph, BUSY, 4)
     assert branches.compute_cluster_bound(4) is None
     assert branches.estimate_overlap(4) == pytest.approx(1)
-    plan = plan_for(graph, group_of(4, "numpy"), hardware=BUSY)
+    plan = plan_for_group(graph, group_of(4, "numpy"), hardware=BUSY)
     assert not any("independent branches" in reason for reason in plan.reasons)
 
 
@@ -317,4 +321,4 @@ def test_branches_of_any_graph_make_a_plan_that_is_proven(seed: int):
     for schedule in build_branches(graph, slow, devices).find_schedules(devices):
         assert set(schedule.placement) == {node for node in graph.nodes if not node.is_leaf}
         verify_plan(planning.place_branches(schedule))
-    assert plan_for(graph, group_of(devices, "numpy"), hardware=slow).lanes
+    assert plan_for_group(graph, group_of(devices, "numpy"), hardware=slow).lanes

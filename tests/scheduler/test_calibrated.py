@@ -14,15 +14,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hocket.backends.base import find
-from hocket.backends.cache import keep, recalled
+from hocket.backends.base import find_device
+from hocket.backends.cache import read_cached, write_cached
 from hocket.cli import main
 from hocket.frontends.commands import calibrate
-from hocket.frontends.devices import ONE_DEVICE, Group, found
-from hocket.frontends.measuring import compared
+from hocket.frontends.devices import ONE_DEVICE, DeviceGroup, resolve_devices
+from hocket.frontends.measuring import format_comparison
 from hocket.graph import DType, Graph, constant, input, state, weight
 from hocket.ops import add, get_rows, mul_mat, mul_mat_id, reshape, set_rows
-from hocket.scheduler import CPU, kept_plan, plan_for
+from hocket.scheduler import CPU, plan_for_group, plan_with_cache
 from hocket.scheduler.machines.calibrated import (
     Speeds,
     _say_unfit,
@@ -45,7 +45,7 @@ from hocket.scheduler.probing.probe_graphs import (
     build_prefill_attention_graph,
     build_recurrence_graph,
 )
-from hocket.scheduler.telling.measured import Measured, Step
+from hocket.scheduler.telling.measured import MeasuredPlan, MeasuredStep
 
 from ..given.models.goldens import TINY
 
@@ -64,13 +64,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plans_use_the_saved_speeds_of_their_devices():
-    graph, group = build_matmul_graph(DType.Q8_0, 1, 1), found(ONE_DEVICE)
-    assert kept_plan(graph, group).hardware == CPU
+    graph, group = build_matmul_graph(DType.Q8_0, 1, 1), resolve_devices(ONE_DEVICE)
+    assert plan_with_cache(graph, group).hardware == CPU
     keep_speeds({group_name(group): SPEEDS})
-    plan = kept_plan(graph, group)
+    plan = plan_with_cache(graph, group)
     assert (plan.hardware.bandwidth, plan.hardware.flops) == pytest.approx((10e9, 4e9))
     assert (plan.hardware.launch, plan.hardware.link_bandwidth, plan.hardware.link_latency) == (3e-6, 5e9, 7e-6)
-    others = found(Group(devices=("cpu:0", "cpu:1")))
+    others = resolve_devices(DeviceGroup(devices=("cpu:0", "cpu:1")))
     assert hardware_of(graph, others).source == "built in", "two at once have other speeds than one"
 
 
@@ -80,7 +80,9 @@ def test_plans_use_the_saved_speeds_of_their_devices():
 )
 def test_virtual_devices_share_the_built_in_speeds_of_their_processors(processors, threads, share, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: processors)
-    group = [(find("cpu:0")[0].with_threads(count), find(f"cpu:{i}")[1]) for i, count in enumerate(threads)]
+    group = [
+        (find_device("cpu:0")[0].with_threads(count), find_device(f"cpu:{i}")[1]) for i, count in enumerate(threads)
+    ]
     hardware = built_in(group)
     assert (hardware.flops, hardware.bandwidth) == pytest.approx((share * CPU.flops, share * CPU.bandwidth))
     assert hardware.source == "built in"
@@ -89,9 +91,9 @@ def test_virtual_devices_share_the_built_in_speeds_of_their_processors(processor
 def test_two_virtual_devices_are_not_predicted_faster_than_one():
     seconds = []
     for devices in (("cpu:0",), ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1", "cpu:2")):
-        group, graph = found(Group(devices=devices)), build_prefill_attention_graph()
+        group, graph = resolve_devices(DeviceGroup(devices=devices)), build_prefill_attention_graph()
         for mode in ("auto", "tensor", "layer"):
-            plan = plan_for(graph, group, split_mode=mode, hardware=hardware_of(graph, group))
+            plan = plan_for_group(graph, group, split_mode=mode, hardware=hardware_of(graph, group))
             seconds.append(plan.cost.total)
             assert seconds[0] <= seconds[-1] * (1 + 1e-9), (devices, mode)
 
@@ -106,15 +108,15 @@ def test_what_reads_no_weights_has_arithmetic_of_its_own():
         (build_recurrence_graph(), 20),
         (build_matmul_graph(DType.F32, 1, 8), 1),
     ):
-        first, second = (plan_for(graph, [find("numpy:0")], hardware=h).cost.total for h in (quick, slow))
+        first, second = (plan_for_group(graph, [find_device("numpy:0")], hardware=h).cost.total for h in (quick, slow))
         assert second == pytest.approx(times * first, rel=0.01)
 
 
 def test_a_plan_says_when_its_speeds_were_measured(capsys: pytest.CaptureFixture[str]):
     assert told_speeds(CPU) == "built in; hocket calibrate measures them"
-    group = found(ONE_DEVICE)
-    document = json.loads(recalled(keep_speeds({group_name(group): SPEEDS})) or b"")
-    keep(speeds_file(), json.dumps({**document, "date": "1971-01-02"}).encode())
+    group = resolve_devices(ONE_DEVICE)
+    document = json.loads(read_cached(keep_speeds({group_name(group): SPEEDS})) or b"")
+    write_cached(speeds_file(), json.dumps({**document, "date": "1971-01-02"}).encode())
     assert main(["plan", TINY]) == 0
     out = capsys.readouterr().out
     assert "speeds: calibrated 1971-01-02\n" in out
@@ -136,7 +138,7 @@ def _truncate_file(file: Path) -> None:
 
 
 def _foreign(file: Path) -> None:
-    keep(file, json.dumps({"of": "another", "speeds": {}}).encode())
+    write_cached(file, json.dumps({"of": "another", "speeds": {}}).encode())
 
 
 def _impossible(**figures: object):
@@ -157,7 +159,7 @@ IMPOSSIBLE = (
 
 @pytest.mark.parametrize("spoil", [_truncate_file, _foreign, *(_impossible(**figures) for figures in IMPOSSIBLE)])
 def test_a_file_that_does_not_fit_is_left_aside_in_one_line(spoil, caplog: pytest.LogCaptureFixture):
-    graph, group = build_launch_chain_graph(64), found(ONE_DEVICE)
+    graph, group = build_launch_chain_graph(64), resolve_devices(ONE_DEVICE)
     keep_speeds({group_name(group): SPEEDS})
     assert read_speeds(speeds_file()) == {group_name(group): SPEEDS}
     spoil(speeds_file())
@@ -186,9 +188,9 @@ def test_what_a_clock_says_becomes_speeds_that_predict_it():
         bandwidth = KNOWN.value_bandwidth if is_close_row else KNOWN.bandwidth
         q = plan.graph.inputs[0]
         slow = 3 if q.node.name == "q" and q.shape[0] == ROWS and not is_again else 1
-        return slow * plan_for(plan.graph, plan.group, hardware=replace(KNOWN, bandwidth=bandwidth)).cost.total
+        return slow * plan_for_group(plan.graph, plan.group, hardware=replace(KNOWN, bandwidth=bandwidth)).cost.total
 
-    speeds = speeds_of([find("numpy:0")], clock, kinds=(DType.F32,), rounds=1)
+    speeds = speeds_of([find_device("numpy:0")], clock, kinds=(DType.F32,), rounds=1)
     assert speeds.launch == pytest.approx(KNOWN.launch, rel=0.05)
     assert speeds.bandwidth["f32"] == pytest.approx(KNOWN.bandwidth, rel=0.02)
     assert speeds.flops["f32"] == pytest.approx(KNOWN.flops, rel=0.02)
@@ -213,10 +215,10 @@ def test_of_what_is_read_again_caches_hold_as_much_as_the_clock_says():
         while sum(size for _, size in cache) > 110e6:
             del cache[0]
         bandwidth = KNOWN.bandwidth * (4 if is_cached else 1)
-        return plan_for(plan.graph, plan.group, hardware=replace(KNOWN, bandwidth=bandwidth)).cost.total
+        return plan_for_group(plan.graph, plan.group, hardware=replace(KNOWN, bandwidth=bandwidth)).cost.total
 
     kinds = (DType.Q8_0, DType.F16, DType.F32)
-    speeds = speeds_of([find("numpy:0")], clock, kinds=kinds, rounds=1)
+    speeds = speeds_of([find_device("numpy:0")], clock, kinds=kinds, rounds=1)
     assert [*speeds.bandwidth.values()] == pytest.approx([KNOWN.bandwidth] * 3, rel=0.02)
     assert [*speeds.cached.values()] == pytest.approx([4 * KNOWN.bandwidth] * 3, rel=0.05)
     assert {round(float(size) / 1e6): share for size, share in speeds.held.items()} == pytest.approx(
@@ -259,23 +261,29 @@ def test_of_a_table_rows_are_read_and_of_experts_in_the_end_all():
 def test_states_are_read_at_a_speed_of_their_own():
     seen = build_decode_attention_graph(1 << 20)
     speeds = replace(SPEEDS, value_bandwidth=1e15, plain_flops=1e15, launch=1e-12, state_bandwidth=2e9)
-    seconds = plan_for(seen, [find("numpy:0")], hardware=speeds.hardware(seen)).cost.total
+    seconds = plan_for_group(seen, [find_device("numpy:0")], hardware=speeds.hardware(seen)).cost.total
     assert seconds == pytest.approx(sum(v.spec.nbytes for v in seen.states) / 2e9, rel=0.01)
 
 
 def test_measured_times_of_reading_and_arithmetic_add_up():
     hidden, added = replace(KNOWN, value_bandwidth=0.0), replace(KNOWN, launch=0.0)
-    assert hidden.compute(9e9, 3e9, 3e9, launches=0) == pytest.approx(0.2), "memory takes longer and hides arithmetic"
-    assert added.compute(9e9, 3e9, 3e9) == pytest.approx(0.01 + 0.2)
-    assert added.compute(9e9, 3e9, 1.5e9) == pytest.approx(0.01 + 0.1 + 0.03), "values are nearer than weights"
-    assert added.compute(9e9, 3e9, 2.5e9, rows=1) == pytest.approx(2.5 / 15 + 0.01), "a product's arithmetic hides them"
-    assert added.compute(9e9, 3e9, 1.5e9, rows=1) == pytest.approx(0.1 + 0.03), "as far as it takes as long"
+    assert hidden.compute_seconds(9e9, 3e9, 3e9, launches=0) == pytest.approx(0.2), (
+        "memory takes longer and hides arithmetic"
+    )
+    assert added.compute_seconds(9e9, 3e9, 3e9) == pytest.approx(0.01 + 0.2)
+    assert added.compute_seconds(9e9, 3e9, 1.5e9) == pytest.approx(0.01 + 0.1 + 0.03), "values are nearer than weights"
+    assert added.compute_seconds(9e9, 3e9, 2.5e9, rows=1) == pytest.approx(2.5 / 15 + 0.01), (
+        "a product's arithmetic hides them"
+    )
+    assert added.compute_seconds(9e9, 3e9, 1.5e9, rows=1) == pytest.approx(0.1 + 0.03), "as far as it takes as long"
 
 
 def test_weights_are_unpacked_for_many_rows_and_in_part_for_few():
     slow = replace(KNOWN, launch=0.0, unpack_bandwidth=5e9)
     works = [Counts().of(build_matmul_graph(DType.F32, 1, rows).outputs["y"].node) for rows in (1, MANY // 2, MANY)]
-    longer = [slow.compute(*work) - replace(slow, unpack_bandwidth=0.0).compute(*work) for work in works]
+    longer = [
+        slow.compute_seconds(*work) - replace(slow, unpack_bandwidth=0.0).compute_seconds(*work) for work in works
+    ]
     nbytes = build_matmul_graph(DType.F32, 1, 1).weights[0].spec.nbytes
     whole = nbytes * (1 / 5e9 - 1 / 15e9)
     assert longer == pytest.approx([0.0, (MANY // 2 - 1) / (MANY - 1) * whole, whole])
@@ -324,7 +332,7 @@ def test_devices_that_work_together_synchronise_as_quickly_as_their_sums():
         communication_seconds = 3e-6 * ops.count("all_reduce") + 30e-6 * (ops.count("send") + ops.count("receive"))
         return max(run.plan.cost.compute for run in runs) + communication_seconds
 
-    speeds = speeds_of([find("numpy:0"), find("numpy:1")], clock, kinds=(DType.F32,), rounds=1)
+    speeds = speeds_of([find_device("numpy:0"), find_device("numpy:1")], clock, kinds=(DType.F32,), rounds=1)
     assert speeds.link_latency == pytest.approx(3e-6, rel=0.05)
 
 
@@ -334,9 +342,9 @@ def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
     def clock(runs):
         plan = runs[0].plan
         slower = {1: 3.0, MANY: 2.0, ROWS: 2.0}.get(plan.graph.inputs[0].shape[0], 1.0) if len(runs) > 1 else 1.0
-        return slower * plan_for(plan.graph, plan.group, hardware=KNOWN).cost.total
+        return slower * plan_for_group(plan.graph, plan.group, hardware=KNOWN).cost.total
 
-    group = [find("numpy:0"), find("numpy:1")]
+    group = [find_device("numpy:0"), find_device("numpy:1")]
     speeds = speeds_of(group, clock, kinds=(DType.F32,), rounds=1)
     assert (speeds.alone_flops, speeds.alone_bandwidth) == pytest.approx((2.0, 3.0), rel=0.05)
     keep_speeds({group_name(group): speeds})
@@ -380,9 +388,9 @@ def test_speeds_that_cannot_be_saved_are_reported(
 
 
 def test_predicted_stands_beside_measured():
-    plan = plan_for(build_launch_chain_graph(64), [find("numpy:0")])
-    steps = tuple(Step("k", 2 * plan.prices[0].of(at).seconds, 1) for at in range(STEPS))
-    lines = compared(plan, 4 * plan.cost.total, Measured("run", 1, 1.0, True, (steps,)))
+    plan = plan_for_group(build_launch_chain_graph(64), [find_device("numpy:0")])
+    steps = tuple(MeasuredStep("k", 2 * plan.prices[0].cost_of(at).seconds, 1) for at in range(STEPS))
+    lines = format_comparison(plan, 4 * plan.cost.total, MeasuredPlan("run", 1, 1.0, True, (steps,)))
     assert lines[1].split()[-3:] == ["-75%", "a", "run"]
     assert [line.split()[-2:] for line in lines[2:]] == [["-50%", "add"], ["-50%", "rms_norm"]]
 

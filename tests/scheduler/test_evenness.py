@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hocket import ops
-from hocket.backends.base import group_of
+from hocket.backends.base import find_devices
 from hocket.graph import Graph, input, weight
-from hocket.scheduler import plan, plan_for
+from hocket.scheduler import plan, plan_for_group
 from hocket.scheduler.layout import Local, Replicate, Shard
-from hocket.scheduler.telling.evenness import EVEN, evenness
-from hocket.scheduler.units import nbytes_text
+from hocket.scheduler.telling.evenness import BALANCE_TOLERANCE, find_imbalance
+from hocket.scheduler.units import format_bytes
 
 from ..given.models.goldens import decode_graph
 
@@ -31,8 +31,8 @@ def by_heads(graph, factors):
 
 
 def plan_sharded(graph, **options):
-    group = group_of(["cpu:0", "cpu:1"], 1)
-    return plan_for(graph, group, split_mode="tensor", choose=lambda g, f: frozenset(by_heads(g, f)), **options)
+    group = find_devices(["cpu:0", "cpu:1"], 1)
+    return plan_for_group(graph, group, split_mode="tensor", choose=lambda g, f: frozenset(by_heads(g, f)), **options)
 
 
 @pytest.mark.parametrize(
@@ -42,24 +42,24 @@ def plan_sharded(graph, **options):
 def test_each_device_has_its_share_or_a_reason_is_reported_to_the_byte(name, split_mode, devices):
     new_plan = plan(decode_graph(name), ",".join(f"cpu:{i}" for i in range(devices)), split_mode=split_mode)
     weight_bytes = [device_plan.memory()["weight"] for device_plan in new_plan.lanes]
-    reported, share = evenness(new_plan), plan(new_plan.graph, "cpu:0").memory()["weight"] / devices
+    reported, share = find_imbalance(new_plan), plan(new_plan.graph, "cpu:0").memory()["weight"] / devices
     if reported is None:
-        assert all(abs(n - share) <= EVEN * share for n in weight_bytes)
+        assert all(abs(n - share) <= BALANCE_TOLERANCE * share for n in weight_bytes)
         return
-    assert list(reported.held) == weight_bytes
-    assert list(reported.shares) == pytest.approx([share] * devices)
+    assert list(reported.stored_bytes) == weight_bytes
+    assert list(reported.share_bytes) == pytest.approx([share] * devices)
     fullest = max(weight_bytes)
-    assert sum(cause.over for cause in reported.causes) == pytest.approx(fullest - share)
+    assert sum(cause.excess_bytes for cause in reported.causes) == pytest.approx(fullest - share)
     own = {b.name: b.nbytes for b in new_plan.lanes[weight_bytes.index(fullest)].program.buffers if b.kind == "weight"}
     for cause in reported.causes:
         assert cause.nbytes == sum(own.get(name, 0) for name in cause.weights)
         layouts = {type(new_plan.leaves[name]) for name in cause.weights}
         begins = "whole on each device: " if layouts == {Replicate} else "cut along axis " if layouts == {Shard} else ""
-        assert cause.why.startswith(begins or "whole on ")
+        assert cause.reason.startswith(begins or "whole on ")
         assert begins or layouts == {Local}
     text = new_plan.explain()
-    assert all(line in text for line in reported.lines())
-    assert all(f"{nbytes_text(n)} of weights" in reported.lines()[0] for n in weight_bytes)
+    assert all(line in text for line in reported.format_lines())
+    assert all(f"{format_bytes(n)} of weights" in reported.format_lines()[0] for n in weight_bytes)
 
 
 def test_reasons_are_those_of_the_plan():
@@ -80,5 +80,5 @@ def test_shares_that_were_asked_for_count_as_even():
 
 
 def test_nothing_is_reported_where_there_is_nothing_to_share():
-    assert evenness(plan(layer(), "cpu:0")) is None
-    assert evenness(plan(Graph({"y": ops.silu(input("x", (8,)))}), "cpu:0,cpu:1", split_mode="tensor")) is None
+    assert find_imbalance(plan(layer(), "cpu:0")) is None
+    assert find_imbalance(plan(Graph({"y": ops.silu(input("x", (8,)))}), "cpu:0,cpu:1", split_mode="tensor")) is None

@@ -8,12 +8,12 @@ from itertools import takewhile
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.graph import Graph, input, weight
 from hocket.ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
-from hocket.scheduler import plan, plan_for
+from hocket.scheduler import plan, plan_for_group
 from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.telling.hints import hints
+from hocket.scheduler.telling.hints import find_hints
 
 from ..given.models.goldens import decode_graph
 
@@ -68,21 +68,21 @@ def seconds_before_message(plan, to):
     "name", ["lookup", "llama", *(pytest.param(n, marks=pytest.mark.long()) for n in ("qwen3moe", "gemma3"))]
 )
 def test_a_hint_says_what_planning_so_gives(name, devices):
-    graph, group = lookup() if name == "lookup" else decode_graph(name), [find(d) for d in devices.split(",")]
-    plan = plan_for(graph, group, split_mode="tensor", hardware=FAST)
-    advice = {hint.place: hint for hint in hints(plan).values()}
+    graph, group = lookup() if name == "lookup" else decode_graph(name), [find_device(d) for d in devices.split(",")]
+    plan = plan_for_group(graph, group, split_mode="tensor", hardware=FAST)
+    advice = {hint.placement_rule: hint for hint in find_hints(plan).values()}
     assert advice
     for place, hint in advice.items():
         pins = [tuple(place.rsplit("=", 1))]
-        placed = plan_for(graph, group, split_mode="tensor", hardware=FAST, place=pins)
+        placed = plan_for_group(graph, group, split_mode="tensor", hardware=FAST, place=pins)
         before, after = weights(plan), weights(placed)
-        assert dict(hint.saved) == {d: before[d] - after[d] for d in before if before[d] != after[d]}
-        to, margin = devices.split(",").index(hint.place.rsplit("=", 1)[1]), 0.02 * abs(hint.seconds)
+        assert dict(hint.saved_bytes_by_device) == {d: before[d] - after[d] for d in before if before[d] != after[d]}
+        to, margin = devices.split(",").index(hint.placement_rule.rsplit("=", 1)[1]), 0.02 * abs(hint.extra_seconds)
         in_order = seconds_in_order_of(plan, placed, to) - seconds_in_order_of(plan, plan, to)
-        assert in_order == pytest.approx(hint.seconds, abs=margin)
+        assert in_order == pytest.approx(hint.extra_seconds, abs=margin)
         # Receivers may compute something else until the message arrives, so the plan takes less time by that at most.
         slower = placed.cost.total - plan.cost.total
-        assert hint.seconds - margin - seconds_before_message(placed, to) <= slower <= hint.seconds + margin
+        assert hint.extra_seconds - margin - seconds_before_message(placed, to) <= slower <= hint.extra_seconds + margin
 
 
 def test_a_hint_stands_behind_the_reason_of_each_stage_that_reads_the_weight():
@@ -93,11 +93,11 @@ def test_a_hint_stands_behind_the_reason_of_each_stage_that_reads_the_weight():
 
 
 def test_no_hint_where_it_saves_little_or_nothing():
-    assert not hints(plan(lookup(), "cpu:0"))
-    assert not hints(plan(lookup(rows=2), "cpu:0,cpu:1", split_mode="tensor"))
-    assert not hints(plan(lookup(), "cpu:0,cpu:1", split_mode="layer"))
+    assert not find_hints(plan(lookup(), "cpu:0"))
+    assert not find_hints(plan(lookup(rows=2), "cpu:0,cpu:1", split_mode="tensor"))
+    assert not find_hints(plan(lookup(), "cpu:0,cpu:1", split_mode="layer"))
 
 
 def test_a_name_that_cannot_be_typed_gives_no_hint():
-    assert not hints(plan(lookup("words\n"), "cpu:0,cpu:1", split_mode="tensor"))
-    assert not hints(plan(lookup("w" * 100), "cpu:0,cpu:1", split_mode="tensor"))
+    assert not find_hints(plan(lookup("words\n"), "cpu:0,cpu:1", split_mode="tensor"))
+    assert not find_hints(plan(lookup("w" * 100), "cpu:0,cpu:1", split_mode="tensor"))

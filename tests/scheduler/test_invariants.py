@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.backends.base import Support, find
+from hocket.backends.base import Support, find_device
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph import Graph, PlanError, Value
 from hocket.graph.graph import assign_names
 from hocket.ops import op_of
 from hocket.ops.collectives import COLLECTIVES
-from hocket.scheduler import Executor, Store, load, plan_for
+from hocket.scheduler import Executor, Store, load, plan_for_group
 from hocket.scheduler.verifier.plan import verify_plan
 
 from ..given.graphs.random_graphs import bindings, graphs, seeded_graph
@@ -37,9 +37,11 @@ def test_every_plan_of_any_graph_is_verified(graph, seed, n, by_layers):
     dice = random.Random(seed)
     shares = [dice.choice([0, 1, 1, 3]) for _ in range(n - 1)] + [1]
     if by_layers:
-        plan = plan_for(graph, group_of(n), tensor_split=shares, split_mode="layer")
+        plan = plan_for_group(graph, group_of(n), tensor_split=shares, split_mode="layer")
     else:
-        plan = plan_for(graph, group_of(n), tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
+        plan = plan_for_group(
+            graph, group_of(n), tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice)
+        )
     verify_plan(plan)
 
 
@@ -48,7 +50,7 @@ def test_every_plan_of_any_graph_is_verified(graph, seed, n, by_layers):
 def test_plans_of_the_search_are_verified_too(mode, n):
     from ..given.plans.faults import decoder
 
-    verify_plan(plan_for(decoder(), group_of(n, "cpu"), split_mode=mode))
+    verify_plan(plan_for_group(decoder(), group_of(n, "cpu"), split_mode=mode))
 
 
 @BOTH
@@ -56,7 +58,7 @@ def test_plans_of_the_search_are_verified_too(mode, n):
 def test_every_node_runs_once_on_each_device_that_has_it(seed, mode):
     plan, _, _ = random_plan(seed, mode)
     for device_plan in plan.lanes:
-        saves = device_plan.program.saves
+        saves = device_plan.program.save_positions
         ran = Counter(i.node for at, i in enumerate(device_plan.program.instructions) if at not in saves)
         assert set(ran.values()) <= {1}
         work = [n for n in device_plan.graph.nodes if not n.is_leaf and not op_of(n).is_view]
@@ -91,13 +93,13 @@ def test_a_plan_needs_what_its_nodes_need_and_says_what_is_missing(seed):
     graph, dice = seeded_graph(seed), random.Random(seed)
     used = sorted({n.op for n in graph.nodes if not n.is_leaf and not op_of(n).is_view})
     known = set(used)
-    plan_for(graph, [(Picky(known), find("reference:0")[1])])
-    plan_for(graph, [(Picky({*known, "rope", "top_k"}), find("reference:0")[1])])
+    plan_for_group(graph, [(Picky(known), find_device("reference:0")[1])])
+    plan_for_group(graph, [(Picky({*known, "rope", "top_k"}), find_device("reference:0")[1])])
     needed = [op for op in used if op not in ("cont", "scale", "concat")]
     if needed:
         lost = dice.choice(needed)
         with pytest.raises(PlanError, match=rf"{lost}\(.*cannot run on reference:0: it never learnt to"):
-            plan_for(graph, [(Picky(known - {lost}), find("reference:0")[1])])
+            plan_for_group(graph, [(Picky(known - {lost}), find_device("reference:0")[1])])
 
 
 @MANY
@@ -128,12 +130,12 @@ def test_an_observer_anywhere_sees_the_value_and_changes_nothing(seed, mode):
     watched = Graph({**graph.outputs, **seen}, graph.updates)
     values = bindings(graph, np.random.default_rng(seed))
     if mode == "layer":
-        plan = plan_for(watched, group_of(3), split_mode="layer")
+        plan = plan_for_group(watched, group_of(3), split_mode="layer")
     else:
-        plan = plan_for(watched, group_of(3), choose=lambda g, f: everything_that_fits(g, f, dice))
+        plan = plan_for_group(watched, group_of(3), choose=lambda g, f: everything_that_fits(g, f, dice))
     verify_plan(plan)
-    unwatched = run_of(plan_for(graph, group_of(1)), values)
-    want = run_of(plan_for(watched, group_of(1)), values)
+    unwatched = run_of(plan_for_group(graph, group_of(1)), values)
+    want = run_of(plan_for_group(watched, group_of(1)), values)
     got = run_of(plan, values)
     for name, array in want.items():
         np.testing.assert_allclose(got[name], array, rtol=1e-9, atol=1e-9)
@@ -193,7 +195,7 @@ def test_every_read_finds_what_its_source_wrote_whole(seed, mode):
         for name, tensor in device_plan.program.inputs.items():
             arena[slice(*_reach(tensor))] = number[Value(nodes[name])]
         for at, i in enumerate(device_plan.program.instructions):
-            if at in device_plan.program.saves:
+            if at in device_plan.program.save_positions:
                 arena[slice(*_reach(i.dst[0]))] = -2 - at
                 continue
             sources = (
@@ -210,7 +212,7 @@ def test_every_read_finds_what_its_source_wrote_whole(seed, mode):
                     arena[slice(*_reach(tensor))] = number[value]
         ends = [(device_plan.graph.outputs[name], tensor) for name, tensor in device_plan.program.outputs.items()]
         _check_location(arena, [v for v, _ in ends], [t for _, t in ends], number)
-        for at in device_plan.program.saves:  # the saves that undo the run are present to its end
+        for at in device_plan.program.save_positions:  # the saves that undo the run are present to its end
             assert (arena[slice(*_reach(device_plan.program.instructions[at].dst[0]))] == -2 - at).all()
 
 
@@ -248,8 +250,8 @@ def test_outputs_of_a_run_stay_as_they_were_in_the_next(seed, mode):
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 def test_a_smaller_plan_over_the_same_store_takes_no_more_memory(mode):
     group = group_of(2, "cpu")
-    big = plan_for(cached_product(8), group, split_mode=mode)
-    small = plan_for(cached_product(1), group, like=big)
+    big = plan_for_group(cached_product(8), group, split_mode=mode)
+    small = plan_for_group(cached_product(1), group, like=big)
     store = Store(group)
     store.bind("k", np.ones((8, 4), np.float32), big.graph.weights[0].spec, big.leaves["k"])
     run = Executor(big, store)

@@ -9,7 +9,7 @@ import pytest
 from hocket import ops
 from hocket.cli import main
 from hocket.graph import Graph, PlanError, input, weight
-from hocket.scheduler import plan_for
+from hocket.scheduler import plan_for_group
 from hocket.scheduler.machines.catalogue import GIB, LINKS, MACHINES
 from hocket.scheduler.machines.simulated import simulate
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
@@ -69,11 +69,11 @@ def test_a_kind_without_like_is_planned_by_its_own_figures(tmp_path):
 def test_a_plan_for_an_own_machine_comes_back_from_json(tmp_path):
     graph = Graph({"y": ops.mul_mat(weight("w", (4096, 4096), "q8_0"), input("x", (1, 4096)))})
     machines = simulate(write(tmp_path, WHOLE))
-    plan = plan_for(graph, machines.group, hardware=machines.hardware_for(graph), split_mode="tensor")
+    plan = plan_for_group(graph, machines.group, hardware=machines.hardware_for(graph), split_mode="tensor")
     again = plan_from_json(plan_to_json(plan))
     assert plan_to_json(again) == plan_to_json(plan)
     assert [one.device.memory for one in again.lanes] == [48 * GIB] * len(plan.lanes)
-    assert "machines" not in plan_to_json(plan_for(graph, simulate("rtx4090:2").group))
+    assert "machines" not in plan_to_json(plan_for_group(graph, simulate("rtx4090:2").group))
 
 
 def test_commands_take_the_file(tmp_path, capsys):
@@ -133,6 +133,6 @@ def test_a_missing_file_costs_one_line(tmp_path):
 def test_every_built_in_kind_is_planned_for(kind):
     graph = Graph({"y": ops.mul_mat(weight("w", (4096, 4096), "q8_0"), input("x", (1, 4096)))})
     machines = simulate(f"{kind}:2")
-    plan = plan_for(graph, machines.group, hardware=machines.hardware_for(graph), split_mode="tensor")
+    plan = plan_for_group(graph, machines.group, hardware=machines.hardware_for(graph), split_mode="tensor")
     assert 0 < plan.cost.total < 1
     assert machines.hardware.link_bandwidth == LINKS[MACHINES[kind].link].bandwidth

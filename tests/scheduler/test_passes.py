@@ -16,16 +16,22 @@ from hocket.cli import main
 from hocket.frontends.gguf import Gguf, open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.graph import Graph, format_graph
-from hocket.scheduler import plan_for
+from hocket.scheduler import plan_for_group
 from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.machines.simulated import simulate
-from hocket.scheduler.sharding.assign import assign
-from hocket.scheduler.sharding.emit import shard
+from hocket.scheduler.sharding.assign import propagate_layouts
+from hocket.scheduler.sharding.emit import partition_graph
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.layers import layer_split, place
-from hocket.scheduler.sharding.search import Search
-from hocket.scheduler.sharding.shares import Shares
-from hocket.scheduler.telling.listing import factors_text, graphs_text, layouts_text, memory_text, program_text
+from hocket.scheduler.sharding.layers import emit_placed_graphs, split_layers
+from hocket.scheduler.sharding.search import FactorSearch
+from hocket.scheduler.sharding.shares import ShardRanges
+from hocket.scheduler.telling.listing import (
+    format_device_graphs,
+    format_factors,
+    format_layouts,
+    format_memory,
+    format_program,
+)
 
 from ..given.models.goldens import GOLDENS, path_of
 
@@ -59,16 +65,16 @@ def passes(graph: Graph) -> Iterator[tuple[str, str]]:
     backend, device = simulation.group[0]
     yield "1-built", format_graph(graph)
     factors = Factors(graph)
-    yield "2-factors", factors_text(factors)
-    chosen = Search(graph, factors).choose(2, simulation.hardware, eager=True).factors
-    sharded = shard(graph, factors, assign(graph, factors, chosen), Shares([1, 1]))
-    yield "3-sharded", layouts_text(sharded.leaves, sharded.outputs) + "\n\n" + graphs_text(sharded.graphs)
-    placed = place(graph, layer_split(graph, [1, 1]), 2)
-    yield "4-placed", layouts_text(placed.leaves, placed.outputs) + "\n\n" + graphs_text(placed.graphs)
+    yield "2-factors", format_factors(factors)
+    chosen = FactorSearch(graph, factors).choose_factors(2, simulation.hardware, eager=True).factors
+    sharded = partition_graph(graph, factors, propagate_layouts(graph, factors, chosen), ShardRanges([1, 1]))
+    yield "3-sharded", format_layouts(sharded.leaves, sharded.outputs) + "\n\n" + format_device_graphs(sharded.graphs)
+    placed = emit_placed_graphs(graph, split_layers(graph, [1, 1]), 2)
+    yield "4-placed", format_layouts(placed.leaves, placed.outputs) + "\n\n" + format_device_graphs(placed.graphs)
     lowered, program = lower(sharded.graphs[0], backend, device)
     yield "5-lowered", changes(sharded.graphs[0], lowered)
-    yield "6-memory", memory_text(program)
-    yield "7-program", program_text(program)
+    yield "6-memory", format_memory(program)
+    yield "7-program", format_program(program)
 
 
 def changes(before: Graph, after: Graph) -> str:
@@ -123,9 +129,9 @@ def test_the_command_shows_the_result_of_a_pass(pass_name: str, words: str, caps
 
 def test_the_map_of_memory_covers_what_instructions_touch_and_shows_long_programs_in_fewer_columns() -> None:
     simulation = simulate("cpu:1")
-    plan = plan_for(load_model(layers("qwen35", 0, 1, 2)).graph(PREFILL), simulation.group)
+    plan = plan_for_group(load_model(layers("qwen35", 0, 1, 2)).graph(PREFILL), simulation.group)
     program = plan.lanes[0].program
-    map_lines = memory_text(program).splitlines()
+    map_lines = format_memory(program).splitlines()
     steps = len(program.instructions)
     assert map_lines[1].split()[:6] == ["offset", "bytes", "steps", "0", "to", f"{steps - 1},"]
     bars = [line.split()[2] for line in map_lines[2 : map_lines.index("")]]

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import group_of
+from hocket.backends.base import find_devices
 from hocket.cli import main
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
 from hocket.graph.layer_folding import find_repetitions
-from hocket.scheduler import load, plan, plan_for
+from hocket.scheduler import load, plan, plan_for_group
 from hocket.scheduler.choosing.fits import memory_problem, pools
 from hocket.scheduler.machines.hardware import CPU
 from hocket.scheduler.machines.simulated import simulate
-from hocket.scheduler.sharding.condense import condense
+from hocket.scheduler.sharding.condense import collapse_repeats
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
-from hocket.scheduler.telling.diff import difference, drawn_together
-from hocket.scheduler.units import places
+from hocket.scheduler.telling.diff import diff_plans, group_names
+from hocket.scheduler.units import format_devices
 
 from ..given.graphs.random_graphs import bindings, seeded_graph
 from ..given.models.goldens import GOLDENS, decode_graph, path_of
@@ -50,7 +50,7 @@ def test_a_plan_read_back_is_the_plan_and_runs(seed, mode):
     assert again.digest() == new_plan.digest()
     assert plan_to_json(again) == plan_to_json(new_plan)
     assert again.explain(steps=True) == new_plan.explain(steps=True)
-    assert difference(new_plan, again) == ()
+    assert diff_plans(new_plan, again) == ()
     arrays = bindings(graph, np.random.default_rng(seed))
     weights = {v.node.name: arrays[v.node.name] for v in graph.weights}
     inputs = {v.node.name: arrays[v.node.name] for v in graph.inputs}
@@ -72,7 +72,7 @@ def test_an_attribute_may_be_nan_or_infinite(factor, devices):
 
 def test_a_plan_for_simulated_devices_is_read_back():
     simulation = simulate("h200:2,nvlink")
-    plan = plan_for(mlp(), simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    plan = plan_for_group(mlp(), simulation.group, split_mode="tensor", hardware=simulation.hardware)
     again = plan_from_json(plan_to_json(plan))
     assert again.cost == plan.cost
     assert again.digest() == plan.digest()
@@ -103,7 +103,7 @@ def test_the_digest_tells_plans_apart_but_not_their_predictions():
     assert one.digest() != two.digest()
     group = [(device_plan.backend, device_plan.device) for device_plan in one.lanes]
     fast = replace(CPU, flops=2 * CPU.flops, bandwidth=2 * CPU.bandwidth)
-    faster = plan_for(mlp(), group, split_mode="tensor", hardware=fast)
+    faster = plan_for_group(mlp(), group, split_mode="tensor", hardware=fast)
     assert faster.cuts == one.cuts
     assert faster.cost != one.cost
     assert faster.digest() == one.digest()
@@ -138,7 +138,7 @@ def test_a_damaged_plan_is_refused_in_one_line():
 
 def test_launches_and_messages_that_take_no_time_are_read_back_and_speeds_of_zero_are_not():
     free = replace(CPU, launch=0.0, link_latency=0.0, across_latency=0.0)
-    plan = plan_for(mlp(), group_of(["cpu:0", "cpu:1"], None), split_mode="tensor", hardware=free)
+    plan = plan_for_group(mlp(), find_devices(["cpu:0", "cpu:1"], None), split_mode="tensor", hardware=free)
     text = plan_to_json(plan)
     assert plan_from_json(text).hardware == free
     for speed in ("flops", "bandwidth", "link_bandwidth", "across_bandwidth"):
@@ -234,7 +234,7 @@ def test_stages_cover_every_instruction_of_every_device_once():
         for mode in ("tensor", "layer"):
             new_plan = plan(seeded_graph(seed), "cpu:0,cpu:1,cpu:2", split_mode=mode)
             for device, device_plan in enumerate(new_plan.lanes):
-                work = sum(s.count for s in new_plan.stages if s.op == "work" and device in s.devices)
+                work = sum(s.instruction_count for s in new_plan.stages if s.op == "work" and device in s.devices)
                 stage_count = sum(device in s.devices for s in new_plan.stages if s.op != "work")
                 assert work + stage_count == len(device_plan.program.instructions)
 
@@ -254,13 +254,13 @@ def test_repeats_are_found_and_nothing_is_lost():
 
 
 def test_devices_in_a_row_are_listed_together():
-    assert places(["cpu:0", "cpu:1", "cpu:2", "cpu:5", "cuda:0"]) == "cpu:0-2 cpu:5 cuda:0"
+    assert format_devices(["cpu:0", "cpu:1", "cpu:2", "cpu:5", "cuda:0"]) == "cpu:0-2 cpu:5 cuda:0"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35"])
 def test_the_plan_of_a_small_model_is_the_golden_one(name, update_golden):
     simulation = simulate("cpu:2")
-    plan = plan_for(decode_graph(name), simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    plan = plan_for_group(decode_graph(name), simulation.group, split_mode="tensor", hardware=simulation.hardware)
     text, path = plan.explain() + "\n", PLANS / f"{name}.txt"
     if update_golden:
         path.parent.mkdir(exist_ok=True)
@@ -282,10 +282,10 @@ def deep(layers):
 
 
 def test_a_collapsed_graph_has_each_repeated_part_twice_and_counts_the_rest():
-    small = condense(deep(40))
+    small = collapse_repeats(deep(40))
     assert len(small.graph.weights) < 10
-    assert sum(small.times[v.node] or 1 for v in small.graph.weights) == 81
-    assert {name for names in small.twins.values() for name in names} == {v.node.name for v in deep(40).weights}
+    assert sum(small.node_multiplicity[v.node] or 1 for v in small.graph.weights) == 81
+    assert {name for names in small.leaf_copies.values() for name in names} == {v.node.name for v in deep(40).weights}
 
 
 @pytest.mark.long(cases=1)
@@ -293,9 +293,9 @@ def test_a_collapsed_graph_has_each_repeated_part_twice_and_counts_the_rest():
 @pytest.mark.parametrize("name", ["deep", "llama", "qwen3moe", "qwen3next", "qwen35moe"])
 def test_the_search_finds_the_same_in_the_collapsed_graph_as_in_the_whole(name, hardware, monkeypatch):
     graph, simulation = deep(12) if name == "deep" else decode_graph(name), simulate(hardware)
-    planned = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    monkeypatch.setattr("hocket.scheduler.sharding.search.condense", lambda graph: None)
-    whole = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    planned = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    monkeypatch.setattr("hocket.scheduler.sharding.search.collapse_repeats", lambda graph: None)
+    whole = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
     assert planned.cuts == whole.cuts
     assert planned.reasons == whole.reasons
     assert planned.digest() == whole.digest()
@@ -305,9 +305,9 @@ def test_the_search_finds_the_same_in_the_collapsed_graph_as_in_the_whole(name, 
 
 
 def test_the_difference_names_layouts_collectives_memory_and_time():
-    before = plan_for(mlp(), simulate("cpu:2").group, split_mode="layer")
-    after = plan_for(mlp(), simulate("cpu:2").group, split_mode="tensor")
-    text = "\n".join(difference(before, after))
+    before = plan_for_group(mlp(), simulate("cpu:2").group, split_mode="layer")
+    after = plan_for_group(mlp(), simulate("cpu:2").group, split_mode="tensor")
+    text = "\n".join(diff_plans(before, after))
     for part in (
         "layout: %up: L0 -> S0(128|128)",
         "removed: 1 send",
@@ -316,23 +316,23 @@ def test_the_difference_names_layouts_collectives_memory_and_time():
         "time: ",
     ):
         assert part in text
-    assert difference(before, before) == ()
+    assert diff_plans(before, before) == ()
 
 
 def test_names_of_layers_are_joined_in_one_range():
-    assert drawn_together(["blk.0.up", "blk.1.up", "out"]) == ["%blk.*.up (2)", "%out"]
+    assert group_names(["blk.0.up", "blk.1.up", "out"]) == ["%blk.*.up (2)", "%out"]
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
 def test_what_fits_is_no_problem():
-    assert memory_problem(plan_for(mlp(), simulate("h200:2").group)) is None
+    assert memory_problem(plan_for_group(mlp(), simulate("h200:2").group)) is None
 
 
 def test_a_plan_that_does_not_fit_comes_with_two_remedies():
     graph = mlp(columns=2**19, rows=2**13)  # two weights of 16 GiB each
-    problem = memory_problem(plan_for(graph, simulate("rtx3090:1").group))
+    problem = memory_problem(plan_for_group(graph, simulate("rtx3090:1").group))
     assert "rtx3090:0: needs 32" in problem
     assert "use 2 such devices with split_mode='tensor', or use a model with fewer bits" in problem
 
@@ -342,12 +342,12 @@ def test_virtual_devices_of_a_machine_share_its_memory():
     (pool,) = pools(new_plan)
     assert pool.is_shared
     assert pool.needed == sum(new_plan.memory().values())
-    assert len(pools(plan_for(mlp(), simulate("cpu:3").group, split_mode="tensor"))) == 3
+    assert len(pools(plan_for_group(mlp(), simulate("cpu:3").group, split_mode="tensor"))) == 3
 
 
 def test_auto_shards_a_model_that_does_not_fit_on_one_device():
     graph = mlp(columns=2**19, rows=2**13)
-    assert memory_problem(plan_for(graph, simulate("rtx3090:2,ethernet").group, split_mode="auto")) is None
+    assert memory_problem(plan_for_group(graph, simulate("rtx3090:2,ethernet").group, split_mode="auto")) is None
 
 
 # -------------------------------------------------------------------------------------------------------- command line

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 import hocket
 from hocket import ops
-from hocket.backends import find
+from hocket.backends import find_device
 from hocket.graph import Graph, PlanError, constant, input, state, weight
 from hocket.ops.collectives import COLLECTIVES, all_reduce
-from hocket.scheduler import Executor, Store, load, plan, plan_for
+from hocket.scheduler import Executor, Store, load, plan, plan_for_group
 from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, place, place_by_runs
 from hocket.scheduler.lowering.lower import lower
-from hocket.scheduler.verifier.plan import plan_faults
-from hocket.scheduler.verifier.program import check, faults
+from hocket.scheduler.verifier.plan import find_plan_faults
+from hocket.scheduler.verifier.program import find_program_faults, verify_program
 
 from ..given.graphs.layered import perceptron
 from ..given.plans.ways import SLOW
@@ -75,7 +75,7 @@ def test_what_only_a_new_state_needs_does_not_keep_memory_to_the_end():
             updates[old] = ops.get_rows(both, rows)
             x = ops.silu(ops.ssm_conv(both, weight(f"w.{layer}", (64, 4))))
         (device_plan,) = plan(Graph({"y": x}, updates)).lanes
-        return device_plan.memory()["arena"] - device_plan.program.saved_bytes
+        return device_plan.memory()["arena"] - device_plan.program.undo_bytes
 
     assert arena(8) == arena(2)
 
@@ -110,14 +110,14 @@ def test_runs_share_bytes_and_keep_theirs_in_turn_above_what_lasts():
 def test_collectives_that_are_numbered_against_their_operands_are_refused(backend):
     first = all_reduce(input("x", (2, 4)), sequence=1, name="late")
     second = all_reduce(ops.silu(first), sequence=0, name="early")
-    on = find(f"{backend}:0")
+    on = find_device(f"{backend}:0")
     with pytest.raises(PlanError, match=r"%late = all_reduce.* would wait for itself: meetings come in the order"):
         lower(Graph({"y": second}), *on)
 
 
 def test_a_program_with_collectives_numbered_against_its_steps_is_refused():
-    group = [find("reference:0"), find("reference:1")]
-    plan = plan_for(perceptron(2), group, split_mode="tensor", hardware=SLOW)
+    group = [find_device("reference:0"), find_device("reference:1")]
+    plan = plan_for_group(perceptron(2), group, split_mode="tensor", hardware=SLOW)
     numbers = [i.attrs["sequence"] for i in plan.lanes[0].program.instructions if i.op in COLLECTIVES]
     assert numbers == [0, 1, 2]
 
@@ -131,7 +131,7 @@ def test_a_program_with_collectives_numbered_against_its_steps_is_refused():
     device_plans = tuple(
         dataclasses.replace(device_plan, program=reverse_numbers(device_plan.program)) for device_plan in plan.lanes
     )
-    assert any("runs after" in why for why in plan_faults(dataclasses.replace(plan, lanes=device_plans)))
+    assert any("runs after" in why for why in find_plan_faults(dataclasses.replace(plan, lanes=device_plans)))
 
 
 def test_states_can_trade_places():
@@ -228,11 +228,11 @@ def test_a_reshape_that_strides_cannot_say_gets_a_copy():
 
 
 def test_a_kernel_that_cannot_read_strides_gets_one_copy_for_all_readers():
-    backend, device = find("cpu:0")
+    backend, device = find_device("cpu:0")
     backend.reads_strided = lambda node, operand: node.op != "mul"
     x = ops.transpose(input("x", (3, 4)))
     graph = Graph({"y": ops.mul(ops.mul(x, x), x), "z": ops.neg(x)})
-    plan = plan_for(graph, [(backend, device)])
+    plan = plan_for_group(graph, [(backend, device)])
     assert [i.op for i in plan.lanes[0].program.instructions].count("cont") == 1
     data = np.arange(12.0).reshape(3, 4)
     out = load(plan, {}).run({"x": data})
@@ -354,10 +354,12 @@ def test_the_verifier_finds_a_program_where(fault):
     new = ops.set_rows(cache, d, input("ids", (2,), "i32"), name="new")
     graph = Graph({"y": ops.mul_mat(new, c, name="y")}, {cache: new})
     new_plan = plan(graph)
-    check(new_plan.lanes[0].graph, new_plan.lanes[0].program, new_plan.lanes[0].backend)
+    verify_program(new_plan.lanes[0].graph, new_plan.lanes[0].program, new_plan.lanes[0].backend)
     assert [i.node for i in new_plan.lanes[0].program.instructions] == ["a", "b", "c", "d", "cache.save", "new", "y"]
     assert list(
-        faults(new_plan.lanes[0].graph, plant_fault(new_plan.lanes[0].program, fault), new_plan.lanes[0].backend)
+        find_program_faults(
+            new_plan.lanes[0].graph, plant_fault(new_plan.lanes[0].program, fault), new_plan.lanes[0].backend
+        )
     ), fault
 
 
@@ -385,9 +387,9 @@ def test_a_weight_that_is_not_bound_is_named():
 
 
 def test_two_plans_share_weights_and_states():
-    backend, device = find("cpu:0")
+    backend, device = find_device("cpu:0")
     store = Store([(backend, device)])
-    one, four = (Executor(plan_for(cache_graph(n), [(backend, device)]), store) for n in (1, 4))
+    one, four = (Executor(plan_for_group(cache_graph(n), [(backend, device)]), store) for n in (1, 4))
     four.run({"rows": np.ones((4, 4)), "ids": [0, 1, 2, 3]})
     out = one.run({"rows": [[1, 0, 0, 0]], "ids": [8]})
     assert out["sum"][0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 1]

@@ -9,7 +9,7 @@ import pytest
 
 from hocket.scheduler.choosing import parts
 from hocket.scheduler.choosing.parts import Predicted, in_parts, room, seconds_of
-from hocket.scheduler.succession import Leg
+from hocket.scheduler.succession import StageTime
 
 SIZES = (64, 96, 128, 192, 256, 384, 512)
 
@@ -22,9 +22,9 @@ def fake_time_model(monkeypatch, *, run=0.0, token=1.0, seen=0.0, devices=2, mes
 
     def stage_times(plan):
         each = run + plan.tokens * (token + seen * plan.cells)
-        return [Leg(message_seconds, each * (last if d == devices - 1 else 1)) for d in range(devices)]
+        return [StageTime(message_seconds, each * (last if d == devices - 1 else 1)) for d in range(devices)]
 
-    monkeypatch.setattr(parts, "legs", stage_times)
+    monkeypatch.setattr(parts, "estimate_stage_times", stage_times)
     return Predicted(lambda tokens, cells: SimpleNamespace(tokens=tokens, cells=cells), (64, 512), (256, 2048))
 
 

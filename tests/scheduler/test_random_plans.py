@@ -10,9 +10,9 @@ import random
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.graph import Graph, Value, input, weight
-from hocket.scheduler import plan_for
+from hocket.scheduler import plan_for_group
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
 
@@ -87,9 +87,9 @@ CASES = (gram, gram_of_activations, symmetric, vision, slice_and_whole, empty_co
 def test_a_graph_that_was_once_refused_is_planned_and_right(case, mode):
     graph = Graph({"y": case()})
     values = values_of(graph, 0)
-    one = results(plan_for(graph, [find("reference:0")]), values)
-    group = [find(f"reference:{d}") for d in range(3)]
-    plan = plan_for(graph, group, split_mode=mode, hardware=SLOW, tensor_split=(2, 1, 1))
+    one = results(plan_for_group(graph, [find_device("reference:0")]), values)
+    group = [find_device(f"reference:{d}") for d in range(3)]
+    plan = plan_for_group(graph, group, split_mode=mode, hardware=SLOW, tensor_split=(2, 1, 1))
     assert not compare_results(results(plan, values), one)
 
 
@@ -99,12 +99,12 @@ def test_whatever_factors_a_caller_chooses_the_plan_is_right(seed):
 
     def any_two(graph: Graph, factors: Factors) -> frozenset[Factor]:
         stored = (*graph.weights, *graph.states)
-        shared_factors = [f for leaf in stored for axis in factors.axes(leaf) for segment in axis for f in segment]
+        shared_factors = [f for leaf in stored for axis in factors.axes_of(leaf) for segment in axis for f in segment]
         free = [f for f in dict.fromkeys(shared_factors) if not f.blocked]
         return frozenset(random.Random(seed).sample(free, min(2, len(free))))
 
     graph = seeded_graph(seed)
     values = values_of(graph, seed)
-    group = [find(f"reference:{i}") for i in range(3)]
-    got = results(plan_for(graph, group, choose=any_two), values)
-    assert not compare_results(got, results(plan_for(graph, group[:1]), values))
+    group = [find_device(f"reference:{i}") for i in range(3)]
+    got = results(plan_for_group(graph, group, choose=any_two), values)
+    assert not compare_results(got, results(plan_for_group(graph, group[:1]), values))

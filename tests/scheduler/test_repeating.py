@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hocket.backends.abilities import Called, Source
-from hocket.backends.base import find
-from hocket.scheduler import Plan, plan_for, simulate
+from hocket.backends.abilities import KernelCall, SourceLocation
+from hocket.backends.base import find_device
+from hocket.scheduler import Plan, plan_for_group, simulate
 from hocket.scheduler.choosing import repeating
 from hocket.scheduler.lowering.lane import lanes_of
 from hocket.scheduler.lowering.unfold import called_again, kinds_of_steps
-from hocket.scheduler.verifier.plan import plan_faults
+from hocket.scheduler.verifier.plan import find_plan_faults
 
 from ..given.graphs.layered import KV, D, decoder, perceptron
 from ..given.plans.ways import SLOW, difference, results, values_of
@@ -29,8 +29,8 @@ GRAPHS = {
 
 def plan_graph(name: str, backend: str = "cpu") -> Plan:
     graph, devices, shares = GRAPHS[name]
-    group = [find(f"{backend}:{d}") for d in range(devices)]
-    return plan_for(graph, group, split_mode="tensor", tensor_split=shares, hardware=SLOW)
+    group = [find_device(f"{backend}:{d}") for d in range(devices)]
+    return plan_for_group(graph, group, split_mode="tensor", tensor_split=shares, hardware=SLOW)
 
 
 @pytest.fixture(autouse=True)
@@ -47,17 +47,17 @@ def step_by_step(plan: Plan) -> Plan:
 def test_what_is_proven_of_a_short_plan_holds_of_the_long_one_step_by_step(name):
     plan = plan_graph(name)
     assert all(device_plan.short is not None and "program" not in vars(device_plan) for device_plan in plan.lanes)
-    assert list(plan_faults(plan)) == []
+    assert list(find_plan_faults(plan)) == []
     long = step_by_step(plan)
     assert all(device_plan.short is None for device_plan in long.lanes)
-    assert list(plan_faults(long)) == []
+    assert list(find_plan_faults(long)) == []
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_plan_that_repeats_itself_computes_what_one_device_does(name):
     plan = plan_graph(name, "reference")
     values = values_of(plan.graph, 1)
-    alone = plan_for(plan.graph, [find("reference:0")])
+    alone = plan_for_group(plan.graph, [find_device("reference:0")])
     for got, want in zip(results(plan, values), results(alone, values), strict=True):
         assert got.keys() == want.keys()
         assert not any(difference(np.asarray(got[key]), np.asarray(want[key])) for key in want)
@@ -66,7 +66,7 @@ def test_a_plan_that_repeats_itself_computes_what_one_device_does(name):
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_plan_over_weights_that_lie_already_repeats_itself_too(name):
     plan = plan_graph(name)
-    again = plan_for(plan.graph, plan.group, hardware=SLOW, like=plan)
+    again = plan_for_group(plan.graph, plan.group, hardware=SLOW, like=plan)
     assert all(device_plan.short is not None and "program" not in vars(device_plan) for device_plan in again.lanes)
     assert again.leaves == plan.leaves
 
@@ -76,18 +76,18 @@ def test_a_plan_lowered_step_by_step_takes_the_shares_of_loaded_weights(name, mo
     """Check that shares of repeated runs recur sooner than rounding evens out."""
     plan = plan_graph(name)
     monkeypatch.setattr(repeating, "WORTH", float("inf"))
-    again = plan_for(plan.graph, plan.group, hardware=SLOW, like=plan)
+    again = plan_for_group(plan.graph, plan.group, hardware=SLOW, like=plan)
     assert all(device_plan.short is None for device_plan in again.lanes)
     assert again.leaves == plan.leaves
     assert again.collectives() == plan.collectives()
-    assert list(plan_faults(again)) == []
+    assert list(find_plan_faults(again)) == []
 
 
 def test_leaves_lie_as_the_programs_of_the_long_plan_have_them():
     plan = plan_graph("more layers than kinds")
     assert plan.leaves.keys() == {node.name for node in plan.graph.nodes if node.is_leaf}
     for device, device_plan in enumerate(plan.lanes):
-        rows = {b.name: b.declared.shape[0] for b in device_plan.program.buffers if b.name.endswith("gate")}
+        rows = {b.name: b.declared_spec.shape[0] for b in device_plan.program.buffers if b.name.endswith("gate")}
         assert len(rows) == 14
         assert rows == {name: plan.leaves[name].length(device) for name in rows}
 
@@ -111,31 +111,34 @@ def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_w
     plan = plan_graph("decoder")
     assert all(device_plan.short is None for device_plan in plan.lanes)
     assert any("planned by itself" in why for why in plan.reasons)
-    assert list(plan_faults(plan)) == []
+    assert list(find_plan_faults(plan)) == []
 
 
 @pytest.mark.parametrize(("name", "devices"), [("decoder", 2), ("perceptron", 3), ("decoder", 1)])
 def test_kernels_of_repeated_runs_are_those_of_a_plan_lowered_step_by_step(name, devices, monkeypatch):
     """Check that products are launched together in both, without a look at the long program."""
     graph, group = GRAPHS[name][0], simulate(f"h200:{devices},nvlink").group
-    plan = plan_for(graph, group, split_mode="tensor")
+    plan = plan_for_group(graph, group, split_mode="tensor")
     assert any("program" not in vars(device_plan) for device_plan in plan.lanes)
-    calls = [(call.kernel, call.numbers) for call in plan.lanes[0].calls]
+    calls = [(call.kernel, call.instruction_numbers) for call in plan.lanes[0].calls]
     assert "program" not in vars(plan.lanes[0])
-    long = plan.lanes[0].backend.foretold(plan.lanes[0].program, plan.lanes[0].device)
+    long = plan.lanes[0].backend.list_kernels(plan.lanes[0].program, plan.lanes[0].device)
     assert calls == [(call.kernel, call.numbers) for call in long]
     assert any(len(numbers) > 1 for _, numbers in calls) == (name == "decoder")
     monkeypatch.setattr(repeating, "WORTH", float("inf"))
-    assert plan.cost == pytest.approx(plan_for(graph, group, split_mode="tensor").cost)
+    assert plan.cost == pytest.approx(plan_for_group(graph, group, split_mode="tensor").cost)
 
 
 def test_a_kernel_of_two_runs_is_predicted_by_the_long_program():
     short = plan_graph("decoder").lanes[0].short
     kinds = kinds_of_steps(short.graph, short.program, short.of)
     first, last = kinds.index(0), len(kinds) - 1
-    calls = [Called("one", Source(""), (n,)) for n in range(len(kinds))]
+    calls = [KernelCall("one", SourceLocation(""), (n,)) for n in range(len(kinds))]
     assert len(called_again(short.graph, short.program, short.of, calls)) == len(short.unfolded[1].instructions)
-    assert called_again(short.graph, short.program, short.of, [Called("two", Source(""), (first, last))]) is None
+    assert (
+        called_again(short.graph, short.program, short.of, [KernelCall("two", SourceLocation(""), (first, last))])
+        is None
+    )
 
 
 def test_memory_for_intermediate_values_grows_little(monkeypatch):

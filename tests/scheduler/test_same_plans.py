@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.graph import Graph, input, state, weight
-from hocket.scheduler import plan_for
+from hocket.scheduler import plan_for_group
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.telling.as_json import plan_to_json
 
@@ -66,9 +66,9 @@ def requests() -> Iterator[tuple[str, str, Sequence[int], Hardware]]:
 
 def digest_plan(kind: str, name: str, mode: str, shares: Sequence[int], hardware: Hardware) -> str:
     """Return the digest of a plan as JSON, or the reason why there is none."""
-    group = [find(f"{kind}:{number}") for number in range(4 if mode == "auto" else 2)]
+    group = [find_device(f"{kind}:{number}") for number in range(4 if mode == "auto" else 2)]
     try:
-        plan = plan_for(GRAPHS[name](), group, split_mode=mode, tensor_split=shares, hardware=hardware)
+        plan = plan_for_group(GRAPHS[name](), group, split_mode=mode, tensor_split=shares, hardware=hardware)
     except Exception as why:
         return f"{type(why).__name__}: {why}"
     return hashlib.sha256(plan_to_json(plan).encode()).hexdigest()
@@ -125,5 +125,5 @@ STATES = [build_overwritten_state, *(functools.partial(build_gated_block, rows, 
 @pytest.mark.parametrize("shares", [(0, 1), (1, 0), (1, 0, 2), (0, 0, 1), (5, 1)])
 @pytest.mark.parametrize("build", STATES, ids=["overwritten", "gated 6", "gated 64"])
 def test_a_state_is_read_before_it_is_overwritten_where_a_device_has_nothing_of_it(build, shares):
-    group = [find(f"cuda-emulated:{number}") for number in range(len(shares))]
-    plan_for(build(), group, split_mode="tensor", tensor_split=shares, hardware=SLOW)
+    group = [find_device(f"cuda-emulated:{number}") for number in range(len(shares))]
+    plan_for_group(build(), group, split_mode="tensor", tensor_split=shares, hardware=SLOW)

@@ -13,7 +13,7 @@ from hocket.frontends.commands.plan import read_step_graph
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
 from hocket.graph import BackendError, Graph, PlanError, input, weight
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 from hocket.scheduler.choosing.fits import memory_problem
 from hocket.scheduler.machines.catalogue import LINKS, MACHINES
 from hocket.scheduler.machines.simulated import simulate
@@ -42,8 +42,8 @@ def test_a_large_model_is_planned_for_eight_devices(large, capsys):
 def test_auto_predicts_for_eight_devices_no_more_than_for_one(kind, tmp_path):
     graph, _ = read_step_graph(LARGE[kind](tmp_path / "few.gguf", layers=8), context=4096, tokens=1)
     simulation = simulate("h200:8,nvlink")
-    one = plan_for(graph, simulation.group[:1], hardware=simulation.hardware)
-    many = plan_for(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
+    one = plan_for_group(graph, simulation.group[:1], hardware=simulation.hardware)
+    many = plan_for_group(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
     assert memory_problem(one) is None
     assert many.cost.total <= one.cost.total * (1 + 1e-9)
 
@@ -54,8 +54,8 @@ def test_auto_never_predicts_more_than_one_device_where_that_fits(devices, tmp_p
     for path in (llama_70b(tmp_path / "a.gguf", layers=2), qwen_80b(tmp_path / "b.gguf", layers=4)):
         graph, _ = read_step_graph(path, context=1024, tokens=1)
         simulation = simulate(devices)
-        one = plan_for(graph, simulation.group[:1], hardware=simulation.hardware)
-        many = plan_for(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
+        one = plan_for_group(graph, simulation.group[:1], hardware=simulation.hardware)
+        many = plan_for_group(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
         assert memory_problem(one) is None
         assert many.cost.total <= one.cost.total * (1 + 1e-9)
 
@@ -132,7 +132,7 @@ def test_devices_of_several_kinds_are_scored_by_the_slowest():
 
 def test_a_simulated_device_refuses_to_run_and_says_why():
     x = input("x", (4,))
-    plan = plan_for(Graph({"y": ops.add(x, weight("w", (4,)))}), simulate("h200:1").group)
+    plan = plan_for_group(Graph({"y": ops.add(x, weight("w", (4,)))}), simulate("h200:1").group)
     with pytest.raises(BackendError, match="h200 is simulated and cannot allocate"):
         load(plan, {"w": np.ones(4, np.float32)})
 
@@ -141,7 +141,7 @@ def test_a_simulated_device_keeps_weights_as_the_file_has_them(tmp_path):
     path = llama_70b(tmp_path / "model.gguf", layers=1)
     model = open_model(path, header_only=True)
     graph = model.graph(Step(1, 1, 64, 64, 1))
-    plan = plan_for(graph, simulate("h200:1").group)
+    plan = plan_for_group(graph, simulate("h200:1").group)
     assert plan.lanes[0].memory()["weight"] == sum(v.spec.nbytes for v in graph.weights)
 
 

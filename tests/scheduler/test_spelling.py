@@ -10,8 +10,8 @@ from hocket.frontends.models import Batch, Step
 from hocket.frontends.open import open_model
 from hocket.graph import Node
 from hocket.graph.errors import PlanError
-from hocket.scheduler import load, plan_for
-from hocket.scheduler.spelling import spelled_out
+from hocket.scheduler import load, plan_for_group
+from hocket.scheduler.spelling import decompose_unsupported
 
 from ..given.models.goldens import golden, nmse, path_of
 
@@ -36,7 +36,7 @@ def test_a_model_runs_on_devices_without_fused_ops(name: str, tokens: int, devic
     step = Step(1, tokens, tokens, tokens, tokens)
     backend = Lacking(FUSED)
     group = [(backend, Device("reference", i)) for i in range(devices)]
-    plan = plan_for(model.graph(step), group, split_mode="tensor" if devices > 1 else "auto")
+    plan = plan_for_group(model.graph(step), group, split_mode="tensor" if devices > 1 else "auto")
     assert not FUSED & {node.op for node in plan.graph.nodes}
     executor = load(plan, {leaf.node.name: model.gguf.tensor(leaf.node.name).raw for leaf in plan.graph.weights})
     batch = Batch([ids[:tokens]], [0], [(0, i) for i in range(tokens)])
@@ -46,10 +46,10 @@ def test_a_model_runs_on_devices_without_fused_ops(name: str, tokens: int, devic
 def test_what_one_device_runs_stays_as_it_is() -> None:
     graph = open_model(path_of("qwen35")).graph(Step(1, 1, 8, 8, 1))
     able, lacking = ReferenceBackend(), Lacking(FUSED)
-    assert spelled_out(graph, [(lacking, Device("reference", 0)), (able, Device("reference", 1))]) is graph
+    assert decompose_unsupported(graph, [(lacking, Device("reference", 0)), (able, Device("reference", 1))]) is graph
 
 
 def test_an_op_whose_parts_are_missing_too_is_refused_by_its_own_name() -> None:
     graph = open_model(path_of("qwen35")).graph(Step(1, 1, 8, 8, 1))
     with pytest.raises(PlanError, match="gated_delta_net is not here"):
-        plan_for(graph, [(Lacking(FUSED | {"solve_tri"}), Device("reference", 0))])
+        plan_for_group(graph, [(Lacking(FUSED | {"solve_tri"}), Device("reference", 0))])

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
-from hocket.frontends.laying_out import use_of
+from hocket.frontends.laying_out import make_workload
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
-from hocket.scheduler import plan_for
+from hocket.scheduler import plan_for_group
 from hocket.scheduler.machines.simulated import simulate
 
 from ..given.models.large_headers import llama_8b
@@ -21,16 +21,16 @@ CONTEXT = 4096
 def layout(tmp_path, machine, sequences, mode="auto", devices=None, layers=4):
     """The plan of a step, and the use that it was made for."""
     model = open_model(llama_8b(tmp_path / "model.gguf", layers=layers), header_only=True)
-    use = use_of(lambda n, tokens: model.graph(Step(n, tokens, CONTEXT, CONTEXT, n)), sequences, CONTEXT)
+    use = make_workload(lambda n, tokens: model.graph(Step(n, tokens, CONTEXT, CONTEXT, n)), sequences, CONTEXT)
     graph, simulation = use.graph_of(sequences, 1), simulate(machine)
     hardware = simulation.hardware_for(graph)
-    return plan_for(graph, simulation.group[:devices], split_mode=mode, hardware=hardware, use=use), use
+    return plan_for_group(graph, simulation.group[:devices], split_mode=mode, hardware=hardware, use=use), use
 
 
 def score_plan(plan, use):
     """By plans that are proven."""
     return use.judged(
-        cache(lambda *asked: plan_for(use.graph_of(*asked), plan.group, hardware=plan.hardware, like=plan))
+        cache(lambda *asked: plan_for_group(use.graph_of(*asked), plan.group, hardware=plan.hardware, like=plan))
     )
 
 
@@ -49,14 +49,14 @@ def test_models_are_sharded_where_links_are_fast(tmp_path):
 def test_without_a_workload_a_layout_is_scored_by_one_run(tmp_path):
     _, use = layout(tmp_path, "a100:2,ethernet", 16)
     graph, simulation = use.graph_of(16, 1), simulate("a100:2,ethernet")
-    plan = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
+    plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
     assert not any("judged by" in reason or "micro-batches" in reason for reason in plan.reasons)
 
 
 def test_the_predicted_time_of_a_workload_is_the_time_of_verified_plans(tmp_path):
     plan, use = layout(tmp_path, "a100:2,ethernet", 16, mode="layer")
     seconds, how = score_plan(plan, use)
-    step = plan_for(use.graph_of(8, 1), plan.group, hardware=plan.hardware, like=plan).cost.total
+    step = plan_for_group(use.graph_of(8, 1), plan.group, hardware=plan.hardware, like=plan).cost.total
     assert re.fullmatch("in 2 micro-batches, prompts in [5-8] parts", how), how
     assert seconds > 128 * step, "two micro-batches on two devices take as long as one of them by itself, or longer"
 

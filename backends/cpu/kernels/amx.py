@@ -11,17 +11,17 @@ from functools import cache
 
 from ....graph.lazy_dataclass import dataclass
 from .. import processor
-from ..compiler import Part, part
+from ..compiler import Subroutine, subroutine
 from ..simd import amx
-from ..simd.amx import HEIGHT, REGISTERS, TILE, WIDTH
+from ..simd.amx import REGISTER_COUNT, TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS
 from ..simd.bf16 import first_of_pairs, second_of_pairs
 from ..simd.vectors import Intrinsic, fma, load, load_int, load_ints, splat_int, store, zeros
 
-Operation = Part | Intrinsic
+TileOperation = Subroutine | Intrinsic
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class TileOperations:
     """Operations on tile registers. The first argument of each is `memory`, `amx.NBYTES` of the thread.
 
     Attributes:
@@ -34,79 +34,84 @@ class Tiles:
         multiply: ``multiply(c, x, w)`` returns the operation ``(memory)``: register c += x times w.
     """
 
-    configure: Operation
-    release: Operation
-    clear: tuple[Operation, ...]
-    load: tuple[Operation, ...]
-    pass_by: tuple[Operation, ...]
-    store: tuple[Operation, ...]
-    multiply: Callable[[int, int, int], Operation]
+    configure: TileOperation
+    release: TileOperation
+    clear: tuple[TileOperation, ...]
+    load: tuple[TileOperation, ...]
+    load_streaming: tuple[TileOperation, ...]
+    store: tuple[TileOperation, ...]
+    multiply: Callable[[int, int, int], TileOperation]
 
 
 @cache
-def tiles() -> Tiles:
+def select_tile_operations() -> TileOperations:
     """Return the tile operations of this processor; emulated ones if it has none."""
-    every = range(REGISTERS)
-    if processor.tiles() == processor.AMX:
-        clears, loads = tuple(map(amx.clear, every)), tuple(map(amx.load_tile, every))
-        passing, stores = tuple(map(amx.pass_tile_by, every)), tuple(map(amx.store_tile, every))
-        return Tiles(amx.configure, amx.release, clears, loads, passing, stores, amx.multiply)
-    clear, load_rows, store_rows = (tuple(map(make, every)) for make in (_clear, _load, _store))
-    return Tiles(nothing, nothing, clear, load_rows, load_rows, store_rows, _multiply)
+    every = range(REGISTER_COUNT)
+    if processor.find_tile_support() == processor.AMX:
+        clears, loads = tuple(map(amx.clear_tile, every)), tuple(map(amx.load_tile, every))
+        passing, stores = tuple(map(amx.load_tile_streaming, every)), tuple(map(amx.store_tile, every))
+        return TileOperations(
+            amx.configure_tiles, amx.release_tiles, clears, loads, passing, stores, amx.add_tile_products
+        )
+    clear, load_rows, store_rows = (tuple(map(make, every)) for make in (_make_clear, _make_load, _make_store))
+    return TileOperations(do_nothing, do_nothing, clear, load_rows, load_rows, store_rows, _make_multiply)
 
 
-@part
-def nothing(memory):
+@subroutine
+def do_nothing(memory):
     """Do nothing. It replaces `configure` and `release` without tile registers."""
     return 0
 
 
-def _clear(tile: int) -> Part:
+def _make_clear(tile: int) -> Subroutine:
     """Make the emulated operation that clears a tile register."""
-    first = tile * TILE
+    first = tile * TILE_BYTES
 
     def clear(memory):
-        for row in range(0, TILE, WIDTH):
+        for row in range(0, TILE_BYTES, TILE_ROW_BYTES):
             store(memory + first + row, zeros())
 
-    return part(clear)
+    return subroutine(clear)
 
 
-def _load(tile: int) -> Part:
+def _make_load(tile: int) -> Subroutine:
     """Make the emulated operation that loads a tile register."""
-    first = tile * TILE
+    first = tile * TILE_BYTES
 
     def load_rows(memory, p, step):
-        for row in range(HEIGHT):
-            store(memory + first + row * WIDTH, load(p + row * step))
+        for row in range(TILE_ROWS):
+            store(memory + first + row * TILE_ROW_BYTES, load(p + row * step))
 
-    return part(load_rows)
+    return subroutine(load_rows)
 
 
-def _store(tile: int) -> Part:
+def _make_store(tile: int) -> Subroutine:
     """Make the emulated operation that stores a tile register."""
-    first = tile * TILE
+    first = tile * TILE_BYTES
 
     def store_rows(memory, p, step):
-        for row in range(HEIGHT):
-            store(p + row * step, load(memory + first + row * WIDTH))
+        for row in range(TILE_ROWS):
+            store(p + row * step, load(memory + first + row * TILE_ROW_BYTES))
 
-    return part(store_rows)
+    return subroutine(store_rows)
 
 
 @cache
-def _multiply(c: int, x: int, w: int) -> Part:
+def _make_multiply(c: int, x: int, w: int) -> Subroutine:
     """Make the emulated product of tile registers: c += x times w, in pairs of bfloat16."""
-    sums, rows, pairs = c * TILE, x * TILE, w * TILE
+    sums, rows, pairs = c * TILE_BYTES, x * TILE_BYTES, w * TILE_BYTES
 
     def multiply(memory):
-        for row in range(0, TILE, WIDTH):
+        for row in range(0, TILE_BYTES, TILE_ROW_BYTES):
             total = load(memory + sums + row)
-            for k in range(HEIGHT):
-                value, weight = splat_int(load_int(memory + rows + row + 4 * k)), load_ints(memory + pairs + k * WIDTH)
+            for k in range(TILE_ROWS):
+                value, weight = (
+                    splat_int(load_int(memory + rows + row + 4 * k)),
+                    load_ints(memory + pairs + k * TILE_ROW_BYTES),
+                )
                 # sums[row, n] += x[row, 2 k] * w[2 k, n] + x[row, 2 k + 1] * w[2 k + 1, n]
                 total = fma(first_of_pairs(value), first_of_pairs(weight), total)
                 total = fma(second_of_pairs(value), second_of_pairs(weight), total)
             store(memory + sums + row, total)
 
-    return part(multiply)
+    return subroutine(multiply)

@@ -11,17 +11,18 @@ from types import MappingProxyType
 import numpy as np
 
 from ....graph.dtypes import DType
-from ..compiler import Part, part
-from ..simd.shorts import splat_half, store_half
+from ..compiler import Subroutine, subroutine
+from ..simd.shorts import splat_f16, store_f16
 from ..simd.vectors import (
     absolute,
     add,
     and_int,
     div,
+    lane_max,
+    lane_min,
     larger,
-    largest_across,
-    load_small,
-    load_small_signed,
+    load_i8_lanes,
+    load_u8_lanes,
     minimum,
     mul,
     or_int,
@@ -30,84 +31,85 @@ from ..simd.vectors import (
     shift_left,
     shift_right,
     smaller,
-    smallest_across,
     splat,
     splat_int,
     store,
-    store_small,
+    store_u8_lanes,
     sub,
     sub_int,
     to_float,
-    truncated,
+    truncate_to_int,
     where_less,
     where_nonzero,
     zeros,
 )
 
-BLOCK, SCALE = 32, 2
+BLOCK_ELEMENTS, SCALE_BYTES = 32, 2
 """Elements of a block, and bytes of its scale."""
-ONE, HIGHEST, LOWEST, MIDDLE, LAST = (np.float32(x) for x in (1, 127, -8, 8.5, 15))
+FLOAT_ONE, Q8_0_MAX_CODE, Q4_0_MIN_CODE, Q4_0_CODE_OFFSET, Q4_0_MAX_CODE = (
+    np.float32(x) for x in (1, 127, -8, 8.5, 15)
+)
 
 
-@part
+@subroutine
 def load_q8_0(row, c):
     """Load 16 elements from column `c`, a multiple of 16."""
-    block = row + c // BLOCK * 34
-    return mul(to_float(load_small_signed(block + SCALE + c % BLOCK)), splat_half(block))
+    block = row + c // BLOCK_ELEMENTS * 34
+    return mul(to_float(load_i8_lanes(block + SCALE_BYTES + c % BLOCK_ELEMENTS)), splat_f16(block))
 
 
-@part
+@subroutine
 def load_q4_0(row, c):
     """Load 16 elements as `load_q8_0` does. Low nibbles are the first half of a block, high nibbles the second half."""
-    block = row + c // BLOCK * 18
-    q = and_int(shift_right(load_small(block + SCALE), splat_int(c % BLOCK // 4)), splat_int(15))
-    return mul(to_float(sub_int(q, splat_int(8))), splat_half(block))
+    block = row + c // BLOCK_ELEMENTS * 18
+    q = and_int(shift_right(load_u8_lanes(block + SCALE_BYTES), splat_int(c % BLOCK_ELEMENTS // 4)), splat_int(15))
+    return mul(to_float(sub_int(q, splat_int(8))), splat_f16(block))
 
 
-def _expand(nbytes: int, load: Part) -> Part:
+def _make_expand(nbytes: int, load: Subroutine) -> Subroutine:
     """Make ``(row, c, n, to)``: expand columns `c` to `n`, multiples of 32, to float32."""
 
     def expand(row, c, n, to):
-        for block in range(row + c // BLOCK * nbytes, row + n // BLOCK * nbytes, nbytes):
+        for block in range(row + c // BLOCK_ELEMENTS * nbytes, row + n // BLOCK_ELEMENTS * nbytes, nbytes):
             store(to, load(block, 0))
             store(to + 64, load(block, 16))
-            to += 4 * BLOCK
+            to += 4 * BLOCK_ELEMENTS
 
-    return part(expand)
+    return subroutine(expand)
 
 
-@part
-def inverse(scale):
+@subroutine
+def safe_reciprocal(scale):
     """Return ``1 / scale``; 0 for 0."""
-    return where_nonzero(scale, div(splat(ONE), scale), zeros())
+    return where_nonzero(scale, div(splat(FLOAT_ONE), scale), zeros())
 
 
-@part
+@subroutine
 def store_q8_0(row, c, x, y):
     """Store both halves of the block at column `c`. The largest magnitude becomes 127."""
-    d = div(splat(largest_across(larger(absolute(x), absolute(y)))), splat(HIGHEST))
-    block, factor = row + c // BLOCK * 34, inverse(d)
-    store_half(block, d)
-    store_small(block + SCALE, truncated(round_away(mul(x, factor))))
-    store_small(block + SCALE + 16, truncated(round_away(mul(y, factor))))
+    d = div(splat(lane_max(larger(absolute(x), absolute(y)))), splat(Q8_0_MAX_CODE))
+    block, factor = row + c // BLOCK_ELEMENTS * 34, safe_reciprocal(d)
+    store_f16(block, d)
+    store_u8_lanes(block + SCALE_BYTES, truncate_to_int(round_away(mul(x, factor))))
+    store_u8_lanes(block + SCALE_BYTES + 16, truncate_to_int(round_away(mul(y, factor))))
 
 
-@part
+@subroutine
 def store_q4_0(row, c, x, y):
     """Store both halves of the block at column `c`. The number with the largest magnitude becomes -8."""
-    low, high = splat(smallest_across(smaller(x, y))), splat(largest_across(larger(x, y)))
-    d = div(where_less(sub(zeros(), low), high, high, low), splat(LOWEST))
-    block, factor = row + c // BLOCK * 18, inverse(d)
-    store_half(block, d)
+    low, high = splat(lane_min(smaller(x, y))), splat(lane_max(larger(x, y)))
+    d = div(where_less(sub(zeros(), low), high, high, low), splat(Q4_0_MIN_CODE))
+    block, factor = row + c // BLOCK_ELEMENTS * 18, safe_reciprocal(d)
+    store_f16(block, d)
     x, y = (
-        minimum(round_to_zero(add(mul(x, factor), splat(MIDDLE))), splat(LAST)),
-        minimum(round_to_zero(add(mul(y, factor), splat(MIDDLE))), splat(LAST)),
+        minimum(round_to_zero(add(mul(x, factor), splat(Q4_0_CODE_OFFSET))), splat(Q4_0_MAX_CODE)),
+        minimum(round_to_zero(add(mul(y, factor), splat(Q4_0_CODE_OFFSET))), splat(Q4_0_MAX_CODE)),
     )
-    store_small(block + SCALE, or_int(truncated(x), shift_left(truncated(y), splat_int(4))))
+    store_u8_lanes(block + SCALE_BYTES, or_int(truncate_to_int(x), shift_left(truncate_to_int(y), splat_int(4))))
 
 
-LOADS: Mapping[DType, Part] = MappingProxyType({DType.Q8_0: load_q8_0, DType.Q4_0: load_q4_0})
-EXPAND: Mapping[DType, Part] = MappingProxyType(
-    {dtype: _expand(dtype.block_bytes, load) for dtype, load in LOADS.items()}
+BLOCK_LOADERS: Mapping[DType, Subroutine] = MappingProxyType({DType.Q8_0: load_q8_0, DType.Q4_0: load_q4_0})
+BLOCK_EXPANDERS: Mapping[DType, Subroutine] = MappingProxyType(
+    {dtype: _make_expand(dtype.block_bytes, load) for dtype, load in BLOCK_LOADERS.items()}
 )
-STORES: Mapping[DType, Part] = MappingProxyType({DType.Q8_0: store_q8_0, DType.Q4_0: store_q4_0})
+BLOCK_STORERS: Mapping[DType, Subroutine] = MappingProxyType({DType.Q8_0: store_q8_0, DType.Q4_0: store_q4_0})

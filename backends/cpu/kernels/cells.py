@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
-from ..compiler import Part, part
-from ..simd.shorts import load_some_bf16, load_some_half
-from ..simd.vectors import LANES, Intrinsic, load, load_bf16, load_half, load_some, zeros
-from .blocks import EXPAND, LOADS
+from ..compiler import Subroutine, subroutine
+from ..simd.shorts import load_first_bf16, load_first_f16
+from ..simd.vectors import LANES, Intrinsic, load, load_bf16, load_f16, load_first_lanes, zeros
+from .blocks import BLOCK_EXPANDERS, BLOCK_LOADERS
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class CacheCells:
     """The operations on cache rows of one type.
 
     Attributes:
@@ -26,13 +26,13 @@ class Cells:
     """
 
     nbytes: int
-    span: Part
-    whole: Part
-    some: Part
-    expand: Part | None = None
+    row_bytes: Subroutine
+    load_16: Subroutine
+    load_first: Subroutine
+    expand_range: Subroutine | None = None
 
 
-def _cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> Cells:
+def _make_plain_cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> CacheCells:
     """Make the operations of an unquantised type with elements of `nbytes` bytes."""
 
     def span(n):
@@ -44,12 +44,12 @@ def _cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> Cells:
     def some(row, c, n):
         return load(row + nbytes * c) if n - c >= LANES else load_first(row + nbytes * c, n - c)
 
-    return Cells(nbytes, part(span), part(whole), part(some))
+    return CacheCells(nbytes, subroutine(span), subroutine(whole), subroutine(some))
 
 
-def _cells_in_blocks(dtype: DType) -> Cells:
+def _make_block_cells(dtype: DType) -> CacheCells:
     """Make the operations of a type in blocks of 32 elements."""
-    block, nbytes, whole = dtype.block, dtype.block_bytes, LOADS[dtype]
+    block, nbytes, whole = dtype.block, dtype.block_bytes, BLOCK_LOADERS[dtype]
 
     def span(n):
         return n // block * nbytes
@@ -57,14 +57,14 @@ def _cells_in_blocks(dtype: DType) -> Cells:
     def some(row, c, n):
         return whole(row, c) if c < n else zeros()
 
-    return Cells(nbytes, part(span), whole, part(some), EXPAND[dtype])
+    return CacheCells(nbytes, subroutine(span), whole, subroutine(some), BLOCK_EXPANDERS[dtype])
 
 
-CELLS: Mapping[DType, Cells] = MappingProxyType(
+CELLS_BY_DTYPE: Mapping[DType, CacheCells] = MappingProxyType(
     {
-        DType.F32: _cells(4, load, load_some),
-        DType.F16: _cells(2, load_half, load_some_half),
-        DType.BF16: _cells(2, load_bf16, load_some_bf16),
-        **{dtype: _cells_in_blocks(dtype) for dtype in LOADS},
+        DType.F32: _make_plain_cells(4, load, load_first_lanes),
+        DType.F16: _make_plain_cells(2, load_f16, load_first_f16),
+        DType.BF16: _make_plain_cells(2, load_bf16, load_first_bf16),
+        **{dtype: _make_block_cells(dtype) for dtype in BLOCK_LOADERS},
     }
 )

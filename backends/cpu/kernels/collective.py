@@ -10,150 +10,162 @@ import math
 
 from ....ops.collectives import as_index_ranges, as_integer
 from ...base import Comm
-from ...operands import Bound
-from ..compiler import kernel, part
-from ..simd.threads import fetch_add, load_shared, now, store_shared
-from ..simd.vectors import LANES, add, load, load_long, load_some, store, store_long, store_some
-from ..steps import Steps
-from ..words import words
-from .loop import SPINS, bide
-from .packing import share
+from ...operands import BoundInstruction
+from ..compiler import kernel, subroutine
+from ..simd.threads import fetch_add, load_shared, read_monotonic_clock, store_shared
+from ..simd.vectors import LANES, add, load, load_first_lanes, load_long, store, store_first_lanes, store_long
+from ..steps import StepTableBuilder
+from ..words import declare_args
+from .loop import SPINS_BEFORE_YIELD, back_off
+from .packing import compute_thread_range
 
-ARRIVED, FAILED, SLOTS, SLOT = 0, 64, 128, 64
+ARRIVED_OFFSET, FAILED_OFFSET, SLOTS_OFFSET, SLOT_BYTES = 0, 64, 128, 64
 """Offsets into the board: arrivals in all, the failure flag, the slots; bytes of a slot.
 
 A slot per device holds the addresses of its source and its target, and its collective number plus 1. Processes store
 two such numbers instead: of the sums in the first and in the second shared buffer.
 """
-OTHER_FAILED, LATE, OUT_OF_STEP = 2, 3, 4
+OTHER_FAILED, TIMED_OUT, OUT_OF_STEP = 2, 3, 4
 """Statuses of a collective that stops the run."""
 
 
-@part
-def meet_all(board, participants, patience):
+@subroutine
+def wait_for_all(board, participants, patience):
     """Wait for all devices, at most `patience` nanoseconds. Return 0 or the status of the failure."""
-    arrived = fetch_add(board + ARRIVED, 1) + 1
+    arrived = fetch_add(board + ARRIVED_OFFSET, 1) + 1
     target = (arrived + participants - 1) // participants * participants
     looks, since = 0, 0
-    while load_shared(board + ARRIVED) < target:
-        if load_shared(board + FAILED) != 0:
+    while load_shared(board + ARRIVED_OFFSET) < target:
+        if load_shared(board + FAILED_OFFSET) != 0:
             return OTHER_FAILED
         looks += 1
-        bide(looks)
-        if looks > SPINS:
-            time = now()
+        back_off(looks)
+        if looks > SPINS_BEFORE_YIELD:
+            time = read_monotonic_clock()
             if since == 0:
                 since = time
             elif time - since > patience:
-                store_shared(board + FAILED, 1)
-                return LATE
+                store_shared(board + FAILED_OFFSET, 1)
+                return TIMED_OUT
     return 0
 
 
-@part
-def meet_at(board, rank, devices, source, target, number, patience):
+@subroutine
+def publish_and_wait(board, rank, devices, source, target, number, patience):
     """Publish the operand and the result of this device, and wait for all. Return 0 or the status of the failure."""
-    mine = board + SLOTS + rank * SLOT
+    mine = board + SLOTS_OFFSET + rank * SLOT_BYTES
     store_long(mine, source)
     store_long(mine + 8, target)
     store_long(mine + 16, number + 1)
-    status = meet_all(board, devices, patience)
+    status = wait_for_all(board, devices, patience)
     for d in range(devices):
-        if status == 0 and load_long(board + SLOTS + d * SLOT + 16) != number + 1:
+        if status == 0 and load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 16) != number + 1:
             status = OUT_OF_STEP
     return status
 
 
-@part
-def part_from(board, rank, devices, patience):
+@subroutine
+def wait_until_released(board, rank, devices, patience):
     """Wait until no device accesses the memory of another device. Return 0 or the status of the failure."""
-    status = meet_all(board, devices, patience)
+    status = wait_for_all(board, devices, patience)
     if status == 0:
-        store_long(board + SLOTS + rank * SLOT + 16, 0)
+        store_long(board + SLOTS_OFFSET + rank * SLOT_BYTES + 16, 0)
     return status
 
 
-@part
-def sum_of_all(board, devices, at, left):
+@subroutine
+def sum_operand_lanes(board, devices, at, left):
     """Return ``sum over d of source[d]`` for up to 16 float32 at byte `at`."""
-    total = lanes_of(load_long(board + SLOTS) + at, left)
+    total = load_lanes_or_zero(load_long(board + SLOTS_OFFSET) + at, left)
     for d in range(1, devices):
-        total = add(total, lanes_of(load_long(board + SLOTS + d * SLOT) + at, left))
+        total = add(total, load_lanes_or_zero(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES) + at, left))
     return total
 
 
-ARGS = words("board rank devices source target count number patience")
+ARGS = declare_args("board rank devices source target count number patience")
 
 
 @kernel
 def all_reduce(a, thread, threads):
     """Sum `count` float32 over all devices. `number` is the number of the collective, `patience` is in nanoseconds."""
     board, rank, devices, count = ARGS.board(a), ARGS.rank(a), ARGS.devices(a), ARGS.count(a)
-    status = meet_at(board, rank, devices, ARGS.source(a), ARGS.target(a), ARGS.number(a), ARGS.patience(a))
+    status = publish_and_wait(board, rank, devices, ARGS.source(a), ARGS.target(a), ARGS.number(a), ARGS.patience(a))
     if status != 0:
         return status
-    lo, hi = share((count + LANES - 1) // LANES, rank, devices)
+    lo, hi = compute_thread_range((count + LANES - 1) // LANES, rank, devices)
     for block in range(lo, hi):
         at, left = 4 * LANES * block, count - LANES * block
-        total = sum_of_all(board, devices, at, left)
+        total = sum_operand_lanes(board, devices, at, left)
         for d in range(devices):
-            store_lanes(load_long(board + SLOTS + d * SLOT + 8) + at, total, left)
-    return part_from(board, rank, devices, ARGS.patience(a))
+            store_first_lanes(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 8) + at, total, left)
+    return wait_until_released(board, rank, devices, ARGS.patience(a))
 
 
-SHARE_ARGS = words("board rank devices source target outer own whole first number patience")
+SCATTER_GATHER_ARGS = declare_args("board rank devices source target outer own whole first number patience")
 
 
 @kernel
 def reduce_scatter(a, thread, threads):
     """Sum `own` float32, from number `first` on, over all devices, for each of `outer` rows of `whole` numbers."""
-    board, rank, devices = SHARE_ARGS.board(a), SHARE_ARGS.rank(a), SHARE_ARGS.devices(a)
-    source, target, own = SHARE_ARGS.source(a), SHARE_ARGS.target(a), SHARE_ARGS.own(a)
-    status = meet_at(board, rank, devices, source, target, SHARE_ARGS.number(a), SHARE_ARGS.patience(a))
+    board, rank, devices = SCATTER_GATHER_ARGS.board(a), SCATTER_GATHER_ARGS.rank(a), SCATTER_GATHER_ARGS.devices(a)
+    source, target, own = SCATTER_GATHER_ARGS.source(a), SCATTER_GATHER_ARGS.target(a), SCATTER_GATHER_ARGS.own(a)
+    status = publish_and_wait(
+        board, rank, devices, source, target, SCATTER_GATHER_ARGS.number(a), SCATTER_GATHER_ARGS.patience(a)
+    )
     if status != 0:
         return status
-    for row in range(SHARE_ARGS.outer(a)):
-        at = 4 * (row * SHARE_ARGS.whole(a) + SHARE_ARGS.first(a))
+    for row in range(SCATTER_GATHER_ARGS.outer(a)):
+        at = 4 * (row * SCATTER_GATHER_ARGS.whole(a) + SCATTER_GATHER_ARGS.first(a))
         for i in range(0, own, LANES):
-            store_lanes(target + 4 * (row * own + i), sum_of_all(board, devices, at + 4 * i, own - i), own - i)
-    return part_from(board, rank, devices, SHARE_ARGS.patience(a))
+            store_first_lanes(
+                target + 4 * (row * own + i), sum_operand_lanes(board, devices, at + 4 * i, own - i), own - i
+            )
+    return wait_until_released(board, rank, devices, SCATTER_GATHER_ARGS.patience(a))
 
 
 @kernel
 def all_gather(a, thread, threads):
     """Copy `own` float32 of each of `outer` rows to number `first` of that row, of `whole` numbers, on all devices."""
-    board, rank, devices = SHARE_ARGS.board(a), SHARE_ARGS.rank(a), SHARE_ARGS.devices(a)
-    source, own = SHARE_ARGS.source(a), SHARE_ARGS.own(a)
-    status = meet_at(board, rank, devices, source, SHARE_ARGS.target(a), SHARE_ARGS.number(a), SHARE_ARGS.patience(a))
+    board, rank, devices = SCATTER_GATHER_ARGS.board(a), SCATTER_GATHER_ARGS.rank(a), SCATTER_GATHER_ARGS.devices(a)
+    source, own = SCATTER_GATHER_ARGS.source(a), SCATTER_GATHER_ARGS.own(a)
+    status = publish_and_wait(
+        board,
+        rank,
+        devices,
+        source,
+        SCATTER_GATHER_ARGS.target(a),
+        SCATTER_GATHER_ARGS.number(a),
+        SCATTER_GATHER_ARGS.patience(a),
+    )
     if status != 0:
         return status
-    for row in range(SHARE_ARGS.outer(a)):
-        at = 4 * (row * SHARE_ARGS.whole(a) + SHARE_ARGS.first(a))
+    for row in range(SCATTER_GATHER_ARGS.outer(a)):
+        at = 4 * (row * SCATTER_GATHER_ARGS.whole(a) + SCATTER_GATHER_ARGS.first(a))
         for i in range(0, own, LANES):
-            some = lanes_of(source + 4 * (row * own + i), own - i)
+            some = load_lanes_or_zero(source + 4 * (row * own + i), own - i)
             for d in range(devices):
-                store_lanes(load_long(board + SLOTS + d * SLOT + 8) + at + 4 * i, some, own - i)
-    return part_from(board, rank, devices, SHARE_ARGS.patience(a))
+                store_first_lanes(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 8) + at + 4 * i, some, own - i)
+    return wait_until_released(board, rank, devices, SCATTER_GATHER_ARGS.patience(a))
 
 
-@part
-def lanes_of(p, left):
+@subroutine
+def load_lanes_or_zero(p, left):
     """Load up to 16 of `left` float32 at `p`, and zeros."""
     if left >= LANES:
         return load(p)
-    return load_some(p, left)
+    return load_first_lanes(p, left)
 
 
-@part
-def store_lanes(p, value, left):
+@subroutine
+def store_first_lanes(p, value, left):
     """Store up to 16 of `left` float32 at `p`."""
     if left >= LANES:
         store(p, value)
     else:
-        store_some(p, value, left)
+        store_first_lanes(p, value, left)
 
 
-SLAB_ARGS = words("board floats slab rank devices source target count number patience")
+SHARED_BUFFER_ARGS = declare_args("board floats slab rank devices source target count number patience")
 
 
 @kernel
@@ -163,37 +175,42 @@ def all_reduce_slabs(a, thread, threads):
     `floats` holds the first shared buffers of all devices, then the second ones. After a barrier a device may write to
     the other buffer, because every device has finished reading it.
     """
-    board, rank, devices, slab = SLAB_ARGS.board(a), SLAB_ARGS.rank(a), SLAB_ARGS.devices(a), SLAB_ARGS.slab(a)
-    source, target, count = SLAB_ARGS.source(a), SLAB_ARGS.target(a), SLAB_ARGS.count(a)
-    number = SLAB_ARGS.number(a)
+    board, rank, devices, slab = (
+        SHARED_BUFFER_ARGS.board(a),
+        SHARED_BUFFER_ARGS.rank(a),
+        SHARED_BUFFER_ARGS.devices(a),
+        SHARED_BUFFER_ARGS.slab(a),
+    )
+    source, target, count = SHARED_BUFFER_ARGS.source(a), SHARED_BUFFER_ARGS.target(a), SHARED_BUFFER_ARGS.count(a)
+    number = SHARED_BUFFER_ARGS.number(a)
     first = 0
     while first < count:  # a range with a variable step may raise, which needs Python in Numba
-        turn = load_shared(board + ARRIVED) // devices & 1
-        slabs, some = SLAB_ARGS.floats(a) + 4 * slab * devices * turn, min(slab, count - first)
+        turn = load_shared(board + ARRIVED_OFFSET) // devices & 1
+        slabs, some = SHARED_BUFFER_ARGS.floats(a) + 4 * slab * devices * turn, min(slab, count - first)
         for at in range(0, some, LANES):
-            mine = load_some(source + 4 * (first + at), some - at)
-            store_some(slabs + 4 * (slab * rank + at), mine, some - at)
-        store_long(board + SLOTS + rank * SLOT + 16 + 8 * turn, number + 1)
-        status = meet_all(board, devices, SLAB_ARGS.patience(a))
+            mine = load_first_lanes(source + 4 * (first + at), some - at)
+            store_first_lanes(slabs + 4 * (slab * rank + at), mine, some - at)
+        store_long(board + SLOTS_OFFSET + rank * SLOT_BYTES + 16 + 8 * turn, number + 1)
+        status = wait_for_all(board, devices, SHARED_BUFFER_ARGS.patience(a))
         for d in range(devices):
-            if status == 0 and load_long(board + SLOTS + d * SLOT + 16 + 8 * turn) != number + 1:
+            if status == 0 and load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 16 + 8 * turn) != number + 1:
                 status = OUT_OF_STEP
         if status != 0:
             return status
         for at in range(0, some, LANES):
-            total = load_some(slabs + 4 * at, some - at)
+            total = load_first_lanes(slabs + 4 * at, some - at)
             for d in range(1, devices):
-                total = add(total, load_some(slabs + 4 * (slab * d + at), some - at))
-            store_some(target + 4 * (first + at), total, some - at)
+                total = add(total, load_first_lanes(slabs + 4 * (slab * d + at), some - at))
+            store_first_lanes(target + 4 * (first + at), total, some - at)
         first += some
     return 0
 
 
-def _all_reduce(steps: Steps, call: Bound) -> bool:
+def _bind_all_reduce(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add an all-reduce: through shared buffers if there are any, else through the memory of the other devices."""
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
-    if comm is None or (comm.slabs is None and (comm.board is None or comm.is_apart)):
+    if comm is None or (comm.shared_buffers is None and (comm.signal_pad is None or comm.spans_processes)):
         return False
     if not (x.is_float and x.is_dense and y.is_dense):
         return False
@@ -208,31 +225,31 @@ def _all_reduce(steps: Steps, call: Bound) -> bool:
         "number": number,
         "patience": int(comm.timeout * 1e9),
     }
-    if comm.slabs is not None:
-        board, floats = comm.slabs.board.ctypes.data, comm.slabs.floats
-        words = SLAB_ARGS(board=board, floats=floats.ctypes.data, slab=floats.shape[2], **given)
+    if comm.shared_buffers is not None:
+        board, floats = comm.shared_buffers.signal_pad.ctypes.data, comm.shared_buffers.float_buffers
+        words = SHARED_BUFFER_ARGS(board=board, floats=floats.ctypes.data, slab=floats.shape[2], **given)
         steps.add(all_reduce_slabs, words, reads=[x], writes=[y], nbytes=0, stops=True)
     else:
-        assert comm.board is not None
-        words = ARGS(board=comm.board.ctypes.data, **given)
+        assert comm.signal_pad is not None
+        words = ARGS(board=comm.signal_pad.ctypes.data, **given)
         steps.add(all_reduce, words, reads=[x], writes=[y], nbytes=0, stops=True)
     return True
 
 
-def _shares(steps: Steps, call: Bound) -> bool:
+def _bind_scatter_gather(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add a reduce-scatter or an all-gather in which each device has at most one run of the axis."""
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
     axis, runs = as_integer(call.attrs["axis"]), as_index_ranges(call.attrs["runs"])
-    if comm is None or comm.board is None or comm.is_apart or comm.slabs is not None:
+    if comm is None or comm.signal_pad is None or comm.spans_processes or comm.shared_buffers is not None:
         return False
     if not (x.is_float and x.is_dense and y.is_dense) or any(len(own) > 1 for own in runs):
         return False
     gathers = call.op == "all_gather"
     whole, inner = (y if gathers else x).shape, math.prod(x.shape[axis + 1 :])
     first, own = runs[comm.rank][0] if runs[comm.rank] else (0, 0)
-    words = SHARE_ARGS(
-        board=comm.board.ctypes.data,
+    words = SCATTER_GATHER_ARGS(
+        board=comm.signal_pad.ctypes.data,
         rank=comm.rank,
         devices=comm.size,
         source=x.address,
@@ -248,4 +265,4 @@ def _shares(steps: Steps, call: Bound) -> bool:
     return True
 
 
-BINDINGS = {"all_reduce": _all_reduce, "all_gather": _shares, "reduce_scatter": _shares}
+BINDINGS = {"all_reduce": _bind_all_reduce, "all_gather": _bind_scatter_gather, "reduce_scatter": _bind_scatter_gather}

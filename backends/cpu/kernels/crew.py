@@ -8,53 +8,53 @@ thread takes a twentieth of it.
 
 from __future__ import annotations
 
-from ..compiler import kernel, part
-from ..simd.threads import call, fetch_add, give_way, load_shared, store_shared
+from ..compiler import kernel, subroutine
+from ..simd.threads import call_kernel, fetch_add, load_shared, store_shared, yield_core
 from ..simd.vectors import load_long, store_long
-from ..words import words
-from .loop import SPINS, bide
+from ..words import declare_args
+from .loop import SPINS_BEFORE_YIELD, back_off
 
-LINE = 64
+CACHE_LINE_BYTES = 64
 """Bytes of a cache line. Each word that several threads write has its own line."""
-LOOP, WORDS, THREADS, DONE, STATES = 0, 8, 16, LINE, 2 * LINE
+LOOP_OFFSET, WORDS_OFFSET, THREADS_OFFSET, DONE_OFFSET, STATES_OFFSET = 0, 8, 16, CACHE_LINE_BYTES, 2 * CACHE_LINE_BYTES
 """Offsets into the shared block: loop, its words, thread count; finished threads; a line with the state of each thread.
 """
-WORK, ASLEEP = 1, 2
+WORK_FLAG, ASLEEP_FLAG = 1, 2
 """Flags of a thread state: a run is waiting; the thread sleeps and must be woken."""
-LOOKS = SPINS + 4000
+IDLE_SPINS = SPINS_BEFORE_YIELD + 4000
 """Spins of a thread before it sleeps, about 2 ms. For most of them it yields its core."""
-SOME_SLEEP = -1
+THREADS_SLEEPING = -1
 """Status of `lead` if threads must be woken. Kernels do not use it."""
-ORDER = words("loop words")
+RUN_ARGS = declare_args("loop words")
 """Words of a run: the addresses of a loop and of its words."""
 
 
-def crew_bytes(threads: int) -> int:
+def compute_shared_block_bytes(threads: int) -> int:
     """Return the bytes of the shared block."""
-    return STATES + LINE * threads
+    return STATES_OFFSET + CACHE_LINE_BYTES * threads
 
 
-@part
-def tell(order, crew, threads):
+@subroutine
+def publish_run(order, crew, threads):
     """Publish a run to all other threads, and return the number of sleeping threads."""
-    store_long(crew + LOOP, ORDER.loop(order))
-    store_long(crew + WORDS, ORDER.words(order))
-    store_long(crew + THREADS, threads)
+    store_long(crew + LOOP_OFFSET, RUN_ARGS.loop(order))
+    store_long(crew + WORDS_OFFSET, RUN_ARGS.words(order))
+    store_long(crew + THREADS_OFFSET, threads)
     asleep = 0
     for i in range(1, threads):
-        asleep += fetch_add(crew + STATES + LINE * i, WORK) // ASLEEP
+        asleep += fetch_add(crew + STATES_OFFSET + CACHE_LINE_BYTES * i, WORK_FLAG) // ASLEEP_FLAG
     return asleep
 
 
-@part
-def share(order, crew, threads):
+@subroutine
+def run_main_thread(order, crew, threads):
     """Run the work of thread 0, wait for all others, and return the status of thread 0."""
-    status = call(ORDER.loop(order), ORDER.words(order), 0, threads)
+    status = call_kernel(RUN_ARGS.loop(order), RUN_ARGS.words(order), 0, threads)
     looks = 0
-    while load_shared(crew + DONE) < threads - 1:
+    while load_shared(crew + DONE_OFFSET) < threads - 1:
         looks += 1
-        bide(looks)
-    store_shared(crew + DONE, 0)
+        back_off(looks)
+    store_shared(crew + DONE_OFFSET, 0)
     return status
 
 
@@ -64,30 +64,32 @@ def lead(order, crew, threads):
 
     If threads sleep, return `THREADS_SLEEPING` before the work of thread 0. The caller wakes them and calls `go_on`.
     """
-    if tell(order, crew, threads) > 0:
-        return SOME_SLEEP
-    return share(order, crew, threads)
+    if publish_run(order, crew, threads) > 0:
+        return THREADS_SLEEPING
+    return run_main_thread(order, crew, threads)
 
 
 @kernel
 def go_on(order, crew, threads):
     """Go on with a run after all threads are awake, and return its status."""
-    return share(order, crew, threads)
+    return run_main_thread(order, crew, threads)
 
 
 @kernel
 def follow(crew, thread, threads):
     """Run the work of another thread for every run, until it sleeps."""
-    state, looks = crew + STATES + LINE * thread, 0
+    state, looks = crew + STATES_OFFSET + CACHE_LINE_BYTES * thread, 0
     while True:
-        if load_shared(state) % ASLEEP == WORK:
-            call(load_long(crew + LOOP), load_long(crew + WORDS), thread, load_long(crew + THREADS))
+        if load_shared(state) % ASLEEP_FLAG == WORK_FLAG:
+            call_kernel(
+                load_long(crew + LOOP_OFFSET), load_long(crew + WORDS_OFFSET), thread, load_long(crew + THREADS_OFFSET)
+            )
             store_shared(state, 0)
-            fetch_add(crew + DONE, 1)
+            fetch_add(crew + DONE_OFFSET, 1)
             looks = 0
-        elif looks < LOOKS:
+        elif looks < IDLE_SPINS:
             looks += 1
-            if looks > SPINS:
-                give_way()
-        elif fetch_add(state, ASLEEP) == 0:
+            if looks > SPINS_BEFORE_YIELD:
+                yield_core()
+        elif fetch_add(state, ASLEEP_FLAG) == 0:
             return 0

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..compiler import Part, part
+from ..compiler import Subroutine, subroutine
 from ..simd.vectors import (
     Intrinsic,
     absolute,
@@ -17,13 +17,13 @@ from ..simd.vectors import (
     at_least,
     at_most,
     bits_to_float,
-    comparison,
     div,
     float_to_bits,
     fma,
-    halve,
+    halve_ints,
     ieee_maximum,
     ieee_minimum,
+    make_comparison,
     mul,
     negative,
     power_of_two,
@@ -45,12 +45,12 @@ from ..simd.vectors import (
     zeros,
 )
 
-ONE, TWO, HALF = np.float32(1), np.float32(2), np.float32(0.5)
+FLOAT_ONE, FLOAT_TWO, FLOAT_HALF = np.float32(1), np.float32(2), np.float32(0.5)
 INFINITY = np.float32(np.inf)
-TINY = np.finfo(np.float32).tiny
+MIN_NORMAL = np.finfo(np.float32).tiny
 
 
-@part
+@subroutine
 def exp(x):
     """Return ``exp(x)``: 2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7.
 
@@ -67,29 +67,29 @@ def exp(x):
     p = fma(p, r, splat(1.6666665459e-1))
     p = fma(p, r, splat(5.0000001201e-1))
     p = add(fma(p, mul(r, r), r), splat(1.0))
-    half = halve(n)
+    half = halve_ints(n)
     return mul(mul(p, power_of_two(half)), power_of_two(sub_int(n, half)))
 
 
-@part
+@subroutine
 def sigmoid(x):
     """Return ``1 / (1 + exp(-x))``."""
     return div(splat(1.0), add(splat(1.0), exp(sub(zeros(), x))))
 
 
-@part
+@subroutine
 def silu(x):
     """Return ``x * sigmoid(x)``."""
     return div(x, add(splat(1.0), exp(sub(zeros(), x))))
 
 
-@part
+@subroutine
 def relu(x):
     """Return ``max(x, 0)``; +0 for both zeros."""
     return absolute(at_least(x, zeros()))
 
 
-@part
+@subroutine
 def expm1(x):
     """Return ``exp(x) - 1``; near 0 it is ``x`` times a polynomial. Relative error below 2e-7."""
     p = fma(x, splat(2.48242376e-5), splat(1.99618859e-4))
@@ -97,96 +97,96 @@ def expm1(x):
     p = fma(p, x, splat(8.33318298e-3))
     p = fma(p, x, splat(4.16666637e-2))
     p = fma(p, x, splat(1.66666671e-1))
-    p = fma(p, x, splat(HALF))
-    near = mul(x, fma(p, x, splat(ONE)))
-    return where_less(absolute(x), splat(HALF), near, sub(exp(x), splat(ONE)))
+    p = fma(p, x, splat(FLOAT_HALF))
+    near = mul(x, fma(p, x, splat(FLOAT_ONE)))
+    return where_less(absolute(x), splat(FLOAT_HALF), near, sub(exp(x), splat(FLOAT_ONE)))
 
 
-@part
+@subroutine
 def elu(x):
     """Return x for x > 0, else ``exp(x) - 1``."""
     return where_less(zeros(), x, x, expm1(x))
 
 
-@part
+@subroutine
 def log(x):
     """Return ``n ln 2 + 2 artanh((m - 1) / (m + 1))`` with ``x = 2^n m`` and m around 1; relative error below 2e-7."""
-    small = where_less(x, splat(TINY), mul(x, splat(8388608.0)), x)
+    small = where_less(x, splat(MIN_NORMAL), mul(x, splat(8388608.0)), x)
     bits = sub_int(float_to_bits(small), splat_int(0x3F3504F3))  # the bits of sqrt(1 / 2)
     n = to_float(shift_right_signed(bits, splat_int(23)))
     m = bits_to_float(add_int(and_int(bits, splat_int(0x7FFFFF)), splat_int(0x3F3504F3)))
-    s = div(sub(m, splat(ONE)), add(m, splat(ONE)))
+    s = div(sub(m, splat(FLOAT_ONE)), add(m, splat(FLOAT_ONE)))
     y = mul(s, s)
     p = fma(y, splat(0.29925195), splat(0.39974819))
     p = fma(p, y, splat(0.66666816))
     p = fma(p, mul(y, s), add(s, s))
-    n = sub(n, where_less(x, splat(TINY), splat(23.0), zeros()))
+    n = sub(n, where_less(x, splat(MIN_NORMAL), splat(23.0), zeros()))
     finite = add(fma(n, splat(2.12194440e-4 * -1), p), mul(n, splat(0.693359375)))
     known = where_less(x, splat(INFINITY), finite, x)
-    return where_less(zeros(), x, known, log_of_none(x))
+    return where_less(zeros(), x, known, log_of_nonpositive(x))
 
 
-@part
-def log_of_none(x):
+@subroutine
+def log_of_nonpositive(x):
     """Return -inf for 0, NaN for negative numbers and NaN."""
-    return where_nonzero(x, square_root(sub(splat(-ONE), absolute(x))), splat(-INFINITY))
+    return where_nonzero(x, square_root(sub(splat(-FLOAT_ONE), absolute(x))), splat(-INFINITY))
 
 
-@part
+@subroutine
 def log1p(x):
     """Return the logarithm of ``1 + x``, corrected by the rounding error of ``1 + x``."""
-    whole = add(splat(ONE), x)
-    lost = div(sub(x, sub(whole, splat(ONE))), whole)
+    whole = add(splat(FLOAT_ONE), x)
+    lost = div(sub(x, sub(whole, splat(FLOAT_ONE))), whole)
     known = add(log(whole), where_less(absolute(lost), splat(INFINITY), lost, zeros()))
     return with_sign(where_less(x, splat(INFINITY), known, log(x)), x)
 
 
-@part
-def log1p_up_to_1(x):
+@subroutine
+def log1p_unit_interval(x):
     """Return the logarithm of ``1 + x`` for x in [0, 1]: 2 artanh(x / (2 + x)), seven terms; error below 3e-8."""
-    z = div(x, add(x, splat(TWO)))
+    z = div(x, add(x, splat(FLOAT_TWO)))
     y = mul(z, z)
     p = fma(y, splat(1 / 13), splat(1 / 11))
     p = fma(p, y, splat(1 / 9))
     p = fma(p, y, splat(1 / 7))
     p = fma(p, y, splat(1 / 5))
     p = fma(p, y, splat(1 / 3))
-    p = fma(p, y, splat(ONE))
+    p = fma(p, y, splat(FLOAT_ONE))
     return mul(add(z, z), p)
 
 
-@part
+@subroutine
 def softplus(x):
     """Return ``log(1 + exp(x))`` as ``max(x, 0) + log(1 + exp(-|x|))``."""
-    return add(at_least(x, zeros()), log1p_up_to_1(exp(sub(zeros(), absolute(x)))))
+    return add(at_least(x, zeros()), log1p_unit_interval(exp(sub(zeros(), absolute(x)))))
 
 
-@part
+@subroutine
 def tanh(x):
     """Return ``1 - 2 / (1 + exp(2 x))``; a polynomial for small x, where that formula is inexact."""
-    large = sub(splat(ONE), div(splat(TWO), add(splat(ONE), exp(add(x, x)))))
+    large = sub(splat(FLOAT_ONE), div(splat(FLOAT_TWO), add(splat(FLOAT_ONE), exp(add(x, x)))))
     y = mul(x, x)
     p = fma(y, splat(62 / 2835), splat(-17 / 315))
     p = fma(p, y, splat(2 / 15))
     p = fma(p, y, splat(-1 / 3))
-    small = mul(x, fma(p, y, splat(ONE)))
+    small = mul(x, fma(p, y, splat(FLOAT_ONE)))
     return where_less(absolute(x), splat(0.25), small, large)
 
 
-@part
+@subroutine
 def gelu(x):
     """Return ``x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
     u = mul(splat(1.5957691216057308), fma(mul(mul(x, x), x), splat(0.044715), x))
     return mul(x, sigmoid(u))
 
 
-@part
-def erfc_above_0(x):
+@subroutine
+def erfc_nonnegative(x):
     """Return ``1 - erf(x)`` for x >= 0: ``exp(-x^2)`` times a polynomial in ``1 / (1 + x / 2)``.
 
     The relative error is 3e-7.
     """
-    t = div(splat(ONE), fma(x, splat(HALF), splat(ONE)))
+    t = div(splat(FLOAT_ONE), fma(x, splat(FLOAT_HALF), splat(FLOAT_ONE)))
     p = fma(t, splat(-0.06020521), splat(0.28990432))
     p = fma(p, t, splat(-0.49774992))
     p = fma(p, t, splat(0.28953269))
@@ -198,7 +198,7 @@ def erfc_above_0(x):
     return mul(mul(p, t), exp(sub(zeros(), mul(x, x))))
 
 
-@part
+@subroutine
 def erf(x):
     """Return erf: an odd polynomial near 0, else ``1 - erfc_nonnegative(x)``."""
     y = mul(x, x)
@@ -208,90 +208,90 @@ def erf(x):
     p = fma(p, y, splat(1.12835822e-1))
     p = fma(p, y, splat(-3.76126256e-1))
     p = fma(p, y, splat(1.12837917))
-    far = with_sign(sub(splat(ONE), erfc_above_0(absolute(x))), x)
-    return where_less(absolute(x), splat(ONE), mul(p, x), far)
+    far = with_sign(sub(splat(FLOAT_ONE), erfc_nonnegative(absolute(x))), x)
+    return where_less(absolute(x), splat(FLOAT_ONE), mul(p, x), far)
 
 
-@part
+@subroutine
 def gelu_erf(x):
     """Return ``x / 2 * erfc(-x / sqrt(2))``, which stays exact for negative x."""
-    half = mul(splat(HALF), erfc_above_0(mul(absolute(x), splat(0.7071067811865476))))
-    return mul(x, where_less(x, zeros(), half, sub(splat(ONE), half)))
+    half = mul(splat(FLOAT_HALF), erfc_nonnegative(mul(absolute(x), splat(0.7071067811865476))))
+    return mul(x, where_less(x, zeros(), half, sub(splat(FLOAT_ONE), half)))
 
 
-@part
+@subroutine
 def hardsigmoid(x):
     """Return ``clamp((x + 3) / 6, 0, 1)``."""
     return where_less(
-        x, splat(-3.0), zeros(), where_less(splat(3.0), x, splat(ONE), div(add(x, splat(3.0)), splat(6.0)))
+        x, splat(-3.0), zeros(), where_less(splat(3.0), x, splat(FLOAT_ONE), div(add(x, splat(3.0)), splat(6.0)))
     )
 
 
-@part
+@subroutine
 def hardswish(x):
     """Return ``x * hardsigmoid(x)``."""
     return mul(x, hardsigmoid(x))
 
 
-@part
+@subroutine
 def sgn(x):
     """Return the sign: +0 for both zeros, NaN for NaN."""
-    return where_less(zeros(), x, splat(ONE), where_less(x, zeros(), splat(-ONE), absolute(x)))
+    return where_less(zeros(), x, splat(FLOAT_ONE), where_less(x, zeros(), splat(-FLOAT_ONE), absolute(x)))
 
 
-@part
+@subroutine
 def step(x):
     """Return 1 for x > 0, else 0."""
-    return where_less(zeros(), x, splat(ONE), zeros())
+    return where_less(zeros(), x, splat(FLOAT_ONE), zeros())
 
 
-@part
+@subroutine
 def gelu_quick(x):
     """Return ``x * sigmoid(1.702 x)``."""
     return mul(x, sigmoid(mul(splat(1.702), x)))
 
 
-@part
+@subroutine
 def copy(x):
     return x
 
 
-@part
+@subroutine
 def neg(x):
     return negative(x)
 
 
-@part
+@subroutine
 def sqr(x):
     return mul(x, x)
 
 
-@part
+@subroutine
 def swiglu(gate, up):
     return mul(silu(gate), up)
 
 
-@part
+@subroutine
 def geglu(gate, up):
     return mul(gelu(gate), up)
 
 
-@part
+@subroutine
 def geglu_quick(gate, up):
     return mul(gelu_quick(gate), up)
 
 
-@part
+@subroutine
 def geglu_erf(gate, up):
     return mul(gelu_erf(gate), up)
 
 
-@part
+@subroutine
 def reglu(gate, up):
     return mul(relu(gate), up)
 
 
-UNARY: dict[str, Part | Intrinsic] = {
+UNARY: dict[str, Subroutine | Intrinsic] = {
     "copy": copy,
     "exp": exp,
     "sigmoid": sigmoid,
@@ -323,49 +323,49 @@ UNARY: dict[str, Part | Intrinsic] = {
 COMPARISONS: Mapping[str, str] = MappingProxyType(
     {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 )
-GATED: dict[str, Part | Intrinsic] = {
+GATED: dict[str, Subroutine | Intrinsic] = {
     "swiglu": swiglu,
     "reglu": reglu,
     "geglu": geglu,
     "geglu_quick": geglu_quick,
     "geglu_erf": geglu_erf,
 }
-BINARY: dict[str, Part | Intrinsic] = {
+BINARY: dict[str, Subroutine | Intrinsic] = {
     "add": add,
     "sub": sub,
     "mul": mul,
     "div": div,
     "maximum": ieee_maximum,
     "minimum": ieee_minimum,
-    **{kind: comparison(sign) for kind, sign in COMPARISONS.items()},
+    **{kind: make_comparison(sign) for kind, sign in COMPARISONS.items()},
     **GATED,
 }
 
 
-@part
+@subroutine
 def affine(x, a, b):
     """Return ``a x + b``. If b is -0, a zero keeps its sign."""
     return fma(x, splat(a), splat(b))
 
 
-@part
+@subroutine
 def clamp(x, low, high):
     return at_most(at_least(x, splat(low)), splat(high))
 
 
-@part
+@subroutine
 def clamp_from_0(x, low, high):
     """Clamp to low = +0 or more. No result is -0."""
     return absolute(clamp(x, low, high))
 
 
-@part
+@subroutine
 def clamp_to_0(x, low, high):
     """Clamp to high = -0 or less. No result is +0."""
     return negative(absolute(clamp(x, low, high)))
 
 
-@part
-def leaky(x, slope, _):
+@subroutine
+def leaky_relu(x, slope, _):
     """Return x for x > 0, else ``slope * x``. The third argument is not used."""
     return where_less(zeros(), x, x, mul(x, splat(slope)))

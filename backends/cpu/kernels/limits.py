@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from ..compiler import Kernel, kernel
-from ..simd.amx import NBYTES
+from ..simd.amx import TILE_MEMORY_BYTES
 from ..simd.bytes import dot4
 from ..simd.vectors import (
     add,
@@ -13,26 +13,26 @@ from ..simd.vectors import (
     fma,
     load,
     load_bytes,
-    no_ints,
     prefetch,
-    prefetch_far,
+    prefetch_l2,
     store,
     to_float,
+    zero_ints,
     zeros,
 )
-from ..words import words
-from .amx import tiles
-from .packing import share
+from ..words import declare_args
+from .amx import select_tile_operations
+from .packing import compute_thread_range
 
-LINES = 8
+LINES_PER_ITERATION = 8
 """Cache lines that are read in one turn, each into its own sum."""
-CHAINS = 12
+INDEPENDENT_SUMS = 12
 """Independent sums: more than the latency of a product in cycles times the number of product units."""
 
 
-PIECE = 128
+TURNS_PER_CHUNK = 128
 """Turns that a thread reads in a row if threads share a region: 64 KiB."""
-READ = words("memory turns streams together near far sums")
+READ_ARGS = declare_args("memory turns streams together near far sums")
 
 
 @kernel
@@ -42,26 +42,30 @@ def read(a, thread, threads):
     The parts of threads are separate, or interleaved chunk by chunk if `together`. `near` and `far` are prefetch
     distances in bytes, to the first and the second cache. Each thread has 64 bytes for its sums.
     """
-    lo, hi = share(READ.turns(a), thread, threads)
-    near, far, streams = READ.near(a), READ.far(a), READ.streams(a)
-    together, each = READ.together(a), (hi - lo) // streams
+    lo, hi = compute_thread_range(READ_ARGS.turns(a), thread, threads)
+    near, far, streams = READ_ARGS.near(a), READ_ARGS.far(a), READ_ARGS.streams(a)
+    together, each = READ_ARGS.together(a), (hi - lo) // streams
     s0, s1, s2, s3, s4, s5, s6, s7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     for i in range(each):
         for stream in range(streams):
             turn = i + stream * each
-            turn = (turn // PIECE * threads + thread) * PIECE + turn % PIECE if together else lo + turn
-            p = READ.memory(a) + turn * 64 * LINES
-            for line in range(LINES):
+            turn = (
+                (turn // TURNS_PER_CHUNK * threads + thread) * TURNS_PER_CHUNK + turn % TURNS_PER_CHUNK
+                if together
+                else lo + turn
+            )
+            p = READ_ARGS.memory(a) + turn * 64 * LINES_PER_ITERATION
+            for line in range(LINES_PER_ITERATION):
                 prefetch(p + near + 64 * line)
-                prefetch_far(p + far + 64 * line)
+                prefetch_l2(p + far + 64 * line)
             s0, s1, s2, s3 = add(s0, load(p)), add(s1, load(p + 64)), add(s2, load(p + 128)), add(s3, load(p + 192))
             p += 256
             s4, s5, s6, s7 = add(s4, load(p)), add(s5, load(p + 64)), add(s6, load(p + 128)), add(s7, load(p + 192))
-    store(READ.sums(a) + 64 * thread, add(add(add(s0, s1), add(s2, s3)), add(add(s4, s5), add(s6, s7))))
+    store(READ_ARGS.sums(a) + 64 * thread, add(add(add(s0, s1), add(s2, s3)), add(add(s4, s5), add(s6, s7))))
     return 0
 
 
-PRODUCTS = words("turns values sums")
+MULTIPLY_ARGS = declare_args("turns values sums")
 
 
 @kernel
@@ -70,49 +74,49 @@ def multiply(a, thread, threads):
 
     Each thread has 64 bytes for its sums.
     """
-    u, v = load(PRODUCTS.values(a)), load(PRODUCTS.values(a) + 64)
+    u, v = load(MULTIPLY_ARGS.values(a)), load(MULTIPLY_ARGS.values(a) + 64)
     s0, s1, s2, s3, s4, s5 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     s6, s7, s8, s9, sa, sb = zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
-    for _ in range(PRODUCTS.turns(a)):
+    for _ in range(MULTIPLY_ARGS.turns(a)):
         s0, s1, s2, s3 = fma(s0, u, v), fma(s1, u, v), fma(s2, u, v), fma(s3, u, v)
         s4, s5, s6, s7 = fma(s4, u, v), fma(s5, u, v), fma(s6, u, v), fma(s7, u, v)
         s8, s9, sa, sb = fma(s8, u, v), fma(s9, u, v), fma(sa, u, v), fma(sb, u, v)
     x, y, z = add(add(s0, s1), add(s2, s3)), add(add(s4, s5), add(s6, s7)), add(add(s8, s9), add(sa, sb))
-    store(PRODUCTS.sums(a) + 64 * thread, add(add(x, y), z))
+    store(MULTIPLY_ARGS.sums(a) + 64 * thread, add(add(x, y), z))
     return 0
 
 
 @kernel
 def dot(a, thread, threads):
     """Compute int8 turns of `INDEPENDENT_SUMS` products and sums of two vectors, four products in each 32-bit lane."""
-    u, v = load_bytes(PRODUCTS.values(a)), load_bytes(PRODUCTS.values(a) + 64)
-    s0, s1, s2, s3, s4, s5 = no_ints(), no_ints(), no_ints(), no_ints(), no_ints(), no_ints()
-    s6, s7, s8, s9, sa, sb = no_ints(), no_ints(), no_ints(), no_ints(), no_ints(), no_ints()
-    for _ in range(PRODUCTS.turns(a)):
+    u, v = load_bytes(MULTIPLY_ARGS.values(a)), load_bytes(MULTIPLY_ARGS.values(a) + 64)
+    s0, s1, s2, s3, s4, s5 = zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints()
+    s6, s7, s8, s9, sa, sb = zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints()
+    for _ in range(MULTIPLY_ARGS.turns(a)):
         s0, s1, s2, s3 = dot4(s0, u, v), dot4(s1, u, v), dot4(s2, u, v), dot4(s3, u, v)
         s4, s5, s6, s7 = dot4(s4, u, v), dot4(s5, u, v), dot4(s6, u, v), dot4(s7, u, v)
         s8, s9, sa, sb = dot4(s8, u, v), dot4(s9, u, v), dot4(sa, u, v), dot4(sb, u, v)
     x = add_int(add_int(s0, s1), add_int(s2, s3))
     y = add_int(add_int(s4, s5), add_int(s6, s7))
     z = add_int(add_int(s8, s9), add_int(sa, sb))
-    store(PRODUCTS.sums(a) + 64 * thread, to_float(add_int(add_int(x, y), z)))
+    store(MULTIPLY_ARGS.sums(a) + 64 * thread, to_float(add_int(add_int(x, y), z)))
     return 0
 
 
-TILES = words("turns memory")
-CHAINS_OF_TILES = 4
+TILE_ARGS = declare_args("turns memory")
+INDEPENDENT_TILES = 4
 
 
 @cache
-def multiply_tiles() -> Kernel:
+def make_multiply_tiles_kernel() -> Kernel:
     """Make the kernel of bfloat16 turns of `INDEPENDENT_TILES` tile products. Each thread has `NBYTES` of memory."""
-    unit = tiles()
+    unit = select_tile_operations()
     configure, release, clear_0, clear_1, clear_2, clear_3 = unit.configure, unit.release, *unit.clear[:4]
     load_x, load_y, load_u, load_v = unit.load[4:]
     m0, m1, m2, m3 = (unit.multiply(2 * row + k, 4 + row, 6 + k) for row in range(2) for k in range(2))
 
     def body(a, thread, threads):
-        memory = TILES.memory(a) + thread * NBYTES
+        memory = TILE_ARGS.memory(a) + thread * TILE_MEMORY_BYTES
         configure(memory)
         clear_0(memory)
         clear_1(memory)
@@ -122,7 +126,7 @@ def multiply_tiles() -> Kernel:
         load_y(memory, memory, 64)
         load_u(memory, memory, 64)
         load_v(memory, memory, 64)
-        for _ in range(TILES.turns(a)):
+        for _ in range(TILE_ARGS.turns(a)):
             m0(memory)
             m1(memory)
             m2(memory)

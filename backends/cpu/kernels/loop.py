@@ -2,57 +2,66 @@
 
 from __future__ import annotations
 
-from ..compiler import kernel, part
-from ..simd.threads import call, fetch_add, give_way, load_shared, now, rest, store_shared, ticks
+from ..compiler import kernel, subroutine
+from ..simd.threads import (
+    call_kernel,
+    fetch_add,
+    load_shared,
+    read_cycle_counter,
+    read_monotonic_clock,
+    sleep_briefly,
+    store_shared,
+    yield_core,
+)
 from ..simd.vectors import load_long, store_long
-from ..words import words
+from ..words import declare_args
 
-STEP = 4
+STEP_WORDS = 4
 """Words of a step: kernel address (0: no work for this thread), argument address, flags, instruction number."""
-MEETS, WHOLE = 1, 2
+BARRIER_FLAG, WHOLE_FLAG = 1, 2
 """Flags of a step: all threads wait for each other before it; the arguments are the whole work of this thread."""
-SPINS = 2000
+SPINS_BEFORE_YIELD = 2000
 """Spins before a thread yields its core: longer than a barrier takes, shorter than a time slice."""
-YIELDS = 1000
+YIELDS_BEFORE_SLEEP = 1000
 """Yields before a thread sleeps between two spins.
 
 The awaited thread may need a core. The system moves threads to idle cores, not to the core of a yielding thread.
 """
 
-ARRIVED, FAILED, STEP_FAILED = 0, 64, 72
+ARRIVED_OFFSET, FAILED_OFFSET, STEP_FAILED_OFFSET = 0, 64, 72
 """Offsets into the shared block: the arrivals in all; the status of a failed thread; the failed step."""
 SHARED_BYTES = 128
 
 
-@part
-def bide(looks):
+@subroutine
+def back_off(looks):
     """Wait a little after `looks` vain spins: spin, then yield, then sleep."""
-    if looks > SPINS + YIELDS:
-        rest()
-    elif looks > SPINS:
-        give_way()
+    if looks > SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP:
+        sleep_briefly()
+    elif looks > SPINS_BEFORE_YIELD:
+        yield_core()
 
 
-@part
-def meet(shared, threads):
+@subroutine
+def wait_at_barrier(shared, threads):
     """Wait until all threads have arrived. Return the status of a failed thread, or 0."""
-    arrived = fetch_add(shared + ARRIVED, 1) + 1
+    arrived = fetch_add(shared + ARRIVED_OFFSET, 1) + 1
     target = (arrived + threads - 1) // threads * threads
     looks = 0
-    while load_shared(shared + ARRIVED) < target:
-        if load_shared(shared + FAILED) != 0:
-            return load_shared(shared + FAILED)
+    while load_shared(shared + ARRIVED_OFFSET) < target:
+        if load_shared(shared + FAILED_OFFSET) != 0:
+            return load_shared(shared + FAILED_OFFSET)
         looks += 1
-        bide(looks)
+        back_off(looks)
     return 0
 
 
-ARGS = words("table steps shared times")
+ARGS = declare_args("table steps shared times")
 """The tables of steps, the steps of a table, the shared block, and the target of times."""
 
 
-@part
-def walk(a, thread, threads, times):
+@subroutine
+def run_table(a, thread, threads, times):
     """Run every step of this thread.
 
     Unless `times` is 0, thread 0 writes the ticks at the start of each step and at the end, then the clock at the first
@@ -61,36 +70,36 @@ def walk(a, thread, threads, times):
     """
     count, shared = ARGS.steps(a), ARGS.shared(a)
     if times != 0 and thread == 0:
-        store_long(times + 8 * (count + 1), now())
-    steps = ARGS.table(a) + thread * count * 8 * STEP
+        store_long(times + 8 * (count + 1), read_monotonic_clock())
+    steps = ARGS.table(a) + thread * count * 8 * STEP_WORDS
     for i in range(count):
-        step = steps + i * 8 * STEP
+        step = steps + i * 8 * STEP_WORDS
         how = load_long(step + 16)
         if times != 0 and thread == 0:
-            store_long(times + 8 * i, ticks())
-        if threads > 1 and how & MEETS:
-            status = meet(shared, threads)
+            store_long(times + 8 * i, read_cycle_counter())
+        if threads > 1 and how & BARRIER_FLAG:
+            status = wait_at_barrier(shared, threads)
             if status != 0:
                 return status
         status = 0
         if load_long(step) != 0:
-            whole = how & WHOLE != 0
-            status = call(load_long(step), load_long(step + 8), 0 if whole else thread, 1 if whole else threads)
+            whole = how & WHOLE_FLAG != 0
+            status = call_kernel(load_long(step), load_long(step + 8), 0 if whole else thread, 1 if whole else threads)
         if status != 0:
-            store_long(shared + STEP_FAILED, load_long(step + 24))
-            store_shared(shared + FAILED, status)
+            store_long(shared + STEP_FAILED_OFFSET, load_long(step + 24))
+            store_shared(shared + FAILED_OFFSET, status)
             return status
-    status = meet(shared, threads) if threads > 1 else 0
+    status = wait_at_barrier(shared, threads) if threads > 1 else 0
     if times != 0 and thread == 0:
-        store_long(times + 8 * count, ticks())
-        store_long(times + 8 * (count + 2), now())
+        store_long(times + 8 * count, read_cycle_counter())
+        store_long(times + 8 * (count + 2), read_monotonic_clock())
     return status
 
 
 @kernel
 def run(a, thread, threads):
     """Run all steps. Return 0, or the status of the step that stopped the run."""
-    return walk(a, thread, threads, 0)
+    return run_table(a, thread, threads, 0)
 
 
 @kernel
@@ -99,4 +108,4 @@ def timed(a, thread, threads):
 
     Waiting time counts for the step that waits.
     """
-    return walk(a, thread, threads, ARGS.times(a))
+    return run_table(a, thread, threads, ARGS.times(a))

@@ -11,70 +11,76 @@ import numpy as np
 
 from ....graph.dtypes import DType
 from ....ops.declaration.shape_rules import integers_attribute
-from ...chains import ChangedState, changed_state
-from ...flow import Flow
-from ...operands import Bound, Operand, need
-from ..compiler import Kernel, Part, part
+from ...chains import SavedStateUpdate, match_saved_state_update
+from ...flow import Dataflow
+from ...operands import BoundInstruction, Operand, require_supported
+from ..compiler import Kernel, Subroutine, subroutine
 from ..simd.vectors import LANES, load, load_int, load_long
-from ..steps import Chain, Fused, Share, Steps
-from ..words import words
+from ..steps import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
+from ..words import declare_args
 from . import blocks
-from .cells import CELLS
-from .packing import NO_ROW, UNPACK, share, unpack
+from .cells import CELLS_BY_DTYPE
+from .packing import INVALID_ROW, UNPACK_ARGS, compute_thread_range, make_unpack_kernel
 from .products.formats import FORMATS
-from .rows import FILL_WORDS, STORES, add_rows, add_unary, can_copy, fill, lanes, put
+from .rows import FILL_ARGS, LANE_STORERS, add_row_step, add_unary, can_copy, fill, load_lanes, store_lanes
 
-MOVE = words("table step rows columns ids id_bytes other pace count tables between")
+MOVE_ARGS = declare_args("table step rows columns ids id_bytes other pace count tables between")
 
 
-def _to_rows(dtype: DType) -> Part:
+def _make_store_row(dtype: DType) -> Subroutine:
     """Make the part that copies a float32 row to a row of `dtype`, rounded to nearest."""
-    if dtype in blocks.STORES:
-        store_block = blocks.STORES[dtype]
+    if dtype in blocks.BLOCK_STORERS:
+        store_block = blocks.BLOCK_STORERS[dtype]
 
         def copy(source, target, columns):
-            for c in range(0, columns, blocks.BLOCK):
+            for c in range(0, columns, blocks.BLOCK_ELEMENTS):
                 store_block(target, c, load(source + 4 * c), load(source + 4 * c + 64))
 
-        return part(copy)
-    store = STORES[dtype]
+        return subroutine(copy)
+    store = LANE_STORERS[dtype]
 
     def convert(source, target, columns):
         for c in range(0, columns, LANES):
-            store(target, c, columns, lanes(source, c, columns, 4))
+            store(target, c, columns, load_lanes(source, c, columns, 4))
 
-    return part(convert)
+    return subroutine(convert)
 
 
-def _from_rows(dtype: DType) -> Part:
+def _make_load_row(dtype: DType) -> Subroutine:
     """Make the part that copies a row of `dtype` to a float32 row."""
-    some = CELLS[dtype].some
+    some = CELLS_BY_DTYPE[dtype].load_first
 
     def copy(source, target, columns):
         for c in range(0, columns, LANES):
-            put(target, c, columns, some(source, c, columns))
+            store_lanes(target, c, columns, some(source, c, columns))
 
-    return part(copy)
+    return subroutine(copy)
 
 
 @cache
-def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
+def make_move_rows_kernel(scatter: bool, dtype: DType = DType.F32) -> Kernel:
     """Make the kernel ``other[i] = table[ids[i]]``, or with `scatter` ``table[ids[i]] = other[i]``, for each table.
 
     There are `count` rows per table; `other` is float32. `step`, `pace` and `between` are bytes from row to row of a
     table, from row to row of `other`, and from table to table. An invalid id stops the run.
     """
-    copy = _to_rows(dtype) if scatter else _from_rows(dtype)
+    copy = _make_store_row(dtype) if scatter else _make_load_row(dtype)
 
     def body(a, thread, threads):
-        table, step, rows, columns = MOVE.table(a), MOVE.step(a), MOVE.rows(a), MOVE.columns(a)
-        ids, size, other, pace, count = MOVE.ids(a), MOVE.id_bytes(a), MOVE.other(a), MOVE.pace(a), MOVE.count(a)
-        lo, hi = share(count * MOVE.tables(a), thread, threads)
+        table, step, rows, columns = MOVE_ARGS.table(a), MOVE_ARGS.step(a), MOVE_ARGS.rows(a), MOVE_ARGS.columns(a)
+        ids, size, other, pace, count = (
+            MOVE_ARGS.ids(a),
+            MOVE_ARGS.id_bytes(a),
+            MOVE_ARGS.other(a),
+            MOVE_ARGS.pace(a),
+            MOVE_ARGS.count(a),
+        )
+        lo, hi = compute_thread_range(count * MOVE_ARGS.tables(a), thread, threads)
         for i in range(lo, hi):
-            mine = table + i // count * MOVE.between(a)
+            mine = table + i // count * MOVE_ARGS.between(a)
             row = load_int(ids + 4 * i) if size == 4 else load_long(ids + 8 * i)
             if row < 0 or row >= rows:
-                return NO_ROW | row << 8
+                return INVALID_ROW | row << 8
             source, target = mine + row * step, other + i * pace
             if scatter:
                 source, target = target, source
@@ -84,16 +90,16 @@ def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
     return Kernel(f"moves.{'scatter' if scatter else 'gather'}.{dtype}", body)
 
 
-WIDEN = words("rows columns x x_row y y_row")
+WIDEN = declare_args("rows columns x x_row y y_row")
 
 
 @cache
 def widen_rows(dtype: DType) -> Kernel:
     """Return the kernel that copies rows of `dtype` to rows of float32; `x_row` and `y_row` are bytes."""
-    copy = _from_rows(dtype)
+    copy = _make_load_row(dtype)
 
     def body(a, thread, threads):
-        first, last = share(WIDEN.rows(a), thread, threads)
+        first, last = compute_thread_range(WIDEN.rows(a), thread, threads)
         for i in range(first, last):
             copy(WIDEN.x(a) + i * WIDEN.x_row(a), WIDEN.y(a) + i * WIDEN.y_row(a), WIDEN.columns(a))
         return 0
@@ -101,40 +107,40 @@ def widen_rows(dtype: DType) -> Kernel:
     return Kernel(f"moves.widen_rows.{dtype}", body)
 
 
-def _ids_size(ids: Operand) -> int | None:
+def _index_bytes(ids: Operand) -> int | None:
     """Return the bytes of an id; None for strided ids or other types."""
     return {DType.I32: 4, DType.I64: 8}.get(ids.dtype) if ids.is_dense else None
 
 
-def _get_rows(steps: Steps, call: Bound) -> bool:
+def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the gather of rows of a plain or packed table; False if kernels cannot read it."""
     table, ids, out = call.operand(0), call.operand(1), call.out
-    size = _ids_size(ids)
-    if size is None or not out.has_rows:
+    size = _index_bytes(ids)
+    if size is None or not out.has_even_rows:
         return False
     *leading, rows, columns = table.shape
-    if table.is_packed:
+    if table.has_packed_blocks:
         form = FORMATS.get(table.dtype)
-        if form is None or leading or not table.is_whole or size != 4:
+        if form is None or leading or not table.is_whole_buffer or size != 4:
             return False
         stride = table.dtype.bytes_of(columns)
         scratch = steps.scratch("unpack", 1024 * steps.threads)
-        words = UNPACK(
+        words = UNPACK_ARGS(
             packed=table.address,
             stride=stride,
             rows=rows,
             columns=columns,
             ids=ids.address,
             target=out.address,
-            step=out.row_step,
+            step=out.row_stride_bytes,
             count=math.prod(ids.shape),
             scratch=scratch.address,
         )
-        _add(steps, unpack(form), words, [table, ids], [out, scratch], out)
+        _add_move_step(steps, make_unpack_kernel(form), words, [table, ids], [out, scratch], out)
         return True
-    if table.dtype not in CELLS or table.strides[-1] != 1 or len(leading) > 1 or not ids.shape[-1]:
+    if table.dtype not in CELLS_BY_DTYPE or table.strides[-1] != 1 or len(leading) > 1 or not ids.shape[-1]:
         return False
-    words = MOVE(
+    words = MOVE_ARGS(
         table=table.address,
         step=table.dtype.bytes_of(table.strides[-2]),
         rows=rows,
@@ -142,58 +148,65 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
         ids=ids.address,
         id_bytes=size,
         other=out.address,
-        pace=out.row_step,
+        pace=out.row_stride_bytes,
         count=ids.shape[-1] if leading else math.prod(ids.shape),
         tables=math.prod(leading),
         between=table.dtype.bytes_of(table.strides[0]) if leading else 0,
     )
-    _add(steps, move_rows(False, table.dtype), words, [table, ids], [out], out)
+    _add_move_step(steps, make_move_rows_kernel(False, table.dtype), words, [table, ids], [out], out)
     return True
 
 
-def _is_written(table: Operand) -> bool:
+def _is_writable_table(table: Operand) -> bool:
     """Return whether kernels can write rows in the type of `table`."""
-    return table.dtype in STORES or (table.dtype in blocks.STORES and not table.is_packed)
+    return table.dtype in LANE_STORERS or (table.dtype in blocks.BLOCK_STORERS and not table.has_packed_blocks)
 
 
-def _set_rows(steps: Steps, call: Bound) -> bool:
+def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the scatter of rows, after a copy of the table if it is not updated in place; False if it does not fit."""
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
-    size = _ids_size(ids)
-    plain = all(o.has_rows and len(o.shape) == 2 for o in (into, rows, out))
-    if size is None or not plain or len(ids.shape) != 1 or not rows.is_float or not _is_written(out):
+    size = _index_bytes(ids)
+    plain = all(o.has_even_rows and len(o.shape) == 2 for o in (into, rows, out))
+    if size is None or not plain or len(ids.shape) != 1 or not rows.is_float or not _is_writable_table(out):
         return False
     if into.address != out.address and not (out.is_float and add_unary(steps, "copy", into, out)):
         return False
-    words = _words_of(out, rows, ids, size)
-    _add(steps, move_rows(True, out.dtype), words, [rows, ids, out], [out], rows)
+    words = _make_table_args(out, rows, ids, size)
+    _add_move_step(steps, make_move_rows_kernel(True, out.dtype), words, [rows, ids, out], [out], rows)
     return True
 
 
-def _save_and_set_rows(flow: Flow, number: int) -> Chain:
+def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse saving rows of a table and overwriting them."""
-    chain = changed_state(flow, number, "set_rows")
-    save, change = map(flow.call, chain)
+    chain = match_saved_state_update(flow, number, "set_rows")
+    save, change = map(flow.bound_instruction, chain)
     table, ids, kept = save.operand(0), save.operand(1), save.out
     into, rows, out = change.operand(0), change.operand(1), change.out
-    need(ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor, "other rows are saved")
-    need(all(o.has_rows and len(o.shape) == 2 for o in (table, rows, kept)), "operands have no rows")
-    need(_is_written(table) and rows.is_float and kept.is_float, "rows are not float32, or the table has another type")
-    need(
-        table.strides[-1] == 1 and len(ids.shape) == 1 and _ids_size(ids) is not None,
+    require_supported(
+        ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor, "other rows are saved"
+    )
+    require_supported(all(o.has_even_rows and len(o.shape) == 2 for o in (table, rows, kept)), "operands have no rows")
+    require_supported(
+        _is_writable_table(table) and rows.is_float and kept.is_float,
+        "rows are not float32, or the table has another type",
+    )
+    require_supported(
+        table.strides[-1] == 1 and len(ids.shape) == 1 and _index_bytes(ids) is not None,
         "the table is strided, or ids are not a dense vector",
     )
-    return Chain(chain, partial(_add_save_and_set_rows, save=save, change=change, numbers=chain))
+    return FusedBinding(chain, partial(_add_save_and_set_rows, save=save, change=change, numbers=chain))
 
 
-def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: ChangedState) -> None:
+def _add_save_and_set_rows(
+    steps: StepTableBuilder, save: BoundInstruction, change: BoundInstruction, numbers: SavedStateUpdate
+) -> None:
     """Add both steps. Each thread moves its columns of the new rows.
 
     If threads have no columns of these, the two steps are bound separately. Every thread checks all ids, so all threads
     stop at an invalid id and none overwrites a row.
     """
     table, ids, kept, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
-    bounds, size = steps.columns_of([rows]), _ids_size(ids)
+    bounds, size = steps.find_column_bounds([rows]), _index_bytes(ids)
     if (
         bounds is None
         or size is None
@@ -201,40 +214,44 @@ def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: Ch
         or 0 in np.diff(bounds)  # a thread without columns would not stop
         or np.any(np.mod(bounds, table.dtype.block))
     ):
-        for steps.number, bind, call in zip(numbers, (_get_rows, _set_rows), (save, change), strict=True):
+        for steps.instruction_number, bind, call in zip(
+            numbers, (_bind_get_rows, _bind_set_rows), (save, change), strict=True
+        ):
             is_bound = bind(steps, call)
             assert is_bound, "the fused pattern has checked both ops"
         return
-    parts = [[o.part(1, low, high - low) for o in (table, rows, kept)] for low, high in pairwise(bounds)]
+    parts = [[o.slice_axis(1, low, high - low) for o in (table, rows, kept)] for low, high in pairwise(bounds)]
 
-    steps.number = numbers.save
-    saves = [Share(_words_of(table, kept, ids, size), [table, ids], [kept]) for table, _, kept in parts]
-    steps.deal_columns(move_rows(False, table.dtype), saves, kept, bounds)
-    steps.number = numbers.change
-    changes = [Share(_words_of(table, rows, ids, size), [rows, ids, table], [table]) for table, rows, _ in parts]
-    steps.deal(move_rows(True, table.dtype), changes)
+    steps.instruction_number = numbers.save
+    saves = [ThreadWork(_make_table_args(table, kept, ids, size), [table, ids], [kept]) for table, _, kept in parts]
+    steps.add_by_columns(make_move_rows_kernel(False, table.dtype), saves, kept, bounds)
+    steps.instruction_number = numbers.update
+    changes = [
+        ThreadWork(_make_table_args(table, rows, ids, size), [rows, ids, table], [table]) for table, rows, _ in parts
+    ]
+    steps.add_per_thread(make_move_rows_kernel(True, table.dtype), changes)
 
 
-def _words_of(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
+def _make_table_args(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
     """Return the words of one table. Table and `other` have two axes."""
     rows, columns = table.shape
-    return MOVE(
+    return MOVE_ARGS(
         table=table.address,
-        step=table.row_step,
+        step=table.row_stride_bytes,
         rows=rows,
         columns=columns,
         ids=ids.address,
         id_bytes=size,
         other=other.address,
-        pace=other.row_step,
+        pace=other.row_stride_bytes,
         count=other.shape[0],
         tables=1,
         between=0,
     )
 
 
-def _add(
-    steps: Steps,
+def _add_move_step(
+    steps: StepTableBuilder,
     kernel: Kernel,
     words: Sequence[int],
     reads: Sequence[Operand],
@@ -245,11 +262,11 @@ def _add(
     steps.add(kernel, words, reads=reads, writes=writes, nbytes=moved.tensor.spec.nbytes, stops=True)
 
 
-def _concat(steps: Steps, call: Bound) -> bool:
+def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add two copies to the parts of the result."""
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
-    parts = (out.part(axis, 0, a.shape[axis]), out.part(axis, a.shape[axis], b.shape[axis]))
+    parts = (out.slice_axis(axis, 0, a.shape[axis]), out.slice_axis(axis, a.shape[axis], b.shape[axis]))
     pairs = [(s, part) for s, part in zip((a, b), parts, strict=True) if s.tensor.spec.size]
     if not all(can_copy(*pair) or _can_widen(*pair) for pair in pairs):
         return False
@@ -261,9 +278,9 @@ def _concat(steps: Steps, call: Bound) -> bool:
                 rows=math.prod(source.shape[:-1]),
                 columns=source.shape[-1],
                 x=source.address,
-                x_row=source.row_step,
+                x_row=source.row_stride_bytes,
                 y=target.address,
-                y_row=target.row_step,
+                y_row=target.row_stride_bytes,
             )
             steps.add(widen_rows(source.dtype), words, reads=[source], writes=[target])
     return True
@@ -271,25 +288,25 @@ def _concat(steps: Steps, call: Bound) -> bool:
 
 def _can_widen(source: Operand, target: Operand) -> bool:
     """Return whether `widen_rows` copies `source` there: rows of 16-bit numbers to rows of float32."""
-    halves = source.dtype in (DType.F16, DType.BF16) and not source.is_packed
-    return halves and source.has_rows and target.is_float and target.has_rows
+    halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_blocks
+    return halves and source.has_even_rows and target.is_float and target.has_even_rows
 
 
-def _pad(steps: Steps, call: Bound) -> bool:
+def _bind_pad(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add zeros everywhere, then copy x to the middle."""
     x, out = call.operand(0), call.out
     if call.attrs["circular"]:
         return False
     inner = out
     for axis, (n, left) in enumerate(zip(x.shape, integers_attribute(call.attrs, "left"), strict=True)):
-        inner = inner.part(axis, left, n)
+        inner = inner.slice_axis(axis, left, n)
     zeros = {"value": 0}
     if not x.tensor.spec.size:
-        return add_rows(steps, (fill, FILL_WORDS, zeros), [], out)
-    if not can_copy(x, inner) or not add_rows(steps, (fill, FILL_WORDS, zeros), [], out):
+        return add_row_step(steps, (fill, FILL_ARGS, zeros), [], out)
+    if not can_copy(x, inner) or not add_row_step(steps, (fill, FILL_ARGS, zeros), [], out):
         return False
     return add_unary(steps, "copy", x, inner)
 
 
-BINDINGS = {"pad": _pad, "get_rows": _get_rows, "set_rows": _set_rows, "concat": _concat}
-FUSED: Mapping[str, tuple[Fused, ...]] = {"get_rows": (_save_and_set_rows,)}
+BINDINGS = {"pad": _bind_pad, "get_rows": _bind_get_rows, "set_rows": _bind_set_rows, "concat": _bind_concat}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"get_rows": (_fuse_save_and_set_rows,)}

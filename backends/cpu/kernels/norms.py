@@ -7,74 +7,74 @@ from functools import cache, partial
 
 import numpy as np
 
-from ...chains import scaled_norm
-from ...flow import Flow, apart
-from ...operands import Bound, Operand, need
-from ..compiler import Kernel, kernel, part
-from ..pieces import pieces_of
-from ..simd.vectors import LANES, add, first_lanes, fma, mul, splat, sqrt_scalar, sub, total, zeros
-from ..steps import Binding, Chain, Fused, Share, Steps
-from .packing import share
-from .products.products import stand_ins, wanted_of
-from .products.rounding import Target, round_row
-from .rows import ELEMENTS, lanes, put, row_words, rows_of, whole_rows
+from ...chains import match_scaled_norm
+from ...flow import Dataflow, require_no_alias
+from ...operands import BoundInstruction, Operand, require_supported
+from ..compiler import Kernel, kernel, subroutine
+from ..pieces import find_column_split
+from ..simd.vectors import LANES, add, fma, lane_sum, mask_with_zeros, mul, splat, sqrt_scalar, sub, zeros
+from ..steps import FusedBinding, FusionMatcher, InstructionBinder, StepTableBuilder, ThreadWork
+from .packing import compute_thread_range
+from .products.products import find_result_consumers, make_thread_copies
+from .products.rounding import QuantisedTarget, quantise_row
+from .rows import ELEMENT_STRIDE_WORDS, load_lanes, make_row_args, make_row_walk, make_whole_row_walk, store_lanes
 
-ONE = np.float32(1)
+FLOAT_ONE = np.float32(1)
 
 
-@part
+@subroutine
 def sum_of_squares(x, n):
     """Return ``sum of x[c]^2`` over `n` float32."""
     first, second = zeros(), zeros()
     c = 0
     while c + 2 * LANES <= n:
-        v, w = lanes(x, c, n, 4), lanes(x, c + LANES, n, 4)
+        v, w = load_lanes(x, c, n, 4), load_lanes(x, c + LANES, n, 4)
         first, second = fma(v, v, first), fma(w, w, second)
         c += 2 * LANES
     while c < n:
-        v = lanes(x, c, n, 4)
+        v = load_lanes(x, c, n, 4)
         first = fma(v, v, first)
         c += LANES
-    return total(add(first, second))
+    return lane_sum(add(first, second))
 
 
-@part
-def rms_factor(squares, n, eps):
+@subroutine
+def compute_rms_factor(squares, n, eps):
     """Return ``1 / sqrt(squares / n + eps)``."""
-    return ONE / sqrt_scalar(squares / np.float32(n) + eps)
+    return FLOAT_ONE / sqrt_scalar(squares / np.float32(n) + eps)
 
 
-@part
-def l2_factor(squares, n, eps):
+@subroutine
+def compute_l2_factor(squares, n, eps):
     """Return ``1 / max(sqrt(squares), eps)``, the definition of ggml."""
-    return ONE / max(sqrt_scalar(squares), eps)
+    return FLOAT_ONE / max(sqrt_scalar(squares), eps)
 
 
-@part
-def l2_factor_added(squares, n, eps):
+@subroutine
+def compute_l2_factor_added(squares, n, eps):
     """Return ``1 / sqrt(squares + eps)``."""
-    return ONE / sqrt_scalar(squares + eps)
+    return FLOAT_ONE / sqrt_scalar(squares + eps)
 
 
-FACTORS = {"rms_norm": rms_factor, "l2_norm": l2_factor, "l2_norm_added": l2_factor_added}
+NORM_FACTORS = {"rms_norm": compute_rms_factor, "l2_norm": compute_l2_factor, "l2_norm_added": compute_l2_factor_added}
 
 
-PLAIN = row_words("x y", "eps:f32")
+NORM_ARGS = make_row_args("x y", "eps:f32")
 
 
 @cache
-def norm(name: str) -> Kernel:
+def make_norm_kernel(name: str) -> Kernel:
     """Make the kernel that multiplies each row by a factor of its sum of squares (`NORM_FACTORS`)."""
-    factor = FACTORS[name]
+    factor = NORM_FACTORS[name]
 
     def body(a, thread, threads):
-        n, eps = PLAIN.columns(a), PLAIN.eps(a)
-        lo, hi = share(PLAIN.rows(a), thread, threads)
+        n, eps = NORM_ARGS.columns(a), NORM_ARGS.eps(a)
+        lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, y = PLAIN.x(a, i), PLAIN.y(a, i)
+            x, y = NORM_ARGS.x(a, i), NORM_ARGS.y(a, i)
             f = splat(factor(sum_of_squares(x, n), n, eps))
             for c in range(0, n, LANES):
-                put(y, c, n, mul(lanes(x, c, n, 4), f))
+                store_lanes(y, c, n, mul(load_lanes(x, c, n, 4), f))
         return 0
 
     return Kernel(f"norms.norm.{name}", body)
@@ -83,130 +83,149 @@ def norm(name: str) -> Kernel:
 @kernel
 def centred_norm(a, thread, threads):
     """Compute ``(x - mean) / deviation`` of each row."""
-    n, eps = PLAIN.columns(a), PLAIN.eps(a)
-    lo, hi = share(PLAIN.rows(a), thread, threads)
+    n, eps = NORM_ARGS.columns(a), NORM_ARGS.eps(a)
+    lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
-        x, y = PLAIN.x(a, i), PLAIN.y(a, i)
+        x, y = NORM_ARGS.x(a, i), NORM_ARGS.y(a, i)
         sums, squares = zeros(), zeros()
         for c in range(0, n, LANES):
-            sums = add(sums, lanes(x, c, n, 4))
-        mean = splat(total(sums) / np.float32(n))
+            sums = add(sums, load_lanes(x, c, n, 4))
+        mean = splat(lane_sum(sums) / np.float32(n))
         for c in range(0, n, LANES):
-            v = sub(lanes(x, c, n, 4), mean)
+            v = sub(load_lanes(x, c, n, 4), mean)
             if n - c < LANES:
-                v = first_lanes(v, n - c)
+                v = mask_with_zeros(v, n - c)
             squares = fma(v, v, squares)
-        f = splat(rms_factor(total(squares), n, eps))
+        f = splat(compute_rms_factor(lane_sum(squares), n, eps))
         for c in range(0, n, LANES):
-            put(y, c, n, mul(sub(lanes(x, c, n, 4), mean), f))
+            store_lanes(y, c, n, mul(sub(load_lanes(x, c, n, 4), mean), f))
     return 0
 
 
-SCALED = row_words("x w y", "eps:f32 between rounding[*]")
+SCALED_NORM_ARGS = make_row_args("x w y", "eps:f32 between rounding[*]")
 """`between`: bytes from thread to thread of the result; `rounding`: `QuantisedTarget.rounding_words`."""
-ROUNDING = SCALED.start("rounding")
+ROUNDING_WORD = SCALED_NORM_ARGS.first_word("rounding")
 
 
 @kernel
 def scaled_rms_norm(a, thread, threads):
     """Compute ``y = rms_norm(x) * w`` of each row, and quantise y."""
-    n, step, eps = SCALED.columns(a), SCALED.w_step(a), SCALED.eps(a)
-    lo, hi = share(SCALED.rows(a), thread, threads)
+    n, step, eps = SCALED_NORM_ARGS.columns(a), SCALED_NORM_ARGS.w_step(a), SCALED_NORM_ARGS.eps(a)
+    lo, hi = compute_thread_range(SCALED_NORM_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
-        x, w, y = SCALED.x(a, i), SCALED.w(a, i), SCALED.y(a, i) + thread * SCALED.between(a)
-        f = splat(rms_factor(sum_of_squares(x, n), n, eps))
+        x, w, y = (
+            SCALED_NORM_ARGS.x(a, i),
+            SCALED_NORM_ARGS.w(a, i),
+            SCALED_NORM_ARGS.y(a, i) + thread * SCALED_NORM_ARGS.between(a),
+        )
+        f = splat(compute_rms_factor(sum_of_squares(x, n), n, eps))
         for c in range(0, n, LANES):
-            put(y, c, n, mul(mul(lanes(x, c, n, 4), f), lanes(w, c, n, step)))
-        round_row(a, ROUNDING, i, y, n)
+            store_lanes(y, c, n, mul(mul(load_lanes(x, c, n, 4), f), load_lanes(w, c, n, step)))
+        quantise_row(a, ROUNDING_WORD, i, y, n)
     return 0
 
 
-def kind_of(call: Bound) -> str:
+def select_norm_kind(call: BoundInstruction) -> str:
     """Return the key of `NORM_FACTORS` for a norm."""
     return "l2_norm_added" if call.op == "l2_norm" and not call.attrs["clamp"] else call.op
 
 
-def _bind(name: str) -> Binding:
+def _make_norm_binding(name: str) -> InstructionBinder:
     """Make the binding of an unfused norm."""
 
-    def bind(steps: Steps, call: Bound) -> bool:
+    def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         x, y = call.operand(0), call.out
-        walked = whole_rows(steps, x, y) if y.shape and y.is_dense_along(-1) else None
+        walked = make_whole_row_walk(steps, x, y) if y.shape and y.is_dense_along(-1) else None
         if walked is None:
             return False
         walk, x = walked
-        kernel = centred_norm if call.op == "norm" else norm(kind_of(call))
-        steps.add(kernel, PLAIN(walk=walk, eps=call.float("eps")), reads=[x], writes=[y])
+        kernel = centred_norm if call.op == "norm" else make_norm_kernel(select_norm_kind(call))
+        steps.add(kernel, NORM_ARGS(walk=walk, eps=call.float_attribute_bits("eps")), reads=[x], writes=[y])
         return True
 
     return bind
 
 
-def _scaled(flow: Flow, number: int) -> Chain:
+def _fuse_scaled_norm(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse a norm and the product with its factors."""
-    chain = scaled_norm(flow, number)
-    norm, product = map(flow.call, chain)
+    chain = match_scaled_norm(flow, number)
+    norm, product = map(flow.bound_instruction, chain)
     x, factors, y = norm.operand(0), product.operand(1), product.out
-    need(norm.out.shape == y.shape and x.is_float and factors.is_float, "rows are not multiplied by float32 factors")
-    whole = _share(norm, x, factors, y)
-    need(whole is not None, "operands have no rows")
+    require_supported(
+        norm.out.shape == y.shape and x.is_float and factors.is_float, "rows are not multiplied by float32 factors"
+    )
+    whole = _make_thread_work(norm, x, factors, y)
+    require_supported(whole is not None, "operands have no rows")
     assert whole is not None
-    apart(y, [factors], [x])
-    return Chain(chain, partial(_add_scaled, norm=norm, product=product, whole=whole))
+    require_no_alias(y, [factors], [x])
+    return FusedBinding(chain, partial(_add_scaled_norm, norm=norm, product=product, whole=whole))
 
 
-def _add_scaled(steps: Steps, norm: Bound, product: Bound, whole: Share) -> None:
+def _add_scaled_norm(
+    steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, whole: ThreadWork
+) -> None:
     """Add a scaled norm.
 
     Packed products read it quantised. If only products follow, each thread computes it for itself.
     """
     x, factors, y = norm.operand(0), product.operand(1), product.out
-    if (pieces := pieces_of(steps, [x], y, whole_rows=True)) is not None:
-        cut = zip(*(pieces.of(o) for o in (x, factors, y)), strict=True)
-        shares = [None if None in each else _share(norm, *each) for each in cut]
-        steps.deal_columns(scaled_rms_norm, shares, y, pieces.bounds)
-    elif _rounded(steps, norm, product, factors):
+    if (pieces := find_column_split(steps, [x], y, whole_rows=True)) is not None:
+        cut = zip(*(pieces.slice_by_thread(o) for o in (x, factors, y)), strict=True)
+        shares = [None if None in each else _make_thread_work(norm, *each) for each in cut]
+        steps.add_by_columns(scaled_rms_norm, shares, y, pieces.column_bounds)
+    elif _add_quantised_norm(steps, norm, product, factors):
         pass
-    elif (own := stand_ins(steps, product)) is not None:
-        steps.deal(scaled_rms_norm, [_share(norm, x, factors, to) for to in own])
-        steps.stand_in(own, y)
+    elif (own := make_thread_copies(steps, product)) is not None:
+        steps.add_per_thread(scaled_rms_norm, [_make_thread_work(norm, x, factors, to) for to in own])
+        steps.set_per_thread_value(own, y)
     else:
         steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes)
 
 
-def _rounded(steps: Steps, norm: Bound, product: Bound, factors: Operand) -> bool:
+def _add_quantised_norm(
+    steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, factors: Operand
+) -> bool:
     """Add a scaled norm that quantises its result; False if a separate step is better or all readers use float32."""
-    wanted, x, y = wanted_of(steps, product), norm.operand(0), product.out
-    each = steps.threads > 1 and wanted.for_all and steps.is_repeated([y])
-    shares_columns = steps.threads > 1 and wanted.for_all and wanted.rows == 1 and not each
-    if not wanted.rounded or shares_columns:
+    wanted, x, y = find_result_consumers(steps, product), norm.operand(0), product.out
+    each = steps.threads > 1 and wanted.is_shared_by_threads and steps.is_repeated([y])
+    shares_columns = steps.threads > 1 and wanted.is_shared_by_threads and wanted.rows == 1 and not each
+    if not wanted.quantised_tensors or shares_columns:
         return False
-    own = stand_ins(steps, product) if each and wanted.floats else None
-    if each and wanted.floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
+    own = make_thread_copies(steps, product) if each and wanted.needs_floats else None
+    if (
+        each
+        and wanted.needs_floats
+        and own is None
+        and any(y.region.can_overlap_collectives(o.region) for o in (x, factors))
+    ):
         return False  # a thread would overwrite operands of other threads
-    records, passing = wanted.records(steps, shared=not each), wanted.passing(steps)
-    alone: Sequence[Operand | None] = [y if wanted.floats else None, *[None] * (steps.threads - 1)]
-    targets = [wanted.target(*given) for given in zip(own or alone, passing, records, strict=True)]
-    shares = [_share(norm, x, factors, to.floats, to) for to in targets]
+    records, passing = wanted.make_records(steps, shared=not each), wanted.make_scratch_rows(steps)
+    alone: Sequence[Operand | None] = [y if wanted.needs_floats else None, *[None] * (steps.threads - 1)]
+    targets = [wanted.make_target(*given) for given in zip(own or alone, passing, records, strict=True)]
+    shares = [_make_thread_work(norm, x, factors, to.float_rows, to) for to in targets]
     if each:
-        steps.deal(scaled_rms_norm, shares)
+        steps.add_per_thread(scaled_rms_norm, shares)
     elif (whole := shares[0]) is not None:
         moved = x.tensor.spec.nbytes + y.tensor.spec.nbytes
         steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
     if own is not None:
-        steps.stand_in(own, y)
-    wanted.remember(steps, records)
+        steps.set_per_thread_value(own, y)
+    wanted.remember_records(steps, records)
     return True
 
 
-def _share(norm: Bound, x: Operand, factors: Operand, y: Operand, to: Target | None = None) -> Share | None:
+def _make_thread_work(
+    norm: BoundInstruction, x: Operand, factors: Operand, y: Operand, to: QuantisedTarget | None = None
+) -> ThreadWork | None:
     """Make the words of `scaled_rms_norm`; None if it cannot walk the operands."""
-    walk, to = rows_of(y.shape, [x, factors, y], whole_rows=True), to or Target(y, [y])
-    if walk is None or walk[ELEMENTS][::2] != [4, 4]:
+    walk, to = make_row_walk(y.shape, [x, factors, y], whole_rows=True), to or QuantisedTarget(y, [y])
+    if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4]:
         return None
-    words = SCALED(walk=walk, eps=norm.float("eps"), between=to.between, rounding=to.rounding)
-    return Share(words, [x, factors], to.writes)
+    words = SCALED_NORM_ARGS(
+        walk=walk, eps=norm.float_attribute_bits("eps"), between=to.thread_stride_bytes, rounding=to.rounding_words
+    )
+    return ThreadWork(words, [x, factors], to.writes)
 
 
-FUSED: Mapping[str, tuple[Fused, ...]] = {"rms_norm": (_scaled,)}
-BINDINGS = {name: _bind(name) for name in ("rms_norm", "l2_norm", "norm")}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"rms_norm": (_fuse_scaled_norm,)}
+BINDINGS = {name: _make_norm_binding(name) for name in ("rms_norm", "l2_norm", "norm")}

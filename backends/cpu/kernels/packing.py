@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from functools import cache
 
-from ..compiler import Kernel, Part, part
+from ..compiler import Kernel, Subroutine, subroutine
 from ..simd.tiles import store_codes
 from ..simd.vectors import load_byte, load_int, load_scalar, store, store_int, store_scalar
-from ..words import words
-from .products.formats import COLUMNS, ROWS, UNIT, Format
+from ..words import declare_args
+from .products.formats import BLOCK_COLUMNS, GROUP_ROWS, UNIT_BLOCKS, PackedFormat
 
-NO_ROW = 1
+INVALID_ROW = 1
 """Status of a run with an invalid row id. The id is stored above the low byte."""
 
 
-@part
-def share(n, thread, threads):
+@subroutine
+def compute_thread_range(n, thread, threads):
     """Return the range of `n` items of a thread: (first, end)."""
     each = (n + threads - 1) // threads
     return min(n, each * thread), min(n, each * (thread + 1))
 
 
-def _moved(four: Part, first: int, width: int) -> Part:
+def _make_move_bits(four: Subroutine, first: int, width: int) -> Subroutine:
     """Make ``(row, c, to)``: copy bits `first` to `first` + `width` of 32 codes to one lane of a plane.
 
     The first four columns become the lowest bits of the first vector.
@@ -35,71 +35,90 @@ def _moved(four: Part, first: int, width: int) -> Part:
                 bits |= (four(row, c + 4 * (vector * fields + field)) >> first & mask) << field * width
             store_int(to + 64 * vector, bits)
 
-    return part(moved)
+    return subroutine(moved)
 
 
-PACK = words("source stride target rows columns")
+PACK_ARGS = declare_args("source stride target rows columns")
 
 
 @cache
-def pack(form: Format) -> Kernel:
+def make_pack_kernel(form: PackedFormat) -> Kernel:
     """Make the kernel that packs rows at `source`, `stride` bytes each, to groups at `target`.
 
     Missing rows of the last group are not written.
     """
-    split, block, nbytes, width = form.split, form.dtype.block, form.nbytes, form.planes[0]
-    high = form.planes[1] if len(form.planes) > 1 else 0
-    low_bits, high_bits = _moved(form.four, 0, width), _moved(form.four, width, high or width)
+    split, block, nbytes, width = form.split_scales, form.dtype.block, form.group_block_bytes, form.plane_bits[0]
+    high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
+    low_bits, high_bits = (
+        _make_move_bits(form.load_four_codes, 0, width),
+        _make_move_bits(form.load_four_codes, width, high or width),
+    )
 
     def body(a, thread, threads):
-        source, stride, target, rows = PACK.source(a), PACK.stride(a), PACK.target(a), PACK.rows(a)
-        n = PACK.columns(a) // COLUMNS
-        lo, hi = share((rows + ROWS - 1) // ROWS, thread, threads)
+        source, stride, target, rows = PACK_ARGS.source(a), PACK_ARGS.stride(a), PACK_ARGS.target(a), PACK_ARGS.rows(a)
+        n = PACK_ARGS.columns(a) // BLOCK_COLUMNS
+        lo, hi = compute_thread_range((rows + GROUP_ROWS - 1) // GROUP_ROWS, thread, threads)
         for group in range(lo, hi):
-            for first in range(0, n, UNIT):
-                count, skipped = min(UNIT, n - first), first * nbytes
-                planes = target + group * ROWS * stride + skipped
+            for first in range(0, n, UNIT_BLOCKS):
+                count, skipped = min(UNIT_BLOCKS, n - first), first * nbytes
+                planes = target + group * GROUP_ROWS * stride + skipped
                 second = planes + count * 64 * width
                 scales = second + count * 64 * high
-                for lane in range(min(ROWS, rows - group * ROWS)):
-                    row = source + (group * ROWS + lane) * stride + skipped // ROWS
+                for lane in range(min(GROUP_ROWS, rows - group * GROUP_ROWS)):
+                    row = source + (group * GROUP_ROWS + lane) * stride + skipped // GROUP_ROWS
                     for b in range(count):
-                        low_bits(row, b * COLUMNS, planes + b * 64 * width + 4 * lane)
+                        low_bits(row, b * BLOCK_COLUMNS, planes + b * 64 * width + 4 * lane)
                         if high:
-                            high_bits(row, b * COLUMNS, second + b * 64 * high + 4 * lane)
-                    for s in range(count * COLUMNS // block):
+                            high_bits(row, b * BLOCK_COLUMNS, second + b * 64 * high + 4 * lane)
+                    for s in range(count * BLOCK_COLUMNS // block):
                         split(row, scales, lane, s)
         return 0
 
     return Kernel(f"packing.pack.{form.dtype}", body)
 
 
-UNPACK = words("packed stride rows columns ids target step count scratch")
+UNPACK_ARGS = declare_args("packed stride rows columns ids target step count scratch")
 
 
 @cache
-def unpack(form: Format) -> Kernel:
+def make_unpack_kernel(form: PackedFormat) -> Kernel:
     """Make the kernel that unpacks `count` rows by id to float32.
 
     `ids` are int32. `stride` is the bytes of a packed row, `step` the bytes from row to row of the target. Each thread
     has 1,024 bytes of scratch. An invalid id stops the run.
     """
-    codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
-    high = form.planes[1] if len(form.planes) > 1 else 0
+    codes, scales, biases, nbytes, width = (
+        form.load_codes,
+        form.load_scales,
+        form.load_biases,
+        form.group_block_bytes,
+        form.plane_bits[0],
+    )
+    high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
 
     def body(a, thread, threads):
-        packed, stride, rows, columns = UNPACK.packed(a), UNPACK.stride(a), UNPACK.rows(a), UNPACK.columns(a)
-        ids, target, step, scratch = UNPACK.ids(a), UNPACK.target(a), UNPACK.step(a), UNPACK.scratch(a) + 1024 * thread
-        n = columns // COLUMNS
-        lo, hi = share(UNPACK.count(a), thread, threads)
+        packed, stride, rows, columns = (
+            UNPACK_ARGS.packed(a),
+            UNPACK_ARGS.stride(a),
+            UNPACK_ARGS.rows(a),
+            UNPACK_ARGS.columns(a),
+        )
+        ids, target, step, scratch = (
+            UNPACK_ARGS.ids(a),
+            UNPACK_ARGS.target(a),
+            UNPACK_ARGS.step(a),
+            UNPACK_ARGS.scratch(a) + 1024 * thread,
+        )
+        n = columns // BLOCK_COLUMNS
+        lo, hi = compute_thread_range(UNPACK_ARGS.count(a), thread, threads)
         for i in range(lo, hi):
             row = load_int(ids + 4 * i)
             if row < 0 or row >= rows:
-                return NO_ROW | row << 8
-            group, lane = packed + row // ROWS * ROWS * stride, row % ROWS
+                return INVALID_ROW | row << 8
+            group, lane = packed + row // GROUP_ROWS * GROUP_ROWS * stride, row % GROUP_ROWS
             for b in range(n):
-                j = b % UNIT
-                count, planes = min(UNIT, n - (b - j)), group + (b - j) * nbytes
+                j = b % UNIT_BLOCKS
+                count, planes = min(UNIT_BLOCKS, n - (b - j)), group + (b - j) * nbytes
                 second = planes + count * 64 * width
                 last = second + count * 64 * high
                 store_codes(scratch, codes(planes + j * 64 * width, second + j * 64 * high))
@@ -109,11 +128,13 @@ def unpack(form: Format) -> Kernel:
                 store(scratch + 576, m)
                 store(scratch + 640, e)
                 store(scratch + 704, o)
-                for c in range(COLUMNS):
+                for c in range(BLOCK_COLUMNS):
                     u = load_byte(scratch + c // 4 * 64 + lane * 4 + c % 4)
                     at = scratch + 512 + c // 16 * 128 + 4 * lane
                     # target[i, c] = scale * code + bias
-                    store_scalar(target + i * step + 4 * (b * COLUMNS + c), load_scalar(at) * u + load_scalar(at + 64))
+                    store_scalar(
+                        target + i * step + 4 * (b * BLOCK_COLUMNS + c), load_scalar(at) * u + load_scalar(at + 64)
+                    )
         return 0
 
     return Kernel(f"packing.unpack.{form.dtype}", body)

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ....ops.matrix.rope import compute_frequencies, position_planes
-from ...chains import turned_heads
-from ...flow import Flow, apart
-from ...operands import Bound, Operand, float_bits, need
-from ..compiler import Kernel, Part, kernel, part
-from ..pieces import pieces_of
+from ...chains import match_normed_rope
+from ...flow import Dataflow, require_no_alias
+from ...operands import BoundInstruction, Operand, float_bits, require_supported
+from ..compiler import Kernel, Subroutine, kernel, subroutine
+from ..pieces import find_column_split
 from ..simd.order import evens, first_pairs, last_pairs, odds
 from ..simd.vectors import (
     LANES,
@@ -31,13 +31,13 @@ from ..simd.vectors import (
     store_scalar,
     sub,
 )
-from ..steps import Chain, Fused, Share, Steps
-from ..words import words
-from .norms import rms_factor, sum_of_squares
-from .packing import share as share_of
-from .rows import ELEMENTS, add_unary, lanes, put, row_words, rows_of
+from ..steps import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
+from ..words import declare_args
+from .norms import compute_rms_factor, sum_of_squares
+from .packing import compute_thread_range as share_of
+from .rows import ELEMENT_STRIDE_WORDS, add_unary, load_lanes, make_row_args, make_row_walk, store_lanes
 
-TURNS = words("positions count run far near further frequency divisors pairs magnitude:f32 cosines sines")
+ANGLE_ARGS = declare_args("positions count run far near further frequency divisors pairs magnitude:f32 cosines sines")
 
 
 @kernel
@@ -47,12 +47,17 @@ def turns(a, thread, threads):
     Positions are in runs of `run`: `far` and `near` are bytes from run to run and from position to position. Each pair
     has `further` (int64), the bytes to its position; `frequency` (float64); and `divisors` (float32), or 0 for none.
     """
-    run, far, near, further = TURNS.run(a), TURNS.far(a), TURNS.near(a), TURNS.further(a)
-    frequency, divisors = TURNS.frequency(a), TURNS.divisors(a)
-    pairs, magnitude, cosines, sines = TURNS.pairs(a), TURNS.magnitude(a), TURNS.cosines(a), TURNS.sines(a)
-    lo, hi = share_of(TURNS.count(a), thread, threads)
+    run, far, near, further = ANGLE_ARGS.run(a), ANGLE_ARGS.far(a), ANGLE_ARGS.near(a), ANGLE_ARGS.further(a)
+    frequency, divisors = ANGLE_ARGS.frequency(a), ANGLE_ARGS.divisors(a)
+    pairs, magnitude, cosines, sines = (
+        ANGLE_ARGS.pairs(a),
+        ANGLE_ARGS.magnitude(a),
+        ANGLE_ARGS.cosines(a),
+        ANGLE_ARGS.sines(a),
+    )
+    lo, hi = share_of(ANGLE_ARGS.count(a), thread, threads)
     for i in range(lo, hi):
-        position = TURNS.positions(a) + i // run * far + i % run * near
+        position = ANGLE_ARGS.positions(a) + i // run * far + i % run * near
         for k in range(pairs):
             speed = load_double(frequency + 8 * k)
             if divisors != 0:
@@ -65,7 +70,7 @@ def turns(a, thread, threads):
 
 
 @cache
-def turn(neighbours: bool) -> Part:
+def make_rotate_row(neighbours: bool) -> Subroutine:
     """Make ``(x, y, offset, pairs, cosines, sines)``: rotate the pairs of a row from element `offset` on.
 
     ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h] cos``. y may be x. A pair is adjacent elements (`neighbours`),
@@ -75,80 +80,85 @@ def turn(neighbours: bool) -> Part:
     def body(x, y, offset, pairs, cosines, sines):
         x, y = x + 4 * offset, y + 4 * offset
         for k in range(0, pairs, LANES):
-            cos, sin = lanes(cosines, k, pairs, 4), lanes(sines, k, pairs, 4)
+            cos, sin = load_lanes(cosines, k, pairs, 4), load_lanes(sines, k, pairs, 4)
             if neighbours:
-                first, second = lanes(x, 2 * k, 2 * pairs, 4), lanes(x, 2 * k + LANES, 2 * pairs, 4)
+                first, second = load_lanes(x, 2 * k, 2 * pairs, 4), load_lanes(x, 2 * k + LANES, 2 * pairs, 4)
                 low, high = evens(first, second), odds(first, second)
             else:
-                low, high = lanes(x, k, pairs, 4), lanes(x + 4 * pairs, k, pairs, 4)
+                low, high = load_lanes(x, k, pairs, 4), load_lanes(x + 4 * pairs, k, pairs, 4)
             left, right = sub(mul(low, cos), mul(high, sin)), add(mul(low, sin), mul(high, cos))
             if neighbours:
-                put(y, 2 * k, 2 * pairs, first_pairs(left, right))
-                put(y, 2 * k + LANES, 2 * pairs, last_pairs(left, right))
+                store_lanes(y, 2 * k, 2 * pairs, first_pairs(left, right))
+                store_lanes(y, 2 * k + LANES, 2 * pairs, last_pairs(left, right))
             else:
-                put(y, k, pairs, left)
-                put(y + 4 * pairs, k, pairs, right)
+                store_lanes(y, k, pairs, left)
+                store_lanes(y + 4 * pairs, k, pairs, right)
 
-    return part(body)
+    return subroutine(body)
 
 
-@part
-def copy(x, y, n):
+@subroutine
+def copy_row(x, y, n):
     """Copy `n` float32."""
     for c in range(0, n, LANES):
-        put(y, c, n, lanes(x, c, n, 4))
+        store_lanes(y, c, n, load_lanes(x, c, n, 4))
 
 
-TURNED = row_words("x y", "cosines sines pairs offset rows_of_position cut first")
+ROTATION_ARGS = make_row_args("x y", "cosines sines pairs offset rows_of_position cut first")
 
 
 @cache
-def rotate(neighbours: bool) -> Kernel:
+def make_rotate_kernel(neighbours: bool) -> Kernel:
     """Make the kernel that rotates each row from element `offset` on.
 
     A head may be cut into `cut` rows; `first` is the number of the first row.
     """
-    turned = turn(neighbours)
+    turned = make_rotate_row(neighbours)
 
     def body(a, thread, threads):
-        n, cosines, sines = TURNED.columns(a), TURNED.cosines(a), TURNED.sines(a)
-        pairs, offset = TURNED.pairs(a), TURNED.offset(a)
-        rows, cut, first = TURNED.rows_of_position(a), TURNED.cut(a), TURNED.first(a)
-        lo, hi = share_of(TURNED.rows(a), thread, threads)
+        n, cosines, sines = ROTATION_ARGS.columns(a), ROTATION_ARGS.cosines(a), ROTATION_ARGS.sines(a)
+        pairs, offset = ROTATION_ARGS.pairs(a), ROTATION_ARGS.offset(a)
+        rows, cut, first = ROTATION_ARGS.rows_of_position(a), ROTATION_ARGS.cut(a), ROTATION_ARGS.first(a)
+        lo, hi = share_of(ROTATION_ARGS.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, y = TURNED.x(a, i), TURNED.y(a, i)
+            x, y = ROTATION_ARGS.x(a, i), ROTATION_ARGS.y(a, i)
             at = 4 * pairs * ((first + i) // rows * cut + (first + i) % cut)
             if x != y:
                 past = offset + 2 * pairs
-                copy(x, y, offset)
-                copy(x + 4 * past, y + 4 * past, n - past)
+                copy_row(x, y, offset)
+                copy_row(x + 4 * past, y + 4 * past, n - past)
             turned(x, y, offset, pairs, cosines + at, sines + at)
         return 0
 
     return Kernel(f"rotary.rotate.{'neighbours' if neighbours else 'halves'}", body)
 
 
-SCALED = row_words("x w y", "eps:f32 cosines sines pairs offset rows_of_position first")
+SCALED_ROTATION_ARGS = make_row_args("x w y", "eps:f32 cosines sines pairs offset rows_of_position first")
 
 
 @cache
-def scaled_and_rotated(neighbours: bool) -> Kernel:
+def make_norm_and_rotate_kernel(neighbours: bool) -> Kernel:
     """Make the kernel ``y = rotate(rms_norm(x) * w)``, with the rotation from element `offset` on.
 
     `first` is the number of the first row.
     """
-    turned = turn(neighbours)
+    turned = make_rotate_row(neighbours)
 
     def body(a, thread, threads):
-        n, step, eps = SCALED.columns(a), SCALED.w_step(a), SCALED.eps(a)
-        cosines, sines, pairs, offset = SCALED.cosines(a), SCALED.sines(a), SCALED.pairs(a), SCALED.offset(a)
-        rows, first = SCALED.rows_of_position(a), SCALED.first(a)
-        lo, hi = share_of(SCALED.rows(a), thread, threads)
+        n, step, eps = SCALED_ROTATION_ARGS.columns(a), SCALED_ROTATION_ARGS.w_step(a), SCALED_ROTATION_ARGS.eps(a)
+        cosines, sines, pairs, offset = (
+            SCALED_ROTATION_ARGS.cosines(a),
+            SCALED_ROTATION_ARGS.sines(a),
+            SCALED_ROTATION_ARGS.pairs(a),
+            SCALED_ROTATION_ARGS.offset(a),
+        )
+        rows, first = SCALED_ROTATION_ARGS.rows_of_position(a), SCALED_ROTATION_ARGS.first(a)
+        lo, hi = share_of(SCALED_ROTATION_ARGS.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, w, y = SCALED.x(a, i), SCALED.w(a, i), SCALED.y(a, i)
-            f = splat(rms_factor(sum_of_squares(x, n), n, eps))
+            x, w, y = SCALED_ROTATION_ARGS.x(a, i), SCALED_ROTATION_ARGS.w(a, i), SCALED_ROTATION_ARGS.y(a, i)
+            f = splat(compute_rms_factor(sum_of_squares(x, n), n, eps))
             for c in range(0, n, LANES):
-                put(y, c, n, mul(mul(lanes(x, c, n, 4), f), lanes(w, c, n, step)))
+                store_lanes(y, c, n, mul(mul(load_lanes(x, c, n, 4), f), load_lanes(w, c, n, step)))
             at = 4 * pairs * ((first + i) // rows)
             turned(y, y, offset, pairs, cosines + at, sines + at)
         return 0
@@ -157,64 +167,71 @@ def scaled_and_rotated(neighbours: bool) -> Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Turning:
+class RotationPlan:
     """The rotation of a `rope`: its pairs, the first rotated element of a row, its cosines and sines."""
 
-    neighbours: bool
-    pairs: int
-    offset: int
+    uses_neighbours: bool
+    pair_count: int
+    first_element: int
     cosines: Operand
     sines: Operand
 
 
-def _rope(steps: Steps, call: Bound) -> bool:
+def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the rotation of a `rope` or `rope_multi`; False if kernels cannot compute it."""
     x, y = call.operand(0), call.out
-    if not x.is_float or _rows(x, y) is None:
+    if not x.is_float or _make_rotation_walk(x, y) is None:
         return False
-    if not _number(call, "n_dims"):
+    if not _int_attribute(call, "n_dims"):
         return add_unary(steps, "copy", x, y)
-    if not is_turned(call):
+    if not is_rope_supported(call):
         return False
-    turning = turning_of(steps, call)
-    size, pairs, neighbours = y.shape[-1], turning.pairs, turning.neighbours
-    if neighbours and turning.offset == 0 and 2 * pairs == size and x.is_dense and y.is_dense:
-        size = math.gcd(size, *(steps.columns_of([x]) or ()))  # each cut keeps pairs of neighbours
+    turning = make_rotation_plan(steps, call)
+    size, pairs, neighbours = y.shape[-1], turning.pair_count, turning.uses_neighbours
+    if neighbours and turning.first_element == 0 and 2 * pairs == size and x.is_dense and y.is_dense:
+        size = math.gcd(size, *(steps.find_column_bounds([x]) or ()))  # each cut keeps pairs of neighbours
     cut = y.shape[-1] // size
-    pieces = pieces_of(steps, [_in_pieces(x, cut)], _in_pieces(y, cut), whole_rows=True) if size % 2 == 0 else None
+    pieces = (
+        find_column_split(steps, [_split_rows(x, cut)], _split_rows(y, cut), whole_rows=True) if size % 2 == 0 else None
+    )
 
-    def share(x: Operand, y: Operand, cut: int, first: int) -> Share:
-        walk = _rows(x, y)
+    def share(x: Operand, y: Operand, cut: int, first: int) -> ThreadWork:
+        walk = _make_rotation_walk(x, y)
         assert walk is not None
-        words = TURNED(
+        words = ROTATION_ARGS(
             walk=walk,
             cosines=turning.cosines.address,
             sines=turning.sines.address,
             pairs=pairs // cut,
-            offset=turning.offset,
+            offset=turning.first_element,
             rows_of_position=call.out.shape[-2] * cut,
             cut=cut,
             first=first,
         )
-        return Share(words, [x, turning.cosines, turning.sines], [y])
+        return ThreadWork(words, [x, turning.cosines, turning.sines], [y])
 
     if pieces is None:
         whole = share(x, y, 1, 0)
-        steps.add(rotate(neighbours), whole.words, reads=whole.reads, writes=whole.writes)
+        steps.add(make_rotate_kernel(neighbours), whole.words, reads=whole.reads, writes=whole.writes)
     else:
-        mine = zip(pieces.of(_in_pieces(x, cut)), pieces.of(_in_pieces(y, cut)), pieces.ends, strict=False)
+        mine = zip(
+            pieces.slice_by_thread(_split_rows(x, cut)),
+            pieces.slice_by_thread(_split_rows(y, cut)),
+            pieces.axis_bounds,
+            strict=False,
+        )
         shares = [share(x, y, cut, first) if x and y else None for x, y, first in mine]
-        steps.deal_columns(rotate(neighbours), shares, y, pieces.bounds)
+        steps.add_by_columns(make_rotate_kernel(neighbours), shares, y, pieces.column_bounds)
     return True
 
 
-def _rows(x: Operand, y: Operand) -> list[int] | None:
+def _make_rotation_walk(x: Operand, y: Operand) -> list[int] | None:
     """Make the walk of a rotation; None if kernels cannot walk the operands."""
-    walk = rows_of(y.shape, [x, y], whole_rows=True)
-    return None if walk is None or walk[ELEMENTS] != [4, 4] else walk
+    walk = make_row_walk(y.shape, [x, y], whole_rows=True)
+    return None if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4] else walk
 
 
-def _in_pieces(x: Operand, cut: int) -> Operand:
+def _split_rows(x: Operand, cut: int) -> Operand:
     """Return a dense operand with each row cut into `cut` rows."""
     if cut == 1:
         return x
@@ -223,52 +240,57 @@ def _in_pieces(x: Operand, cut: int) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=shape, strides=(size, 1)))
 
 
-def _number(call: Bound, name: str) -> int:
+def _int_attribute(call: BoundInstruction, name: str) -> int:
     """Return an integer attribute."""
     return int(np.asarray(call.attrs[name]))
 
 
-def is_turned(call: Bound) -> bool:
+def is_rope_supported(call: BoundInstruction) -> bool:
     """Return whether kernels can read the positions and factors of a `rope` or `rope_multi`."""
-    pos, factors, multi = call.operand(1), call.optional(2), call.op == "rope_multi"
+    pos, factors, multi = call.operand(1), call.optional_operand(2), call.op == "rope_multi"
     if factors is not None and not (factors.is_float and factors.is_dense):
         return False
     return pos.dtype is DType.I32 and (pos.is_dense or len(pos.shape) <= 2 + multi)
 
 
-def turning_of(steps: Steps, call: Bound) -> Turning:
+def make_rotation_plan(steps: StepTableBuilder, call: BoundInstruction) -> RotationPlan:
     """Make the rotation plan of a `rope` or `rope_multi`. Add a step for cosines and sines unless one exists.
 
     `is_rope_supported` must hold.
     """
-    pos, factors, multi = call.operand(1), call.optional(2), call.op == "rope_multi"
-    half, mode = _number(call, "n_dims") // 2, str(call.attrs["mode"])
+    pos, factors, multi = call.operand(1), call.optional_operand(2), call.op == "rope_multi"
+    half, mode = _int_attribute(call, "n_dims") // 2, str(call.attrs["mode"])
     pairs = 2 * half if mode == "vision" else half
     kind = tuple((k, v) for k, v in call.attrs.items() if k not in ("mode" if not multi else "", "offset"))
     key = ("turns", pos.tensor, None if factors is None else factors.tensor, kind)
-    turned = steps.known(key)
+    turned = steps.find_derived(key)
     if turned is None:
-        plane, index = position_planes(pairs, _sections(call), mode) if multi else (np.zeros(pairs, np.int64), None)
-        turned = _turns(steps, call, compute_frequencies(half, call.attrs, index), plane)
-        steps.remember(key, turned, [pos] if factors is None else [pos, factors])
-    return Turning(mode == "normal", pairs, _number(call, "offset"), turned[0], turned[1])
+        plane, index = (
+            position_planes(pairs, _sections_attribute(call), mode) if multi else (np.zeros(pairs, np.int64), None)
+        )
+        turned = _add_angle_step(steps, call, compute_frequencies(half, call.attrs, index), plane)
+        steps.register_derived(key, turned, [pos] if factors is None else [pos, factors])
+    return RotationPlan(mode == "normal", pairs, _int_attribute(call, "offset"), turned[0], turned[1])
 
 
-def _sections(call: Bound) -> tuple[int, ...]:
+def _sections_attribute(call: BoundInstruction) -> tuple[int, ...]:
     return cast("tuple[int, ...]", call.attrs["sections"])
 
 
-def _turns(
-    steps: Steps, call: Bound, frequencies: tuple[npt.NDArray[Any], float], plane: npt.NDArray[Any]
+def _add_angle_step(
+    steps: StepTableBuilder,
+    call: BoundInstruction,
+    frequencies: tuple[npt.NDArray[Any], float],
+    plane: npt.NDArray[Any],
 ) -> Sequence[Operand]:
     """Add the step that computes cosines and sines. `plane` is the row of positions of each pair."""
-    (inverse, magnitude), pos, factors = frequencies, call.operand(1), call.optional(2)
+    (inverse, magnitude), pos, factors = frequencies, call.operand(1), call.optional_operand(2)
     *outer, near = pos.strides
     between = 4 * outer.pop() if call.op == "rope_multi" else 0
     run, count = pos.shape[-1], pos.shape[-1] * math.prod(pos.shape[: len(outer)])
-    cosines, sines = (steps.memory(4 * count * len(plane)) for _ in range(2))
+    cosines, sines = (steps.allocate_memory(4 * count * len(plane)) for _ in range(2))
     further, speeds = steps.constant(between * plane.astype(np.int64)), steps.constant(np.asarray(inverse, np.float64))
-    words = TURNS(
+    words = ANGLE_ARGS(
         positions=pos.address,
         count=count,
         run=run,
@@ -287,52 +309,56 @@ def _turns(
     return cosines, sines
 
 
-def _scaled_and_rotated(flow: Flow, number: int) -> Chain:
+def _fuse_norm_and_rotation(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse the norm of each head, its factors and the rotation."""
-    chain = turned_heads(flow, number)
-    norm, product, rope = map(flow.call, chain)
+    chain = match_normed_rope(flow, number)
+    norm, product, rope = map(flow.bound_instruction, chain)
     x, factors, y = norm.operand(0), product.operand(1), rope.out
-    need(rope.op == "rope" and _number(rope, "n_dims") and is_turned(rope), "the rotation has no kernel")
-    need(norm.out.shape == product.out.shape == y.shape and x.is_float and factors.is_float, "rows differ")
-    need(_scaled(x, factors, y) is not None, "operands have no rows")
-    apart(y, [factors], [x])
-    return Chain(chain, partial(_add_scaled_and_rotated, norm=norm, product=product, rope=rope))
+    require_supported(
+        rope.op == "rope" and _int_attribute(rope, "n_dims") and is_rope_supported(rope), "the rotation has no kernel"
+    )
+    require_supported(norm.out.shape == product.out.shape == y.shape and x.is_float and factors.is_float, "rows differ")
+    require_supported(_make_norm_rotation_walk(x, factors, y) is not None, "operands have no rows")
+    require_no_alias(y, [factors], [x])
+    return FusedBinding(chain, partial(_add_norm_and_rotation, norm=norm, product=product, rope=rope))
 
 
-def _add_scaled_and_rotated(steps: Steps, norm: Bound, product: Bound, rope: Bound) -> None:
+def _add_norm_and_rotation(
+    steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, rope: BoundInstruction
+) -> None:
     """Add the fused step of norm, factors and rotation."""
-    x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, turning_of(steps, rope)
+    x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, make_rotation_plan(steps, rope)
 
-    def share(x: Operand, factors: Operand, y: Operand, first: int) -> Share:
-        walk = _scaled(x, factors, y)
+    def share(x: Operand, factors: Operand, y: Operand, first: int) -> ThreadWork:
+        walk = _make_norm_rotation_walk(x, factors, y)
         assert walk is not None
-        words = SCALED(
+        words = SCALED_ROTATION_ARGS(
             walk=walk,
-            eps=norm.float("eps"),
+            eps=norm.float_attribute_bits("eps"),
             cosines=turning.cosines.address,
             sines=turning.sines.address,
-            pairs=turning.pairs,
-            offset=turning.offset,
+            pairs=turning.pair_count,
+            offset=turning.first_element,
             rows_of_position=rope.out.shape[-2],
             first=first,
         )
-        return Share(words, [x, factors, turning.cosines, turning.sines], [y])
+        return ThreadWork(words, [x, factors, turning.cosines, turning.sines], [y])
 
-    kernel = scaled_and_rotated(turning.neighbours)
-    if (pieces := pieces_of(steps, [x], y, whole_rows=True)) is not None:
-        cut = zip(*(pieces.of(o) for o in (x, factors, y)), pieces.ends, strict=False)
+    kernel = make_norm_and_rotate_kernel(turning.uses_neighbours)
+    if (pieces := find_column_split(steps, [x], y, whole_rows=True)) is not None:
+        cut = zip(*(pieces.slice_by_thread(o) for o in (x, factors, y)), pieces.axis_bounds, strict=False)
         shares = [share(x, w, y, first) if x and w and y else None for x, w, y, first in cut]
-        steps.deal_columns(kernel, shares, y, pieces.bounds)
+        steps.add_by_columns(kernel, shares, y, pieces.column_bounds)
     else:
         whole = share(x, factors, y, 0)
         steps.add(kernel, whole.words, reads=whole.reads, writes=whole.writes)
 
 
-def _scaled(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
+def _make_norm_rotation_walk(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
     """Make the walk of a norm and rotation; None if kernels cannot walk the operands."""
-    walk = rows_of(y.shape, [x, factors, y], whole_rows=True)
-    return None if walk is None or walk[ELEMENTS][::2] != [4, 4] else walk
+    walk = make_row_walk(y.shape, [x, factors, y], whole_rows=True)
+    return None if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4] else walk
 
 
-FUSED: Mapping[str, tuple[Fused, ...]] = {"rms_norm": (_scaled_and_rotated,)}
-BINDINGS = {"rope": _rope, "rope_multi": _rope}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"rms_norm": (_fuse_norm_and_rotation,)}
+BINDINGS = {"rope": _bind_rope, "rope_multi": _bind_rope}

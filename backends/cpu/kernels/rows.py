@@ -12,132 +12,142 @@ from types import MappingProxyType
 from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute
 from ...base import contiguous_strides
-from ...operands import Bound, Operand, float_bits
-from ..compiler import Kernel, Part, kernel, part
-from ..pieces import pieces_of
-from ..simd.shorts import store_some_bf16, store_some_half
+from ...operands import BoundInstruction, Operand, float_bits
+from ..compiler import Kernel, Subroutine, kernel, subroutine
+from ..pieces import find_column_split
+from ..simd.shorts import store_first_bf16, store_first_f16
 from ..simd.vectors import (
     LANES,
+    gather_lanes,
+    lane_indices,
     load,
-    load_apart,
-    load_some,
+    load_first_lanes,
+    load_word,
     mul_int,
-    numbers_from,
     splat,
     splat_from,
     splat_int,
     store,
-    store_some,
+    store_first_lanes,
     where_nonzero,
-    word,
 )
-from ..steps import Binding, Share, Steps
-from ..words import Words, words
-from .functions import BINARY, COMPARISONS, GATED, UNARY, affine, clamp, clamp_from_0, clamp_to_0, leaky
-from .packing import share
+from ..steps import InstructionBinder, StepTableBuilder, ThreadWork
+from ..words import KernelArgs, declare_args
+from .functions import BINARY, COMPARISONS, GATED, UNARY, affine, clamp, clamp_from_0, clamp_to_0, leaky_relu
+from .packing import compute_thread_range
 
-HEAD = 4
+HEADER_WORDS = 4
 """Words of a walk before its operands: elements of a row, and three counts of rows, outer first."""
-OPERAND = 5
+OPERAND_WORDS = 5
 """Words of an operand: address, bytes from row to row along three axes, bytes from element to element."""
-ELEMENTS = slice(HEAD + OPERAND - 1, None, OPERAND)
+ELEMENT_STRIDE_WORDS = slice(HEADER_WORDS + OPERAND_WORDS - 1, None, OPERAND_WORDS)
 """The words of a walk that hold the bytes from element to element of each operand."""
 
 
-def row_words(operands: str, more: str = "") -> Words:
+def make_row_args(operands: str, more: str = "") -> KernelArgs:
     """Make the words of a kernel over rows: `walk` (`make_row_walk`) and `more`.
 
     The kernel reads ``ARGS.columns(a)`` and ``ARGS.rows(a)``. For an operand x it reads ``ARGS.x(a, i)``, the address
     of row i, and ``ARGS.x_step(a)``, the bytes from element to element.
     """
     names = operands.split()
-    parts = {"columns": columns, "rows": rows}
+    parts = {"columns": load_row_length, "rows": load_row_count}
     for index, name in enumerate(names):
-        parts |= {name: _row(HEAD + OPERAND * index), f"{name}_step": _element(HEAD + OPERAND * index)}
-    return words(f"walk[{HEAD + OPERAND * len(names)}] {more}", parts)
+        parts |= {
+            name: _make_row_address(HEADER_WORDS + OPERAND_WORDS * index),
+            f"{name}_step": _make_element_step(HEADER_WORDS + OPERAND_WORDS * index),
+        }
+    return declare_args(f"walk[{HEADER_WORDS + OPERAND_WORDS * len(names)}] {more}", parts)
 
 
-@part
-def columns(a):
-    return word(a, 0)
+@subroutine
+def load_row_length(a):
+    return load_word(a, 0)
 
 
-@part
-def rows(a):
-    return word(a, 1) * word(a, 2) * word(a, 3)
+@subroutine
+def load_row_count(a):
+    return load_word(a, 1) * load_word(a, 2) * load_word(a, 3)
 
 
-def _row(at: int) -> Part:
+def _make_row_address(at: int) -> Subroutine:
     """Make ``(a, i)``: the address of row `i` of the operand with its words from `at` on."""
 
     def row(a, i):
-        outer, inner = word(a, 2), word(a, 3)
-        base = word(a, at)
-        if word(a, 1) * outer == 1:
-            return base + i * word(a, at + 3)
+        outer, inner = load_word(a, 2), load_word(a, 3)
+        base = load_word(a, at)
+        if load_word(a, 1) * outer == 1:
+            return base + i * load_word(a, at + 3)
         rest = i // inner
-        return base + rest // outer * word(a, at + 1) + rest % outer * word(a, at + 2) + i % inner * word(a, at + 3)
+        return (
+            base
+            + rest // outer * load_word(a, at + 1)
+            + rest % outer * load_word(a, at + 2)
+            + i % inner * load_word(a, at + 3)
+        )
 
-    return part(row)
+    return subroutine(row)
 
 
-def _element(at: int) -> Part:
+def _make_element_step(at: int) -> Subroutine:
     """Make ``(a)``: the bytes from element to element of the operand with its words from `at` on."""
 
     def step(a):
-        return word(a, at + OPERAND - 1)
+        return load_word(a, at + OPERAND_WORDS - 1)
 
-    return part(step)
+    return subroutine(step)
 
 
-@part
-def lanes(p, c, n, step):
+@subroutine
+def load_lanes(p, c, n, step):
     """Load up to 16 elements of a row from column `c` of `n`; broadcast its one element if `step` is 0."""
     if step == 0:
         return splat_from(p)
     if n - c >= LANES:
         return load(p + 4 * c)
-    return load_some(p + 4 * c, n - c)
+    return load_first_lanes(p + 4 * c, n - c)
 
 
-@part
-def put(p, c, n, value):
+@subroutine
+def store_lanes(p, c, n, value):
     """Store up to 16 elements of a row from column `c` of `n`."""
     if n - c >= LANES:
         store(p + 4 * c, value)
     else:
-        store_some(p + 4 * c, value, n - c)
+        store_first_lanes(p + 4 * c, value, n - c)
 
 
-@part
-def put_half(p, c, n, value):
-    store_some_half(p + 2 * c, value, n - c)
+@subroutine
+def store_lanes_f16(p, c, n, value):
+    store_first_f16(p + 2 * c, value, n - c)
 
 
-@part
-def put_bf16(p, c, n, value):
-    store_some_bf16(p + 2 * c, value, n - c)
+@subroutine
+def store_lanes_bf16(p, c, n, value):
+    store_first_bf16(p + 2 * c, value, n - c)
 
 
-STORES: Mapping[DType, Part] = MappingProxyType({DType.F32: put, DType.F16: put_half, DType.BF16: put_bf16})
+LANE_STORERS: Mapping[DType, Subroutine] = MappingProxyType(
+    {DType.F32: store_lanes, DType.F16: store_lanes_f16, DType.BF16: store_lanes_bf16}
+)
 """Functions that store up to 16 elements from column `c` of `n`, rounded to each type."""
 
 
-UNARY_WORDS = row_words("x y")
+UNARY_ARGS = make_row_args("x y")
 
 
 @cache
-def unary(name: str) -> Kernel:
+def make_unary_kernel(name: str) -> Kernel:
     """Make the kernel ``y = f(x)`` for one of `UNARY`."""
     function = UNARY[name]
 
     def body(a, thread, threads):
-        n = UNARY_WORDS.columns(a)
-        lo, hi = share(UNARY_WORDS.rows(a), thread, threads)
+        n = UNARY_ARGS.columns(a)
+        lo, hi = compute_thread_range(UNARY_ARGS.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, y = UNARY_WORDS.x(a, i), UNARY_WORDS.y(a, i)
+            x, y = UNARY_ARGS.x(a, i), UNARY_ARGS.y(a, i)
             for c in range(0, n, LANES):
-                put(y, c, n, function(lanes(x, c, n, 4)))
+                store_lanes(y, c, n, function(load_lanes(x, c, n, 4)))
         return 0
 
     return Kernel(f"rows.unary.{name}", body)
@@ -146,97 +156,99 @@ def unary(name: str) -> Kernel:
 @kernel
 def collect(a, thread, threads):
     """Copy strided elements to dense rows."""
-    n, apart = UNARY_WORDS.columns(a), splat_int(UNARY_WORDS.x_step(a))
-    lo, hi = share(UNARY_WORDS.rows(a), thread, threads)
+    n, apart = UNARY_ARGS.columns(a), splat_int(UNARY_ARGS.x_step(a))
+    lo, hi = compute_thread_range(UNARY_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
-        x, y = UNARY_WORDS.x(a, i), UNARY_WORDS.y(a, i)
+        x, y = UNARY_ARGS.x(a, i), UNARY_ARGS.y(a, i)
         for c in range(0, n, LANES):
-            put(y, c, n, load_apart(x, mul_int(numbers_from(c, n), apart)))
+            store_lanes(y, c, n, gather_lanes(x, mul_int(lane_indices(c, n), apart)))
     return 0
 
 
-BINARY_WORDS = row_words("x z y")
+BINARY_ARGS = make_row_args("x z y")
 
 
 @cache
-def binary(name: str) -> Kernel:
+def make_binary_kernel(name: str) -> Kernel:
     """Make the kernel ``y = f(x, z)`` for one of `BINARY`."""
     function = BINARY[name]
 
     def body(a, thread, threads):
-        n, first, second = BINARY_WORDS.columns(a), BINARY_WORDS.x_step(a), BINARY_WORDS.z_step(a)
-        lo, hi = share(BINARY_WORDS.rows(a), thread, threads)
+        n, first, second = BINARY_ARGS.columns(a), BINARY_ARGS.x_step(a), BINARY_ARGS.z_step(a)
+        lo, hi = compute_thread_range(BINARY_ARGS.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, z, y = BINARY_WORDS.x(a, i), BINARY_WORDS.z(a, i), BINARY_WORDS.y(a, i)
+            x, z, y = BINARY_ARGS.x(a, i), BINARY_ARGS.z(a, i), BINARY_ARGS.y(a, i)
             for c in range(0, n, LANES):
-                put(y, c, n, function(lanes(x, c, n, first), lanes(z, c, n, second)))
+                store_lanes(y, c, n, function(load_lanes(x, c, n, first), load_lanes(z, c, n, second)))
         return 0
 
     return Kernel(f"rows.binary.{name}", body)
 
 
-WITH_NUMBERS = {
-    **{"scale": affine, "leaky_relu": leaky},
+NUMBER_FUNCTIONS = {
+    **{"scale": affine, "leaky_relu": leaky_relu},
     **{"clamp": clamp, "clamp_from_0": clamp_from_0, "clamp_to_0": clamp_to_0},
 }
 
 
-NUMBERS_WORDS = row_words("x y", "first:f32 second:f32")
+NUMBER_ARGS = make_row_args("x y", "first:f32 second:f32")
 
 
 @cache
-def with_numbers(name: str) -> Kernel:
+def make_number_kernel(name: str) -> Kernel:
     """Make the kernel ``y = f(x, first, second)`` with two numbers, for one of `NUMBER_FUNCTIONS`."""
-    function = WITH_NUMBERS[name]
+    function = NUMBER_FUNCTIONS[name]
 
     def body(a, thread, threads):
-        n, first, second = NUMBERS_WORDS.columns(a), NUMBERS_WORDS.first(a), NUMBERS_WORDS.second(a)
-        lo, hi = share(NUMBERS_WORDS.rows(a), thread, threads)
+        n, first, second = NUMBER_ARGS.columns(a), NUMBER_ARGS.first(a), NUMBER_ARGS.second(a)
+        lo, hi = compute_thread_range(NUMBER_ARGS.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, y = NUMBERS_WORDS.x(a, i), NUMBERS_WORDS.y(a, i)
+            x, y = NUMBER_ARGS.x(a, i), NUMBER_ARGS.y(a, i)
             for c in range(0, n, LANES):
-                put(y, c, n, function(lanes(x, c, n, 4), first, second))
+                store_lanes(y, c, n, function(load_lanes(x, c, n, 4), first, second))
         return 0
 
     return Kernel(f"rows.with_numbers.{name}", body)
 
 
-CHOICE_WORDS = row_words("t x z y")
+CHOICE_ARGS = make_row_args("t x z y")
 
 
 @kernel
 def choose(a, thread, threads):
     """Compute ``t != 0 ? x : z``. Each operand may be one number for the whole row."""
-    n, t_step = CHOICE_WORDS.columns(a), CHOICE_WORDS.t_step(a)
-    x_step, z_step = CHOICE_WORDS.x_step(a), CHOICE_WORDS.z_step(a)
-    lo, hi = share(CHOICE_WORDS.rows(a), thread, threads)
+    n, t_step = CHOICE_ARGS.columns(a), CHOICE_ARGS.t_step(a)
+    x_step, z_step = CHOICE_ARGS.x_step(a), CHOICE_ARGS.z_step(a)
+    lo, hi = compute_thread_range(CHOICE_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
-        t, x, z, y = CHOICE_WORDS.t(a, i), CHOICE_WORDS.x(a, i), CHOICE_WORDS.z(a, i), CHOICE_WORDS.y(a, i)
+        t, x, z, y = CHOICE_ARGS.t(a, i), CHOICE_ARGS.x(a, i), CHOICE_ARGS.z(a, i), CHOICE_ARGS.y(a, i)
         for c in range(0, n, LANES):
-            chosen = where_nonzero(lanes(t, c, n, t_step), lanes(x, c, n, x_step), lanes(z, c, n, z_step))
-            put(y, c, n, chosen)
+            chosen = where_nonzero(
+                load_lanes(t, c, n, t_step), load_lanes(x, c, n, x_step), load_lanes(z, c, n, z_step)
+            )
+            store_lanes(y, c, n, chosen)
     return 0
 
 
-FILL_WORDS = row_words("y", "value:f32")
+FILL_ARGS = make_row_args("y", "value:f32")
 
 
 @kernel
 def fill(a, thread, threads):
     """Fill y with one number."""
-    n, value = FILL_WORDS.columns(a), splat(FILL_WORDS.value(a))
-    lo, hi = share(FILL_WORDS.rows(a), thread, threads)
+    n, value = FILL_ARGS.columns(a), splat(FILL_ARGS.value(a))
+    lo, hi = compute_thread_range(FILL_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
         for c in range(0, n, LANES):
-            put(FILL_WORDS.y(a, i), c, n, value)
+            store_lanes(FILL_ARGS.y(a, i), c, n, value)
     return 0
 
 
-LONGEST = 2048
+MAX_ROW_ELEMENTS = 2048
 """Largest length of the rows into which a longer run is cut, so that threads have rows to share."""
 
 
-def rows_of(
+def make_row_walk(
     shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False, apart: bool = False
 ) -> list[int] | None:
     """Make the walk (`make_row_args`) through `operands`, broadcast to `shape`; None if it is impossible.
@@ -245,7 +257,7 @@ def rows_of(
     """
     if any(n not in (1, m) for o in operands for n, m in zip(reversed(o.shape), reversed(shape), strict=False)):
         return None  # a repeated operand
-    strides = [broadcast_strides(o, shape) for o in operands]
+    strides = [compute_broadcast_strides(o, shape) for o in operands]
     axes = [(n, *steps) for n, *steps in zip(shape, *strides, strict=True) if n != 1]
     last = [(shape[-1] if shape else 1, *(s[-1] if s else 0 for s in strides))] if whole_rows else []
     if whole_rows and axes and shape[-1] != 1:
@@ -262,8 +274,8 @@ def rows_of(
     (n, *steps) = last[0]
     if not apart and any(s not in (0, 1) for s in steps) and n > 1:
         return None
-    if not merged and not whole_rows and n > LONGEST:
-        piece = max(p for p in range(1, LONGEST + 1) if n % p == 0)
+    if not merged and not whole_rows and n > MAX_ROW_ELEMENTS:
+        piece = max(p for p in range(1, MAX_ROW_ELEMENTS + 1) if n % p == 0)
         merged, n = [(n // piece, *(s * piece for s in steps))], piece
     if len(merged) > 3:
         return None
@@ -276,41 +288,43 @@ def rows_of(
     return walk
 
 
-def broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[int]:
+def compute_broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[int]:
     """Return the strides in elements of `operand` broadcast to `shape`: 0 where it is repeated."""
     missing = len(shape) - len(operand.shape)
     own = [0 if n == 1 else s for n, s in zip(operand.shape, operand.strides, strict=True)]
     return [0] * missing + own
 
 
-Numbered = tuple[Kernel, Words, Mapping[str, int]]
+RowKernel = tuple[Kernel, KernelArgs, Mapping[str, int]]
 """A kernel of this file, its words, and the values of the words behind the walk."""
 
 
-def add_rows(steps: Steps, of: Numbered, sources: Sequence[Operand], out: Operand) -> bool:
+def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Operand], out: Operand) -> bool:
     """Add the step of a kernel, after gathering strided operands; False if it cannot walk the operands."""
-    whole = _share(of, sources, out)
+    whole = _make_thread_work(of, sources, out)
     if whole is None:
-        dense = [_room(steps, o, k) for k, o in enumerate(sources)]
-        if _share(of, dense, out) is None:
+        dense = [_make_gather_scratch(steps, o, k) for k, o in enumerate(sources)]
+        if _make_thread_work(of, dense, out) is None:
             return False
         for source, to in zip(sources, dense, strict=True):
             if to is not source:
-                _collect(steps, source, to)
-        return add_rows(steps, of, dense, out)
-    if (pieces := pieces_of(steps, sources, out)) is not None:
-        cut = zip(*(pieces.of(o) for o in (*sources, out)), strict=True)
-        parts = [None if None in each else _share(of, each[:-1], each[-1]) for each in cut]
+                _add_gather_step(steps, source, to)
+        return add_row_step(steps, of, dense, out)
+    if (pieces := find_column_split(steps, sources, out)) is not None:
+        cut = zip(*(pieces.slice_by_thread(o) for o in (*sources, out)), strict=True)
+        parts = [None if None in each else _make_thread_work(of, each[:-1], each[-1]) for each in cut]
         if all(
-            part is not None for part, (first, last) in zip(parts, pairwise(pieces.ends), strict=True) if first < last
+            part is not None
+            for part, (first, last) in zip(parts, pairwise(pieces.axis_bounds), strict=True)
+            if first < last
         ):
-            steps.deal_columns(of[0], parts, out, pieces.bounds)
+            steps.add_by_columns(of[0], parts, out, pieces.column_bounds)
             return True
     steps.add(of[0], whole.words, reads=sources, writes=[out])
     return True
 
 
-def _room(steps: Steps, x: Operand, number: int) -> Operand:
+def _make_gather_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Operand:
     """Return scratch for a dense copy of `x` if its elements are strided and can be gathered; else return `x`."""
     if not x.shape or x.shape[-1] == 1 or x.strides[-1] in (0, 1):
         return x
@@ -321,122 +335,124 @@ def _room(steps: Steps, x: Operand, number: int) -> Operand:
     return to if can_copy(x, to) else x
 
 
-def _gathering(x: Operand, to: Operand) -> list[int] | None:
+def _make_gather_walk(x: Operand, to: Operand) -> list[int] | None:
     """Return the walk of `collect`, or None."""
     if not (x.is_float and to.is_float and to.tensor.spec.size):
         return None
-    walk = rows_of(to.shape, [x, to], apart=True)
+    walk = make_row_walk(to.shape, [x, to], apart=True)
     if walk is None or walk[-1] != 4:
-        walk = rows_of(to.shape, [x, to], whole_rows=True, apart=True)
+        walk = make_row_walk(to.shape, [x, to], whole_rows=True, apart=True)
     return None if walk is None or walk[-1] != 4 else walk
 
 
 def can_copy(x: Operand, to: Operand) -> bool:
     """Return whether `add_unary` can copy `x` to `to`."""
-    return _gathering(x, to) is not None
+    return _make_gather_walk(x, to) is not None
 
 
-def _collect(steps: Steps, x: Operand, to: Operand) -> bool:
+def _add_gather_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
     """Add the step that copies strided elements; False if there is no walk."""
-    walk = _gathering(x, to)
+    walk = _make_gather_walk(x, to)
     if walk is None:
         return False
-    steps.add(collect, UNARY_WORDS(walk=walk), reads=[x], writes=[to])
+    steps.add(collect, UNARY_ARGS(walk=walk), reads=[x], writes=[to])
     return True
 
 
-def whole_rows(steps: Steps, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
+def make_whole_row_walk(steps: StepTableBuilder, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
     """Return the walk through whole rows of `x` and `y`, and the walked `x`; None if it is impossible.
 
     If `x` is strided, this adds a step that gathers it.
     """
-    for source in (x, _room(steps, x, 0)):
-        walk = rows_of(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
-        if walk is not None and walk[ELEMENTS][0] == 4:
+    for source in (x, _make_gather_scratch(steps, x, 0)):
+        walk = make_row_walk(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
+        if walk is not None and walk[ELEMENT_STRIDE_WORDS][0] == 4:
             if source is not x:
-                _collect(steps, x, source)
+                _add_gather_step(steps, x, source)
             return walk, source
     return None
 
 
-def _share(of: Numbered, sources: Sequence[Operand], out: Operand) -> Share | None:
+def _make_thread_work(of: RowKernel, sources: Sequence[Operand], out: Operand) -> ThreadWork | None:
     """Return the words for a kernel; None if it cannot walk the operands or if they are empty."""
     operands = [*sources, out]
     if not all(o.is_float for o in operands) or not out.tensor.spec.size:
         return None
-    walk = rows_of(out.shape, operands) or rows_of(out.shape, operands, whole_rows=True)
-    if walk is None or walk[-1] != 4 or (len(sources) == 1 and walk[ELEMENTS][0] != 4):
+    walk = make_row_walk(out.shape, operands) or make_row_walk(out.shape, operands, whole_rows=True)
+    if walk is None or walk[-1] != 4 or (len(sources) == 1 and walk[ELEMENT_STRIDE_WORDS][0] != 4):
         return None
     _, args, numbers = of
-    return Share(args(walk=walk, **numbers), sources, [out])
+    return ThreadWork(args(walk=walk, **numbers), sources, [out])
 
 
-def add_unary(steps: Steps, name: str, x: Operand, out: Operand) -> bool:
+def add_unary(steps: StepTableBuilder, name: str, x: Operand, out: Operand) -> bool:
     """Add one of `UNARY`; False if it cannot walk the operands."""
-    of: Numbered = (unary(name), UNARY_WORDS, {})
-    if name == "copy" and _share(of, [x], out) is None:
-        return _collect(steps, x, out)
-    return add_rows(steps, of, [x], out)
+    of: RowKernel = (make_unary_kernel(name), UNARY_ARGS, {})
+    if name == "copy" and _make_thread_work(of, [x], out) is None:
+        return _add_gather_step(steps, x, out)
+    return add_row_step(steps, of, [x], out)
 
 
-def add_binary(steps: Steps, name: str, x: Operand, z: Operand, out: Operand) -> bool:
+def add_binary(steps: StepTableBuilder, name: str, x: Operand, z: Operand, out: Operand) -> bool:
     """Add one of `BINARY`; False if it cannot walk the operands."""
-    return add_rows(steps, (binary(name), BINARY_WORDS, {}), [x, z], out)
+    return add_row_step(steps, (make_binary_kernel(name), BINARY_ARGS, {}), [x, z], out)
 
 
-def _unary(name: str) -> Binding:
+def _make_unary_binding(name: str) -> InstructionBinder:
     return lambda steps, call: add_unary(steps, name, call.operand(0), call.out)
 
 
-def _binary(name: str) -> Binding:
+def _make_binary_binding(name: str) -> InstructionBinder:
     return lambda steps, call: add_binary(steps, name, call.operand(0), call.operand(1), call.out)
 
 
-def _add_with_numbers(steps: Steps, call: Bound, name: str, first: float, second: float = 0.0) -> bool:
-    of: Numbered = (with_numbers(name), NUMBERS_WORDS, {"first": float_bits(first), "second": float_bits(second)})
-    return add_rows(steps, of, [call.operand(0)], call.out)
+def _add_number_step(
+    steps: StepTableBuilder, call: BoundInstruction, name: str, first: float, second: float = 0.0
+) -> bool:
+    of: RowKernel = (make_number_kernel(name), NUMBER_ARGS, {"first": float_bits(first), "second": float_bits(second)})
+    return add_row_step(steps, of, [call.operand(0)], call.out)
 
 
-def _scale(steps: Steps, call: Bound) -> bool:
-    return _add_with_numbers(
+def _bind_scale(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    return _add_number_step(
         steps, call, "scale", float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
     )
 
 
-def _clamp(steps: Steps, call: Bound) -> bool:
+def _bind_clamp(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     low, high = float_attribute(call.attrs, "min"), float_attribute(call.attrs, "max")
-    name = "clamp_to_0" if _is_zero(high, -1.0) else "clamp_from_0" if _is_zero(low, 1.0) else "clamp"
-    return _add_with_numbers(steps, call, name, low, high)
+    name = "clamp_to_0" if _is_signed_zero(high, -1.0) else "clamp_from_0" if _is_signed_zero(low, 1.0) else "clamp"
+    return _add_number_step(steps, call, name, low, high)
 
 
-def _is_zero(value: float, sign: float) -> bool:
+def _is_signed_zero(value: float, sign: float) -> bool:
     return value == 0 and math.copysign(1.0, value) == sign
 
 
-def _leaky(steps: Steps, call: Bound) -> bool:
-    return _add_with_numbers(steps, call, "leaky_relu", float_attribute(call.attrs, "negative_slope"))
+def _bind_leaky_relu(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    return _add_number_step(steps, call, "leaky_relu", float_attribute(call.attrs, "negative_slope"))
 
 
-def _compare(steps: Steps, call: Bound) -> bool:
+def _bind_compare(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return add_binary(steps, str(call.attrs["kind"]), call.operand(0), call.operand(1), call.out)
 
 
-def _where(steps: Steps, call: Bound) -> bool:
-    return add_rows(steps, (choose, CHOICE_WORDS, {}), [call.operand(i) for i in range(3)], call.out)
+def _bind_where(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    return add_row_step(steps, (choose, CHOICE_ARGS, {}), [call.operand(i) for i in range(3)], call.out)
 
 
-def _fill(steps: Steps, call: Bound) -> bool:
-    return add_rows(steps, (fill, FILL_WORDS, {"value": call.float("value")}), [], call.out)
+def _bind_fill(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    return add_row_step(steps, (fill, FILL_ARGS, {"value": call.float_attribute_bits("value")}), [], call.out)
 
 
 BINDINGS = {
-    "scale": _scale,
-    "clamp": _clamp,
-    "fill": _fill,
-    "leaky_relu": _leaky,
-    "compare": _compare,
-    "where": _where,
-    **{n: _unary(n) for n in UNARY if n != "copy"},
-    **{n: _binary(n) for n in BINARY if n not in GATED and n not in COMPARISONS},
-    "cont": _unary("copy"),
+    "scale": _bind_scale,
+    "clamp": _bind_clamp,
+    "fill": _bind_fill,
+    "leaky_relu": _bind_leaky_relu,
+    "compare": _bind_compare,
+    "where": _bind_where,
+    **{n: _make_unary_binding(n) for n in UNARY if n != "copy"},
+    **{n: _make_binary_binding(n) for n in BINARY if n not in GATED and n not in COMPARISONS},
+    "cont": _make_unary_binding("copy"),
 }

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...table import merged, merged_lists
-from ..steps import Binding, Fused
+from ...table import merge_list_tables, merge_tables
+from ..steps import FusionMatcher, InstructionBinder
 from . import collective, moves, norms, reductions, rotary, rows
 from .attention import attention
 from .products import experts, gated, pairs, pairs_experts, pairs_many, products
 from .recurrent import recurrent, scans, selective_scan, short_convolution, windows
 from .rowwise import arrangements, hyper_connections, parametric_units
 
-BINDINGS: Mapping[str, Binding] = merged(
+BINDINGS: Mapping[str, InstructionBinder] = merge_tables(
     rows.BINDINGS,
     norms.BINDINGS,
     gated.BINDINGS,
@@ -32,7 +32,7 @@ BINDINGS: Mapping[str, Binding] = merged(
     hyper_connections.BINDINGS,
     parametric_units.BINDINGS,
 )
-FUSED: Mapping[str, tuple[Fused, ...]] = merged_lists(
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = merge_list_tables(
     rotary.FUSED,
     norms.FUSED,
     pairs.FUSED,

@@ -18,47 +18,47 @@ helps with the other spans.
 
 from __future__ import annotations
 
-from ..compiler import part
+from ..compiler import subroutine
 from ..simd.threads import fetch_add, store_shared
 
-NBYTES = 64
+QUEUE_BYTES = 64
 """Bytes of the queue memory of a step. It is zero before and after the step."""
-SPANS = NBYTES // 8
+MAX_SPANS = QUEUE_BYTES // 8
 """Largest number of spans of a step."""
 
 
-@part
-def draw(tickets, following):
+@subroutine
+def take_work_item(tickets, following):
     """Take the next item, or `following` if there is no queue (`tickets` is 0) because one thread does all items."""
     return fetch_add(tickets, 1) if tickets != 0 else following
 
 
-@part
-def settle(tickets, mine, pieces, threads):
+@subroutine
+def finish_queue(tickets, mine, pieces, threads):
     """Reset the queue if this thread drew the last ticket of all."""
     if tickets != 0 and mine == pieces + threads - 1:
         store_shared(tickets, 0)
 
 
-@part
-def spans_of(rows, least, threads):
+@subroutine
+def count_spans(rows, least, threads):
     """Return the number of spans with at least `least` rows each."""
-    return max(1, min(threads, rows // least, SPANS))
+    return max(1, min(threads, rows // least, MAX_SPANS))
 
 
-@part
-def span_of(turn, spans, thread, threads):
+@subroutine
+def choose_span(turn, spans, thread, threads):
     """Return the span that a thread processes in its turn number `turn`."""
     return (thread * spans // threads + turn) % spans
 
 
-@part
-def span_at(rows, tall, number, spans):
+@subroutine
+def compute_span_start(rows, tall, number, spans):
     """Return the first row of span `number`, which is the end of the span before it: a multiple of `tall`."""
     return min(rows, (rows + tall - 1) // tall * number // spans * tall)
 
 
-@part
-def tickets_of(tickets, span):
+@subroutine
+def select_span_queue(tickets, span):
     """Return the queue of a span; 0 without queues."""
     return tickets + 8 * span if tickets != 0 else 0

@@ -23,14 +23,14 @@ from llvmlite import ir
 
 from .vectors import ADDRESS, NOTHING, Intrinsic, intrinsic
 
-HEIGHT, WIDTH = 16, 64
+TILE_ROWS, TILE_ROW_BYTES = 16, 64
 """Rows of a tile, and bytes of a row."""
-TILE, REGISTERS = HEIGHT * WIDTH, 8
-NBYTES = REGISTERS * TILE + 64
+TILE_BYTES, REGISTER_COUNT = TILE_ROWS * TILE_ROW_BYTES, 8
+TILE_MEMORY_BYTES = REGISTER_COUNT * TILE_BYTES + 64
 
 _i8, _i64 = map(ir.IntType, (8, 64))
 _CHAR = _i8.as_pointer()
-PALETTE = [1, *[0] * 15, *[WIDTH, 0] * REGISTERS, *[0] * 16, *[HEIGHT] * REGISTERS, *[0] * 8]
+PALETTE = [1, *[0] * 15, *[TILE_ROW_BYTES, 0] * REGISTER_COUNT, *[0] * 16, *[TILE_ROWS] * REGISTER_COUNT, *[0] * 8]
 """The shapes of all registers, as ``ldtilecfg`` reads them."""
 
 
@@ -40,27 +40,27 @@ def _call(b: Any, name: str, *values: Any) -> None:
 
 
 @intrinsic(NOTHING, ADDRESS)
-def configure(b, memory):
+def configure_tiles(b, memory):
     """Give all registers 16 rows of 64 bytes."""
     palette = ir.Constant(ir.VectorType(_i8, len(PALETTE)), PALETTE)
-    to = b.add(memory, ir.Constant(_i64, REGISTERS * TILE))
+    to = b.add(memory, ir.Constant(_i64, REGISTER_COUNT * TILE_BYTES))
     b.store(palette, b.inttoptr(to, palette.type.as_pointer()), align=1)
     _call(b, "llvm.x86.ldtilecfg", b.inttoptr(to, _CHAR))
 
 
 @intrinsic(NOTHING, ADDRESS)
-def release(b, memory):
+def release_tiles(b, memory):
     """Let the system forget the registers."""
     _call(b, "llvm.x86.tilerelease")
 
 
 @cache
-def clear(tile: int) -> Intrinsic:
+def clear_tile(tile: int) -> Intrinsic:
     """``(memory)``: fill a tile with zeros."""
     return intrinsic(NOTHING, ADDRESS)(lambda b, memory: _call(b, "llvm.x86.tilezero", ir.Constant(_i8, tile)))
 
 
-def _moved(name: str, tile: int) -> Intrinsic:
+def _make_tile_move(name: str, tile: int) -> Intrinsic:
     @intrinsic(NOTHING, *[ADDRESS] * 3)
     def moved(b, memory, p, step):
         _call(b, name, ir.Constant(_i8, tile), b.inttoptr(p, _CHAR), step)
@@ -71,23 +71,23 @@ def _moved(name: str, tile: int) -> Intrinsic:
 @cache
 def load_tile(tile: int) -> Intrinsic:
     """``(memory, p, step)``: load rows that are `step` bytes apart."""
-    return _moved("llvm.x86.tileloadd64", tile)
+    return _make_tile_move("llvm.x86.tileloadd64", tile)
 
 
 @cache
-def pass_tile_by(tile: int) -> Intrinsic:
+def load_tile_streaming(tile: int) -> Intrinsic:
     """``(memory, p, step)``: load rows as `load_tile` does, without keeping them in the first cache."""
-    return _moved("llvm.x86.tileloaddt164", tile)
+    return _make_tile_move("llvm.x86.tileloaddt164", tile)
 
 
 @cache
 def store_tile(tile: int) -> Intrinsic:
     """``(memory, p, step)``: store rows that are `step` bytes apart."""
-    return _moved("llvm.x86.tilestored64", tile)
+    return _make_tile_move("llvm.x86.tilestored64", tile)
 
 
 @cache
-def multiply(c: int, x: int, w: int) -> Intrinsic:
+def add_tile_products(c: int, x: int, w: int) -> Intrinsic:
     """``(memory)``: add the products of tiles x and w to tile c."""
     tiles = [ir.Constant(_i8, tile) for tile in (c, x, w)]
     return intrinsic(NOTHING, ADDRESS)(lambda b, memory: _call(b, "llvm.x86.tdpbf16ps", *tiles))

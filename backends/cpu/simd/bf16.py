@@ -6,9 +6,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..processor import features
+from ..processor import find_target_features
 from . import vectors as simd
-from .tiles import CODES, members
+from .tiles import CODES_TYPE, unpack_vectors
 from .vectors import ADDRESS, FLOATS, INTS, LANES, NOTHING, intrinsic, ints_of, llvm_type
 
 _i16, _i32 = map(ir.IntType, (16, 32))
@@ -32,36 +32,38 @@ class _Brain(ir.Type):
 _BRAINS = ir.VectorType(_Brain(), 2 * LANES)
 
 
-def rounded_in_order(b: Any, low: Any, high: Any) -> Any:
+def round_to_bf16(b: Any, low: Any, high: Any) -> Any:
     """Round two vectors to bfloat16, one after the other: to nearest, ties to even; NaN stays NaN."""
-    if not features().get("avx512bf16"):
-        halves = [b.trunc(b.lshr(_upper(b, v), ints_of(16)), ir.VectorType(_i16, LANES)) for v in (low, high)]
-        return b.shuffle_vector(*halves, _order([*range(2 * LANES)]))
+    if not find_target_features().get("avx512bf16"):
+        halves = [
+            b.trunc(b.lshr(_round_to_upper_bits(b, v), ints_of(16)), ir.VectorType(_i16, LANES)) for v in (low, high)
+        ]
+        return b.shuffle_vector(*halves, _lane_order([*range(2 * LANES)]))
     name, kind = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.FunctionType(_BRAINS, [_F, _F])
     return b.bitcast(b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [high, low]), _TWICE)
 
 
-def widened(b: Any, shorts: Any) -> tuple[Any, Any]:
+def widen_bf16(b: Any, shorts: Any) -> tuple[Any, Any]:
     """Return two float32 vectors with the values of 32 bfloat16 in order."""
-    halves = (b.shuffle_vector(shorts, shorts, _order([*range(i, i + LANES)])) for i in (0, LANES))
+    halves = (b.shuffle_vector(shorts, shorts, _lane_order([*range(i, i + LANES)])) for i in (0, LANES))
     low, high = (b.bitcast(b.shl(b.zext(half, _I), ints_of(16)), _F) for half in halves)
     return low, high
 
 
-def _order(lanes: list[int]) -> ir.Constant:
+def _lane_order(lanes: list[int]) -> ir.Constant:
     return ir.Constant(ir.VectorType(_i32, len(lanes)), lanes)
 
 
-def rounded_pairs(b: Any, first: Any, second: Any) -> Any:
+def round_to_bf16_pairs(b: Any, first: Any, second: Any) -> Any:
     """Round two vectors as `round_to_bf16` does, and return them as pairs."""
-    if not features().get("avx512bf16"):
-        return b.or_(b.lshr(_upper(b, first), ints_of(16)), _upper(b, second))
-    shorts = rounded_in_order(b, first, second)
-    order = _order([lane + half for lane in range(LANES) for half in (0, LANES)])
+    if not find_target_features().get("avx512bf16"):
+        return b.or_(b.lshr(_round_to_upper_bits(b, first), ints_of(16)), _round_to_upper_bits(b, second))
+    shorts = round_to_bf16(b, first, second)
+    order = _lane_order([lane + half for lane in range(LANES) for half in (0, LANES)])
     return b.bitcast(b.shuffle_vector(shorts, shorts, order), _I)
 
 
-def _upper(b: Any, v: Any) -> Any:
+def _round_to_upper_bits(b: Any, v: Any) -> Any:
     """Return the bits of float32 values that are rounded so that their lower halves are zero."""
     bits = b.bitcast(v, _I)
     odd = b.and_(b.lshr(bits, ints_of(16)), ints_of(1))
@@ -81,19 +83,19 @@ def second_of_pairs(b, pairs):
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
-def store_rounded(b, p, low, high):
+def store_bf16(b, p, low, high):
     """Store 32 float32 as bfloat16, in order."""
-    shorts = rounded_in_order(b, low, high)
+    shorts = round_to_bf16(b, low, high)
     b.store(shorts, b.inttoptr(p, shorts.type.as_pointer()), align=2)
 
 
-@intrinsic(NOTHING, ADDRESS, CODES, *[FLOATS] * 4)
-def store_weights(b, to, codes, low, high, more, most):
+@intrinsic(NOTHING, ADDRESS, CODES_TYPE, *[FLOATS] * 4)
+def store_dequantised_bf16(b, to, codes, low, high, more, most):
     """Store ``scale code + bias`` of 32 columns of 16 rows as bfloat16, in the order of an AMX tile.
 
     `low` and `high` are the scales of both halves of the columns; `more` and `most` are their biases.
     """
-    for j, vector in enumerate(members(b, codes)):
+    for j, vector in enumerate(unpack_vectors(b, codes)):
         scale, bias = (low, more) if j < 4 else (high, most)
         numbers = b.bitcast(vector, _I)
         values = []
@@ -101,6 +103,6 @@ def store_weights(b, to, codes, low, high, more, most):
             code = b.and_(b.lshr(numbers, ints_of(8 * k)), ints_of(255))
             values.append(simd.fma.body(b, scale, simd.to_float.body(b, code), bias))
         for k in range(2):
-            pair = rounded_pairs(b, values[2 * k], values[2 * k + 1])
+            pair = round_to_bf16_pairs(b, values[2 * k], values[2 * k + 1])
             at = b.add(to, ir.Constant(to.type, 64 * (2 * j + k)))
             b.store(pair, b.inttoptr(at, pair.type.as_pointer()), align=64)

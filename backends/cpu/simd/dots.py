@@ -19,18 +19,18 @@ from typing import Any
 from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
-from ..processor import features
-from .bytes import dot4, has_fours, in_parts, magnitudes
+from ..processor import find_target_features
+from .bytes import absolute_bytes, apply_per_register, dot4, has_dot4
 from .vectors import bytes_of
 
 _i8, _i16, _i32 = (ir.IntType(n) for n in (8, 16, 32))
-LARGEST = 127
+MAX_ACTIVATION = 127
 """The largest magnitude of an activation."""
-SIGN = "llvm.x86.avx2.psign.b"
+SIGN_INSTRUCTION = "llvm.x86.avx2.psign.b"
 """Negates bytes where others are negative. AVX-512 has no such instruction, and to widen all bytes is faster there."""
-SDOT = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+SDOT_INSTRUCTION = "llvm.aarch64.neon.sdot.v4i32.v16i8"
 """Takes 16 bytes of two signed numbers."""
-PAIRS: Mapping[str, tuple[int, str, str]] = MappingProxyType(
+PAIR_INSTRUCTIONS: Mapping[str, tuple[int, str, str]] = MappingProxyType(
     {
         "avx512bw": (64, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
         "avx2": (32, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
@@ -42,78 +42,88 @@ The second instruction adds two 16-bit sums into 32 bits.
 """
 
 
-def _pairs() -> tuple[int, str, str] | None:
-    return next((known for feature, known in PAIRS.items() if features().get(feature)), None)
+def _find_pair_instructions() -> tuple[int, str, str] | None:
+    return next((known for feature, known in PAIR_INSTRUCTIONS.items() if find_target_features().get(feature)), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class WeightCodes:
     """Properties of weight codes: the largest code, the zero point, and whether half blocks have own scales."""
 
-    largest: int = 255
-    zero: int = 0
-    halves: bool = True
+    max_code: int = 255
+    zero_point: int = 0
+    has_half_scales: bool = True
 
     @property
-    def sums(self) -> int:
+    def max_16_bit_sums(self) -> int:
         """The number of sums of two products that fit into 16 bits."""
-        return 0x7FFF // (2 * LARGEST * self.largest)
+        return 0x7FFF // (2 * MAX_ACTIVATION * self.max_code)
 
     @property
-    def signed(self) -> bool:
+    def uses_signed_codes(self) -> bool:
         """Whether products use codes minus the zero point on this processor."""
-        fits = 0 < self.zero <= LARGEST + 1 and self.largest - self.zero <= LARGEST
-        if has_fours() or not fits:
+        fits = 0 < self.zero_point <= MAX_ACTIVATION + 1 and self.max_code - self.zero_point <= MAX_ACTIVATION
+        if has_dot4() or not fits:
             return False
-        return self.largest > LARGEST if features().get("dotprod") else not self.sums and _pairs() == PAIRS["avx2"]
+        return (
+            self.max_code > MAX_ACTIVATION
+            if find_target_features().get("dotprod")
+            else not self.max_16_bit_sums and _find_pair_instructions() == PAIR_INSTRUCTIONS["avx2"]
+        )
 
 
-class Products:
+class DotProducts:
     """Sums of products by place, while code that computes them is emitted; `sums` are their initial values."""
 
-    def __init__(self, b: Any, codes: Codes, sums: dict[Any, Any]) -> None:
+    def __init__(self, b: Any, codes: WeightCodes, sums: dict[Any, Any]) -> None:
         self.b, self.codes, self.sums = b, codes, sums
-        self._signed = codes.signed
-        self._by_fours = has_fours() or (features().get("dotprod") and (self._signed or codes.largest <= LARGEST))
-        self._pairs = None if self._by_fours or not (self._signed or codes.sums) else _pairs()
-        self._shorts: dict[Any, tuple[int, Any]] = {}
+        self._uses_signed_codes = codes.uses_signed_codes
+        self._uses_dot4 = has_dot4() or (
+            find_target_features().get("dotprod") and (self._uses_signed_codes or codes.max_code <= MAX_ACTIVATION)
+        )
+        self._pair_instructions = (
+            None
+            if self._uses_dot4 or not (self._uses_signed_codes or codes.max_16_bit_sums)
+            else _find_pair_instructions()
+        )
+        self._short_sums: dict[Any, tuple[int, Any]] = {}
 
-    def weight(self, codes: Any) -> tuple[Any, Any]:
+    def prepare_weight(self, codes: Any) -> tuple[Any, Any]:
         """Return a vector of codes in the form that `add` takes: factors, and the signs that the factors have lost.
 
         Several rows of activations may use the result.
         """
-        if not self._signed:
+        if not self._uses_signed_codes:
             return codes, None
-        less = self.b.sub(codes, bytes_of(self.codes.zero))
-        return (magnitudes.body(self.b, less), less) if self._pairs else (less, None)
+        less = self.b.sub(codes, bytes_of(self.codes.zero_point))
+        return (absolute_bytes.body(self.b, less), less) if self._pair_instructions else (less, None)
 
     def add(self, place: Any, weight: tuple[Any, Any], s: Any) -> None:
         """Add to each lane four products of a weight and activations."""
         b, (factors, signs) = self.b, weight
-        if self._pairs is None:
-            if has_fours() or not self._by_fours:
+        if self._pair_instructions is None:
+            if has_dot4() or not self._uses_dot4:
                 self.sums[place] = dot4.body(b, self.sums[place], factors, s)
             else:
-                self.sums[place] = in_parts(b, SDOT, _i32, 16, self.sums[place], factors, s)
+                self.sums[place] = apply_per_register(b, SDOT_INSTRUCTION, _i32, 16, self.sums[place], factors, s)
             return
-        size, two, _ = self._pairs
+        size, two, _ = self._pair_instructions
         if signs is not None:
-            s = in_parts(b, SIGN, _i8, size, s, signs)
-        x = in_parts(b, two, _i16, size, factors, s)
-        count, before = self._shorts.get(place, (0, None))
-        self._shorts[place] = count + 1, x if before is None else b.add(before, x)
-        if count + 1 == max(1, self.codes.sums):
-            self._widen(place)
+            s = apply_per_register(b, SIGN_INSTRUCTION, _i8, size, s, signs)
+        x = apply_per_register(b, two, _i16, size, factors, s)
+        count, before = self._short_sums.get(place, (0, None))
+        self._short_sums[place] = count + 1, x if before is None else b.add(before, x)
+        if count + 1 == max(1, self.codes.max_16_bit_sums):
+            self._widen_short_sum(place)
 
-    def done(self) -> dict[Any, Any]:
+    def finish(self) -> dict[Any, Any]:
         """Return the sums."""
-        for place in list(self._shorts):
-            self._widen(place)
+        for place in list(self._short_sums):
+            self._widen_short_sum(place)
         return self.sums
 
-    def _widen(self, place: Any) -> None:
-        assert self._pairs is not None
-        (_, x), (size, _, four) = self._shorts.pop(place), self._pairs
+    def _widen_short_sum(self, place: Any) -> None:
+        assert self._pair_instructions is not None
+        (_, x), (size, _, four) = self._short_sums.pop(place), self._pair_instructions
         ones = ir.Constant(x.type, [1] * x.type.count)
-        self.sums[place] = self.b.add(self.sums[place], in_parts(self.b, four, _i32, size, x, ones))
+        self.sums[place] = self.b.add(self.sums[place], apply_per_register(self.b, four, _i32, size, x, ones))

@@ -18,25 +18,25 @@ from .vectors import (
     llvm_type,
     load,
     load_bf16,
-    load_half,
-    load_some,
+    load_f16,
+    load_first_lanes,
     store,
 )
 
 _I, _i32, _i64 = llvm_type(INTS), ir.IntType(32), llvm_type(ADDRESS)
 
 
-def _picked(order: Sequence[int]) -> Intrinsic:
+def _make_shuffle(order: Sequence[int]) -> Intrinsic:
     """Make an intrinsic for the lanes of two vectors in a given order; lanes of the second have numbers from 16 on."""
     lanes = ir.Constant(_I, list(order))
     return intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.shuffle_vector(x, y, lanes))
 
 
-evens, odds = (_picked(range(j, 2 * LANES, 2)) for j in (0, 1))
-first_pairs, last_pairs = (_picked([i + j for i in range(s, s + 8) for j in (0, LANES)]) for s in (0, 8))
+evens, odds = (_make_shuffle(range(j, 2 * LANES, 2)) for j in (0, 1))
+first_pairs, last_pairs = (_make_shuffle([i + j for i in range(s, s + 8) for j in (0, LANES)]) for s in (0, 8))
 
 
-def _fourth(j: int) -> Intrinsic:
+def _make_every_fourth(j: int) -> Intrinsic:
     """Make an intrinsic for every fourth of 64 numbers in four vectors, from number `j`."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
@@ -48,10 +48,10 @@ def _fourth(j: int) -> Intrinsic:
     return take
 
 
-fourth_0, fourth_1, fourth_2, fourth_3 = (_fourth(j) for j in range(4))
+fourth_0, fourth_1, fourth_2, fourth_3 = (_make_every_fourth(j) for j in range(4))
 
 
-def _fold(distance: int) -> Intrinsic:
+def _make_pairwise_sum(distance: int) -> Intrinsic:
     """Make an intrinsic that adds lanes `distance` apart, first of x and then of y in each pair of runs."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
@@ -63,21 +63,21 @@ def _fold(distance: int) -> Intrinsic:
     return fold
 
 
-fold_8, fold_4, fold_2, fold_1 = map(_fold, (8, 4, 2, 1))
+fold_8, fold_4, fold_2, fold_1 = map(_make_pairwise_sum, (8, 4, 2, 1))
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-def turn(b, source, step, to, pace):
+def transpose_16x16(b, source, step, to, pace):
     """Transpose 16 rows of 16 numbers, `step` bytes apart, into 16 rows `pace` bytes apart."""
 
     def at(base: Any, stride: Any, i: int) -> Any:
         return b.add(base, b.mul(stride, ir.Constant(_i64, i)))
 
-    for i, column in enumerate(turned(b, [load.body(b, at(source, step, i)) for i in range(LANES)])):
+    for i, column in enumerate(transpose_vectors(b, [load.body(b, at(source, step, i)) for i in range(LANES)])):
         store.body(b, at(to, pace, i), column)
 
 
-def _turn_some(load_row: Callable[[Any, Any, Any], Any]) -> Intrinsic:
+def _make_partial_transpose(load_row: Callable[[Any, Any, Any], Any]) -> Intrinsic:
     """Make ``(source, step, rows, columns, to)``: transpose up to 16 rows of up to 16 columns into 16 float32 columns.
 
     Rows are `step` bytes apart; the columns are dense. The last row replaces missing rows, zeros replace missing
@@ -90,18 +90,18 @@ def _turn_some(load_row: Callable[[Any, Any, Any], Any]) -> Intrinsic:
         numbers = [ir.Constant(_i64, i) for i in range(LANES)]
         present = [b.select(b.icmp_signed("<", i, last), i, last) for i in numbers]
         vectors = [load_row(b, b.add(source, b.mul(step, i)), columns) for i in present]
-        for i, column in zip(numbers, turned(b, vectors), strict=True):
+        for i, column in zip(numbers, transpose_vectors(b, vectors), strict=True):
             store.body(b, b.add(to, b.mul(i, ir.Constant(_i64, 64))), column)
 
     return turn_some
 
 
-turn_floats = _turn_some(lambda b, a, columns: load_some.body(b, a, columns))
-turn_halves = _turn_some(lambda b, a, _: load_half.body(b, a))
-turn_bf16 = _turn_some(lambda b, a, _: load_bf16.body(b, a))
+transpose_f32 = _make_partial_transpose(lambda b, a, columns: load_first_lanes.body(b, a, columns))
+transpose_f16 = _make_partial_transpose(lambda b, a, _: load_f16.body(b, a))
+transpose_bf16 = _make_partial_transpose(lambda b, a, _: load_bf16.body(b, a))
 
 
-def turned(b: Any, rows: Sequence[Any]) -> list[Any]:
+def transpose_vectors(b: Any, rows: Sequence[Any]) -> list[Any]:
     """Return 16 vectors, each with one lane of all given vectors."""
     rows, lanes = list(rows), range(LANES)
     for distance in (8, 4, 2, 1):

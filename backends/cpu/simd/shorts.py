@@ -22,44 +22,44 @@ def _ints(value: int) -> ir.Constant:
     return ir.Constant(_I, [value] * LANES)
 
 
-def _first(b: Any, count: Any) -> Any:
+def _first_lanes_mask(b: Any, count: Any) -> Any:
     """Return the mask of the lanes below `count`."""
     every = b.insert_element(ir.Constant(_I, ir.Undefined), b.trunc(count, _i32), ir.Constant(_i32, 0))
     every = b.shuffle_vector(every, every, _ints(0))
     return b.icmp_signed("<", ir.Constant(_I, list(range(LANES))), every)
 
 
-def _declared(b: Any, name: str, result: ir.Type, *operands: ir.Type) -> Any:
+def _declare_function(b: Any, name: str, result: ir.Type, *operands: ir.Type) -> Any:
     return b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(result, operands), name)
 
 
-def _load(b: Any, a: Any, count: Any) -> Any:
-    load = _declared(b, "llvm.masked.load.v16i16.p0", _SHORTS, _ADDRESSED, _i32, _MASK, _SHORTS)
+def _load_first(b: Any, a: Any, count: Any) -> Any:
+    load = _declare_function(b, "llvm.masked.load.v16i16.p0", _SHORTS, _ADDRESSED, _i32, _MASK, _SHORTS)
     none = ir.Constant(_SHORTS, [0] * LANES)
-    return b.call(load, [b.inttoptr(a, _ADDRESSED), ir.Constant(_i32, 2), _first(b, count), none])
+    return b.call(load, [b.inttoptr(a, _ADDRESSED), ir.Constant(_i32, 2), _first_lanes_mask(b, count), none])
 
 
-def _store(b: Any, a: Any, shorts: Any, count: Any) -> None:
-    store = _declared(b, "llvm.masked.store.v16i16.p0", ir.VoidType(), _SHORTS, _ADDRESSED, _i32, _MASK)
-    b.call(store, [shorts, b.inttoptr(a, _ADDRESSED), ir.Constant(_i32, 2), _first(b, count)])
+def _store_first(b: Any, a: Any, shorts: Any, count: Any) -> None:
+    store = _declare_function(b, "llvm.masked.store.v16i16.p0", ir.VoidType(), _SHORTS, _ADDRESSED, _i32, _MASK)
+    b.call(store, [shorts, b.inttoptr(a, _ADDRESSED), ir.Constant(_i32, 2), _first_lanes_mask(b, count)])
 
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS)
-def load_some_half(b, a, count):
+def load_first_f16(b, a, count):
     """Load the first `count` float16; the other lanes are zero, and their memory is not accessed."""
-    return b.fpext(b.bitcast(_load(b, a, count), _HALVES), _F)
+    return b.fpext(b.bitcast(_load_first(b, a, count), _HALVES), _F)
 
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS)
-def load_some_bf16(b, a, count):
+def load_first_bf16(b, a, count):
     """Load the first `count` bfloat16; the other lanes are zero, and their memory is not accessed."""
-    return b.bitcast(b.shl(b.zext(_load(b, a, count), _I), _ints(16)), _F)
+    return b.bitcast(b.shl(b.zext(_load_first(b, a, count), _I), _ints(16)), _F)
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
-def store_some_half(b, a, v, count):
+def store_first_f16(b, a, v, count):
     """Store the first `count` lanes as float16, rounded to nearest, ties to even."""
-    _store(b, a, b.bitcast(b.fptrunc(v, _HALVES), _SHORTS), count)
+    _store_first(b, a, b.bitcast(b.fptrunc(v, _HALVES), _SHORTS), count)
 
 
 def _bf16_bits(b: Any, v: Any) -> Any:
@@ -72,9 +72,9 @@ def _bf16_bits(b: Any, v: Any) -> Any:
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
-def store_some_bf16(b, a, v, count):
+def store_first_bf16(b, a, v, count):
     """The first `count` lanes as bfloat16: the nearest, even ones on a tie; NaN stays."""
-    _store(b, a, b.trunc(b.lshr(_bf16_bits(b, v), _ints(16)), _SHORTS), count)
+    _store_first(b, a, b.trunc(b.lshr(_bf16_bits(b, v), _ints(16)), _SHORTS), count)
 
 
 @intrinsic(FLOATS, FLOATS)
@@ -90,14 +90,14 @@ def round_to_bf16(b, v):
 
 
 @intrinsic(FLOATS, ADDRESS)
-def splat_half(b, a):
+def splat_f16(b, a):
     """Load one float16 and repeat it in every lane."""
     one = b.load(b.inttoptr(a, ir.HalfType().as_pointer()), align=2)
     return splat.body(b, b.fpext(one, ir.FloatType()))
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_half(b, a, v):
+def store_f16(b, a, v):
     """Store the first lane as float16."""
     half = b.fptrunc(lane_0.body(b, v), ir.HalfType())
     b.store(half, b.inttoptr(a, half.type.as_pointer()), align=2)

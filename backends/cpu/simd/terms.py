@@ -19,8 +19,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from .bf16 import first_of_pairs, rounded_in_order, rounded_pairs, second_of_pairs, widened
-from .order import turned
+from .bf16 import first_of_pairs, round_to_bf16, round_to_bf16_pairs, second_of_pairs, widen_bf16
+from .order import transpose_vectors
 from .vectors import ADDRESS, FLOATS, LANES, NOTHING, Intrinsic, absolute, intrinsic
 
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
@@ -29,13 +29,13 @@ _PAIRS = ir.VectorType(ir.IntType(32), LANES)
 
 
 @cache
-def store_terms(count: int) -> Intrinsic:
+def store_bf16_terms(count: int) -> Intrinsic:
     """Make ``(to, step, first, second)``: store two vectors as bfloat16 pairs, `count` terms `step` bytes apart."""
 
     @intrinsic(NOTHING, ADDRESS, ADDRESS, FLOATS, FLOATS)
     def store(b, to, step, first, second):
         for term in range(count):
-            pairs = rounded_pairs(b, first, second)
+            pairs = round_to_bf16_pairs(b, first, second)
             b.store(pairs, b.inttoptr(to, pairs.type.as_pointer()), align=4)
             if term < count - 1:
                 first = b.fsub(first, first_of_pairs.body(b, pairs))
@@ -46,7 +46,7 @@ def store_terms(count: int) -> Intrinsic:
 
 
 @cache
-def store_ordered_terms(count: int) -> Intrinsic:
+def store_ordered_bf16_terms(count: int) -> Intrinsic:
     """Make ``(to, step, low, high)``: store 32 numbers as bfloat16 in order, `count` terms `step` bytes apart.
 
     A number that rounds to infinity has one term; its other terms are zero.
@@ -55,25 +55,26 @@ def store_ordered_terms(count: int) -> Intrinsic:
     @intrinsic(NOTHING, ADDRESS, ADDRESS, FLOATS, FLOATS)
     def store(b, to, step, low, high):
         for term in range(count):
-            shorts = rounded_in_order(b, low, high)
+            shorts = round_to_bf16(b, low, high)
             b.store(shorts, b.inttoptr(to, shorts.type.as_pointer()), align=2)
             if term < count - 1:
                 low, high = (
-                    _finite(b, b.fsub(v, near)) for v, near in zip((low, high), widened(b, shorts), strict=True)
+                    _zero_nonfinite(b, b.fsub(v, near))
+                    for v, near in zip((low, high), widen_bf16(b, shorts), strict=True)
                 )
                 to = b.add(to, step)
 
     return store
 
 
-def _finite(b: Any, v: Any) -> Any:
+def _zero_nonfinite(b: Any, v: Any) -> Any:
     """Return finite lanes unchanged, and zero for the others."""
     infinite = ir.Constant(v.type, [float("inf")] * LANES)
     return b.select(b.fcmp_ordered("<", absolute.body(b, v), infinite), v, ir.Constant(v.type, [0.0] * LANES))
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS)
-def turn_shorts(b, source, step, to):
+def transpose_16_bit(b, source, step, to):
     """Transpose 32 rows of 16 numbers of 16 bits, `step` bytes apart, into 16 dense rows."""
 
     def row(i: int) -> Any:
@@ -81,5 +82,5 @@ def turn_shorts(b, source, step, to):
         return b.load(b.inttoptr(at, _SHORTS.as_pointer()), align=2)
 
     pairs = [b.bitcast(b.shuffle_vector(row(i), row(i + 1), _INTERLEAVED), _PAIRS) for i in range(0, 2 * LANES, 2)]
-    for i, column in enumerate(turned(b, pairs)):
+    for i, column in enumerate(transpose_vectors(b, pairs)):
         b.store(column, b.inttoptr(b.add(to, ir.Constant(to.type, 64 * i)), _PAIRS.as_pointer()), align=4)

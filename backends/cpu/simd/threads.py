@@ -6,7 +6,7 @@ import sys
 
 from llvmlite import ir
 
-from ..processor import target
+from ..processor import find_compile_target
 from .vectors import ADDRESS, NOTHING, _call, _i32, _i64, _pointer, intrinsic
 
 
@@ -22,19 +22,19 @@ store_shared = intrinsic(NOTHING, ADDRESS, ADDRESS)(
 
 
 @intrinsic(ADDRESS)
-def give_way(b):
+def yield_core(b):
     """Let another thread use the core."""
     return b.sext(_call(b, "sched_yield", _i32), _i64)
 
 
 @intrinsic(ADDRESS)
-def rest(b):
+def sleep_briefly(b):
     """Sleep for at least 50 microseconds, so that the system sees an idle core."""
     return b.sext(_call(b, "usleep", _i32, ir.Constant(_i32, 50)), _i64)
 
 
 @intrinsic(ADDRESS)
-def now(b):
+def read_monotonic_clock(b):
     """Return the nanoseconds of a clock that only moves forward (``CLOCK_MONOTONIC``)."""
     with b.goto_entry_block():
         time = b.alloca(ir.ArrayType(_i64, 2))
@@ -45,18 +45,18 @@ def now(b):
 
 
 @intrinsic(ADDRESS)
-def ticks(b):
+def read_cycle_counter(b):
     """Return a counter that advances evenly, in a unit of its own.
 
     On x86 it is the cycle counter, which is read five times as fast as the clock. Other processors use the clock.
     """
-    if target().triple.startswith("x86_64"):
+    if find_compile_target().triple.startswith("x86_64"):
         return b.call(b.module.declare_intrinsic("llvm.readcyclecounter", (), ir.FunctionType(_i64, [])), [])
-    return now.body(b)
+    return read_monotonic_clock.body(b)
 
 
 @intrinsic(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-def call(b, function, arguments, thread, threads):
+def call_kernel(b, function, arguments, thread, threads):
     """Call the kernel at an address."""
     kind = ir.FunctionType(_i64, [_i64] * 3)
     return b.call(b.inttoptr(function, kind.as_pointer()), [arguments, thread, threads])

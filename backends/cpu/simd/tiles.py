@@ -6,7 +6,7 @@ times the sum of x is already subtracted. With four columns:
 
 >>> import numpy as np
 >>> codes, zero, x = np.array([9, 15, 0, 8]), 8, np.array([3, -2, 7, 1])
->>> start = ITS_BITS - zero * x.sum()
+>>> start = ONE_AND_A_HALF_BITS - zero * x.sum()
 >>> bits = np.int32(start + (codes * x).sum())
 >>> float(bits.view(np.float32) - np.float32(ONE_AND_A_HALF))
 -67.0
@@ -30,17 +30,17 @@ from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
 from . import vectors as simd
-from .bytes import four_everywhere, look_up, moved_bits
-from .dots import Codes, Products
+from .bytes import look_up, move_bits, splat_4_bytes
+from .dots import DotProducts, WeightCodes
 from .order import fold_4, fold_8
-from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, intrinsic, several
+from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, intrinsic, vector_tuple_type
 
-VECTORS, HALVES = 8, 2
+CODE_VECTORS, COLUMN_HALVES = 8, 2
 """Vectors of codes in 32 columns, and parts of these columns that may have their own scale."""
-CODES = several(BYTES, VECTORS)
+CODES_TYPE = vector_tuple_type(BYTES, CODE_VECTORS)
 _CHAR = ir.IntType(8).as_pointer()
 
-RECORD, SCALES, STARTS, SUMS = 56, 32, 40, 48
+RECORD_BYTES, SCALES_OFFSET, STARTS_OFFSET, SUMS_OFFSET = 56, 32, 40, 48
 """Bytes of the record of 32 rounded activations, and the offsets of its fields behind the codes.
 
 The fields are the scales of both halves, these scales times minus `ONE_AND_A_HALF`, and two numbers. For weights with
@@ -48,14 +48,14 @@ biases the numbers are float32 sums of the activations: of all columns, and of t
 are int32, the initial values of the dot products of both halves.
 """
 
-ONE_AND_A_HALF, ITS_BITS = 1.5 * 2**23, 0x4B400000
+ONE_AND_A_HALF, ONE_AND_A_HALF_BITS = 1.5 * 2**23, 0x4B400000
 """The initial value of sums of products: a float32 with a lowest bit that counts as one, and its bits.
 
 So the bits of a sum are a float32 and need no conversion, which would wait for the unit that multiplies.
 """
 
 
-def bundle(b: Any, values: Sequence[Any]) -> Any:
+def pack_vectors(b: Any, values: Sequence[Any]) -> Any:
     """Return several values as one."""
     whole = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
     for i, value in enumerate(values):
@@ -63,12 +63,12 @@ def bundle(b: Any, values: Sequence[Any]) -> Any:
     return whole
 
 
-def members(b: Any, whole: Any) -> list[Any]:
+def unpack_vectors(b: Any, whole: Any) -> list[Any]:
     """Return the parts of such a value."""
     return [b.extract_value(whole, i) for i in range(whole.type.count)]
 
 
-def _at(b: Any, address: Any, offset: int) -> Any:
+def _offset_address(b: Any, address: Any, offset: int) -> Any:
     """Return an address plus `offset` bytes.
 
     The sum is computed as a pointer. LLVM would reorder integer sums until each takes a register.
@@ -77,7 +77,7 @@ def _at(b: Any, address: Any, offset: int) -> Any:
     return b.ptrtoint(pointer, address.type)
 
 
-def _record(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
+def _record_address(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
     pointer = b.gep(b.inttoptr(row, _CHAR), [at], inbounds=True)
     return b.ptrtoint(b.gep(pointer, [ir.Constant(at.type, offset)], inbounds=True), at.type)
 
@@ -85,7 +85,7 @@ def _record(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
 # -------------------------------------------------------------------------------------------------------- codes
 
 
-def codes_of(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrinsic:
+def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrinsic:
     """Make ``(p, h) -> codes``, which loads the codes of 32 columns.
 
     Args:
@@ -93,47 +93,47 @@ def codes_of(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrins
         table: Table in which the codes are looked up.
     """
 
-    @intrinsic(CODES, ADDRESS, ADDRESS)
+    @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
     def codes(b, p, h):
-        vectors = _fields(b, p, widths[0])
+        vectors = _unpack_fields(b, p, widths[0])
         for high in widths[1:]:
-            vectors = [b.or_(x, y) for x, y in zip(vectors, _fields(b, h, high, widths[0]), strict=True)]
+            vectors = [b.or_(x, y) for x, y in zip(vectors, _unpack_fields(b, h, high, widths[0]), strict=True)]
         if table is not None:
             vectors = [look_up.body(b, table.body(b), x) for x in vectors]
-        return bundle(b, vectors)
+        return pack_vectors(b, vectors)
 
     return codes
 
 
-def _fields(b: Any, plane: Any, width: int, to: int = 0) -> list[Any]:
+def _unpack_fields(b: Any, plane: Any, width: int, to: int = 0) -> list[Any]:
     """Return eight vectors of fields of a plane, with the fields moved to bit `to` of each byte.
 
     Vector j is field ``j % fields`` of each byte of plane vector ``j // fields``.
     """
     fields = 8 // width
-    vectors = [simd.load_bytes.body(b, _at(b, plane, 64 * i)) for i in range(width)]
-    return [moved_bits(b, vectors[j // fields], j % fields * width, width, to) for j in range(VECTORS)]
+    vectors = [simd.load_bytes.body(b, _offset_address(b, plane, 64 * i)) for i in range(width)]
+    return [move_bits(b, vectors[j // fields], j % fields * width, width, to) for j in range(CODE_VECTORS)]
 
 
-@intrinsic(NOTHING, ADDRESS, CODES)
+@intrinsic(NOTHING, ADDRESS, CODES_TYPE)
 def store_codes(b, to, codes):
-    for i, vector in enumerate(members(b, codes)):
-        simd.store_bytes.body(b, _at(b, to, 64 * i), vector)
+    for i, vector in enumerate(unpack_vectors(b, codes)):
+        simd.store_bytes.body(b, _offset_address(b, to, 64 * i), vector)
 
 
-@intrinsic(CODES, ADDRESS)
+@intrinsic(CODES_TYPE, ADDRESS)
 def load_codes(b, p):
-    return bundle(b, [simd.load_bytes.body(b, _at(b, p, 64 * i)) for i in range(VECTORS)])
+    return pack_vectors(b, [simd.load_bytes.body(b, _offset_address(b, p, 64 * i)) for i in range(CODE_VECTORS)])
 
 
 # ------------------------------------------------------------------------------------------------ rows at a time
 
 
-ANY = Codes()
+UNKNOWN_CODES = WeightCodes()
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class DotTile:
     """Intrinsics for some rows of activations by one or two groups of 16 weight rows.
 
     The addresses of the rows are one value. The codes, scales and biases of each group are arguments of their own.
@@ -153,26 +153,26 @@ class Tile:
     - ``spill(p, acc)`` and ``reload(p)``: store and load a whole tile at `p`.
     """
 
-    rows: Intrinsic
-    chosen: Intrinsic
-    zeros: Intrinsic
-    meet: Intrinsic
-    meet_centred: Intrinsic
-    biased: Intrinsic
-    outer: Intrinsic
-    inner: Intrinsic
-    inner_some: Intrinsic
-    joined: Intrinsic
-    put_totals: Intrinsic
-    folded: Intrinsic
-    put: Intrinsic
-    held: Intrinsic
-    save: Intrinsic
-    saved: Intrinsic
+    row_addresses: Intrinsic
+    row_addresses_by_slot: Intrinsic
+    zero_sums: Intrinsic
+    add_dot_products: Intrinsic
+    add_centred_dot_products: Intrinsic
+    add_biases: Intrinsic
+    add_outer_product: Intrinsic
+    add_inner_product: Intrinsic
+    add_partial_inner_product: Intrinsic
+    add_tiles: Intrinsic
+    store_lane_sums: Intrinsic
+    fold_four_tiles: Intrinsic
+    store_rows: Intrinsic
+    load_rows: Intrinsic
+    spill: Intrinsic
+    reload: Intrinsic
 
 
 @cache
-def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
+def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -> DotTile:
     """Make a tile of `count` activation rows by `groups` of 16 weight rows; the sums of the first row come first.
 
     Args:
@@ -181,11 +181,11 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
         codes: Properties of the weight codes.
     """
     known = codes
-    rows_of = several(ADDRESS, count)
-    sums_of = several(FLOATS, count * groups)
+    rows_of = vector_tuple_type(ADDRESS, count)
+    sums_of = vector_tuple_type(FLOATS, count * groups)
     places = [(i, g) for i in range(count) for g in range(groups)]
     # If the registers do not hold the integers of both halves, the first half is added before the second is computed.
-    together = [(0, 1)] if simd.vectors_in_registers() == simd.MANY or len(places) == 1 else [(0,), (1,)]
+    together = [(0, 1)] if simd.count_vector_registers() == simd.MANY_REGISTERS or len(places) == 1 else [(0,), (1,)]
 
     def smaller(b: Any, i: int, n: Any) -> Any:
         last, number = b.sub(n, ir.Constant(n.type, 1)), ir.Constant(n.type, i)
@@ -193,7 +193,7 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
 
     @intrinsic(rows_of, ADDRESS, ADDRESS, ADDRESS)
     def rows(b, p, step, n):
-        return bundle(b, [b.add(p, b.mul(step, smaller(b, i, n))) for i in range(count)])
+        return pack_vectors(b, [b.add(p, b.mul(step, smaller(b, i, n))) for i in range(count)])
 
     @intrinsic(rows_of, *[ADDRESS] * 6)
     def chosen(b, slots, n, used, shared, p, step):
@@ -212,48 +212,59 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
             row.add_incoming(one, before)
             row.add_incoming(other, behind)
             addresses.append(row)
-        return bundle(b, [b.add(p, b.mul(step, row)) for row in addresses])
+        return pack_vectors(b, [b.add(p, b.mul(step, row)) for row in addresses])
 
     @intrinsic(sums_of)
     def zeros(b):
-        return bundle(b, [simd.zeros.body(b)] * len(places))
+        return pack_vectors(b, [simd.zeros.body(b)] * len(places))
 
     def ones(b: Any, rows: Any, at: Any, offset: int = 0) -> list[Any]:
-        return [simd.splat_from.body(b, _record(b, row, at, offset)) for row in members(b, rows)]
+        return [simd.splat_from.body(b, _record_address(b, row, at, offset)) for row in unpack_vectors(b, rows)]
 
     def dots(b: Any, vectors: Sequence[Any], records: Sequence[Any], halves: Sequence[int], begun: bool) -> Any:
         """Return the dot products of some halves by half, row and group."""
-        first = {half: [_first(b, record, SUMS + 4 * half if begun else None) for record in records] for half in halves}
-        products = Products(b, known, {(half, i, g): first[half][i] for half in halves for i, g in places})
-        for j in range(VECTORS // HALVES):
+        first = {
+            half: [_initial_sum(b, record, SUMS_OFFSET + 4 * half if begun else None) for record in records]
+            for half in halves
+        }
+        products = DotProducts(b, known, {(half, i, g): first[half][i] for half in halves for i, g in places})
+        for j in range(CODE_VECTORS // COLUMN_HALVES):
             for half in halves:
-                column = half * VECTORS // HALVES + j
-                weights = [products.weight(vector[column]) for vector in vectors]
+                column = half * CODE_VECTORS // COLUMN_HALVES + j
+                weights = [products.prepare_weight(vector[column]) for vector in vectors]
                 for i, record in enumerate(records):
-                    four = four_everywhere.body(b, _at(b, record, 4 * column))
+                    four = splat_4_bytes.body(b, _offset_address(b, record, 4 * column))
                     for g in range(groups):
                         products.add((half, i, g), weights[g], four)
-        return products.done()
+        return products.finish()
 
     def meet(begun: bool) -> Intrinsic:
-        @intrinsic(sums_of, sums_of, *[CODES] * groups, *[FLOATS] * (HALVES * groups), rows_of, ADDRESS)
+        @intrinsic(sums_of, sums_of, *[CODES_TYPE] * groups, *[FLOATS] * (COLUMN_HALVES * groups), rows_of, ADDRESS)
         def made(b, acc, *given):
             codes, scales, (rows, at) = given[:groups], given[groups:-2], given[-2:]
-            vectors, records = [members(b, c) for c in codes], [_record(b, row, at) for row in members(b, rows)]
-            sums = members(b, acc)
+            vectors, records = (
+                [unpack_vectors(b, c) for c in codes],
+                [_record_address(b, row, at) for row in unpack_vectors(b, rows)],
+            )
+            sums = unpack_vectors(b, acc)
             for halves in together:
                 ints, products = dots(b, vectors, records, halves, begun), list[list[Any]]()
                 for half in halves:
-                    factors, starts = ones(b, rows, at, SCALES + 4 * half), ones(b, rows, at, STARTS + 4 * half)
+                    factors, starts = (
+                        ones(b, rows, at, SCALES_OFFSET + 4 * half),
+                        ones(b, rows, at, STARTS_OFFSET + 4 * half),
+                    )
                     floats = [(i, simd.bits_to_float.body(b, ints[half, i, g])) for i, g in places]
                     # The values at `STARTS_OFFSET` are exact, so this is up to one rounding.
                     products.append([simd.fma.body(b, x, factors[i], starts[i]) for i, x in floats])
-                if len(halves) == HALVES and not known.halves:  # one scale: some processors have units that only add
+                if (
+                    len(halves) == COLUMN_HALVES and not known.has_half_scales
+                ):  # one scale: some processors have units that only add
                     products = [[b.fadd(*pair) for pair in zip(*products, strict=True)]]
                 for half, terms in zip(halves, products, strict=False):
                     own = scales[half * groups :]
                     sums = [simd.fma.body(b, own[g], *pair) for (_, g), *pair in zip(places, terms, sums, strict=True)]
-            return bundle(b, sums)
+            return pack_vectors(b, sums)
 
         return made
 
@@ -261,44 +272,48 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
     def biased(b, acc, *given):
         *biases, rows, at = given
         sums = ones(b, rows, at)
-        pairs = zip(places, members(b, acc), strict=True)
-        return bundle(b, [simd.fma.body(b, biases[g], sums[i], total) for (i, g), total in pairs])
+        pairs = zip(places, unpack_vectors(b, acc), strict=True)
+        return pack_vectors(b, [simd.fma.body(b, biases[g], sums[i], total) for (i, g), total in pairs])
 
     @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
     def outer(b, acc, *given):
         *weights, rows, at = given
         values = ones(b, rows, at)
-        pairs = zip(places, members(b, acc), strict=True)
-        return bundle(b, [simd.fma.body(b, weights[g], values[i], total) for (i, g), total in pairs])
+        pairs = zip(places, unpack_vectors(b, acc), strict=True)
+        return pack_vectors(b, [simd.fma.body(b, weights[g], values[i], total) for (i, g), total in pairs])
 
     @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS)
     def inner(b, acc, weights, rows, at):
-        values = [simd.load.body(b, _record(b, row, at)) for row in members(b, rows)]
-        return bundle(b, [simd.fma.body(b, weights, *pair) for pair in zip(values, members(b, acc), strict=True)])
+        values = [simd.load.body(b, _record_address(b, row, at)) for row in unpack_vectors(b, rows)]
+        return pack_vectors(
+            b, [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors(b, acc), strict=True)]
+        )
 
     @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS, ADDRESS)
     def inner_some(b, acc, weights, rows, at, left):
-        values = [simd.load_some.body(b, _record(b, row, at), left) for row in members(b, rows)]
-        return bundle(b, [simd.fma.body(b, weights, *pair) for pair in zip(values, members(b, acc), strict=True)])
+        values = [simd.load_first_lanes.body(b, _record_address(b, row, at), left) for row in unpack_vectors(b, rows)]
+        return pack_vectors(
+            b, [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors(b, acc), strict=True)]
+        )
 
     @intrinsic(sums_of, sums_of, sums_of)
     def joined(b, x, y):
-        return bundle(b, [b.fadd(*pair) for pair in zip(members(b, x), members(b, y), strict=True)])
+        return pack_vectors(b, [b.fadd(*pair) for pair in zip(unpack_vectors(b, x), unpack_vectors(b, y), strict=True)])
 
     @intrinsic(NOTHING, rows_of, ADDRESS, sums_of)
     def put_totals(b, rows, at, acc):
-        for row, sums in zip(members(b, rows), members(b, acc), strict=True):
-            simd.store_scalar.body(b, _record(b, row, at), simd.total.body(b, sums))
+        for row, sums in zip(unpack_vectors(b, rows), unpack_vectors(b, acc), strict=True):
+            simd.store_scalar.body(b, _record_address(b, row, at), simd.lane_sum.body(b, sums))
 
     @intrinsic(sums_of, *[sums_of] * 4)
     def folded(b, *four):
-        lanes = zip(*(members(b, acc) for acc in four), strict=True)
-        return bundle(b, [fold_4.body(b, fold_8.body(b, w, x), fold_8.body(b, y, z)) for w, x, y, z in lanes])
+        lanes = zip(*(unpack_vectors(b, acc) for acc in four), strict=True)
+        return pack_vectors(b, [fold_4.body(b, fold_8.body(b, w, x), fold_8.body(b, y, z)) for w, x, y, z in lanes])
 
     def put_vectors(b: Any, rows: Any, acc: Any, store: Callable[[Any, int, Any], None]) -> None:
-        starts = members(b, rows)
-        for (i, g), total in zip(places, members(b, acc), strict=True):
-            store(_at(b, starts[i], 4 * LANES * g), g, total)
+        starts = unpack_vectors(b, rows)
+        for (i, g), total in zip(places, unpack_vectors(b, acc), strict=True):
+            store(_offset_address(b, starts[i], 4 * LANES * g), g, total)
 
     @intrinsic(NOTHING, rows_of, sums_of, ADDRESS)
     def put(b, rows, acc, left):
@@ -308,44 +323,44 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
                 put_vectors(b, rows, acc, lambda to, _, total: simd.store.body(b, to, total))
             with otherwise:
                 lefts = [b.sub(left, ir.Constant(left.type, LANES * g)) for g in range(groups)]
-                put_vectors(b, rows, acc, lambda to, g, total: simd.store_some.body(b, to, total, lefts[g]))
+                put_vectors(b, rows, acc, lambda to, g, total: simd.store_first_lanes.body(b, to, total, lefts[g]))
 
     @intrinsic(sums_of, rows_of)
     def held(b, rows):
-        starts = members(b, rows)
-        return bundle(b, [simd.load.body(b, _at(b, starts[i], 4 * LANES * g)) for i, g in places])
+        starts = unpack_vectors(b, rows)
+        return pack_vectors(b, [simd.load.body(b, _offset_address(b, starts[i], 4 * LANES * g)) for i, g in places])
 
     @intrinsic(NOTHING, ADDRESS, sums_of)
     def save(b, p, acc):
-        for i, total in enumerate(members(b, acc)):
-            simd.store.body(b, _at(b, p, 4 * LANES * i), total)
+        for i, total in enumerate(unpack_vectors(b, acc)):
+            simd.store.body(b, _offset_address(b, p, 4 * LANES * i), total)
 
     @intrinsic(sums_of, ADDRESS)
     def saved(b, p):
-        return bundle(b, [simd.load.body(b, _at(b, p, 4 * LANES * i)) for i in range(len(places))])
+        return pack_vectors(b, [simd.load.body(b, _offset_address(b, p, 4 * LANES * i)) for i in range(len(places))])
 
-    return Tile(
-        rows=rows,
-        chosen=chosen,
-        zeros=zeros,
-        meet=meet(begun=False),
-        meet_centred=meet(begun=not codes.signed),
-        biased=biased,
-        outer=outer,
-        inner=inner,
-        inner_some=inner_some,
-        joined=joined,
-        put_totals=put_totals,
-        folded=folded,
-        put=put,
-        held=held,
-        save=save,
-        saved=saved,
+    return DotTile(
+        row_addresses=rows,
+        row_addresses_by_slot=chosen,
+        zero_sums=zeros,
+        add_dot_products=meet(begun=False),
+        add_centred_dot_products=meet(begun=not codes.uses_signed_codes),
+        add_biases=biased,
+        add_outer_product=outer,
+        add_inner_product=inner,
+        add_partial_inner_product=inner_some,
+        add_tiles=joined,
+        store_lane_sums=put_totals,
+        fold_four_tiles=folded,
+        store_rows=put,
+        load_rows=held,
+        spill=save,
+        reload=saved,
     )
 
 
-def _first(b: Any, record: Any, start: int | None) -> Any:
+def _initial_sum(b: Any, record: Any, start: int | None) -> Any:
     """Return the initial value of dot products: the constant, or the int32 at offset `start` of the record."""
     if start is None:
-        return simd.ints_of(ITS_BITS)
-    return simd.splat_int.body(b, simd.load_int.body(b, _at(b, record, start)))
+        return simd.ints_of(ONE_AND_A_HALF_BITS)
+    return simd.splat_int.body(b, simd.load_int.body(b, _offset_address(b, record, start)))

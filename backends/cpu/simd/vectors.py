@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
-from ..processor import features, is_native
+from ..processor import find_target_features, is_native
 
 ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"
 FLOATS, INTS, BYTES = "f32x16", "i32x16", "i8x64"
@@ -25,7 +25,7 @@ _F, _I, _B = ir.VectorType(_f32, 16), ir.VectorType(_i32, 16), ir.VectorType(_i8
 _TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), FLOATS: _F, INTS: _I, BYTES: _B}
 
 
-def several(kind: str, count: int) -> str:
+def vector_tuple_type(kind: str, count: int) -> str:
     """Return the type name of `count` values as one value."""
     return f"{kind}*{count}"
 
@@ -52,12 +52,12 @@ def intrinsic(result: str, *operands: str) -> Callable[[Callable[..., Any]], Int
     return lambda body: Intrinsic(result, operands, body)
 
 
-FEW, MANY = 8, 32
+FEW_REGISTERS, MANY_REGISTERS = 8, 32
 """Vectors of 64 bytes that the registers hold, without and with AVX-512."""
 
 
-def vectors_in_registers() -> int:
-    return MANY if features().get("avx512f") else FEW
+def count_vector_registers() -> int:
+    return MANY_REGISTERS if find_target_features().get("avx512f") else FEW_REGISTERS
 
 
 # ------------------------------------------------------------------------------------------- building blocks
@@ -98,21 +98,21 @@ def _call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
     return b.call(function, values)
 
 
-FOREIGN = "hocket.of."
+FOREIGN_PREFIX = "hocket.of."
 """Prefix of an instruction of another architecture while Numba makes code for this one."""
 
 
-def called(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
+def call_llvm(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
     """Call an instruction by its name in LLVM."""
     if is_native():
         return _call(b, name, result, *values)
     import llvmlite.binding as llvm
 
-    llvm.add_symbol(FOREIGN + name, 1)  # Numba links functions that are never called
-    return _call(b, FOREIGN + name, result, *values)
+    llvm.add_symbol(FOREIGN_PREFIX + name, 1)  # Numba links functions that are never called
+    return _call(b, FOREIGN_PREFIX + name, result, *values)
 
 
-def _mask(b: Any, count: Any) -> Any:
+def _first_lanes_mask(b: Any, count: Any) -> Any:
     """Return the mask of the lanes below `count` (an address-sized integer)."""
     lanes = ir.Constant(_I, list(range(LANES)))
     return b.icmp_signed("<", lanes, _splat(b, b.trunc(count, _i32), _I))
@@ -122,13 +122,13 @@ def _mask(b: Any, count: Any) -> Any:
 
 
 @intrinsic(ADDRESS, ADDRESS, ADDRESS)
-def word(b, block, index):
+def load_word(b, block, index):
     """Load word `index` of an argument block."""
     return b.load(b.gep(_pointer(b, block, _i64), [index]))
 
 
 @intrinsic(FLOAT, ADDRESS, ADDRESS)
-def float_word(b, block, index):
+def load_float_word(b, block, index):
     """Load the float32 that has the low half of a word as its bits."""
     return b.bitcast(b.trunc(b.load(b.gep(_pointer(b, block, _i64), [index])), _i32), _f32)
 
@@ -150,7 +150,7 @@ sqrt_scalar = intrinsic(FLOAT, FLOAT)(lambda b, v: _call(b, "llvm.sqrt.f32", _f3
 
 load = intrinsic(FLOATS, ADDRESS)(lambda b, a: _load(b, a, _F, 4))
 load_bytes = intrinsic(BYTES, ADDRESS)(lambda b, a: _load(b, a, _B, 1))
-load_half = intrinsic(FLOATS, ADDRESS)(lambda b, a: b.fpext(_load(b, a, ir.VectorType(_half, 16), 2), _F))
+load_f16 = intrinsic(FLOATS, ADDRESS)(lambda b, a: b.fpext(_load(b, a, ir.VectorType(_half, 16), 2), _F))
 store = intrinsic(NOTHING, ADDRESS, FLOATS)(lambda b, a, v: _store(b, a, v, 4))
 store_bytes = intrinsic(NOTHING, ADDRESS, BYTES)(lambda b, a, v: _store(b, a, v, 1))
 
@@ -166,34 +166,36 @@ load_ints = intrinsic(INTS, ADDRESS)(lambda b, a: _load(b, a, _I, 4))
 
 
 @intrinsic(INTS, ADDRESS)
-def load_small(b, a):
+def load_u8_lanes(b, a):
     """Load 16 unsigned bytes, one per lane."""
     return b.zext(_load(b, a, ir.VectorType(_i8, 16), 1), _I)
 
 
 @intrinsic(INTS, ADDRESS)
-def load_small_signed(b, a):
+def load_i8_lanes(b, a):
     """Load 16 signed bytes, one per lane."""
     return b.sext(_load(b, a, ir.VectorType(_i8, 16), 1), _I)
 
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS)
-def load_some(b, a, count):
+def load_first_lanes(b, a, count):
     """Load the first `count` lanes; the others are zero, and their memory is not accessed."""
-    mask = _mask(b, count)
+    mask = _first_lanes_mask(b, count)
     where = _pointer(b, a, _F)
     return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), mask, _const(_F, 0.0))
 
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS, FLOATS)
-def load_some_or(b, a, count, otherwise):
+def load_first_lanes_or(b, a, count, otherwise):
     """Load the first `count` lanes and take the others from `otherwise`."""
     where = _pointer(b, a, _F)
-    return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), _mask(b, count), otherwise)
+    return _call(
+        b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), _first_lanes_mask(b, count), otherwise
+    )
 
 
 @intrinsic(FLOATS, ADDRESS, INTS)
-def load_apart(b, a, offsets):
+def gather_lanes(b, a, offsets):
     """Load each lane from its own offset in bytes after an address."""
     wide = ir.VectorType(_i64, LANES)
     at = b.inttoptr(b.add(_splat(b, a, wide), b.sext(offsets, wide)), ir.VectorType(_f32.as_pointer(), LANES))
@@ -202,7 +204,7 @@ def load_apart(b, a, offsets):
 
 
 @intrinsic(INTS, ADDRESS, ADDRESS)
-def numbers_from(b, first, end):
+def lane_indices(b, first, end):
     """Return consecutive indices from `first`, one per lane; the last one before `end` replaces later ones."""
     numbers = b.add(_splat(b, b.trunc(first, _i32), _I), ir.Constant(_I, list(range(LANES))))
     last = _splat(b, b.sub(b.trunc(end, _i32), ir.Constant(_i32, 1)), _I)
@@ -210,21 +212,21 @@ def numbers_from(b, first, end):
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
-def store_some(b, a, v, count):
+def store_first_lanes(b, a, v, count):
     """Store only the first `count` lanes."""
     where = _pointer(b, a, _F)
-    _call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), v, where, ir.Constant(_i32, 4), _mask(b, count))
+    _call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), v, where, ir.Constant(_i32, 4), _first_lanes_mask(b, count))
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_past(b, a, v):
+def store_streaming(b, a, v):
     """Store past the caches, to an address that is a multiple of 64: for values that are not read soon."""
     stored = b.store(v, _pointer(b, a, _F), align=64)
     stored.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(_i32, 1)]))
 
 
 @intrinsic(NOTHING, ADDRESS, INTS)
-def store_small(b, a, v):
+def store_u8_lanes(b, a, v):
     """Store the low bytes of 16 lanes."""
     _store(b, a, b.trunc(v, ir.VectorType(_i8, 16)), 1)
 
@@ -236,7 +238,7 @@ def prefetch(b, a):
 
 
 @intrinsic(NOTHING, ADDRESS)
-def prefetch_far(b, a):
+def prefetch_l2(b, a):
     """Prefetch into the second cache."""
     values = [_pointer(b, a, _i8), *(ir.Constant(_i32, n) for n in (0, 2, 1))]
     _call(b, "llvm.prefetch.p0", ir.VoidType(), *values)
@@ -271,14 +273,14 @@ round_up = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.ceil.v16f32", _
 round_to_zero = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.trunc.v16f32", _F, x))
 round_away = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.round.v16f32", _F, x))
 with_sign = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, of: _call(b, "llvm.copysign.v16f32", _F, x, of))
-largest = intrinsic(FLOAT, FLOATS)(lambda b, x: _call(b, "llvm.vector.reduce.fmax.v16f32", _f32, x))
+lane_max_without_nan = intrinsic(FLOAT, FLOATS)(lambda b, x: _call(b, "llvm.vector.reduce.fmax.v16f32", _f32, x))
 to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.sitofp(x, _F))
-truncated = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(x, _I))
+truncate_to_int = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(x, _I))
 round_to_int = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(_call(b, "llvm.rint.v16f32", _F, x), _I))
 
 
 @intrinsic(INTS, FLOATS)
-def round_small(b, x):
+def round_below_2_22(b, x):
     """Round numbers below 2**22 to integers, ties to even, by the mantissa of their sum with 1.5 * 2**23."""
     shifted = b.fadd(x, _const(_F, 1.5 * 2**23))
     return b.sub(b.bitcast(shifted, _I), _const(_I, 0x4B400000))
@@ -301,7 +303,7 @@ def where_nonzero(b, x, then, otherwise):
     return b.select(b.fcmp_unordered("!=", x, _const(_F, 0.0)), then, otherwise)
 
 
-def _of_two(sign: str) -> Intrinsic:
+def _make_choice(sign: str) -> Intrinsic:
     """Make an intrinsic for the number of two for which ``x sign y`` holds; NaN if one of them is NaN."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
@@ -311,10 +313,10 @@ def _of_two(sign: str) -> Intrinsic:
     return chosen
 
 
-larger, smaller = _of_two(">"), _of_two("<")
+larger, smaller = _make_choice(">"), _make_choice("<")
 
 
-def comparison(sign: str) -> Intrinsic:
+def make_comparison(sign: str) -> Intrinsic:
     """Make an intrinsic that is 1 where ``x sign y`` holds, else 0; for NaN only ``!=`` holds."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
@@ -331,22 +333,22 @@ def power_of_two(b, n):
     return b.bitcast(b.shl(b.add(n, _const(_I, 127)), _const(_I, 23)), _F)
 
 
-halve = intrinsic(INTS, INTS)(lambda b, n: b.ashr(n, _const(_I, 1)))
+halve_ints = intrinsic(INTS, INTS)(lambda b, n: b.ashr(n, _const(_I, 1)))
 
 
 @intrinsic(FLOATS, FLOATS, ADDRESS)
-def where_inside(b, x, count):
+def mask_with_negative_infinity(b, x, count):
     """Keep the first `count` lanes and set the others to -inf."""
-    return b.select(_mask(b, count), x, _const(_F, float("-inf")))
+    return b.select(_first_lanes_mask(b, count), x, _const(_F, float("-inf")))
 
 
 @intrinsic(FLOATS, FLOATS, ADDRESS)
-def first_lanes(b, x, count):
+def mask_with_zeros(b, x, count):
     """Keep the first `count` lanes and set the others to 0."""
-    return b.select(_mask(b, count), x, _const(_F, 0.0))
+    return b.select(_first_lanes_mask(b, count), x, _const(_F, 0.0))
 
 
-def _across(join: Callable[..., Any]) -> Intrinsic:
+def _make_lane_reduction(join: Callable[..., Any]) -> Intrinsic:
     """Make an intrinsic that reduces all lanes in the order of a tree."""
 
     @intrinsic(FLOAT, FLOATS)
@@ -362,30 +364,33 @@ def _across(join: Callable[..., Any]) -> Intrinsic:
     return across
 
 
-total, factor_across = _across(lambda b, x, y: b.fadd(x, y)), _across(lambda b, x, y: b.fmul(x, y))
-largest_across, smallest_across = _across(larger.body), _across(smaller.body)
+lane_sum, lane_product = (
+    _make_lane_reduction(lambda b, x, y: b.fadd(x, y)),
+    _make_lane_reduction(lambda b, x, y: b.fmul(x, y)),
+)
+lane_max, lane_min = _make_lane_reduction(larger.body), _make_lane_reduction(smaller.body)
 
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
-def lanes_above(b, x, y):
+def greater_bits(b, x, y):
     """Return one bit for each lane, from the lowest: whether ``x > y``."""
     return b.zext(b.bitcast(b.fcmp_ordered(">", x, y), _i16), _i64)
 
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
-def lanes_not_below(b, x, y):
+def not_less_or_equal_bits(b, x, y):
     """Return one bit for each lane, from the lowest: whether ``x > y`` or one of them is NaN."""
     return b.zext(b.bitcast(b.fcmp_unordered(">", x, y), _i16), _i64)
 
 
 @intrinsic(ADDRESS, ADDRESS)
-def zeros_below(b, n):
+def count_trailing_zeros(b, n):
     """Count the zero bits below the lowest set bit; 64 for 0."""
     return _call(b, "llvm.cttz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
 
 
 @intrinsic(ADDRESS, ADDRESS)
-def zeros_above(b, n):
+def count_leading_zeros(b, n):
     """Count the zero bits above the highest set bit; 64 for 0."""
     return _call(b, "llvm.ctlz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
 
@@ -394,7 +399,7 @@ def zeros_above(b, n):
 
 
 @intrinsic(INTS)
-def no_ints(b):
+def zero_ints(b):
     return _const(_I, 0)
 
 
@@ -408,7 +413,7 @@ shift_right_signed = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.ashr(x, n))
 shift_right = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.lshr(x, n))
 
 
-def _bytes_as_floats(first: int) -> Intrinsic:
+def _make_bytes_as_floats(first: int) -> Intrinsic:
     @intrinsic(FLOATS, INTS)
     def made(b, x):
         chars = b.bitcast(x, _B)
@@ -418,7 +423,7 @@ def _bytes_as_floats(first: int) -> Intrinsic:
     return made
 
 
-bytes_as_floats, next_bytes_as_floats = (_bytes_as_floats(first) for first in (0, LANES))
+bytes_as_floats, next_bytes_as_floats = (_make_bytes_as_floats(first) for first in (0, LANES))
 """Unsigned bytes 0 to 15 of a vector, a lane each; and bytes 16 to 31."""
 
 bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))

@@ -9,69 +9,71 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...operands import Operand, need
-from .launches import Word
+from ...operands import Operand, require_supported
+from .launches import LaunchWord
 
-MOST = 10
+MAX_ITERATION_AXES = 10
 """The most axes that kernels support: twice the five axes of a value, because tiles may split each axis."""
 
 
 @dataclass(frozen=True, slots=True)
-class Axes:
+class IterationAxes:
     """Axes, outermost first, after merging.
 
     ``operand_strides[k]`` are the strides of operand k in elements, 0 along a repeated axis.
     """
 
     sizes: tuple[int, ...]
-    steps: tuple[tuple[int, ...], ...]
+    operand_strides: tuple[tuple[int, ...], ...]
 
     @property
-    def count(self) -> int:
+    def element_count(self) -> int:
         size = 1
         for n in self.sizes:
             size *= n
         return size
 
     @property
-    def words(self) -> list[Word]:
+    def axes_fields(self) -> list[LaunchWord]:
         """The fields of `Axes` in a kernel's struct."""
-        return [len(self.sizes), *_filled(self.sizes, 1)]
+        return [len(self.sizes), *_pad_fields(self.sizes, 1)]
 
-    def walk(self, k: int, operand: Operand) -> list[Word]:
+    def make_walk_fields(self, k: int, operand: Operand) -> list[LaunchWord]:
         """Return the fields of `Walk` in a kernel's struct for operand k."""
-        return [operand, *_filled(self.steps[k], 0)]
+        return [operand, *_pad_fields(self.operand_strides[k], 0)]
 
 
-def _filled(values: Sequence[int], rest: int) -> list[Word]:
-    return [*values, *([rest] * (MOST - len(values)))]
+def _pad_fields(values: Sequence[int], rest: int) -> list[LaunchWord]:
+    return [*values, *([rest] * (MAX_ITERATION_AXES - len(values)))]
 
 
-def axes_of(shape: Sequence[int], operands: Sequence[Operand]) -> Axes:
+def build_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> IterationAxes:
     """Build the axes of `shape`. Operands are repeated to it: broadcast, or as tiles (index modulo size)."""
     axes: list[tuple[int, ...]] = []
     for axis, m in enumerate(reversed(shape)):
-        own = [_axis(o, axis) for o in operands]
+        own = [_find_size_and_stride(o, axis) for o in operands]
         tiles = {n for n, _ in own if n not in (1, m)}
-        need(len(tiles) <= 1, "operands are tiled in different ways")
+        require_supported(len(tiles) <= 1, "operands are tiled in different ways")
         if not tiles:
             axes.insert(0, (m, *(0 if n == 1 else s for n, s in own)))
             continue
         (size,) = tiles
         axes.insert(0, (size, *(0 if n == 1 else s for n, s in own)))
         axes.insert(0, (m // size, *(s * size if n == m else 0 for n, s in own)))
-    merged = _merged(axes)
-    return Axes(tuple(a[0] for a in merged), tuple(tuple(a[k + 1] for a in merged) for k in range(len(operands))))
+    merged = _merge_axes(axes)
+    return IterationAxes(
+        tuple(a[0] for a in merged), tuple(tuple(a[k + 1] for a in merged) for k in range(len(operands)))
+    )
 
 
-def _axis(operand: Operand, axis: int) -> tuple[int, int]:
+def _find_size_and_stride(operand: Operand, axis: int) -> tuple[int, int]:
     """Return size and stride of an axis, counted from the last axis."""
     if axis >= len(operand.shape):
         return 1, 0
     return operand.shape[-1 - axis], operand.strides[-1 - axis]
 
 
-def _merged(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _merge_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     merged: list[tuple[int, ...]] = []
     for n, *steps in axes:
         if n == 1:
@@ -84,17 +86,19 @@ def _merged(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return merged
 
 
-def row_heads(x: Operand) -> Operand:
+def as_row_starts(x: Operand) -> Operand:
     """Return the start of each row of `x`, as an operand with all axes but the last."""
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-1], strides=x.strides[:-1]))
 
 
-def repeated_heads(x: Operand) -> Operand:
+def as_repeated_row_starts(x: Operand) -> Operand:
     """Return the start of each row of `x`, repeated for each entry of the row."""
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape[:-1], 1), strides=(*x.strides[:-1], 0)))
 
 
-def expanded(shape: Sequence[int], operands: Sequence[Operand], divides: int) -> tuple[tuple[int, ...], list[Operand]]:
+def split_tiled_axes(
+    shape: Sequence[int], operands: Sequence[Operand], divides: int
+) -> tuple[tuple[int, ...], list[Operand]]:
     """Split the axes of `shape` along which one operand is smaller by an integer factor.
 
     Such an axis becomes an outer axis, along which that operand advances, and an inner axis, along which it is
@@ -114,10 +118,12 @@ def expanded(shape: Sequence[int], operands: Sequence[Operand], divides: int) ->
     new: list[int] = []
     for i, m in enumerate(shape):
         new += [sizes[i], m // sizes[i]] if i in cut else [m]
-    return tuple(new), [_cut(o, shape, sizes, cut, own=k == divides) for k, o in enumerate(operands)]
+    return tuple(new), [_split_operand_axes(o, shape, sizes, cut, own=k == divides) for k, o in enumerate(operands)]
 
 
-def _cut(x: Operand, shape: Sequence[int], sizes: Sequence[int], cut: Sequence[int], *, own: bool) -> Operand:
+def _split_operand_axes(
+    x: Operand, shape: Sequence[int], sizes: Sequence[int], cut: Sequence[int], *, own: bool
+) -> Operand:
     ahead = len(shape) - len(x.shape)
     new: list[tuple[int, int]] = []
     for i, (m, s) in enumerate(zip((1,) * ahead + x.shape, (0,) * ahead + x.strides, strict=True)):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from ...flow import Flow
-from ...operands import NoKernelError, need
-from ..device.driver import Single
-from .launches import Launches
+from ...flow import Dataflow
+from ...operands import NoKernelError, require_supported
+from ..device.driver import SingleStep
+from .launches import LaunchBuilder
 
 log = logging.getLogger("hocket.kernels")
 
-Fused = Callable[[Launches, Flow, int], Sequence[int]]
+FusionBinder = Callable[[LaunchBuilder, Dataflow, int], Sequence[int]]
 """A function that binds a fusion.
 
 It appends the launches of the fused pattern that begins with instruction `number`, and returns the fused instructions.
@@ -21,7 +21,9 @@ pattern, or without a suitable kernel.
 """
 
 
-def fuse(flow: Flow, launches: Launches, fused: Mapping[str, Sequence[Fused]], number: int) -> Sequence[int]:
+def bind_largest_fusion(
+    flow: Dataflow, launches: LaunchBuilder, fused: Mapping[str, Sequence[FusionBinder]], number: int
+) -> Sequence[int]:
     """Bind the largest fusion that begins with instruction `number`, and append its launches.
 
     Args:
@@ -33,14 +35,14 @@ def fuse(flow: Flow, launches: Launches, fused: Mapping[str, Sequence[Fused]], n
     Returns:
         The fused instructions; empty if no pattern matches.
     """
-    best: tuple[Sequence[int], list[Single]] = (), []
-    for bind in fused.get(flow.call(number).op, ()):
+    best: tuple[Sequence[int], list[SingleStep]] = (), []
+    for bind in fused.get(flow.bound_instruction(number).op, ()):
         faults = len(launches.faults)
-        launches.number, launches.taken = number, 0
+        launches.number, launches.scratch_bytes = number, 0
         try:
             numbers = bind(launches, flow, number)
-            need(not launches.taken, "a chain has no scratch")
-            need(flow.can_meet(numbers), "something else has to run between the instructions")
+            require_supported(not launches.scratch_bytes, "a chain has no scratch")
+            require_supported(flow.can_group(numbers), "something else has to run between the instructions")
         except NoKernelError as why:
             log.debug("%s %d: %s", bind.__name__, number, why)
             del launches.faults[faults:]
@@ -49,5 +51,5 @@ def fuse(flow: Flow, launches: Launches, fused: Mapping[str, Sequence[Fused]], n
         launches.items = []
     numbers, launches.items = best
     if numbers:
-        flow.gather(numbers)
+        flow.group_instructions(numbers)
     return numbers

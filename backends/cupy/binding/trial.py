@@ -9,14 +9,14 @@ from typing import Any
 
 from ....graph.spec import Spec
 from ...base import Tensor, contiguous_strides
-from ...operands import Bound, NoKernelError, Operand
+from ...operands import BoundInstruction, NoKernelError, Operand
 from ..device.limits import Limits
-from ..table import binding
-from .launches import Launches
+from ..table import find_binding
+from .launches import LaunchBuilder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class UnboundOperand:
     """An operand without an address.
 
     A leaf, or a view of one, also has the declared and the stored spec of the whole buffer, and `is_whole_buffer`.
@@ -30,12 +30,12 @@ class Known:
     """
 
     spec: Spec
-    declared: Spec | None = None
-    stored: Spec | None = None
-    whole: bool = True
+    declared_spec: Spec | None = None
+    stored_spec: Spec | None = None
+    is_whole_buffer: bool = True
 
 
-def _awkward(shape: Sequence[int]) -> tuple[int, ...]:
+def _make_gapped_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return strides with reversed axes and gaps."""
     strides, step = [], 2
     for n in shape:
@@ -45,9 +45,9 @@ def _awkward(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def tried(
+def trial_bind(
     op: str,
-    src: tuple[Known | None, ...],
+    src: tuple[UnboundOperand | None, ...],
     results: tuple[Spec, ...],
     attrs: tuple[tuple[str, Any], ...],
     limits: Limits,
@@ -69,19 +69,21 @@ def tried(
     Raises:
         NoKernelError: No kernel supports the instruction.
     """
-    bind = binding(op)
+    bind = find_binding(op)
     if bind is None:
         raise NoKernelError(f"backends/cupy has no kernel for {op}")
 
-    def operand(number: int, known: Known) -> Operand:
+    def operand(number: int, known: UnboundOperand) -> Operand:
         spec, packed = known.spec, known.spec.dtype.is_quantised
-        strides = _awkward(spec.shape) if number == strided and not packed else contiguous_strides(spec.shape)
-        offset = spec.dtype.block_bytes if packed and not known.whole else 0
+        strides = (
+            _make_gapped_strides(spec.shape) if number == strided and not packed else contiguous_strides(spec.shape)
+        )
+        offset = spec.dtype.block_bytes if packed and not known.is_whole_buffer else 0
         tensor = Tensor(number, offset, spec.shape, strides, spec.dtype)
-        return Operand(((number + 1) << 40) + offset, tensor, known.declared, known.stored)
+        return Operand(((number + 1) << 40) + offset, tensor, known.declared_spec, known.stored_spec)
 
-    launches = Launches(keep=lambda array: 1 << 20, limits=limits)
+    launches = LaunchBuilder(upload_array=lambda array: 1 << 20, limits=limits)
     there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
-    made = tuple(operand(len(src) + n, Known(s)) for n, s in enumerate(results))
-    bind(launches, Bound(op, there, made, dict(attrs)))
-    return launches.taken
+    made = tuple(operand(len(src) + n, UnboundOperand(s)) for n, s in enumerate(results))
+    bind(launches, BoundInstruction(op, there, made, dict(attrs)))
+    return launches.scratch_bytes

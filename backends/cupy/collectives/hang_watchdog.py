@@ -15,9 +15,9 @@ import numpy as np
 
 from ....graph.errors import BackendError
 from ...base import Comm, Device
-from ...board import BOARD_FAILED, runs_of
-from ..device.driver import Driver, Library, Ring
-from ..kernels.collective import Mark, mark_of
+from ...board import FAILURE_WORD, view_run_numbers
+from ..device.driver import CollectiveLibrary, Communicator, Driver
+from ..kernels.collective import ProgressMark, read_progress_mark
 from .peer_exchange import Words, all_gather_words
 
 POLL_SECONDS = 50e-6
@@ -40,7 +40,7 @@ class DeviceLostError(BackendError):
 class Membership:
     """The library communicator of one device, which all its programs share. A lost communicator stays lost."""
 
-    def __init__(self, identity: Words, ring: Ring) -> None:
+    def __init__(self, identity: Words, ring: Communicator) -> None:
         self.identity, self.ring, self.is_lost = identity, ring, False
 
 
@@ -50,7 +50,7 @@ class Memberships:
     def __init__(self) -> None:
         self._by_group: dict[tuple[str, ...], Membership] = {}
 
-    def join(self, comm: Comm, library: Library, device: Device) -> Membership:
+    def join(self, comm: Comm, library: CollectiveLibrary, device: Device) -> Membership:
         """Return the communicator of the group, or join a new one if any device has none or has lost it.
 
         All devices of the group call this method.
@@ -59,14 +59,14 @@ class Memberships:
             BackendError: The join failed, or did not end within the timeout.
         """
         key = (str(device), *map(str, comm.devices))
-        known, new_identity = self._by_group.get(key), library.identity()
+        known, new_identity = self._by_group.get(key), library.make_unique_id()
         mine = np.zeros_like(new_identity) if known is None else known.identity
         identities = all_gather_words(comm, mine, -4)
         if known is None or known.is_lost or (identities != mine).any():
             identity = all_gather_words(comm, new_identity, -5)[0]
-            timeout = max(comm.timeout, MIN_JOIN_SECONDS) if comm.is_apart else comm.timeout
+            timeout = max(comm.timeout, MIN_JOIN_SECONDS) if comm.spans_processes else comm.timeout
             ring = call_with_timeout(
-                timeout, lambda: library.join(identity, comm.rank, comm.size, device), f"{library.name} join"
+                timeout, lambda: library.join_group(identity, comm.rank, comm.size, device), f"{library.name} join"
             )
             known = self._by_group[key] = Membership(identity, ring)
         return known
@@ -91,7 +91,7 @@ class HangWatchdog:
             BackendError: This device does not stop although another device has failed.
         """
         start, mark_time, last_mark, failure_time = time.monotonic(), 0.0, None, None
-        while not self.driver.is_done(self.device):
+        while not self.driver.is_idle(self.device):
             now, mark = time.monotonic(), self._read_mark(self.comm.rank)
             if mark != last_mark:
                 last_mark, mark_time = mark, now
@@ -108,35 +108,35 @@ class HangWatchdog:
 
     @property
     def _has_failed(self) -> bool:
-        assert self.comm.board is not None
-        return bool(self.comm.board[BOARD_FAILED])
+        assert self.comm.signal_pad is not None
+        return bool(self.comm.signal_pad[FAILURE_WORD])
 
     def _make_hang_error(self) -> BackendError:
         self.membership.is_lost = True
         return BackendError(f"{self.device} does not stop; end the process")
 
-    def _describe_mark(self, mark: Mark) -> str:
+    def _describe_mark(self, mark: ProgressMark) -> str:
         return f"collective {mark.sequence} on device {self.comm.rank} of {self.comm.size}"
 
-    def _read_mark(self, rank: int) -> Mark | None:
+    def _read_mark(self, rank: int) -> ProgressMark | None:
         """Return the last progress mark of a device in this run, or `None` before its first collective."""
-        board = self.comm.board
+        board = self.comm.signal_pad
         assert board is not None
-        mark = mark_of(board, rank)
-        return mark if mark is not None and mark.run == runs_of(board)[rank] else None
+        mark = read_progress_mark(board, rank)
+        return mark if mark is not None and mark.run == view_run_numbers(board)[rank] else None
 
-    def _explain_hang(self, mine: Mark, wait_seconds: float) -> str | None:
+    def _explain_hang(self, mine: ProgressMark, wait_seconds: float) -> str | None:
         """Return the reason why the collective at mark `mine` cannot end, or `None` if there is none yet."""
         if self._has_failed:
             return "another device failed"
-        if trouble := self.membership.ring.trouble():
+        if trouble := self.membership.ring.find_error():
             return trouble
         if wait_seconds < self.comm.timeout:
             return None
         own_process = [d for d, device in enumerate(self.comm.devices) if device.rank == self.device.rank]
         marks = {d: self._read_mark(d) for d in own_process}
         late = [d for d, m in marks.items() if m is None or (m.run, m.sequence) < (mine.run, mine.sequence)]
-        elsewhere = "a device of another process did not arrive" if self.comm.is_apart else "it did not end"
+        elsewhere = "a device of another process did not arrive" if self.comm.spans_processes else "it did not end"
         who = f"device {', '.join(map(str, late))} did not arrive" if late else elsewhere
         return f"{who} within {self.comm.timeout:g} s"
 
@@ -148,7 +148,7 @@ class HangWatchdog:
         self.membership.is_lost = True
         threading.Thread(target=self.membership.ring.abort, name="hocket abort", daemon=True).start()
         deadline = time.monotonic() + self.comm.timeout
-        while not self.driver.is_done(self.device):
+        while not self.driver.is_idle(self.device):
             if time.monotonic() > deadline:
                 raise self._make_hang_error()
             time.sleep(POLL_SECONDS)

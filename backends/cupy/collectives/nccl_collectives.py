@@ -18,21 +18,21 @@ from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....ops.collectives import as_index_ranges, as_integer
 from ...base import Tensor, contiguous_strides
-from ...meeting import Index, Pairs, exchanged, gathered, scattered
-from ...operands import Bound, Operand, need
-from ..binding.launches import Launches
-from ..device.driver import Exchange, Ring, Transfer
+from ...meeting import Index, Pairs, compute_exchange_indices, compute_gather_indices, compute_scatter_indices
+from ...operands import BoundInstruction, Operand, require_supported
+from ..binding.launches import LaunchBuilder
+from ..device.driver import Communicator, Exchange, Transfer
 from ..kernels.collective import (
-    MOST_DEVICES,
-    TYPES,
-    Group,
-    launch_mark,
-    launch_narrow,
-    launch_take,
-    launch_widen,
-    piece,
+    COLLECTIVE_TYPE_NAMES,
+    MAX_DEVICES,
+    PeerGroup,
+    launch_bfloat16_rounding,
+    launch_bfloat16_widening,
+    launch_gather_sum,
+    launch_progress_mark,
+    slice_operand,
 )
-from ..kernels.elementwise import MOST_ELEMENTS
+from ..kernels.elementwise import MAX_ELEMENTS
 from ..kernels.moves import launch_copy
 
 REDUCIBLE_DTYPES = (DType.F32, DType.I8, DType.I32, DType.I64)
@@ -41,7 +41,9 @@ TransferPairFinder = Callable[[Attrs, int, int], Pairs]
 """A function of attributes, receiver and sender: pairs of a slice of the result and a slice of the sender's operand."""
 
 
-def bind_library_collective(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+def bind_library_collective(
+    launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator
+) -> None:
     """Append a collective to the launches of a program.
 
     Raises:
@@ -50,12 +52,14 @@ def bind_library_collective(launches: Launches, call: Bound, group: Group, ring:
     EXCHANGE_BINDERS[call.op](launches, call, group, ring)
 
 
-def _add_exchange(launches: Launches, call: Bound, group: Group, ring: Ring, transfers: Iterable[Transfer]) -> None:
+def _add_exchange(
+    launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator, transfers: Iterable[Transfer]
+) -> None:
     """Append transfers between two progress marks of this device. Empty transfers are omitted."""
     if filled := tuple(t for t in transfers if t.count):
-        launch_mark(launches, call, group, has_results=0)
+        launch_progress_mark(launches, call, group, has_results=0)
         launches.items.append(Exchange(ring, filled, launches.number))
-        launch_mark(launches, call, group, has_results=1)
+        launch_progress_mark(launches, call, group, has_results=1)
 
 
 def _make_byte_transfer(op: str, x: Operand, other: int) -> Transfer:
@@ -63,22 +67,24 @@ def _make_byte_transfer(op: str, x: Operand, other: int) -> Transfer:
     return Transfer(op, x.address, x.address, x.tensor.spec.nbytes, DType.I8, other)
 
 
-def _bind_all_reduce(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
-    offers = group.offers(as_integer(call.attrs["sequence"]))
+def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
+    offers = group.list_operands(as_integer(call.attrs["sequence"]))
     if len({(o.source.shape, o.source.dtype) for o in offers}) > 1:
         raise BackendError("devices sum values that are not alike: the plans of the devices do not match")
     source, out = call.operand(0), call.out
-    need(out.dtype in REDUCIBLE_DTYPES and out.dtype is source.dtype, f"the library has no sums of {out.dtype}")
-    need(math.prod(out.shape) < MOST_ELEMENTS, "operands are too large")
+    require_supported(
+        out.dtype in REDUCIBLE_DTYPES and out.dtype is source.dtype, f"the library has no sums of {out.dtype}"
+    )
+    require_supported(math.prod(out.shape) < MAX_ELEMENTS, "operands are too large")
     own = _pack_slices(launches, [source])
-    total = out if out.is_dense else launches.scratch(out.shape, out.dtype)
+    total = out if out.is_dense else launches.allocate_scratch(out.shape, out.dtype)
     count = math.prod(out.shape)
-    if group.narrows(out):
-        wire = launches.scratch((count,), DType.BF16)
-        launch_narrow(launches, own, wire)
+    if group.uses_bfloat16(out):
+        wire = launches.allocate_scratch((count,), DType.BF16)
+        launch_bfloat16_rounding(launches, own, wire)
         sums = Transfer("all_reduce", wire.address, wire.address, count, DType.BF16)
         _add_exchange(launches, call, group, ring, [sums])
-        launch_widen(launches, wire, total, group)
+        launch_bfloat16_widening(launches, wire, total, group)
     else:
         sums = Transfer("all_reduce", own.address, total.address, count, out.dtype)
         _add_exchange(launches, call, group, ring, [sums])
@@ -89,12 +95,15 @@ def _bind_all_reduce(launches: Launches, call: Bound, group: Group, ring: Ring) 
 def _make_slice_binder(needs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
     """Return the binder of a collective in which each device receives slices from all others, or sums them."""
 
-    def bind_slices(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
-        offers = group.offers(as_integer(call.attrs["sequence"]))
+    def bind_slices(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
+        offers = group.list_operands(as_integer(call.attrs["sequence"]))
         operands = [x for o in offers for x in (o.source, o.target)]
-        need(all(x.dtype is call.out.dtype and x.dtype in TYPES for x in operands), "operands are of several types")
-        need(max(math.prod(x.shape) for x in operands) < MOST_ELEMENTS, "operands are too large")
-        need(not is_sum or len(offers) <= MOST_DEVICES, "so many devices are not summed")
+        require_supported(
+            all(x.dtype is call.out.dtype and x.dtype in COLLECTIVE_TYPE_NAMES for x in operands),
+            "operands are of several types",
+        )
+        require_supported(max(math.prod(x.shape) for x in operands) < MAX_ELEMENTS, "operands are too large")
+        require_supported(not is_sum or len(offers) <= MAX_DEVICES, "so many devices are not summed")
         own, out, me = call.operand(0), call.out, group.rank
         others = [d for d in range(len(offers)) if d != me]
         outgoing = _pack_messages(launches, own, {d: [index for _, index in needs(call.attrs, d, me)] for d in others})
@@ -103,11 +112,11 @@ def _make_slice_binder(needs: TransferPairFinder, *, is_sum: bool = False) -> Ex
         transfers += [_make_byte_transfer("receive", message, d) for d, (message, _) in incoming.items()]
         _add_exchange(launches, call, group, ring, transfers)
         received = {d: parts for d, (_, parts) in incoming.items()}
-        received[me] = [piece(own, index) for _, index in needs(call.attrs, me, me)]
-        targets = {d: [piece(out, into) for into, _ in needs(call.attrs, me, d)] for d in range(len(offers))}
+        received[me] = [slice_operand(own, index) for _, index in needs(call.attrs, me, me)]
+        targets = {d: [slice_operand(out, into) for into, _ in needs(call.attrs, me, d)] for d in range(len(offers))}
         if is_sum:
             for number, target in enumerate(targets[me]):
-                launch_take(launches, [received[d][number] for d in range(len(offers))], target, group)
+                launch_gather_sum(launches, [received[d][number] for d in range(len(offers))], target, group)
             return
         for d, parts in received.items():
             for part, target in zip(parts, targets[d], strict=True):
@@ -117,39 +126,39 @@ def _make_slice_binder(needs: TransferPairFinder, *, is_sum: bool = False) -> Ex
     return bind_slices
 
 
-def _pack_messages(launches: Launches, x: Operand, indices: Mapping[int, Sequence[Index]]) -> dict[int, Operand]:
+def _pack_messages(launches: LaunchBuilder, x: Operand, indices: Mapping[int, Sequence[Index]]) -> dict[int, Operand]:
     """Return the dense message for each device. Equal messages are packed once."""
     by_index: dict[str, Operand] = {}
     messages = {}
     for device, slices in indices.items():
         if (key := str(slices)) not in by_index:
-            by_index[key] = _pack_slices(launches, [piece(x, index) for index in slices])
+            by_index[key] = _pack_slices(launches, [slice_operand(x, index) for index in slices])
         messages[device] = by_index[key]
     return messages
 
 
-def _pack_slices(launches: Launches, parts: Sequence[Operand]) -> Operand:
+def _pack_slices(launches: LaunchBuilder, parts: Sequence[Operand]) -> Operand:
     """Return one dense operand with all parts in order. A single dense part is returned without a copy."""
     if len(parts) == 1 and parts[0].is_dense:
         return parts[0]
-    whole = launches.scratch((sum(math.prod(p.shape) for p in parts),), parts[0].dtype if parts else DType.I8)
+    whole = launches.allocate_scratch((sum(math.prod(p.shape) for p in parts),), parts[0].dtype if parts else DType.I8)
     for part, target in zip(parts, _split_like(whole, parts), strict=True):
         launch_copy(launches, part, target)
     return whole
 
 
 def _choose_receive_buffer(
-    launches: Launches, out: Operand, pairs: Pairs, is_sum: bool
+    launches: LaunchBuilder, out: Operand, pairs: Pairs, is_sum: bool
 ) -> tuple[Operand, list[Operand]]:
     """Return the dense buffer of an incoming message, and its parts.
 
     The buffer is the slice of the result itself if that is a single dense slice and nothing is summed. Otherwise it is
     scratch memory.
     """
-    targets = [piece(out, into) for into, _ in pairs]
+    targets = [slice_operand(out, into) for into, _ in pairs]
     if len(targets) == 1 and targets[0].is_dense and not is_sum:
         return targets[0], targets
-    whole = launches.scratch((sum(math.prod(t.shape) for t in targets),), out.dtype)
+    whole = launches.allocate_scratch((sum(math.prod(t.shape) for t in targets),), out.dtype)
     return whole, _split_like(whole, targets)
 
 
@@ -163,21 +172,21 @@ def _split_like(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
     return parts
 
 
-def _bind_send(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
-    need(_can_copy(call.out), "kernels that copy this type are missing")
+def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
+    require_supported(_can_copy(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
         launch_copy(launches, call.operand(0), call.out)
     message = _pack_slices(launches, [call.out])
     _add_exchange(launches, call, group, ring, [_make_byte_transfer("send", message, as_integer(call.attrs["to"]))])
 
 
-def _bind_receive(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
     source = as_integer(call.attrs["source"])
-    sent = group.offer(source, as_integer(call.attrs["sequence"])).source
-    need(_can_copy(sent), "kernels that copy this type are missing")
+    sent = group.operands_of(source, as_integer(call.attrs["sequence"])).source
+    require_supported(_can_copy(sent), "kernels that copy this type are missing")
     if sent.dtype is not call.out.dtype or sent.shape != call.out.shape:
         raise BackendError("a device receives what none sends: the plans of the devices do not match")
-    buffer = call.out if call.out.is_dense else launches.scratch(call.out.shape, call.out.dtype)
+    buffer = call.out if call.out.is_dense else launches.allocate_scratch(call.out.shape, call.out.dtype)
     _add_exchange(launches, call, group, ring, [_make_byte_transfer("receive", buffer, source)])
     if buffer is not call.out:
         launch_copy(launches, buffer, call.out)
@@ -185,20 +194,22 @@ def _bind_receive(launches: Launches, call: Bound, group: Group, ring: Ring) -> 
 
 def _can_copy(sent: Operand) -> bool:
     """Return whether kernels can copy an operand. Sender and receiver decide by the sent operand, which both know."""
-    return sent.dtype in TYPES and math.prod(sent.shape) < MOST_ELEMENTS
+    return sent.dtype in COLLECTIVE_TYPE_NAMES and math.prod(sent.shape) < MAX_ELEMENTS
 
 
 def _find_sum_pairs(attrs: Attrs, receiver: int, sender: int) -> Pairs:
     """Return the slices that `receiver` sums: they are the same for all senders."""
     assert sender < len(as_index_ranges(attrs["runs"]))
-    return scattered({**attrs, "rank": receiver})
+    return compute_scatter_indices({**attrs, "rank": receiver})
 
 
-ExchangeBinder = Callable[[Launches, Bound, Group, Ring], None]
+ExchangeBinder = Callable[[LaunchBuilder, BoundInstruction, PeerGroup, Communicator], None]
 EXCHANGE_BINDERS: Mapping[str, ExchangeBinder] = {
     "all_reduce": _bind_all_reduce,
-    "all_gather": _make_slice_binder(lambda attrs, receiver, sender: gathered(attrs)[sender]),
-    "all_to_all": _make_slice_binder(lambda attrs, receiver, sender: exchanged({**attrs, "rank": receiver})[sender]),
+    "all_gather": _make_slice_binder(lambda attrs, receiver, sender: compute_gather_indices(attrs)[sender]),
+    "all_to_all": _make_slice_binder(
+        lambda attrs, receiver, sender: compute_exchange_indices({**attrs, "rank": receiver})[sender]
+    ),
     "reduce_scatter": _make_slice_binder(_find_sum_pairs, is_sum=True),
     "send": _bind_send,
     "receive": _bind_receive,

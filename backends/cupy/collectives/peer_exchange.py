@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ....graph.dtypes import DType
 from ...base import Comm, Tensor
 from ...operands import Operand
-from ..kernels.collective import Group, Offer, Peer
+from ..kernels.collective import CollectiveOperands, PeerAddresses, PeerGroup
 
 Words = npt.NDArray[np.int64]
 """An array of 64-bit words."""
@@ -27,7 +27,7 @@ EMPTY_WORD = -1
 """The word that fills unused rows of a table."""
 
 
-def exchange_peer_addresses(comm: Comm, me: Peer, board: int, narrow_from: int | None) -> Group:
+def exchange_peer_addresses(comm: Comm, me: PeerAddresses, board: int, narrow_from: int | None) -> PeerGroup:
     """Exchange the addresses of signals and operands with all devices of the group.
 
     Args:
@@ -44,7 +44,7 @@ def exchange_peer_addresses(comm: Comm, me: Peer, board: int, narrow_from: int |
     padded = np.full((rows, mine.shape[1]), EMPTY_WORD, np.int64)
     padded[: len(mine)] = mine
     peers = tuple(map(_decode_peer, all_gather_words(comm, padded, -2)))
-    return Group(comm.rank, board, comm.timeout, peers, narrow_from)
+    return PeerGroup(comm.rank, board, comm.timeout, peers, narrow_from)
 
 
 def wait_until_ready(comm: Comm) -> None:
@@ -65,15 +65,15 @@ def all_gather_words(comm: Comm, mine: Words, sequence: int) -> Words:
     return gathered
 
 
-def _encode_peer(me: Peer) -> Words:
+def _encode_peer(me: PeerAddresses) -> Words:
     """Return the table of a device.
 
     The first row has the addresses of the signals, the transfer buffer and the inbox. Each further row has the number
     of a collective, its source operand and its target operand.
     """
-    table = np.full((1 + len(me.offers), 1 + 2 * OPERAND_WORDS), EMPTY_WORD, np.int64)
-    table[0, :3] = me.signals, me.wire, me.inbox
-    for row, (sequence, offer) in zip(table[1:], me.offers.items(), strict=True):
+    table = np.full((1 + len(me.operands), 1 + 2 * OPERAND_WORDS), EMPTY_WORD, np.int64)
+    table[0, :3] = me.signals, me.transfer_buffer, me.inbox
+    for row, (sequence, offer) in zip(table[1:], me.operands.items(), strict=True):
         row[0] = sequence
         row[1 : 1 + OPERAND_WORDS] = _encode_operand(offer.source)
         row[1 + OPERAND_WORDS :] = _encode_operand(offer.target)
@@ -86,16 +86,16 @@ def _encode_operand(x: Operand) -> list[int]:
     return [x.address, CODED_DTYPES.index(x.dtype), len(x.shape), *x.shape, *padding, *x.strides, *padding]
 
 
-def _decode_peer(table: Words) -> Peer:
+def _decode_peer(table: Words) -> PeerAddresses:
     """Return the addresses of a device from its table."""
     first, *rows = table.tolist()
     offers = {
-        r[0]: Offer(_decode_operand(r[1 : 1 + OPERAND_WORDS]), _decode_operand(r[1 + OPERAND_WORDS :]))
+        r[0]: CollectiveOperands(_decode_operand(r[1 : 1 + OPERAND_WORDS]), _decode_operand(r[1 + OPERAND_WORDS :]))
         for r in rows
         if r[0] != EMPTY_WORD
     }
     signals, wire, inbox = first[:3]
-    return Peer(signals, wire, inbox, offers)
+    return PeerAddresses(signals, wire, inbox, offers)
 
 
 def _decode_operand(words: Sequence[int]) -> Operand:

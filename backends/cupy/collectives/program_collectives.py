@@ -17,9 +17,9 @@ import numpy as np
 from ....graph.dtypes import DType
 from ....ops.collectives import POINT_TO_POINT_OPS, as_integer
 from ...base import Array, Comm, Device
-from ...board import runs_of
-from ...operands import Bound, NoKernelError
-from ..binding.launches import Launches
+from ...board import view_run_numbers
+from ...operands import BoundInstruction, NoKernelError
+from ..binding.launches import LaunchBuilder
 from ..device.driver import Driver
 from ..kernels import collective, moves
 from .hang_watchdog import HangWatchdog, Membership, Memberships, call_with_timeout
@@ -45,7 +45,7 @@ class ProgramCollectives:
         self.comm, self.driver, self.device, self.upload, self.memberships = comm, driver, device, upload, memberships
         self.transport = choose_group_transport(comm, driver)
         self.is_ready = not self.transport.launches_collectives
-        self._group: collective.Group | None = None
+        self._group: collective.PeerGroup | None = None
         self._membership: Membership | None = None
         self._watchdog: HangWatchdog | None = None
         self._exchange_count = self._pushed_count = 0
@@ -53,16 +53,16 @@ class ProgramCollectives:
 
     def prepare(self) -> None:
         """Allocate signals and compile kernels, before `exchange_addresses`: no device then waits for a compiler."""
-        assert self.comm.board is not None
+        assert self.comm.signal_pad is not None
         is_first = all(device.rank != self.device.rank for device in self.comm.devices[: self.comm.rank])
-        self._board = self.driver.share(self.comm.board, is_first)
-        self._signals = self.driver.address(self.upload(np.zeros(collective.SIGNAL_WORDS, np.int64)))
-        self._min_narrow_elements = MIN_NARROW_ELEMENTS if self.comm.wire is DType.BF16 else None
+        self._board = self.driver.map_host_memory(self.comm.signal_pad, is_first)
+        self._signals = self.driver.address(self.upload(np.zeros(collective.SIGNAL_WORD_COUNT, np.int64)))
+        self._min_narrow_elements = MIN_NARROW_ELEMENTS if self.comm.transfer_dtype is DType.BF16 else None
         for source in (collective.SOURCE, moves.SOURCE):  # the last copies
             for name in source.names:
-                self.driver.prepare(source[name], self.device)
+                self.driver.prepare_kernel(source[name], self.device)
 
-    def exchange_addresses(self, calls: Sequence[Bound], record: Callable[[], None]) -> None:
+    def exchange_addresses(self, calls: Sequence[BoundInstruction], record: Callable[[], None]) -> None:
         """Exchange the addresses of all operands with the group, then record the launches.
 
         Args:
@@ -74,8 +74,10 @@ class ProgramCollectives:
         """
         comm, library = self.comm, self.transport.library
         own = [call for call in calls if not self._crosses_groups(call)]
-        offers = {as_integer(call.attrs["sequence"]): collective.offer_of(call) for call in own}
-        me = collective.Peer(self._signals, self._allocate_transfer_buffer(own), self._allocate_inbox(own), offers)
+        offers = {as_integer(call.attrs["sequence"]): collective.make_collective_operands(call) for call in own}
+        me = collective.PeerAddresses(
+            self._signals, self._allocate_transfer_buffer(own), self._allocate_inbox(own), offers
+        )
         self.driver.synchronise(self.device)  # other devices may read the signals from now on: they are zeros
         self._group = exchange_peer_addresses(comm, me, self._board, self._min_narrow_elements)
         if library is None:
@@ -87,31 +89,31 @@ class ProgramCollectives:
         wait_until_ready(comm)
         self.is_ready = True
 
-    def _allocate_transfer_buffer(self, calls: Sequence[Bound]) -> int:
+    def _allocate_transfer_buffer(self, calls: Sequence[BoundInstruction]) -> int:
         """Return the address of a buffer for the largest sum that is transferred in 16 bits, or 0 without such sums."""
         sums = [math.prod(call.out.shape) for call in calls if call.op == "all_reduce" and call.out.is_float]
         counts = [n for n in sums if self._min_narrow_elements is not None and n >= self._min_narrow_elements]
         return self.driver.address(self.upload(np.zeros(max(counts), np.int16))) if counts else 0
 
-    def _allocate_inbox(self, calls: Sequence[Bound]) -> int:
+    def _allocate_inbox(self, calls: Sequence[BoundInstruction]) -> int:
         """Return the address of the buffer to which other devices push summands, or 0 without such sums."""
-        is_needed = any(collective.is_pushed(call, self.comm.size) for call in calls)
-        return self.driver.address(self.upload(np.zeros(collective.INBOX, np.int8))) if is_needed else 0
+        is_needed = any(collective.uses_push(call, self.comm.size) for call in calls)
+        return self.driver.address(self.upload(np.zeros(collective.INBOX_BYTES, np.int8))) if is_needed else 0
 
     def count_run(self) -> None:
         """Increment the run number of this device on the signal pad."""
         if self.transport.launches_collectives:
-            assert self.comm.board is not None
-            runs_of(self.comm.board)[self.comm.rank] += 1
+            assert self.comm.signal_pad is not None
+            view_run_numbers(self.comm.signal_pad)[self.comm.rank] += 1
 
-    def begin(self, launches: Launches) -> None:
+    def begin(self, launches: LaunchBuilder) -> None:
         """Append the launches at the beginning of a run."""
         self._exchange_count = self._pushed_count = 0
         if self._group is not None:
             launches.number = 0
-            collective.launch_begin(launches, self._group, follows=self.comm.everybody > self.comm.size)
+            collective.launch_run_begin(launches, self._group, follows=self.comm.plan_device_count > self.comm.size)
 
-    def launch(self, launches: Launches, call: Bound) -> bool:
+    def launch(self, launches: LaunchBuilder, call: BoundInstruction) -> bool:
         """Append a collective if there are kernels or a library for it.
 
         Returns:
@@ -125,32 +127,37 @@ class ProgramCollectives:
                 self._bind_with_staging(launches, partial(bind_exchange, launches, call, group, membership.ring))
                 self._exchange_count += 1
             elif self.transport.has_peer_access:
-                collective.bind(launches, call, replace(group, turn=self._pushed_count % 2))
-                self._pushed_count += collective.is_pushed(call, self.comm.size)
+                collective.bind_peer_collective(launches, call, replace(group, inbox_half=self._pushed_count % 2))
+                self._pushed_count += collective.uses_push(call, self.comm.size)
             else:
                 return False
         except NoKernelError:
             return False
         return True
 
-    def _crosses_groups(self, call: Bound) -> bool:
+    def _crosses_groups(self, call: BoundInstruction) -> bool:
         """Return whether a message may cross device groups. Such a message goes through host memory."""
-        return call.op in POINT_TO_POINT_OPS and self.comm.everybody > self.comm.size
+        return call.op in POINT_TO_POINT_OPS and self.comm.plan_device_count > self.comm.size
 
-    def _bind_with_staging(self, launches: Launches, bind: Callable[[], None]) -> None:
+    def _bind_with_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
         """Bind an exchange with staging memory.
 
         The first call of `bind` uses address 0 and measures the staging bytes. The second call uses the real address.
         All exchanges share the staging memory, because they run one after the other.
         """
-        items, faults, launches.scratch_at, launches.taken = len(launches.items), len(launches.faults), 0, 0
+        items, faults, launches.scratch_address, launches.scratch_bytes = (
+            len(launches.items),
+            len(launches.faults),
+            0,
+            0,
+        )
         bind()
-        staging_bytes = launches.taken
+        staging_bytes = launches.scratch_bytes
         del launches.items[items:], launches.faults[faults:]
         if staging_bytes > (self._staging[-1][0] if self._staging else 0):
             self._staging.append((staging_bytes, self.upload(np.zeros(staging_bytes, np.int8))))
-        launches.scratch_at = self.driver.address(self._staging[-1][1]) if self._staging else 0
-        launches.taken = 0
+        launches.scratch_address = self.driver.address(self._staging[-1][1]) if self._staging else 0
+        launches.scratch_bytes = 0
         bind()
 
     def check(self) -> None:
@@ -178,10 +185,10 @@ class ProgramCollectives:
         return self._watchdog is not None and bool(self._exchange_count)
 
 
-def _compute_max_operand_bytes(call: Bound, group: collective.Group) -> int:
+def _compute_max_operand_bytes(call: BoundInstruction, group: collective.PeerGroup) -> int:
     """Return the bytes of the largest operand of a collective on any device. All devices compute the same number."""
     sequence = as_integer(call.attrs["sequence"])
     if call.op in ("send", "receive"):
         sender = group.rank if call.op == "send" else as_integer(call.attrs["source"])
-        return group.offer(sender, sequence).source.tensor.spec.nbytes
-    return max(x.tensor.spec.nbytes for o in group.offers(sequence) for x in (o.source, o.target))
+        return group.operands_of(sender, sequence).source.tensor.spec.nbytes
+    return max(x.tensor.spec.nbytes for o in group.list_operands(sequence) for x in (o.source, o.target))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...base import Comm, Device
-from ..device.driver import Driver, Library, has_parts
-from ..kernels.collective import MOST_DEVICES
+from ..device.driver import CollectiveLibrary, Driver, has_device_parts
+from ..kernels.collective import MAX_DEVICES
 
 MIN_LIBRARY_BYTES = 8 << 20
 """Bytes of a value from which a library is preferred to kernels over peer memory. It is an estimate without a
@@ -28,7 +28,7 @@ class Transport:
     """
 
     has_peer_access: bool = False
-    library: Library | None = None
+    library: CollectiveLibrary | None = None
     description: str = "through memory of the host"
 
     @property
@@ -46,8 +46,8 @@ HOST_TRANSPORT = Transport()
 
 def choose_transport(devices: Sequence[Device], driver: Driver) -> Transport:
     """Return the transport of `devices`, which all belong to this driver."""
-    library, far = driver.library(devices), _explain_no_peer_access(devices)
-    are_peers = not far and driver.are_peers(devices)
+    library, far = driver.find_collective_library(devices), _explain_no_peer_access(devices)
+    are_peers = not far and driver.can_access_peers(devices)
     far = far or "they do not reach each other's memory"
     if isinstance(library, str):
         return Transport(
@@ -63,11 +63,11 @@ def choose_transport(devices: Sequence[Device], driver: Driver) -> Transport:
 
 def _explain_no_peer_access(devices: Sequence[Device]) -> str:
     """Return the reason why kernels of `devices` cannot use peer memory, or "" if there is none."""
-    if len(devices) > MOST_DEVICES:
-        return f"they are more than {MOST_DEVICES}"
+    if len(devices) > MAX_DEVICES:
+        return f"they are more than {MAX_DEVICES}"
     if len({device.rank for device in devices}) > 1:
         return "they are of several processes"
-    return "kernels of parts of one device must not wait for each other" if has_parts(devices) else ""
+    return "kernels of parts of one device must not wait for each other" if has_device_parts(devices) else ""
 
 
 def choose_group_transport(comm: Comm, driver: Driver) -> Transport:
@@ -75,6 +75,6 @@ def choose_group_transport(comm: Comm, driver: Driver) -> Transport:
 
     A group of one device, and a group without a shared board, use host memory.
     """
-    if comm.board is None or comm.size < 2:
+    if comm.signal_pad is None or comm.size < 2:
         return HOST_TRANSPORT
     return choose_transport(comm.devices, driver)

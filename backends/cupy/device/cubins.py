@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ...cache import COMPILED, COMPILING, cache_folder, keep, recalled
+from ...cache import COMPILED_MESSAGE, COMPILING_MESSAGE, cache_folder, read_cached, write_cached
 from . import nvrtc
-from .driver import Source
+from .driver import KernelSource
 
 log = logging.getLogger("hocket.kernels")
 
 
-class Made(Protocol):
+class CompilerOutput(Protocol):
     """The output of a compiler."""
 
     @property
@@ -24,11 +24,11 @@ class Made(Protocol):
         """Machine code."""
 
     @property
-    def lowered(self) -> Mapping[str, str]:
+    def mangled_names(self) -> Mapping[str, str]:
         """The mangled name of each requested kernel name."""
 
 
-class Compiler(Protocol):
+class CompilerModule(Protocol):
     """The interface of the modules `nvrtc` and `hiprtc`."""
 
     @property
@@ -38,11 +38,13 @@ class Compiler(Protocol):
     def version(self) -> tuple[int, int]:
         """Return the version of the compiler library."""
 
-    def compile(self, source: Source, arch: str) -> Made:
+    def compile(self, source: KernelSource, arch: str) -> CompilerOutput:
         """Compile a source, or raise `BackendError`."""
 
 
-def cubin(source: Source, arch: str, compiler: Compiler = nvrtc) -> tuple[bytes, dict[str, str]]:
+def load_or_compile_cubin(
+    source: KernelSource, arch: str, compiler: CompilerModule = nvrtc
+) -> tuple[bytes, dict[str, str]]:
     """Load the code of a source from the cache, or compile and store it.
 
     Args:
@@ -56,19 +58,19 @@ def cubin(source: Source, arch: str, compiler: Compiler = nvrtc) -> tuple[bytes,
     Raises:
         BackendError: The source does not compile.
     """
-    target = _file(source, arch, compiler)
-    if (kept := recalled(target)) is not None:
+    target = _make_cache_path(source, arch, compiler)
+    if (kept := read_cached(target)) is not None:
         names, image = kept.split(b"\n", 1)
         return image, json.loads(names)
-    log.info(COMPILING, source.file)
+    log.info(COMPILING_MESSAGE, source.file)
     made = compiler.compile(source, arch)
-    log.info(COMPILED, source.file)
-    names = json.dumps(dict(made.lowered)).encode()
-    keep(target, names + b"\n" + made.image)
-    return made.image, dict(made.lowered)
+    log.info(COMPILED_MESSAGE, source.file)
+    names = json.dumps(dict(made.mangled_names)).encode()
+    write_cached(target, names + b"\n" + made.image)
+    return made.image, dict(made.mangled_names)
 
 
-def _file(source: Source, arch: str, compiler: Compiler) -> Path:
+def _make_cache_path(source: KernelSource, arch: str, compiler: CompilerModule) -> Path:
     """Return the cache path. Its name depends on everything that determines the code."""
     parts = (source.text, *source.names, arch, repr(compiler.version()), *compiler.OPTIONS)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -24,18 +24,18 @@ from tempfile import TemporaryDirectory
 
 from ....graph.errors import BackendError
 
-INSTALL = "pip install nvidia-cuda-nvdisasm"
-KERNEL = re.compile(r"\.text\.(\S+):")
-LABEL = re.compile(r"(\.L_\w+):")
-INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
-TARGET = re.compile(r"`\((\.L_\w+)\)")
-LOAD, PRODUCT = re.compile(r"LDG(STS)?(\.|$)"), re.compile(r"\w*MMA(\.|$)")
-LINE = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
-WIDTHS = (("256", 256), ("128", 128), ("64", 64), ("U16", 16), ("S16", 16), ("U8", 8), ("S8", 8))
+NVDISASM_INSTALL_HINT = "pip install nvidia-cuda-nvdisasm"
+KERNEL_PATTERN = re.compile(r"\.text\.(\S+):")
+LABEL_PATTERN = re.compile(r"(\.L_\w+):")
+INSTRUCTION_PATTERN = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
+BRANCH_TARGET_PATTERN = re.compile(r"`\((\.L_\w+)\)")
+GLOBAL_LOAD_PATTERN, MATMUL_PATTERN = re.compile(r"LDG(STS)?(\.|$)"), re.compile(r"\w*MMA(\.|$)")
+SOURCE_LINE_PATTERN = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
+ACCESS_WIDTHS = (("256", 256), ("128", 128), ("64", 64), ("U16", 16), ("S16", 16), ("U8", 8), ("S8", 8))
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class CodeStatistics:
     """Statistics of one kernel.
 
     `instructions` counts all instructions, `loop` the instructions of the longest inner loop, `products` matrix
@@ -48,38 +48,40 @@ class Code:
     loads: Mapping[int, int]
 
 
-def disassembler() -> str:
+def find_disassembler() -> str:
     """Find nvdisasm in its wheel or in a CUDA toolkit. Raises `BackendError` if neither is installed."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     wheels = sorted(p for folder in folders for p in Path(folder).glob("*/bin/nvdisasm"))
     program = str(wheels[-1]) if wheels else shutil.which("nvdisasm")
     if program is None:
-        raise BackendError(f"nvdisasm, which shows machine code, is not installed; {INSTALL}")
+        raise BackendError(f"nvdisasm, which shows machine code, is not installed; {NVDISASM_INSTALL_HINT}")
     return program
 
 
-def disassembled(image: bytes) -> dict[str, Code]:
+def disassemble_kernels(image: bytes) -> dict[str, CodeStatistics]:
     """Return statistics of each kernel of a cubin, by mangled name. Raises `BackendError` if it is unreadable."""
-    return {name: code_of(lines) for name, lines in kernels_in(text_of(image))}
+    return {name: compute_code_statistics(lines) for name, lines in split_kernels(run_disassembler(image))}
 
 
-def text_of(image: bytes, *options: str) -> str:
+def run_disassembler(image: bytes, *options: str) -> str:
     """Run nvdisasm on a cubin and return its output. Raises `BackendError` if the cubin is unreadable."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernels.cubin"
         file.write_bytes(image)
-        done = subprocess.run([disassembler(), "-c", *options, str(file)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [find_disassembler(), "-c", *options, str(file)], capture_output=True, text=True, check=False
+        )
     if done.returncode:
         raise BackendError(f"nvdisasm: {done.stderr.strip().partition(chr(10))[0]}")
     return done.stdout
 
 
-def kernels_in(text: str) -> Iterator[tuple[str, Sequence[str]]]:
+def split_kernels(text: str) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield each kernel name with its lines of disassembly."""
     name, lines = "", list[str]()
     for line in text.splitlines():
-        if begins := KERNEL.match(line):
+        if begins := KERNEL_PATTERN.match(line):
             if name:
                 yield name, lines
             name, lines = begins[1], []
@@ -89,26 +91,28 @@ def kernels_in(text: str) -> Iterator[tuple[str, Sequence[str]]]:
         yield name, lines
 
 
-def code_of(lines: Sequence[str]) -> Code:
+def compute_code_statistics(lines: Sequence[str]) -> CodeStatistics:
     """Compute the statistics of these lines of one kernel."""
     labels: dict[str, int] = {}
     loops: list[tuple[int, int]] = []
     ops: list[str] = []
     for line in lines:
-        if label := LABEL.match(line):
+        if label := LABEL_PATTERN.match(line):
             labels[label[1]] = len(ops)
-        elif instruction := INSTRUCTION.match(line):
+        elif instruction := INSTRUCTION_PATTERN.match(line):
             op, operands = instruction.groups()
             ops.append(op)
-            if op.startswith("BRA") and (to := TARGET.search(operands)) and to[1] in labels:
+            if op.startswith("BRA") and (to := BRANCH_TARGET_PATTERN.search(operands)) and to[1] in labels:
                 loops.append((labels[to[1]], len(ops)))
     inner = [(a, z) for a, z in loops if not any((a, z) != (b, y) and a <= b and y <= z for b, y in loops)]
-    loads = Counter(map(bits_of, filter(LOAD.match, ops)))
+    loads = Counter(map(compute_access_bits, filter(GLOBAL_LOAD_PATTERN.match, ops)))
     longest = max((z - a for a, z in inner), default=0)
-    return Code(len(ops), longest, sum(1 for op in ops if PRODUCT.match(op)), dict(sorted(loads.items())))
+    return CodeStatistics(
+        len(ops), longest, sum(1 for op in ops if MATMUL_PATTERN.match(op)), dict(sorted(loads.items()))
+    )
 
 
-def bits_of(op: str) -> int:
+def compute_access_bits(op: str) -> int:
     """Return the bits that a load or store moves for a thread."""
     parts = op.split(".")
-    return next((bits for word, bits in WIDTHS if word in parts), 32)
+    return next((bits for word, bits in ACCESS_WIDTHS if word in parts), 32)

@@ -14,16 +14,16 @@ from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor
 from .limits import Limits
 
-KERNELS = Path(__file__).parent.parent / "kernels"
-Three = tuple[int, int, int]
-ALONE: Three = (1, 1, 1)
+KERNEL_FOLDER = Path(__file__).parent.parent / "kernels"
+Dim3 = tuple[int, int, int]
+SINGLE_BLOCK_CLUSTER: Dim3 = (1, 1, 1)
 """A cluster of one block."""
-CUDA, HIP = "cuda.cuh", "hip.cuh"
+CUDA_HEADER, HIP_HEADER = "cuda.cuh", "hip.cuh"
 """Headers with the device instructions for which kernels are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class KernelSource:
     """A `.cu` file and the template instances that bindings request. They are compiled together, once.
 
     Args:
@@ -37,17 +37,17 @@ class Source:
     file: str
     names: tuple[str, ...]
     before: tuple[str, ...] = ()
-    instructions: str = CUDA
+    instructions: str = CUDA_HEADER
     architectures: tuple[str, ...] = ()
 
-    def __getitem__(self, name: str) -> Kernel:
+    def __getitem__(self, name: str) -> KernelInstance:
         assert name in self.names, f"{name} is not declared in the source of {self.file}"
-        return Kernel(self, name)
+        return KernelInstance(self, name)
 
     @property
     def text(self) -> str:
         """The complete C++ text, which includes no other file."""
-        return "".join(f'#line 1 "{name}"\n{text_of(name)}' for name in self.files)
+        return "".join(f'#line 1 "{name}"\n{read_kernel_text(name)}' for name in self.files)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -56,31 +56,31 @@ class Source:
 
 
 @cache
-def places() -> Mapping[str, Path]:
+def find_kernel_files() -> Mapping[str, Path]:
     """Return the path of each kernel file, by its unique name."""
-    return MappingProxyType({path.name: path for path in sorted(KERNELS.rglob("*.cu*"))})
+    return MappingProxyType({path.name: path for path in sorted(KERNEL_FOLDER.rglob("*.cu*"))})
 
 
-def place_of(file: str) -> Path:
+def find_kernel_path(file: str) -> Path:
     """Return the path of a kernel file. An unknown name is a path itself."""
-    return places().get(file) or Path(file)
+    return find_kernel_files().get(file) or Path(file)
 
 
 @cache
-def text_of(file: str) -> str:
+def read_kernel_text(file: str) -> str:
     """Read the text of a kernel file."""
-    return place_of(file).read_text("utf-8")
+    return find_kernel_path(file).read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelInstance:
     """One template instance of a source."""
 
-    source: Source
+    source: KernelSource
     name: str
 
     @property
-    def alone(self) -> Source:
+    def single_kernel_source(self) -> KernelSource:
         """The source with this kernel only, which compiles faster."""
         return replace(self.source, names=(self.name,))
 
@@ -89,10 +89,10 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AddressSpan:
     """The index of a launch word that is an address, and the byte range that the kernel may access through it."""
 
-    word: int
+    word_index: int
     low: int
     high: int
 
@@ -106,14 +106,14 @@ class Launch:
     shared memory.
     """
 
-    kernel: Kernel
-    grid: Three
-    block: Three
+    kernel: KernelInstance
+    grid: Dim3
+    block: Dim3
     shared_bytes: int
     words: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[AddressSpan, ...]
     number: int
-    cluster: Three = ALONE
+    cluster: Dim3 = SINGLE_BLOCK_CLUSTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +132,13 @@ class Transfer:
     other: int = -1
 
 
-class Ring(Protocol):
+class Communicator(Protocol):
     """The communicator of one device in a collective library. Its calls raise `BackendError`."""
 
-    def transfer(self, transfers: Sequence[Transfer], stream: int) -> None:
+    def enqueue_transfers(self, transfers: Sequence[Transfer], stream: int) -> None:
         """Put transfers into a stream of the device as one group: no transfer waits for another."""
 
-    def trouble(self) -> str | None:
+    def find_error(self) -> str | None:
         """Return the message of an asynchronous error, or `None`."""
 
     def abort(self) -> None:
@@ -148,15 +148,15 @@ class Ring(Protocol):
         """
 
 
-class Library(Protocol):
+class CollectiveLibrary(Protocol):
     """A collective library, such as NCCL."""
 
     name: str
 
-    def identity(self) -> Array:
+    def make_unique_id(self) -> Array:
         """Return some 64-bit words that identify a new group. One device sends them to all others."""
 
-    def join(self, identity: Array, rank: int, size: int, on: Device) -> Ring:
+    def join_group(self, identity: Array, rank: int, size: int, on: Device) -> Communicator:
         """Become a member of a group; wait until all members have called.
 
         Args:
@@ -174,42 +174,42 @@ class Library(Protocol):
 class Exchange:
     """Transfers between launches."""
 
-    ring: Ring
+    communicator: Communicator
     transfers: tuple[Transfer, ...]
     number: int
 
 
-Single = Launch | Exchange
+SingleStep = Launch | Exchange
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class CollectiveOverlap:
     """A collective and the launches that overlap with it.
 
     Neither waits for the other. Both wait for all earlier steps, and all later steps wait for both.
     """
 
-    meeting: tuple[Single, ...]
-    meanwhile: tuple[Single, ...]
+    collective: tuple[SingleStep, ...]
+    overlapped: tuple[SingleStep, ...]
 
     @property
     def number(self) -> int:
         """The instruction of the collective."""
-        return self.meeting[0].number
+        return self.collective[0].number
 
 
-Step = Single | Beside
+DriverStep = SingleStep | CollectiveOverlap
 
 
-def one_by_one(steps: Iterable[Step]) -> list[Single]:
+def flatten_steps(steps: Iterable[DriverStep]) -> list[SingleStep]:
     """Return the same steps without overlap."""
-    singles: list[Single] = []
+    singles: list[SingleStep] = []
     for step in steps:
-        singles += (*step.meeting, *step.meanwhile) if isinstance(step, Beside) else (step,)
+        singles += (*step.collective, *step.overlapped) if isinstance(step, CollectiveOverlap) else (step,)
     return singles
 
 
-def has_parts(devices: Sequence[Device]) -> bool:
+def has_device_parts(devices: Sequence[Device]) -> bool:
     """Return whether some of the devices are parts of one device."""
     return len({device.index for device in devices}) < len(devices)
 
@@ -226,7 +226,7 @@ class Driver(Protocol):
     """Devices of one kind, and device parts. Each of them has its own stream."""
 
     kind: str
-    overlaps: bool
+    can_overlap_collectives: bool
     """Whether an `CollectiveOverlap` runs during the launches that overlap with it."""
 
     def devices(self) -> Sequence[Device]:
@@ -238,7 +238,7 @@ class Driver(Protocol):
     def limits(self, on: Device) -> Limits:
         """Return the resources that kernels may use on a device."""
 
-    def processors(self, on: Device) -> int:
+    def count_multiprocessors(self, on: Device) -> int:
         """Return the number of multiprocessors of a device."""
 
     def alloc(self, nbytes: int, on: Device) -> Any:
@@ -250,19 +250,19 @@ class Driver(Protocol):
     def view(self, buffer: Any, tensor: Tensor) -> Any:
         """Return the array of `tensor` in `buffer`, without a copy, for indexing, assignment and copies to the host."""
 
-    def writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
+    def make_writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
         """Return a function that writes one host array to each of these tensors; see `SupportsBatchedWrites`."""
 
-    def reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+    def make_reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
         """Return a function that waits for all earlier work and returns these tensors as separate host arrays."""
 
-    def are_peers(self, devices: Sequence[Device]) -> bool:
+    def can_access_peers(self, devices: Sequence[Device]) -> bool:
         """Return whether kernels of each device can access the memory of the others from now on."""
 
-    def library(self, devices: Sequence[Device]) -> Library | str:
+    def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
         """Return a collective library for these devices, or the reason why there is none."""
 
-    def share(self, board: Array, is_first: bool) -> int:
+    def map_host_memory(self, board: Array, is_first: bool) -> int:
         """Return the device address of page-aligned host memory, the same for all devices of this process.
 
         Args:
@@ -270,20 +270,20 @@ class Driver(Protocol):
             is_first: No other device has called before.
         """
 
-    def prepare(self, kernel: Kernel, on: Device) -> None:
+    def prepare_kernel(self, kernel: KernelInstance, on: Device) -> None:
         """Compile and load a kernel ahead of time. Raises `BackendError` if it does not compile."""
 
-    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+    def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
         """Return a function that runs these steps in order on each call.
 
         Raises:
             BackendError: A kernel does not compile. The returned function raises `LaunchError`.
         """
 
-    def is_done(self, on: Device) -> bool:
+    def is_idle(self, on: Device) -> bool:
         """Return whether all launches have ended or failed."""
 
-    def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
+    def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
         """Run recorded `runs` one after the other and return the device seconds of each.
 
         If the device ends a run before the host launches the next, the time includes the launch.

@@ -9,14 +9,14 @@ import ctypes
 from collections.abc import Sequence
 
 from ....graph.errors import BackendError
-from ...once import once
-from .driver import ALONE, Launch, Step
+from ...once import call_once
+from .driver import SINGLE_BLOCK_CLUSTER, DriverStep, Launch
 
-FIRST_CAPABILITY, FIRST_DRIVER = 90, 12030
+MIN_EARLY_CAPABILITY, MIN_EARLY_DRIVER_VERSION = 90, 12030
 """The first compute capability with early launches, and the first driver version that captures them into graphs."""
 CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 """Values of CUlaunchAttributeID."""
-LIBRARY = "libcuda.so.1"
+DRIVER_LIBRARY_NAME = "libcuda.so.1"
 
 
 class Attribute(ctypes.Structure):
@@ -38,26 +38,26 @@ class Config(ctypes.Structure):
     )
 
 
-def library_for(capability: int, release: int) -> ctypes.CDLL | None:
+def find_early_launch_library(capability: int, release: int) -> ctypes.CDLL | None:
     """Return the driver library for early launches, or `None` where they are impossible.
 
     Args:
         capability: Compute capability of the device, such as 90.
         release: Version of the driver, such as 12030.
     """
-    return opened() if capability >= FIRST_CAPABILITY and release >= FIRST_DRIVER else None
+    return open_driver_library() if capability >= MIN_EARLY_CAPABILITY and release >= MIN_EARLY_DRIVER_VERSION else None
 
 
-@once
-def opened() -> ctypes.CDLL | None:
+@call_once
+def open_driver_library() -> ctypes.CDLL | None:
     """Open the driver library; return `None` if there is none."""
     try:
-        return ctypes.CDLL(LIBRARY)
+        return ctypes.CDLL(DRIVER_LIBRARY_NAME)
     except OSError:
         return None
 
 
-def early(steps: Sequence[Step]) -> list[bool]:
+def compute_early_flags(steps: Sequence[DriverStep]) -> list[bool]:
     """Return for each step whether it may begin while the previous step runs: launches behind launches.
 
     Every kernel waits for the previous launch, so the end of a launch implies the end of all launches before it. Behind
@@ -68,20 +68,22 @@ def early(steps: Sequence[Step]) -> list[bool]:
     return [mine and before for mine, before in zip(are_launches, [False, *are_launches], strict=False)]
 
 
-def library_of(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
+def find_launch_library(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
     """Return the driver library if `launch_with_attributes` is needed for a launch, else `None`.
 
     Raises:
         BackendError: The library is needed and missing.
     """
-    if not is_early and launch.cluster == ALONE:
+    if not is_early and launch.cluster == SINGLE_BLOCK_CLUSTER:
         return None
-    if (library := opened()) is None:
-        raise BackendError(f"{launch.kernel} cannot be launched in clusters without {LIBRARY}; install NVIDIA's driver")
+    if (library := open_driver_library()) is None:
+        raise BackendError(
+            f"{launch.kernel} cannot be launched in clusters without {DRIVER_LIBRARY_NAME}; install NVIDIA's driver"
+        )
     return library
 
 
-def launch_with(
+def launch_with_attributes(
     library: ctypes.CDLL, function: int, launch: Launch, stream: int, parameters: int, is_early: bool
 ) -> int:
     """Put a launch into a stream and return the driver status.
@@ -95,7 +97,7 @@ def launch_with(
         is_early: Allow the launch to begin while the previous launch runs.
     """
     attributes = [Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if is_early else []
-    if launch.cluster != ALONE:
+    if launch.cluster != SINGLE_BLOCK_CLUSTER:
         attributes.append(Attribute(CLUSTER_DIMENSION, launch.cluster))
     given = (Attribute * len(attributes))(*attributes)
     config = Config(launch.grid, launch.block, launch.shared_bytes, stream, given, len(given))

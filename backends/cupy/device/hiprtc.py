@@ -6,42 +6,42 @@ import ctypes
 from dataclasses import replace
 
 from ....graph.errors import BackendError
-from ...once import once
-from .driver import HIP, Source
-from .rtc import Compiled, Compiler
+from ...once import call_once
+from .driver import HIP_HEADER, KernelSource
+from .rtc import CompiledCode, Compiler
 
 OPTIONS = ("-std=c++17", "-O3")
-FILES = ("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6", "libamdhip64.so", "libamdhip64.so.5")
+LIBRARY_FILE_NAMES = ("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6", "libamdhip64.so", "libamdhip64.so.5")
 """Possible library files, in order of preference: until ROCm 5.2, hiprtc was a part of the runtime."""
-INSTALL = "install ROCm, or apt install libamdhip64-5"
+HIPRTC_INSTALL_HINT = "install ROCm, or apt install libamdhip64-5"
 
 
-@once
-def hiprtc() -> ctypes.CDLL:
+@call_once
+def load_hiprtc() -> ctypes.CDLL:
     """Load the library. Raises `BackendError` if it is not installed."""
-    for file in FILES:
+    for file in LIBRARY_FILE_NAMES:
         try:
             found = ctypes.CDLL(file)
         except OSError:
             continue
         if hasattr(found, "hiprtcCompileProgram"):
             return found
-    raise BackendError(f"hiprtc, which compiles kernels for devices of AMD, is not installed; {INSTALL}")
+    raise BackendError(f"hiprtc, which compiles kernels for devices of AMD, is not installed; {HIPRTC_INSTALL_HINT}")
 
 
-def _compiler() -> Compiler:
-    return Compiler("hiprtc", "hiprtc", "Code", hiprtc())
+def _make_compiler() -> Compiler:
+    return Compiler("hiprtc", "hiprtc", "Code", load_hiprtc())
 
 
 def version() -> tuple[int, int]:
-    return _compiler().version()
+    return _make_compiler().version()
 
 
-def compile(source: Source, arch: str) -> Compiled:
+def compile(source: KernelSource, arch: str) -> CompiledCode:
     """Compile a source in ``hip.cuh`` for `arch`, such as ``gfx90a``. Raises `BackendError` with the first error."""
-    return _compiler().compile(source, arch, OPTIONS)
+    return _make_compiler().compile(source, arch, OPTIONS)
 
 
-def written(source: Source) -> Source:
+def as_hip_source(source: KernelSource) -> KernelSource:
     """Return the source with the instructions of AMD devices."""
-    return replace(source, instructions=HIP)
+    return replace(source, instructions=HIP_HEADER)

@@ -11,48 +11,48 @@ import numpy as np
 
 from ...base import Array
 
-ALIKE, MOST = 4, 64 << 20
+MAX_BLOCKS_PER_SIZE, MAX_PINNED_BYTES = 4, 64 << 20
 """The largest number of blocks of one size, and of bytes in all blocks."""
 
 
-class Block:
+class PinnedBlock:
     """Pinned memory that one array at a time refers to."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memoryview(memory)  # NumPy would make an array the base of all views
         self.address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
-        self._shown: Callable[[], Array | None] = lambda: None
+        self._lent_array: Callable[[], Array | None] = lambda: None
 
     @property
     def is_free(self) -> bool:
         """Whether the lent array and all views of it are deleted. A view keeps its base array alive."""
-        return self._shown() is None
+        return self._lent_array() is None
 
-    def lent(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def lend_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array over the block, which is then in use until the array is deleted."""
         flat = np.frombuffer(self.memory, np.uint8)
-        self._shown = weakref.ref(flat)
+        self._lent_array = weakref.ref(flat)
         return np.ndarray(shape, dtype, flat)
 
 
-class Lending:
+class PinnedPool:
     """A pool of pinned blocks, which are reused when their arrays are deleted.
 
     The memory is pinned and resident, so a result needs no extra copy and causes no page faults.
     """
 
     def __init__(self, pin: Callable[[int], Any]) -> None:
-        self._pin, self._held = pin, 0
-        self._blocks: defaultdict[int, list[Block]] = defaultdict(list)
+        self._pin, self._pinned_bytes = pin, 0
+        self._blocks: defaultdict[int, list[PinnedBlock]] = defaultdict(list)
 
-    def block(self, nbytes: int) -> Block | None:
+    def find_free_block(self, nbytes: int) -> PinnedBlock | None:
         """Return a free block of this size, or `None` if callers hold many. Such memory should not stay pinned."""
         alike = self._blocks[nbytes]
         for block in alike:
             if block.is_free:
                 return block
-        if len(alike) == ALIKE or self._held + nbytes > MOST:
+        if len(alike) == MAX_BLOCKS_PER_SIZE or self._pinned_bytes + nbytes > MAX_PINNED_BYTES:
             return None
-        self._held += nbytes
-        alike.append(Block(self._pin(nbytes)))
+        self._pinned_bytes += nbytes
+        alike.append(PinnedBlock(self._pin(nbytes)))
         return alike[-1]

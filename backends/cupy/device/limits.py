@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 KIB = 1024
-EVERYWHERE = 48 * KIB
+DEFAULT_SHARED_BYTES = 48 * KIB
 """Shared-memory bytes of a block on every device, available to a launch without an attribute."""
-SHARED: Mapping[str, int] = MappingProxyType(
+MAX_SHARED_BYTES: Mapping[str, int] = MappingProxyType(
     {
         **{"70": 96 * KIB, "72": 96 * KIB, "75": 64 * KIB},
         **{"80": 163 * KIB, "86": 99 * KIB, "87": 163 * KIB, "89": 99 * KIB},
@@ -20,15 +20,15 @@ SHARED: Mapping[str, int] = MappingProxyType(
 
 Source: CUDA C++ Programming Guide, technical specifications per compute capability.
 """
-WARPGROUPS = frozenset(("90",))
+WARPGROUP_CAPABILITIES = frozenset(("90",))
 """Compute capabilities with matrix products of four warps (wgmma). Later capabilities use other instructions."""
 
-RESERVED = KIB
+RESERVED_SHARED_BYTES = KIB
 """Shared-memory bytes of each block that the device reserves."""
-REGISTERS = 64 * KIB
+REGISTER_COUNT = 64 * KIB
 """Registers of a multiprocessor, which warps get in multiples of `REGISTER_GRANULARITY`."""
-GIVEN = 256
-SCHEDULERS = 4
+REGISTER_GRANULARITY = 256
+SCHEDULER_COUNT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Multiprocessor:
 
     threads: int
     blocks: int
-    shared: int
+    shared_bytes: int
 
-    def holds(self, threads: int, registers: int, shared: int) -> int:
+    def compute_resident_blocks(self, threads: int, registers: int, shared: int) -> int:
         """Return the number of resident blocks of a kernel; 0 if one block does not fit.
 
         Args:
@@ -47,9 +47,16 @@ class Multiprocessor:
             registers: Registers of a thread.
             shared: Shared-memory bytes of a block.
         """
-        warps, of_a_warp = -(-threads // 32), -(-registers * 32 // GIVEN) * GIVEN
-        by_registers = REGISTERS // max(of_a_warp, GIVEN) // SCHEDULERS * SCHEDULERS // warps
-        return min(self.blocks, self.threads // (32 * warps), by_registers, self.shared // (shared + RESERVED))
+        warps, of_a_warp = -(-threads // 32), -(-registers * 32 // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
+        by_registers = (
+            REGISTER_COUNT // max(of_a_warp, REGISTER_GRANULARITY) // SCHEDULER_COUNT * SCHEDULER_COUNT // warps
+        )
+        return min(
+            self.blocks,
+            self.threads // (32 * warps),
+            by_registers,
+            self.shared_bytes // (shared + RESERVED_SHARED_BYTES),
+        )
 
 
 MULTIPROCESSORS: Mapping[str, Multiprocessor] = MappingProxyType(
@@ -69,15 +76,15 @@ MULTIPROCESSORS: Mapping[str, Multiprocessor] = MappingProxyType(
 class Limits:
     """Shared-memory bytes of a block, declared ones included, and whether the device has warpgroup products."""
 
-    shared: int
+    shared_bytes_per_block: int
     has_warpgroups: bool = False
 
 
-MOST = Limits(max(SHARED.values()), has_warpgroups=True)
-OF_HIP = Limits(64 * KIB)
+LARGEST_LIMITS = Limits(max(MAX_SHARED_BYTES.values()), has_warpgroups=True)
+HIP_LIMITS = Limits(64 * KIB)
 """Limits of simulated and emulated AMD devices. A real device reports its own."""
 
 
-def limits_of(capability: str) -> Limits:
+def find_limits(capability: str) -> Limits:
     """Return the limits of a compute capability. An unknown one gets the limits that all devices have."""
-    return Limits(SHARED.get(capability, EVERYWHERE), capability in WARPGROUPS)
+    return Limits(MAX_SHARED_BYTES.get(capability, DEFAULT_SHARED_BYTES), capability in WARPGROUP_CAPABILITIES)

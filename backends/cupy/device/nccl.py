@@ -15,7 +15,7 @@ from ....graph.errors import BackendError
 from ...base import Array, Device
 from .driver import Transfer
 
-TYPES = {
+NCCL_TYPE_NAMES = {
     DType.F32: "NCCL_FLOAT32",
     DType.BF16: "NCCL_BFLOAT16",
     DType.I8: "NCCL_INT8",
@@ -24,13 +24,13 @@ TYPES = {
 }
 
 
-INSTALL = {
+INSTALL_HINTS = {
     "NCCL": "on Linux: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12",
     "RCCL": "a part of ROCm: apt install rccl",
 }
 
 
-def nccl(cupy: Any, load: Callable[[], Any], name: str) -> Nccl | str:
+def load_nccl(cupy: Any, load: Callable[[], Any], name: str) -> NcclLibrary | str:
     """Load a collective library.
 
     Args:
@@ -44,50 +44,50 @@ def nccl(cupy: Any, load: Callable[[], Any], name: str) -> Nccl | str:
     try:
         library = load()
         if not getattr(library, "available", False):
-            return f"this CuPy has no {name} ({INSTALL[name]})"
+            return f"this CuPy has no {name} ({INSTALL_HINTS[name]})"
         version = int(library.get_version())
     except (ImportError, RuntimeError) as why:
         return f"{name} does not load: {' '.join(str(why).split())}"
-    return Nccl(cupy, library, f"{name} {version // 10000}.{version // 100 % 100}.{version % 100}")
+    return NcclLibrary(cupy, library, f"{name} {version // 10000}.{version // 100 % 100}.{version % 100}")
 
 
-class Nccl:
+class NcclLibrary:
     """The loaded library. One thread calls it for each device."""
 
     def __init__(self, cupy: Any, nccl: Any, name: str) -> None:
         self.cupy, self.nccl, self.name = cupy, nccl, name
 
-    def identity(self) -> Array:
+    def make_unique_id(self) -> Array:
         """Return the words of a new group identifier."""
         return np.array(self.nccl.get_unique_id(), np.int64)  # a word per byte: the sign of C's char varies
 
-    def join(self, identity: Array, rank: int, size: int, on: Device) -> NcclRing:
+    def join_group(self, identity: Array, rank: int, size: int, on: Device) -> NcclCommunicator:
         try:
             with self.cupy.cuda.Device(on.index):
-                return NcclRing(self, self.nccl.NcclCommunicator(size, tuple(identity.tolist()), rank))
+                return NcclCommunicator(self, self.nccl.NcclCommunicator(size, tuple(identity.tolist()), rank))
         except self.nccl.NcclError as why:
             raise BackendError(f"{on} cannot join a group of {size} devices with {self.name}: {why}") from None
 
 
-class NcclRing:
+class NcclCommunicator:
     """A communicator. It must outlive every CUDA graph that contains its calls."""
 
-    def __init__(self, library: Nccl, communicator: Any) -> None:
+    def __init__(self, library: NcclLibrary, communicator: Any) -> None:
         self.name, self.nccl, self.communicator = library.name, library.nccl, communicator
 
-    def transfer(self, transfers: Sequence[Transfer], stream: int) -> None:
+    def enqueue_transfers(self, transfers: Sequence[Transfer], stream: int) -> None:
         nccl = self.nccl
         try:
             nccl.groupStart()
             try:
                 for t in transfers:
-                    self._call(t, getattr(nccl, TYPES[t.dtype]), stream)
+                    self._enqueue_transfer(t, getattr(nccl, NCCL_TYPE_NAMES[t.dtype]), stream)
             finally:
                 nccl.groupEnd()
         except nccl.NcclError as why:
             raise BackendError(f"{self.name}: {why}") from None
 
-    def _call(self, t: Transfer, dtype: int, stream: int) -> None:
+    def _enqueue_transfer(self, t: Transfer, dtype: int, stream: int) -> None:
         match t.op:
             case "all_reduce":
                 self.communicator.allReduce(t.source, t.target, t.count, dtype, self.nccl.NCCL_SUM, stream)
@@ -97,7 +97,7 @@ class NcclRing:
                 assert t.op == "receive"
                 self.communicator.recv(t.target, t.count, dtype, t.other, stream)
 
-    def trouble(self) -> str | None:
+    def find_error(self) -> str | None:
         try:
             self.communicator.check_async_error()
         except self.nccl.NcclError as why:

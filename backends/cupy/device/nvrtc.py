@@ -14,17 +14,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ....graph.errors import BackendError
-from ...once import once
-from .driver import Source
-from .rtc import Compiled, Compiler
+from ...once import call_once
+from .driver import KernelSource
+from .rtc import CompiledCode, Compiler
 
 OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
-INSTALL = "pip install nvidia-cuda-nvrtc"
-MOST_THREADS, INFO = 1024, ".nv.info."
+NVRTC_INSTALL_HINT = "pip install nvidia-cuda-nvrtc"
+MAX_BLOCK_THREADS, INFO_SECTION_PREFIX = 1024, ".nv.info."
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
+class KernelResources:
     """Resources of a kernel.
 
     `registers` is the number of 32-bit registers of a thread, `spilled_bytes` their bytes in memory. `shared_bytes`
@@ -32,8 +32,8 @@ class Resources:
     """
 
     registers: int
-    spilled: int
-    shared: int
+    spilled_bytes: int
+    shared_bytes: int
     threads: int
 
 
@@ -45,45 +45,45 @@ class Cubin:
     """
 
     image: bytes
-    lowered: Mapping[str, str]
-    resources: Mapping[str, Resources]
-    waits: Sequence[str]
+    mangled_names: Mapping[str, str]
+    resources: Mapping[str, KernelResources]
+    serialisation_warnings: Sequence[str]
 
 
-@once
-def nvrtc() -> ctypes.CDLL:
+@call_once
+def load_nvrtc() -> ctypes.CDLL:
     """Load the library from a wheel or a CUDA toolkit. Raises `BackendError` if neither is installed."""
-    if paths := installed():
+    if paths := find_installed_libraries():
         path = paths[0]
         for part in path.parent.glob("libnvrtc-builtins.so.*"):  # NVRTC searches for it in system folders only
             ctypes.CDLL(str(part))
         return ctypes.CDLL(str(path))
-    raise BackendError(f"libnvrtc, which compiles CUDA kernels, is not installed; {INSTALL}")
+    raise BackendError(f"libnvrtc, which compiles CUDA kernels, is not installed; {NVRTC_INSTALL_HINT}")
 
 
-def installed() -> list[Path]:
+def find_installed_libraries() -> list[Path]:
     """Return the libraries of wheels and of the system, newest first. Old versions do not know new devices."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     wheels = [p for f in folders for p in Path(f).glob("*/lib/libnvrtc.so.*") if ".alt." not in p.name]
     of_system = find_library("nvrtc")
-    return sorted((*sorted(wheels), *([Path(of_system)] if of_system else [])), key=_release, reverse=True)
+    return sorted((*sorted(wheels), *([Path(of_system)] if of_system else [])), key=_parse_release, reverse=True)
 
 
-def _release(path: Path) -> tuple[int, ...]:
+def _parse_release(path: Path) -> tuple[int, ...]:
     """Return the version behind ``.so``. Wheel folders have two naming schemes, and the older one would sort higher."""
     return tuple(int(part) for part in path.name.partition(".so.")[2].split(".") if part.isdecimal())
 
 
-def _compiler() -> Compiler:
-    return Compiler("NVRTC", "nvrtc", "CUBIN", nvrtc())
+def _make_compiler() -> Compiler:
+    return Compiler("NVRTC", "nvrtc", "CUBIN", load_nvrtc())
 
 
 def version() -> tuple[int, int]:
-    return _compiler().version()
+    return _make_compiler().version()
 
 
-def compile(source: Source, arch: str, options: Sequence[str] = OPTIONS) -> Cubin:
+def compile(source: KernelSource, arch: str, options: Sequence[str] = OPTIONS) -> Cubin:
     """Compile a source for `arch`, such as ``sm_90a``.
 
     Args:
@@ -94,48 +94,51 @@ def compile(source: Source, arch: str, options: Sequence[str] = OPTIONS) -> Cubi
     Raises:
         BackendError: The source does not compile; the message has the first error.
     """
-    made = _compiler().compile(source, arch, options)
-    return Cubin(made.image, made.lowered, _resources(made), _WAITS.findall(made.log))
+    made = _make_compiler().compile(source, arch, options)
+    return Cubin(made.image, made.mangled_names, _parse_resources(made), _WAIT_WARNING_PATTERN.findall(made.log))
 
 
-_ENTRY = re.compile(
+_ENTRY_PATTERN = re.compile(
     r"Compiling entry function '(\w+)'"
     r".*?(\d+) bytes spill stores, (\d+) bytes spill loads"
     r".*?Used (\d+) registers([^\n]*)",
     re.DOTALL,
 )
-_SHARED = re.compile(r"(\d+) bytes smem")
-_WAITS = re.compile(r"\(C75\d\d\) (.*)")
+_SHARED_BYTES_PATTERN = re.compile(r"(\d+) bytes smem")
+_WAIT_WARNING_PATTERN = re.compile(r"\(C75\d\d\) (.*)")
 
 
-def _resources(made: Compiled) -> Mapping[str, Resources]:
+def _parse_resources(made: CompiledCode) -> Mapping[str, KernelResources]:
     """Return the resources of each kernel from the log of ptxas and from the code."""
-    called = {low: name for name, low in made.lowered.items()}
-    threads, resources = most_threads(made.image), {}
-    for entry, stores, loads, registers, rest in _ENTRY.findall(made.log):
+    called = {low: name for name, low in made.mangled_names.items()}
+    threads, resources = read_thread_bounds(made.image), {}
+    for entry, stores, loads, registers, rest in _ENTRY_PATTERN.findall(made.log):
         if entry not in called:
             continue  # a kernel that was not requested
-        shared = _SHARED.search(rest)
-        resources[called[entry]] = Resources(
-            int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0, threads.get(entry, MOST_THREADS)
+        shared = _SHARED_BYTES_PATTERN.search(rest)
+        resources[called[entry]] = KernelResources(
+            int(registers),
+            int(stores) + int(loads),
+            int(shared[1]) if shared else 0,
+            threads.get(entry, MAX_BLOCK_THREADS),
         )
     return MappingProxyType(resources)
 
 
-def most_threads(image: bytes) -> Mapping[str, int]:
+def read_thread_bounds(image: bytes) -> Mapping[str, int]:
     """Return the launch bounds of kernels by mangled name: attribute 5 in the ELF sections ``.nv.info``."""
     found = {}
-    for name, data in _sections(image):
+    for name, data in _read_elf_sections(image):
         at = 0
-        while name.startswith(INFO) and at < len(data):
+        while name.startswith(INFO_SECTION_PREFIX) and at < len(data):
             form, attribute, size = struct.unpack_from("<BBH", data, at)
             if (form, attribute) == (4, 5):
-                found[name.removeprefix(INFO)] = math.prod(struct.unpack_from("<III", data, at + 4))
+                found[name.removeprefix(INFO_SECTION_PREFIX)] = math.prod(struct.unpack_from("<III", data, at + 4))
             at += 4 + (size if form == 4 else 0)  # other forms have a value instead of a size
     return MappingProxyType(found)
 
 
-def _sections(image: bytes) -> Iterator[tuple[str, bytes]]:
+def _read_elf_sections(image: bytes) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the bytes of each section of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", image, 40)
     step, count, of_names = struct.unpack_from("<HHH", image, 58)

@@ -12,26 +12,26 @@ from ...base import ALIGNMENT, Tensor, contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BatchedArray:
     """One array of a batch: its number among all arrays, and its byte offset in the batch."""
 
     number: int
-    at: int
+    offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class BatchedCopy:
     """A byte range of a buffer, and the arrays in it."""
 
     buffer: int
     offset: int
     nbytes: int
-    pieces: tuple[Piece, ...]
+    arrays: tuple[BatchedArray, ...]
 
 
-def parcels_of(tensors: Sequence[Tensor], most: int) -> Iterator[Parcel]:
+def batch_copies(tensors: Sequence[Tensor], most: int) -> Iterator[BatchedCopy]:
     """Group the contiguous tensors into batches of at most `most` bytes. Other tensors are in no batch.
 
     A batch overwrites its arrays and the padding between two of them. The padding never holds a value, because each
@@ -40,27 +40,27 @@ def parcels_of(tensors: Sequence[Tensor], most: int) -> Iterator[Parcel]:
     dense = (n for n, t in enumerate(tensors) if 0 < t.spec.nbytes <= most and _is_dense(t))
     inside: list[int] = []
     for number in sorted(dense, key=lambda n: (tensors[n].buffer, tensors[n].offset)):
-        if inside and not _follows(tensors[inside[0]], tensors[inside[-1]], tensors[number], most):
-            yield _parcel(tensors, inside)
+        if inside and not _can_extend_batch(tensors[inside[0]], tensors[inside[-1]], tensors[number], most):
+            yield _make_batch(tensors, inside)
             inside = []
         inside.append(number)
     if inside:
-        yield _parcel(tensors, inside)
+        yield _make_batch(tensors, inside)
 
 
 def _is_dense(t: Tensor) -> bool:
     return t.strides == contiguous_strides(t.shape)
 
 
-def _follows(first: Tensor, last: Tensor, t: Tensor, most: int) -> bool:
+def _can_extend_batch(first: Tensor, last: Tensor, t: Tensor, most: int) -> bool:
     """Return whether `t` directly follows `last` and fits into the batch that begins with `first`."""
     next_value = -(-(last.offset + last.spec.nbytes) // ALIGNMENT) * ALIGNMENT
     fits = t.offset + t.spec.nbytes - first.offset <= most
     return (t.buffer, t.offset) == (last.buffer, next_value) and fits
 
 
-def _parcel(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Parcel:
+def _make_batch(tensors: Sequence[Tensor], numbers: Sequence[int]) -> BatchedCopy:
     first, last = tensors[numbers[0]], tensors[numbers[-1]]
     inside = ((n, tensors[n]) for n in numbers)
-    pieces = tuple(Piece(n, t.offset - first.offset, t.shape, t.dtype.storage) for n, t in inside)
-    return Parcel(first.buffer, first.offset, last.offset + last.spec.nbytes - first.offset, pieces)
+    pieces = tuple(BatchedArray(n, t.offset - first.offset, t.shape, t.dtype.storage) for n, t in inside)
+    return BatchedCopy(first.buffer, first.offset, last.offset + last.spec.nbytes - first.offset, pieces)

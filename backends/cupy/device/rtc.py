@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ....graph.errors import BackendError
-from .driver import Source
+from .driver import KernelSource
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledCode:
     """Machine code, the mangled kernel names, and the log of the compiler.
 
     NVRTC finds every name. hiprtc of ROCm 5.2 finds no name that contains a type alias.
     """
 
     image: bytes
-    lowered: Mapping[str, str]
+    mangled_names: Mapping[str, str]
     log: str
 
 
@@ -33,15 +33,15 @@ class Compiler:
 
     name: str
     prefix: str
-    code: str
+    code_suffix: str
     library: ctypes.CDLL
 
     def version(self) -> tuple[int, int]:
         major, minor = ctypes.c_int(), ctypes.c_int()
-        self._call("Version", ctypes.byref(major), ctypes.byref(minor))
+        self._call_library("Version", ctypes.byref(major), ctypes.byref(minor))
         return major.value, minor.value
 
-    def compile(self, source: Source, arch: str, options: Sequence[str]) -> Compiled:
+    def compile(self, source: KernelSource, arch: str, options: Sequence[str]) -> CompiledCode:
         """Compile a source.
 
         Args:
@@ -54,42 +54,44 @@ class Compiler:
         """
         program = ctypes.c_void_p()
         text, name = source.text.encode(), source.file.encode()
-        self._call("CreateProgram", ctypes.byref(program), text, name, 0, None, None)
+        self._call_library("CreateProgram", ctypes.byref(program), text, name, 0, None, None)
         try:
             for expression in source.names:
-                self._call("AddNameExpression", program, expression.encode())
+                self._call_library("AddNameExpression", program, expression.encode())
             given = [option.encode() for option in (*options, f"--gpu-architecture={arch}")]
-            status = self._function("CompileProgram")(program, len(given), (ctypes.c_char_p * len(given))(*given))
-            log = self._bytes(program, "ProgramLog").rstrip(b"\0").decode()
+            status = self._find_function("CompileProgram")(program, len(given), (ctypes.c_char_p * len(given))(*given))
+            log = self._read_output(program, "ProgramLog").rstrip(b"\0").decode()
             if status:
-                errors = [line for line in log.splitlines() if "error" in line] or [log.strip() or self._words(status)]
+                errors = [line for line in log.splitlines() if "error" in line] or [
+                    log.strip() or self._describe_status(status)
+                ]
                 raise BackendError(f"{source.file} does not compile for {arch}: {errors[0]}")
-            found = ((e, self._lowered(program, e)) for e in source.names)
+            found = ((e, self._find_mangled_name(program, e)) for e in source.names)
             lowered = MappingProxyType({e: low for e, low in found if low is not None})
-            return Compiled(self._bytes(program, self.code), lowered, log)
+            return CompiledCode(self._read_output(program, self.code_suffix), lowered, log)
         finally:
-            self._function("DestroyProgram")(ctypes.byref(program))
+            self._find_function("DestroyProgram")(ctypes.byref(program))
 
-    def _function(self, name: str) -> ctypes._NamedFuncPointer:
+    def _find_function(self, name: str) -> ctypes._NamedFuncPointer:
         return self.library[self.prefix + name]
 
-    def _call(self, name: str, *arguments: object) -> None:
-        if status := self._function(name)(*arguments):
-            raise BackendError(f"{self.name}: {self._words(status)}")
+    def _call_library(self, name: str, *arguments: object) -> None:
+        if status := self._find_function(name)(*arguments):
+            raise BackendError(f"{self.name}: {self._describe_status(status)}")
 
-    def _words(self, status: int) -> str:
-        words = self._function("GetErrorString")
+    def _describe_status(self, status: int) -> str:
+        words = self._find_function("GetErrorString")
         words.restype = ctypes.c_char_p
         return str(words(status).decode())
 
-    def _bytes(self, program: ctypes.c_void_p, what: str) -> bytes:
+    def _read_output(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()
-        self._call(f"Get{what}Size", program, ctypes.byref(size))
+        self._call_library(f"Get{what}Size", program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
-        self._call(f"Get{what}", program, buffer)
+        self._call_library(f"Get{what}", program, buffer)
         return buffer.raw
 
-    def _lowered(self, program: ctypes.c_void_p, expression: str) -> str | None:
+    def _find_mangled_name(self, program: ctypes.c_void_p, expression: str) -> str | None:
         name = ctypes.c_char_p()
-        status = self._function("GetLoweredName")(program, expression.encode(), ctypes.byref(name))
+        status = self._find_function("GetLoweredName")(program, expression.encode(), ctypes.byref(name))
         return None if status or name.value is None else name.value.decode()

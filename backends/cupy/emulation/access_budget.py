@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..device.driver import place_of
+from ..device.driver import find_kernel_path
 from .access_counters import AccessSite, LaunchCounters
 
 MAX_SECTOR_OVERHEAD = 1.05
@@ -215,7 +215,7 @@ def _find_allowed_ratio(site: AccessSite) -> float:
 
 def _read_source_line(file: str, line: str) -> str:
     """Return the text of a line of a kernel source, or "" if there is no such line."""
-    path = place_of(file)
+    path = find_kernel_path(file)
     return path.read_text("utf-8").splitlines()[int(line) - 1] if path.exists() and line.isdecimal() else ""
 
 

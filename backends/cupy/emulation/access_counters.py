@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...base import Device
-from ..device.driver import Launch, LaunchError, Step, one_by_one
-from ..device.limits import MOST, Limits
+from ..device.driver import DriverStep, Launch, LaunchError, flatten_steps
+from ..device.limits import LARGEST_LIMITS, Limits
 from .compile_host import COUNTER_OPTIONS, load_library
 from .emulated_driver import EmulatedDriver, Report, make_launch_shape
 from .guard_pages import Bytes
@@ -101,7 +101,7 @@ class CountingDriver(EmulatedDriver):
     running. With `counted_run`, only the run of this number is counted.
     """
 
-    def __init__(self, limits: Limits = MOST, counted_run: int | None = None) -> None:
+    def __init__(self, limits: Limits = LARGEST_LIMITS, counted_run: int | None = None) -> None:
         super().__init__(order=0, limits=limits)
         self.counters: dict[str, LaunchCounters] = {}
         self.counted_run = counted_run
@@ -111,8 +111,8 @@ class CountingDriver(EmulatedDriver):
         start = -buffer.ctypes.data % BUFFER_ALIGNMENT
         return buffer[start : start + nbytes]
 
-    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
-        launches = [step for step in one_by_one(steps) if isinstance(step, Launch)]
+    def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
+        launches = [step for step in flatten_steps(steps) if isinstance(step, Launch)]
         run_uncounted = super().record(steps, on) if self.counted_run is not None else None
         runs = itertools.count()
 
@@ -131,7 +131,7 @@ def run_counted(launch: Launch) -> LaunchCounters:
     Raises:
         LaunchError: The first fault that the emulator found.
     """
-    library = load_library(launch.kernel.alone, COUNTER_OPTIONS)
+    library = load_library(launch.kernel.single_kernel_source, COUNTER_OPTIONS)
     words = np.array(launch.words, np.uint64)
     shape = make_launch_shape(launch, words)
     report, sites, totals = Report(), (_SiteRecord * MAX_SITES)(), (ctypes.c_int64 * 6)()

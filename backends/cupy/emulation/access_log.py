@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...base import Device
 from ..backend import DriverBackend
-from ..device.driver import Beside, Launch, LaunchError, Step
+from ..device.driver import CollectiveOverlap, DriverStep, Launch, LaunchError
 from .compile_host import ACCESS_LOG_OPTIONS, load_library
 from .emulated_driver import EmulatedDriver, Report, make_launch_shape
 from .guard_pages import Bytes, address_of
@@ -73,14 +73,14 @@ class QueuedLaunch:
     predecessors_end: int
 
 
-def queue_launches(steps: Sequence[Step]) -> list[QueuedLaunch]:
+def queue_launches(steps: Sequence[DriverStep]) -> list[QueuedLaunch]:
     """Return the launches of `steps` with their streams. Overlapped collectives go to the side stream."""
     launches: list[QueuedLaunch] = []
     for step in steps:
         predecessors_end = len(launches)
         by_stream = (
-            ((SIDE_STREAM, step.meeting), (MAIN_STREAM, step.meanwhile))
-            if isinstance(step, Beside)
+            ((SIDE_STREAM, step.collective), (MAIN_STREAM, step.overlapped))
+            if isinstance(step, CollectiveOverlap)
             else ((MAIN_STREAM, (step,)),)
         )
         for stream, singles in by_stream:
@@ -139,9 +139,9 @@ class AccessLogDriver(EmulatedDriver):
         with self._lock:
             return [replace(m, is_buffer=m.low in self.buffers) for m in self._memory]
 
-    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+    def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
         launches = queue_launches(steps)
-        codes = [load_library(one.launch.kernel.alone, ACCESS_LOG_OPTIONS) for one in launches]
+        codes = [load_library(one.launch.kernel.single_kernel_source, ACCESS_LOG_OPTIONS) for one in launches]
         runs = 0
 
         def run() -> None:

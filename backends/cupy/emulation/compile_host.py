@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 
 from ....graph.errors import BackendError
-from ...cache import COMPILED, COMPILING, cache_folder
-from ...once import once
-from ..device.driver import Source
+from ...cache import COMPILED_MESSAGE, COMPILING_MESSAGE, cache_folder
+from ...once import call_once
+from ..device.driver import KernelSource
 
 HEADER_FOLDER = Path(__file__).parent
 GXX_OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
@@ -52,7 +52,7 @@ def require_compiler() -> str:
     return path
 
 
-def to_cpp(source: Source) -> str:
+def to_cpp(source: KernelSource) -> str:
     """Return a kernel source as C++, with one C function for each instantiation: ``launch_0``, ``launch_1``, ..."""
     entries = (
         f'extern "C" void launch_{i}(const emulation::Launch *l, emulation::Report *r)'
@@ -62,8 +62,8 @@ def to_cpp(source: Source) -> str:
     return f'#include "cuda.h"\n{source.text}\n#line 1 "launches"\n{"".join(entries)}'
 
 
-@once
-def load_library(source: Source, extra: tuple[str, ...] = CHECK_OPTIONS) -> ctypes.CDLL:
+@call_once
+def load_library(source: KernelSource, extra: tuple[str, ...] = CHECK_OPTIONS) -> ctypes.CDLL:
     """Return the compiled library of a kernel source.
 
     Args:
@@ -78,7 +78,7 @@ def load_library(source: Source, extra: tuple[str, ...] = CHECK_OPTIONS) -> ctyp
     )
 
 
-@once
+@call_once
 def load_race_detector() -> ctypes.CDLL:
     """Return the compiled library of the race detector."""
     file = HEADER_FOLDER / "disorder.cpp"
@@ -95,7 +95,7 @@ def _load_or_rebuild(file: str, text: str, options: tuple[str, ...], inputs: tup
             return ctypes.CDLL(str(_build(file, text, options, inputs)))
 
 
-@once
+@call_once
 def _build_headers(extra: tuple[str, ...]) -> Path:
     """Return the folder of the precompiled header, after compiling it if necessary."""
     with _build_lock:
@@ -146,7 +146,7 @@ def _lock_build(folder: Path, number: int) -> Iterator[None]:
 
 
 def _run_compiler(file: str, command: Sequence[str], text: str, target: Path) -> None:
-    log.info(COMPILING, file)
+    log.info(COMPILING_MESSAGE, file)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         output = Path(folder) / target.name
         done = subprocess.run([*command, "-o", str(output)], input=text, capture_output=True, text=True)
@@ -154,4 +154,4 @@ def _run_compiler(file: str, command: Sequence[str], text: str, target: Path) ->
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise BackendError(f"{file} does not compile: {errors[0] if errors else 'g++ gives no reason'}")
         os.replace(output, target)  # atomic for other processes
-    log.info(COMPILED, file)
+    log.info(COMPILED_MESSAGE, file)

@@ -15,11 +15,21 @@ import numpy.typing as npt
 
 from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor, host_view
-from ...host import HOST
+from ...host import HOST_MEMORY
 from ..backend import DriverBackend
-from ..device.driver import CUDA, HIP, Kernel, Launch, LaunchError, Library, Source, Step, one_by_one
-from ..device.limits import MOST, OF_HIP, Limits
-from ..device.parcels import parcels_of
+from ..device.driver import (
+    CUDA_HEADER,
+    HIP_HEADER,
+    CollectiveLibrary,
+    DriverStep,
+    KernelInstance,
+    KernelSource,
+    Launch,
+    LaunchError,
+    flatten_steps,
+)
+from ..device.limits import HIP_LIMITS, LARGEST_LIMITS, Limits
+from ..device.parcels import batch_copies
 from .compile_host import load_library, require_compiler
 from .guard_pages import Bytes, GuardedMemoryPool, address_of, allocate_guarded, guard_operands, redirect_words
 
@@ -78,10 +88,12 @@ class EmulatedDriver:
     """
 
     kind = "cuda-emulated"
-    overlaps = True
+    can_overlap_collectives = True
     description = "CUDA kernels emulated on the processor"
 
-    def __init__(self, order: int | None = None, limits: Limits = MOST, instructions: str = CUDA) -> None:
+    def __init__(
+        self, order: int | None = None, limits: Limits = LARGEST_LIMITS, instructions: str = CUDA_HEADER
+    ) -> None:
         self.order, self.instructions, self._limits = order, instructions, limits
 
     def devices(self) -> Sequence[Device]:
@@ -89,12 +101,12 @@ class EmulatedDriver:
 
     def device(self, index: int) -> Device:
         require_compiler()
-        return Device(self.kind, index, None, self.description, memory_of=HOST)
+        return Device(self.kind, index, None, self.description, memory_of=HOST_MEMORY)
 
     def limits(self, on: Device) -> Limits:
         return self._limits
 
-    def processors(self, on: Device) -> int:
+    def count_multiprocessors(self, on: Device) -> int:
         return EMULATED_MULTIPROCESSORS
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
@@ -109,10 +121,10 @@ class EmulatedDriver:
     def view(self, buffer: Bytes, tensor: Tensor) -> Array:
         return host_view(buffer, tensor)
 
-    def writer(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
+    def make_writer(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
         """Return a function that writes host arrays and, as a device may, garbage into the padding between them."""
         views = [self.view(buffers[t.buffer], t) for t in tensors]
-        parcels = [(buffers[p.buffer], p) for p in parcels_of(tensors, sys.maxsize)]
+        parcels = [(buffers[p.buffer], p) for p in batch_copies(tensors, sys.maxsize)]
 
         def write(arrays: Sequence[Array]) -> None:
             for buffer, parcel in parcels:
@@ -122,29 +134,29 @@ class EmulatedDriver:
 
         return write
 
-    def reader(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+    def make_reader(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
         views = [self.view(buffers[t.buffer], t) for t in tensors]
         return lambda: [np.array(view) for view in views]
 
-    def are_peers(self, devices: Sequence[Device]) -> bool:
+    def can_access_peers(self, devices: Sequence[Device]) -> bool:
         return True
 
-    def library(self, devices: Sequence[Device]) -> Library | str:
+    def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
         return "emulated devices need no library"
 
-    def share(self, board: Array, is_first: bool) -> int:
+    def map_host_memory(self, board: Array, is_first: bool) -> int:
         return int(board.ctypes.data)
 
-    def prepare(self, kernel: Kernel, on: Device) -> None:
+    def prepare_kernel(self, kernel: KernelInstance, on: Device) -> None:
         load_library(self._to_emulated_source(kernel.source))
 
-    def _to_emulated_source(self, source: Source) -> Source:
+    def _to_emulated_source(self, source: KernelSource) -> KernelSource:
         """Return a source with the instructions of these devices."""
         return source if source.instructions == self.instructions else replace(source, instructions=self.instructions)
 
-    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+    def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
         pool = GuardedMemoryPool()
-        singles = one_by_one(steps)
+        singles = flatten_steps(steps)
         launches = [step for step in singles if isinstance(step, Launch)]
         assert len(launches) == len(singles), "there is no library"
         ready = [
@@ -162,10 +174,10 @@ class EmulatedDriver:
 
         return run
 
-    def is_done(self, on: Device) -> bool:
+    def is_idle(self, on: Device) -> bool:
         return True
 
-    def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
+    def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
         """Run and time `runs`, in seconds of the host clock."""
         marks = [time.perf_counter()]
         for run in runs:
@@ -228,7 +240,7 @@ class _EmulatedLaunch:
 
     def _format_operand(self, low: int) -> str:
         """Return the argument words that hold the operand with address `low`."""
-        return "word " + " and ".join(str(s.word) for s in self.launch.spans if s.low <= low < s.high)
+        return "word " + " and ".join(str(s.word_index) for s in self.launch.spans if s.low <= low < s.high)
 
 
 class EmulatedBackend(DriverBackend):
@@ -245,9 +257,9 @@ class EmulatedHipDriver(EmulatedDriver):
     description = "HIP kernels emulated on the processor, in waves of 64 lanes"
 
     def __init__(self, order: int | None = None) -> None:
-        super().__init__(order, OF_HIP, HIP)
+        super().__init__(order, HIP_LIMITS, HIP_HEADER)
 
-    def are_peers(self, devices: Sequence[Device]) -> bool:
+    def can_access_peers(self, devices: Sequence[Device]) -> bool:
         return False
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..device.driver import Launch, Span
+from ..device.driver import AddressSpan, Launch
 
 OPERAND_ALIGNMENT = 16
 GUARD_BYTES = 16 << 20
@@ -99,7 +99,7 @@ class GuardedMemoryPool:
         return self._allocated_pages[key]
 
 
-def guard_operands(spans: Sequence[Span], pool: GuardedMemoryPool) -> list[GuardedOperand]:
+def guard_operands(spans: Sequence[AddressSpan], pool: GuardedMemoryPool) -> list[GuardedOperand]:
     """Return guarded memory for each operand of a launch. Overlapping operands share one range."""
     merged: list[list[int]] = []
     for span in sorted(spans, key=lambda s: s.low):
@@ -124,9 +124,9 @@ def redirect_words(launch: Launch, operands: Sequence[GuardedOperand]) -> list[i
     for span in launch.spans:
         operand = _find_operand(span, operands)
         if operand is not None:
-            words[span.word] += operand.guarded_address - operand.low
+            words[span.word_index] += operand.guarded_address - operand.low
     return words
 
 
-def _find_operand(span: Span, operands: Sequence[GuardedOperand]) -> GuardedOperand | None:
+def _find_operand(span: AddressSpan, operands: Sequence[GuardedOperand]) -> GuardedOperand | None:
     return next((o for o in operands if o.low <= span.low and span.high <= o.high and span.low < span.high), None)

@@ -7,54 +7,58 @@ from types import MappingProxyType
 
 from ....graph.dtypes import DType
 from ....ops.elementwise.comparisons import COMPARISONS
-from ...operands import Bound, Operand, need
-from ..binding.axes import axes_of, repeated_heads
-from ..binding.launches import Binding, Launches, Word, blocks
-from ..device.driver import Source
-from .elementwise import MOST_ELEMENTS, THREADS, TYPES, as_type, launch_map
-from .moves import BITS, IDS
+from ...operands import BoundInstruction, Operand, require_supported
+from ..binding.axes import as_repeated_row_starts, build_iteration_axes
+from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ..device.driver import KernelSource
+from .elementwise import CUDA_TYPE_NAMES, ELEMENTWISE_THREADS, MAX_ELEMENTS, as_type, launch_elementwise
+from .moves import BITS_TYPE_NAMES, ID_TYPE_NAMES
 
-COMPARED = (DType.F32, DType.I32, DType.I64)
-SOURCE = Source(
+COMPARABLE_DTYPES = (DType.F32, DType.I32, DType.I64)
+SOURCE = KernelSource(
     "choosing.cu",
     (
-        *(f"compare<{TYPES[a]}, {TYPES[b]}>" for a in COMPARED for b in COMPARED),
-        *(f"where<{t}>" for t in BITS.values()),
-        *(f"taken<{t}, {i}>" for t in BITS.values() for i in IDS.values()),
+        *(f"compare<{CUDA_TYPE_NAMES[a]}, {CUDA_TYPE_NAMES[b]}>" for a in COMPARABLE_DTYPES for b in COMPARABLE_DTYPES),
+        *(f"where<{t}>" for t in BITS_TYPE_NAMES.values()),
+        *(f"taken<{t}, {i}>" for t in BITS_TYPE_NAMES.values() for i in ID_TYPE_NAMES.values()),
     ),
     ("elements.cuh",),
 )
 SOURCES = (SOURCE,)
 
 
-def _compare(launches: Launches, call: Bound) -> None:
-    sources = [_comparable(launches, call.operand(i)) for i in (0, 1)]
-    kernel = SOURCE[f"compare<{', '.join(TYPES[x.dtype] for x in sources)}>"]
-    launch_map(launches, kernel, sources, call.out, [], tuple(COMPARISONS).index(str(call.attrs["kind"])))
+def _bind_compare(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    sources = [_as_comparable(launches, call.operand(i)) for i in (0, 1)]
+    kernel = SOURCE[f"compare<{', '.join(CUDA_TYPE_NAMES[x.dtype] for x in sources)}>"]
+    launch_elementwise(launches, kernel, sources, call.out, [], tuple(COMPARISONS).index(str(call.attrs["kind"])))
 
 
-def _comparable(launches: Launches, x: Operand) -> Operand:
+def _as_comparable(launches: LaunchBuilder, x: Operand) -> Operand:
     """Return `x` in a comparable dtype that holds all its values."""
-    return x if x.dtype in COMPARED else as_type(launches, x, DType.I32 if x.dtype.is_integer else DType.F32)
+    return x if x.dtype in COMPARABLE_DTYPES else as_type(launches, x, DType.I32 if x.dtype.is_integer else DType.F32)
 
 
-def _where(launches: Launches, call: Bound) -> None:
+def _bind_where(launches: LaunchBuilder, call: BoundInstruction) -> None:
     dtype = call.out.dtype
     choices = [as_type(launches, call.operand(i), dtype) for i in (1, 2)]
     sources = [as_type(launches, call.operand(0), DType.F32), *choices]
-    launch_map(launches, SOURCE[f"where<{BITS[dtype.storage.itemsize]}>"], sources, call.out, [])
+    launch_elementwise(launches, SOURCE[f"where<{BITS_TYPE_NAMES[dtype.storage.itemsize]}>"], sources, call.out, [])
 
 
-def _gather(launches: Launches, call: Bound) -> None:
+def _bind_gather(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, ids, out = as_type(launches, call.operand(0), call.out.dtype), call.operand(1), call.out
-    need(ids.dtype in IDS, f"ids of type {ids.dtype} are missing")
-    axes, size = axes_of(out.shape, [repeated_heads(x), ids, out]), x.shape[-1]
-    need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")
-    words: list[Word] = [axes.count, size, x.strides[-1], *axes.words]
-    words += [word for k, operand in enumerate((x, ids, out)) for word in axes.walk(k, operand)]
-    words += launches.fault(f"id {{value}} names no entry of its row, which has {size}")
-    kernel = SOURCE[f"taken<{BITS[x.dtype.storage.itemsize]}, {IDS[ids.dtype]}>"]
-    launches.add(kernel, blocks(axes.count, THREADS), THREADS, words)
+    require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
+    axes, size = build_iteration_axes(out.shape, [as_repeated_row_starts(x), ids, out]), x.shape[-1]
+    require_supported(
+        axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
+    )
+    words: list[LaunchWord] = [axes.element_count, size, x.strides[-1], *axes.axes_fields]
+    words += [word for k, operand in enumerate((x, ids, out)) for word in axes.make_walk_fields(k, operand)]
+    words += launches.add_fault(f"id {{value}} names no entry of its row, which has {size}")
+    kernel = SOURCE[f"taken<{BITS_TYPE_NAMES[x.dtype.storage.itemsize]}, {ID_TYPE_NAMES[ids.dtype]}>"]
+    launches.add_launch(kernel, count_blocks(axes.element_count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)
 
 
-BINDINGS: Mapping[str, Binding] = MappingProxyType({"compare": _compare, "where": _where, "gather": _gather})
+BINDINGS: Mapping[str, OpBinder] = MappingProxyType(
+    {"compare": _bind_compare, "where": _bind_where, "gather": _bind_gather}
+)

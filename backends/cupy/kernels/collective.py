@@ -24,48 +24,48 @@ import numpy.typing as npt
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....ops.collectives import as_integer
-from ...board import EACH, FIRST, RUN
-from ...meeting import Index, Pairs, exchanged, gathered, scattered
-from ...operands import Bound, Operand, need
-from ..binding.axes import MOST, axes_of
-from ..binding.launches import Binding, Launches, Word, blocks
-from ..device.driver import Source
-from .elementwise import MOST_ELEMENTS
+from ...board import FIRST_MEMBER_WORD, RUN_NUMBER_WORD, WORDS_PER_MEMBER
+from ...meeting import Index, Pairs, compute_exchange_indices, compute_gather_indices, compute_scatter_indices
+from ...operands import BoundInstruction, Operand, require_supported
+from ..binding.axes import MAX_ITERATION_AXES, build_iteration_axes
+from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ..device.driver import KernelSource
+from .elementwise import MAX_ELEMENTS
 from .moves import launch_copy
 
-MOST_DEVICES, THREADS = 8, 256
-SIGNAL_WORDS = 16 + 3 * 16 * MOST_DEVICES
+MAX_DEVICES, COLLECTIVE_THREADS = 8, 256
+SIGNAL_WORD_COUNT = 16 + 3 * 16 * MAX_DEVICES
 """Words of 8 bytes in the signals of a device, which the others write. They begin as zeros."""
-ONE_BLOCK = 64 * 1024
+MAX_SINGLE_BLOCK_BYTES = 64 * 1024
 """The most bytes of a sum that one block computes. Waits for other devices cost more than the additions."""
-PUSHED = 128 * 1024
+MAX_PUSHED_BYTES = 128 * 1024
 """The most bytes of all summands together that devices push to each other, with one barrier instead of two.
 
 It is 64 KiB per device with two devices, 16 KiB with eight. More bytes occupy the one block longer than a barrier.
 """
-INBOX = 2 * PUSHED
+INBOX_BYTES = 2 * MAX_PUSHED_BYTES
 """Bytes of the inbox of a device: two halves, which consecutive sums use in turn."""
-MOST_BLOCKS = 128
-PACK = 16
-TYPES = {DType.F32: "float", DType.I8: "i8", DType.I16: "i16", DType.I32: "i32", DType.I64: "i64"}
-SOURCE = Source(
+MAX_BLOCKS = 128
+VECTOR_BYTES = 16
+COLLECTIVE_TYPE_NAMES = {DType.F32: "float", DType.I8: "i8", DType.I16: "i16", DType.I32: "i32", DType.I64: "i64"}
+SOURCE = KernelSource(
     "collective.cu",
     (
         *(
             f"{kernel}<{t}>"
             for kernel in ("all_reduce", "all_reduce_pushed", "sum_parts", "take")
-            for t in TYPES.values()
+            for t in COLLECTIVE_TYPE_NAMES.values()
         ),
         *("begin_run", "meet_all", "tell_one", "await_one", "mark"),
         *("sum_parts<bf16_bits>", "narrow", "widen"),
     ),
 )
 SOURCES = (SOURCE,)
-BINDINGS: Mapping[str, Binding] = {}  # collectives also need a group: `COLLECTIVE_BINDERS`
+BINDINGS: Mapping[str, OpBinder] = {}  # collectives also need a group: `COLLECTIVE_BINDERS`
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class CollectiveOperands:
     """The operand and the result of a device in a collective."""
 
     source: Operand
@@ -73,7 +73,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerAddresses:
     """The addresses of a device that other devices use.
 
     `signals` are its signals, `transfer_buffer` is memory for 16-bit transfers and `inbox` for pushed summands (0:
@@ -81,13 +81,13 @@ class Peer:
     """
 
     signals: int
-    wire: int
+    transfer_buffer: int
     inbox: int
-    offers: Mapping[int, Offer]
+    operands: Mapping[int, CollectiveOperands]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PeerGroup:
     """The devices of a collective group by rank, as one of them sees them.
 
     `signal_pad_address` is the address of the group's signal pad on the host. Float32 sums of at least
@@ -96,23 +96,23 @@ class Group:
     """
 
     rank: int
-    board: int
+    signal_pad_address: int
     timeout: float
-    peers: tuple[Peer, ...]
-    narrow_from: int | None = None
-    turn: int = 0
+    peers: tuple[PeerAddresses, ...]
+    min_narrow_elements: int | None = None
+    inbox_half: int = 0
 
-    def narrows(self, x: Operand) -> bool:
+    def uses_bfloat16(self, x: Operand) -> bool:
         """Return whether the sum of operands like `x` is transferred in bfloat16."""
-        return x.is_float and self.narrow_from is not None and math.prod(x.shape) >= self.narrow_from
+        return x.is_float and self.min_narrow_elements is not None and math.prod(x.shape) >= self.min_narrow_elements
 
-    def offers(self, sequence: int) -> list[Offer]:
+    def list_operands(self, sequence: int) -> list[CollectiveOperands]:
         """Return the operands of all devices. Raises `BackendError` if a device does not have the collective."""
-        return [self.offer(device, sequence) for device in range(len(self.peers))]
+        return [self.operands_of(device, sequence) for device in range(len(self.peers))]
 
-    def offer(self, device: int, sequence: int) -> Offer:
+    def operands_of(self, device: int, sequence: int) -> CollectiveOperands:
         """Return the operands of a device. Raises `BackendError` if it does not have the collective."""
-        if sequence not in (known := self.peers[device].offers):
+        if sequence not in (known := self.peers[device].operands):
             raise BackendError(
                 f"device {self.rank} is at collective {sequence}, which device {device} does not have: "
                 "the plans of the devices do not match"
@@ -120,12 +120,12 @@ class Group:
         return known[sequence]
 
 
-def offer_of(call: Bound) -> Offer:
+def make_collective_operands(call: BoundInstruction) -> CollectiveOperands:
     """Return the operands of a call. A sender exposes its result, which stays unchanged until the run ends."""
-    return Offer(call.out if call.op in ("send", "receive") else call.operand(0), call.out)
+    return CollectiveOperands(call.out if call.op in ("send", "receive") else call.operand(0), call.out)
 
 
-def launch_begin(launches: Launches, group: Group, *, follows: bool) -> None:
+def launch_run_begin(launches: LaunchBuilder, group: PeerGroup, *, follows: bool) -> None:
     """Append the launches in front of the first collective of a run.
 
     With pipelined runs and pushed sums, all devices pass a barrier first: the last pushed sum may still be read.
@@ -135,13 +135,18 @@ def launch_begin(launches: Launches, group: Group, *, follows: bool) -> None:
         group: The collective group.
         follows: Whether runs are pipelined.
     """
-    own, mine = group.board + 8 * (FIRST + EACH * group.rank + RUN), group.peers[group.rank]
-    launches.add(SOURCE["begin_run"], 1, 1, [mine.signals, own])
+    own, mine = (
+        group.signal_pad_address + 8 * (FIRST_MEMBER_WORD + WORDS_PER_MEMBER * group.rank + RUN_NUMBER_WORD),
+        group.peers[group.rank],
+    )
+    launches.add_launch(SOURCE["begin_run"], 1, 1, [mine.signals, own])
     if follows and mine.inbox:
-        launches.add(SOURCE["meet_all"], 1, 32, [*_group(launches, -1, group), 1])
+        launches.add_launch(SOURCE["meet_all"], 1, 32, [*_make_group_fields(launches, -1, group), 1])
 
 
-def launch_mark(launches: Launches, call: Bound, group: Group, *, has_results: int) -> None:
+def launch_progress_mark(
+    launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, *, has_results: int
+) -> None:
     """Report to the host that the device is at a collective, or has its results. `read_progress_mark` reads it.
 
     Args:
@@ -150,13 +155,13 @@ def launch_mark(launches: Launches, call: Bound, group: Group, *, has_results: i
         group: The collective group.
         has_results: 1 if the collective has ended, else 0.
     """
-    word = group.board + 8 * (FIRST + EACH * group.rank)
-    words = [group.peers[group.rank].signals, word, _sequence(call), has_results]
-    launches.add(SOURCE["mark"], 1, 1, words)
+    word = group.signal_pad_address + 8 * (FIRST_MEMBER_WORD + WORDS_PER_MEMBER * group.rank)
+    words = [group.peers[group.rank].signals, word, _read_sequence(call), has_results]
+    launches.add_launch(SOURCE["mark"], 1, 1, words)
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ProgressMark:
     """The progress of a device: the numbers of its run and collective, and whether the collective has ended."""
 
     run: int
@@ -164,13 +169,13 @@ class Mark:
     has_results: bool
 
 
-def mark_of(board: npt.NDArray[np.int64], rank: int) -> Mark | None:
+def read_progress_mark(board: npt.NDArray[np.int64], rank: int) -> ProgressMark | None:
     """Return the last progress mark of device `rank`, or `None` before the first."""
-    word = int(board[FIRST + EACH * rank])
-    return Mark(word >> 32, ((word & 0xFFFFFFFF) >> 1) - 1, bool(word & 1)) if word else None
+    word = int(board[FIRST_MEMBER_WORD + WORDS_PER_MEMBER * rank])
+    return ProgressMark(word >> 32, ((word & 0xFFFFFFFF) >> 1) - 1, bool(word & 1)) if word else None
 
 
-def bind(launches: Launches, call: Bound, group: Group) -> None:
+def bind_peer_collective(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
     """Append a collective.
 
     Args:
@@ -181,88 +186,105 @@ def bind(launches: Launches, call: Bound, group: Group) -> None:
     Raises:
         NoKernelError: No kernel supports it. All devices of the group raise it, or none.
     """
-    MEETINGS[call.op](launches, call, group)
+    COLLECTIVE_BINDERS[call.op](launches, call, group)
 
 
-def _sequence(call: Bound) -> int:
+def _read_sequence(call: BoundInstruction) -> int:
     return as_integer(call.attrs["sequence"])
 
 
-def _group(launches: Launches, sequence: int, group: Group) -> list[Word]:
+def _make_group_fields(launches: LaunchBuilder, sequence: int, group: PeerGroup) -> list[LaunchWord]:
     """Return the fields of `Group` in a kernel's struct. Sequence -1 is the beginning of a run."""
     size = len(group.peers)
     at = f"{'a run' if sequence < 0 else f'collective {sequence}'} on device {group.rank} of {size}"
-    late = launches.fault(f"{at}: device {{value}} did not arrive within {group.timeout:g} s")
-    launches.fault(f"{at}: device {{value}} is at another one: the plans of the devices do not match")
-    launches.fault(f"{at}: another device failed")
-    signals = _filled(p.signals for p in group.peers)
-    return [*signals, group.board, group.rank, size, sequence, int(group.timeout * 1e9), *late]
+    late = launches.add_fault(f"{at}: device {{value}} did not arrive within {group.timeout:g} s")
+    launches.add_fault(f"{at}: device {{value}} is at another one: the plans of the devices do not match")
+    launches.add_fault(f"{at}: another device failed")
+    signals = _pad_addresses(p.signals for p in group.peers)
+    return [*signals, group.signal_pad_address, group.rank, size, sequence, int(group.timeout * 1e9), *late]
 
 
-def _filled(addresses: Iterable[int]) -> list[Word]:
+def _pad_addresses(addresses: Iterable[int]) -> list[LaunchWord]:
     """Return addresses of all devices, padded with zeros."""
-    words: list[Word] = list(addresses)
-    return words + [0] * (MOST_DEVICES - len(words))
+    words: list[LaunchWord] = list(addresses)
+    return words + [0] * (MAX_DEVICES - len(words))
 
 
-def _all_reduce(launches: Launches, call: Bound, group: Group) -> None:
-    offers, dtype, count = group.offers(_sequence(call)), call.out.dtype, math.prod(call.out.shape)
+def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
+    offers, dtype, count = group.list_operands(_read_sequence(call)), call.out.dtype, math.prod(call.out.shape)
     everything = list(chain.from_iterable((o.source, o.target) for o in offers))
-    need(_one_type(offers) and all(o.is_dense and o.address % PACK == 0 for o in everything), "operands are not dense")
-    words = _group(launches, _sequence(call), group)
-    if group.narrows(call.out):
-        _narrow_all_reduce(launches, call, group, words)
+    require_supported(
+        _has_one_dtype(offers) and all(o.is_dense and o.address % VECTOR_BYTES == 0 for o in everything),
+        "operands are not dense",
+    )
+    words = _make_group_fields(launches, _read_sequence(call), group)
+    if group.uses_bfloat16(call.out):
+        _launch_narrow_all_reduce(launches, call, group, words)
         return
-    if is_pushed(call, len(offers)):
-        _push(launches, call, group, words)
+    if uses_push(call, len(offers)):
+        _launch_push(launches, call, group, words)
         return
-    summing = [*_filled(o.source.address for o in offers), *_filled(o.target.address for o in offers), count, *words]
+    summing = [
+        *_pad_addresses(o.source.address for o in offers),
+        *_pad_addresses(o.target.address for o in offers),
+        count,
+        *words,
+    ]
     nbytes = count * dtype.storage.itemsize
-    if nbytes <= ONE_BLOCK:
-        launches.add(SOURCE[f"all_reduce<{TYPES[dtype]}>"], 1, THREADS, summing)
+    if nbytes <= MAX_SINGLE_BLOCK_BYTES:
+        launches.add_launch(SOURCE[f"all_reduce<{COLLECTIVE_TYPE_NAMES[dtype]}>"], 1, COLLECTIVE_THREADS, summing)
         return
-    _sum_parts(launches, TYPES[dtype], nbytes, summing, group, words)
+    _launch_sum_parts(launches, COLLECTIVE_TYPE_NAMES[dtype], nbytes, summing, group, words)
 
 
-def is_pushed(call: Bound, devices: int) -> bool:
+def uses_push(call: BoundInstruction, devices: int) -> bool:
     """Return whether devices push their summands of this collective to each other."""
-    return call.op == "all_reduce" and devices * _slot(call.out) <= PUSHED
+    return call.op == "all_reduce" and devices * _compute_inbox_slot_bytes(call.out) <= MAX_PUSHED_BYTES
 
 
-def _slot(x: Operand) -> int:
+def _compute_inbox_slot_bytes(x: Operand) -> int:
     """Return the bytes of a summand in an inbox."""
-    return blocks(x.tensor.spec.nbytes, PACK) * PACK
+    return count_blocks(x.tensor.spec.nbytes, VECTOR_BYTES) * VECTOR_BYTES
 
 
-def _push(launches: Launches, call: Bound, group: Group, words: list[Word]) -> None:
+def _launch_push(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, words: list[LaunchWord]) -> None:
     """Launch a sum in which each device pushes its summand to all others."""
     out = call.out
-    inboxes = _filled(p.inbox + group.turn * PUSHED for p in group.peers)
-    count, slot = math.prod(out.shape), _slot(out) // out.dtype.storage.itemsize
-    pushing = [call.operand(0).address, out.address, *inboxes, count, slot, group.turn, *words]
-    launches.add(SOURCE[f"all_reduce_pushed<{TYPES[out.dtype]}>"], 1, THREADS, pushing)
+    inboxes = _pad_addresses(p.inbox + group.inbox_half * MAX_PUSHED_BYTES for p in group.peers)
+    count, slot = math.prod(out.shape), _compute_inbox_slot_bytes(out) // out.dtype.storage.itemsize
+    pushing = [call.operand(0).address, out.address, *inboxes, count, slot, group.inbox_half, *words]
+    launches.add_launch(
+        SOURCE[f"all_reduce_pushed<{COLLECTIVE_TYPE_NAMES[out.dtype]}>"], 1, COLLECTIVE_THREADS, pushing
+    )
 
 
-def _sum_parts(
-    launches: Launches, dtype: str, nbytes: int, summing: list[Word], group: Group, words: list[Word]
+def _launch_sum_parts(
+    launches: LaunchBuilder,
+    dtype: str,
+    nbytes: int,
+    summing: list[LaunchWord],
+    group: PeerGroup,
+    words: list[LaunchWord],
 ) -> None:
     """Launch a sum in which each device adds one part, between two barriers."""
-    grid = min(MOST_BLOCKS, blocks(blocks(nbytes, PACK * len(group.peers)), THREADS))
-    launches.add(SOURCE["meet_all"], 1, 32, [*words, 0])
-    launches.add(SOURCE[f"sum_parts<{dtype}>"], grid, THREADS, summing)
-    launches.add(SOURCE["meet_all"], 1, 32, [*words, 1])
+    grid = min(MAX_BLOCKS, count_blocks(count_blocks(nbytes, VECTOR_BYTES * len(group.peers)), COLLECTIVE_THREADS))
+    launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 0])
+    launches.add_launch(SOURCE[f"sum_parts<{dtype}>"], grid, COLLECTIVE_THREADS, summing)
+    launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 1])
 
 
-def _narrow_all_reduce(launches: Launches, call: Bound, group: Group, words: list[Word]) -> None:
+def _launch_narrow_all_reduce(
+    launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, words: list[LaunchWord]
+) -> None:
     """Launch a sum in bfloat16. The transfer buffers have the summands, and then their sum."""
     mine, count = group.peers[group.rank], math.prod(call.out.shape)
-    wires = _filled(p.wire for p in group.peers)
-    launch_narrow(launches, call.operand(0), mine.wire)
-    _sum_parts(launches, "bf16_bits", 2 * count, [*wires, *wires, count, *words], group, words)
-    launch_widen(launches, mine.wire, call.out, group)
+    wires = _pad_addresses(p.transfer_buffer for p in group.peers)
+    launch_bfloat16_rounding(launches, call.operand(0), mine.transfer_buffer)
+    _launch_sum_parts(launches, "bf16_bits", 2 * count, [*wires, *wires, count, *words], group, words)
+    launch_bfloat16_widening(launches, mine.transfer_buffer, call.out, group)
 
 
-def launch_narrow(launches: Launches, x: Operand, wire: Word) -> None:
+def launch_bfloat16_rounding(launches: LaunchBuilder, x: Operand, wire: LaunchWord) -> None:
     """Round a contiguous float32 operand to bfloat16, to nearest even.
 
     Args:
@@ -271,10 +293,10 @@ def launch_narrow(launches: Launches, x: Operand, wire: Word) -> None:
         wire: The bfloat16 memory.
     """
     count = math.prod(x.shape)
-    launches.add(SOURCE["narrow"], blocks(count, THREADS), THREADS, [x, wire, count])
+    launches.add_launch(SOURCE["narrow"], count_blocks(count, COLLECTIVE_THREADS), COLLECTIVE_THREADS, [x, wire, count])
 
 
-def launch_widen(launches: Launches, wire: Word, out: Operand, group: Group) -> None:
+def launch_bfloat16_widening(launches: LaunchBuilder, wire: LaunchWord, out: Operand, group: PeerGroup) -> None:
     """Convert bfloat16 back to float32, unless the run has failed.
 
     Args:
@@ -285,36 +307,42 @@ def launch_widen(launches: Launches, wire: Word, out: Operand, group: Group) -> 
     """
     count = math.prod(out.shape)
     mine = group.peers[group.rank].signals
-    launches.add(SOURCE["widen"], blocks(count, THREADS), THREADS, [wire, out, count, mine])
+    launches.add_launch(
+        SOURCE["widen"], count_blocks(count, COLLECTIVE_THREADS), COLLECTIVE_THREADS, [wire, out, count, mine]
+    )
 
 
-def _one_type(offers: Iterable[Offer]) -> bool:
+def _has_one_dtype(offers: Iterable[CollectiveOperands]) -> bool:
     types = {o.dtype for offer in offers for o in (offer.source, offer.target)}
-    return len(types) == 1 and types <= TYPES.keys()
+    return len(types) == 1 and types <= COLLECTIVE_TYPE_NAMES.keys()
 
 
-def _met(parts: Callable[[Bound], Iterable[tuple[Index, list[tuple[int, Index]]]]]) -> Meeting:
+def _make_gather_binder(
+    parts: Callable[[BoundInstruction], Iterable[tuple[Index, list[tuple[int, Index]]]]],
+) -> CollectiveBinder:
     """Return a binder of a collective in which each device reads slices of other devices.
 
     Args:
         parts: Returns pairs of a slice of the result, and its summands: pairs of a device and a slice of its operand.
     """
 
-    def bound(launches: Launches, call: Bound, group: Group) -> None:
-        offers = group.offers(_sequence(call))
+    def bound(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
+        offers = group.list_operands(_read_sequence(call))
         whole = max(math.prod(x.shape) for o in offers for x in (o.source, o.target))
-        need(_one_type(offers) and whole < MOST_ELEMENTS, "operands are of several types, or too large")
-        words = _group(launches, _sequence(call), group)
-        launches.add(SOURCE["meet_all"], 1, 32, [*words, 0])
+        require_supported(
+            _has_one_dtype(offers) and whole < MAX_ELEMENTS, "operands are of several types, or too large"
+        )
+        words = _make_group_fields(launches, _read_sequence(call), group)
+        launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 0])
         for into, summands in parts(call):
-            sources = [piece(offers[device].source, index) for device, index in summands]
-            launch_take(launches, sources, piece(call.out, into), group)
-        launches.add(SOURCE["meet_all"], 1, 32, [*words, 1])
+            sources = [slice_operand(offers[device].source, index) for device, index in summands]
+            launch_gather_sum(launches, sources, slice_operand(call.out, into), group)
+        launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 1])
 
     return bound
 
 
-def launch_take(launches: Launches, sources: list[Operand], out: Operand, group: Group) -> None:
+def launch_gather_sum(launches: LaunchBuilder, sources: list[Operand], out: Operand, group: PeerGroup) -> None:
     """Launch the sum of operands of any devices; a single operand is copied.
 
     Args:
@@ -323,64 +351,72 @@ def launch_take(launches: Launches, sources: list[Operand], out: Operand, group:
         out: The result on this device.
         group: The collective group.
     """
-    axes = axes_of(out.shape, [out, *sources])
-    walks: list[Word] = []
+    axes = build_iteration_axes(out.shape, [out, *sources])
+    walks: list[LaunchWord] = []
     for k, source in enumerate(sources, 1):
-        walks += [source.address, *axes.walk(k, source)[1:]]  # memory of another device needs no guard pages here
-    walks += [0] * ((MOST_DEVICES - len(sources)) * (1 + MOST))
+        walks += [
+            source.address,
+            *axes.make_walk_fields(k, source)[1:],
+        ]  # memory of another device needs no guard pages here
+    walks += [0] * ((MAX_DEVICES - len(sources)) * (1 + MAX_ITERATION_AXES))
     mine = group.peers[group.rank].signals
-    words = [axes.count, len(sources), *axes.words, *axes.walk(0, out), *walks, mine]
-    launches.add(SOURCE[f"take<{TYPES[out.dtype]}>"], blocks(axes.count, THREADS), THREADS, words)
+    words = [axes.element_count, len(sources), *axes.axes_fields, *axes.make_walk_fields(0, out), *walks, mine]
+    launches.add_launch(
+        SOURCE[f"take<{COLLECTIVE_TYPE_NAMES[out.dtype]}>"],
+        count_blocks(axes.element_count, COLLECTIVE_THREADS),
+        COLLECTIVE_THREADS,
+        words,
+    )
 
 
-def piece(x: Operand, index: Index) -> Operand:
+def slice_operand(x: Operand, index: Index) -> Operand:
     """Return the part of an operand at an index of slices."""
     for axis, along in enumerate(index):
         if along != slice(None):
-            x = x.part(axis, along.start, along.stop - along.start)
+            x = x.slice_axis(axis, along.start, along.stop - along.start)
     return x
 
 
-def _one_by_one(parts: list[Pairs]) -> list[tuple[Index, list[tuple[int, Index]]]]:
+def _list_gathered_slices(parts: list[Pairs]) -> list[tuple[Index, list[tuple[int, Index]]]]:
     """List the slices that a device copies from the others, with their places in the result."""
     return [(into, [(device, index)]) for device, pairs in enumerate(parts) for into, index in pairs]
 
 
-def _summed(call: Bound) -> list[tuple[Index, list[tuple[int, Index]]]]:
+def _list_scattered_sums(call: BoundInstruction) -> list[tuple[Index, list[tuple[int, Index]]]]:
     """List the slices of a reduce-scatter, each with its summands on all devices."""
     runs = call.attrs["runs"]
     assert isinstance(runs, tuple)  # one entry per device
     devices = range(len(runs))
-    return [(into, [(device, index) for device in devices]) for into, index in scattered(call.attrs)]
+    return [(into, [(device, index) for device in devices]) for into, index in compute_scatter_indices(call.attrs)]
 
 
-def _send(launches: Launches, call: Bound, group: Group) -> None:
+def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
     to = as_integer(call.attrs["to"])
-    need(_is_movable(call.out), "kernels that copy this type are missing")
+    require_supported(_can_copy(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
         launch_copy(launches, call.operand(0), call.out)
-    launches.add(SOURCE["tell_one"], 1, 1, [*_group(launches, _sequence(call), group), to])
+    launches.add_launch(SOURCE["tell_one"], 1, 1, [*_make_group_fields(launches, _read_sequence(call), group), to])
 
 
-def _receive(launches: Launches, call: Bound, group: Group) -> None:
+def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
     source = as_integer(call.attrs["source"])
-    theirs = group.offer(source, _sequence(call)).source
-    need(_is_movable(theirs), "kernels that copy this type are missing")
-    launches.add(SOURCE["await_one"], 1, 1, [*_group(launches, _sequence(call), group), source])
-    launch_take(launches, [theirs], call.out, group)
+    theirs = group.operands_of(source, _read_sequence(call)).source
+    require_supported(_can_copy(theirs), "kernels that copy this type are missing")
+    launches.add_launch(SOURCE["await_one"], 1, 1, [*_make_group_fields(launches, _read_sequence(call), group), source])
+    launch_gather_sum(launches, [theirs], call.out, group)
 
 
-def _is_movable(sent: Operand) -> bool:
+def _can_copy(sent: Operand) -> bool:
     """Return whether kernels can copy the operand. Sender and receiver both know the sent operand."""
-    return sent.dtype in TYPES and math.prod(sent.shape) < MOST_ELEMENTS
+    return sent.dtype in COLLECTIVE_TYPE_NAMES and math.prod(sent.shape) < MAX_ELEMENTS
 
 
-Meeting = Callable[[Launches, Bound, Group], None]
-MEETINGS: Mapping[str, Meeting] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _met(lambda call: _one_by_one(gathered(call.attrs))),
-    "all_to_all": _met(lambda call: _one_by_one(exchanged(call.attrs))),
-    "reduce_scatter": _met(_summed),
-    "send": _send,
-    "receive": _receive,
+CollectiveBinder = Callable[[LaunchBuilder, BoundInstruction, PeerGroup], None]
+COLLECTIVE_BINDERS: Mapping[str, CollectiveBinder] = {
+    "all_reduce": _bind_all_reduce,
+    "all_gather": _make_gather_binder(lambda call: _list_gathered_slices(compute_gather_indices(call.attrs))),
+    "all_to_all": _make_gather_binder(lambda call: _list_gathered_slices(compute_exchange_indices(call.attrs))),
+    "reduce_scatter": _make_gather_binder(_list_scattered_sums),
+    "send": _bind_send,
+    "receive": _bind_receive,
 }

@@ -7,68 +7,68 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute
-from ...flow import Flow, apart
-from ...operands import Bound, Operand, need
-from ..binding.axes import axes_of
-from ..binding.chains import Fused
-from ..binding.launches import Binding, Launches, Word, blocks
-from ..binding.packing import PACKINGS
-from ..device.driver import Kernel, Source
+from ...flow import Dataflow, require_no_alias
+from ...operands import BoundInstruction, Operand, require_supported
+from ..binding.axes import build_iteration_axes
+from ..binding.chains import FusionBinder
+from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ..binding.packing import PLANE_LAYOUTS
+from ..device.driver import KernelInstance, KernelSource
 from .products import packed
 
-THREADS = 256
-ELEMENTS = 4
+ELEMENTWISE_THREADS = 256
+ELEMENTS_PER_THREAD = 4
 """Elements per thread of a large result, as in ``elements.cuh``."""
-LARGE = 2**17
+MIN_MULTI_ELEMENT_COUNT = 2**17
 """Above this element count, threads that process several elements fill all multiprocessors; below, each has one."""
-MOST_ELEMENTS = 2**31
-Numbers = Callable[[Bound], Sequence[float]]
+MAX_ELEMENTS = 2**31
+ScalarReader = Callable[[BoundInstruction], Sequence[float]]
 
 
-def _attributes(*names: str) -> Numbers:
+def _make_attribute_reader(*names: str) -> ScalarReader:
     """Return a function that reads attributes as the scalar arguments of a kernel."""
     return lambda call: [float(float_attribute(call.attrs, n)) for n in names]
 
 
-def _scale_constants(call: Bound) -> Sequence[float]:
+def _read_scale_scalars(call: BoundInstruction) -> Sequence[float]:
     """Return factor and bias. A missing bias is -0.0, which preserves the sign of zeros."""
     return float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
 
 
-def _xielu(call: Bound) -> Sequence[float]:
+def _compute_xielu_scalars(call: BoundInstruction) -> Sequence[float]:
     """Return n, p, beta and eps."""
-    alpha_n, alpha_p, beta, eps = _attributes("alpha_n", "alpha_p", "beta", "eps")(call)
+    alpha_n, alpha_p, beta, eps = _make_attribute_reader("alpha_n", "alpha_p", "beta", "eps")(call)
     softplus = [max(a, 0.0) + math.log1p(math.exp(-abs(a))) for a in (alpha_n, alpha_p)]
     return beta + softplus[0], softplus[1], beta, eps
 
 
-def _clamped(call: Bound) -> Sequence[float]:
+def _read_clamp_scalars(call: BoundInstruction) -> Sequence[float]:
     """Return alpha and limit, or 1 for an attribute that the unit does not have."""
     return [float(float_attribute(call.attrs, n)) if n in call.attrs else 1.0 for n in ("alpha", "limit")]
 
 
-_NOTHING = _attributes()
-_PLAIN = (
+_NO_SCALARS = _make_attribute_reader()
+_UNARY_WITHOUT_SCALARS = (
     *("neg", "abs", "sgn", "step", "sqr", "sqrt", "log", "log1p", "exp", "expm1", "erf", "sin", "cos", "tan"),
     *("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "arcsinh", "arccosh", "arctanh"),
     *("floor", "ceil", "round", "trunc", "sigmoid", "silu", "softplus", "relu", "elu"),
     *("gelu", "gelu_erf", "gelu_quick", "hardsigmoid", "hardswish"),
 )
-UNARY: Mapping[str, Numbers] = {
-    **dict.fromkeys(_PLAIN, _NOTHING),
-    "leaky_relu": _attributes("negative_slope"),
-    "xielu": _xielu,
-    "scale": _scale_constants,
-    "clamp": _attributes("min", "max"),
-    "fill": _attributes("value"),
+UNARY_OPS: Mapping[str, ScalarReader] = {
+    **dict.fromkeys(_UNARY_WITHOUT_SCALARS, _NO_SCALARS),
+    "leaky_relu": _make_attribute_reader("negative_slope"),
+    "xielu": _compute_xielu_scalars,
+    "scale": _read_scale_scalars,
+    "clamp": _make_attribute_reader("min", "max"),
+    "fill": _make_attribute_reader("value"),
 }
-BINARY: Mapping[str, Numbers] = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum", "power"), _NOTHING),
-    **dict.fromkeys(("reglu", "geglu", "geglu_erf", "geglu_quick", "swiglu"), _NOTHING),
-    "swiglu_oai": _clamped,
-    "swiglu_clamp": _clamped,
+BINARY_OPS: Mapping[str, ScalarReader] = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum", "power"), _NO_SCALARS),
+    **dict.fromkeys(("reglu", "geglu", "geglu_erf", "geglu_quick", "swiglu"), _NO_SCALARS),
+    "swiglu_oai": _read_clamp_scalars,
+    "swiglu_clamp": _read_clamp_scalars,
 }
-TYPES = {
+CUDA_TYPE_NAMES = {
     DType.F32: "float",
     DType.F16: "half_bits",
     DType.BF16: "bf16_bits",
@@ -77,30 +77,35 @@ TYPES = {
     DType.I32: "i32",
     DType.I64: "i64",
 }
-TARGETS = (DType.F32, DType.I8, DType.I16, DType.I32, DType.I64)
-ROUNDING = {DType.F16: 1, DType.BF16: 2}
-HALVES = tuple(ROUNDING)
-CELLS = (DType.F32, *HALVES)
+CAST_TARGETS = (DType.F32, DType.I8, DType.I16, DType.I32, DType.I64)
+ROUNDING_CODES = {DType.F16: 1, DType.BF16: 2}
+HALF_DTYPES = tuple(ROUNDING_CODES)
+CELL_DTYPES = (DType.F32, *HALF_DTYPES)
 """Dtypes of states that kernels read and write without conversion."""
 
-MAPS = Source(
+MAP_SOURCE = KernelSource(
     "elementwise.cu",
-    (*(f"unary<function::{n}>" for n in UNARY), *(f"binary<function::{n}>" for n in (*BINARY, "mul_sigmoid"))),
+    (*(f"unary<function::{n}>" for n in UNARY_OPS), *(f"binary<function::{n}>" for n in (*BINARY_OPS, "mul_sigmoid"))),
     ("cells.cuh", "elements.cuh"),
 )
-CASTS = Source(
+CAST_SOURCE = KernelSource(
     "elementwise.cu",
     (
-        *(f"cast<{TYPES[s]}, {TYPES[t]}>" for s in TYPES for t in TARGETS),
-        *(f"cast<float, {TYPES[t]}>" for t in ROUNDING),
+        *(f"cast<{CUDA_TYPE_NAMES[s]}, {CUDA_TYPE_NAMES[t]}>" for s in CUDA_TYPE_NAMES for t in CAST_TARGETS),
+        *(f"cast<float, {CUDA_TYPE_NAMES[t]}>" for t in ROUNDING_CODES),
     ),
     ("cells.cuh", "elements.cuh"),
 )
-SOURCES = (MAPS, CASTS)
+SOURCES = (MAP_SOURCE, CAST_SOURCE)
 
 
-def launch_map(
-    launches: Launches, kernel: Kernel, sources: Sequence[Operand], out: Operand, tail: Sequence[Word], *ahead: Word
+def launch_elementwise(
+    launches: LaunchBuilder,
+    kernel: KernelInstance,
+    sources: Sequence[Operand],
+    out: Operand,
+    tail: Sequence[LaunchWord],
+    *ahead: LaunchWord,
 ) -> None:
     """Launch an elementwise kernel over `out`. The sources are broadcast to its shape.
 
@@ -113,34 +118,38 @@ def launch_map(
         ahead: Words in front of the axes.
     """
     operands = [*sources, out]
-    axes = axes_of(out.shape, operands)
-    need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")
-    walks = [word for k, o in enumerate(operands) for word in axes.walk(k, o)]
-    words = [axes.count, *ahead, *axes.words, *walks, *tail]
-    launches.add(kernel, spread(axes.count), THREADS, words)
+    axes = build_iteration_axes(out.shape, operands)
+    require_supported(
+        axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
+    )
+    walks = [word for k, o in enumerate(operands) for word in axes.make_walk_fields(k, o)]
+    words = [axes.element_count, *ahead, *axes.axes_fields, *walks, *tail]
+    launches.add_launch(kernel, count_element_blocks(axes.element_count), ELEMENTWISE_THREADS, words)
 
 
-def spread(count: int) -> int:
+def count_element_blocks(count: int) -> int:
     """Return the number of blocks. ``each_element`` in ``elements.cuh`` derives the elements per thread from it."""
-    return blocks(count, THREADS * (ELEMENTS if count > LARGE else 1))
+    return count_blocks(count, ELEMENTWISE_THREADS * (ELEMENTS_PER_THREAD if count > MIN_MULTI_ELEMENT_COUNT else 1))
 
 
-def as_float(launches: Launches, x: Operand) -> Operand:
+def as_float(launches: LaunchBuilder, x: Operand) -> Operand:
     """Return `x` as float32: itself, or a copy in scratch."""
-    return packed.expanded(launches, x) if x.dtype in PACKINGS else as_type(launches, x, DType.F32)
+    return packed.dequantise_weight(launches, x) if x.dtype in PLANE_LAYOUTS else as_type(launches, x, DType.F32)
 
 
-def as_type(launches: Launches, x: Operand, dtype: DType) -> Operand:
+def as_type(launches: LaunchBuilder, x: Operand, dtype: DType) -> Operand:
     """Return `x` in a dtype: itself, or a copy in scratch."""
     if x.dtype is dtype:
         return x
-    need(x.dtype in TYPES and dtype in TARGETS, f"kernels that read {x.dtype} as {dtype} here are missing")
-    copy = launches.scratch(x.shape, dtype)
+    require_supported(
+        x.dtype in CUDA_TYPE_NAMES and dtype in CAST_TARGETS, f"kernels that read {x.dtype} as {dtype} here are missing"
+    )
+    copy = launches.allocate_scratch(x.shape, dtype)
     launch_cast(launches, x, copy)
     return copy
 
 
-def launch_cast(launches: Launches, x: Operand, out: Operand, rounding: DType | None = None) -> None:
+def launch_cast(launches: LaunchBuilder, x: Operand, out: Operand, rounding: DType | None = None) -> None:
     """Convert `x` to the dtype of `out`.
 
     Args:
@@ -152,21 +161,21 @@ def launch_cast(launches: Launches, x: Operand, out: Operand, rounding: DType | 
     Raises:
         NoKernelError: No kernel converts between these dtypes.
     """
-    if x.dtype in PACKINGS:
-        x = packed.expanded(launches, x)
-    if out.dtype in ROUNDING:
+    if x.dtype in PLANE_LAYOUTS:
+        x = packed.dequantise_weight(launches, x)
+    if out.dtype in ROUNDING_CODES:
         x = as_float(launches, x)
-    need(x.dtype in TYPES, f"casts from {x.dtype} are missing")
-    kernel = CASTS[f"cast<{TYPES[x.dtype]}, {TYPES[out.dtype]}>"]
-    launch_map(launches, kernel, [x], out, [], ROUNDING.get(rounding, 0) if rounding else 0)
+    require_supported(x.dtype in CUDA_TYPE_NAMES, f"casts from {x.dtype} are missing")
+    kernel = CAST_SOURCE[f"cast<{CUDA_TYPE_NAMES[x.dtype]}, {CUDA_TYPE_NAMES[out.dtype]}>"]
+    launch_elementwise(launches, kernel, [x], out, [], ROUNDING_CODES.get(rounding, 0) if rounding else 0)
 
 
-def _padded(numbers: Sequence[float]) -> list[float]:
+def _pad_scalars(numbers: Sequence[float]) -> list[float]:
     """Return four scalar arguments, padded with zeros."""
     return [*map(float, numbers), 0.0, 0.0, 0.0, 0.0][:4]
 
 
-def launch_unary(launches: Launches, op: str, x: Operand, out: Operand, numbers: Sequence[float] = ()) -> None:
+def launch_unary(launches: LaunchBuilder, op: str, x: Operand, out: Operand, numbers: Sequence[float] = ()) -> None:
     """Launch a unary op.
 
     Args:
@@ -177,11 +186,11 @@ def launch_unary(launches: Launches, op: str, x: Operand, out: Operand, numbers:
         numbers: Up to four scalar arguments.
     """
     source = as_float(launches, x)
-    launch_map(launches, MAPS[f"unary<function::{op}>"], [source], out, _padded(numbers))
+    launch_elementwise(launches, MAP_SOURCE[f"unary<function::{op}>"], [source], out, _pad_scalars(numbers))
 
 
 def launch_binary(
-    launches: Launches, op: str, x: Operand, y: Operand, out: Operand, numbers: Sequence[float] = ()
+    launches: LaunchBuilder, op: str, x: Operand, y: Operand, out: Operand, numbers: Sequence[float] = ()
 ) -> None:
     """Launch a binary op, such as `add` or `swiglu`.
 
@@ -194,66 +203,74 @@ def launch_binary(
         numbers: Up to four scalar arguments.
     """
     sources = [as_float(launches, x), as_float(launches, y)]
-    launch_map(launches, MAPS[f"binary<function::{op}>"], sources, out, _padded(numbers))
+    launch_elementwise(launches, MAP_SOURCE[f"binary<function::{op}>"], sources, out, _pad_scalars(numbers))
 
 
-def _unary(numbers: Numbers) -> Binding:
+def _make_unary_binder(numbers: ScalarReader) -> OpBinder:
     return lambda launches, call: launch_unary(launches, call.op, call.operand(0), call.out, numbers(call))
 
 
-def _binary(numbers: Numbers) -> Binding:
-    def bind(launches: Launches, call: Bound) -> None:
+def _make_binary_binder(numbers: ScalarReader) -> OpBinder:
+    def bind(launches: LaunchBuilder, call: BoundInstruction) -> None:
         launch_binary(launches, call.op, call.operand(0), call.operand(1), call.out, numbers(call))
 
     return bind
 
 
-def _glu(launches: Launches, call: Bound) -> None:
+def _bind_glu(launches: LaunchBuilder, call: BoundInstruction) -> None:
     """Bind a gated unit of the two halves of one operand."""
     x, kind, n = as_float(launches, call.operand(0)), str(call.attrs["kind"]), call.out.shape[-1]
     axis = len(x.shape) - 1
-    halves = [x.part(axis, 0, n), x.part(axis, n, n)]
+    halves = [x.slice_axis(axis, 0, n), x.slice_axis(axis, n, n)]
     gate, up = halves[::-1] if call.attrs["swapped"] else halves
-    launch_binary(launches, kind, gate, up, call.out, BINARY[kind](call))
+    launch_binary(launches, kind, gate, up, call.out, BINARY_OPS[kind](call))
 
 
-def _cast(launches: Launches, call: Bound) -> None:
+def _bind_cast(launches: LaunchBuilder, call: BoundInstruction) -> None:
     dtype = call.attrs["dtype"]
     assert isinstance(dtype, DType)
     launch_cast(launches, call.operand(0), call.out, dtype)
 
 
-def _multiplied(launches: Launches, flow: Flow, number: int) -> tuple[Operand, Operand, Bound, Sequence[int]]:
+def _match_activation_product(
+    launches: LaunchBuilder, flow: Dataflow, number: int
+) -> tuple[Operand, Operand, BoundInstruction, Sequence[int]]:
     """Match an activation and the product that reads it.
 
     Returns:
         The operand of the activation, the other factor, the product, and the instructions.
     """
-    product = flow.readers_of(number)[0]
-    index = 1 if flow.makes(number, product, 1) else 0
-    need(flow.reader(number, "mul", index) == product, "it is not a factor of one product")
-    gate, other, last = flow.call(number).operand(0), flow.call(product).operand(1 - index), flow.call(product)
-    need(gate.is_float and other.is_float and gate.shape == other.shape == last.out.shape, "the factors differ")
-    apart(last.out, [], [gate, other])
+    product = flow.require_readers(number)[0]
+    index = 1 if flow.is_operand_of(number, product, 1) else 0
+    require_supported(flow.require_sole_reader(number, "mul", index) == product, "it is not a factor of one product")
+    gate, other, last = (
+        flow.bound_instruction(number).operand(0),
+        flow.bound_instruction(product).operand(1 - index),
+        flow.bound_instruction(product),
+    )
+    require_supported(
+        gate.is_float and other.is_float and gate.shape == other.shape == last.out.shape, "the factors differ"
+    )
+    require_no_alias(last.out, [], [gate, other])
     return gate, other, last, (number, product)
 
 
-def _times_sigmoid(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    gate, other, product, numbers = _multiplied(launches, flow, number)
+def _fuse_times_sigmoid(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+    gate, other, product, numbers = _match_activation_product(launches, flow, number)
     launch_binary(launches, "mul_sigmoid", other, gate, product.out)
     return numbers
 
 
-def _times_silu(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    gate, other, product, numbers = _multiplied(launches, flow, number)
+def _fuse_times_silu(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+    gate, other, product, numbers = _match_activation_product(launches, flow, number)
     launch_binary(launches, "swiglu", gate, other, product.out)
     return numbers
 
 
-FUSED: Mapping[str, Sequence[Fused]] = {"sigmoid": (_times_sigmoid,), "silu": (_times_silu,)}
-BINDINGS: Mapping[str, Binding] = {
-    **{name: _unary(numbers) for name, numbers in UNARY.items()},
-    **{name: _binary(numbers) for name, numbers in BINARY.items()},
-    "glu": _glu,
-    "cast": _cast,
+FUSED: Mapping[str, Sequence[FusionBinder]] = {"sigmoid": (_fuse_times_sigmoid,), "silu": (_fuse_times_silu,)}
+BINDINGS: Mapping[str, OpBinder] = {
+    **{name: _make_unary_binder(numbers) for name, numbers in UNARY_OPS.items()},
+    **{name: _make_binary_binder(numbers) for name, numbers in BINARY_OPS.items()},
+    "glu": _bind_glu,
+    "cast": _bind_cast,
 }

@@ -8,48 +8,59 @@ from dataclasses import replace
 
 from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute
-from ...operands import Bound, Operand, need
-from ..binding.axes import MOST, axes_of, row_heads
-from ..binding.launches import Binding, Launches, Word, blocks
-from ..device.driver import Source
-from .elementwise import MOST_ELEMENTS, THREADS, as_float
+from ...operands import BoundInstruction, Operand, require_supported
+from ..binding.axes import MAX_ITERATION_AXES, as_row_starts, build_iteration_axes
+from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ..device.driver import KernelSource
+from .elementwise import ELEMENTWISE_THREADS, MAX_ELEMENTS, as_float
 from .moves import launch_copy
 
-HELD = 8
+MAX_STREAMS_PER_THREAD = 8
 """The most streams that a thread has in registers."""
-KERNELS = ("lightning_indexer", "hyper_comb", "hyper_pre", f"hyper_post<{HELD}>", "hyper_post<0>", "causal_mask")
-SOURCE = Source("indexer.cu", KERNELS)
+KERNELS = (
+    "lightning_indexer",
+    "hyper_comb",
+    "hyper_pre",
+    f"hyper_post<{MAX_STREAMS_PER_THREAD}>",
+    "hyper_post<0>",
+    "causal_mask",
+)
+SOURCE = KernelSource("indexer.cu", KERNELS)
 SOURCES = (SOURCE,)
 
 
-def without(x: Operand, *axes: int) -> Operand:
+def drop_axes(x: Operand, *axes: int) -> Operand:
     """Return `x` without some axes, at index 0 of each."""
     gone = {a % len(x.shape) for a in axes}
     kept = [(n, s) for i, (n, s) in enumerate(zip(x.shape, x.strides, strict=True)) if i not in gone]
-    return _as(x, kept)
+    return _with_axes(x, kept)
 
 
-def repeated(x: Operand, axis: int) -> Operand:
+def insert_repeated_axis(x: Operand, axis: int) -> Operand:
     """Return `x` with a new axis along which it is repeated."""
     axes = list(zip(x.shape, x.strides, strict=True))
     axes.insert(len(axes) + 1 + axis if axis < 0 else axis, (1, 0))
-    return _as(x, axes)
+    return _with_axes(x, axes)
 
 
-def _as(x: Operand, axes: Sequence[tuple[int, int]]) -> Operand:
+def _with_axes(x: Operand, axes: Sequence[tuple[int, int]]) -> Operand:
     tensor = replace(x.tensor, shape=tuple(n for n, _ in axes), strides=tuple(s for _, s in axes))
     return replace(x, tensor=tensor)
 
 
-def _indexer(launches: Launches, call: Bound) -> None:
+def _bind_lightning_indexer(launches: LaunchBuilder, call: BoundInstruction) -> None:
     q, k, weights, mask = (as_float(launches, call.operand(i)) for i in range(4))
     out = call.out
     keys = out.shape[-1]
-    walked = [without(q, -1, -2), repeated(without(k, -1, -2), -1), *map(row_heads, (weights, mask, out))]
-    axes = axes_of(out.shape[:-1], walked)
-    count = axes.count * keys
-    need(count < MOST_ELEMENTS, f"a result of {count} elements is too large for one launch")
-    words: list[Word] = [
+    walked = [
+        drop_axes(q, -1, -2),
+        insert_repeated_axis(drop_axes(k, -1, -2), -1),
+        *map(as_row_starts, (weights, mask, out)),
+    ]
+    axes = build_iteration_axes(out.shape[:-1], walked)
+    count = axes.element_count * keys
+    require_supported(count < MAX_ELEMENTS, f"a result of {count} elements is too large for one launch")
+    words: list[LaunchWord] = [
         count,
         *q.shape[-2:],
         keys,
@@ -58,16 +69,19 @@ def _indexer(launches: Launches, call: Bound) -> None:
         weights.strides[-1],
         mask.strides[-1],
     ]
-    words += [*axes.words, *(w for i, o in enumerate((q, k, weights, mask, out)) for w in axes.walk(i, o))]
-    launches.add(SOURCE["lightning_indexer"], blocks(count, 4), 128, words)
+    words += [
+        *axes.axes_fields,
+        *(w for i, o in enumerate((q, k, weights, mask, out)) for w in axes.make_walk_fields(i, o)),
+    ]
+    launches.add_launch(SOURCE["lightning_indexer"], count_blocks(count, 4), 128, words)
 
 
-def _comb(launches: Launches, call: Bound) -> None:
+def _bind_hyper_comb(launches: LaunchBuilder, call: BoundInstruction) -> None:
     mixes, scale, base = (as_float(launches, call.operand(i)) for i in range(3))
-    axes = axes_of(mixes.shape[:-1], [row_heads(mixes), without(call.out, -1, -2)])
+    axes = build_iteration_axes(mixes.shape[:-1], [as_row_starts(mixes), drop_axes(call.out, -1, -2)])
     turns, eps = int(float_attribute(call.attrs, "n_iter")), float(float_attribute(call.attrs, "eps"))
-    words: list[Word] = [
-        axes.count,
+    words: list[LaunchWord] = [
+        axes.element_count,
         call.out.shape[-1],
         turns,
         mixes.strides[-1],
@@ -75,63 +89,79 @@ def _comb(launches: Launches, call: Bound) -> None:
         scale.strides[-1],
         eps,
     ]
-    words += [*axes.words, *axes.walk(0, mixes), *axes.walk(1, call.out), scale, base]
-    launches.add(SOURCE["hyper_comb"], blocks(axes.count, 64), 64, words)
+    words += [*axes.axes_fields, *axes.make_walk_fields(0, mixes), *axes.make_walk_fields(1, call.out), scale, base]
+    launches.add_launch(SOURCE["hyper_comb"], count_blocks(axes.element_count, 64), 64, words)
 
 
-def _pre(launches: Launches, call: Bound) -> None:
+def _bind_hyper_pre(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, weights, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     gated = bool(call.attrs["gated"])
-    per_stream = without(weights, -2) if gated else repeated(row_heads(weights), -1)
-    axes = axes_of(out.shape, [without(x, -2), per_stream, out])
-    need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")
-    words: list[Word] = [axes.count, x.shape[-2], gated, x.strides[-2], weights.strides[-2 if gated else -1]]
-    words += [float(float_attribute(call.attrs, "scale")), *axes.words]
-    words += [w for i, o in enumerate((x, weights, out)) for w in axes.walk(i, o)]
-    launches.add(SOURCE["hyper_pre"], blocks(axes.count, THREADS), THREADS, words)
+    per_stream = drop_axes(weights, -2) if gated else insert_repeated_axis(as_row_starts(weights), -1)
+    axes = build_iteration_axes(out.shape, [drop_axes(x, -2), per_stream, out])
+    require_supported(
+        axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
+    )
+    words: list[LaunchWord] = [
+        axes.element_count,
+        x.shape[-2],
+        gated,
+        x.strides[-2],
+        weights.strides[-2 if gated else -1],
+    ]
+    words += [float(float_attribute(call.attrs, "scale")), *axes.axes_fields]
+    words += [w for i, o in enumerate((x, weights, out)) for w in axes.make_walk_fields(i, o)]
+    launches.add_launch(
+        SOURCE["hyper_pre"], count_blocks(axes.element_count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words
+    )
 
 
-def _post(launches: Launches, call: Bound) -> None:
+def _bind_hyper_post(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, residual, post = (as_float(launches, call.operand(i)) for i in range(3))
-    comb, out = call.optional(3), call.out
+    comb, out = call.optional_operand(3), call.out
     comb = None if comb is None else as_float(launches, comb)
-    streams, held = residual.shape[-2], HELD
-    if streams > HELD:
-        held, kept = 0, launches.scratch(residual.shape)
+    streams, held = residual.shape[-2], MAX_STREAMS_PER_THREAD
+    if streams > MAX_STREAMS_PER_THREAD:
+        held, kept = 0, launches.allocate_scratch(residual.shape)
         launch_copy(launches, residual, kept)
         residual = kept
-    walked = [x, without(residual, -2), repeated(row_heads(post), -1)]
-    walked += [without(out, -2)] if comb is None else [repeated(without(comb, -1, -2), -1), without(out, -2)]
-    axes = axes_of(x.shape, walked)
-    need(axes.count < MOST_ELEMENTS, f"{axes.count} elements are too many for one launch")
-    words: list[Word] = [axes.count, streams, residual.strides[-2], post.strides[-1]]
-    words += [*((0, 0) if comb is None else comb.strides[-2:]), out.strides[-2], *axes.words]
-    words += [w for i, o in enumerate((x, residual, post)) for w in axes.walk(i, o)]
-    words += [0] * (1 + MOST) if comb is None else axes.walk(3, comb)
-    words += axes.walk(len(walked) - 1, out)
-    launches.add(SOURCE[f"hyper_post<{held}>"], blocks(axes.count, THREADS), THREADS, words)
+    walked = [x, drop_axes(residual, -2), insert_repeated_axis(as_row_starts(post), -1)]
+    walked += (
+        [drop_axes(out, -2)]
+        if comb is None
+        else [insert_repeated_axis(drop_axes(comb, -1, -2), -1), drop_axes(out, -2)]
+    )
+    axes = build_iteration_axes(x.shape, walked)
+    require_supported(axes.element_count < MAX_ELEMENTS, f"{axes.element_count} elements are too many for one launch")
+    words: list[LaunchWord] = [axes.element_count, streams, residual.strides[-2], post.strides[-1]]
+    words += [*((0, 0) if comb is None else comb.strides[-2:]), out.strides[-2], *axes.axes_fields]
+    words += [w for i, o in enumerate((x, residual, post)) for w in axes.make_walk_fields(i, o)]
+    words += [0] * (1 + MAX_ITERATION_AXES) if comb is None else axes.make_walk_fields(3, comb)
+    words += axes.make_walk_fields(len(walked) - 1, out)
+    launches.add_launch(
+        SOURCE[f"hyper_post<{held}>"], count_blocks(axes.element_count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words
+    )
 
 
-def _causal_mask(launches: Launches, call: Bound) -> None:
+def _bind_causal_mask(launches: LaunchBuilder, call: BoundInstruction) -> None:
     positions, out = call.operand(0), call.out
-    need(positions.dtype is DType.I32, f"positions of type {positions.dtype} are missing")
-    axes, count = axes_of(positions.shape, [positions]), math.prod(out.shape)
-    need(count < MOST_ELEMENTS, f"a result of {count} elements is too large for one launch")
-    words: list[Word] = [
+    require_supported(positions.dtype is DType.I32, f"positions of type {positions.dtype} are missing")
+    axes, count = build_iteration_axes(positions.shape, [positions]), math.prod(out.shape)
+    require_supported(count < MAX_ELEMENTS, f"a result of {count} elements is too large for one launch")
+    words: list[LaunchWord] = [
         count,
         out.shape[-1],
         int(float_attribute(call.attrs, "window")),
-        *axes.words,
-        *axes.walk(0, positions),
+        *axes.axes_fields,
+        *axes.make_walk_fields(0, positions),
         out,
     ]
-    launches.add(SOURCE["causal_mask"], blocks(count, THREADS), THREADS, words)
+    launches.add_launch(SOURCE["causal_mask"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)
 
 
-BINDINGS: Mapping[str, Binding] = {
-    "lightning_indexer": _indexer,
-    "dsv4_hc_comb": _comb,
-    "dsv4_hc_pre": _pre,
-    "dsv4_hc_post": _post,
-    "causal_mask": _causal_mask,
+BINDINGS: Mapping[str, OpBinder] = {
+    "lightning_indexer": _bind_lightning_indexer,
+    "dsv4_hc_comb": _bind_hyper_comb,
+    "dsv4_hc_pre": _bind_hyper_pre,
+    "dsv4_hc_post": _bind_hyper_post,
+    "causal_mask": _bind_causal_mask,
 }

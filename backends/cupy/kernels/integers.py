@@ -7,23 +7,23 @@ from types import MappingProxyType
 
 from ....graph.dtypes import DType
 from ....ops.elementwise.integers import INTEGER_OPERATIONS
-from ...operands import Bound
-from ..binding.launches import Binding, Launches
-from ..device.driver import Source
-from .elementwise import TYPES, as_type, launch_map
-from .moves import IDS
+from ...operands import BoundInstruction
+from ..binding.launches import LaunchBuilder, OpBinder
+from ..device.driver import KernelSource
+from .elementwise import CUDA_TYPE_NAMES, as_type, launch_elementwise
+from .moves import ID_TYPE_NAMES
 
-INTEGERS = tuple(name for dtype, name in TYPES.items() if dtype.is_integer)
-NAMES = tuple(f"calculate<{a}, {b}>" for a in INTEGERS for b in IDS.values())
-SOURCE = Source("integers.cu", NAMES, ("elements.cuh",))
+INTEGER_TYPE_NAMES = tuple(name for dtype, name in CUDA_TYPE_NAMES.items() if dtype.is_integer)
+KERNEL_NAMES = tuple(f"calculate<{a}, {b}>" for a in INTEGER_TYPE_NAMES for b in ID_TYPE_NAMES.values())
+SOURCE = KernelSource("integers.cu", KERNEL_NAMES, ("elements.cuh",))
 SOURCES = (SOURCE,)
 
 
-def _calculate(launches: Launches, call: Bound) -> None:
+def _bind_calculate(launches: LaunchBuilder, call: BoundInstruction) -> None:
     a, b, out = call.operand(0), call.operand(1), call.out
-    b = b if b.dtype in IDS else as_type(launches, b, DType.I32)
-    kernel = SOURCE[f"calculate<{TYPES[out.dtype]}, {TYPES[b.dtype]}>"]
-    launch_map(launches, kernel, [a, b], out, [], tuple(INTEGER_OPERATIONS).index(str(call.attrs["kind"])))
+    b = b if b.dtype in ID_TYPE_NAMES else as_type(launches, b, DType.I32)
+    kernel = SOURCE[f"calculate<{CUDA_TYPE_NAMES[out.dtype]}, {CUDA_TYPE_NAMES[b.dtype]}>"]
+    launch_elementwise(launches, kernel, [a, b], out, [], tuple(INTEGER_OPERATIONS).index(str(call.attrs["kind"])))
 
 
-BINDINGS: Mapping[str, Binding] = MappingProxyType({"calculate": _calculate})
+BINDINGS: Mapping[str, OpBinder] = MappingProxyType({"calculate": _bind_calculate})

@@ -11,23 +11,33 @@ import numpy as np
 from ....graph.dtypes import DType
 from ....ops.declaration.shape_rules import integers_attribute
 from ....ops.elementwise.generators import arange
-from ...operands import Bound, Operand, need
-from ..binding.axes import axes_of, expanded, row_heads
-from ..binding.launches import Binding, Launches, Word, blocks
-from ..binding.packing import PACKINGS
-from ..device.driver import Source
-from .elementwise import CELLS, MOST_ELEMENTS, THREADS, TYPES, as_float, launch_binary, launch_cast, launch_map, spread
+from ...operands import BoundInstruction, Operand, require_supported
+from ..binding.axes import as_row_starts, build_iteration_axes, split_tiled_axes
+from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ..binding.packing import PLANE_LAYOUTS
+from ..device.driver import KernelSource
+from .elementwise import (
+    CELL_DTYPES,
+    CUDA_TYPE_NAMES,
+    ELEMENTWISE_THREADS,
+    MAX_ELEMENTS,
+    as_float,
+    count_element_blocks,
+    launch_binary,
+    launch_cast,
+    launch_elementwise,
+)
 from .products import packed
 
-BITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
-IDS = {DType.I32: "i32", DType.I64: "i64"}
-ZEROS, AROUND, MIRRORED = range(3)
-SOURCE = Source(
+BITS_TYPE_NAMES = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
+ID_TYPE_NAMES = {DType.I32: "i32", DType.I64: "i64"}
+PAD_ZEROS, PAD_CIRCULAR, PAD_REFLECT = range(3)
+SOURCE = KernelSource(
     "moves.cu",
     (
-        *(f"{kernel}<{t}>" for kernel in ("copied", "shifted") for t in BITS.values()),
-        *(f"gather<{t}, {i}>" for t in TYPES.values() for i in IDS.values()),
-        *(f"scatter<{TYPES[t]}, {i}>" for t in CELLS for i in IDS.values()),
+        *(f"{kernel}<{t}>" for kernel in ("copied", "shifted") for t in BITS_TYPE_NAMES.values()),
+        *(f"gather<{t}, {i}>" for t in CUDA_TYPE_NAMES.values() for i in ID_TYPE_NAMES.values()),
+        *(f"scatter<{CUDA_TYPE_NAMES[t]}, {i}>" for t in CELL_DTYPES for i in ID_TYPE_NAMES.values()),
         *("add_rows", "band"),
     ),
     ("columns.cuh", "cells.cuh", "elements.cuh"),
@@ -35,209 +45,231 @@ SOURCE = Source(
 SOURCES = (SOURCE,)
 
 
-def launch_copy(launches: Launches, x: Operand, out: Operand) -> None:
+def launch_copy(launches: LaunchBuilder, x: Operand, out: Operand) -> None:
     """Copy `x` to `out`, broadcast to its shape; another dtype is converted."""
     if x.dtype is not out.dtype:
         return launch_cast(launches, x, out)
-    launch_map(launches, SOURCE[f"copied<{_bits(x)}>"], [x], out, [])
+    launch_elementwise(launches, SOURCE[f"copied<{_find_bits_type(x)}>"], [x], out, [])
 
 
-def _bits(x: Operand) -> str:
-    need(not x.dtype.is_quantised, f"copies of {x.dtype} are missing")
-    return BITS[x.dtype.storage.itemsize]
+def _find_bits_type(x: Operand) -> str:
+    require_supported(not x.dtype.is_quantised, f"copies of {x.dtype} are missing")
+    return BITS_TYPE_NAMES[x.dtype.storage.itemsize]
 
 
-def _copy(launches: Launches, call: Bound) -> None:
+def _bind_copy(launches: LaunchBuilder, call: BoundInstruction) -> None:
     launch_copy(launches, call.operand(0), call.out)
 
 
-def _concat(launches: Launches, call: Bound) -> None:
+def _bind_concat(launches: LaunchBuilder, call: BoundInstruction) -> None:
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
-    launch_copy(launches, a, out.part(axis, 0, a.shape[axis]))
-    launch_copy(launches, b, out.part(axis, a.shape[axis], b.shape[axis]))
+    launch_copy(launches, a, out.slice_axis(axis, 0, a.shape[axis]))
+    launch_copy(launches, b, out.slice_axis(axis, a.shape[axis], b.shape[axis]))
 
 
 # ------------------------------------------------------------------------------------------------- shifted axes
 
 
-def _launch_shifted(launches: Launches, x: Operand, out: Operand, shifts: Sequence[int], how: int) -> None:
+def _launch_shifted(launches: LaunchBuilder, x: Operand, out: Operand, shifts: Sequence[int], how: int) -> None:
     """Launch a copy with shifted indices along each axis; `how` selects the values outside of x."""
     if x.dtype is not out.dtype:
         x = as_float(launches, x)
     count, rank = math.prod(out.shape), len(out.shape)
-    need(count < MOST_ELEMENTS, f"a result of {count} elements is too large for one launch")
+    require_supported(count < MAX_ELEMENTS, f"a result of {count} elements is too large for one launch")
     filled = [(*values, *([1] * (5 - rank))) for values in (out.shape, x.shape, shifts, x.strides)]
-    words: list[Word] = [count, rank, how, *(word for values in filled for word in values), x, out]
-    launches.add(SOURCE[f"shifted<{_bits(x)}>"], blocks(count, THREADS), THREADS, words)
+    words: list[LaunchWord] = [count, rank, how, *(word for values in filled for word in values), x, out]
+    launches.add_launch(
+        SOURCE[f"shifted<{_find_bits_type(x)}>"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words
+    )
 
 
-def _pad(launches: Launches, call: Bound) -> None:
-    how = AROUND if call.attrs["circular"] else ZEROS
+def _bind_pad(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    how = PAD_CIRCULAR if call.attrs["circular"] else PAD_ZEROS
     _launch_shifted(launches, call.operand(0), call.out, integers_attribute(call.attrs, "left"), how)
 
 
-def _roll(launches: Launches, call: Bound) -> None:
-    _launch_shifted(launches, call.operand(0), call.out, integers_attribute(call.attrs, "shifts"), AROUND)
+def _bind_roll(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    _launch_shifted(launches, call.operand(0), call.out, integers_attribute(call.attrs, "shifts"), PAD_CIRCULAR)
 
 
-def _pad_reflect(launches: Launches, call: Bound) -> None:
+def _bind_pad_reflect(launches: LaunchBuilder, call: BoundInstruction) -> None:
     left = int(np.asarray(call.attrs["left"]))
     shifts = [*([0] * (len(call.out.shape) - 1)), left]
-    _launch_shifted(launches, call.operand(0), call.out, shifts, MIRRORED)
+    _launch_shifted(launches, call.operand(0), call.out, shifts, PAD_REFLECT)
 
 
 # ------------------------------------------------------------------------------------------------------ regions
 
 
-def _region(call: Bound) -> Operand:
+def _slice_result_region(call: BoundInstruction) -> Operand:
     """Return the part of the result at `offsets`, with the shape of the second operand."""
     region = call.out
     for axis, (start, n) in enumerate(
         zip(integers_attribute(call.attrs, "offsets"), call.operand(1).shape, strict=True)
     ):
-        region = region.part(axis, start, n)
+        region = region.slice_axis(axis, start, n)
     return region
 
 
-def begin_with(launches: Launches, x: Operand, out: Operand) -> None:
+def copy_unless_in_place(launches: LaunchBuilder, x: Operand, out: Operand) -> None:
     """Copy `x` to `out`, unless they are the same memory."""
     if x.address != out.address:
         launch_copy(launches, x, out)
 
 
-def _set(launches: Launches, call: Bound) -> None:
-    begin_with(launches, call.operand(0), call.out)
-    launch_copy(launches, call.operand(1), _region(call))
+def _bind_set(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    copy_unless_in_place(launches, call.operand(0), call.out)
+    launch_copy(launches, call.operand(1), _slice_result_region(call))
 
 
-def _acc(launches: Launches, call: Bound) -> None:
-    begin_with(launches, call.operand(0), call.out)
-    region = _region(call)
+def _bind_acc(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    copy_unless_in_place(launches, call.operand(0), call.out)
+    region = _slice_result_region(call)
     launch_binary(launches, "add", region, call.operand(1), region)
 
 
 # --------------------------------------------------------------------------------------------------------- rows
 
 
-def _row_threads(columns: int) -> int:
-    return min(256, max(32, blocks(columns, 32) * 32))
+def _choose_copy_threads(columns: int) -> int:
+    return min(256, max(32, count_blocks(columns, 32) * 32))
 
 
-def _get_rows(launches: Launches, call: Bound) -> None:
+def _bind_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     table, ids, out = call.operand(0), call.operand(1), call.out
-    if table.dtype in PACKINGS and table.is_whole and len(table.shape) == 2:
-        return packed.get_rows(launches, call)
-    if table.dtype in PACKINGS:
-        table = packed.expanded(launches, table)
-    need(table.dtype in TYPES, f"rows of {table.dtype} are missing")
-    need(ids.dtype in IDS, f"ids of type {ids.dtype} are missing")
+    if table.dtype in PLANE_LAYOUTS and table.is_whole_buffer and len(table.shape) == 2:
+        return packed.bind_packed_get_rows(launches, call)
+    if table.dtype in PLANE_LAYOUTS:
+        table = packed.dequantise_weight(launches, table)
+    require_supported(table.dtype in CUDA_TYPE_NAMES, f"rows of {table.dtype} are missing")
+    require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     *leading, rows, columns = table.shape
-    heads = _with_axes(table, (*leading, 1), (*table.strides[:-2], 0))
-    axes = axes_of(ids.shape, [heads, ids, row_heads(out)])
-    words: list[Word] = [rows, columns, *table.strides[-2:], *axes.words, *axes.walk(0, table), *axes.walk(1, ids)]
-    words += [*axes.walk(2, out), *launches.fault(f"id {{value}} names no row of its table, which has {rows}")]
-    kernel = SOURCE[f"gather<{TYPES[table.dtype]}, {IDS[ids.dtype]}>"]
-    launches.add(kernel, axes.count, _row_threads(columns), words)
+    heads = _with_shape_and_strides(table, (*leading, 1), (*table.strides[:-2], 0))
+    axes = build_iteration_axes(ids.shape, [heads, ids, as_row_starts(out)])
+    words: list[LaunchWord] = [
+        rows,
+        columns,
+        *table.strides[-2:],
+        *axes.axes_fields,
+        *axes.make_walk_fields(0, table),
+        *axes.make_walk_fields(1, ids),
+    ]
+    words += [
+        *axes.make_walk_fields(2, out),
+        *launches.add_fault(f"id {{value}} names no row of its table, which has {rows}"),
+    ]
+    kernel = SOURCE[f"gather<{CUDA_TYPE_NAMES[table.dtype]}, {ID_TYPE_NAMES[ids.dtype]}>"]
+    launches.add_launch(kernel, axes.element_count, _choose_copy_threads(columns), words)
 
 
-def _with_axes(x: Operand, shape: Sequence[int], strides: Sequence[int]) -> Operand:
+def _with_shape_and_strides(x: Operand, shape: Sequence[int], strides: Sequence[int]) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=tuple(shape), strides=tuple(strides)))
 
 
-def _set_rows(launches: Launches, call: Bound) -> None:
+def _bind_set_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
-    need(ids.dtype in IDS, f"ids of type {ids.dtype} are missing")
+    require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     rows = as_float(launches, rows)
-    begin_with(launches, into, out)
-    heads = row_heads(rows)
-    table = _with_axes(out, (*out.shape[:-2], 1), (*out.strides[:-2], 0))
-    shape, (table_of, ids_of, rows_of) = expanded(heads.shape, [table, ids, heads], divides=1)
-    axes = axes_of(shape, [table_of, ids_of, rows_of])
-    words: list[Word] = [
+    copy_unless_in_place(launches, into, out)
+    heads = as_row_starts(rows)
+    table = _with_shape_and_strides(out, (*out.shape[:-2], 1), (*out.strides[:-2], 0))
+    shape, (table_of, ids_of, rows_of) = split_tiled_axes(heads.shape, [table, ids, heads], divides=1)
+    axes = build_iteration_axes(shape, [table_of, ids_of, rows_of])
+    words: list[LaunchWord] = [
         out.shape[-2],
         out.shape[-1],
         out.strides[-2],
         rows.strides[-1],
-        *axes.words,
-        *axes.walk(0, out),
+        *axes.axes_fields,
+        *axes.make_walk_fields(0, out),
     ]
-    words += [*axes.walk(1, ids), *axes.walk(2, rows)]
-    words += launches.fault(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
-    launches.add(
-        SOURCE[f"scatter<{TYPES[out.dtype]}, {IDS[ids.dtype]}>"], axes.count, _row_threads(out.shape[-1]), words
+    words += [*axes.make_walk_fields(1, ids), *axes.make_walk_fields(2, rows)]
+    words += launches.add_fault(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
+    launches.add_launch(
+        SOURCE[f"scatter<{CUDA_TYPE_NAMES[out.dtype]}, {ID_TYPE_NAMES[ids.dtype]}>"],
+        axes.element_count,
+        _choose_copy_threads(out.shape[-1]),
+        words,
     )
 
 
-def _add_id(launches: Launches, call: Bound) -> None:
+def _bind_add_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, ids, out = as_float(launches, call.operand(0)), call.operand(2), call.out
     table = as_float(launches, call.operand(1))
     first, total = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
-    axes = axes_of(ids.shape, [row_heads(x), ids, row_heads(out)])
+    axes = build_iteration_axes(ids.shape, [as_row_starts(x), ids, as_row_starts(out)])
     own, columns = table.shape
-    words: list[Word] = [first, own, total or own, columns, x.strides[-1], *table.strides, *axes.words]
-    words += [*axes.walk(0, x), *axes.walk(1, ids), *axes.walk(2, out), table]
-    words += launches.fault(f"id {{value}} is none of {total or own} experts")
-    launches.add(SOURCE["add_rows"], axes.count, _row_threads(columns), words)
+    words: list[LaunchWord] = [first, own, total or own, columns, x.strides[-1], *table.strides, *axes.axes_fields]
+    words += [*axes.make_walk_fields(0, x), *axes.make_walk_fields(1, ids), *axes.make_walk_fields(2, out), table]
+    words += launches.add_fault(f"id {{value}} is none of {total or own} experts")
+    launches.add_launch(SOURCE["add_rows"], axes.element_count, _choose_copy_threads(columns), words)
 
 
 # ------------------------------------------------------------------------------------------- triangles, numbers
 
-_FAR = 2**40
-_KEPT = {"upper_diag": (0, _FAR), "upper": (1, _FAR), "lower_diag": (-_FAR, 0), "lower": (-_FAR, -1)}
+_UNBOUNDED = 2**40
+_BAND_BY_KIND = {
+    "upper_diag": (0, _UNBOUNDED),
+    "upper": (1, _UNBOUNDED),
+    "lower_diag": (-_UNBOUNDED, 0),
+    "lower": (-_UNBOUNDED, -1),
+}
 
 
-def _launch_band(launches: Launches, x: Operand, out: Operand, low: int, high: int, other: float = 0.0) -> None:
+def _launch_band(launches: LaunchBuilder, x: Operand, out: Operand, low: int, high: int, other: float = 0.0) -> None:
     """Copy the entries of a band of diagonals from `low` to `high`, and set the rest to `other`."""
     x = as_float(launches, x)
-    axes = axes_of(out.shape, [x, out])
-    need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")
-    words: list[Word] = [
-        axes.count,
+    axes = build_iteration_axes(out.shape, [x, out])
+    require_supported(
+        axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
+    )
+    words: list[LaunchWord] = [
+        axes.element_count,
         *out.shape[-2:],
         low,
         high,
         float(other),
-        *axes.words,
-        *axes.walk(0, x),
-        *axes.walk(1, out),
+        *axes.axes_fields,
+        *axes.make_walk_fields(0, x),
+        *axes.make_walk_fields(1, out),
     ]
-    launches.add(SOURCE["band"], spread(axes.count), THREADS, words)
+    launches.add_launch(SOURCE["band"], count_element_blocks(axes.element_count), ELEMENTWISE_THREADS, words)
 
 
-def _tri(launches: Launches, call: Bound) -> None:
-    _launch_band(launches, call.operand(0), call.out, *_KEPT[str(call.attrs["kind"])])
+def _bind_tri(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    _launch_band(launches, call.operand(0), call.out, *_BAND_BY_KIND[str(call.attrs["kind"])])
 
 
-def _diag_mask_inf(launches: Launches, call: Bound) -> None:
+def _bind_diag_mask_inf(launches: LaunchBuilder, call: BoundInstruction) -> None:
     past = int(np.asarray(call.attrs["n_past"]))
-    _launch_band(launches, call.operand(0), call.out, -_FAR, past, -math.inf)
+    _launch_band(launches, call.operand(0), call.out, -_UNBOUNDED, past, -math.inf)
 
 
-def _diag(launches: Launches, call: Bound) -> None:
+def _bind_diag(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x = call.operand(0)
-    rows = _with_axes(x, (*x.shape[:-1], 1, x.shape[-1]), (*x.strides[:-1], 0, x.strides[-1]))
+    rows = _with_shape_and_strides(x, (*x.shape[:-1], 1, x.shape[-1]), (*x.strides[:-1], 0, x.strides[-1]))
     _launch_band(launches, rows, call.out, 0, 0)
 
 
-def _arange(launches: Launches, call: Bound) -> None:
-    launch_copy(launches, launches.constant(arange.reference(**call.attrs).astype(np.float32)), call.out)
+def _bind_arange(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    launch_copy(launches, launches.upload_constant(arange.reference(**call.attrs).astype(np.float32)), call.out)
 
 
-BINDINGS: Mapping[str, Binding] = {
-    "cont": _copy,
-    "repeat": _copy,
-    "concat": _concat,
-    "pad": _pad,
-    "roll": _roll,
-    "pad_reflect_1d": _pad_reflect,
-    "set": _set,
-    "acc": _acc,
-    "get_rows": _get_rows,
-    "set_rows": _set_rows,
-    "add_id": _add_id,
-    "tri": _tri,
-    "diag_mask_inf": _diag_mask_inf,
-    "diag": _diag,
-    "arange": _arange,
+BINDINGS: Mapping[str, OpBinder] = {
+    "cont": _bind_copy,
+    "repeat": _bind_copy,
+    "concat": _bind_concat,
+    "pad": _bind_pad,
+    "roll": _bind_roll,
+    "pad_reflect_1d": _bind_pad_reflect,
+    "set": _bind_set,
+    "acc": _bind_acc,
+    "get_rows": _bind_get_rows,
+    "set_rows": _bind_set_rows,
+    "add_id": _bind_add_id,
+    "tri": _bind_tri,
+    "diag_mask_inf": _bind_diag_mask_inf,
+    "diag": _bind_diag,
+    "arange": _bind_arange,
 }

@@ -5,53 +5,75 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ...operands import Bound, Operand, need
-from ..binding.axes import axes_of, row_heads
-from ..binding.launches import Binding, Launches, Word
-from ..device.driver import Source
-from .elementwise import TARGETS, TYPES, as_type
-from .moves import IDS, begin_with
-from .rows import row_threads
+from ...operands import BoundInstruction, Operand, require_supported
+from ..binding.axes import as_row_starts, build_iteration_axes
+from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder
+from ..device.driver import KernelSource
+from .elementwise import CAST_TARGETS, CUDA_TYPE_NAMES, as_type
+from .moves import ID_TYPE_NAMES, copy_unless_in_place
+from .rows import choose_row_threads
 
-WAYS: Mapping[str, int] = MappingProxyType({"max": 0, "min": 1, "sum": 2, "prod": 3, "add": 2, "mul": 3, "set": 4})
+REDUCTION_CODES: Mapping[str, int] = MappingProxyType(
+    {"max": 0, "min": 1, "sum": 2, "prod": 3, "add": 2, "mul": 3, "set": 4}
+)
 """Codes of reductions in kernels, by attribute value."""
-KEPT = tuple(TYPES[t] for t in TARGETS)
-SOURCE = Source(
+REDUCTION_TYPES = tuple(CUDA_TYPE_NAMES[t] for t in CAST_TARGETS)
+SOURCE = KernelSource(
     "reductions.cu",
     (
-        *(f"{kernel}<{t}>" for kernel in ("reduced", "accumulated") for t in KEPT),
-        *(f"put<{t}, {i}>" for t in KEPT for i in IDS.values()),
+        *(f"{kernel}<{t}>" for kernel in ("reduced", "accumulated") for t in REDUCTION_TYPES),
+        *(f"put<{t}, {i}>" for t in REDUCTION_TYPES for i in ID_TYPE_NAMES.values()),
     ),
 )
 SOURCES = (SOURCE,)
 
 
-def _launch_rows(launches: Launches, call: Bound, kernel: str, out: Operand, threads: int) -> None:
-    x, way = as_type(launches, call.operand(0), out.dtype), WAYS[str(call.attrs["kind"])]
-    axes = axes_of(x.shape[:-1], [row_heads(x), row_heads(out)])
-    words: list[Word] = [x.shape[-1], x.strides[-1], way, *axes.words, *axes.walk(0, x), *axes.walk(1, out)]
-    launches.add(SOURCE[f"{kernel}<{TYPES[out.dtype]}>"], axes.count, threads, words)
+def _launch_reduction(launches: LaunchBuilder, call: BoundInstruction, kernel: str, out: Operand, threads: int) -> None:
+    x, way = as_type(launches, call.operand(0), out.dtype), REDUCTION_CODES[str(call.attrs["kind"])]
+    axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out)])
+    words: list[LaunchWord] = [
+        x.shape[-1],
+        x.strides[-1],
+        way,
+        *axes.axes_fields,
+        *axes.make_walk_fields(0, x),
+        *axes.make_walk_fields(1, out),
+    ]
+    launches.add_launch(SOURCE[f"{kernel}<{CUDA_TYPE_NAMES[out.dtype]}>"], axes.element_count, threads, words)
 
 
-def _reduce(launches: Launches, call: Bound) -> None:
-    _launch_rows(launches, call, "reduced", call.out, row_threads(call.operand(0).shape[-1]))
+def _bind_reduce(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    _launch_reduction(launches, call, "reduced", call.out, choose_row_threads(call.operand(0).shape[-1]))
 
 
-def _accumulate(launches: Launches, call: Bound) -> None:
-    need(call.out.is_dense_along(-1), "rows of the result are not dense")
-    _launch_rows(launches, call, "accumulated", call.out, 32)
+def _bind_accumulate(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    require_supported(call.out.is_dense_along(-1), "rows of the result are not dense")
+    _launch_reduction(launches, call, "accumulated", call.out, 32)
 
 
-def _scatter(launches: Launches, call: Bound) -> None:
+def _bind_scatter(launches: LaunchBuilder, call: BoundInstruction) -> None:
     ids, out = call.operand(1), call.out
-    need(ids.dtype in IDS, f"ids of type {ids.dtype} are missing")
+    require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     x = as_type(launches, call.operand(2), out.dtype)
-    begin_with(launches, call.operand(0), out)
-    axes, size = axes_of(ids.shape[:-1], [row_heads(o) for o in (ids, x, out)]), out.shape[-1]
-    words: list[Word] = [ids.shape[-1], size, ids.strides[-1], x.strides[-1], out.strides[-1]]
-    words += [WAYS[str(call.attrs["reduce"])], *axes.words, *axes.walk(0, ids), *axes.walk(1, x), *axes.walk(2, out)]
-    words += launches.fault(f"id {{value}} names no entry of its row, which has {size}")
-    launches.add(SOURCE[f"put<{TYPES[out.dtype]}, {IDS[ids.dtype]}>"], axes.count, row_threads(size), words)
+    copy_unless_in_place(launches, call.operand(0), out)
+    axes, size = build_iteration_axes(ids.shape[:-1], [as_row_starts(o) for o in (ids, x, out)]), out.shape[-1]
+    words: list[LaunchWord] = [ids.shape[-1], size, ids.strides[-1], x.strides[-1], out.strides[-1]]
+    words += [
+        REDUCTION_CODES[str(call.attrs["reduce"])],
+        *axes.axes_fields,
+        *axes.make_walk_fields(0, ids),
+        *axes.make_walk_fields(1, x),
+        *axes.make_walk_fields(2, out),
+    ]
+    words += launches.add_fault(f"id {{value}} names no entry of its row, which has {size}")
+    launches.add_launch(
+        SOURCE[f"put<{CUDA_TYPE_NAMES[out.dtype]}, {ID_TYPE_NAMES[ids.dtype]}>"],
+        axes.element_count,
+        choose_row_threads(size),
+        words,
+    )
 
 
-BINDINGS: Mapping[str, Binding] = MappingProxyType({"reduce": _reduce, "accumulate": _accumulate, "scatter": _scatter})
+BINDINGS: Mapping[str, OpBinder] = MappingProxyType(
+    {"reduce": _bind_reduce, "accumulate": _bind_accumulate, "scatter": _bind_scatter}
+)

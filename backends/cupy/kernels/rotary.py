@@ -18,27 +18,31 @@ from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute
 from ....ops.declaration.shape_rules import integers_attribute
 from ....ops.matrix.rope import compute_frequencies, position_planes
-from ...chains import ROPES, changed_state, turned_heads
-from ...flow import Flow, apart, lies_as
-from ...operands import Bound, Operand, need
-from ..binding.axes import MOST, axes_of, row_heads
-from ..binding.chains import Fused
-from ..binding.launches import Binding, Launches, Word, blocks
-from ..device.driver import Source
-from .elementwise import CELLS, MOST_ELEMENTS, THREADS, TYPES, as_float
+from ...chains import ROPE_OPS, match_normed_rope, match_saved_state_update
+from ...flow import Dataflow, has_same_elements, require_no_alias
+from ...operands import BoundInstruction, Operand, require_supported
+from ..binding.axes import MAX_ITERATION_AXES, as_row_starts, build_iteration_axes
+from ..binding.chains import FusionBinder
+from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ..device.driver import KernelSource
+from .elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, ELEMENTWISE_THREADS, MAX_ELEMENTS, as_float
 from .moves import launch_copy
-from .rows import row_threads
+from .rows import choose_row_threads
 
-SOURCE = Source(
+SOURCE = KernelSource(
     "rotary.cu",
-    ("rope", *(f"{kernel}<{TYPES[t]}>" for kernel in ("place_head", "place_heads") for t in CELLS), "timesteps"),
+    (
+        "rope",
+        *(f"{kernel}<{CUDA_TYPE_NAMES[t]}>" for kernel in ("place_head", "place_heads") for t in CELL_DTYPES),
+        "timesteps",
+    ),
     ("cells.cuh",),
 )
 SOURCES = (SOURCE,)
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
+class RopeOperands:
     """The angles of a RoPE instruction.
 
     `positions` has the positions of each token, `step` elements apart if a token has several. `plane` selects one of
@@ -52,7 +56,7 @@ class Turned:
     magnitude: float
 
     @classmethod
-    def of(cls, call: Bound) -> Turned:
+    def from_instruction(cls, call: BoundInstruction) -> RopeOperands:
         """Return the angles of a `rope` or `rope_multi` instruction."""
         n_dims, positions = int(float_attribute(call.attrs, "n_dims")), call.operand(1)
         if call.op == "rope":
@@ -70,7 +74,9 @@ class Turned:
         )
         return cls(of_tokens, tensor.strides[-2], plane.astype(np.int32), inverse, magnitude)
 
-    def words(self, launches: Launches, call: Bound, factors: Operand | None) -> list[Word]:
+    def make_rope_fields(
+        self, launches: LaunchBuilder, call: BoundInstruction, factors: Operand | None
+    ) -> list[LaunchWord]:
         """Return the fields of `Turns`.
 
         Args:
@@ -79,72 +85,95 @@ class Turned:
             factors: Divisors of the frequencies.
         """
         pairs, neighbours = len(self.inverse), call.attrs["mode"] == "normal"
-        words: list[Word] = [
+        words: list[LaunchWord] = [
             pairs,
             int(float_attribute(call.attrs, "offset")),
             2 if neighbours else 1,
             1 if neighbours else pairs,
         ]
-        words += [self.step, self.magnitude, launches.constant(self.inverse), launches.constant(self.plane)]
+        words += [
+            self.step,
+            self.magnitude,
+            launches.upload_constant(self.inverse),
+            launches.upload_constant(self.plane),
+        ]
         return [*words, *([0, 0] if factors is None else [factors, factors.strides[-1]])]
 
     @property
-    def by_row(self) -> Operand:
+    def row_positions(self) -> Operand:
         """The positions, repeated for all heads."""
         tensor = self.positions.tensor
         return replace(self.positions, tensor=replace(tensor, shape=(*tensor.shape, 1), strides=(*tensor.strides, 0)))
 
 
-def _rope(launches: Launches, call: Bound) -> None:
+def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
     """Bind RoPE: copy the columns that it does not rotate, then rotate pairs."""
-    x, out, factors, turned = as_float(launches, call.operand(0)), call.out, call.optional(2), Turned.of(call)
-    need(turned.positions.dtype is DType.I32, f"positions of type {turned.positions.dtype} are missing")
+    x, out, factors, turned = (
+        as_float(launches, call.operand(0)),
+        call.out,
+        call.optional_operand(2),
+        RopeOperands.from_instruction(call),
+    )
+    require_supported(turned.positions.dtype is DType.I32, f"positions of type {turned.positions.dtype} are missing")
     factors = None if factors is None else as_float(launches, factors)
     pairs, offset = len(turned.inverse), int(float_attribute(call.attrs, "offset"))
-    _copy_others(launches, x, out, offset, 2 * pairs)
+    _copy_unrotated_columns(launches, x, out, offset, 2 * pairs)
     if not pairs:
         return
-    axes = axes_of(x.shape[:-1], [row_heads(x), row_heads(out), turned.by_row])
-    count = axes.count * pairs
-    need(count < MOST_ELEMENTS, f"{count} pairs are too many for one launch")
-    words: list[Word] = [count, x.strides[-1], out.strides[-1], *turned.words(launches, call, factors)]
-    words += [*axes.words, *axes.walk(0, x), *axes.walk(1, out), *axes.walk(2, call.operand(1))]
-    launches.add(SOURCE["rope"], blocks(count, THREADS), THREADS, words)
+    axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out), turned.row_positions])
+    count = axes.element_count * pairs
+    require_supported(count < MAX_ELEMENTS, f"{count} pairs are too many for one launch")
+    words: list[LaunchWord] = [count, x.strides[-1], out.strides[-1], *turned.make_rope_fields(launches, call, factors)]
+    words += [
+        *axes.axes_fields,
+        *axes.make_walk_fields(0, x),
+        *axes.make_walk_fields(1, out),
+        *axes.make_walk_fields(2, call.operand(1)),
+    ]
+    launches.add_launch(SOURCE["rope"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)
 
 
-def _copy_others(launches: Launches, x: Operand, out: Operand, offset: int, turned: int) -> None:
+def _copy_unrotated_columns(launches: LaunchBuilder, x: Operand, out: Operand, offset: int, turned: int) -> None:
     """Copy the columns that RoPE does not rotate, unless the result is in place."""
     axis, columns = len(x.shape) - 1, x.shape[-1]
     if x.address == out.address:
         return
     for start, end in ((0, offset), (offset + turned, columns)):
         if start < end:
-            launch_copy(launches, x.part(axis, start, end - start), out.part(axis, start, end - start))
+            launch_copy(launches, x.slice_axis(axis, start, end - start), out.slice_axis(axis, start, end - start))
 
 
-def _timesteps(launches: Launches, call: Bound) -> None:
+def _bind_timestep_embedding(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, width, period = (
         as_float(launches, call.operand(0)),
         *(int(float_attribute(call.attrs, n)) for n in ("dim", "max_period")),
     )
     half = width // 2
     inverse = np.exp(-math.log(period) * np.arange(max(1, half)) / max(1, half))
-    axes = axes_of(x.shape, [x])
-    count = axes.count * width
-    need(count < MOST_ELEMENTS, f"a result of {count} elements is too large for one launch")
-    words: list[Word] = [count, width, half, launches.constant(inverse), *axes.words, *axes.walk(0, x), call.out]
-    launches.add(SOURCE["timesteps"], blocks(count, THREADS), THREADS, words)
+    axes = build_iteration_axes(x.shape, [x])
+    count = axes.element_count * width
+    require_supported(count < MAX_ELEMENTS, f"a result of {count} elements is too large for one launch")
+    words: list[LaunchWord] = [
+        count,
+        width,
+        half,
+        launches.upload_constant(inverse),
+        *axes.axes_fields,
+        *axes.make_walk_fields(0, x),
+        call.out,
+    ]
+    launches.add_launch(SOURCE["timesteps"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)
 
 
 # --------------------------------------------------------------------------------------------------------- chains
 
-NO_TURNS: Sequence[Word] = (*[0] * 5, 0.0, *[0] * 4)
-MOST_COLUMNS = 8192
+NO_ROTATION_FIELDS: Sequence[LaunchWord] = (*[0] * 5, 0.0, *[0] * 4)
+MAX_SHARED_COLUMNS = 8192
 """The most columns of a row that a block keeps in shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _HeadPattern:
     """The numbers of the instructions of a head, as far as they exist."""
 
     norm: int | None = None
@@ -160,42 +189,50 @@ class _Chain:
         return [n for n in chain if n is not None]
 
 
-def _stored(flow: Flow, number: int) -> tuple[int | None, int | None]:
+def _find_cache_store(flow: Dataflow, number: int) -> tuple[int | None, int | None]:
     """Find the instruction that stores a result in a cache, and the instruction that saves the old row."""
-    readers = flow.found(number) or []
-    if len(readers) != 1 or flow.call(readers[0]).op != "set_rows" or not flow.makes(number, readers[0], 1):
+    readers = flow.find_readers(number) or []
+    if (
+        len(readers) != 1
+        or flow.bound_instruction(readers[0]).op != "set_rows"
+        or not flow.is_operand_of(number, readers[0], 1)
+    ):
         return None, None
-    return readers[0], _save_of(flow, readers[0])
+    return readers[0], _find_row_save(flow, readers[0])
 
 
-def _save_of(flow: Flow, store: int) -> int | None:
+def _find_row_save(flow: Dataflow, store: int) -> int | None:
     """Find the instruction that saves the row that `store` overwrites."""
-    save = flow.save(flow.call(store).operand(0), store)
-    return save if save is not None and _saves(flow.call(save), flow.call(store)) else None
+    save = flow.find_state_save(flow.bound_instruction(store).operand(0), store)
+    return (
+        save if save is not None and _is_row_save(flow.bound_instruction(save), flow.bound_instruction(store)) else None
+    )
 
 
-def _saves(save: Bound, store: Bound) -> bool:
+def _is_row_save(save: BoundInstruction, store: BoundInstruction) -> bool:
     """Return whether `save` saves the one row that `store` sets. Of several rows, two may be the same."""
-    ids, there = store.operand(2), save.optional(1)
-    same = there is not None and lies_as(there, ids) and lies_as(save.operand(0), store.operand(0))
+    ids, there = store.operand(2), save.optional_operand(1)
+    same = there is not None and has_same_elements(there, ids) and has_same_elements(save.operand(0), store.operand(0))
     return save.op == "get_rows" and same and ids.tensor.spec.size == 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Placing:
+class _HeadLaunch:
     """A launch for a head pattern, with one block per row of x: the fields of `Head`, and the accessed operands."""
 
     dtype: DType
     rows: int
     columns: int
-    words: Sequence[Word]
-    read: Sequence[Operand]
-    written: Sequence[Operand]
+    words: Sequence[LaunchWord]
+    read_operands: Sequence[Operand]
+    written_operands: Sequence[Operand]
 
 
-def _placing(launches: Launches, flow: Flow, chain: _Chain) -> _Placing:
+def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPattern) -> _HeadLaunch:
     """Build the launch of a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
-    calls = {name: flow.call(n) for name in _Chain.__slots__ if (n := getattr(chain, name)) is not None}
+    calls = {
+        name: flow.bound_instruction(n) for name in _HeadPattern.__slots__ if (n := getattr(chain, name)) is not None
+    }
     last = calls.get("store") or calls["rope"]
     x = (
         calls["norm"].operand(0)
@@ -205,109 +242,134 @@ def _placing(launches: Launches, flow: Flow, chain: _Chain) -> _Placing:
         else last.operand(1)
     )
     out, columns = last.out, x.shape[-1]
-    need(x.is_float and out.dtype in CELLS and out.is_dense, "heads do not lie densely")
-    need(columns <= MOST_COLUMNS, "a row is too long for shared memory")
-    heads, ids, saved, fault = 1, None, None, list[Word]([0, 0])
+    require_supported(x.is_float and out.dtype in CELL_DTYPES and out.is_dense, "heads do not lie densely")
+    require_supported(columns <= MAX_SHARED_COLUMNS, "a row is too long for shared memory")
+    heads, ids, saved, fault = 1, None, None, list[LaunchWord]([0, 0])
     if chain.store is not None:
         into, ids = last.operand(0), last.operand(2)
         heads = out.shape[-1] // columns
-        need(lies_as(into, out) and len(out.shape) == 2 and out.shape[-1] % columns == 0, "the cache is copied")
-        need(ids.is_dense and ids.dtype is DType.I32, "rows of the cache are numbered otherwise")
-        need(ids.tensor.spec.size * heads == math.prod(x.shape[:-1]), "heads of a token do not fill a row")
+        require_supported(
+            has_same_elements(into, out) and len(out.shape) == 2 and out.shape[-1] % columns == 0, "the cache is copied"
+        )
+        require_supported(ids.is_dense and ids.dtype is DType.I32, "rows of the cache are numbered otherwise")
+        require_supported(ids.tensor.spec.size * heads == math.prod(x.shape[:-1]), "heads of a token do not fill a row")
         first, launches.number = launches.number, chain.store
-        fault = launches.fault(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
+        fault = launches.add_fault(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
         launches.number = first
         saved = calls["save"].out if "save" in calls else None
     else:
-        need(out.shape == x.shape, "heads are put elsewhere")
+        require_supported(out.shape == x.shape, "heads are put elsewhere")
     w, eps = None, 0.0
     if "factor" in calls:
         w, eps = calls["factor"].operand(1), float(float_attribute(calls["norm"].attrs, "eps"))
-        need(w.is_float and w.tensor.spec.size == columns == w.shape[-1], "a row is not multiplied by a vector")
-    positions, turns = None, list[Word](NO_TURNS)
+        require_supported(
+            w.is_float and w.tensor.spec.size == columns == w.shape[-1], "a row is not multiplied by a vector"
+        )
+    positions, turns = None, list[LaunchWord](NO_ROTATION_FIELDS)
     if "rope" in calls:
-        turned, factors = Turned.of(calls["rope"]), calls["rope"].optional(2)
-        need(turned.positions.dtype is DType.I32 and len(turned.inverse), "positions are of another type")
-        need(factors is None or factors.is_float, "factors are of another type")
-        positions, turns = turned.by_row, turned.words(launches, calls["rope"], factors)
+        turned, factors = RopeOperands.from_instruction(calls["rope"]), calls["rope"].optional_operand(2)
+        require_supported(turned.positions.dtype is DType.I32 and len(turned.inverse), "positions are of another type")
+        require_supported(factors is None or factors.is_float, "factors are of another type")
+        positions, turns = turned.row_positions, turned.make_rope_fields(launches, calls["rope"], factors)
     for result in (out, saved):
         if result is not None:
-            apart(result, [w, positions, ids, *([x] if chain.store is not None else [])], [x] * (chain.store is None))
-    axes = axes_of(x.shape[:-1], [row_heads(x), *([] if positions is None else [positions])])
-    words: list[Word] = [columns, heads, x.strides[-1], 0 if w is None else w.strides[-1], eps, w or 0, *turns]
-    words += [*axes.words, *axes.walk(0, x), *([0] * (1 + MOST) if positions is None else axes.walk(1, positions))]
+            require_no_alias(
+                result, [w, positions, ids, *([x] if chain.store is not None else [])], [x] * (chain.store is None)
+            )
+    axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), *([] if positions is None else [positions])])
+    words: list[LaunchWord] = [columns, heads, x.strides[-1], 0 if w is None else w.strides[-1], eps, w or 0, *turns]
+    words += [
+        *axes.axes_fields,
+        *axes.make_walk_fields(0, x),
+        *([0] * (1 + MAX_ITERATION_AXES) if positions is None else axes.make_walk_fields(1, positions)),
+    ]
     words += [out, ids or 0, out.shape[-2] if chain.store is not None else 0, saved or 0, *fault]
     read = [o for o in (x, w, positions, ids) if o is not None]
-    return _Placing(out.dtype, axes.count, columns, words, read, [o for o in (out, saved) if o is not None])
+    return _HeadLaunch(out.dtype, axes.element_count, columns, words, read, [o for o in (out, saved) if o is not None])
 
 
-def _launch_heads(launches: Launches, flow: Flow, chain: _Chain) -> Sequence[int]:
+def _launch_head(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPattern) -> Sequence[int]:
     """Launch a head pattern and return its instructions."""
-    made = _placing(launches, flow, chain)
-    kernel, threads = SOURCE[f"place_head<{TYPES[made.dtype]}>"], row_threads(made.columns)
-    launches.add(kernel, made.rows, threads, made.words, 4 * made.columns)
+    made = _build_head_launch(launches, flow, chain)
+    kernel, threads = SOURCE[f"place_head<{CUDA_TYPE_NAMES[made.dtype]}>"], choose_row_threads(made.columns)
+    launches.add_launch(kernel, made.rows, threads, made.words, 4 * made.columns)
     return chain.numbers
 
 
-def _normed(flow: Flow, first: int) -> _Chain:
+def _match_normed_head(flow: Dataflow, first: int) -> _HeadPattern:
     """Match ``rms_norm(x) * w``, then RoPE, and perhaps a store."""
-    chain = turned_heads(flow, first)
-    return _Chain(*chain, *_stored(flow, chain.rope))
+    chain = match_normed_rope(flow, first)
+    return _HeadPattern(*chain, *_find_cache_store(flow, chain.rope))
 
 
-def _normed_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+def _fuse_normed_head(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse RMS norm, multiplication and RoPE of a head, and a store into a cache if there is one."""
-    return _launch_heads(launches, flow, _normed(flow, first))
+    return _launch_head(launches, flow, _match_normed_head(flow, first))
 
 
-def _turned_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+def _fuse_rope_and_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse RoPE and the store into a cache."""
-    store, save = _stored(flow, first)
-    need(store is not None, "it goes into no cache")
-    return _launch_heads(launches, flow, _Chain(rope=first, store=store, save=save))
+    store, save = _find_cache_store(flow, first)
+    require_supported(store is not None, "it goes into no cache")
+    return _launch_head(launches, flow, _HeadPattern(rope=first, store=store, save=save))
 
 
-def _chain_into(flow: Flow, store: int) -> _Chain:
+def _match_stored_head(flow: Dataflow, store: int) -> _HeadPattern:
     """Match the head pattern that ends in a cache store."""
-    need(flow.call(store).op == "set_rows", "it is no cache of rows")
-    rope, save = flow.maker(store, 1), _save_of(flow, store)
-    if flow.call(rope).op not in ROPES:
-        return _Chain(store=store, save=save)
-    need(_stored(flow, rope) == (store, save), "the rotated head has other readers")
-    factor = flow.maker(rope, 0)
-    if flow.call(factor).op == "mul" and flow.call(norm := flow.maker(factor, 0)).op == "rms_norm":
-        return _normed(flow, norm)
-    return _Chain(rope=rope, store=store, save=save)
+    require_supported(flow.bound_instruction(store).op == "set_rows", "it is no cache of rows")
+    rope, save = flow.require_producer(store, 1), _find_row_save(flow, store)
+    if flow.bound_instruction(rope).op not in ROPE_OPS:
+        return _HeadPattern(store=store, save=save)
+    require_supported(_find_cache_store(flow, rope) == (store, save), "the rotated head has other readers")
+    factor = flow.require_producer(rope, 0)
+    if (
+        flow.bound_instruction(factor).op == "mul"
+        and flow.bound_instruction(norm := flow.require_producer(factor, 0)).op == "rms_norm"
+    ):
+        return _match_normed_head(flow, norm)
+    return _HeadPattern(rope=rope, store=store, save=save)
 
 
-def _heads_of_attention(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+def _fuse_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse the query head pattern of an attention and the stores of its keys and values."""
-    query = _normed(flow, first) if flow.call(first).op == "rms_norm" else _Chain(rope=first)
+    query = (
+        _match_normed_head(flow, first) if flow.bound_instruction(first).op == "rms_norm" else _HeadPattern(rope=first)
+    )
     assert query.rope is not None
-    attention = flow.reader(query.rope, "attention")
-    chains = [query, *(_chain_into(flow, flow.maker(attention, k)) for k in (1, 2))]
-    made = [_placing(launches, flow, chain) for chain in chains]
-    need(made[0].dtype is DType.F32 and made[1].dtype is made[2].dtype, "caches differ in type")
+    attention = flow.require_sole_reader(query.rope, "attention")
+    chains = [query, *(_match_stored_head(flow, flow.require_producer(attention, k)) for k in (1, 2))]
+    made = [_build_head_launch(launches, flow, chain) for chain in chains]
+    require_supported(made[0].dtype is DType.F32 and made[1].dtype is made[2].dtype, "caches differ in type")
     for one, other in permutations(made, 2):
-        for out in one.written:
-            apart(out, [*other.read, *other.written])
+        for out in one.written_operands:
+            require_no_alias(out, [*other.read_operands, *other.written_operands])
     columns, ends = max(m.columns for m in made), [*accumulate(m.rows for m in made)]
     words = [*ends[:2], *(word for m in made for word in m.words)]
-    launches.add(SOURCE[f"place_heads<{TYPES[made[1].dtype]}>"], ends[-1], row_threads(columns), words, 4 * columns)
+    launches.add_launch(
+        SOURCE[f"place_heads<{CUDA_TYPE_NAMES[made[1].dtype]}>"],
+        ends[-1],
+        choose_row_threads(columns),
+        words,
+        4 * columns,
+    )
     return [n for chain in chains for n in chain.numbers]
 
 
-def _stored_row(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+def _fuse_row_save_and_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse the save of a cache row and its store."""
-    save = flow.call(first)
-    _, store = changed_state(flow, first, "set_rows")
-    need(_saves(save, flow.call(store)), "it saves no single row")
-    return _launch_heads(launches, flow, _Chain(store=store, save=first))
+    save = flow.bound_instruction(first)
+    _, store = match_saved_state_update(flow, first, "set_rows")
+    require_supported(_is_row_save(save, flow.bound_instruction(store)), "it saves no single row")
+    return _launch_head(launches, flow, _HeadPattern(store=store, save=first))
 
 
-FUSED: Mapping[str, Sequence[Fused]] = {
-    "rms_norm": (_normed_heads, _heads_of_attention),
-    **dict.fromkeys(ROPES, (_turned_heads, _heads_of_attention)),
-    "get_rows": (_stored_row,),
+FUSED: Mapping[str, Sequence[FusionBinder]] = {
+    "rms_norm": (_fuse_normed_head, _fuse_attention_heads),
+    **dict.fromkeys(ROPE_OPS, (_fuse_rope_and_store, _fuse_attention_heads)),
+    "get_rows": (_fuse_row_save_and_store,),
 }
-BINDINGS: Mapping[str, Binding] = {"rope": _rope, "rope_multi": _rope, "timestep_embedding": _timesteps}
+BINDINGS: Mapping[str, OpBinder] = {
+    "rope": _bind_rope,
+    "rope_multi": _bind_rope,
+    "timestep_embedding": _bind_timestep_embedding,
+}

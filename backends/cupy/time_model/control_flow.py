@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..device.disassembly import LINE, bits_of, kernels_in, text_of
+from ..device.disassembly import SOURCE_LINE_PATTERN, compute_access_bits, run_disassembler, split_kernels
 
 Frames = tuple[str, ...]
 """``file:line`` of an instruction and of the calls into which it was inlined, innermost first."""
@@ -92,7 +92,7 @@ def build_control_flow_graphs(image: bytes) -> Mapping[str, Sequence[BasicBlock]
 
     The first block of a kernel is its entry.
     """
-    return {name: _build_blocks(list(lines)) for name, lines in kernels_in(text_of(image, "-gi"))}
+    return {name: _build_blocks(list(lines)) for name, lines in split_kernels(run_disassembler(image, "-gi"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _parse_instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[
     frames: list[str] = []
     fresh = True
     for line in lines:
-        if place := LINE.search(line):
+        if place := SOURCE_LINE_PATTERN.search(line):
             if fresh:
                 frames = []
             frames.append(f"{place[1].rpartition('/')[2]}:{place[2]}")
@@ -199,7 +199,7 @@ def _add_instruction(
     if (access := _MEMORY_ACCESS.match(op.op)) and not op.never_runs:
         kind = access[1]
         many = _MATRIX_COUNT.search(op.op) if kind == "LDSM" else None
-        nbytes = 4 * int(many[1]) if many else bits_of(op.op) // 8
+        nbytes = 4 * int(many[1]) if many else compute_access_bits(op.op) // 8
         if kind == "LDGSTS":
             block.access_bytes[AccessLocation(op.frames, is_shared=True, is_store=True)] += nbytes
             block.access_bytes[AccessLocation(op.frames, is_shared=False, is_store=False)] += nbytes
@@ -224,6 +224,6 @@ def _find_dependence(op: _Instruction) -> MemoryDependence | None:
         return MemoryDependence(frozenset(), frozenset({ASYNC_COPIES}), 1 / (1 + int(pending[1], 16)))
     names = [int(name) for name in _REGISTER.findall(op.operands)]
     if op.op.startswith("LDG.") and names:
-        many = max(bits_of(op.op) // 32, 1)
+        many = max(compute_access_bits(op.op) // 32, 1)
         return MemoryDependence(frozenset(range(names[0], names[0] + many)), frozenset(names[1:]))
     return MemoryDependence(frozenset(), frozenset(names)) if names else None

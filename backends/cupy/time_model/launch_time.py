@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ..device.limits import MULTIPROCESSORS, SCHEDULERS, Limits, Multiprocessor, limits_of
+from ..device.limits import MULTIPROCESSORS, SCHEDULER_COUNT, Limits, Multiprocessor, find_limits
 
 COPY_EFFICIENCY = 0.9
 """The share of the data sheet's bandwidth that a copy reaches."""
@@ -67,7 +67,7 @@ class GpuModel:
     @property
     def limits(self) -> Limits:
         """The limits of a thread block on this architecture."""
-        return limits_of(self.arch.removeprefix("sm_").removesuffix("a"))
+        return find_limits(self.arch.removeprefix("sm_").removesuffix("a"))
 
     @property
     def multiprocessor(self) -> Multiprocessor:
@@ -194,11 +194,14 @@ def estimate_launch_time(work: LaunchWork, gpu: GpuModel, cached: bool = False) 
     """
     latency = CACHE_LATENCY_SECONDS if cached else MEMORY_LATENCY_SECONDS
     most = -(-work.block_count // gpu.multiprocessor_count)  # blocks of the busiest multiprocessor
-    together = min(gpu.multiprocessor.holds(work.block_threads, work.thread_registers, work.block_shared_bytes), most)
+    together = min(
+        gpu.multiprocessor.compute_resident_blocks(work.block_threads, work.thread_registers, work.block_shared_bytes),
+        most,
+    )
     if together == 0:
         raise ValueError("a block takes more than a multiprocessor has")
     warps = together * -(-work.block_threads // 32)
-    schedulers = min(SCHEDULERS, warps)
+    schedulers = min(SCHEDULER_COUNT, warps)
     share = (
         most / work.block_count / gpu.clock_hz
     )  # seconds per cycle of all blocks' work, on the busiest multiprocessor

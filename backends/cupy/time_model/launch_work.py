@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ...once import once
+from ...once import call_once
 from ..device import nvrtc
-from ..device.driver import Source
+from ..device.driver import KernelSource
 from ..emulation.access_counters import LaunchCounters
 from .block_counts import estimate_block_counts
 from .control_flow import BasicBlock, build_control_flow_graphs
@@ -30,7 +30,7 @@ def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
         BackendError: NVRTC or nvdisasm is not installed.
     """
     launch = counted.launch
-    code, takes = _compile_with_lines(launch.kernel.alone, arch)
+    code, takes = _compile_with_lines(launch.kernel.single_kernel_source, arch)
     blocks, resources = code[launch.kernel.name], takes[launch.kernel.name]
     many, threads = math.prod(launch.grid), math.prod(launch.block)
     warps = many * -(-threads // 32)
@@ -43,7 +43,7 @@ def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
         many,
         threads,
         resources.registers,
-        resources.shared + launch.shared_bytes,
+        resources.shared_bytes + launch.shared_bytes,
         sum(times * block.instruction_count for times, block in zip(ran, blocks, strict=True)),
         products["HMMA"],
         products["HGMMA"],
@@ -87,11 +87,11 @@ def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> 
     return sum(times * wait for times, wait in zip(ran, waits, strict=True))
 
 
-@once
+@call_once
 def _compile_with_lines(
-    source: Source, arch: str
-) -> tuple[Mapping[str, Sequence[BasicBlock]], Mapping[str, nvrtc.Resources]]:
+    source: KernelSource, arch: str
+) -> tuple[Mapping[str, Sequence[BasicBlock]], Mapping[str, nvrtc.KernelResources]]:
     """Return the basic blocks and the resources of each kernel, by its name in the source."""
     cubin = nvrtc.compile(source, arch, (*nvrtc.OPTIONS, LINE_INFO_OPTION))
     code = build_control_flow_graphs(cubin.image)
-    return {name: code[low] for name, low in cubin.lowered.items()}, cubin.resources
+    return {name: code[low] for name, low in cubin.mangled_names.items()}, cubin.resources

@@ -17,11 +17,11 @@ Kernel = Callable[..., None]
 
 
 def add(a: Array, b: Array, out: Array) -> None:
-    np.add(a, _tiled(b, a.shape), out=out)
+    np.add(a, _tile_to_shape(b, a.shape), out=out)
 
 
 def mul(a: Array, b: Array, out: Array) -> None:
-    np.multiply(a, _tiled(b, a.shape), out=out)
+    np.multiply(a, _tile_to_shape(b, a.shape), out=out)
 
 
 def silu(x: Array, out: Array) -> None:
@@ -44,7 +44,7 @@ def cont(x: Array, out: Array) -> None:
 KERNELS: Mapping[str, Kernel] = {f.__name__: f for f in (add, mul, silu, rms_norm, mul_mat, cont)}
 
 
-def _tiled(b: Array, shape: tuple[int, ...]) -> Array:
+def _tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:
     """Repeat `b` until it has `shape`: the index is taken modulo the size, as ggml broadcasts."""
     b = b.reshape((1,) * (len(shape) - b.ndim) + b.shape)
     return np.tile(b, [m // n if n else 0 for n, m in zip(b.shape, shape, strict=True)])

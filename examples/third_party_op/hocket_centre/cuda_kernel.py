@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.device.driver import Source
+from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.device.driver import KernelSource
 from hocket.backends.cupy.kernels.elementwise import as_float
-from hocket.backends.operands import Bound, need
+from hocket.backends.operands import BoundInstruction, require_supported
 
-SOURCE = Source(str(Path(__file__).with_name("centre.cu")), ("centre",))
+SOURCE = KernelSource(str(Path(__file__).with_name("centre.cu")), ("centre",))
 THREADS = 128
 
 
-def bind(launches: Launches, call: Bound) -> None:
+def bind(launches: LaunchBuilder, call: BoundInstruction) -> None:
     """Add the launch for one instruction; an operand of another dtype is converted first.
 
     Raises:
         NoKernelError: Rows are not dense.
     """
     x, y = as_float(launches, call.operand(0)), call.out
-    need(x.is_dense and y.is_dense, "rows are not dense")
+    require_supported(x.is_dense and y.is_dense, "rows are not dense")
     columns = x.shape[-1]
     rows = y.tensor.spec.size // columns if columns else 0
-    launches.add(SOURCE["centre"], rows, THREADS, [columns, x, y])
+    launches.add_launch(SOURCE["centre"], rows, THREADS, [columns, x, y])

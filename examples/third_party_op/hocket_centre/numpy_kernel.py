@@ -9,12 +9,12 @@ from functools import partial
 
 import numpy as np
 
-from hocket.backends.calls import Binding, Call, Calls
+from hocket.backends.calls import Binding, Calls, HostInstruction
 
 
-def _bind(call: Call) -> Calls:
+def _bind(call: HostInstruction) -> Calls:
     x, y = call.operand(0), call.out
-    means = call.take(*x.shape[:-1], 1)
+    means = call.take_scratch(*x.shape[:-1], 1)
     return [
         partial(np.mean, x, axis=-1, keepdims=True, out=means),
         partial(np.subtract, x, means, out=y),

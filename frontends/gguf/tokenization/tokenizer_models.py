@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ....backends.cache import cache_folder, keep, recalled
+from ....backends.cache import cache_folder, read_cached, write_cached
 from ..metadata import MetadataArray
 from .dna_tokenizer import CLOSE_TAG, OPEN_TAG, UNKNOWN_KMER, DnaTokenizer
 from .plamo2_tokenizer import MinCostTokenizer, build_min_cost_tokenizer
@@ -202,11 +202,11 @@ class TokenizerModelCache:
     def _cached_merges(self) -> npt.NDArray[np.int32]:
         """The checked merges int32[merges, 3] of `read_merges`, cached on disk."""
         file = self._find_cache_file()
-        if file is not None and (data := recalled(file)) is not None:
+        if file is not None and (data := read_cached(file)) is not None:
             return np.frombuffer(data, np.int32).reshape(-1, 3)
         merges = read_merges(self._metadata, self._token_ids)
         if file is not None:
-            keep(file, merges.tobytes())
+            write_cached(file, merges.tobytes())
         return merges
 
     def _find_cache_file(self) -> Path | None:

@@ -10,11 +10,11 @@ from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
 from ...gguf.hyperparameter_keys import CONVERT_REMEDY
-from ..family import Family
-from ..frame import CACHED, Frame, Sight, Warmth
-from ..weights import Weights
-from .blocks import Norm, linear, opened, parts
-from .rope import Rope, divisors
+from ..family import FamilyTraits
+from ..frame import CACHE_INPUTS, AttentionWindow, StepGraphBuilder, TemperatureScaling
+from ..weights import ModelWeights
+from .blocks import Norm, gate_heads, linear, split_columns
+from .rope import Rope, find_frequency_divisors
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Attention:
     none of its own.
     """
 
-    family: Family
+    family: FamilyTraits
     norm: Norm
     head_norm: Norm
     heads: int
@@ -34,7 +34,7 @@ class Attention:
     key_size: int
     value_size: int
     scale: float
-    sight: Sight
+    attention_window: AttentionWindow
     rope: Rope | None = None
     factors: bool = False
     original_context: int = 0
@@ -43,7 +43,7 @@ class Attention:
     clamp: float = 0.0
     alibi: float = 0.0
     value_scale: float = 1.0
-    temperature: Warmth = None
+    temperature: TemperatureScaling = None
     source: int | None = None
 
     @property
@@ -51,34 +51,34 @@ class Attention:
         return 0
 
     @property
-    def needs(self) -> frozenset[str]:
-        return CACHED if self.sight.causal else frozenset({"pos"})
+    def required_inputs(self) -> frozenset[str]:
+        return CACHE_INPUTS if self.attention_window.is_causal else frozenset({"pos"})
 
-    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block, size = f"blk.{layer}", self.key_size
-        q, k, v = self.projected(weights, frame, block, x)
+        q, k, v = self.project_qkv(weights, frame, block, x)
         gate = None
         if self.family.gated_queries:
             gate = ops.slice_(q, axis=-1, start=size, stop=2 * size)
             q = ops.slice_(q, axis=-1, start=0, stop=size)
         if self.family.value_norm and v is not None:
-            v = self.norm.plain(v)
-        q = self.turned(weights, frame, f"{block}.attn_q_norm", q, name=f"{block}.q_rope")
+            v = self.norm.apply_without_weights(v)
+        q = self.norm_and_rotate(weights, frame, f"{block}.attn_q_norm", q, name=f"{block}.q_rope")
         if k is not None:
-            k = self.turned(weights, frame, f"{block}.attn_k_norm", k, name=f"{block}.k_rope")
-        q = frame.warmed(q, self.temperature)
+            k = self.norm_and_rotate(weights, frame, f"{block}.attn_k_norm", k, name=f"{block}.k_rope")
+        q = frame.scale_by_temperature(q, self.temperature)
         if k is not None and v is not None:
-            cells = frame.both_cached(layer, k, v, self.sight)
+            cells = frame.write_and_read_kv(layer, k, v, self.attention_window)
         else:
-            cells = frame.left[f"cache_k.{self.source}"], frame.left[f"cache_v.{self.source}"]
+            cells = frame.shared_values[f"cache_k.{self.source}"], frame.shared_values[f"cache_v.{self.source}"]
         y = self.attend(weights, frame, block, q, *cells)
         if gate is not None:
             y = ops.mul(y, ops.sigmoid(gate), name=f"{block}.attn_gated")
-        return self.answered(weights, frame, block, x, y)
+        return self.project_output(weights, frame, block, x, y)
 
-    def projected(
-        self, weights: Weights, frame: Frame, block: str, x: Value
+    def project_qkv(
+        self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value
     ) -> tuple[Value, Value | None, Value | None]:
         """Return q, k and v f32[B, T, heads, size]; a layer that reads the cache of another layer has only q.
 
@@ -91,31 +91,37 @@ class Attention:
         }
         widths = [heads * size for heads, size in shapes.values()]
         if self.source is not None:
-            return frame.split(linear(weights, f"{block}.attn_q", x, widths[0]), *shapes["attn_q"]), None, None
-        if weights.has(f"{block}.attn_qkv.weight"):
-            rows = self.separated(weights, f"{block}.attn_qkv", x, widths)
-        elif self.family.value_norm and not weights.has(f"{block}.attn_v.weight"):
+            return (
+                frame.rows_to_sequences(linear(weights, f"{block}.attn_q", x, widths[0]), *shapes["attn_q"]),
+                None,
+                None,
+            )
+        if weights.has_tensor(f"{block}.attn_qkv.weight"):
+            rows = self.split_fused_qkv(weights, f"{block}.attn_qkv", x, widths)
+        elif self.family.value_norm and not weights.has_tensor(f"{block}.attn_v.weight"):
             q, k = (linear(weights, f"{block}.{name}", x, n) for name, n in zip(shapes, widths[:2], strict=False))
             rows = [q, k, k]
         else:
             rows = [linear(weights, f"{block}.{name}", x, n) for name, n in zip(shapes, widths, strict=True)]
         if self.clamp:
             rows = [ops.clamp(row, min=-self.clamp, max=self.clamp) for row in rows]
-        q, k, v = (frame.split(row, *shape) for row, shape in zip(rows, shapes.values(), strict=True))
+        q, k, v = (frame.rows_to_sequences(row, *shape) for row, shape in zip(rows, shapes.values(), strict=True))
         return q, k, v
 
-    def separated(self, weights: Weights, name: str, x: Value, widths: list[int]) -> list[Value]:
+    def split_fused_qkv(self, weights: ModelWeights, name: str, x: Value, widths: list[int]) -> list[Value]:
         """Return q, k and v of one matrix.
 
         The matrix may have as many key heads as query heads; then only the first key and value heads count.
         """
-        rows = weights.shape(f"{name}.weight")[0]
+        rows = weights.tensor_shape(f"{name}.weight")[0]
         if rows == sum(widths) or rows != 3 * widths[0]:
-            return parts(linear(weights, name, x, sum(widths)), *widths)
-        three = parts(linear(weights, name, x, rows), widths[0], widths[0], widths[0])
+            return split_columns(linear(weights, name, x, sum(widths)), *widths)
+        three = split_columns(linear(weights, name, x, rows), widths[0], widths[0], widths[0])
         return [ops.slice_(y, axis=-1, start=0, stop=n) for y, n in zip(three, widths, strict=True)]
 
-    def turned(self, weights: Weights, frame: Frame, norm: str, x: Value, *, name: str) -> Value:
+    def norm_and_rotate(
+        self, weights: ModelWeights, frame: StepGraphBuilder, norm: str, x: Value, *, name: str
+    ) -> Value:
         """Return queries or keys after norm and RoPE, in the order of the family.
 
         Args:
@@ -126,36 +132,43 @@ class Attention:
             name: The name of the rotated value.
         """
         before = self.qk_norm == "before" or (
-            self.qk_norm == "maybe" and weights.has(f"{norm.replace('attn_k', 'attn_q')}.weight")
+            self.qk_norm == "maybe" and weights.has_tensor(f"{norm.replace('attn_k', 'attn_q')}.weight")
         )
         if before:
-            x = self.normed(weights, norm, x)
+            x = self.norm_heads(weights, norm, x)
         if self.rope is not None:
             block = norm.partition(".attn")[0]
-            factors = divisors(weights, frame, self.rope, self.original_context, block) if self.factors else None
+            factors = (
+                find_frequency_divisors(weights, frame, self.rope, self.original_context, block)
+                if self.factors
+                else None
+            )
             x = self.rope.rotate(x, frame.pos, factors, name=name)
         if self.qk_norm == "after":
-            x = self.normed(weights, norm, x)
+            x = self.norm_heads(weights, norm, x)
         if self.qk_norm == "bare" or (self.qk_norm == "bare rotated" and self.rope is not None):
-            x = self.norm.plain(x)
+            x = self.norm.apply_without_weights(x)
             # A factor for each query head, if any.
-            factors = weights.optional(f"{norm}.weight", (self.heads, 1))
+            factors = weights.optional_leaf(f"{norm}.weight", (self.heads, 1))
             x = x if factors is None else ops.mul(x, factors)
         return x
 
-    def normed(self, weights: Weights, name: str, x: Value) -> Value:
+    def norm_heads(self, weights: ModelWeights, name: str, x: Value) -> Value:
         """Return heads after the norm: one norm per head, or one norm over all heads if the weight is that long."""
         heads, size = x.shape[-2:]
-        if weights.shape(f"{name}.weight") != (heads * size,) or heads == 1:
+        if weights.tensor_shape(f"{name}.weight") != (heads * size,) or heads == 1:
             return self.head_norm(weights, name, x)
         row = ops.reshape(x, shape=(*x.shape[:-2], heads * size))
         return ops.reshape(self.head_norm(weights, name, row), shape=x.shape)
 
-    def attend(self, weights: Weights, frame: Frame, block: str, q: Value, k: Value, v: Value) -> Value:
+    def attend(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, q: Value, k: Value, v: Value) -> Value:
         """Return the weighted values f32[B, T, heads, value size]."""
-        biases, sinks = self.biases(weights, block), weights.optional(f"{block}.attn_sinks.weight", (self.heads,))
+        biases, sinks = (
+            self.distance_biases(weights, block),
+            weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,)),
+        )
         return ops.attention(
-            *(q, k, v, frame.mask(self.sight, biases), sinks),
+            *(q, k, v, frame.attention_mask(self.attention_window, biases), sinks),
             mask_heads="one" if biases is None else "each",
             scale=self.scale,
             softcap=self.cap or 0.0,
@@ -163,35 +176,35 @@ class Attention:
             name=f"{block}.attn",
         )
 
-    def biases(self, weights: Weights, block: str) -> Value | None:
+    def distance_biases(self, weights: ModelWeights, block: str) -> Value | None:
         """Return the bias of each head and distance bucket, f32[buckets, heads]; a file may have it in block 0 only."""
         own, first = (f"{name}.attn_rel_b.weight" for name in (block, "blk.0"))
-        name = own if weights.has(own) else first
-        if not weights.has(name):
+        name = own if weights.has_tensor(own) else first
+        if not weights.has_tensor(name):
             return None
-        buckets = weights.shape(name)[0]
+        buckets = weights.tensor_shape(name)[0]
         if not 4 <= buckets < 512:
             raise ModelError(
                 f"{weights.gguf.path}: tensor {name} has {buckets} buckets; need 4 to 511; {CONVERT_REMEDY}"
             )
         return weights(name, (buckets, self.heads))
 
-    def answered(self, weights: Weights, frame: Frame, block: str, x: Value, y: Value) -> Value:
+    def project_output(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, y: Value) -> Value:
         """Return the output projection of the heads, f32[B*T, E], after a gate from ``x`` if the file has one."""
-        y = opened(weights, frame, block, x, y, self.family.gate)
-        y = frame.rows(y)
-        if weights.has(f"{block}.attn_sub_norm.weight"):
+        y = gate_heads(weights, frame, block, x, y, self.family.gate)
+        y = frame.sequences_to_rows(y)
+        if weights.has_tensor(f"{block}.attn_sub_norm.weight"):
             y = self.norm(weights, f"{block}.attn_sub_norm", y)
         y = linear(weights, f"{block}.attn_output", y, x.shape[-1])
         return y if self.value_scale == 1.0 else ops.scale(y, scale=self.value_scale)
 
 
 @dataclass(frozen=True, slots=True)
-class Passing:
+class AttentionAsMatrix:
     """A layer with one matrix instead of attention: f32[n, E] to f32[n, E]."""
 
     taps: int = 0
-    needs: frozenset[str] = frozenset()
+    required_inputs: frozenset[str] = frozenset()
 
-    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         return linear(weights, f"blk.{layer}.attn_output", x, x.shape[-1])

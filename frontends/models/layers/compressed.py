@@ -22,12 +22,12 @@ from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ...step import Batch, Step
-from ..frame import CACHED, Frame, Sight
-from ..weights import Weights
-from .blocks import Norm, product
+from ..frame import CACHE_INPUTS, AttentionWindow, StepGraphBuilder
+from ..weights import ModelWeights
+from .blocks import Norm, matmul
 from .rope import Rope
 
-RATIOS = (0, 4, 128)
+BLOCK_RATIOS = (0, 4, 128)
 """Tokens per block; 0 for layers without blocks.
 
 The keys of blocks of 4 tokens include the tokens of the previous block.
@@ -35,7 +35,7 @@ The keys of blocks of 4 tokens include the tokens of the previous block.
 
 
 @dataclass(frozen=True)
-class Blocks:
+class TokenBlocks:
     """The blocks of ``ratio`` (R) tokens that a run completes, and their inputs.
 
     A run completes at most ``max_block_count(step)`` (N) blocks per sequence.
@@ -48,32 +48,32 @@ class Blocks:
     ratio: int
 
     @property
-    def span(self) -> int:
+    def tokens_per_key(self) -> int:
         """Tokens that the key of a block is computed from."""
-        return 2 * self.ratio if self.ratio == RATIOS[1] else self.ratio
+        return 2 * self.ratio if self.ratio == BLOCK_RATIOS[1] else self.ratio
 
     @property
-    def kept(self) -> int:
+    def history_token_count(self) -> int:
         """Earlier tokens that a block may still need."""
-        return self.span - 1
+        return self.tokens_per_key - 1
 
     @property
-    def names(self) -> frozenset[str]:
+    def input_names(self) -> frozenset[str]:
         return frozenset(f"block_{kind}.{self.ratio}" for kind in ("rows", "pos", "slot"))
 
-    def count(self, step: Step) -> int:
+    def max_block_count(self, step: Step) -> int:
         return -(-step.tokens // self.ratio)
 
-    def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
+    def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
         """Return the inputs for a batch that fits the step."""
-        count, cells = self.count(step), -(-step.context // self.ratio)
-        rows = np.zeros((step.sequences, count, self.span), np.int32)
+        count, cells = self.max_block_count(step), -(-step.context // self.ratio)
+        rows = np.zeros((step.sequences, count, self.tokens_per_key), np.int32)
         pos = np.zeros((step.sequences, count), np.int32)
         slot = np.full((step.sequences, count), step.sequences * cells, np.int32)
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
             done = np.arange(length // self.ratio, (length + len(new)) // self.ratio)
-            first = self.kept + (done + 1) * self.ratio - self.span - length
-            rows[i, : len(done)] = first[:, None] + np.arange(self.span)
+            first = self.history_token_count + (done + 1) * self.ratio - self.tokens_per_key - length
+            rows[i, : len(done)] = first[:, None] + np.arange(self.tokens_per_key)
             pos[i, : len(done)] = done * self.ratio
             slot[i, : len(done)] = i * cells + done
         arrays = {"rows": rows.reshape(step.sequences, -1), "pos": pos, "slot": slot.reshape(-1)}
@@ -81,7 +81,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Compressed:
+class CompressedAttention:
     """Heads of ``size`` columns over one key head that is the value, too; the last columns are rotated.
 
     ``groups`` of heads are projected to fewer columns each before the common output projection.
@@ -95,13 +95,13 @@ class Compressed:
     size: int
     groups: int
     rope: Rope
-    sight: Sight
-    blocks: Blocks | None = None
+    attention_window: AttentionWindow
+    blocks: TokenBlocks | None = None
 
     @classmethod
     def from_keys(
         cls, keys: ArchitectureKeys, norm: Norm, heads: int, rope: Rope, window: int, layer: int
-    ) -> Compressed:
+    ) -> CompressedAttention:
         """Return the attention of a layer. Only layers with blocks use the scaled ``rope`` of the metadata.
 
         Args:
@@ -116,103 +116,116 @@ class Compressed:
             ModelError: A value is missing or invalid.
         """
         ratio = keys.per_block_counts("attention.compress_ratios", keys.block_count())[layer]
-        if ratio not in RATIOS:
-            raise keys.error("attention.compress_ratios", f"holds {ratio}; need {', '.join(map(str, RATIOS))}")
+        if ratio not in BLOCK_RATIOS:
+            raise keys.error("attention.compress_ratios", f"holds {ratio}; need {', '.join(map(str, BLOCK_RATIOS))}")
         groups, size = keys.count("attention.output_group_count"), keys.count("attention.key_length")
         if heads % groups:
             raise keys.error("attention.output_group_count", f"is {groups}; need a divisor of head_count {heads}")
         plain = Rope(rope.n_dims, rope.mode, rope.base)
-        base = Rope.base_from(keys, "attention.compress_rope_freq_base") if ratio else 0.0
+        base = Rope.read_base(keys, "attention.compress_rope_freq_base") if ratio else 0.0
         # Cancels the attention factor of YaRN, which `ops.rope` applies.
         magnitude = 1.0 / (1.0 - 0.1 * math.log(rope.freq_scale)) if rope.ext_factor else 1.0
         turning = replace(rope, base=base, attn_factor=magnitude) if ratio else plain
-        return cls(norm, heads, size, groups, turning, Sight(window), Blocks(ratio) if ratio else None)
+        return cls(norm, heads, size, groups, turning, AttentionWindow(window), TokenBlocks(ratio) if ratio else None)
 
     @property
     def taps(self) -> int:
-        return self.blocks.span if self.blocks else 0
+        return self.blocks.tokens_per_key if self.blocks else 0
 
     @cached_property
-    def needs(self) -> frozenset[str]:
-        return CACHED | ({"conv_rows"} | self.blocks.names if self.blocks else frozenset())
+    def required_inputs(self) -> frozenset[str]:
+        return CACHE_INPUTS | ({"conv_rows"} | self.blocks.input_names if self.blocks else frozenset())
 
-    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the attention of ``x`` f32[B*T, E] to tokens and blocks: f32[B*T, E]."""
         block, width = f"blk.{layer}", self.heads * self.size
-        rank = weights.shape(f"{block}.attn_q_a.weight")[0]
-        short = self.norm(weights, f"{block}.attn_q_a_norm", product(weights, f"{block}.attn_q_a", x, rank))
-        q = self.norm.plain(frame.split(product(weights, f"{block}.attn_q_b", short, width), self.heads, self.size))
-        q = self.turned(q, frame.pos, name=f"{block}.q_rope")
-        k = self.norm(weights, f"{block}.attn_kv_a_norm", product(weights, f"{block}.attn_kv", x, self.size))
-        k = self.turned(frame.split(k, 1, self.size), frame.pos, name=f"{block}.k_rope")
-        cells, mask = frame.cached(f"cache_k.{layer}", k, sight=self.sight), frame.mask(self.sight)
+        rank = weights.tensor_shape(f"{block}.attn_q_a.weight")[0]
+        short = self.norm(weights, f"{block}.attn_q_a_norm", matmul(weights, f"{block}.attn_q_a", x, rank))
+        q = self.norm.apply_without_weights(
+            frame.rows_to_sequences(matmul(weights, f"{block}.attn_q_b", short, width), self.heads, self.size)
+        )
+        q = self.rotate_columns(q, frame.pos, name=f"{block}.q_rope")
+        k = self.norm(weights, f"{block}.attn_kv_a_norm", matmul(weights, f"{block}.attn_kv", x, self.size))
+        k = self.rotate_columns(frame.rows_to_sequences(k, 1, self.size), frame.pos, name=f"{block}.k_rope")
+        cells, mask = (
+            frame.write_and_read_cache(f"cache_k.{layer}", k, sight=self.attention_window),
+            frame.attention_mask(self.attention_window),
+        )
         if self.blocks:
-            earlier = self.compressed(weights, frame, layer, x, self.blocks)
+            earlier = self.compute_block_keys(weights, frame, layer, x, self.blocks)
             cells = ops.concat(cells, earlier, axis=1)
-            mask = ops.concat(mask, frame.complete(self.blocks.ratio), axis=-1)
-        sinks = weights.optional(f"{block}.attn_sinks.weight", (self.heads,))
+            mask = ops.concat(mask, frame.complete_block_mask(self.blocks.ratio), axis=-1)
+        sinks = weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,))
         scale = 1.0 / math.sqrt(self.size)
         y = ops.attention(q, cells, cells, mask, sinks, scale=scale, name=f"{block}.attn")
-        y = self.turned(y, frame.backwards, name=f"{block}.attn_turned_back")
-        return self.answered(weights, frame, block, y, x.shape[-1])
+        y = self.rotate_columns(y, frame.negative_positions, name=f"{block}.attn_turned_back")
+        return self.project_output(weights, frame, block, y, x.shape[-1])
 
-    def turned(self, x: Value, pos: Value, *, name: str) -> Value:
+    def rotate_columns(self, x: Value, pos: Value, *, name: str) -> Value:
         return self.rope.rotate(x, pos, name=name, offset=self.size - self.rope.n_dims)
 
-    def compressed(self, weights: Weights, frame: Frame, layer: int, x: Value, blocks: Blocks) -> Value:
+    def compute_block_keys(
+        self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value, blocks: TokenBlocks
+    ) -> Value:
         """Return all block keys of the cache f32[B, blocks, 1, size], with the blocks that this run completes.
 
         A block key is a weighted mean of its tokens, with softmax weights per column.
         """
         block, step, ratio, size = f"blk.{layer}", frame.step, blocks.ratio, self.size
-        columns = size * (blocks.span // ratio)
-        kv = product(weights, f"{block}.attn_compressor_kv", x, columns)
+        columns = size * (blocks.tokens_per_key // ratio)
+        kv = matmul(weights, f"{block}.attn_compressor_kv", x, columns)
         places = weights(f"{block}.attn_compressor_ape.weight", (ratio, columns))
-        places = ops.get_rows(places, frame.within(ratio))
-        score = ops.add(product(weights, f"{block}.attn_compressor_gate", x, columns), places)
-        count = blocks.count(step)
-        rows = frame.fed(f"block_rows.{ratio}", step.sequences, count * blocks.span)
-        pos = frame.fed(f"block_pos.{ratio}", step.sequences, count)
-        slot = frame.fed(f"block_slot.{ratio}", step.sequences * count)
+        places = ops.get_rows(places, frame.position_in_block(ratio))
+        score = ops.add(matmul(weights, f"{block}.attn_compressor_gate", x, columns), places)
+        count = blocks.max_block_count(step)
+        rows = frame.integer_input(f"block_rows.{ratio}", step.sequences, count * blocks.tokens_per_key)
+        pos = frame.integer_input(f"block_pos.{ratio}", step.sequences, count)
+        slot = frame.integer_input(f"block_slot.{ratio}", step.sequences * count)
 
         def members(name: str, new: Value) -> Value:
             """Return the tokens of each block that this run completes, f32[B, N, tokens per key, columns]."""
-            known = frame.preceded(f"{name}.{layer}", frame.split(new, columns), blocks.kept)
-            return ops.reshape(ops.get_rows(known, rows), shape=(step.sequences, count, blocks.span, columns))
+            known = frame.prepend_previous_rows(
+                f"{name}.{layer}", frame.rows_to_sequences(new, columns), blocks.history_token_count
+            )
+            return ops.reshape(ops.get_rows(known, rows), shape=(step.sequences, count, blocks.tokens_per_key, columns))
 
         kv, score = members("block_kv", kv), members("block_score", score)
-        if blocks.span > ratio:  # first columns of the previous block, last columns of the block itself
+        if blocks.tokens_per_key > ratio:  # first columns of the previous block, last columns of the block itself
             old, own = (0, ratio, 0, size), (ratio, 2 * ratio, size, columns)
-            kv = ops.concat(part(kv, *old), part(kv, *own), axis=2)
-            score = ops.concat(ops.add(part(score, *old), begun(pos)), part(score, *own), axis=2)
+            kv = ops.concat(slice_tokens_and_columns(kv, *old), slice_tokens_and_columns(kv, *own), axis=2)
+            score = ops.concat(
+                ops.add(slice_tokens_and_columns(score, *old), build_first_block_mask(pos)),
+                slice_tokens_and_columns(score, *own),
+                axis=2,
+            )
         shares = ops.softmax(ops.transpose(score))
         mean = ops.sum_rows(ops.mul(ops.transpose(kv), shares))
         mean = ops.reshape(mean, shape=(step.sequences, count, 1, size))
         mean = self.norm(weights, f"{block}.attn_compressor_norm", mean)
-        mean = self.turned(mean, pos, name=f"{block}.block_rope")
-        return frame.cached(f"cache_c.{layer}", mean, slot, ratio=ratio)
+        mean = self.rotate_columns(mean, pos, name=f"{block}.block_rope")
+        return frame.write_and_read_cache(f"cache_c.{layer}", mean, slot, ratio=ratio)
 
-    def answered(self, weights: Weights, frame: Frame, block: str, y: Value, width: int) -> Value:
+    def project_output(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, y: Value, width: int) -> Value:
         """Return the output projection of the heads by groups and then together: f32[B*T, width]."""
-        rows, groups, each = frame.step.rows, self.groups, self.heads * self.size // self.groups
+        rows, groups, each = frame.step.row_count, self.groups, self.heads * self.size // self.groups
         name = f"{block}.attn_output_a"
-        shape = weights.shape(f"{name}.weight")
+        shape = weights.tensor_shape(f"{name}.weight")
         matrix = weights(f"{name}.weight", shape)
         rank = matrix.spec.size // (groups * each)
         matrix = ops.reshape(matrix, shape=(groups, rank, each)) if len(shape) < 3 else matrix
         grouped = ops.permute(ops.reshape(y, shape=(rows, groups, each)), axes=(1, 0, 2))
         short = ops.permute(ops.mul_mat(matrix, grouped, name=name), axes=(1, 0, 2))
         short = ops.reshape(short, shape=(rows, groups * rank))
-        return product(weights, f"{block}.attn_output_b", short, width)
+        return matmul(weights, f"{block}.attn_output_b", short, width)
 
 
-def begun(pos: Value) -> Value:
+def build_first_block_mask(pos: Value) -> Value:
     """Return 0 for blocks with a previous block, and -inf for the first block of a sequence: f32[B, N, 1, 1]."""
     before = ops.cast(ops.scale(ops.cast(pos, dtype=DType.F32), scale=1.0, bias=-1.0), dtype=DType.I32)
     return ops.reshape(ops.causal_mask(before, cells=1), shape=(*pos.shape, 1, 1))
 
 
-def part(x: Value, start: int, stop: int, left: int, right: int) -> Value:
+def slice_tokens_and_columns(x: Value, start: int, stop: int, left: int, right: int) -> Value:
     """Return a range of tokens and columns of ``x`` f32[B, N, tokens, columns]."""
     tokens = ops.slice_(x, axis=2, start=start, stop=stop)
     return ops.slice_(tokens, axis=3, start=left, stop=right)

@@ -17,11 +17,11 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
-from ..family import Family
-from ..frame import RECURRENT, Frame
-from ..weights import Weights
-from .blocks import GATES, Norm, linear, parts, product
-from .mamba import convolved
+from ..family import FamilyTraits
+from ..frame import RECURRENT_INPUTS, StepGraphBuilder
+from ..weights import ModelWeights
+from .blocks import OUTPUT_GATES, Norm, linear, matmul, split_columns
+from .mamba import convolve_and_silu
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class DeltaNet:
     size: int
     norm: Norm
     gate: str = "silu"
-    needs: frozenset[str] = RECURRENT
+    required_inputs: frozenset[str] = RECURRENT_INPUTS
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> DeltaNet:
+    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> DeltaNet:
         """Return the layer.
 
         Raises:
@@ -54,40 +54,40 @@ class DeltaNet:
         return cls(taps, key_heads, value_heads, size, Norm(eps), family.delta_gate)
 
     @property
-    def widths(self) -> tuple[int, int, int]:
+    def qkv_widths(self) -> tuple[int, int, int]:
         """Channels of q, k and v, which pass one convolution side by side."""
         return self.key_heads * self.size, self.key_heads * self.size, self.value_heads * self.size
 
-    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the result f32[B*T, E] of ``x`` f32[B*T, E].
 
         In files with ``ssm_ba``, the value heads of a key head are neighbours.
         """
         block, heads = f"blk.{layer}", self.value_heads
-        by_key_head = weights.has(f"{block}.ssm_ba.weight")
-        qkv, z, alpha, beta = (self.by_key_head if by_key_head else self.projected)(weights, block, x)
-        mixed = parts(convolved(weights, frame, layer, qkv, self.taps), *self.widths)
-        q, k, v = (frame.split(y, y.shape[-1] // self.size, self.size) for y in mixed)
+        by_key_head = weights.has_tensor(f"{block}.ssm_ba.weight")
+        qkv, z, alpha, beta = (self.project_by_key_head if by_key_head else self.project_inputs)(weights, block, x)
+        mixed = split_columns(convolve_and_silu(weights, frame, layer, qkv, self.taps), *self.qkv_widths)
+        q, k, v = (frame.rows_to_sequences(y, y.shape[-1] // self.size, self.size) for y in mixed)
         steps = ops.softplus(ops.add(alpha, weights(f"{block}.ssm_dt.bias", (heads,))))
         # The file holds -exp(A_log).
-        decay = frame.split(ops.mul(steps, weights(f"{block}.ssm_a", (heads,))), heads)
-        decay = frame.split(ops.mul(decay, frame.valid, name=f"{block}.decay"), heads, 1)
+        decay = frame.rows_to_sequences(ops.mul(steps, weights(f"{block}.ssm_a", (heads,))), heads)
+        decay = frame.rows_to_sequences(ops.mul(decay, frame.valid, name=f"{block}.decay"), heads, 1)
         kinds = "interleaved" if by_key_head else "tiled"
-        o = ruled(frame, layer, q, k, v, decay, beta, self.norm.eps, kinds)
-        z = frame.split(z, heads, self.size)
-        o = ops.mul(self.norm(weights, f"{block}.ssm_norm", o), GATES[self.gate](z), name=f"{block}.ssm_gated")
-        return linear(weights, f"{block}.ssm_out", frame.rows(o), x.shape[-1])
+        o = apply_delta_rule(frame, layer, q, k, v, decay, beta, self.norm.eps, kinds)
+        z = frame.rows_to_sequences(z, heads, self.size)
+        o = ops.mul(self.norm(weights, f"{block}.ssm_norm", o), OUTPUT_GATES[self.gate](z), name=f"{block}.ssm_gated")
+        return linear(weights, f"{block}.ssm_out", frame.sequences_to_rows(o), x.shape[-1])
 
-    def projected(self, weights: Weights, block: str, x: Value) -> list[Value]:
+    def project_inputs(self, weights: ModelWeights, block: str, x: Value) -> list[Value]:
         """Return q, k and v side by side, the output gate, and the operands of decay and learning rate.
 
         Shapes: f32[B*T, channels], f32[B*T, heads * size], and twice f32[B*T, heads].
         """
-        heads, inner = self.value_heads, self.widths[2]
-        widths = {"attn_qkv": sum(self.widths), "attn_gate": inner, "ssm_alpha": heads, "ssm_beta": heads}
+        heads, inner = self.value_heads, self.qkv_widths[2]
+        widths = {"attn_qkv": sum(self.qkv_widths), "attn_gate": inner, "ssm_alpha": heads, "ssm_beta": heads}
         return [linear(weights, f"{block}.{name}", x, n) for name, n in widths.items()]
 
-    def by_key_head(self, weights: Weights, block: str, x: Value) -> list[Value]:
+    def project_by_key_head(self, weights: ModelWeights, block: str, x: Value) -> list[Value]:
         """Return the same as `project_inputs`, from matrices with the rows of a key head together.
 
         One matrix has the operands of both rates; early files also have one matrix for q, k, v and z.
@@ -98,12 +98,12 @@ class DeltaNet:
             """Return parts with the given columns per key head, each for all key heads: f32[B*T, key_heads * width]."""
             both = linear(weights, f"{block}.{name}", x, self.key_heads * sum(widths))
             both = ops.reshape(both, shape=(rows, self.key_heads, sum(widths)))
-            return [ops.reshape(part, shape=(rows, part.spec.size // rows)) for part in parts(both, *widths)]
+            return [ops.reshape(part, shape=(rows, part.spec.size // rows)) for part in split_columns(both, *widths)]
 
         beta, alpha = columns("ssm_ba", repeat, repeat)
-        if weights.has(f"{block}.attn_qkv.weight"):
-            qkv = linear(weights, f"{block}.attn_qkv", x, sum(self.widths))
-            z = linear(weights, f"{block}.attn_gate", x, self.widths[2])
+        if weights.has_tensor(f"{block}.attn_qkv.weight"):
+            qkv = linear(weights, f"{block}.attn_qkv", x, sum(self.qkv_widths))
+            z = linear(weights, f"{block}.attn_gate", x, self.qkv_widths[2])
         else:
             q, k, v, z = columns("ssm_in", size, size, repeat * size, repeat * size)
             qkv = ops.concat(ops.concat(q, k, axis=-1), v, axis=-1)
@@ -111,7 +111,7 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDelta:
+class KimiDeltaAttention:
     """Kimi delta attention.
 
     ``floor`` is the lowest log decay of a bounded gate, 0 for a gate without a bound. ``sign`` is the sign of the
@@ -125,10 +125,10 @@ class KimiDelta:
     sign: float
     norm: Norm
     l2_eps: float
-    needs: frozenset[str] = RECURRENT
+    required_inputs: frozenset[str] = RECURRENT_INPUTS
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> KimiDelta:
+    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> KimiDeltaAttention:
         heads = max(keys.per_block_counts("attention.head_count", keys.block_count()))
         if family.bounded_decay > 0.0 and not keys.flag("kda.safe_gate", True):
             raise keys.error("kda.safe_gate", "is false; hocket computes bounded gates alone for this architecture")
@@ -137,42 +137,51 @@ class KimiDelta:
         size, l2_eps = keys.count("kda.head_dim"), family.l2_eps or eps
         return cls(taps, heads, size, floor, family.bounded_decay, Norm(eps), l2_eps)
 
-    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the delta attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block, heads, size = f"blk.{layer}", self.heads, self.size
-        made = ((kind, product(weights, f"{block}.attn_{kind}", x, heads * size)) for kind in "qkv")
-        mixed = (convolved(weights, frame, layer, y, self.taps, f"_{kind}") for kind, y in made)
-        q, k, v = (frame.split(y, heads, size) for y in mixed)
-        beta, decay = product(weights, f"{block}.ssm_beta", x, heads), self.decay(weights, frame, block, x)
-        o = ruled(frame, layer, q, k, v, decay, beta, self.l2_eps)
-        gate = frame.split(self.through(weights, block, "ssm_g", x), heads, size)
+        made = ((kind, matmul(weights, f"{block}.attn_{kind}", x, heads * size)) for kind in "qkv")
+        mixed = (convolve_and_silu(weights, frame, layer, y, self.taps, f"_{kind}") for kind, y in made)
+        q, k, v = (frame.rows_to_sequences(y, heads, size) for y in mixed)
+        beta, decay = matmul(weights, f"{block}.ssm_beta", x, heads), self.compute_log_decay(weights, frame, block, x)
+        o = apply_delta_rule(frame, layer, q, k, v, decay, beta, self.l2_eps)
+        gate = frame.rows_to_sequences(self.project_low_rank(weights, block, "ssm_g", x), heads, size)
         y = ops.mul(self.norm(weights, f"{block}.ssm_norm", o), ops.sigmoid(gate), name=f"{block}.ssm_gated")
-        return product(weights, f"{block}.attn_output", frame.rows(y), x.shape[-1])
+        return matmul(weights, f"{block}.attn_output", frame.sequences_to_rows(y), x.shape[-1])
 
-    def decay(self, weights: Weights, frame: Frame, block: str, x: Value) -> Value:
+    def compute_log_decay(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value) -> Value:
         """Return the log decays f32[B, T, heads, size], 0 for padding."""
         g = ops.add(
-            self.through(weights, block, "ssm_f", x), weights(f"{block}.ssm_dt.bias", (self.heads * self.size,))
+            self.project_low_rank(weights, block, "ssm_f", x),
+            weights(f"{block}.ssm_dt.bias", (self.heads * self.size,)),
         )
-        a = weights.reshaped(f"{block}.ssm_a", (self.heads, 1))
+        a = weights.leaf_in_shape(f"{block}.ssm_a", (self.heads, 1))
         if self.floor:
-            g = ops.scale(ops.mul(frame.split(g, self.heads, self.size), a), scale=self.sign)
+            g = ops.scale(ops.mul(frame.rows_to_sequences(g, self.heads, self.size), a), scale=self.sign)
             g = ops.scale(ops.sigmoid(g), scale=self.floor)
         else:
-            g = ops.mul(frame.split(ops.softplus(g), self.heads, self.size), a)
-        return ops.mul(g, frame.each_token, name=f"{block}.decay")
+            g = ops.mul(frame.rows_to_sequences(ops.softplus(g), self.heads, self.size), a)
+        return ops.mul(g, frame.token_valid, name=f"{block}.decay")
 
-    def through(self, weights: Weights, block: str, name: str, x: Value) -> Value:
+    def project_low_rank(self, weights: ModelWeights, block: str, name: str, x: Value) -> Value:
         """Return ``x`` f32[B*T, E] times a matrix, which may be a product of two: f32[B*T, heads * size]."""
         width = self.heads * self.size
-        if weights.has(f"{block}.{name}.weight"):
-            return product(weights, f"{block}.{name}", x, width)
-        y = product(weights, f"{block}.{name}_a", x, weights.shape(f"{block}.{name}_a.weight")[0])
-        return product(weights, f"{block}.{name}_b", y, width) if weights.has(f"{block}.{name}_b.weight") else y
+        if weights.has_tensor(f"{block}.{name}.weight"):
+            return matmul(weights, f"{block}.{name}", x, width)
+        y = matmul(weights, f"{block}.{name}_a", x, weights.tensor_shape(f"{block}.{name}_a.weight")[0])
+        return matmul(weights, f"{block}.{name}_b", y, width) if weights.has_tensor(f"{block}.{name}_b.weight") else y
 
 
-def ruled(
-    frame: Frame, layer: int, q: Value, k: Value, v: Value, decay: Value, beta: Value, eps: float, heads: str = "tiled"
+def apply_delta_rule(
+    frame: StepGraphBuilder,
+    layer: int,
+    q: Value,
+    k: Value,
+    v: Value,
+    decay: Value,
+    beta: Value,
+    eps: float,
+    heads: str = "tiled",
 ) -> Value:
     """Return the result of the delta rule, f32[B, T, heads, size], and set its state.
 
@@ -189,10 +198,10 @@ def ruled(
     """
     block, (_, _, count, size) = f"blk.{layer}", v.shape
     q, k = ops.l2_norm(q, eps=eps, name=f"{block}.q_l2"), ops.l2_norm(k, eps=eps, name=f"{block}.k_l2")
-    beta = ops.mul(frame.split(ops.sigmoid(beta), count), frame.valid, name=f"{block}.beta")
-    old = frame.state(f"delta_state.{layer}", count, size, size)
+    beta = ops.mul(frame.rows_to_sequences(ops.sigmoid(beta), count), frame.valid, name=f"{block}.beta")
+    old = frame.sequence_state(f"delta_state.{layer}", count, size, size)
     o, new = ops.gated_delta_net(
-        q, k, v, decay, beta, old, heads=heads, snapshots=frame.snapshots, name=f"{block}.delta_net"
+        q, k, v, decay, beta, old, heads=heads, snapshots=frame.snapshot_count, name=f"{block}.delta_net"
     )
-    frame.update(old, new)
+    frame.set_state(old, new)
     return o

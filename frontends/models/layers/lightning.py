@@ -12,14 +12,14 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
-from ..family import Family
-from ..frame import Frame
-from ..weights import Weights
-from .blocks import Norm, linear, parts, product
+from ..family import FamilyTraits
+from ..frame import StepGraphBuilder
+from ..weights import ModelWeights
+from .blocks import Norm, linear, matmul, split_columns
 
 
 @dataclass(frozen=True, slots=True)
-class Lightning:
+class LightningAttention:
     """Linear attention in which a head decays by ``exp(-slope)`` per token.
 
     The slope is the ALiBi slope of the head times ``share``, which depends on the layer. State ``linear_state.N``
@@ -31,30 +31,32 @@ class Lightning:
     share: float
     norm: Norm
     taps: int = 1
-    needs: frozenset[str] = frozenset({"valid"})
+    required_inputs: frozenset[str] = frozenset({"valid"})
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> Lightning:
+    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> LightningAttention:
         blocks, heads = keys.block_count(), max(keys.per_block_counts("attention.head_count", keys.block_count()))
         size = keys.count_or_default("attention.key_length", keys.count("embedding_length") // heads)
         share = 1.0 - layer / max(1, blocks - 1) + 1e-5
         return cls(heads, size, share, Norm(keys.eps("attention.layer_norm_rms_epsilon")))
 
-    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the linear attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block, width = f"blk.{layer}", self.heads * self.size
-        both = frame.split(ops.silu(product(weights, f"{block}.attn_qkv", x, 3 * width)), self.heads, 3 * self.size)
-        q, k, v = parts(both, self.size, self.size, self.size)
-        valid = frame.each_token
-        old = frame.state(f"linear_state.{layer}", self.heads, self.size, self.size)
-        decay = ops.exp(ops.mul(self.rates(k), valid), name=f"{block}.decay")
+        both = frame.rows_to_sequences(
+            ops.silu(matmul(weights, f"{block}.attn_qkv", x, 3 * width)), self.heads, 3 * self.size
+        )
+        q, k, v = split_columns(both, self.size, self.size, self.size)
+        valid = frame.token_valid
+        old = frame.sequence_state(f"linear_state.{layer}", self.heads, self.size, self.size)
+        decay = ops.exp(ops.mul(self.build_log_decays(k), valid), name=f"{block}.decay")
         rule = partial(ops.gated_linear_attn, scale=1.0, name=f"{block}.linear")
-        y = frame.carried(rule, (ops.mul(k, valid), v, q, decay), old)
-        y = self.norm(weights, f"{block}.attn_norm_2", frame.rows(y))
-        gate = ops.sigmoid(product(weights, f"{block}.attn_gate", x, width))
-        return product(weights, f"{block}.attn_output", ops.mul(gate, y), x.shape[-1])
+        y = frame.run_recurrence(rule, (ops.mul(k, valid), v, q, decay), old)
+        y = self.norm(weights, f"{block}.attn_norm_2", frame.sequences_to_rows(y))
+        gate = ops.sigmoid(matmul(weights, f"{block}.attn_gate", x, width))
+        return matmul(weights, f"{block}.attn_output", ops.mul(gate, y), x.shape[-1])
 
-    def rates(self, like: Value) -> Value:
+    def build_log_decays(self, like: Value) -> Value:
         """Return the log decays of all heads in the shape of ``like``."""
         start = 2.0 ** -(2.0 ** -(math.log2(self.heads) - 3))
         numbers = ops.arange(start=1.0, stop=self.heads + 1.0)
@@ -67,16 +69,18 @@ class ShortConvolution:
     """A convolution over few tokens between two gates. State ``conv_state.N`` f32[B, taps-1, E]."""
 
     taps: int
-    needs: frozenset[str] = frozenset({"conv_rows"})
+    required_inputs: frozenset[str] = frozenset({"conv_rows"})
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> ShortConvolution:
+    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> ShortConvolution:
         return cls(keys.count("shortconv.l_cache", least=2))
 
-    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the gated convolution of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block, width = f"blk.{layer}.shortconv", x.shape[-1]
-        b, c, x = parts(linear(weights, f"{block}.in_proj", x, 3 * width), width, width, width)
-        tokens = frame.preceded(f"conv_state.{layer}", frame.split(ops.mul(b, x), width), self.taps - 1)
+        b, c, x = split_columns(linear(weights, f"{block}.in_proj", x, 3 * width), width, width, width)
+        tokens = frame.prepend_previous_rows(
+            f"conv_state.{layer}", frame.rows_to_sequences(ops.mul(b, x), width), self.taps - 1
+        )
         y = ops.ssm_conv(tokens, weights(f"{block}.conv.weight", (width, self.taps)), name=f"{block}.conv")
-        return linear(weights, f"{block}.out_proj", ops.mul(c, frame.rows(y)), width)
+        return linear(weights, f"{block}.out_proj", ops.mul(c, frame.sequences_to_rows(y)), width)

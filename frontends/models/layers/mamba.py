@@ -12,12 +12,12 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
-from ..family import Family
-from ..frame import RECURRENT, Frame
-from ..weights import Weights
-from .blocks import Norm, linear, parts
+from ..family import FamilyTraits
+from ..frame import RECURRENT_INPUTS, StepGraphBuilder
+from ..weights import ModelWeights
+from .blocks import Norm, linear, split_columns
 
-SHUT = 1e4
+PADDING_STEP = 1e4
 """Subtracted from the step of padding, so that softplus makes it 0."""
 
 
@@ -31,12 +31,12 @@ class Mamba:
     heads: int
     groups: int
     norm: Norm
-    bare: bool
+    norms_without_weights: bool
     """Whether step size, input and output matrices pass a norm without weights, as in Falcon Mamba."""
-    needs: frozenset[str] = RECURRENT
+    required_inputs: frozenset[str] = RECURRENT_INPUTS
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> Self:
+    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> Self:
         """Return the layer; raise `ModelError` if the heads do not fill the inner size or the groups do not divide."""
         inner = keys.count("ssm.inner_size")
         heads = inner if cls is Mamba else keys.count("ssm.time_step_rank")
@@ -50,48 +50,59 @@ class Mamba:
         taps, state = keys.count("ssm.conv_kernel", least=2), keys.count("ssm.state_size")
         return cls(taps, inner, state, heads, groups, Norm(eps), bare)
 
-    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the result f32[B*T, E] of ``x`` f32[B*T, E]. Steps of padding are 0, so that the state stays."""
         block, heads, channels = f"blk.{layer}", self.heads, self.inner // self.heads
-        z, inputs, dt, b, c = self.read(weights, frame, layer, x)
-        b, c = (frame.split(y, self.groups, self.state) for y in (b, c))
-        shut, inputs = ops.scale(frame.valid, scale=SHUT, bias=-SHUT), frame.split(inputs, heads, channels)
-        steps = ops.add(frame.split(dt, heads), shut, name=f"{block}.steps")
-        rates = math.prod(weights.shape(f"{block}.ssm_a")) // heads
-        a, d = weights.reshaped(f"{block}.ssm_a", (heads, rates)), weights.reshaped(f"{block}.ssm_d", (heads, 1))
-        old = frame.state(f"ssm_state.{layer}", heads, channels, self.state)
-        y, new = ops.ssm_scan(inputs, steps, a, b, c, old, snapshots=frame.snapshots, name=f"{block}.ssm_scan")
-        frame.update(old, new)
-        y = ops.swiglu(z, frame.rows(ops.add(y, ops.mul(inputs, d))), name=f"{block}.ssm_gated")
-        if weights.has(f"{block}.ssm_norm.weight"):
-            y = self.norm(weights, f"{block}.ssm_norm", frame.split(y, self.groups, self.inner // self.groups))
-        return linear(weights, f"{block}.ssm_out", frame.rows(y), x.shape[1])
+        z, inputs, dt, b, c = self.project_inputs(weights, frame, layer, x)
+        b, c = (frame.rows_to_sequences(y, self.groups, self.state) for y in (b, c))
+        shut, inputs = (
+            ops.scale(frame.valid, scale=PADDING_STEP, bias=-PADDING_STEP),
+            frame.rows_to_sequences(inputs, heads, channels),
+        )
+        steps = ops.add(frame.rows_to_sequences(dt, heads), shut, name=f"{block}.steps")
+        rates = math.prod(weights.tensor_shape(f"{block}.ssm_a")) // heads
+        a, d = (
+            weights.leaf_in_shape(f"{block}.ssm_a", (heads, rates)),
+            weights.leaf_in_shape(f"{block}.ssm_d", (heads, 1)),
+        )
+        old = frame.sequence_state(f"ssm_state.{layer}", heads, channels, self.state)
+        y, new = ops.ssm_scan(inputs, steps, a, b, c, old, snapshots=frame.snapshot_count, name=f"{block}.ssm_scan")
+        frame.set_state(old, new)
+        y = ops.swiglu(z, frame.sequences_to_rows(ops.add(y, ops.mul(inputs, d))), name=f"{block}.ssm_gated")
+        if weights.has_tensor(f"{block}.ssm_norm.weight"):
+            y = self.norm(
+                weights, f"{block}.ssm_norm", frame.rows_to_sequences(y, self.groups, self.inner // self.groups)
+            )
+        return linear(weights, f"{block}.ssm_out", frame.sequences_to_rows(y), x.shape[1])
 
-    def read(self, weights: Weights, frame: Frame, layer: int, x: Value) -> tuple[Value, ...]:
+    def project_inputs(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> tuple[Value, ...]:
         """Return gate, input, step sizes, and input and output matrices of the state.
 
         Gate f32[B*T, inner], input f32[B, T, inner], step sizes f32[B*T, heads], matrices f32[B*T, groups * state].
         """
-        x, z = parts(linear(weights, f"blk.{layer}.ssm_in", x, 2 * self.inner), self.inner, self.inner)
-        return z, *self.following(weights, frame, layer, x, "dt", "b", "c")
+        x, z = split_columns(linear(weights, f"blk.{layer}.ssm_in", x, 2 * self.inner), self.inner, self.inner)
+        return z, *self.convolve_and_project(weights, frame, layer, x, "dt", "b", "c")
 
-    def following(self, weights: Weights, frame: Frame, layer: int, x: Value, *order: str) -> tuple[Value, ...]:
+    def convolve_and_project(
+        self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value, *order: str
+    ) -> tuple[Value, ...]:
         """Return the input after its convolution, and the step sizes and matrices from it.
 
         The matrix ``ssm_x`` has its columns in the given ``order``.
         """
-        block, x = f"blk.{layer}", convolved(weights, frame, layer, x, self.taps)
-        widths = {"dt": weights.shape(f"{block}.ssm_dt.weight", 2)[1], "b": self.state, "c": self.state}
-        made = parts(
-            linear(weights, f"{block}.ssm_x", frame.rows(x), sum(widths.values())), *(widths[n] for n in order)
+        block, x = f"blk.{layer}", convolve_and_silu(weights, frame, layer, x, self.taps)
+        widths = {"dt": weights.tensor_shape(f"{block}.ssm_dt.weight", 2)[1], "b": self.state, "c": self.state}
+        made = split_columns(
+            linear(weights, f"{block}.ssm_x", frame.sequences_to_rows(x), sum(widths.values())),
+            *(widths[n] for n in order),
         )
-        given = {n: self.normed(weights, f"{block}.ssm_{n}_norm", y) for n, y in zip(order, made, strict=True)}
+        given = {n: self.apply_norm(weights, f"{block}.ssm_{n}_norm", y) for n, y in zip(order, made, strict=True)}
         return x, linear(weights, f"{block}.ssm_dt", given["dt"], self.heads), given["b"], given["c"]
 
-    def normed(self, weights: Weights, name: str, x: Value) -> Value:
-        if weights.has(f"{name}.weight"):
+    def apply_norm(self, weights: ModelWeights, name: str, x: Value) -> Value:
+        if weights.has_tensor(f"{name}.weight"):
             return self.norm(weights, name, x)
-        return self.norm.plain(x) if self.bare else x
+        return self.norm.apply_without_weights(x) if self.norms_without_weights else x
 
 
 class Mamba2(Mamba):
@@ -99,11 +110,11 @@ class Mamba2(Mamba):
 
     __slots__ = ()
 
-    def read(self, weights: Weights, frame: Frame, layer: int, x: Value) -> tuple[Value, ...]:
+    def project_inputs(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> tuple[Value, ...]:
         block, shared = f"blk.{layer}", self.groups * self.state
         widths = self.inner, self.inner + 2 * shared, self.heads
-        z, x, dt = parts(linear(weights, f"{block}.ssm_in", x, sum(widths)), *widths)
-        x, b, c = parts(convolved(weights, frame, layer, x, self.taps), self.inner, shared, shared)
+        z, x, dt = split_columns(linear(weights, f"{block}.ssm_in", x, sum(widths)), *widths)
+        x, b, c = split_columns(convolve_and_silu(weights, frame, layer, x, self.taps), self.inner, shared, shared)
         return z, x, ops.add(dt, weights(f"{block}.ssm_dt.bias", (self.heads,))), b, c
 
 
@@ -112,16 +123,18 @@ class Plamo2(Mamba):
 
     __slots__ = ()
 
-    def read(self, weights: Weights, frame: Frame, layer: int, x: Value) -> tuple[Value, ...]:
+    def project_inputs(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> tuple[Value, ...]:
         rows, size = x.shape[0], self.inner // self.heads
         both = linear(weights, f"blk.{layer}.ssm_in", x, 2 * self.inner)
         # The columns of each head: its gate, then its input.
-        z, x = parts(ops.reshape(both, shape=(rows, self.heads, 2 * size)), size, size)
+        z, x = split_columns(ops.reshape(both, shape=(rows, self.heads, 2 * size)), size, size)
         z, x = (ops.reshape(y, shape=(rows, self.inner)) for y in (z, x))
-        return z, *self.following(weights, frame, layer, x, "b", "c", "dt")
+        return z, *self.convolve_and_project(weights, frame, layer, x, "b", "c", "dt")
 
 
-def convolved(weights: Weights, frame: Frame, layer: int, x: Value, taps: int, kind: str = "") -> Value:
+def convolve_and_silu(
+    weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value, taps: int, kind: str = ""
+) -> Value:
     """Return ``x`` f32[B*T, channels] after a short convolution and SiLU: f32[B, T, channels].
 
     Args:
@@ -133,8 +146,8 @@ def convolved(weights: Weights, frame: Frame, layer: int, x: Value, taps: int, k
         kind: A suffix that distinguishes several convolutions of a layer.
     """
     block, channels = f"blk.{layer}", x.shape[-1]
-    tokens = frame.preceded(f"conv_state{kind}.{layer}", frame.split(x, channels), taps - 1)
-    kernel = weights.reshaped(f"{block}.ssm_conv1d{kind}.weight", (channels, taps))
+    tokens = frame.prepend_previous_rows(f"conv_state{kind}.{layer}", frame.rows_to_sequences(x, channels), taps - 1)
+    kernel = weights.leaf_in_shape(f"{block}.ssm_conv1d{kind}.weight", (channels, taps))
     y = ops.ssm_conv(tokens, kernel, name=f"{block}.ssm_conv1d{kind}")
-    bias = weights.optional(f"{block}.ssm_conv1d{kind}.bias", (channels,))
+    bias = weights.optional_leaf(f"{block}.ssm_conv1d{kind}.bias", (channels,))
     return ops.silu(y if bias is None else ops.add(y, bias), name=f"{block}.conv_silu{kind}")

@@ -13,18 +13,18 @@ from .... import ops
 from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
-from ..family import Family
-from ..weights import Weights
-from .blocks import Norm, Unit, feed_forward, linear, product
+from ..family import FamilyTraits
+from ..weights import ModelWeights
+from .blocks import Activation, Norm, apply_feed_forward, linear, matmul
 
 GATINGS = ("softmax", "sigmoid", "chosen", "root")
 """Functions that ``expert_gating_func`` numbers from 1: softmax, sigmoid, softmax over the chosen, root of softplus."""
-SMALLEST_SUM = 2.0**-14
+MIN_WEIGHT_SUM = 2.0**-14
 """Minimum divisor of routing weights in llama.cpp: the smallest normal number of f16."""
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertLayer:
     """The experts of one layer: each token uses some of ``count`` experts, and a shared one if the file has it.
 
     Routing weights come from the router scores by ``gating``. The weights of the selected experts are divided by their
@@ -33,23 +33,23 @@ class Experts:
     """
 
     count: int
-    used: int
+    experts_per_token: int
     gating: str = "softmax"
-    normalised: bool = True
+    has_normalised_weights: bool = True
     scale: float = 1.0
-    unit: Unit = field(default=Unit())
-    shared: Unit = field(default=Unit())
+    activation: Activation = field(default=Activation())
+    shared_activation: Activation = field(default=Activation())
     norm: Norm = field(default=Norm(0.0))
     groups: int = 1
     groups_used: int = 1
-    family: Family = field(default=Family())
+    family: FamilyTraits = field(default=FamilyTraits())
     group_size: int = 1
     group_scale: float = 1.0
 
     @classmethod
     def from_keys(
-        cls, keys: ArchitectureKeys, family: Family, layer: int, blocks: int, unit: Unit, norm: Norm
-    ) -> Experts:
+        cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int, blocks: int, unit: Activation, norm: Norm
+    ) -> ExpertLayer:
         """Return the experts of a block.
 
         Args:
@@ -72,20 +72,20 @@ class Experts:
             raise keys.error(
                 "expert_group_count", f"is {groups}; need a divisor of {count} above the {groups_used} used"
             )
-        normalised = family.normalised
+        normalised = family.normalises_routing
         if normalised is None:
             normalised = keys.flag("expert_weights_norm", False)
-        both = keys.has("swiglu_clamp_shexp") or "one limit" not in family.mixture
+        both = keys.has("swiglu_clamp_shexp") or "one limit" not in family.special_routing
         limits = "swiglu_clamp_exp", "swiglu_clamp_shexp" if both else "swiglu_clamp_exp"
         routed, shared = (replace(unit, limit=keys.per_block_limits(name, blocks)[layer]) for name in limits)
-        gating, scale = _gating(keys, family), keys.positive_or_none("expert_weights_scale") or 1.0
+        gating, scale = _read_gating(keys, family), keys.positive_or_none("expert_weights_scale") or 1.0
         size, factor = keys.count_or_default("experts_per_group", 1), keys.positive_or_none("expert_group_scale") or 1.0
         return cls(
             count, used, gating, normalised, scale, routed, shared, norm, groups, groups_used, family, size, factor
         )
 
 
-def _gating(keys: ArchitectureKeys, family: Family) -> str:
+def _read_gating(keys: ArchitectureKeys, family: FamilyTraits) -> str:
     name, _, default = family.gating.partition(" ")
     if name != "key":
         return name
@@ -95,7 +95,9 @@ def _gating(keys: ArchitectureKeys, family: Family) -> str:
     return GATINGS[number - 1]
 
 
-def mixture(weights: Weights, block: str, x: Value, experts: Experts, router: Value | None = None) -> Value:
+def run_expert_layer(
+    weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, router: Value | None = None
+) -> Value:
     """Return the weighted sum of the selected experts, plus the shared expert: f32[n, E] to f32[n, E].
 
     Args:
@@ -106,17 +108,17 @@ def mixture(weights: Weights, block: str, x: Value, experts: Experts, router: Va
         router: The operand of the router; by default ``x``.
     """
     scores = linear(weights, f"{block}.ffn_gate_inp", x if router is None else router, experts.count)
-    y = narrowed(weights, block, x, experts, scores)
-    if experts.family.mixture == "chunks":
-        y = ops.add(y, ops.scale(chunked(weights, block, y, experts, scores), scale=experts.group_scale))
-    if weights.has(f"{block}.ffn_down_shexp.weight"):
-        y = ops.add(y, shared_answer(weights, block, x, experts), name=f"{block}.ffn_moe_shared")
-        if experts.family.mixture == "halved":
+    y = run_projected_experts(weights, block, x, experts, scores)
+    if experts.family.special_routing == "chunks":
+        y = ops.add(y, ops.scale(run_group_experts(weights, block, y, experts, scores), scale=experts.group_scale))
+    if weights.has_tensor(f"{block}.ffn_down_shexp.weight"):
+        y = ops.add(y, run_shared_expert(weights, block, x, experts), name=f"{block}.ffn_moe_shared")
+        if experts.family.special_routing == "halved":
             y = ops.scale(y, scale=0.5)
     return y
 
 
-def narrowed(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
+def run_projected_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
     """Return the result of `run_routed_experts`, between two projections if the file has them.
 
     The projections go to fewer columns and back.
@@ -125,36 +127,36 @@ def narrowed(weights: Weights, block: str, x: Value, experts: Experts, scores: V
         ("ffn_routed_down", "ffn_routed_norm", "ffn_routed_up"),
         ("ffn_latent_down", "", "ffn_latent_up"),
     ):
-        if weights.has(f"{block}.{down}.weight"):
-            y = product(weights, f"{block}.{down}", x, weights.shape(f"{block}.{down}.weight")[0])
-            y = routed(weights, block, y, experts, scores)
-            if norm and weights.has(f"{block}.{norm}.weight"):
+        if weights.has_tensor(f"{block}.{down}.weight"):
+            y = matmul(weights, f"{block}.{down}", x, weights.tensor_shape(f"{block}.{down}.weight")[0])
+            y = run_routed_experts(weights, block, y, experts, scores)
+            if norm and weights.has_tensor(f"{block}.{norm}.weight"):
                 y = experts.norm(weights, f"{block}.{norm}", y)
-            return product(weights, f"{block}.{up}", y, x.shape[-1])
-    return routed(weights, block, x, experts, scores)
+            return matmul(weights, f"{block}.{up}", y, x.shape[-1])
+    return run_routed_experts(weights, block, x, experts, scores)
 
 
-def routed(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
+def run_routed_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
     """Return the weighted sum of the experts that ``scores`` f32[n, count] select: f32[n, E] to f32[n, E]."""
-    ids, shares = route(weights, block, scores, experts)
-    if experts.family.mixture == "weighted input":
+    ids, shares = route_tokens(weights, block, scores, experts)
+    if experts.family.special_routing == "weighted input":
         rows, width = x.shape
-        used = ops.reshape(shares, shape=(rows, experts.used, 1))
-        repeated = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, experts.used, width))
-        y = answers(weights, block, ops.mul(repeated, used), ids, experts)
+        used = ops.reshape(shares, shape=(rows, experts.experts_per_token, 1))
+        repeated = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, experts.experts_per_token, width))
+        y = run_chosen_experts(weights, block, ops.mul(repeated, used), ids, experts)
         return ops.reshape(ops.sum_rows(ops.transpose(y)), shape=(rows, width))
     x = ops.reshape(x, shape=(x.shape[0], 1, x.shape[1]))
-    return combined(answers(weights, block, x, ids, experts), shares, name=f"{block}.ffn_moe")
+    return sum_weighted_experts(run_chosen_experts(weights, block, x, ids, experts), shares, name=f"{block}.ffn_moe")
 
 
-def chunked(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
+def run_group_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
     """Return the result of the small experts that groups of experts share, f32[n, E].
 
     ``x`` f32[n, E] is the result of the experts. Inclusion AI, Grove MoE, 2025. Graph: llama.cpp ``grovemoe.cpp``,
     which takes the weights of the experts that have the numbers of the groups.
     """
     rows, count = scores.shape
-    used = min(experts.used, count // experts.group_size)
+    used = min(experts.experts_per_token, count // experts.group_size)
     probabilities = ops.softmax(ops.reshape(scores, shape=(rows, 1, count)))
     ids = ops.top_k(ops.sigmoid(scores), k=used)
     if experts.group_size > 1:
@@ -162,14 +164,16 @@ def chunked(weights: Weights, block: str, x: Value, experts: Experts, scores: Va
         ids = ops.cast(group, dtype=DType.I32)
     table = ops.reshape(probabilities, shape=(rows, count, 1))
     shares = ops.reshape(ops.get_rows(table, ids), shape=(rows, 1, used))
-    shares = ops.div(shares, ops.clamp(ops.sum_rows(shares), min=SMALLEST_SUM, max=math.inf))
+    shares = ops.div(shares, ops.clamp(ops.sum_rows(shares), min=MIN_WEIGHT_SUM, max=math.inf))
     given = ops.reshape(x, shape=(rows, 1, x.shape[1]))
-    return combined(answers(weights, block, given, ids, experts, "chexps", "chunk"), shares, name=f"{block}.ffn_chunk")
+    return sum_weighted_experts(
+        run_chosen_experts(weights, block, given, ids, experts, "chexps", "chunk"), shares, name=f"{block}.ffn_chunk"
+    )
 
 
-def route(weights: Weights, block: str, scores: Value, experts: Experts) -> tuple[Value, Value]:
+def route_tokens(weights: ModelWeights, block: str, scores: Value, experts: ExpertLayer) -> tuple[Value, Value]:
     """Return the selected experts of each token, i32[n, used], and their weights, f32[n, 1, used]."""
-    rows, count, used = scores.shape[0], experts.count, experts.used
+    rows, count, used = scores.shape[0], experts.count, experts.experts_per_token
     row = ops.reshape(scores, shape=(rows, 1, count))
     match experts.gating:
         case "softmax":
@@ -180,35 +184,37 @@ def route(weights: Weights, block: str, scores: Value, experts: Experts) -> tupl
             probabilities = ops.sqrt(ops.softplus(row), name=f"{block}.ffn_moe_probs")
         case _:
             probabilities = row
-    choice = ops.reshape(selection(weights, block, row, probabilities, experts), shape=(rows, count))
+    choice = ops.reshape(compute_selection_scores(weights, block, row, probabilities, experts), shape=(rows, count))
     ids = ops.top_k(choice, k=used, name=f"{block}.ffn_moe_ids")
     table = ops.reshape(probabilities, shape=(rows, count, 1))
     shares = ops.reshape(ops.get_rows(table, ids), shape=(rows, 1, used))
     if experts.gating == "chosen":
         shares = ops.softmax(shares)
-    if experts.normalised:
-        total = ops.clamp(ops.sum_rows(shares), min=SMALLEST_SUM, max=math.inf)
+    if experts.has_normalised_weights:
+        total = ops.clamp(ops.sum_rows(shares), min=MIN_WEIGHT_SUM, max=math.inf)
         shares = ops.div(shares, total, name=f"{block}.ffn_moe_shares")
     if experts.scale != 1.0:
         shares = ops.scale(shares, scale=experts.scale, name=f"{block}.ffn_moe_scaled")
     return ids, shares
 
 
-def selection(weights: Weights, block: str, scores: Value, probabilities: Value, experts: Experts) -> Value:
+def compute_selection_scores(
+    weights: ModelWeights, block: str, scores: Value, probabilities: Value, experts: ExpertLayer
+) -> Value:
     """Return the scores for the selection of experts, f32[n, 1, count].
 
     They are the probabilities plus a bias, if the file has one, and -inf outside the best groups.
     """
-    if experts.family.mixture == "weighted input":
+    if experts.family.special_routing == "weighted input":
         return scores
-    choice = ops.sigmoid(scores) if experts.family.mixture == "chunks" else probabilities
+    choice = ops.sigmoid(scores) if experts.family.special_routing == "chunks" else probabilities
     for name in (f"{block}.exp_probs_b.bias", f"{block}.exp_probs_b.weight"):
-        if (bias := weights.optional(name, (experts.count,))) is not None:
+        if (bias := weights.optional_leaf(name, (experts.count,))) is not None:
             choice = ops.add(choice, bias)
-    return grouped(choice, experts) if experts.groups > 1 else choice
+    return mask_other_groups(choice, experts) if experts.groups > 1 else choice
 
 
-def grouped(choice: Value, experts: Experts) -> Value:
+def mask_other_groups(choice: Value, experts: ExpertLayer) -> Value:
     """Return ``choice`` f32[n, 1, count] with -inf outside the best groups of experts.
 
     DeepSeek-AI, DeepSeek-V3, 2024.
@@ -224,8 +230,14 @@ def grouped(choice: Value, experts: Experts) -> Value:
     return ops.reshape(kept, shape=choice.shape)
 
 
-def answers(
-    weights: Weights, block: str, x: Value, ids: Value, experts: Experts, suffix: str = "exps", name: str = "moe"
+def run_chosen_experts(
+    weights: ModelWeights,
+    block: str,
+    x: Value,
+    ids: Value,
+    experts: ExpertLayer,
+    suffix: str = "exps",
+    name: str = "moe",
 ) -> Value:
     """Return the FFN results of the selected experts for each token, f32[n, used, E].
 
@@ -239,33 +251,36 @@ def answers(
         name: A part of the name of the activation.
     """
     width = x.shape[-1]
-    count, _, features = weights.shape(f"{block}.ffn_down_{suffix}.weight", 3)[:3]
+    count, _, features = weights.tensor_shape(f"{block}.ffn_down_{suffix}.weight", 3)[:3]
 
     def product(kind: str, y: Value, n: int) -> Value:
         tensor = f"{block}.ffn_{kind}_{suffix}"
         w = weights(f"{tensor}.weight", (count, n, y.shape[-1]))
         z = ops.mul_mat_id(w, y, ids, name=tensor)
-        scale, bias = weights.optional(f"{tensor}.scale", (count,)), weights.optional(f"{tensor}.bias", (count, n))
+        scale, bias = (
+            weights.optional_leaf(f"{tensor}.scale", (count,)),
+            weights.optional_leaf(f"{tensor}.bias", (count, n)),
+        )
         if scale is not None:
-            rows = ops.reshape(ops.get_rows(ops.reshape(scale, shape=(count, 1)), _flat(ids)), shape=(*ids.shape, 1))
+            rows = ops.reshape(ops.get_rows(ops.reshape(scale, shape=(count, 1)), _flatten(ids)), shape=(*ids.shape, 1))
             z = ops.mul(z, rows)
         return z if bias is None else ops.add_id(z, bias, ids)
 
-    glu, unit = f"{block}.ffn_{name}_glu", experts.unit
-    if weights.has(f"{block}.ffn_gate_up_{suffix}.weight"):
-        inner = unit.halves(product("gate_up", x, 2 * features), glu)
-    elif weights.has(f"{block}.ffn_gate_{suffix}.weight"):
-        inner = unit.gated(product("gate", x, features), product("up", x, features), glu)
+    glu, unit = f"{block}.ffn_{name}_glu", experts.activation
+    if weights.has_tensor(f"{block}.ffn_gate_up_{suffix}.weight"):
+        inner = unit.apply_to_fused(product("gate_up", x, 2 * features), glu)
+    elif weights.has_tensor(f"{block}.ffn_gate_{suffix}.weight"):
+        inner = unit.apply_gated(product("gate", x, features), product("up", x, features), glu)
     else:
-        inner = unit.plain(product("up", x, features), glu)
+        inner = unit.apply(product("up", x, features), glu)
     return product("down", inner, width)
 
 
-def _flat(ids: Value) -> Value:
+def _flatten(ids: Value) -> Value:
     return ops.reshape(ids, shape=(ids.spec.size,))
 
 
-def combined(answer: Value, shares: Value, *, name: str) -> Value:
+def sum_weighted_experts(answer: Value, shares: Value, *, name: str) -> Value:
     """Return the sum f32[n, E] of expert results f32[n, used, E], weighted by ``shares`` f32[n, 1, used].
 
     This is a matmul with the weights, so that no [n, used, E] is written again. It is linear in the results: with
@@ -275,10 +290,10 @@ def combined(answer: Value, shares: Value, *, name: str) -> Value:
     return ops.reshape(ops.mul_mat(ops.transpose(answer), shares, name=name), shape=(rows, width))
 
 
-def shared_answer(weights: Weights, block: str, x: Value, experts: Experts) -> Value:
+def run_shared_expert(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer) -> Value:
     """Return the FFN of the shared expert, times a sigmoid gate if the family has one: f32[n, E] to f32[n, E]."""
     width = x.shape[-1]
-    y = feed_forward(weights, block, x, experts.shared, experts.norm, "_shexp")
+    y = apply_feed_forward(weights, block, x, experts.shared_activation, experts.norm, "_shexp")
     if not experts.family.shared_gate:
         return y
     row = ops.reshape(weights(f"{block}.ffn_gate_inp_shexp.weight", (width,)), shape=(1, width))

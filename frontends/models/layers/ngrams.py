@@ -17,16 +17,16 @@ from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
 from ...gguf.hyperparameter_keys import MAX_I32, ArchitectureKeys
 from ...step import Batch, Step
-from ..frame import Frame
-from ..weights import Weights
-from .blocks import Norm, product
+from ..frame import StepGraphBuilder
+from ..weights import ModelWeights
+from .blocks import Norm, matmul
 
-LONGEST = 8
+NGRAM_TOKEN_LIMIT = 8
 """Maximum tokens of an n-gram."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ngrams:
+class NgramEmbedding:
     """The n-gram tables of layer ``layer``: ``heads`` hashes each of the last 2, 3, ... ``max_ngram_tokens`` tokens.
 
     Hash h of n tokens is ``(t[0] m[0] xor ... xor t[n-1] m[n-1]) mod sizes[h] + starts[h]``, in 64 bits. ``end`` stands
@@ -37,7 +37,7 @@ class Ngrams:
     """
 
     layer: int
-    longest: int
+    max_ngram_tokens: int
     heads: int
     taps: int
     width: int
@@ -47,7 +47,7 @@ class Ngrams:
     sizes: tuple[int, ...]
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, layers: int) -> Ngrams | None:
+    def from_keys(cls, keys: ArchitectureKeys, layers: int) -> NgramEmbedding | None:
         """Return the tables, or `None` for a model without them.
 
         Raises:
@@ -59,8 +59,8 @@ class Ngrams:
         if len(where) > 1 or where[0] >= layers:
             raise keys.error("ple.layers", f"is {list(where)}; need one layer below {layers}")
         longest, each = keys.count("ple.ngram_size", least=2), keys.count("ple.heads_per_ngram")
-        if longest > LONGEST:
-            raise keys.error("ple.ngram_size", f"is {longest}; need at most {LONGEST}")
+        if longest > NGRAM_TOKEN_LIMIT:
+            raise keys.error("ple.ngram_size", f"is {longest}; need at most {NGRAM_TOKEN_LIMIT}")
         lists = {
             "ple.layer_multipliers": longest,
             "ple.head_offsets": (longest - 1) * each,
@@ -76,73 +76,75 @@ class Ngrams:
         return cls(where[0], longest, each, taps, width, end, multipliers, starts, sizes)
 
     @property
-    def kept(self) -> int:
+    def convolution_history_tokens(self) -> int:
         """Earlier tokens that the convolution needs."""
-        return (self.taps - 1) * self.longest
+        return (self.taps - 1) * self.max_ngram_tokens
 
     @property
-    def remembers(self) -> int:
+    def hash_history_tokens(self) -> int:
         """Earlier tokens that the hashes need."""
-        return self.longest - 1
+        return self.max_ngram_tokens - 1
 
-    def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
+    def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
         """Return ``ngram_rows`` i32[B*T*hashes]: the table rows of each token."""
         rows = np.zeros((step.sequences, step.tokens, len(self.sizes)), np.int32)
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
-            need = min(length, self.remembers)
-            before = list(batch.before[i])[-need:] if need and i < len(batch.before) else []
+            need = min(length, self.hash_history_tokens)
+            before = list(batch.history_tokens[i])[-need:] if need and i < len(batch.history_tokens) else []
             if new and len(before) < need:
                 raise ModelError(
                     f"batch: sequence {i} goes on behind {length} tokens, of which this model needs the last {need}; "
-                    "give them as `before`"
+                    "give them as `history_tokens`"
                 )
             for t in range(len(new)):
-                rows[i, t] = self.hashes([*before, *new[: t + 1]][-self.longest :])
+                rows[i, t] = self.compute_hash_rows([*before, *new[: t + 1]][-self.max_ngram_tokens :])
         return {"ngram_rows": rows.reshape(-1)}
 
-    def hashes(self, tokens: list[int]) -> list[int]:
+    def compute_hash_rows(self, tokens: list[int]) -> list[int]:
         """Return the table rows for the last one of ``tokens``."""
         latest = [tokens[-1]]
         for token in reversed(tokens[:-1]):
             if token == self.end:
                 break
             latest.append(token)
-        latest += [self.end] * (self.longest - len(latest))
+        latest += [self.end] * (self.max_ngram_tokens - len(latest))
         mixed, rows = latest[0] * self.multipliers[0], []
-        for n in range(1, self.longest):
+        for n in range(1, self.max_ngram_tokens):
             mixed = (mixed ^ latest[n] * self.multipliers[n]) & (2**64 - 1)
             span = slice((n - 1) * self.heads, n * self.heads)
             rows += [mixed % size + start for size, start in zip(self.sizes[span], self.starts[span], strict=True)]
         return rows
 
-    def __call__(self, weights: Weights, frame: Frame, norm: Norm, x: Value) -> Value:
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, norm: Norm, x: Value) -> Value:
         """Return the streams f32[B*T, streams, E] plus the table rows of each token.
 
         The rows are gated by their similarity to the streams.
         """
         block, (rows, streams, width) = f"blk.{self.layer}", x.shape
-        entries = weights.shape("per_layer_token_embd.weight")[0]  # may exceed the range of the hashes
+        entries = weights.tensor_shape("per_layer_token_embd.weight")[0]  # may exceed the range of the hashes
         table = weights("per_layer_token_embd.weight", (entries, self.width))
-        ids = frame.fed("ngram_rows", rows * len(self.sizes))
+        ids = frame.integer_input("ngram_rows", rows * len(self.sizes))
         short = ops.reshape(ops.get_rows(table, ids, name="ngrams"), shape=(rows, len(self.sizes) * self.width))
-        key = ops.reshape(product(weights, f"{block}.ple_key", short, streams * width), shape=x.shape)
+        key = ops.reshape(matmul(weights, f"{block}.ple_key", short, streams * width), shape=x.shape)
         key, query = norm(weights, f"{block}.ple_norm_key", key), norm(weights, f"{block}.ple_norm_query", x)
         likeness = ops.scale(ops.sum_rows(ops.mul(key, query)), scale=1.0 / math.sqrt(width))
         root = ops.sqrt(ops.clamp(ops.abs_(likeness), min=1e-6, max=math.inf))
         gate = ops.sigmoid(ops.mul(ops.sgn(likeness), root))
-        value = ops.reshape(product(weights, f"{block}.ple_value", short, width), shape=(rows, 1, width))
+        value = ops.reshape(matmul(weights, f"{block}.ple_value", short, width), shape=(rows, 1, width))
         value = ops.mul(ops.repeat(value, shape=x.shape), gate, name=f"{block}.ngrams_gated")
-        return ops.add(x, ops.add(value, self.convolved(weights, frame, norm, value)), name=f"{block}.ngrams_residual")
+        return ops.add(
+            x, ops.add(value, self.convolve_channels(weights, frame, norm, value)), name=f"{block}.ngrams_residual"
+        )
 
-    def convolved(self, weights: Weights, frame: Frame, norm: Norm, x: Value) -> Value:
+    def convolve_channels(self, weights: ModelWeights, frame: StepGraphBuilder, norm: Norm, x: Value) -> Value:
         """Return a convolution of each channel with taps that lie apart: f32[B*T, streams, E]."""
         block, columns = f"blk.{self.layer}", x.shape[1] * x.shape[2]
-        new = frame.split(norm(weights, f"{block}.ple_norm_conv", x), columns)
-        known = frame.preceded(f"ngram_state.{self.layer}", new, self.kept)
+        new = frame.rows_to_sequences(norm(weights, f"{block}.ple_norm_conv", x), columns)
+        known = frame.prepend_previous_rows(f"ngram_state.{self.layer}", new, self.convolution_history_tokens)
         kernel = weights(f"{block}.ple_conv1d.weight", (columns, self.taps))
         # Zeros between the taps make one dense kernel.
         taps = ops.reshape(kernel, shape=(columns, self.taps, 1))
-        zeros = ops.repeat(ops.fill(taps, value=0.0), shape=(columns, self.taps, self.longest - 1))
-        dense = ops.reshape(ops.concat(zeros, taps, axis=-1), shape=(columns, self.taps * self.longest))
-        dense = ops.slice_(dense, axis=-1, start=self.longest - 1, stop=self.taps * self.longest)
+        zeros = ops.repeat(ops.fill(taps, value=0.0), shape=(columns, self.taps, self.max_ngram_tokens - 1))
+        dense = ops.reshape(ops.concat(zeros, taps, axis=-1), shape=(columns, self.taps * self.max_ngram_tokens))
+        dense = ops.slice_(dense, axis=-1, start=self.max_ngram_tokens - 1, stop=self.taps * self.max_ngram_tokens)
         return ops.reshape(ops.silu(ops.ssm_conv(known, dense)), shape=x.shape)

@@ -16,52 +16,58 @@ from .... import ops
 from ....graph import Value
 from ..decoder import Decoder
 from ..hyper import Layer
-from .blocks import PLAIN, linear, parts, product
+from .blocks import PLAIN_ACTIVATIONS, linear, matmul, split_columns
 
 
-class Skipping(Decoder):
+class EmbeddingSkipDecoder(Decoder):
     """Every block adds the embedding again, times a factor of its own. Talkie."""
 
-    def residual(self) -> Value:
-        x = first = self.embedded()
+    def run_all_blocks(self) -> Value:
+        x = first = self.embed_tokens()
         for i, layer in enumerate(self.hyper.blocks):
-            first = self.frame.wanted(first) if self.is_last(i) else first
-            x = self.block(i, layer, x)
+            first = self.frame.select_needed_rows(first) if self.is_last_block(i) else first
+            x = self.run_block(i, layer, x)
             x = ops.add(x, ops.mul(first, self.weights(f"blk.{i}.layer_output_scale.weight", (1,))))
             x = self.frame.steered(i, x)
         return x
 
 
-class PerLayer(Decoder):
+class PerLayerEmbeddingDecoder(Decoder):
     """Every block also reads a short vector per token of its own, adds a result of it, and scales its output.
 
     Gemma team, Gemma 3n and Gemma 4; graph: llama.cpp ``gemma4.cpp``.
     """
 
-    def embedded(self) -> Value:
-        x = super().embedded()
-        self.short = self.shortened(x) if self.weights.has("per_layer_token_embd.weight") else None
+    def embed_tokens(self) -> Value:
+        x = super().embed_tokens()
+        self.per_layer_vectors = (
+            self.compute_per_layer_vectors(x) if self.weights.has_tensor("per_layer_token_embd.weight") else None
+        )
         return x
 
-    def shortened(self, x: Value) -> Value:
+    def compute_per_layer_vectors(self, x: Value) -> Value:
         """Return f32[B*T, layers * P]: a projection of the embedding, plus rows of a table of its own."""
         hyper, weights = self.hyper, self.weights
-        columns = weights.shape("per_layer_token_embd.weight", 2)[1]
+        columns = weights.tensor_shape("per_layer_token_embd.weight", 2)[1]
         each = columns // hyper.layers
         rows = ops.get_rows(
             weights("per_layer_token_embd.weight", (hyper.vocabulary_size, columns)), self.frame.tokens, name="places"
         )
-        y = ops.scale(product(weights, "per_layer_model_proj", x, columns), scale=1.0 / math.sqrt(hyper.width))
+        y = ops.scale(matmul(weights, "per_layer_model_proj", x, columns), scale=1.0 / math.sqrt(hyper.width))
         y = ops.reshape(y, shape=(x.shape[0], hyper.layers, each))
         y = ops.reshape(self.norm(weights, "per_layer_proj_norm", y), shape=(x.shape[0], columns))
         return ops.scale(ops.add(y, ops.scale(rows, scale=math.sqrt(each))), scale=math.sqrt(0.5), name="short")
 
-    def block(self, i: int, layer: Layer, x: Value) -> Value:
-        block, x = f"blk.{i}", super().block(i, layer, x)
-        if self.short is not None:
-            short = self.frame.wanted(self.short) if self.is_last(i) else self.short
+    def run_block(self, i: int, layer: Layer, x: Value) -> Value:
+        block, x = f"blk.{i}", super().run_block(i, layer, x)
+        if self.per_layer_vectors is not None:
+            short = (
+                self.frame.select_needed_rows(self.per_layer_vectors)
+                if self.is_last_block(i)
+                else self.per_layer_vectors
+            )
             x = ops.add(x, self.gate_short_vector(i, x, short), name=f"{block}.short_residual")
-        factor = self.weights.optional(f"{block}.layer_output_scale.weight", (1,))
+        factor = self.weights.optional_leaf(f"{block}.layer_output_scale.weight", (1,))
         return x if factor is None else ops.mul(x, factor)
 
     def gate_short_vector(self, i: int, x: Value, short: Value, gelu: Callable[[Value], Value] = ops.gelu) -> Value:
@@ -75,33 +81,33 @@ class PerLayer(Decoder):
         """
         each = short.shape[-1] // self.hyper.layers
         own = ops.slice_(short, axis=-1, start=i * each, stop=(i + 1) * each)
-        y = ops.mul(gelu(product(self.weights, f"blk.{i}.inp_gate", x, each)), own)
-        return self.normed(i, "post_norm", product(self.weights, f"blk.{i}.proj", y, x.shape[-1]))
+        y = ops.mul(gelu(matmul(self.weights, f"blk.{i}.inp_gate", x, each)), own)
+        return self.apply_block_norm(i, "post_norm", matmul(self.weights, f"blk.{i}.proj", y, x.shape[-1]))
 
 
-class Alternating(PerLayer):
+class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
     """Each block computes the first of several residual streams f32[n, streams, E], and predicts the others.
 
     A block also adds a product with two thin matrices to the result of its attention. Baykal et al., Alternating
     updates, 2023; Gemma team, Gemma 3n, 2025; graph: llama.cpp ``gemma3n.cpp``.
     """
 
-    def residual(self) -> Value:
-        first = self.embedded()
+    def run_all_blocks(self) -> Value:
+        first = self.embed_tokens()
         rows, width = first.shape
-        if self.short is None:
-            self.short = self.shortened(first)  # raises for the missing tensor
-        count = self.weights.shape("altup_proj.weight")[0]
+        if self.per_layer_vectors is None:
+            self.per_layer_vectors = self.compute_per_layer_vectors(first)  # raises for the missing tensor
+        count = self.weights.tensor_shape("altup_proj.weight")[0]
         matrices = self.weights("altup_proj.weight", (count, width, width))
         others = ops.mul_mat(ops.reshape(matrices, shape=(count * width, width)), first)
         first = ops.reshape(first, shape=(rows, 1, width))
-        x = ops.concat(first, match_lengths(ops.reshape(others, shape=(rows, count, width)), first), axis=1)
+        x = ops.concat(first, match_row_norms(ops.reshape(others, shape=(rows, count, width)), first), axis=1)
         for i, layer in enumerate(self.hyper.blocks):
-            x = self.frame.steered(i, self.block(i, layer, x))
-        x = self.frame.wanted(ops.reshape(x, shape=(rows, (count + 1) * width)))
+            x = self.frame.steered(i, self.run_block(i, layer, x))
+        x = self.frame.select_needed_rows(ops.reshape(x, shape=(rows, (count + 1) * width)))
         return self.merge_streams(ops.reshape(x, shape=(x.shape[0], count + 1, width)))
 
-    def is_last(self, i: int) -> bool:
+    def is_last_block(self, i: int) -> bool:
         return False  # predicted streams need all rows
 
     def merge_streams(self, x: Value) -> Value:
@@ -113,42 +119,44 @@ class Alternating(PerLayer):
         first, others = split_streams(x)
         matrices = self.weights("altup_unembd_proj.weight", (streams - 1, width, width))
         others = ops.permute(ops.mul_mat(matrices, ops.permute(others, axes=(1, 0, 2))), axes=(1, 0, 2))
-        both = ops.concat(first, match_lengths(others, first), axis=1)
+        both = ops.concat(first, match_row_norms(others, first), axis=1)
         return ops.scale(ops.reshape(ops.sum_rows(ops.transpose(both)), shape=(rows, width)), scale=1.0 / streams)
 
-    def block(self, i: int, layer: Layer, x: Value) -> Value:
-        block, short = f"blk.{i}", self.short
+    def run_block(self, i: int, layer: Layer, x: Value) -> Value:
+        block, short = f"blk.{i}", self.per_layer_vectors
         assert short is not None
         predictions = self.predict_streams(i, x)
-        first = take_first(predictions)
-        h = self.normed(i, self.family.attn_norm, first)
-        added = ops.add(self.mixed(i, layer, first, h), first, name=f"{block}.attn_residual")
+        first = take_first_stream(predictions)
+        h = self.apply_block_norm(i, self.family.attn_norm, first)
+        added = ops.add(self.run_mixers(i, layer, first, h), first, name=f"{block}.attn_residual")
         added = ops.scale(ops.add(added, self.add_thin_product(i, h)), scale=math.sqrt(0.5))
-        y = self.fed(i, layer, self.normed(i, self.family.ffn_norm, added), added, first)
+        y = self.run_feed_forward(i, layer, self.apply_block_norm(i, self.family.ffn_norm, added), added, first)
         y = ops.add(y, added, name=f"{block}.ffn_residual")
         x = self.correct_streams(i, predictions, first, y)
         scale = self.weights(f"{block}.altup_correct_scale.weight", (self.hyper.width,))
-        y = self.gate_short_vector(i, ops.mul(take_first(x), scale), short, PLAIN[self.family.unit])
+        y = self.gate_short_vector(
+            i, ops.mul(take_first_stream(x), scale), short, PLAIN_ACTIVATIONS[self.family.activation]
+        )
         first, others = split_streams(x)
         others = ops.add(others, ops.reshape(y, shape=first.shape))
         return ops.concat(first, others, axis=1, name=f"{block}.short_residual")
 
     def add_thin_product(self, i: int, h: Value) -> Value:
         """Return ``h`` f32[n, E] plus its product with two thin matrices."""
-        rank = self.weights.shape(f"blk.{i}.laurel_l.weight")[0]
+        rank = self.weights.tensor_shape(f"blk.{i}.laurel_l.weight")[0]
         y = linear(self.weights, f"blk.{i}.laurel_l", h, rank)
         y = linear(self.weights, f"blk.{i}.laurel_r", y, h.shape[-1])
-        return ops.add(self.normed(i, "laurel_post_norm", y), h)
+        return ops.add(self.apply_block_norm(i, "laurel_post_norm", y), h)
 
     def compute_shares(self, i: int, x: Value, streams: int) -> Value:
         """Return the share of each stream in a row ``x`` f32[n, E]: f32[n, streams], between -1 and 1."""
-        h = ops.scale(self.normed(i, "altup_router_norm", x), scale=1.0 / x.shape[-1])
+        h = ops.scale(self.apply_block_norm(i, "altup_router_norm", x), scale=1.0 / x.shape[-1])
         return ops.tanh(linear(self.weights, f"blk.{i}.altup_router", h, streams))
 
     def predict_streams(self, i: int, x: Value) -> Value:
         """Return all streams, plus a mix of them that depends on the first stream."""
         rows, streams, _ = x.shape
-        shares = self.compute_shares(i, take_first(x), streams)
+        shares = self.compute_shares(i, take_first_stream(x), streams)
         mix = linear(self.weights, f"blk.{i}.altup_predict_coef", shares, streams * streams)
         mixed = ops.mul_mat(ops.transpose(x), ops.reshape(mix, shape=(rows, streams, streams)))
         return ops.add(mixed, x, name=f"blk.{i}.predictions")
@@ -164,7 +172,7 @@ class Alternating(PerLayer):
         return ops.dsv4_hc_post(ops.sub(y, first), predictions, shares, None, name=f"blk.{i}.corrected")
 
 
-def take_first(x: Value) -> Value:
+def take_first_stream(x: Value) -> Value:
     """Return the first stream of ``x`` f32[n, streams, E]: f32[n, E]."""
     return ops.reshape(split_streams(x)[0], shape=(x.shape[0], x.shape[2]))
 
@@ -175,63 +183,63 @@ def split_streams(x: Value) -> tuple[Value, Value]:
     return first, ops.slice_(x, axis=1, start=1, stop=x.shape[1])
 
 
-def match_lengths(x: Value, like: Value) -> Value:
+def match_row_norms(x: Value, like: Value) -> Value:
     """Scale the rows of ``x`` f32[n, k, E] to the L2 norm of ``like`` f32[n, 1, E]."""
     own, target = (ops.sqrt(ops.sum_rows(ops.sqr(y))) for y in (x, like))
     return ops.div(ops.mul(x, target), own)
 
 
-class NormedSums(Decoder):
+class PostNormDecoder(Decoder):
     """A norm follows each sum, so that each part of a block reads a normalised residual.
 
     Devlin et al., BERT, 2018. A second such norm after attention: Günther et al., Jina embeddings 2, 2023.
     """
 
-    def block(self, i: int, layer: Layer, x: Value) -> Value:
-        h = self.mixed(i, layer, x, x)
-        h, x = (self.frame.wanted(h), self.frame.wanted(x)) if self.is_last(i) else (h, x)
-        added = self.normed(i, "attn_output_norm", ops.add(x, h))
-        if self.weights.has(f"blk.{i}.attn_norm_2.weight"):
-            added = self.normed(i, "attn_norm_2", ops.add(added, x))
-        y = self.fed(i, layer, added, added, x)
-        return self.normed(i, "layer_output_norm", ops.add(added, y, name=f"blk.{i}.ffn_residual"))
+    def run_block(self, i: int, layer: Layer, x: Value) -> Value:
+        h = self.run_mixers(i, layer, x, x)
+        h, x = (self.frame.select_needed_rows(h), self.frame.select_needed_rows(x)) if self.is_last_block(i) else (h, x)
+        added = self.apply_block_norm(i, "attn_output_norm", ops.add(x, h))
+        if self.weights.has_tensor(f"blk.{i}.attn_norm_2.weight"):
+            added = self.apply_block_norm(i, "attn_norm_2", ops.add(added, x))
+        y = self.run_feed_forward(i, layer, added, added, x)
+        return self.apply_block_norm(i, "layer_output_norm", ops.add(added, y, name=f"blk.{i}.ffn_residual"))
 
 
-class Streams(Decoder):
+class HyperConnectionDecoder(Decoder):
     """Several residual streams f32[n, streams, E]; each part of a block reads a weighted mix of them.
 
     The result of a part is added to all streams, by weights. Streams are also mixed among each other if the file has
     logits for this. Zhu et al., Hyper-connections, 2024; Xie et al., mHC, 2025.
     """
 
-    def residual(self) -> Value:
-        x = self.embedded()
-        rows, width, streams = self.frame.step.rows, self.hyper.width, self.hyper.streams.count
+    def run_all_blocks(self) -> Value:
+        x = self.embed_tokens()
+        rows, width, streams = self.frame.step.row_count, self.hyper.width, self.hyper.streams.count
         x = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, streams, width))
         for i, layer in enumerate(self.hyper.blocks):
-            x = self.frame.steered(i, self.block(i, layer, x))
-        x = self.frame.wanted(ops.reshape(x, shape=(rows, streams * width)))
+            x = self.frame.steered(i, self.run_block(i, layer, x))
+        x = self.frame.select_needed_rows(ops.reshape(x, shape=(rows, streams * width)))
         return ops.reshape(x, shape=(x.shape[0], streams, width))
 
-    def read_out(self, x: Value, own: str = "") -> Value:
-        return super().read_out(self.head(x, f"{own}.hc_head"), own)
+    def apply_output_norm(self, x: Value, own: str = "") -> Value:
+        return super().apply_output_norm(self.merge_streams(x, f"{own}.hc_head"), own)
 
-    def block(self, i: int, layer: Layer, x: Value) -> Value:
-        before, post, comb = self.read(f"blk.{i}.hc_attn", x)
-        h = self.normed(i, self.family.attn_norm, before)
-        x = ops.dsv4_hc_post(self.mixed(i, layer, before, h), x, post, comb, name=f"blk.{i}.attn_residual")
-        added, post, comb = self.read(f"blk.{i}.hc_ffn", x)
-        y = self.fed(i, layer, self.normed(i, self.family.ffn_norm, added), added, before)
+    def run_block(self, i: int, layer: Layer, x: Value) -> Value:
+        before, post, comb = self.mix_streams(f"blk.{i}.hc_attn", x)
+        h = self.apply_block_norm(i, self.family.attn_norm, before)
+        x = ops.dsv4_hc_post(self.run_mixers(i, layer, before, h), x, post, comb, name=f"blk.{i}.attn_residual")
+        added, post, comb = self.mix_streams(f"blk.{i}.hc_ffn", x)
+        y = self.run_feed_forward(i, layer, self.apply_block_norm(i, self.family.ffn_norm, added), added, before)
         return ops.dsv4_hc_post(y, x, post, comb, name=f"blk.{i}.ffn_residual")
 
-    def read(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
+    def mix_streams(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
         """Return the mix that a part reads, its write weights, and the mix among streams.
 
         Shapes: f32[n, E], f32[n, streams]; the third is `None` without such a mix.
         """
         traits, n = self.hyper.streams, self.hyper.streams.count
-        mixes, scale, base = self.mixes(name, x)
-        logits = zip(parts(mixes, n, n), parts(scale, 1, 1), parts(base, n, n), strict=True)
+        mixes, scale, base = self.compute_mix_logits(name, x)
+        logits = zip(split_columns(mixes, n, n), split_columns(scale, 1, 1), split_columns(base, n, n), strict=True)
         pre, post = (ops.sigmoid(ops.add(ops.mul(y, factor), offset)) for y, factor, offset in logits)
         pre = ops.scale(pre, scale=1.0, bias=traits.eps)
         comb = None
@@ -242,82 +250,82 @@ class Streams(Decoder):
             post = ops.scale(post, scale=traits.magnitude, bias=traits.eps)
         return ops.dsv4_hc_pre(x, pre), post, comb
 
-    def mixes(self, name: str, x: Value) -> tuple[Value, Value, Value]:
+    def compute_mix_logits(self, name: str, x: Value) -> tuple[Value, Value, Value]:
         """Return the logits of all streams together, and their factors and offsets."""
         rows, streams, width = x.shape
-        flat = self.norm.plain(ops.reshape(x, shape=(rows, streams * width)))
+        flat = self.norm.apply_without_weights(ops.reshape(x, shape=(rows, streams * width)))
         weights = self.weights
-        columns = weights.shape(f"{name}_fn.weight")[0]
+        columns = weights.tensor_shape(f"{name}_fn.weight")[0]
         matrix = weights(f"{name}_fn.weight", (columns, streams * width))
-        scale = weights(f"{name}_scale.weight", weights.shape(f"{name}_scale.weight"))
+        scale = weights(f"{name}_scale.weight", weights.tensor_shape(f"{name}_scale.weight"))
         return ops.mul_mat(matrix, flat, name=name), scale, weights(f"{name}_base.weight", (columns,))
 
-    def head(self, x: Value, own: str) -> Value:
+    def merge_streams(self, x: Value, own: str) -> Value:
         """Return one stream f32[n, E]: a weighted sum if the file has weights for it, else the mean of all streams."""
-        if not self.weights.has("output_hc_fn.weight"):
+        if not self.weights.has_tensor("output_hc_fn.weight"):
             count = self.hyper.streams.count
             return ops.scale(
                 ops.reshape(ops.sum_rows(ops.transpose(x)), shape=(x.shape[0], x.shape[2])), scale=1.0 / count
             )
-        mixes, scale, base = self.mixes("output_hc", x)
+        mixes, scale, base = self.compute_mix_logits("output_hc", x)
         pre = ops.sigmoid(ops.add(ops.mul(mixes, scale), base))
         return ops.dsv4_hc_pre(x, ops.scale(pre, scale=1.0, bias=self.hyper.streams.eps))
 
 
-class GatedStreams(Streams):
+class GatedStreamDecoder(HyperConnectionDecoder):
     """Each part reads the mean of the streams, with each entry gated through fewer columns.
 
     One layer may add n-gram embeddings. Graph: llama.cpp ``qwen4exp.cpp``.
     """
 
-    def block(self, i: int, layer: Layer, x: Value) -> Value:
+    def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         ngrams = self.hyper.ngrams
         if ngrams is not None and ngrams.layer == i:
             x = ngrams(self.weights, self.frame, self.norm, x)
-        return super().block(i, layer, x)
+        return super().run_block(i, layer, x)
 
-    def read(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
+    def mix_streams(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
         """Return the mix that a part reads, f32[n, E], and its write weights f32[n, streams]."""
-        mean, flat = self.mean(name, x)
-        weight = ops.scale(product(self.weights, f"{name}_inject", flat, x.shape[1]), scale=1.0 / x.shape[1])
+        mean, flat = self.compute_gated_mean(name, x)
+        weight = ops.scale(matmul(self.weights, f"{name}_inject", flat, x.shape[1]), scale=1.0 / x.shape[1])
         return mean, ops.scale(ops.sigmoid(weight), scale=2.0), None
 
-    def mean(self, name: str, x: Value) -> tuple[Value, Value]:
+    def compute_gated_mean(self, name: str, x: Value) -> tuple[Value, Value]:
         """Return the gated mean f32[n, E], and the normalised streams side by side f32[n, streams * E]."""
         rows, streams, width = x.shape
         normed = self.norm(self.weights, f"{name}_norm", x)
         flat = ops.reshape(normed, shape=(rows, streams * width))
-        rank = self.weights.shape(f"{name}_down.weight")[0]
-        short = ops.scale(product(self.weights, f"{name}_down", flat, rank), scale=1.0 / streams)
-        gate = product(self.weights, f"{name}_up", ops.silu(short), streams * width)
+        rank = self.weights.tensor_shape(f"{name}_down.weight")[0]
+        short = ops.scale(matmul(self.weights, f"{name}_down", flat, rank), scale=1.0 / streams)
+        gate = matmul(self.weights, f"{name}_up", ops.silu(short), streams * width)
         gate = ops.reshape(gate, shape=x.shape)
         return ops.dsv4_hc_pre(normed, gate, gated=True, scale=1.0 / streams, name=f"{name}.mix"), flat
 
-    def head(self, x: Value, own: str) -> Value:
-        return self.mean(own if self.weights.has(f"{own}_norm.weight") else "output_hc", x)[0]
+    def merge_streams(self, x: Value, own: str) -> Value:
+        return self.compute_gated_mean(own if self.weights.has_tensor(f"{own}_norm.weight") else "output_hc", x)[0]
 
 
-class Banked(Decoder):
+class ResidualBankDecoder(Decoder):
     """Each part reads a mix of earlier residuals: one from the start of each span of blocks, and the present one.
 
     Kimi team, Attention residuals, 2026; graph: llama.cpp ``kimi-k3.cpp``.
     """
 
-    def residual(self) -> Value:
-        x, bank = self.embedded(), list[Value]()
+    def run_all_blocks(self) -> Value:
+        x, bank = self.embed_tokens(), list[Value]()
         for i, layer in enumerate(self.hyper.blocks):
-            h = self.normed(i, self.family.attn_norm, self.read(f"blk.{i}.attn_res_score", x, bank))
+            h = self.apply_block_norm(i, self.family.attn_norm, self.mix_bank(f"blk.{i}.attn_res_score", x, bank))
             starts = i % self.hyper.span == 0
             if starts:
                 bank.append(x)
-            y = self.mixed(i, layer, x, h)
+            y = self.run_mixers(i, layer, x, h)
             x = y if starts else ops.add(x, y, name=f"blk.{i}.attn_residual")
-            h = self.normed(i, self.family.ffn_norm, self.read(f"blk.{i}.ffn_res_score", x, bank))
-            x = ops.add(x, self.fed(i, layer, h, x, x), name=f"blk.{i}.ffn_residual")
+            h = self.apply_block_norm(i, self.family.ffn_norm, self.mix_bank(f"blk.{i}.ffn_res_score", x, bank))
+            x = ops.add(x, self.run_feed_forward(i, layer, h, x, x), name=f"blk.{i}.ffn_residual")
             x = self.frame.steered(i, x)
-        return self.frame.wanted(self.read("output_res_score", x, bank))
+        return self.frame.select_needed_rows(self.mix_bank("output_res_score", x, bank))
 
-    def read(self, name: str, x: Value, bank: list[Value]) -> Value:
+    def mix_bank(self, name: str, x: Value, bank: list[Value]) -> Value:
         """Return the sum of all residuals, weighted by a softmax over their scores: f32[n, E]."""
         if not bank:
             return x
@@ -325,30 +333,30 @@ class Banked(Decoder):
         sums = ops.reshape(bank[0], shape=(rows, 1, width))
         for other in (*bank[1:], x):
             sums = ops.concat(sums, ops.reshape(other, shape=(rows, 1, width)), axis=1)
-        scores = ops.sum_rows(ops.mul(self.norm.plain(sums), self.weights(f"{name}.weight", (width,))))
+        scores = ops.sum_rows(ops.mul(self.norm.apply_without_weights(sums), self.weights(f"{name}.weight", (width,))))
         shares = ops.softmax(ops.reshape(scores, shape=(rows, 1, len(bank) + 1)))
         return ops.dsv4_hc_pre(sums, ops.reshape(shares, shape=(rows, len(bank) + 1)), name=f"{name}.mix")
 
 
-class Cycles(Decoder):
+class CyclicDecoder(Decoder):
     """Two stacks of blocks that run in turn on each other's result; each pass has caches of its own.
 
     Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp ``hrm-text.cpp``.
     """
 
-    def residual(self) -> Value:
-        high, low = self.embedded(), self.weights("hrm.z_l_init", (self.hyper.width,))
+    def run_all_blocks(self) -> Value:
+        high, low = self.embed_tokens(), self.weights("hrm.z_l_init", (self.hyper.width,))
         span, passes = self.hyper.span, self.hyper.cycles
         for start in range(0, self.hyper.layers, span):
             both = ops.add(high, low)
             for i in range(start, start + span):
-                both = self.frame.steered(i, Decoder.block(self, i, self.hyper.blocks[i], both))
-            both = self.norm.plain(both)
+                both = self.frame.steered(i, Decoder.run_block(self, i, self.hyper.blocks[i], both))
+            both = self.norm.apply_without_weights(both)
             if (start // span + 1) % (passes + 1):
                 low = both
             else:
                 high = both
-        return self.frame.wanted(high)
+        return self.frame.select_needed_rows(high)
 
-    def is_last(self, i: int) -> bool:
+    def is_last_block(self, i: int) -> bool:
         return False

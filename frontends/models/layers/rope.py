@@ -9,11 +9,11 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
-from ..frame import Frame
-from ..weights import Weights
+from ..frame import StepGraphBuilder
+from ..weights import ModelWeights
 
-SCALINGS = ("none", "linear", "yarn", "longrope")
-SECTIONS = 4
+SCALING_KINDS = ("none", "linear", "yarn", "longrope")
+SECTION_COUNT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Rope:
         n_dims = keys.count_or_default(dimensions, head_size)
         if n_dims % 2 or n_dims > head_size:
             raise keys.error(dimensions, f"is {n_dims}; need an even number of at most {head_size}")
-        base = cls.base_from(keys, "rope.freq_base")
-        scaling = keys.choice("rope.scaling.type", "linear", SCALINGS)
+        base = cls.read_base(keys, "rope.freq_base")
+        scaling = keys.choice("rope.scaling.type", "linear", SCALING_KINDS)
         factor = keys.positive_or_none("rope.scaling.factor") or keys.positive_or_none("rope.scale_linear") or 1.0
         factor = 1.0 if scaling == "none" else factor
         attn_factor = keys.positive_or_none("rope.scaling.attn_factor") or 1.0
@@ -73,10 +73,10 @@ class Rope:
             base,
             1.0 / factor,
             ext_factor=ext_factor,
-            attn_factor=attn_factor * _magnitude(keys, factor, multiplier),
+            attn_factor=attn_factor * _compute_attn_factor_correction(keys, factor, multiplier),
             beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
-            original_context=original_context(keys),
+            original_context=read_original_context(keys),
         )
 
     def with_half_columns(self, keys: ArchitectureKeys) -> Rope:
@@ -86,7 +86,7 @@ class Rope:
         return replace(self, n_dims=self.n_dims // 2)
 
     @staticmethod
-    def base_from(keys: ArchitectureKeys, name: str, default: float = 10000.0) -> float:
+    def read_base(keys: ArchitectureKeys, name: str, default: float = 10000.0) -> float:
         """Return the base from the key ``name``; raise `ModelError` unless it is above 1."""
         base = keys.positive(name, default)
         if base <= 1.0:
@@ -106,7 +106,9 @@ class Rope:
         return ops.rope(x, pos, factors, **asdict(self), offset=offset, name=name)
 
 
-def divisors(weights: Weights, frame: Frame, rope: Rope, original_context: int, block: str) -> Value | None:
+def find_frequency_divisors(
+    weights: ModelWeights, frame: StepGraphBuilder, rope: Rope, original_context: int, block: str
+) -> Value | None:
     """Return the divisors of the frequencies, f32[n_dims/2], or `None` if the file has none.
 
     Llama 3.1 has one such vector. LongRoPE has one for contexts up to the original context, and one for longer ones.
@@ -115,14 +117,14 @@ def divisors(weights: Weights, frame: Frame, rope: Rope, original_context: int, 
     length = "long" if frame.step.context > original_context else "short"
     for stem in ("rope_freqs", f"rope_factors_{length}"):
         for name in (f"{stem}.weight", f"{block}.{stem}.weight"):
-            if weights.has(name):
-                whole = weights(name, weights.shape(name))
+            if weights.has_tensor(name):
+                whole = weights(name, weights.tensor_shape(name))
                 count = rope.n_dims // 2
                 return whole if whole.shape == (count,) else ops.slice_(whole, axis=0, start=0, stop=count)
     return None
 
 
-def _magnitude(keys: ArchitectureKeys, factor: float, unit: float) -> float:
+def _compute_attn_factor_correction(keys: ArchitectureKeys, factor: float, unit: float) -> float:
     """Return the correction of the attention factor of `ops.rope`, which is 1 + 0.1 ln(factor) for YaRN.
 
     It is 1 without the key ``rope.scaling.yarn_log_multiplier``.
@@ -137,12 +139,12 @@ def _magnitude(keys: ArchitectureKeys, factor: float, unit: float) -> float:
     return (1.0 + 0.1 * own * math.log(factor)) / (1.0 + 0.1 * multiplier * math.log(factor)) / usual
 
 
-def original_context(keys: ArchitectureKeys) -> int:
+def read_original_context(keys: ArchitectureKeys) -> int:
     """Return the context in tokens before it was extended."""
     return keys.count_or_default("rope.scaling.original_context_length", keys.count("context_length"))
 
 
-def style(keys: ArchitectureKeys, rope: str) -> str:
+def choose_rope_mode(keys: ArchitectureKeys, rope: str) -> str:
     """Return the RoPE mode: ``normal`` or ``neox``.
 
     For text, the time, height and width of a token all equal its position, so multi-axis RoPE equals ``neox``. In some

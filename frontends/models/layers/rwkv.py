@@ -16,17 +16,17 @@ from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..decoder import Decoder
-from ..family import Family
-from ..frame import RECURRENT, Frame
+from ..family import FamilyTraits
+from ..frame import RECURRENT_INPUTS, StepGraphBuilder
 from ..hyper import Layer
-from ..weights import Weights
-from .blocks import linear, product
+from ..weights import ModelWeights
+from .blocks import linear, matmul
 
 HEAD_EPS = 64e-5
 """The eps of the norm of each head."""
-FASTEST = -math.exp(-0.5)
+MIN_LOG_DECAY = -math.exp(-0.5)
 """The lowest log decay of RWKV 7."""
-FIRST_VALUES = "first values"
+FIRST_LAYER_VALUES = "first values"
 """The name of the values that the first layer of RWKV 7 leaves for the other layers."""
 
 
@@ -37,30 +37,32 @@ class Rwkv:
     heads: int
     size: int
     taps: int = 2
-    needs: frozenset[str] = RECURRENT
+    required_inputs: frozenset[str] = RECURRENT_INPUTS
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> Self:
+    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> Self:
         """Return the layer; raise `ModelError` if the heads do not fill the width."""
         size, width = keys.count("wkv.head_size"), keys.count("embedding_length")
         if width % size:
             raise keys.error("wkv.head_size", f"is {size}; need a divisor of embedding_length {width}")
         return cls(width // size, size)
 
-    def carried(self, frame: Frame, layer: int, rule: Callable[..., tuple[Value, Value]], *operands: Value) -> Value:
-        old = frame.state(f"wkv_state.{layer}", self.heads, self.size, self.size)
-        return frame.carried(partial(rule, name=f"blk.{layer}.wkv"), operands, old)
+    def run_recurrence(
+        self, frame: StepGraphBuilder, layer: int, rule: Callable[..., tuple[Value, Value]], *operands: Value
+    ) -> Value:
+        old = frame.sequence_state(f"wkv_state.{layer}", self.heads, self.size, self.size)
+        return frame.run_recurrence(partial(rule, name=f"blk.{layer}.wkv"), operands, old)
 
-    def split(self, frame: Frame, x: Value) -> Value:
+    def split_heads(self, frame: StepGraphBuilder, x: Value) -> Value:
         """Return f32[B*T, E] as f32[B, T, heads, size]."""
-        return frame.split(x, self.heads, self.size)
+        return frame.rows_to_sequences(x, self.heads, self.size)
 
-    def normed(self, weights: Weights, frame: Frame, name: str, y: Value) -> Value:
+    def norm_heads(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, y: Value) -> Value:
         """Return heads after their norm, if the file has its weights: f32[B*T, E]."""
-        if not weights.has(f"{name}.weight"):
-            return frame.rows(y)
+        if not weights.has_tensor(f"{name}.weight"):
+            return frame.sequences_to_rows(y)
         width = (self.heads * self.size,)
-        y = ops.mul(frame.rows(ops.norm(y, eps=HEAD_EPS)), weights(f"{name}.weight", width))
+        y = ops.mul(frame.sequences_to_rows(ops.norm(y, eps=HEAD_EPS)), weights(f"{name}.weight", width))
         return ops.add(y, weights(f"{name}.bias", width))
 
 
@@ -73,41 +75,45 @@ class Rwkv6(Rwkv):
 
     __slots__ = ()
 
-    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the time mix of ``x`` f32[B*T, E]: f32[B*T, E]."""
-        name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.each_token
-        back = backwards(frame, f"shift_state.{layer}", x)
-        w, k, v, r, g = self.between(weights, name, x, back)
-        w = ops.add(narrowed(weights, f"{name}_decay_w", w, width, ops.tanh), weights(f"{name}_decay.weight", (width,)))
-        decay = ops.exp(ops.neg(ops.mul(self.split(frame, ops.exp(w)), valid)), name=f"blk.{layer}.decay")
-        k, v = (self.grouped(weights, frame, f"{name}_{kind}", y) for kind, y in (("key", k), ("value", v)))
-        r = self.split(frame, linear(weights, f"{name}_receptance", r, width))
-        gate = product(weights, f"{name}_gate", g, width)
-        if not weights.has(f"{name}_first.weight"):
+        name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.token_valid
+        back = compute_token_shift(frame, f"shift_state.{layer}", x)
+        w, k, v, r, g = self.compute_dependent_mixes(weights, name, x, back)
+        w = ops.add(
+            project_low_rank(weights, f"{name}_decay_w", w, width, ops.tanh), weights(f"{name}_decay.weight", (width,))
+        )
+        decay = ops.exp(ops.neg(ops.mul(self.split_heads(frame, ops.exp(w)), valid)), name=f"blk.{layer}.decay")
+        k, v = (
+            self.project_grouped_heads(weights, frame, f"{name}_{kind}", y) for kind, y in (("key", k), ("value", v))
+        )
+        r = self.split_heads(frame, linear(weights, f"{name}_receptance", r, width))
+        gate = matmul(weights, f"{name}_gate", g, width)
+        if not weights.has_tensor(f"{name}_first.weight"):
             rule = partial(ops.gated_linear_attn, scale=self.size**-0.5)
-            y = self.carried(frame, layer, rule, ops.sub(k, ops.mul(k, decay)), v, r, decay)
-            return product(weights, f"{name}_output", ops.mul(frame.rows(y), ops.sigmoid(gate)), width)
+            y = self.run_recurrence(frame, layer, rule, ops.sub(k, ops.mul(k, decay)), v, r, decay)
+            return matmul(weights, f"{name}_output", ops.mul(frame.sequences_to_rows(y), ops.sigmoid(gate)), width)
         bonus = weights(f"{name}_first.weight", (self.heads, self.size))
 
         def wkv(k: Value, v: Value, r: Value, decay: Value, old: Value, name: str) -> tuple[Value, Value]:
             return ops.rwkv_wkv6(k, v, r, bonus, decay, old, name=name)
 
-        y = self.carried(frame, layer, wkv, ops.mul(k, valid), v, r, decay)
-        y = ops.mul(self.normed(weights, frame, f"{name}_ln", y), ops.silu(gate))
-        return product(weights, f"{name}_output", y, width)
+        y = self.run_recurrence(frame, layer, wkv, ops.mul(k, valid), v, r, decay)
+        y = ops.mul(self.norm_heads(weights, frame, f"{name}_ln", y), ops.silu(gate))
+        return matmul(weights, f"{name}_output", y, width)
 
-    def between(self, weights: Weights, name: str, x: Value, back: Value) -> list[Value]:
+    def compute_dependent_mixes(self, weights: ModelWeights, name: str, x: Value, back: Value) -> list[Value]:
         """Return five mixes of each token with the previous one, with shares that depend on both."""
         rows, width = x.shape
-        mixed = ops.add(ops.mul(back, weights.reshaped(f"{name}_lerp_x.weight", (width,))), x)
-        rank = weights.shape(f"{name}_w1.weight")[0] // 5
-        short = ops.reshape(ops.tanh(product(weights, f"{name}_w1", mixed, 5 * rank)), shape=(rows, 5, rank))
+        mixed = ops.add(ops.mul(back, weights.leaf_in_shape(f"{name}_lerp_x.weight", (width,))), x)
+        rank = weights.tensor_shape(f"{name}_w1.weight")[0] // 5
+        short = ops.reshape(ops.tanh(matmul(weights, f"{name}_w1", mixed, 5 * rank)), shape=(rows, 5, rank))
         own = ops.mul_mat(weights(f"{name}_w2.weight", (5, width, rank)), ops.permute(short, axes=(1, 0, 2)))
-        return mixes(weights, f"{name}_lerp", "wkvrg", x, back, own)
+        return mix_previous_tokens(weights, f"{name}_lerp", "wkvrg", x, back, own)
 
-    def grouped(self, weights: Weights, frame: Frame, name: str, x: Value) -> Value:
+    def project_grouped_heads(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value) -> Value:
         """Return keys or values f32[B, T, heads, size]; neighbouring heads may share one head of the file."""
-        count, (sequences, tokens) = weights.shape(f"{name}.weight")[0] // self.size, frame.pos.shape
+        count, (sequences, tokens) = weights.tensor_shape(f"{name}.weight")[0] // self.size, frame.pos.shape
         y = linear(weights, name, x, count * self.size)
         if count != self.heads:
             y = ops.reshape(y, shape=(x.shape[0], count, 1, self.size))
@@ -124,70 +130,80 @@ class Rwkv7(Rwkv):
 
     __slots__ = ()
 
-    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the time mix of ``x`` f32[B*T, E]: f32[B*T, E]."""
-        name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.each_token
-        back = backwards(frame, f"shift_state.{layer}", x)
-        gates = weights.has(f"{name}_g1.weight")
-        r, w, k, v, a, *g = mixes(weights, f"{name}_lerp", "rwkvag" if gates else "rwkva", x, back)
-        fading = ops.sigmoid(narrowed(weights, f"{name}_w", w, width, ops.tanh))
-        decay = ops.exp(ops.mul(ops.scale(self.split(frame, fading), scale=FASTEST), valid), name=f"blk.{layer}.decay")
-        r, k = (product(weights, f"{name}_{kind}", y, width) for kind, y in (("receptance", r), ("key", k)))
-        v = self.values(weights, frame, name, v)
-        rate = ops.sigmoid(narrowed(weights, f"{name}_a", a, width))
-        taken = ops.l2_norm(self.split(frame, ops.mul(k, weights(f"{name}_k_k.weight", (width,)))), eps=1e-12)
+        name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.token_valid
+        back = compute_token_shift(frame, f"shift_state.{layer}", x)
+        gates = weights.has_tensor(f"{name}_g1.weight")
+        r, w, k, v, a, *g = mix_previous_tokens(weights, f"{name}_lerp", "rwkvag" if gates else "rwkva", x, back)
+        fading = ops.sigmoid(project_low_rank(weights, f"{name}_w", w, width, ops.tanh))
+        decay = ops.exp(
+            ops.mul(ops.scale(self.split_heads(frame, fading), scale=MIN_LOG_DECAY), valid), name=f"blk.{layer}.decay"
+        )
+        r, k = (matmul(weights, f"{name}_{kind}", y, width) for kind, y in (("receptance", r), ("key", k)))
+        v = self.compute_values(weights, frame, name, v)
+        rate = ops.sigmoid(project_low_rank(weights, f"{name}_a", a, width))
+        taken = ops.l2_norm(self.split_heads(frame, ops.mul(k, weights(f"{name}_k_k.weight", (width,)))), eps=1e-12)
         slower = ops.mul(k, weights(f"{name}_k_a.weight", (width,)))
-        k = self.split(frame, ops.add(k, ops.sub(ops.mul(slower, rate), slower)))
-        r, v, given = self.split(frame, r), self.split(frame, v), ops.mul(taken, self.split(frame, rate))
+        k = self.split_heads(frame, ops.add(k, ops.sub(ops.mul(slower, rate), slower)))
+        r, v, given = (
+            self.split_heads(frame, r),
+            self.split_heads(frame, v),
+            ops.mul(taken, self.split_heads(frame, rate)),
+        )
         operands = r, decay, ops.mul(k, valid), v, ops.neg(taken), ops.mul(given, valid)
-        y = self.normed(weights, frame, f"{name}_ln", self.carried(frame, layer, ops.rwkv_wkv7, *operands))
+        y = self.norm_heads(weights, frame, f"{name}_ln", self.run_recurrence(frame, layer, ops.rwkv_wkv7, *operands))
         share = ops.reshape(weights(f"{name}_r_k.weight", (width,)), shape=(self.heads, self.size))
-        y = ops.add(y, frame.rows(ops.mul(v, ops.sum_rows(ops.mul(ops.mul(k, r), share)))))
-        y = ops.mul(y, narrowed(weights, f"{name}_g", g[0], width, ops.sigmoid)) if gates else y
-        return product(weights, f"{name}_output", y, width)
+        y = ops.add(y, frame.sequences_to_rows(ops.mul(v, ops.sum_rows(ops.mul(ops.mul(k, r), share)))))
+        y = ops.mul(y, project_low_rank(weights, f"{name}_g", g[0], width, ops.sigmoid)) if gates else y
+        return matmul(weights, f"{name}_output", y, width)
 
-    def values(self, weights: Weights, frame: Frame, name: str, x: Value) -> Value:
+    def compute_values(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value) -> Value:
         """Return the values f32[B*T, E]; the values of the first layer are left for the other layers."""
-        v = product(weights, f"{name}_value", x, x.shape[1])
-        if (first := frame.left.setdefault(FIRST_VALUES, v)) is v:
+        v = matmul(weights, f"{name}_value", x, x.shape[1])
+        if (first := frame.shared_values.setdefault(FIRST_LAYER_VALUES, v)) is v:
             return v
-        return ops.add(v, ops.mul(ops.sub(first, v), ops.sigmoid(narrowed(weights, f"{name}_v", x, x.shape[1]))))
+        return ops.add(
+            v, ops.mul(ops.sub(first, v), ops.sigmoid(project_low_rank(weights, f"{name}_v", x, x.shape[1])))
+        )
 
 
-class Shifting(Decoder):
+class TokenShiftDecoder(Decoder):
     """A decoder with RWKV's own blocks: the FFN also reads the previous token.
 
     The residual is halved after each `span` blocks.
     """
 
-    def block(self, i: int, layer: Layer, x: Value) -> Value:
+    def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         block, frame = f"blk.{i}", self.frame
-        mixed = self.mixed(i, layer, x, self.normed(i, self.family.attn_norm, x))
+        mixed = self.run_mixers(i, layer, x, self.apply_block_norm(i, self.family.attn_norm, x))
         x = ops.add(x, mixed, name=f"{block}.attn_residual")
-        h = self.normed(i, self.family.ffn_norm, x)
-        back = backwards(frame, f"shift_state_ffn.{i}", h)
-        if self.is_last(i):
-            x, h, back = map(frame.wanted, (x, h, back))
-        x = ops.add(x, self.answer(f"{block}.channel_mix", h, back), name=f"{block}.ffn_residual")
+        h = self.apply_block_norm(i, self.family.ffn_norm, x)
+        back = compute_token_shift(frame, f"shift_state_ffn.{i}", h)
+        if self.is_last_block(i):
+            x, h, back = map(frame.select_needed_rows, (x, h, back))
+        x = ops.add(x, self.run_channel_mix(f"{block}.channel_mix", h, back), name=f"{block}.ffn_residual")
         return x if (i + 1) % self.hyper.span else ops.scale(x, scale=0.5)
 
-    def answer(self, name: str, x: Value, back: Value) -> Value:
+    def run_channel_mix(self, name: str, x: Value, back: Value) -> Value:
         """Return the result of the FFN for rows ``x`` f32[n, E] and their token shift ``back``."""
         weights, width = self.weights, x.shape[1]
-        gates = weights.has(f"{name}_receptance.weight")
-        k, *r = mixes(weights, f"{name}_lerp", "kr" if gates else "k", x, back)
-        inner = ops.sqr(ops.relu(product(weights, f"{name}_key", k, weights.shape(f"{name}_key.weight")[0])))
-        y = product(weights, f"{name}_value", inner, width)
-        return ops.mul(y, ops.sigmoid(product(weights, f"{name}_receptance", r[0], width))) if gates else y
+        gates = weights.has_tensor(f"{name}_receptance.weight")
+        k, *r = mix_previous_tokens(weights, f"{name}_lerp", "kr" if gates else "k", x, back)
+        inner = ops.sqr(ops.relu(matmul(weights, f"{name}_key", k, weights.tensor_shape(f"{name}_key.weight")[0])))
+        y = matmul(weights, f"{name}_value", inner, width)
+        return ops.mul(y, ops.sigmoid(matmul(weights, f"{name}_receptance", r[0], width))) if gates else y
 
 
-def backwards(frame: Frame, name: str, x: Value) -> Value:
+def compute_token_shift(frame: StepGraphBuilder, name: str, x: Value) -> Value:
     """Return previous token minus token for each row of ``x`` f32[B*T, E]; the state ``name`` has the last row."""
-    both = frame.preceded(name, frame.split(x, x.shape[1]), 1)
-    return ops.sub(frame.rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens)), x)
+    both = frame.prepend_previous_rows(name, frame.rows_to_sequences(x, x.shape[1]), 1)
+    return ops.sub(frame.sequences_to_rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens)), x)
 
 
-def mixes(weights: Weights, name: str, kinds: str, x: Value, back: Value, own: Value | None = None) -> list[Value]:
+def mix_previous_tokens(
+    weights: ModelWeights, name: str, kinds: str, x: Value, back: Value, own: Value | None = None
+) -> list[Value]:
     """Return ``x + share * back`` f32[n, E] for each of ``kinds``.
 
     Args:
@@ -199,18 +215,20 @@ def mixes(weights: Weights, name: str, kinds: str, x: Value, back: Value, own: V
         own: Values that are added to the shares of the file, f32[kinds, n, E].
     """
     rows, width = x.shape
-    if weights.has(f"{name}_fused.weight"):
-        whole = weights.reshaped(f"{name}_fused.weight", (len(kinds), width))
+    if weights.has_tensor(f"{name}_fused.weight"):
+        whole = weights.leaf_in_shape(f"{name}_fused.weight", (len(kinds), width))
         shares = [ops.slice_(whole, axis=0, start=i, stop=i + 1) for i in range(len(kinds))]
     else:
-        shares = [weights.reshaped(f"{name}_{kind}.weight", (1, width)) for kind in kinds]
+        shares = [weights.leaf_in_shape(f"{name}_{kind}.weight", (1, width)) for kind in kinds]
     if own is None:
         return [ops.add(ops.mul(back, share), x) for share in shares]
     parts = (ops.reshape(ops.slice_(own, axis=0, start=i, stop=i + 1), shape=(rows, width)) for i in range(len(kinds)))
     return [ops.add(ops.mul(ops.add(y, share), back), x) for y, share in zip(parts, shares, strict=True)]
 
 
-def narrowed(weights: Weights, name: str, x: Value, width: int, inner: Callable[[Value], Value] = lambda y: y) -> Value:
+def project_low_rank(
+    weights: ModelWeights, name: str, x: Value, width: int, inner: Callable[[Value], Value] = lambda y: y
+) -> Value:
     """Return ``x`` f32[n, E] times two thin matrices with ``inner`` between them, plus a bias if the file has one.
 
     Args:
@@ -220,6 +238,6 @@ def narrowed(weights: Weights, name: str, x: Value, width: int, inner: Callable[
         width: Columns of the result f32[n, width].
         inner: The function between the matrices.
     """
-    y = inner(product(weights, f"{name}1", x, weights.shape(f"{name}1.weight")[0]))
-    y, bias = product(weights, f"{name}2", y, width), weights.optional(f"{name}0.weight", (width,))
+    y = inner(matmul(weights, f"{name}1", x, weights.tensor_shape(f"{name}1.weight")[0]))
+    y, bias = matmul(weights, f"{name}2", y, width), weights.optional_leaf(f"{name}0.weight", (width,))
     return y if bias is None else ops.add(y, bias)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from hocket.backends.cupy.device.driver import places
+from hocket.backends.cupy.device.driver import find_kernel_files
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels import sorting
@@ -92,13 +92,13 @@ def few_tiles(monkeypatch):
 
     A row that is sorted has two runs early, and few slots of experts have tiles.
     """
-    monkeypatch.setattr(gated_delta_net, "FILLED", 1)
-    monkeypatch.setattr(matmul, "are_few_of_each", lambda call: False)
-    monkeypatch.setattr(tiled, "WORTH", 1)
-    monkeypatch.setattr(tiled, "FULL", 3)
-    monkeypatch.setattr(tiled, "SHARED_COLUMNS", 32)
-    monkeypatch.setattr(tiled, "UNPACKED", 300)
-    monkeypatch.setattr(sorting, "LONGEST", sorting.TILE)
+    monkeypatch.setattr(gated_delta_net, "FULL_DEVICE_BLOCKS", 1)
+    monkeypatch.setattr(matmul, "has_few_slots_per_expert", lambda call: False)
+    monkeypatch.setattr(tiled, "MIN_BF16_TILES", 1)
+    monkeypatch.setattr(tiled, "FULL_DEVICE_TILES", 3)
+    monkeypatch.setattr(tiled, "MIN_SPLIT_COLUMNS", 32)
+    monkeypatch.setattr(tiled, "MIN_UNPACKED_ENTRIES", 300)
+    monkeypatch.setattr(sorting, "MAX_SINGLE_BLOCK_ITEMS", sorting.ITEMS_PER_BLOCK)
 
 
 CASES = [(file, n, case) for file, cases in REACHED.items() for case, numbers in cases.items() for n in numbers]
@@ -135,4 +135,6 @@ def test_a_barrier_that_is_dropped_is_missed(file, number, case):
 def test_every_barrier_of_all_files_is_dropped_by_a_test_or_left_out():
     dropped = {(file, number) for file, number, _ in (*CASES, *ELSEWHERE)}
     assert dropped.isdisjoint(LEFT_OUT)
-    assert dropped | set(LEFT_OUT) == {(file, number) for file in places() for number in range(len(barriers(file)))}
+    assert dropped | set(LEFT_OUT) == {
+        (file, number) for file in find_kernel_files() for number in range(len(barriers(file)))
+    }

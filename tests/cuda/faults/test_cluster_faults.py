@@ -23,7 +23,7 @@ from hocket.backends.cupy.kernels.products import tiled
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.disordered import RacyDriver
 from ...given.devices.emulation import WRONG_RESULTS, FaultyDriver, finding, needs_compiler
@@ -36,7 +36,7 @@ ROWS, COLUMNS, TOKENS = 200, 328, 140
 
 
 def by_clusters() -> AbstractContextManager[None]:
-    return tiles_of(lambda *_: (tiled.CLUSTERED, 1))
+    return tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1))
 
 
 def is_right(backend: DriverBackend) -> bool:
@@ -136,7 +136,9 @@ def disorders(*edit: str) -> list[str]:
     backend = AccessLogBackend(driver)
     node = ops.mul_mat(weight("w", (130, 328), DType.BF16), input("x", (130, 328)), exact=False)
     with by_clusters():
-        run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": np.ones((130, 328), np.uint16)})
+        run = load(
+            plan_for_group(Graph({"y": node}), [(backend, backend.device(0))]), {"w": np.ones((130, 328), np.uint16)}
+        )
         run.run({"x": np.ones((130, 328), np.float32)})
     return list_races(driver.take_log(), driver.memory)
 
@@ -170,7 +172,7 @@ def test_what_a_cluster_shares_is_asked_for_once():
     asked = {}
     for blocks in (1, 2, 4):
         driver = CountingDriver()
-        with by_clusters(), patch.object(tiled, "_cluster", lambda _, blocks=blocks: blocks):
+        with by_clusters(), patch.object(tiled, "_choose_cluster_size", lambda _, blocks=blocks: blocks):
             dense(DType.BF16, 512, 64, 256, DriverBackend(driver), is_exact=False)
         asked[blocks] = driver.counters["clusters.cu: clustered<bf16_bits, 1>"].block_requested_bytes
     x = 256 * 64 * 2
@@ -180,7 +182,7 @@ def test_what_a_cluster_shares_is_asked_for_once():
 
 @pytest.mark.parametrize("cluster", [(1, 3, 1), (1, 16, 1)])
 def test_a_grid_that_clusters_do_not_divide_is_named(cluster):
-    kernel = tiled.BY_CLUSTERS[DType.BF16]["clustered<bf16_bits, 1>"]
+    kernel = tiled.CLUSTER_SOURCE_BY_DTYPE[DType.BF16]["clustered<bf16_bits, 1>"]
     launch = Launch(kernel, (1, 16, 1), (256, 1, 1), 0, (0,) * 17, (), 0, cluster)
     driver = EmulatedDriver()
     with pytest.raises(LaunchError, match=f"a grid of 1 x 16 x 1 blocks into clusters of 1 x {cluster[1]} x 1"):

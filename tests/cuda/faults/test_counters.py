@@ -9,14 +9,14 @@ import pytest
 
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.device.driver import Source, Span, place_of, text_of
-from hocket.backends.cupy.device.limits import limits_of
+from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.device.driver import AddressSpan, KernelSource, find_kernel_path, read_kernel_text
+from hocket.backends.cupy.device.limits import find_limits
 from hocket.backends.cupy.emulation.access_budget import ACCESS_ALLOWANCES, MAIN_PATH_CASES, list_violations
 from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_counted
 from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.kernels.products import tiled
-from hocket.backends.operands import Bound, Operand
+from hocket.backends.operands import BoundInstruction, Operand
 from hocket.cli import main
 from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType
@@ -45,7 +45,7 @@ NAMES = ("walked<float>", "walked<double>")
 SOURCE = EditedSource(
     "walked.cu",
     NAMES,
-    body="".join(text_of(name) for name in Source("", ()).files[:-1]) + PLANTED,
+    body="".join(read_kernel_text(name) for name in KernelSource("", ()).files[:-1]) + PLANTED,
 )
 
 
@@ -55,8 +55,8 @@ def count_walk(load=1, first=0, store=1, put=1, get=1, kernel=NAMES[0]):
     device = driver.device(0)
     memory = [driver.alloc(4 * SIZE + 4, device) for _ in range(2)]
     operands = [Operand(driver.address(m), Tensor(i, 0, (SIZE + 1,), (1,), DType.F32)) for i, m in enumerate(memory)]
-    launches = Launches(keep=lambda array: 0)
-    launches.add(SOURCE[kernel], 1, 32, [load, first, store, put, get, *operands])
+    launches = LaunchBuilder(upload_array=lambda array: 0)
+    launches.add_launch(SOURCE[kernel], 1, 32, [load, first, store, put, get, *operands])
     return run_counted(launches.items[0])
 
 
@@ -112,7 +112,7 @@ def test_unneeded_bytes_of_sectors_are_moved():
 
 def test_what_is_allowed_is_one_line():
     for allowed in ACCESS_ALLOWANCES:
-        lines = place_of(allowed.file).read_text("utf-8").splitlines()
+        lines = find_kernel_path(allowed.file).read_text("utf-8").splitlines()
         assert sum(allowed.code in line for line in lines) == 1, f"{allowed.file}: {allowed.code}"
 
 
@@ -136,20 +136,23 @@ def test_a_sum_over_devices_asks_for_no_more_than_it_must():
     """Of a device that reads half of either summand, and writes it to both results."""
     x, y, sum_x, sum_y = (copy_aligned(np.ones(SUMMED, np.float32)) for _ in range(4))
     room = np.zeros(1 << 20, np.uint8)  # for signals, the signal pad and pushed data; the sum touches none of it
-    offers = [collective.Offer(operand(x), operand(sum_x)), collective.Offer(operand(y), operand(sum_y))]
-    peers = tuple(collective.Peer(room.ctypes.data, 0, room.ctypes.data, {0: operands}) for operands in offers)
-    launches = Launches(keep=lambda array: 0)
-    call = Bound("all_reduce", (operand(x),), (operand(sum_x),), {"sequence": 0}, 0)
-    collective.bind(launches, call, collective.Group(0, room.ctypes.data, 1.0, peers))
+    offers = [
+        collective.CollectiveOperands(operand(x), operand(sum_x)),
+        collective.CollectiveOperands(operand(y), operand(sum_y)),
+    ]
+    peers = tuple(collective.PeerAddresses(room.ctypes.data, 0, room.ctypes.data, {0: operands}) for operands in offers)
+    launches = LaunchBuilder(upload_array=lambda array: 0)
+    call = BoundInstruction("all_reduce", (operand(x),), (operand(sum_x),), {"sequence": 0}, 0)
+    collective.bind_peer_collective(launches, call, collective.PeerGroup(0, room.ctypes.data, 1.0, peers))
     (launch,) = (item for item in launches.items if item.kernel.name == "sum_parts<float>")
-    spans = tuple(Span(0, array.ctypes.data, array.ctypes.data + array.nbytes) for array in (x, y, sum_x, sum_y))
+    spans = tuple(AddressSpan(0, array.ctypes.data, array.ctypes.data + array.nbytes) for array in (x, y, sum_x, sum_y))
     counted = run_counted(replace(launch, spans=spans))
     assert list_violations(counted) == []
     assert counted.block_requested_bytes == counted.requested_bytes == 4 * SUMMED * 4 // 2
 
 
 def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeypatch):
-    monkeypatch.setattr(tiled, "WORTH", 1)  # one tile stands for many
+    monkeypatch.setattr(tiled, "MIN_BF16_TILES", 1)  # one tile stands for many
     found = collect_counters(["mul_mat(w=q4_K[128,256], x=f32[128,256])"])
     assert [counted.launch.kernel.name for counted in found] == ["split_rows<bf16_bits, 1>", "tiled_packed<Q4_K>"]
     assert [counted.copies_in_flight for counted in found] == [None, 2]
@@ -166,7 +169,7 @@ def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeyp
     ids=str,
 )
 def test_warpgroups_ask_for_no_more_than_they_must(dtype, exact, kernel, terms, monkeypatch):
-    monkeypatch.setattr(tiled, "FULL", 1)
+    monkeypatch.setattr(tiled, "FULL_DEVICE_TILES", 1)
     found = collect_counters([f"mul_mat(w={dtype}[256,256], x=f32[128,256], exact={exact})"])
     assert found[-1].launch.kernel.name == kernel
     assert found[-1].copies_in_flight == 3 - terms, "shared memory has room for as many stages"
@@ -181,7 +184,7 @@ def test_warpgroups_ask_for_no_more_than_they_must(dtype, exact, kernel, terms, 
 @pytest.mark.parametrize("shares", [1, 2])
 def test_clusters_ask_for_no_more_than_they_must(exact, terms, shares):
     columns = 256 * shares
-    with tiles_of(lambda *_: (tiled.CLUSTERED, shares)):
+    with tiles_of(lambda *_: (tiled.CLUSTER_TILE, shares)):
         found = collect_counters([f"mul_mat(w=bf16[256,{columns}], x=f32[256,{columns}], exact={exact})"])
     names = [counted.launch.kernel.name for counted in found]
     assert names == [f"{kernel}<bf16_bits, {terms}>" for kernel in ("split_tiles", "clustered")]
@@ -213,7 +216,7 @@ def test_attention_by_single_warps_asks_for_no_more_than_it_must():
 
 def test_a_delta_net_that_is_scanned_without_clusters_asks_for_no_more_than_it_must():
     (case,) = (case for case in MAIN_PATH_CASES if case.startswith("gated_delta_net(q=f32[70"))
-    prepare, scan = collect_counters([case], limits_of("80"))
+    prepare, scan = collect_counters([case], find_limits("80"))
     assert scan.launch.kernel.name == "delta_scan<64, 32, 16, false, true>"
     assert [why for counted in (prepare, scan) for why in list_violations(counted)] == []
     assert (prepare.copies_in_flight, scan.copies_in_flight) == (None, 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy.device.driver import LaunchError
-from hocket.backends.cupy.device.limits import MOST, Limits, limits_of
+from hocket.backends.cupy.device.limits import LARGEST_LIMITS, Limits, find_limits
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
@@ -36,7 +36,7 @@ STEP, CHUNKS, PREPARE, SCAN = (
 )  # fmt: skip
 STATES, CLUSTERS = "states.cu", "gated_delta_net_clusters.cu"
 
-A100 = limits_of("80")
+A100 = find_limits("80")
 
 
 def steps() -> Problem:
@@ -92,8 +92,8 @@ def find_symptom(
 @pytest.fixture(autouse=True)
 def several_warps(monkeypatch):
     """In a block of the scan, as on large problems, and all heads of a key head where it prepares."""
-    monkeypatch.setattr(binding, "BLOCKS", 1)
-    monkeypatch.setattr(binding, "FILLED", 1)
+    monkeypatch.setattr(binding, "MIN_SCAN_BLOCKS", 1)
+    monkeypatch.setattr(binding, "FULL_DEVICE_BLOCKS", 1)
 
 
 @pytest.mark.long(cases=1)
@@ -293,14 +293,14 @@ def many_chunks() -> Problem:
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", IN_CLUSTERS)
 def test_a_fault_of_clusters_is_found(name: str, monkeypatch):
-    monkeypatch.setattr(binding, "BLOCKS", 8)  # four blocks for a head
+    monkeypatch.setattr(binding, "MIN_SCAN_BLOCKS", 8)  # four blocks for a head
     good, bad, message = IN_CLUSTERS[name]
-    assert re.search(message, find_symptom(many_chunks, CLUSTERS, good, bad, MOST))
+    assert re.search(message, find_symptom(many_chunks, CLUSTERS, good, bad, LARGEST_LIMITS))
 
 
 def test_without_a_fault_of_clusters_nothing_is_found(monkeypatch):
-    monkeypatch.setattr(binding, "BLOCKS", 8)
-    assert not find_symptom(many_chunks, limits=MOST)
+    monkeypatch.setattr(binding, "MIN_SCAN_BLOCKS", 8)
+    assert not find_symptom(many_chunks, limits=LARGEST_LIMITS)
 
 
 HIDDEN = {
@@ -320,7 +320,7 @@ PROMPT = (
 @pytest.mark.parametrize("name", [None, *HIDDEN])
 def test_what_blocks_of_a_cluster_share_is_in_order(name: str | None, monkeypatch):
     """Numbers are right without: blocks are never far from each other."""
-    monkeypatch.setattr(binding, "BLOCKS", 2)
+    monkeypatch.setattr(binding, "MIN_SCAN_BLOCKS", 2)
     driver = RacyDriver(CLUSTERS, *HIDDEN[name]) if name else AccessLogDriver()
     backend = AccessLogBackend(driver)
     assert run_case(parse_test_case(PROMPT), backend, backend.device(0)).outcome is Outcome.PASS

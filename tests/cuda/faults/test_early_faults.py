@@ -10,7 +10,7 @@ from hocket.backends.cupy.emulation.access_log import AccessLogBackend
 from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import StepError
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.edited import EditedDriver, edit_kernels
 from ...given.devices.emulation import needs_compiler
@@ -31,7 +31,7 @@ def faults_of(edit=list):
         "packed": random_rows(DType.Q4_0, 640, 256, RNG),
         "plain": RNG.standard_normal((100, 640)).astype(np.float32),
     }
-    run = load(plan_for(graph, [(backend, backend.device(0))]), weights)
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), weights)
     run.run({"x": RNG.standard_normal((1, 256)).astype(np.float32)})
     log = driver.take_log()
     assert [ran.kernel.partition(":")[0] for ran in log] == [

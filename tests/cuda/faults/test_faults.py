@@ -10,8 +10,8 @@ import pytest
 
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.device.driver import LaunchError, text_of
+from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.device.driver import LaunchError, read_kernel_text
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.operands import NoKernelError, Operand
 from hocket.conformance import Outcome, run_case
@@ -22,7 +22,7 @@ from hocket.ops import REGISTRY
 from ...given.devices.emulation import EditedSource, FaultyDriver, needs_compiler
 
 pytestmark = needs_compiler
-BEFORE = [text_of(name) for name in ("types.cuh", "cuda.cuh", "prelude.cuh")]
+BEFORE = [read_kernel_text(name) for name in ("types.cuh", "cuda.cuh", "prelude.cuh")]
 PLANTED = Path(__file__).with_name("planted.cu").read_text("utf-8")
 
 # kernel, threads, blocks, elements of x and of out, and its faults: name, message (None for a wrong result)
@@ -113,8 +113,8 @@ def launch(kernel, fault, threads, grid, x, results, order):
     operands = [Operand(driver.address(m), Tensor(i, 0, (len(m) // 4,), (1,), DType.F32)) for i, m in enumerate(memory)]
     memory[0].view(np.float32)[:] = x
     memory[1][:] = 0xFF
-    launches = Launches(keep=lambda array: 0)
-    launches.add(SOURCE[f"{kernel}<{fault}>"], grid, threads, [*operands, len(x)], shared_bytes=4 * threads)
+    launches = LaunchBuilder(upload_array=lambda array: 0)
+    launches.add_launch(SOURCE[f"{kernel}<{fault}>"], grid, threads, [*operands, len(x)], shared_bytes=4 * threads)
     driver.record(launches.items, device)()
     return memory[1].view(np.float32).copy()
 
@@ -127,13 +127,15 @@ def test_a_launch_that_no_device_takes_is_refused():
         ((1, 70000), 32, 3, "no device has"),
         (1, 32, 2, "takes 3 words, the launch gives 2"),
     ):
-        launches = Launches(keep=lambda array: 0)
-        launches.add(SOURCE["copied<NONE>"], grid, block, [0] * words)
+        launches = LaunchBuilder(upload_array=lambda array: 0)
+        launches.add_launch(SOURCE["copied<NONE>"], grid, block, [0] * words)
         with pytest.raises(LaunchError) as caught:
             driver.record(launches.items, device)()
         assert message in str(caught.value)
     with pytest.raises(NoKernelError, match="takes 1048576 bytes of shared memory"):
-        Launches(keep=lambda array: 0).add(SOURCE["copied<NONE>"], 1, 32, [0] * 3, shared_bytes=1 << 20)
+        LaunchBuilder(upload_array=lambda array: 0).add_launch(
+            SOURCE["copied<NONE>"], 1, 32, [0] * 3, shared_bytes=1 << 20
+        )
 
 
 # --------------------------------------------------------------------------------------------- in the package's own

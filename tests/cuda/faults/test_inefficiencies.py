@@ -16,12 +16,12 @@ from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.emulation.access_budget import MAIN_PATH_CASES, list_violations
 from hocket.backends.cupy.emulation.access_counters import CountingDriver
 from hocket.backends.cupy.kernels import elementwise
-from hocket.backends.cupy.resources import measured, recorded
+from hocket.backends.cupy.resources import compile_resource_rows, read_resource_table
 from hocket.backends.cupy.table import FUSED, SOURCES
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.frontends.commands.plan import read_step_graph
-from hocket.scheduler import plan, plan_for, simulate
+from hocket.scheduler import plan, plan_for_group, simulate
 
 from ...given.devices.attention import by_warps
 from ...given.devices.emulation import needs_compiler, replace_in_source
@@ -87,14 +87,14 @@ def test_tiles_of_keys_that_come_one_at_a_time_are_counted():
 @needs_compiler
 @pytest.mark.parametrize("threads", [32, 512])
 def test_blocks_of_other_sizes_are_counted(threads, monkeypatch):
-    monkeypatch.setattr(elementwise, "THREADS", threads)
+    monkeypatch.setattr(elementwise, "ELEMENTWISE_THREADS", threads)
     (launch,) = collect_counters([ADD])
     assert [*find_access_regressions(launch)] == [f"{launch.kernel}: blocks of {threads} threads in place of 256"]
 
 
 @pytest.fixture(scope="module")
 def _compiler():
-    needs(nvrtc.nvrtc, disassembly.disassembler)
+    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
 
 
 @pytest.mark.long
@@ -105,14 +105,16 @@ def test_machine_code_that_does_more_is_found(what):
     name = kernel.partition(": ")[2]
     (source,) = (s for s in SOURCES if name in s.names and f"{s.file}: {name}" == kernel)
     assert file in source.files
-    ((row, spills),) = measured(replace_in_source(source[name].alone, good, bad), "sm_90a").values()
-    assert spills or list(find_resource_regressions(row, recorded().kernels[kernel]["sm_90a"]))
+    ((row, spills),) = compile_resource_rows(
+        replace_in_source(source[name].single_kernel_source, good, bad), "sm_90a"
+    ).values()
+    assert spills or list(find_resource_regressions(row, read_resource_table().kernels[kernel]["sm_90a"]))
 
 
 def count_launches(planned):
     """How many launches a plan for one device takes."""
     (lane,) = planned.lanes
-    return len(lane.backend.foretold(lane.program, lane.device))
+    return len(lane.backend.list_kernels(lane.program, lane.device))
 
 
 def launches(model):
@@ -124,7 +126,7 @@ def test_layers_of_qwen3_next_take_few_launches(tmp_path):
     def of_layers(count):
         graph, _ = read_step_graph(qwen_80b(tmp_path / f"{count}.gguf", count), context=4096, tokens=1)
         simulated = simulate("h200")
-        return count_launches(plan_for(graph, simulated.group[:1], hardware=simulated.hardware_for(graph)))
+        return count_launches(plan_for_group(graph, simulated.group[:1], hardware=simulated.hardware_for(graph)))
 
     delta = of_layers(3) - of_layers(2)
     attention = of_layers(8) - of_layers(4) - 3 * delta  # the first attention's launches for all of them are in both

@@ -17,13 +17,13 @@ from hocket.backends.cupy.collectives import program_collectives as meetings
 from hocket.backends.cupy.emulation import access_budget as main_path
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.race_detector import list_races
-from hocket.backends.cupy.kernels.collective import MOST_DEVICES, PUSHED
+from hocket.backends.cupy.kernels.collective import MAX_DEVICES, MAX_PUSHED_BYTES
 from hocket.cli import main
 from hocket.conformance.reports.emulator_checks import find_races
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.ops.collectives import COLLECTIVES
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.devices_meet import (
     CASES,
@@ -108,7 +108,7 @@ def test_a_graph_on_two_devices_is_in_order():
     group = [(backend, backend.device(d)) for d in range(2)]
     values = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in graph.weights}
     run = load(
-        plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0))),
+        plan_for_group(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0))),
         weights_of(graph, values),
     )
     assert any(i.op in COLLECTIVES for i in run.plan.lanes[0].program.instructions)
@@ -160,10 +160,10 @@ def pushed_to_one_half(steps):
     """In place of two in turn."""
 
     def push_to_one_half(launch):
-        inboxes = slice(2, 2 + MOST_DEVICES)
+        inboxes = slice(2, 2 + MAX_DEVICES)
         words = list(launch.words)
-        turn = words[2 + MOST_DEVICES + 2]
-        words[inboxes] = [word - turn * PUSHED if word else 0 for word in words[inboxes]]
+        turn = words[2 + MAX_DEVICES + 2]
+        words[inboxes] = [word - turn * MAX_PUSHED_BYTES if word else 0 for word in words[inboxes]]
         return replace(launch, words=tuple(words))
 
     return [push_to_one_half(step) if "pushed" in step.kernel.name else step for step in steps]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from hocket.backends.cupy.device.driver import text_of
+from hocket.backends.cupy.device.driver import read_kernel_text
 
 from ...given.devices.inefficiencies import MACHINE_CODE_FAULTS, MEMORY_FAULTS
 from ..kernels import test_attention, test_delta_layer, test_float_products, test_recurrences, test_sorting
@@ -51,7 +51,7 @@ TABLES = {
 def missing(plants: Iterable[tuple[str, ...]]) -> Iterator[str]:
     """Yield the texts that do not occur exactly once in their file, and edits without effect."""
     for file, old, new, *_ in plants:
-        count = text_of(file).count(old)
+        count = read_kernel_text(file).count(old)
         if count != 1 or old == new:
             yield f"{count} times in {file}: {old}"
 

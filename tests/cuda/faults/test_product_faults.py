@@ -17,7 +17,7 @@ from hocket.backends.cupy.kernels.products import tiled
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import dequantise
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.emulation import IN_FLIGHT, PAST_END, WRONG_RESULTS, finding, needs_compiler
 from ...given.devices.products import dense, product, run_unpacked_product
@@ -40,7 +40,7 @@ def dense_product(columns: int, rows: int = 70, shares: int = 0) -> Callable[[Dr
     """Return a test of tall tiles; `shares` blocks may share their columns."""
 
     def is_right(backend: DriverBackend) -> bool:
-        tall = patch.object(tiled, "shape_of_tiles", lambda *_, **__: (tiled.TALL, shares))
+        tall = patch.object(tiled, "choose_tile_shape", lambda *_, **__: (tiled.TALL_TILE, shares))
         with tall if shares else nullcontext():
             results, want, size = dense(DType.F16, rows, columns, 9 + shares, backend)
         return all(np.array_equal(f, results[0]) for f in results) and bool(
@@ -66,7 +66,7 @@ def make_routed_check(tokens: int) -> Callable[[DriverBackend], bool]:
         ids = RNG.integers(0, 6, (tokens, 2)).astype(np.int32)
         w = weight("w", (3, 32, 32), DType.Q8_0)
         node = ops.mul_mat_id(w, input("x", x.shape), input("ids", ids.shape, DType.I32), first=2, total=6)
-        run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": raw})
+        run = load(plan_for_group(Graph({"y": node}), [(backend, backend.device(0))]), {"w": raw})
         results = [run.run({"x": x, "ids": i})["y"] for i in (ids, ids, np.full_like(ids, 2), ids, ids)]
         here = ((ids >= 2) & (ids < 5))[..., None]
         matrices = dequantise(raw.reshape(96, -1), DType.Q8_0).reshape(3, 32, 32)

@@ -26,7 +26,7 @@ pytestmark = [needs_compiler, pytest.mark.long()]
 
 
 def by_warpgroups(shares: int = 1) -> AbstractContextManager[None]:
-    return tiles_of(lambda *_: (tiled.GROUPED, shares))
+    return tiles_of(lambda *_: (tiled.WARPGROUP_TILE, shares))
 
 
 def product(

@@ -28,7 +28,7 @@ ROUNDED = {"f16": 1e-6, "bf16": 6e-5}
 
 
 def allowed_nmse(case):
-    many = case.specs["q"].shape[-3] * case.specs["q"].shape[-2] // case.specs["k"].shape[-2] >= binding.MANY
+    many = case.specs["q"].shape[-3] * case.specs["q"].shape[-2] // case.specs["k"].shape[-2] >= binding.MIN_TILED_ROWS
     short = case.specs["k"].shape[-1] <= 256 and case.specs["v"].shape[-1] <= 256
     return ROUNDED.get(str(case.specs["k"].dtype), TOLERANCE) if many and short else TOLERANCE
 
@@ -190,7 +190,7 @@ def test_numbers_of_any_size_keep_their_digits():
 
 def test_shared_memory_fits_every_device():
     """Check the limit of devices without warpgroup products; other devices have more."""
-    assert all(t.shared_bytes + 1024 <= (227 if t.by_warpgroups else 99) * 1024 for t in binding.TILED)
+    assert all(t.shared_bytes + 1024 <= (227 if t.uses_warpgroups else 99) * 1024 for t in binding.TILED_SOURCES)
 
 
 # ---------------------------------------------------------------------------------------------------- planted faults

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.binding.launches import LaunchBuilder
 from hocket.backends.cupy.device.driver import LaunchError
 from hocket.backends.cupy.emulation.access_budget import list_violations
 from hocket.backends.cupy.emulation.access_counters import run_counted
-from hocket.backends.cupy.kernels.recurrent.short_convolution import Layer, Made, launch_gated_norm, launch_inputs
+from hocket.backends.cupy.kernels.recurrent.short_convolution import (
+    DeltaNetInputs,
+    DeltaNetWeights,
+    launch_delta_inputs,
+    launch_gated_norm,
+)
 
 from ...given.devices.delta_launches import NOTHING, ORDERS, compute_worst_errors, copy_aligned, operand, run
 from ...given.devices.emulation import needs_compiler, with_fault
@@ -30,11 +35,11 @@ class Parts:
     size: int
     key_heads: int
     value_heads: int
-    arrays: dict[str, np.ndarray]
+    build_inputs: dict[str, np.ndarray]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        rates = self.arrays["rates"]
-        return {"alpha": rates[..., 0, :], "beta": rates[..., 1, :]}.get(name, self.arrays.get(name))
+        rates = self.build_inputs["rates"]
+        return {"alpha": rates[..., 0, :], "beta": rates[..., 1, :]}.get(name, self.build_inputs.get(name))
 
 
 def parts(size: int, key_heads: int, value_heads: int, batch: int, tokens: int) -> Parts:
@@ -55,7 +60,7 @@ def parts(size: int, key_heads: int, value_heads: int, batch: int, tokens: int) 
 
 
 def compute_expected(p: Parts) -> dict[str, np.ndarray]:
-    a = {name: x.astype(np.float64) for name, x in p.arrays.items()}
+    a = {name: x.astype(np.float64) for name, x in p.build_inputs.items()}
     rows = np.concatenate([a["old"], a["x"]], axis=1)
     tokens = a["x"].shape[1]
     y = sum(rows[:, j : j + tokens] * a["w"][:, j] for j in range(4))
@@ -72,10 +77,12 @@ def bind_inputs(p: Parts, in_place: bool = False) -> tuple[list, dict[str, np.nd
     outputs = {name: copy_aligned(np.full(x.shape, NOTHING, np.float32)) for name, x in compute_expected(p).items()}
     if in_place:
         outputs["kept"] = p["old"]
-    launches = Launches(keep=lambda array: array.ctypes.data)
-    layer = Layer(operand(p["w"]), operand(p["a"]), operand(p["dt"]))
+    launches = LaunchBuilder(upload_array=lambda array: array.ctypes.data)
+    layer = DeltaNetWeights(operand(p["w"]), operand(p["a"]), operand(p["dt"]))
     source = (operand(p[name]) for name in ("x", "alpha", "beta", "valid", "old"))
-    launch_inputs(launches, *source, layer, Made(**{name: operand(x) for name, x in outputs.items()}), EPS)
+    launch_delta_inputs(
+        launches, *source, layer, DeltaNetInputs(**{name: operand(x) for name, x in outputs.items()}), EPS
+    )
     return launches.items, outputs
 
 
@@ -114,7 +121,7 @@ def test_the_gated_norm_is_norm_weight_and_gate(size: int):
         copy_aligned(rng.normal(0, 1, size).astype(np.float32)),
         copy_aligned(np.full(x.shape, NOTHING, np.float32)),
     )
-    launches = Launches(keep=lambda array: array.ctypes.data)
+    launches = LaunchBuilder(upload_array=lambda array: array.ctypes.data)
     launch_gated_norm(launches, *map(operand, (x, z, w, out)), EPS)
     run(launches.items)
     wide = x.astype(np.float64)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy.device import nvrtc
-from hocket.backends.cupy.device.limits import MOST, Limits, limits_of
+from hocket.backends.cupy.device.limits import LARGEST_LIMITS, Limits, find_limits
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 
 from ...given.devices.delta_launches import (
@@ -31,9 +31,9 @@ pytestmark = needs_compiler
 
 STEPS, EXACT, FAST = 1e-12, 2e-9, 1e-4
 """The allowed error of each kind of kernel; the first two require 1e-7."""
-A100 = limits_of("80")
+A100 = find_limits("80")
 SCANS = pytest.mark.parametrize(
-    ("limits", "kernel"), [(A100, "delta_scan"), (MOST, "delta_scan_clusters")], ids=["alone", "clusters"]
+    ("limits", "kernel"), [(A100, "delta_scan"), (LARGEST_LIMITS, "delta_scan_clusters")], ids=["alone", "clusters"]
 )
 KINDS = pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
 
@@ -79,7 +79,7 @@ def test_a_thousand_tokens_go_through_chunks(channels: bool):
 @KINDS
 @pytest.mark.parametrize("over", [-1, 0, 1])
 def test_around_the_crossover_all_is_well(over: int, channels: bool):
-    tokens = binding.CHUNKED[channels] + over
+    tokens = binding.MIN_CHUNKED_TOKENS[channels] + over
     p = problem(tokens, 64, 2, 2, tokens, batch=3, channels=channels)
     bound = bind(p)
     chunked = over >= 0
@@ -262,17 +262,17 @@ def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels:
 @pytest.mark.long(cases=1)
 @KINDS
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("size", binding.CHUNK_SIZES)
+@pytest.mark.parametrize("size", binding.CHUNKED_KEY_SIZES)
 def test_the_distribution_of_values_over_blocks_changes_no_bit(size: int, exact: bool, channels: bool):
     """In clusters or alone."""
     p = problem(10, size, 1, 1, 70, values=128, channels=channels)
     results = []
-    for values, limits in product(binding.SLICES, (A100, MOST)):
+    for values, limits in product(binding.SLICE_ROWS, (A100, LARGEST_LIMITS)):
 
         def launch(launches, call, rule, exact, values=values):
-            carried = binding.carry(launches, call, rule.sequences, rule.tokens)
-            chunk = binding.Chunk(rule.key_size, rule.channels, exact)
-            memory = binding.chunk_memory(launches, rule, rule.tokens, chunk)
+            carried = binding.bind_states(launches, call, rule.sequences, rule.tokens)
+            chunk = binding.ChunkVariant(rule.key_size, rule.channels, exact)
+            memory = binding.allocate_chunk_scratch(launches, rule, rule.tokens, chunk)
             binding.launch_chunks(launches, rule, carried, memory, chunk, values)
 
         bound = bind(p, exact=exact, launch=launch, limits=limits)
@@ -286,7 +286,7 @@ def test_value_heads_that_a_block_prepares_together_change_no_bit(mapping: str, 
     p = problem(14, 64, 2, 6, 70, batch=2, mapping=mapping)
     results = []
     for filled, blocks in ((1, 2), (1 << 20, 6)):
-        monkeypatch.setattr(binding, "FILLED", filled)
+        monkeypatch.setattr(binding, "FULL_DEVICE_BLOCKS", filled)
         bound = bind(p)
         assert bound.items[0].grid == (3, blocks, 2)
         check(p, bound, EXACT, ORDERS[2])
@@ -299,14 +299,14 @@ def test_value_heads_that_a_block_prepares_together_change_no_bit(mapping: str, 
 
 def test_a_step_of_128_keys_has_no_spills_and_80_registers_or_fewer():
     """That nothing else spills, test_nvrtc.py says."""
-    needs(nvrtc.nvrtc)
-    for name, used in nvrtc.compile(binding.STEPS[128], "sm_90a").resources.items():
-        assert used.spilled == 0, name
+    needs(nvrtc.load_nvrtc)
+    for name, used in nvrtc.compile(binding.STEP_SOURCES[128], "sm_90a").resources.items():
+        assert used.spilled_bytes == 0, name
         assert used.registers <= 80, name
 
 
 def test_sizes_in_bytes_fit_a_block_of_a_device():
     """227 KiB: devices of compute capability 9.0 and 10.0."""
-    for chunk in binding.CHUNKS:
-        of_scans = [chunk.scan_bytes(values, cluster) for values in binding.SLICES for cluster in (1, 2)]
-        assert max(chunk.prepare_bytes(2), *of_scans) <= 227 * 1024
+    for chunk in binding.CHUNK_VARIANTS:
+        of_scans = [chunk.compute_scan_bytes(values, cluster) for values in binding.SLICE_ROWS for cluster in (1, 2)]
+        assert max(chunk.compute_prepare_bytes(2), *of_scans) <= 227 * 1024

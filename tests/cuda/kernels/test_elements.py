@@ -7,10 +7,15 @@ import pytest
 
 from hocket import Graph, input, load, ops, plan
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.device.driver import text_of
+from hocket.backends.cupy.device.driver import read_kernel_text
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels import elementwise
-from hocket.backends.cupy.kernels.elementwise import ELEMENTS, LARGE, THREADS, spread
+from hocket.backends.cupy.kernels.elementwise import (
+    ELEMENTS_PER_THREAD,
+    ELEMENTWISE_THREADS,
+    MIN_MULTI_ELEMENT_COUNT,
+    count_element_blocks,
+)
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.generate_cases import quick_cases
 from hocket.ops import REGISTRY
@@ -30,16 +35,19 @@ def outcomes(driver, op):
 
 
 def test_kernels_and_bindings_agree_how_many_elements_a_thread_takes():
-    assert f"constexpr int ELEMENTS = {ELEMENTS};" in text_of("elements.cuh")
-    assert spread(LARGE) == LARGE // THREADS
-    assert spread(LARGE + 1) == LARGE // THREADS // ELEMENTS + 1
+    assert f"constexpr int ELEMENTS = {ELEMENTS_PER_THREAD};" in read_kernel_text("elements.cuh")
+    assert count_element_blocks(MIN_MULTI_ELEMENT_COUNT) == MIN_MULTI_ELEMENT_COUNT // ELEMENTWISE_THREADS
+    assert (
+        count_element_blocks(MIN_MULTI_ELEMENT_COUNT + 1)
+        == MIN_MULTI_ELEMENT_COUNT // ELEMENTWISE_THREADS // ELEMENTS_PER_THREAD + 1
+    )
 
 
 @pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("op", OPS)
 def test_threads_that_take_several_elements_are_right(op, monkeypatch):
-    monkeypatch.setattr(elementwise, "LARGE", 0)
+    monkeypatch.setattr(elementwise, "MIN_MULTI_ELEMENT_COUNT", 0)
     assert Outcome.PASS in (found := outcomes(EmulatedDriver(), op))
     assert Outcome.FAIL not in found
 
@@ -55,12 +63,12 @@ def test_threads_that_take_several_elements_are_right(op, monkeypatch):
     ],
 )
 def test_a_mistake_in_what_a_thread_takes_is_found(good, bad, monkeypatch):
-    monkeypatch.setattr(elementwise, "LARGE", 0)
+    monkeypatch.setattr(elementwise, "MIN_MULTI_ELEMENT_COUNT", 0)
     assert Outcome.FAIL in outcomes(FaultyDriver("elements.cuh", good, bad), "add")
 
 
 @needs_compiler
-@pytest.mark.parametrize("size", [LARGE, LARGE + 1])
+@pytest.mark.parametrize("size", [MIN_MULTI_ELEMENT_COUNT, MIN_MULTI_ELEMENT_COUNT + 1])
 def test_results_are_the_same_however_many_elements_a_thread_takes(size, monkeypatch):
     x, y = np.random.default_rng(size).standard_normal((2, size)).astype(np.float32)
 
@@ -69,7 +77,7 @@ def test_results_are_the_same_however_many_elements_a_thread_takes(size, monkeyp
         return load(plan(graph, ("cuda-emulated:0",)), {}).run({"x": x, "y": y})["y"].view(np.uint32)
 
     usual = result()
-    monkeypatch.setattr(elementwise, "LARGE", 0 if size == LARGE else size)
+    monkeypatch.setattr(elementwise, "MIN_MULTI_ELEMENT_COUNT", 0 if size == MIN_MULTI_ELEMENT_COUNT else size)
     assert np.array_equal(result(), usual)
 
 

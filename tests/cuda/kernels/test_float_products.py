@@ -15,7 +15,7 @@ from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import encode_array
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.emulation import PAST_END, WRONG_RESULTS, finding, needs_compiler
 
@@ -32,7 +32,7 @@ def is_right(rows, columns, tokens, matrices=1, dtype=DType.F32, *, is_transpose
     )
     x_input = input("x", x.shape)
     node = ops.mul_mat(weight("w", w.shape, dtype), ops.transpose(x_input) if is_transposed else x_input)
-    run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": encode_array(w, dtype)})
+    run = load(plan_for_group(Graph({"y": node}), [(backend, backend.device(0))]), {"w": encode_array(w, dtype)})
     want = np.einsum("bnk,bmk->bmn", w.astype(np.float64), x.swapaxes(1, 2) if is_transposed else x)
     return all(np.array_equal(run.run({"x": x})["y"], want) for _ in range(4))
 
@@ -69,7 +69,7 @@ def sum_is_right(rows, columns, tokens, dtype=DType.F32, backend=None):
     w = rng.integers(-3, 4, (3, columns, rows)).astype(np.float32)
     x = rng.integers(-3, 4, (3, tokens, columns)).astype(np.float32)
     graph = Graph({"y": ops.mul_mat(ops.transpose(weight("w", w.shape, dtype)), input("x", x.shape))})
-    y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": encode_array(w, dtype)}).run({"x": x})["y"]
+    y = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": encode_array(w, dtype)}).run({"x": x})["y"]
     return np.array_equal(y, np.einsum("bkn,bmk->bmn", w.astype(np.float64), x))
 
 
@@ -143,7 +143,7 @@ def unit_is_right(rows, columns, backend=None):
     x_input, specs = input("x", x.shape), {"up": up, "gate": gate}
     products = {name: ops.mul_mat(weight(name, w.shape), x_input) for name, w in specs.items()}
     graph = Graph({"y": ops.swiglu(products["gate"], products["up"])})
-    y = load(plan_for(graph, [(backend, backend.device(0))]), specs).run({"x": x})["y"]
+    y = load(plan_for_group(graph, [(backend, backend.device(0))]), specs).run({"x": x})["y"]
     gate_result = (x @ gate.T).astype(np.float64)
     return np.allclose(y, gate_result / (1 + np.exp(-gate_result)) * (x @ up.T), rtol=1e-5, atol=1e-6)
 

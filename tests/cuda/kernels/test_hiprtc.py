@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from hocket.backends.cupy.device import hiprtc
-from hocket.backends.cupy.device.driver import KERNELS, Source, places, text_of
+from hocket.backends.cupy.device.driver import KERNEL_FOLDER, KernelSource, find_kernel_files, read_kernel_text
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph.errors import BackendError
 
@@ -35,10 +35,10 @@ OF_PROMPTS = (
 
 @pytest.fixture(scope="module")
 def _compiler():
-    needs(hiprtc.hiprtc)
+    needs(hiprtc.load_hiprtc)
 
 
-def of_decoding(source: Source) -> Source:
+def of_decoding(source: KernelSource) -> KernelSource:
     """The source with those kernels only."""
     decode_names = (
         () if source.file in OF_PROMPTS else tuple(name for name in source.names if not name.startswith("many<"))
@@ -49,7 +49,7 @@ def of_decoding(source: Source) -> Source:
 def pytest_generate_tests(metafunc):
     if "source" in metafunc.fixturenames:
         every = metafunc.config.getoption("--every-architecture")
-        some = [hiprtc.written(s) for s in (SOURCES if every else map(of_decoding, SOURCES)) if s.names]
+        some = [hiprtc.as_hip_source(s) for s in (SOURCES if every else map(of_decoding, SOURCES)) if s.names]
         metafunc.parametrize("source", some, ids=[f"{i}-{s.file}" for i, s in enumerate(some)])
 
 
@@ -66,14 +66,14 @@ def test_a_source_compiles(source):
 @pytest.mark.usefixtures("_compiler")
 def test_what_does_not_compile_is_named():
     with pytest.raises(BackendError) as caught:
-        hiprtc.compile(hiprtc.written(Source("indexer.cu", ("no_such_kernel",))), ARCHITECTURE)
+        hiprtc.compile(hiprtc.as_hip_source(KernelSource("indexer.cu", ("no_such_kernel",))), ARCHITECTURE)
     assert "indexer.cu does not compile for gfx90a" in str(caught.value)
     assert "no_such_kernel" in str(caught.value)
 
 
 def test_every_file_of_kernels_is_found_by_its_name():
     """Sources name no room, so that two files of one name would stand for each other."""
-    assert sorted(places().values()) == sorted(KERNELS.rglob("*.cu*"))
+    assert sorted(find_kernel_files().values()) == sorted(KERNEL_FOLDER.rglob("*.cu*"))
 
 
 def test_no_other_file_has_inline_assembly_or_asks_what_it_is_compiled_for():
@@ -81,7 +81,7 @@ def test_no_other_file_has_inline_assembly_or_asks_what_it_is_compiled_for():
     of_all = {name for source in SOURCES if not source.architectures for name in (source.file, *source.before)}
     headers = {name for name in of_hopper - of_all if name.endswith(".cuh")}
     assert headers == {"wgmma.cuh", "cluster.cuh"}, "instructions that one architecture has, and no device of AMD"
-    for name in places().keys() - {"cuda.cuh", "hip.cuh", "types.cuh", *headers}:
-        assert "asm" not in text_of(name), name
-        assert "#if" not in text_of(name), name
-    assert "asm" not in text_of("hip.cuh")
+    for name in find_kernel_files().keys() - {"cuda.cuh", "hip.cuh", "types.cuh", *headers}:
+        assert "asm" not in read_kernel_text(name), name
+        assert "#if" not in read_kernel_text(name), name
+    assert "asm" not in read_kernel_text("hip.cuh")

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 import pytest
 
 from hocket.backends.cupy.device import disassembly, nvrtc
-from hocket.backends.cupy.device.cubins import cubin
-from hocket.backends.cupy.device.driver import Source
+from hocket.backends.cupy.device.cubins import load_or_compile_cubin
+from hocket.backends.cupy.device.driver import KernelSource
 from hocket.backends.cupy.kernels.products import tiled
-from hocket.backends.cupy.resources import architectures, digest, measured, recorded
+from hocket.backends.cupy.resources import (
+    compile_resource_rows,
+    compute_source_digest,
+    list_architectures,
+    read_resource_table,
+)
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
@@ -22,14 +27,14 @@ from ...given.devices.tools import needs
 
 @pytest.fixture(scope="module")
 def _compiler():
-    needs(nvrtc.nvrtc, disassembly.disassembler)
+    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
 
 
 def test_the_table_is_of_these_sources():
     """Check that ``python -m hocket.backends.cupy.resources`` wrote the table from these sources."""
-    table = recorded()
-    assert list(table.digests) == [digest(source) for source in SOURCES], "write resources.json anew"
-    expected = {f"{s.file}: {name}": architectures(s) for s in SOURCES for name in s.names}
+    table = read_resource_table()
+    assert list(table.digests) == [compute_source_digest(source) for source in SOURCES], "write resources.json anew"
+    expected = {f"{s.file}: {name}": list_architectures(s) for s in SOURCES for name in s.names}
     assert {name: tuple(rows) for name, rows in table.kernels.items()} == expected
 
 
@@ -38,7 +43,7 @@ def pytest_generate_tests(metafunc):
     if "arch" not in metafunc.fixturenames:
         return
     every = metafunc.config.getoption("--every-architecture")
-    all_of = [architectures(source) for source in SOURCES]
+    all_of = [list_architectures(source) for source in SOURCES]
     chosen = [of if every else of[i % len(of) :][:1] for i, of in enumerate(all_of)]
     cases = [(i, arch) for i, some in enumerate(chosen) for arch in some]
     metafunc.parametrize(("number", "arch"), cases, ids=[f"{i}-{SOURCES[i].file}-{arch}" for i, arch in cases])
@@ -49,7 +54,7 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.usefixtures("_compiler")
 def test_a_source_compiles_and_takes_what_is_recorded(number, arch):
     """Where a kernel changed on purpose: ``python -m hocket.backends.cupy.resources``."""
-    found, table = measured(SOURCES[number], arch), recorded().kernels
+    found, table = compile_resource_rows(SOURCES[number], arch), read_resource_table().kernels
     assert len(found) == len(SOURCES[number].names)
     for name, (row, spills) in found.items():
         assert not spills, f"{name} spills {spills} bytes for {arch}"
@@ -75,9 +80,11 @@ COMPILER_OUTPUT = """
 
 
 def test_loops_loads_and_products_are_counted_in_what_the_disassembler_shows():
-    ((name, lines),) = disassembly.kernels_in(COMPILER_OUTPUT)
+    ((name, lines),) = disassembly.split_kernels(COMPILER_OUTPUT)
     assert name == "add"
-    assert disassembly.code_of(lines) == disassembly.Code(8, loop=3, products=1, loads={8: 1, 128: 2})
+    assert disassembly.compute_code_statistics(lines) == disassembly.CodeStatistics(
+        8, loop=3, products=1, loads={8: 1, 128: 2}
+    )
 
 
 @dataclass
@@ -111,12 +118,12 @@ PLANTED = {
 
 @pytest.mark.usefixtures("_compiler")
 def test_what_is_planted_in_machine_code_is_found():
-    ((before, spills),) = measured(Planted(SOUND), "sm_90a").values()
+    ((before, spills),) = compile_resource_rows(Planted(SOUND), "sm_90a").values()
     assert not spills
     assert not list(find_resource_regressions(before, before))
     for what, text in PLANTED.items():
         assert text != SOUND
-        ((now, spills),) = measured(Planted(text), "sm_90a").values()
+        ((now, spills),) = compile_resource_rows(Planted(text), "sm_90a").values()
         findings = [*find_resource_regressions(now, before), *["spilled"] * bool(spills)]
         expected = {"narrowed": "bits", "more": "loop", "fit": "warps", "spilled": "spilled"}[what.split()[-1]]
         assert any(expected in why for why in findings), (what, before, now, spills)
@@ -125,17 +132,19 @@ def test_what_is_planted_in_machine_code_is_found():
 @pytest.mark.usefixtures("_compiler")
 def test_a_product_that_the_compiler_waits_for_is_found():
     """Registers that are touched while a product adds to them."""
-    source = tiled.BY_WARPGROUPS[DType.BF16]
+    source = tiled.WARPGROUP_SOURCE_BY_DTYPE[DType.BF16]
     good = "wgmma_wait<1>(block.sum);"
     assert source.text.count(good) == 1
     with pytest.raises(BackendError, match="wait is injected"):
-        measured(Planted(source.text.replace(good, "block.sum[3] += 1.0f;" + good), names=source.names), "sm_90a")
+        compile_resource_rows(
+            Planted(source.text.replace(good, "block.sum[3] += 1.0f;" + good), names=source.names), "sm_90a"
+        )
 
 
 @pytest.mark.usefixtures("_compiler")
 def test_what_does_not_compile_is_named():
     with pytest.raises(BackendError) as caught:
-        nvrtc.compile(Source("indexer.cu", ("no_such_kernel",)), "sm_90a")
+        nvrtc.compile(KernelSource("indexer.cu", ("no_such_kernel",)), "sm_90a")
     assert "indexer.cu does not compile for sm_90a" in str(caught.value)
     assert "no_such_kernel" in str(caught.value)
 
@@ -143,12 +152,12 @@ def test_what_does_not_compile_is_named():
 @pytest.mark.usefixtures("_compiler")
 def test_machine_code_is_cached_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    source = Source("rotary.cu", ("timesteps",))
-    first = cubin(source, "sm_90a")
+    source = KernelSource("rotary.cu", ("timesteps",))
+    first = load_or_compile_cubin(source, "sm_90a")
     (cached_file,) = (tmp_path / "cubins").iterdir()
     monkeypatch.setattr(nvrtc, "compile", lambda *_: pytest.fail("it is compiled again"))
-    assert cubin(source, "sm_90a") == first
+    assert load_or_compile_cubin(source, "sm_90a") == first
     monkeypatch.undo()
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     cached_file.write_bytes(cached_file.read_bytes()[:-1])  # damaged
-    assert cubin(source, "sm_90a") == first
+    assert load_or_compile_cubin(source, "sm_90a") == first

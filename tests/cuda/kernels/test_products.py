@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy.binding.packing import PACKINGS, pack, padded
+from hocket.backends.cupy.binding.packing import PLANE_LAYOUTS, pack_weight, pad_packed_spec
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.graph import Graph, Spec, input, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops.quantisation import dequantise
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.products import product, quantise_rows
@@ -48,16 +48,16 @@ def test_what_is_no_number_stays_so_in_its_block_alone():
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("number", [DType.I32, DType.I64], ids=str)
-@pytest.mark.parametrize("dtype", PACKINGS, ids=str)
+@pytest.mark.parametrize("dtype", PLANE_LAYOUTS, ids=str)
 def test_packing_loses_nothing(dtype, number):
     spec = Spec((2, 37, 512), dtype)
     raw = random_rows(dtype, 74, 512, RNG)
-    assert len(pack(raw.reshape(-1), spec)) == padded(spec).nbytes == 2 * 64 * raw.shape[1]
+    assert len(pack_weight(raw.reshape(-1), spec)) == pad_packed_spec(spec).nbytes == 2 * 64 * raw.shape[1]
     table = weight("w", (37, 512), dtype)
     ids = RNG.permutation(37).astype(number.storage)
     backend = EmulatedBackend()
     graph = Graph({"y": ops.get_rows(table, input("ids", (37,), number))})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw[:37]})
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": raw[:37]})
     assert np.array_equal(run.run({"ids": ids})["y"], dequantise(raw[:37], dtype)[ids])
     with pytest.raises(BackendError, match="id 37 names no row"):
         run.run({"ids": np.where(ids == 3, 37, ids)})
@@ -65,7 +65,7 @@ def test_packing_loses_nothing(dtype, number):
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 9, 33, 65])
-@pytest.mark.parametrize("dtype", PACKINGS, ids=str)
+@pytest.mark.parametrize("dtype", PLANE_LAYOUTS, ids=str)
 def test_a_packed_product_is_exact_in_its_rounded_activations(dtype, tokens):
     """In four orders of threads, to the bit; with rows that fill no unit, and blocks of columns that fill no stage."""
     columns = 256 if dtype.block > 32 or tokens % 2 else 96
@@ -100,7 +100,7 @@ def test_experts_take_the_slots_that_chose_them(tokens, first):
         first=first,
         total=total,
     )
-    run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": raw})
+    run = load(plan_for_group(Graph({"y": node}), [(backend, backend.device(0))]), {"w": raw})
     results = [run.run({"x": x, "ids": ids})["y"] for _ in range(3)]
     assert all(np.array_equal(f, results[0]) for f in results)
     w = dequantise(raw.reshape(experts * rows, -1), DType.Q8_0).reshape(experts, rows, columns).astype(np.float64)
@@ -134,7 +134,7 @@ def test_weights_of_16_bits_lose_no_more_than_their_terms(dtype, shape):
     )
     backend = EmulatedBackend()
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", (tokens, columns)))})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": rounded_weight})
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": rounded_weight})
     want, size = x.astype(np.float64) @ exact.T, np.abs(x) @ np.abs(exact).T
     assert (np.abs(run.run({"x": x})["y"] - want) <= (2.0**-16 if tokens > 4 else 2e-6) * size).all()
 
@@ -145,6 +145,6 @@ def test_views_of_packed_weights_are_read_as_float32():
     part = ops.slice_(weight("w", (40, 512), DType.Q4_K), axis=-1, start=256, stop=512)
     backend = EmulatedBackend()
     graph = Graph({"y": ops.mul_mat(part, input("x", (3, 256)))})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw})
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": raw})
     want = x @ dequantise(raw, DType.Q4_K)[:, 256:].T
     np.testing.assert_allclose(run.run({"x": x})["y"], want, rtol=1e-4, atol=1e-4)

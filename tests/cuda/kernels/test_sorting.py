@@ -12,9 +12,9 @@ import pytest
 from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
-from hocket.backends.cupy.kernels.sorting import LONGEST, TILE, rounds
+from hocket.backends.cupy.kernels.sorting import ITEMS_PER_BLOCK, MAX_SINGLE_BLOCK_ITEMS, iterate_sort_passes
 from hocket.graph import Graph, input
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.emulation import PAST_END, WRONG_RESULTS, finding, needs_compiler
 
@@ -34,7 +34,7 @@ def rows(shape):
 def run_four_orders(node, x, backend=None):
     """Return the results of four runs with different orders of threads."""
     backend = backend or DriverBackend(EmulatedDriver())
-    run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {})
+    run = load(plan_for_group(Graph({"y": node}), [(backend, backend.device(0))]), {})
     first, *others = (run.run({"x": x})["y"].copy() for _ in range(4 if x.size < 20_000 else 1))
     assert all(np.array_equal(first, other) for other in others)
     return first
@@ -74,20 +74,22 @@ def test_of_nothing_there_is_no_order(shape):
 
 
 @pytest.mark.parametrize("k", [1, 40, 682, 683, 1024, 1025, 2048, 2049, 262_144])
-@pytest.mark.parametrize("columns", [1, LONGEST, LONGEST + 1, 3 * TILE + 1, 262_144])
+@pytest.mark.parametrize(
+    "columns", [1, MAX_SINGLE_BLOCK_ITEMS, MAX_SINGLE_BLOCK_ITEMS + 1, 3 * ITEMS_PER_BLOCK + 1, 262_144]
+)
 def test_every_round_reads_what_the_one_before_wrote(columns, k):
     k, before = min(k, columns), columns
-    for launch in rounds(columns, k):
+    for launch in iterate_sort_passes(columns, k):
         assert launch.columns == before
-        assert launch.length <= LONGEST or launch.merges
-        assert launch.runs * launch.kept < before or launch.columns == columns or launch.merges
-        before = launch.runs * launch.kept
-    assert (launch.runs, launch.kept) == (1, k)
+        assert launch.length <= MAX_SINGLE_BLOCK_ITEMS or launch.is_merge
+        assert launch.runs * launch.items_per_run < before or launch.columns == columns or launch.is_merge
+        before = launch.runs * launch.items_per_run
+    assert (launch.runs, launch.items_per_run) == (1, k)
 
 
 def test_the_largest_of_a_vocabulary_take_three_launches_and_its_order_eight():
-    assert len(list(rounds(262_144, 40))) == 3
-    assert len(list(rounds(262_144, 262_144))) == 8
+    assert len(list(iterate_sort_passes(262_144, 40))) == 3
+    assert len(list(iterate_sort_passes(262_144, 262_144))) == 8
 
 
 # ---------------------------------------------------------------------------------------------------- planted mistakes

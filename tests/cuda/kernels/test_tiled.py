@@ -8,18 +8,18 @@ import pytest
 from hocket import ops
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.binding.packing import PACKINGS
+from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.binding.packing import PLANE_LAYOUTS
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import KIB, MOST, Limits, limits_of
+from hocket.backends.cupy.device.limits import KIB, LARGEST_LIMITS, Limits, find_limits
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
-from hocket.backends.cupy.kernels.elementwise import TYPES
+from hocket.backends.cupy.kernels.elementwise import CUDA_TYPE_NAMES
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.operands import Operand
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import dequantise
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.products import dense, half_bits_to_float64, run_unpacked_product, tiles_of, to_half_bits
@@ -36,7 +36,7 @@ SUMMED = 2e-6
 class Noting(EmulatedDriver):
     """A driver that records the names of launched kernels."""
 
-    def __init__(self, limits: Limits = MOST) -> None:
+    def __init__(self, limits: Limits = LARGEST_LIMITS) -> None:
         super().__init__(limits=limits)
         self.names = []
 
@@ -49,10 +49,10 @@ class Noting(EmulatedDriver):
 @pytest.mark.parametrize(
     ("tile", "shares", "kernel"),
     [
-        *((tile, shares, f"tiled<{{}}, {tile}>") for tile, shares in ((tiled.SMALL, 1), (tiled.LARGE, 1))),
-        *((tiled.TALL, shares, f"tiled<{{}}, {tiled.TALL}>") for shares in (1, 2)),
-        *((tiled.GROUPED, shares, "grouped<{}, 2>") for shares in (1, 2, 4)),
-        *((tiled.CLUSTERED, shares, "clustered<{}, 2>") for shares in (1, 2, 4)),
+        *((tile, shares, f"tiled<{{}}, {tile}>") for tile, shares in ((tiled.SMALL_TILE, 1), (tiled.LARGE_TILE, 1))),
+        *((tiled.TALL_TILE, shares, f"tiled<{{}}, {tiled.TALL_TILE}>") for shares in (1, 2)),
+        *((tiled.WARPGROUP_TILE, shares, "grouped<{}, 2>") for shares in (1, 2, 4)),
+        *((tiled.CLUSTER_TILE, shares, "clustered<{}, 2>") for shares in (1, 2, 4)),
     ],
     ids=str,
 )
@@ -65,7 +65,7 @@ def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile
     with tiles_of(lambda *_: (tile, shares)):
         results, want, size = dense(dtype, *shape, DriverBackend(driver))
     assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
-    assert kernel.format(TYPES[dtype]) in driver.names
+    assert kernel.format(CUDA_TYPE_NAMES[dtype]) in driver.names
     assert (np.abs(results[0] - want) <= (LEFT_OUT[dtype] + SUMMED) * size).all()
     nmse = ((results[0] - want) ** 2).sum(1) / (size**2).sum(1)
     assert nmse.max() < {DType.F16: 1e-14, DType.BF16: 2e-11}[dtype]
@@ -73,33 +73,35 @@ def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("shape", [(70, 136, 9), (300, 200, 130)], ids=str)
-@pytest.mark.parametrize(("tile", "terms"), [(tiled.GROUPED, 1), (tiled.CLUSTERED, 1), (tiled.LARGE, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "terms"), [(tiled.WARPGROUP_TILE, 1), (tiled.CLUSTER_TILE, 1), (tiled.LARGE_TILE, 2)], ids=str
+)
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
 def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, shape):
     driver = Noting()
     with tiles_of(lambda *_: (tile, 1)):
         results, want, size = dense(dtype, *shape, DriverBackend(driver), is_exact=False)
     assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
-    split = "split_tiles" if tile == tiled.CLUSTERED else "split_rows"
-    assert f"{split}<{TYPES[dtype]}, {terms}>" in driver.names
-    left_out = tiled.rounding(dtype, is_exact=False) if terms == 1 else LEFT_OUT[dtype]
+    split = "split_tiles" if tile == tiled.CLUSTER_TILE else "split_rows"
+    assert f"{split}<{CUDA_TYPE_NAMES[dtype]}, {terms}>" in driver.names
+    left_out = tiled.find_rounding_error(dtype, is_exact=False) if terms == 1 else LEFT_OUT[dtype]
     assert (np.abs(results[0] - want) <= (left_out + SUMMED) * size).all()
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("columns", [256, 512])
 @pytest.mark.parametrize(
-    ("limits", "kernel"), [(limits_of("80"), "tiled_packed<{}>"), (limits_of("90"), "grouped_packed<{}>")]
+    ("limits", "kernel"), [(find_limits("80"), "tiled_packed<{}>"), (find_limits("90"), "grouped_packed<{}>")]
 )
 @pytest.mark.parametrize("once", [1 << 30, 130])
-@pytest.mark.parametrize("dtype", PACKINGS, ids=str)
+@pytest.mark.parametrize("dtype", PLANE_LAYOUTS, ids=str)
 def test_packed_weights_are_multiplied_as_bfloat16(dtype, once, limits, kernel, columns, monkeypatch):
     """Unpacked tile by tile, or once for all."""
     if limits.has_warpgroups and once == 130:
         kernel = "unpacked<{}>"
-    monkeypatch.setattr(tiled, "UNPACKED", once)
-    monkeypatch.setattr(tiled, "FULL", 2)  # a tile and a bit, shared by two blocks
-    monkeypatch.setattr(tiled, "SHARED_COLUMNS", 64)
+    monkeypatch.setattr(tiled, "MIN_UNPACKED_ENTRIES", once)
+    monkeypatch.setattr(tiled, "FULL_DEVICE_TILES", 2)  # a tile and a bit, shared by two blocks
+    monkeypatch.setattr(tiled, "MIN_SPLIT_COLUMNS", 64)
     columns += 0 if dtype.block > 32 else 32
     driver = Noting(limits)
     results, want, size = run_unpacked_product(dtype, 150, columns, 130, DriverBackend(driver))
@@ -110,7 +112,7 @@ def test_packed_weights_are_multiplied_as_bfloat16(dtype, once, limits, kernel, 
 
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16, DType.Q8_0], ids=str)
 def test_slots_of_experts_fill_tiles(dtype, monkeypatch):
-    monkeypatch.setattr(tiled, "WORTH", 0)
+    monkeypatch.setattr(tiled, "MIN_BF16_TILES", 0)
     experts, tokens, columns = 3, 260, 96
     if dtype is DType.Q8_0:
         raw = random_rows(dtype, experts * 40, columns, RNG)
@@ -126,7 +128,7 @@ def test_slots_of_experts_fill_tiles(dtype, monkeypatch):
     node = ops.mul_mat_id(
         weight("w", (experts, 40, columns), dtype), input("x", x.shape), input("ids", ids.shape, DType.I32), total=4
     )
-    run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": raw})
+    run = load(plan_for_group(Graph({"y": node}), [(backend, backend.device(0))]), {"w": raw})
     y = run.run({"x": x, "ids": ids})["y"]
     assert any(name.startswith("tiled") for name in driver.names)
     x16 = half_bits_to_float64(to_half_bits(x, DType.BF16)) if dtype is DType.Q8_0 else x
@@ -143,8 +145,8 @@ def test_each_matrix_begins_a_tile_of_a_cluster(matrices, tokens):
     driver = Noting()
     backend = DriverBackend(driver)
     graph = Graph({"y": ops.mul_mat(weight("w", w.shape, DType.F16), input("x", x.shape))})
-    with tiles_of(lambda *_: (tiled.CLUSTERED, 1)):
-        y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w}).run({"x": x})["y"]
+    with tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
+        y = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": w}).run({"x": x})["y"]
     assert "clustered<half_bits, 2>" in driver.names
     want = x @ half_bits_to_float64(w).swapaxes(1, 2)
     assert (np.abs(y - want) <= 2e-6 * np.abs(x) @ np.abs(half_bits_to_float64(w)).swapaxes(1, 2)).all()
@@ -154,23 +156,23 @@ def test_each_matrix_begins_a_tile_of_a_cluster(matrices, tokens):
     ("blocks", "size"), [(32, 4), (25, 4), (24, 4), (21, 2), (9, 2), (8, 4), (6, 2), (5, 1), (3, 1), (1, 1)]
 )
 def test_clusters_are_as_large_as_leaves_hardly_any_block_without_rows(blocks, size):
-    assert tiled._cluster(blocks) == size
+    assert tiled._choose_cluster_size(blocks) == size
 
 
 @pytest.mark.parametrize(
     ("entries", "chosen"),
     [
-        (128, tiled.GROUPED),
-        (129, tiled.CLUSTERED),
-        (256, tiled.CLUSTERED),
-        (300, tiled.GROUPED),
-        (600, tiled.CLUSTERED),
+        (128, tiled.WARPGROUP_TILE),
+        (129, tiled.CLUSTER_TILE),
+        (256, tiled.CLUSTER_TILE),
+        (300, tiled.WARPGROUP_TILE),
+        (600, tiled.CLUSTER_TILE),
     ],
 )
 def test_clusters_multiply_entries_that_fill_their_tiles(entries, chosen):
     w = Operand(0, Tensor(0, 0, (65536, 4096), (4096, 1), DType.BF16))
-    launches = Launches(keep=lambda array: 0, limits=limits_of("90"))
-    assert tiled.shape_of_tiles(launches, w, entries, 1, True) == (chosen, 1)
+    launches = LaunchBuilder(upload_array=lambda array: 0, limits=find_limits("90"))
+    assert tiled.choose_tile_shape(launches, w, entries, 1, True) == (chosen, 1)
 
 
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
@@ -185,7 +187,8 @@ def test_the_largest_and_smallest_numbers_stay_what_they_are(dtype):
     backend = EmulatedBackend()
     graph = Graph({"y": ops.mul_mat(weight("w", (columns, columns), dtype), input("x", x.shape))})
     run = load(
-        plan_for(graph, [(backend, backend.device(0))]), {"w": to_half_bits(np.eye(columns, dtype=np.float32), dtype)}
+        plan_for_group(graph, [(backend, backend.device(0))]),
+        {"w": to_half_bits(np.eye(columns, dtype=np.float32), dtype)},
     )
     y = run.run({"x": x})["y"]
     # Half a row's largest number is as far as half reaches down.
@@ -202,7 +205,7 @@ def test_numbers_that_are_none_spoil_their_row_alone():
     w = to_half_bits(np.abs(RNG.standard_normal((16, 64))).astype(np.float32) + 1, DType.F16)
     backend = EmulatedBackend()
     graph = Graph({"y": ops.mul_mat(weight("w", w.shape, DType.F16), input("x", x.shape))})
-    y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w}).run({"x": x})["y"]
+    y = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": w}).run({"x": x})["y"]
     assert (y[3] == np.inf).all()
     assert np.isfinite(np.delete(y, 3, 0)).all()
 
@@ -210,55 +213,55 @@ def test_numbers_that_are_none_spoil_their_row_alone():
 @pytest.mark.parametrize(
     ("rows", "entries", "is_even", "chosen"),
     [
-        (4096, 512, True, (tiled.TALL, 2)),
-        (4096, 512, False, (tiled.LARGE, 1)),
-        (14336, 512, True, (tiled.TALL, 1)),
-        (14336, 512, False, (tiled.TALL, 1)),
-        (14336, 100, True, (tiled.LARGE, 1)),
+        (4096, 512, True, (tiled.TALL_TILE, 2)),
+        (4096, 512, False, (tiled.LARGE_TILE, 1)),
+        (14336, 512, True, (tiled.TALL_TILE, 1)),
+        (14336, 512, False, (tiled.TALL_TILE, 1)),
+        (14336, 100, True, (tiled.LARGE_TILE, 1)),
     ],
 )
-@pytest.mark.parametrize("limits", [limits_of("80"), limits_of("90")], ids=str)
+@pytest.mark.parametrize("limits", [find_limits("80"), find_limits("90")], ids=str)
 def test_tiles_are_as_large_as_fill_a_device(rows, entries, is_even, chosen, limits):
     tile, shares = chosen
-    by_warpgroups = limits.has_warpgroups and tile == tiled.TALL
+    by_warpgroups = limits.has_warpgroups and tile == tiled.TALL_TILE
     by_clusters = by_warpgroups and is_even
     floats, packed = (Operand(0, Tensor(0, 0, (rows, 4096), (4096, 1), t)) for t in (DType.BF16, DType.Q4_K))
-    launches = Launches(keep=lambda array: 0, limits=limits)
-    assert tiled.shape_of_tiles(launches, floats, entries, 1, is_even) == (
-        tiled.CLUSTERED if by_clusters else tiled.GROUPED if by_warpgroups else tile,
+    launches = LaunchBuilder(upload_array=lambda array: 0, limits=limits)
+    assert tiled.choose_tile_shape(launches, floats, entries, 1, is_even) == (
+        tiled.CLUSTER_TILE if by_clusters else tiled.WARPGROUP_TILE if by_warpgroups else tile,
         shares,
     )
-    bytes_are_better = entries < tiled.FEWEST
-    instead = None if bytes_are_better else (tiled.GROUPED, shares) if by_warpgroups else (tiled.LARGE, 1)
-    assert tiled.shape_of_tiles(launches, packed, entries, 1, is_even) == instead
+    bytes_are_better = entries < tiled.MIN_BF16_ENTRIES
+    instead = None if bytes_are_better else (tiled.WARPGROUP_TILE, shares) if by_warpgroups else (tiled.LARGE_TILE, 1)
+    assert tiled.choose_tile_shape(launches, packed, entries, 1, is_even) == instead
 
 
 @pytest.mark.parametrize(("rows", "columns", "shares"), [(2048, 4096, 4), (1024, 4096, 8), (2048, 2048, 4)])
 def test_blocks_of_warpgroups_share_the_columns_of_few_tiles(rows, columns, shares):
     floats, packed = (Operand(0, Tensor(0, 0, (rows, columns), (columns, 1), t)) for t in (DType.BF16, DType.Q4_K))
-    launches = Launches(keep=lambda array: 0, limits=limits_of("90"))
-    assert tiled.shape_of_tiles(launches, floats, 512, 1, True) == (tiled.CLUSTERED, shares)
-    assert tiled.shape_of_tiles(launches, packed, 512, 1, True) == (tiled.GROUPED, shares)
+    launches = LaunchBuilder(upload_array=lambda array: 0, limits=find_limits("90"))
+    assert tiled.choose_tile_shape(launches, floats, 512, 1, True) == (tiled.CLUSTER_TILE, shares)
+    assert tiled.choose_tile_shape(launches, packed, 512, 1, True) == (tiled.WARPGROUP_TILE, shares)
 
 
 def test_no_more_than_two_blocks_share_columns_elsewhere():
     floats = Operand(0, Tensor(0, 0, (1024, 4096), (4096, 1), DType.BF16))
-    launches = Launches(keep=lambda array: 0, limits=limits_of("80"))
-    assert tiled.shape_of_tiles(launches, floats, 512, 1, True) == (tiled.SMALL, 1)
+    launches = LaunchBuilder(upload_array=lambda array: 0, limits=find_limits("80"))
+    assert tiled.choose_tile_shape(launches, floats, 512, 1, True) == (tiled.SMALL_TILE, 1)
 
 
 @pytest.mark.parametrize(
     ("dtype", "kernel"),
-    [(DType.BF16, f"tiled<bf16_bits, {tiled.SMALL}>"), (DType.Q8_0, "many<Q8_0, 4, 1, 8>")],
+    [(DType.BF16, f"tiled<bf16_bits, {tiled.SMALL_TILE}>"), (DType.Q8_0, "many<Q8_0, 4, 1, 8>")],
     ids=str,
 )
 def test_what_does_not_fit_the_memory_of_a_block_is_multiplied_otherwise(dtype, kernel, monkeypatch):
-    monkeypatch.setattr(tiled, "FULL", 0)
-    monkeypatch.setattr(tiled, "WORTH", 0)
+    monkeypatch.setattr(tiled, "FULL_DEVICE_TILES", 0)
+    monkeypatch.setattr(tiled, "MIN_BF16_TILES", 0)
     driver = Noting(Limits(64 * KIB, has_warpgroups=True))
     backend = DriverBackend(driver)
     raw = random_rows(dtype, 8, 64, RNG) if dtype is DType.Q8_0 else to_half_bits(np.ones((8, 64), np.float32), dtype)
     graph = Graph({"y": ops.mul_mat(weight("w", (8, 64), dtype), input("x", (130, 64)))})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw})
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": raw})
     run.run({"x": np.ones((130, 64), np.float32)})
     assert driver.names[-1] == kernel

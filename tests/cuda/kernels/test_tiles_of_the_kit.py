@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.packing import PACKINGS
+from hocket.backends.cupy.binding.packing import PLANE_LAYOUTS
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import limits_of
+from hocket.backends.cupy.device.limits import find_limits
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.products import matmul, tiled
 from hocket.backends.operands import Operand
@@ -38,25 +38,25 @@ class TileVariant:
     kernel: str
     tile: tiled.Tile
     packed: tiled.Tile
-    shares: int = tiled.SHARES[2]
+    shares: int = tiled.COLUMN_SPLITS[2]
 
     def choose(self, w: Operand, is_even: bool) -> Choice:
-        if w.dtype in PACKINGS:
-            return self.packed, self.shares if is_even and self.packed == tiled.GROUPED else 1
+        if w.dtype in PLANE_LAYOUTS:
+            return self.packed, self.shares if is_even and self.packed == tiled.WARPGROUP_TILE else 1
         return self.tile, self.shares if is_even else 1
 
 
-TALL = TileVariant("80", "tiled", tiled.TALL, tiled.LARGE)
-GROUPED = TileVariant("90", "grouped", tiled.GROUPED, tiled.GROUPED)
-CLUSTERED = TileVariant("90", "clustered", tiled.CLUSTERED, tiled.GROUPED)
+TALL = TileVariant("80", "tiled", tiled.TALL_TILE, tiled.LARGE_TILE)
+GROUPED = TileVariant("90", "grouped", tiled.WARPGROUP_TILE, tiled.WARPGROUP_TILE)
+CLUSTERED = TileVariant("90", "clustered", tiled.CLUSTER_TILE, tiled.WARPGROUP_TILE)
 CASES = [
     *(
         (op, variant, t)
         for variant in (TALL, GROUPED)
-        for t in (*tiled.FLOATS, *PACKINGS)
+        for t in (*tiled.FLOAT_DTYPES, *PLANE_LAYOUTS)
         for op in ("mul_mat", "mul_mat_id")
     ),
-    *(("mul_mat", CLUSTERED, t) for t in tiled.FLOATS),
+    *(("mul_mat", CLUSTERED, t) for t in tiled.FLOAT_DTYPES),
 ]
 
 
@@ -64,7 +64,7 @@ class Noting(EmulatedDriver):
     """A driver that records the names of launched kernels."""
 
     def __init__(self, capability: str) -> None:
-        super().__init__(limits=limits_of(capability))
+        super().__init__(limits=find_limits(capability))
         self.names: set[str] = set()
 
     def record(self, steps, on):
@@ -76,7 +76,7 @@ class Noting(EmulatedDriver):
     ("op", "variant", "dtype"), CASES, ids=[f"{op}-{variant.kernel}-{t}" for op, variant, t in CASES]
 )
 def test_the_largest_tiles_do_what_a_product_means(op: str, variant: TileVariant, dtype: DType, monkeypatch):
-    monkeypatch.setattr(matmul, "FEW", 0)
+    monkeypatch.setattr(matmul, "MAX_GEMV_ROWS", 0)
     driver = Noting(variant.capability)
     backend = DriverBackend(driver)
     cases = [case for case in quick_cases(REGISTRY[op]) if case.specs["w"].dtype is dtype]

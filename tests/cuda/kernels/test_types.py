@@ -12,7 +12,7 @@ from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.graph import DType, Graph, input, state, weight
 from hocket.ops.quantisation import encode_array
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.emulation import needs_compiler
 
@@ -49,7 +49,7 @@ def test_halves_as_they_lie(dtype, ids):
     outputs = {name: ops.cast(table, dtype=name) for name in INTEGERS}
     outputs |= {"rows": ops.get_rows(table, at), "cache": ops.cast(written, dtype="f32")}
     run = load(
-        plan_for(Graph(outputs, {cache: written}), [(backend, backend.device(0))]), {"w": encode_array(w, dtype)}
+        plan_for_group(Graph(outputs, {cache: written}), [(backend, backend.device(0))]), {"w": encode_array(w, dtype)}
     )
     got = run.run({"ids": rows, "new": new})
     for name in INTEGERS:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hocket.backends.abilities import overlaps
+from hocket.backends.abilities import can_group_overlap
 from hocket.backends.cupy import cuda
-from hocket.backends.cupy.device.driver import Beside
+from hocket.backends.cupy.device.driver import CollectiveOverlap
 from hocket.backends.cupy.emulation import access_log as ordered
 from hocket.backends.cupy.emulation.access_log import SIDE_STREAM, AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
@@ -69,10 +69,10 @@ def test_launches_that_need_nothing_of_a_sum_are_beside_it():
     plan, run = running(backend)
     run()
     program = plan.lanes[0].program.instructions
-    both = [step for step in backend.recorded[0] if isinstance(step, Beside)]
+    both = [step for step in backend.recorded[0] if isinstance(step, CollectiveOverlap)]
     assert all(program[beside.number].op in COLLECTIVES for beside in both)
-    assert [[program[step.number].node for step in beside.meanwhile] for beside in both] == [["product.1"], ["norm.0"]]
-    alone = [program[step.number].node for step in backend.recorded[0] if not isinstance(step, Beside)]
+    assert [[program[step.number].node for step in beside.overlapped] for beside in both] == [["product.1"], ["norm.0"]]
+    alone = [program[step.number].node for step in backend.recorded[0] if not isinstance(step, CollectiveOverlap)]
     assert alone[1:] == ["product.0", "norm.1"]
 
 
@@ -81,7 +81,7 @@ def test_launches_beside_a_sum_are_timed_as_all_others():
     loaded = load(plan, weights_of(plan.graph, weights))
     loaded.run(feed)
     with ThreadPoolExecutor(2) as pool:
-        timed = [*pool.map(lambda replay: replay.measured(), loaded._replays.values())]
+        timed = [*pool.map(lambda replay: replay.run_timed(), loaded._program_runners.values())]
     order = [i.node for i in plan.lanes[0].program.instructions]
     for times in timed:
         seen = [order[n] for t in times for n in t.numbers]
@@ -96,14 +96,14 @@ class Apart(RecordingBackend):
 
     def __init__(self):
         super().__init__()
-        self.driver.are_peers = lambda devices: False
+        self.driver.can_access_peers = lambda devices: False
 
 
 def test_a_sum_through_memory_of_the_host_hides_nothing_in_the_clock_as_in_the_run():
     backend = Apart()
     plan, run = running(backend)
     run()
-    assert not [step for steps in backend.recorded for step in steps if isinstance(step, Beside)]
+    assert not [step for steps in backend.recorded for step in steps if isinstance(step, CollectiveOverlap)]
     assert plan.cost.hidden == 0 < plan.cost.collectives
     assert not any(stage.beside and stage.count for stage in plan.stages)
     assert "devices compute beside" not in plan.explain()
@@ -112,13 +112,13 @@ def test_a_sum_through_memory_of_the_host_hides_nothing_in_the_clock_as_in_the_r
 
 def test_devices_that_do_not_reach_each_other_take_no_sums_in_chunks():
     devices = [EmulatedBackend().device(d) for d in range(2)]
-    assert overlaps([(Apart(), device) for device in devices]) is False
-    assert overlaps([(EmulatedBackend(), device) for device in devices]) is True
+    assert can_group_overlap([(Apart(), device) for device in devices]) is False
+    assert can_group_overlap([(EmulatedBackend(), device) for device in devices]) is True
 
 
 def test_devices_of_two_backends_hide_nothing():
     one, other = EmulatedBackend(), ReferenceBackend()
-    assert not overlaps([(one, one.device(0)), (other, other.device(0))])
+    assert not can_group_overlap([(one, one.device(0)), (other, other.device(0))])
 
 
 # ------------------------------------------------------------------------------------------------ order of accesses
@@ -185,10 +185,12 @@ def on_devices(monkeypatch):
     """A plan on real devices, over a stand-in for CuPy that runs graphs in any order that their events leave."""
     cupy = fake_cupy(SOURCES)
     monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
-    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
-    cuda._module.cache_clear()
+    monkeypatch.setattr(
+        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+    )
+    cuda._load_module.cache_clear()
     yield lambda: running(cuda.CudaBackend())[1]
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 def no_fork(stream, event, wait):

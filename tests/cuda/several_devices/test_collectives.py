@@ -13,17 +13,17 @@ from hocket import ops
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.collectives import program_collectives as meetings
 from hocket.backends.cupy.collectives.transport import HOST_TRANSPORT
-from hocket.backends.cupy.device.driver import Source
+from hocket.backends.cupy.device.driver import KernelSource
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.ops import op_of
 from hocket.ops.collectives import COLLECTIVES
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.devices_meet import (
     CASES,
@@ -183,7 +183,7 @@ SEEDS = [seed for seed in range(120) if _can_run(seed)][:12]
 def test_a_random_graph_sharded_wherever_possible_gives_the_bits_of_the_host(seed, monkeypatch):
     graph, dice, backend = seeded_graph(seed), random.Random(seed), EmulatedBackend()
     group = [(backend, backend.device(d)) for d in range(dice.choice([2, 3, 4]))]
-    plan = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice))
+    plan = plan_for_group(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice))
     values = bindings(graph, np.random.default_rng(seed))
     feed = {v.node.name: values[v.node.name] for v in graph.inputs}
 
@@ -203,7 +203,9 @@ def test_a_model_split_over_two_devices_gives_the_bits_of_the_host(name, monkeyp
     tokens = np.load(folder / "tokens.npy").tolist()[:6]
 
     def logits():
-        session = Session(open_model(folder / "model.gguf"), on=Group(("cuda-emulated:0", "cuda-emulated:1"), "tensor"))
+        session = Session(
+            open_model(folder / "model.gguf"), on=DeviceGroup(("cuda-emulated:0", "cuda-emulated:1"), "tensor")
+        )
         return [session.evaluate([part])[0].tobytes() for part in (tokens[:4], tokens[4:5], tokens[5:])]
 
     over_peers = logits()
@@ -217,10 +219,10 @@ def test_a_plan_of_several_devices_is_one_recorded_program_each():
     graph = Graph({"y": ops.mul_mat(weight("down", (8, 12)), hidden)})
     backend, dice = EmulatedBackend(), random.Random(0)
     group = [(backend, backend.device(d)) for d in range(2)]
-    run = load(plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice)), w)
+    run = load(plan_for_group(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice)), w)
     assert any(i.op in COLLECTIVES for i in run.plan.lanes[0].program.instructions)
     assert (run.run({"x": np.ones((5, 8), np.float32)})["y"] == 96).all()
-    assert [len(replay._calls) for replay in run._replays.values()] == [1, 1]
+    assert [len(replay._calls) for replay in run._program_runners.values()] == [1, 1]
 
 
 # --------------------------------------------------------------------------------------------- the driver of devices
@@ -231,10 +233,12 @@ def devices(request, monkeypatch):
     """The backend of real devices, over a stand-in for CuPy that emulates launches."""
     cupy = fake_cupy(SOURCES, request.param)
     monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
-    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
-    cuda._module.cache_clear()
+    monkeypatch.setattr(
+        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+    )
+    cuda._load_module.cache_clear()
     yield cuda.CudaBackend(), cupy.cuda.runtime, request.param
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)
@@ -389,6 +393,6 @@ def test_what_is_right_is_found_right():
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
     names = ("all_reduce<float>", "all_reduce_pushed<float>", "begin_run", "meet_all", "tell_one", "await_one")
-    monkeypatch.setattr(collective, "SOURCE", replace_and_compile(Source("collective.cu", names), *PLANTS[name]))
+    monkeypatch.setattr(collective, "SOURCE", replace_and_compile(KernelSource("collective.cu", names), *PLANTS[name]))
     with pytest.raises((AssertionError, BackendError, pytest.fail.Exception)):
         _all_right(limit=2)

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends import find
+from hocket.backends import find_device
 from hocket.backends.base import Device
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.table import SOURCES
 from hocket.cli import main
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import Graph, input, weight
 from hocket.graph.errors import BackendError, PlanError
-from hocket.scheduler import load, plan, plan_for
+from hocket.scheduler import load, plan, plan_for_group
 from hocket.scheduler.choosing.fits import memory_problem, pools
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
@@ -33,10 +33,12 @@ def backend(monkeypatch):
     cupy = fake_cupy(SOURCES)
     monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
     monkeypatch.setattr(cuda, "_nccl", lambda: cupy.cuda.nccl)
-    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
-    cuda._module.cache_clear()
+    monkeypatch.setattr(
+        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+    )
+    cuda._load_module.cache_clear()
     yield cuda.CudaBackend()
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 def mlp(rows=8, columns=12):
@@ -52,13 +54,13 @@ def parts_of(backend, count):
 def test_a_part_is_named_after_its_device():
     assert str(Device("cuda", 1)) == "cuda:1"
     assert str(Device("cuda", 1, part=0)) == "cuda:1.0"
-    assert [str(find(name)[1]) for name in ("cpu", "cpu:3", "cpu:0.1")] == ["cpu:0", "cpu:3", "cpu:0.1"]
+    assert [str(find_device(name)[1]) for name in ("cpu", "cpu:3", "cpu:0.1")] == ["cpu:0", "cpu:3", "cpu:0.1"]
 
 
 @pytest.mark.parametrize("name", ["cpu:.1", "cpu:0.", "cpu:0.x", "cpu:0.1.2", "cpu:-1", "cpu:0.-1"])
 def test_what_is_no_name_of_a_part_is_one_line(name):
     with pytest.raises(BackendError, match=r"after the colon comes a number, as in cpu:0, or cpu:0\.1 for a part"):
-        find(name)
+        find_device(name)
 
 
 def test_a_device_named_twice_gets_a_hint_about_parts():
@@ -69,7 +71,7 @@ def test_a_device_named_twice_gets_a_hint_about_parts():
 
 
 def test_parts_share_the_memory_of_their_device(backend):
-    plan = plan_for(mlp(), [*parts_of(backend, 2), (backend, backend.device(1))], split_mode="tensor")
+    plan = plan_for_group(mlp(), [*parts_of(backend, 2), (backend, backend.device(1))], split_mode="tensor")
     shared, own = pools(plan)
     assert [str(lane.device) for lane in shared.lanes] == ["cuda:0.0", "cuda:0.1"]
     assert shared.memory == own.memory == 1 << 30
@@ -79,10 +81,10 @@ def test_parts_share_the_memory_of_their_device(backend):
 def test_what_does_not_fit_on_two_parts_does_not_fit(backend):
     """Cut in two, each of 0.75 GiB."""
     graph = mlp(2**13, 3 * 2**14)
-    plan = plan_for(graph, parts_of(backend, 2), split_mode="tensor")
+    plan = plan_for_group(graph, parts_of(backend, 2), split_mode="tensor")
     assert "cuda:0.0, cuda:0.1: needs 3" in memory_problem(plan)
     four = [(backend, backend.device(index)) for index in range(4)]
-    assert memory_problem(plan_for(graph, four, split_mode="tensor")) is None
+    assert memory_problem(plan_for_group(graph, four, split_mode="tensor")) is None
 
 
 def test_a_plan_for_parts_comes_back_from_json(monkeypatch):
@@ -107,9 +109,11 @@ def test_parts_of_one_gpu_run_collectives_through_the_host(case, backend, monkey
     rig = CollectiveRig(backend, parts, devices=[device for _, device in parts_of(backend, 2)])
     for _ in range(2):
         same(rig.run(), through_the_host(monkeypatch, parts))
-    assert not backend.driver.are_peers(rig.meeting.devices)
-    assert not any(replay._meetings.transport.launches_collectives for replay in rig.replays)
-    assert backend.driver.stream(rig.meeting.devices[0]) is not backend.driver.stream(rig.meeting.devices[1])
+    assert not backend.driver.can_access_peers(rig.describe_transport.devices)
+    assert not any(replay._collectives.transport.launches_collectives for replay in rig.replays)
+    assert backend.driver.stream(rig.describe_transport.devices[0]) is not backend.driver.stream(
+        rig.describe_transport.devices[1]
+    )
     del rig
     gc.collect()
 
@@ -129,7 +133,7 @@ def test_a_model_on_two_parts_of_a_device_gives_the_bits_of_two_devices():
     path = path_of("qwen3")
 
     def logits(*devices):
-        session = Session(open_model(path), on=Group(devices, "tensor"), context=64)
+        session = Session(open_model(path), on=DeviceGroup(devices, "tensor"), context=64)
         return [session.evaluate([part])[0].tobytes() for part in ([3, 4, 5], [6])]
 
     assert logits("cuda-emulated:0.0", "cuda-emulated:0.1") == logits("cuda-emulated:0", "cuda-emulated:1")

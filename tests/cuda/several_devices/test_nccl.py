@@ -18,7 +18,7 @@ from hocket.backends.cupy.collectives import transport
 from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.devices_meet import (
     CASES,
@@ -53,7 +53,7 @@ def _time_to_give_up(monkeypatch):
 def nccl_backend(monkeypatch):
     """The backend of devices that only NCCL joins."""
     yield backend_of(monkeypatch, are_peers=False)
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def both(monkeypatch):
     """Build a backend of devices that also reach each other's memory, with a low limit for large sums."""
     monkeypatch.setattr(transport, "MIN_LIBRARY_BYTES", 1024)
     yield backend_of(monkeypatch, are_peers=True)
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 def assert_equal_results(found, expected):
@@ -280,18 +280,21 @@ def test_a_device_that_comes_too_late_leaves_the_states_as_they_were(nccl_backen
     graph = Graph({"y": y}, {old: ops.add(old, y)})
     group = [(backend, backend.device(d)) for d in range(2)]
     eye = np.eye(8, dtype=np.float32)
-    plan = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0)))
+    plan = plan_for_group(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0)))
     run = load(plan, {"up": eye, "down": eye})
     run.run({"x": np.ones((2, 8))})
     before = np.array(run.store.state("old"))
     assert (before == 1).all()
-    first, second = run._replays[0], run._replays[1]
+    first, second = run._program_runners[0], run._program_runners[1]
     first._comm.timeout, second._comm.timeout = 0.3, WAIT_SECONDS
-    giving = run._giving
-    run._giving = {0: giving[0], 1: lambda: wait_until(lambda: run._devices.place.failure) or giving[1]()}
+    giving = run._output_runners
+    run._output_runners = {
+        0: giving[0],
+        1: lambda: wait_until(lambda: run._device_threads.rendezvous.failure) or giving[1](),
+    }
     with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.3 s"):
         run.run({"x": np.ones((2, 8))})
-    run._giving = giving
+    run._output_runners = giving
     assert (np.array(run.store.state("old")) == before).all()
     with pytest.raises(BackendError, match="load the model anew"):
         run.run({"x": np.ones((2, 8))})

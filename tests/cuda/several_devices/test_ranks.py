@@ -10,12 +10,12 @@ import pytest
 from hocket import ops
 from hocket.backends.base import Device
 from hocket.backends.cupy import cuda
-from hocket.backends.cupy.backend import Replay
+from hocket.backends.cupy.backend import RecordedProgram
 from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
-from hocket.scheduler import Executor, Pipeline, Store, in_turn, load, plan_for
+from hocket.scheduler import Executor, PipelinedPlan, Store, load, plan_for_group, run_pipelined
 
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.fake_nccl import backend_of
@@ -35,7 +35,7 @@ X = RNG.standard_normal((3, WIDTH), np.float32)
 def only_nccl(monkeypatch):
     """NCCL; devices of the backend have no other way to meet."""
     yield backend_of(monkeypatch, are_peers=False)[1]
-    cuda._module.cache_clear()
+    cuda._load_module.cache_clear()
 
 
 def layers():
@@ -50,7 +50,7 @@ def layers():
 
 def plan_on(backend, ranks, mode):
     group = [(backend, replace(backend.device(d), rank=rank if any(ranks) else None)) for d, rank in enumerate(ranks)]
-    return plan_for(layers(), group, split_mode=mode)
+    return plan_for_group(layers(), group, split_mode=mode)
 
 
 def make_store(plan, world):
@@ -66,7 +66,7 @@ def executor_of(plan, world):
 
 
 def expected_outputs():
-    run = load(plan_for(layers(), [(EmulatedBackend(), Device("cuda-emulated", 0))]), WEIGHTS)
+    run = load(plan_for_group(layers(), [(EmulatedBackend(), Device("cuda-emulated", 0))]), WEIGHTS)
     return [run.run({"x": X})["y"] for _ in range(2)]
 
 
@@ -79,7 +79,7 @@ def test_devices_of_two_ranks_run_nccl_in_one_graph(only_nccl):
     def run(world):
         executor = executor_of(plan_on(cuda.CudaBackend(), (0, 1), "tensor"), world)
         results = [executor.run({"x": X})["y"] for _ in range(2)]
-        assert [len(replay._calls) for replay in executor._replays.values()] == [1]
+        assert [len(replay._calls) for replay in executor._program_runners.values()] == [1]
         return results
 
     first, second = in_threads(2, run)
@@ -99,7 +99,7 @@ def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, only_nccl):
             raise ArithmeticError("planted")
         if fails == "while the last one ends":
             wait_until(lambda: world.failure is not None)
-            executor._devices.place.clear()
+            executor._device_threads.rendezvous.clear()
         with pytest.raises(BackendError) as caught:
             executor.replay()
         heard.append(str(caught.value))
@@ -113,15 +113,17 @@ def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, only_nccl):
 
 @pytest.mark.parametrize("ranks", [(0, 0, 0, 0), (0, 0, 1, 1)], ids=["one process", "two"])
 def test_groups_run_collectives_on_their_devices_and_send_messages_through_the_host(ranks, monkeypatch):
-    real_method, through_host = Replay._meeting, []
-    monkeypatch.setattr(Replay, "_meeting", lambda self, i: through_host.append(i.op) or real_method(self, i))
+    real_method, through_host = RecordedProgram._bind_host_collective, []
+    monkeypatch.setattr(
+        RecordedProgram, "_bind_host_collective", lambda self, i: through_host.append(i.op) or real_method(self, i)
+    )
 
     def run(world):
         executor = executor_of(plan_on(EmulatedBackend(), ranks, "layer,tensor"), world)
         results = [executor.run({"x": X})["y"] for _ in range(2)]
-        assert all("all_reduce" in replay.kernels() for replay in executor._replays.values())
-        pipeline = Pipeline(executor.plan, make_store(executor.plan, world))
-        follow = [run["y"] for run in in_turn([(pipeline, {"x": X})] * 7)]
+        assert all("all_reduce" in replay.kernels() for replay in executor._program_runners.values())
+        pipeline = PipelinedPlan(executor.plan, make_store(executor.plan, world))
+        follow = [run["y"] for run in run_pipelined([(pipeline, {"x": X})] * 7)]
         assert all(np.array_equal(one, results[0]) for one in follow)
         return results
 

@@ -11,7 +11,7 @@ from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
 from hocket.frontends.errors import ModelError
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops.quantisation import decode_array, encode_array
@@ -33,7 +33,7 @@ def backend(request, monkeypatch):
     else:
         monkeypatch.setattr("hocket.backends.cupy.collectives.transport.MIN_LIBRARY_BYTES", 1024)
         yield backend_of(monkeypatch, are_peers=request.param == "both")[0]
-        cuda._module.cache_clear()
+        cuda._load_module.cache_clear()
 
 
 def round_to_bf16(x):
@@ -118,10 +118,12 @@ def test_a_model_keeps_its_tokens_with_rounded_sums_and_exact_ones_are_refused(m
     devices = ("cuda-emulated:0", "cuda-emulated:1")
 
     def logits(wire):
-        return Session(open_model(None), on=Group(devices, "tensor", wire=wire), context=64).evaluate([[1, 2, 3]])[0]
+        return Session(open_model(None), on=DeviceGroup(devices, "tensor", wire=wire), context=64).evaluate(
+            [[1, 2, 3]]
+        )[0]
 
     plain, sent = logits("f32"), logits("bf16")
     off = nmse(sent, plain)
     assert 0 < off < 1e-3
     with pytest.raises(ModelError, match="exact are not sent as bf16"):
-        Session(open_model(None), on=Group(devices, exact=True, wire="bf16"))
+        Session(open_model(None), on=DeviceGroup(devices, exact=True, wire="bf16"))

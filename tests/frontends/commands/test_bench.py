@@ -9,7 +9,7 @@ from itertools import cycle
 
 import pytest
 
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.cli import main
 from hocket.frontends.commands import bench
 from hocket.frontends.commands.bench_batched import BATCHED_TABLE
@@ -28,13 +28,13 @@ class Known:
         assert 128 << 20 <= nbytes <= 512 << 20, "a gigabyte and more stands out beside a model"
         self.rates = cycle([9e9 * threads, 10e9 * threads, 12e9 * threads])
 
-    def rate(self) -> float:
+    def measure_bytes_per_second(self) -> float:
         return next(self.rates)
 
 
 @pytest.fixture(autouse=True)
 def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "Reading", Known)
+    monkeypatch.setattr(bench, "MemoryReadTest", Known)
 
 
 def test_every_test_runs_on_every_number_of_threads(capsys: Capture) -> None:
@@ -114,7 +114,7 @@ def test_a_token_reads_the_weights_once_and_one_row_of_the_embedding() -> None:
 
 @pytest.mark.parametrize("kind", ["numpy", "cpu"])
 def test_weights_are_counted_in_the_types_in_which_a_device_reads_them(kind: str) -> None:
-    model, (backend, _) = open_model(TINY), find(f"{kind}:0")
+    model, (backend, _) = open_model(TINY), find_device(f"{kind}:0")
     specs = [v.spec for v in model.graph(Step(1, 1, 256, 256, 1)).weights]
     growth = sum(backend.stored(spec, "weight").nbytes for spec in specs) / sum(spec.nbytes for spec in specs)
     assert bench.count_weight_bytes(model, backend) / bench.count_weight_bytes(model) == pytest.approx(growth, rel=0.01)

@@ -299,14 +299,14 @@ def test_a_file_that_is_no_graph_is_refused(content: bytes, words: str, tmp_path
 
 
 def test_devices_lists_every_backend_and_why_one_is_missing(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = devices.load
+    load = devices.load_backend
 
     def load_backend(kind: str) -> object:
         if kind == "reference":
             raise BackendError("backend 'reference' does not load: no such library")
         return load(kind)
 
-    monkeypatch.setattr(devices, "load", load_backend)
+    monkeypatch.setattr(devices, "load_backend", load_backend)
     monkeypatch.setattr(devices, "measure_host_speed", lambda: devices.HostSpeed(2e10, 1e11))
     assert main(["devices", "--json", "--measure"]) == 0
     rows = {row["device"]: row for row in json.loads(capsys.readouterr().out)}

@@ -22,7 +22,7 @@ from hocket.cli import main
 from hocket.frontends import session
 from hocket.frontends.gguf import open_gguf
 from hocket.graph import Graph
-from hocket.scheduler import Plan, kept_plan
+from hocket.scheduler import Plan, plan_with_cache
 
 from ...given.models.goldens import path_of
 
@@ -47,11 +47,11 @@ def _planned_once() -> Iterator[None]:
         devices = tuple((backend.name, device) for backend, device in group)
         key = graph.digest(), devices, id(like), repr(options)
         if key not in known:
-            known[key] = kept_plan(graph, group, like=like, **options)
+            known[key] = plan_with_cache(graph, group, like=like, **options)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "kept_plan", plan)
+        patch.setattr(session, "plan_with_cache", plan)
         yield
 
 

@@ -12,7 +12,7 @@ from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.generation.speculative import ModelDrafter, SpeculativeDecoder
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 from ...given.models.goldens import TINY, path_of, tokens_of
 
@@ -33,10 +33,10 @@ class Wrong(ModelDrafter):
         return [token if i < self.right else (token + 1) % vocabulary for i, token in enumerate(tokens)]
 
 
-EXACT = Group(exact=True)
+EXACT = DeviceGroup(exact=True)
 
 
-def session(name: str, on: Group = EXACT) -> Session:
+def session(name: str, on: DeviceGroup = EXACT) -> Session:
     return Session(open_model(path_of(name)), on=on, context=64)
 
 
@@ -46,7 +46,7 @@ def session(name: str, on: Group = EXACT) -> Session:
     ("name", "devices"), [("qwen3", 1), ("qwen35", 1), ("qwen35", 2)], ids=["cache", "states", "states cut"]
 )
 def test_a_draft_changes_no_token_and_leaves_nothing_behind(name: str, devices: int, sampling: Sampling) -> None:
-    group = Group(tuple(f"cpu:{i}" for i in range(devices)), "tensor" if devices > 1 else "auto", exact=True)
+    group = DeviceGroup(tuple(f"cpu:{i}" for i in range(devices)), "tensor" if devices > 1 else "auto", exact=True)
     alone, drafted = session(name, group), session(name, group)
     ahead = SpeculativeDecoder(drafted, Wrong(session(name)), 3)
     prompt, more = tokens_of(name)[:5], tokens_of(name)[5:7]

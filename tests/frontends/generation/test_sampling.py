@@ -165,13 +165,13 @@ def test_generation_ends_at_the_limit_and_before_a_stop_token(session: Session) 
 def test_timing_counts_the_tokens_that_were_run(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
-    timing, start, planned = Timing(), next(ticks), session.planning
+    timing, start, planned = Timing(), next(ticks), session.planning_seconds
     list(generate_tokens(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=timing))
     spent = next(ticks) - start
     # The fifth new token comes from the logits of the fourth, and is not run itself.
     assert (timing.prompt_tokens, timing.new_tokens) == (3, 4)
     assert timing.prefill > 0 < timing.decode
-    assert timing.planning == session.planning - planned
+    assert timing.planning == session.planning_seconds - planned
     assert timing.prefill + timing.decode + timing.planning <= spent
     again = Timing()
     session.reset(0)
@@ -188,7 +188,7 @@ def test_timing_counts_the_tokens_that_were_run(session: Session, monkeypatch: p
 def test_plans_before_a_generation_count_as_plans_and_kernels(session: Session) -> None:
     timing = compile_ahead(session, [100, 200, 300], GenerationParams(5, GREEDY))
     planning_seconds = timing.planning
-    assert planning_seconds >= session.planning > 0
+    assert planning_seconds >= session.planning_seconds > 0
     assert (
         len(list(sample_tokens(session, [[100, 200, 300]], GenerationParams(5, GREEDY), known=[[]], timing=timing)))
         == 5

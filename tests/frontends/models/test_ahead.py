@@ -15,12 +15,12 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.generation.speculative import MtpDrafter, SpeculativeDecoder
-from hocket.frontends.models import DECODERS, Batch, Frame, Model, Step, load_model
+from hocket.frontends.models import DECODERS, Batch, Model, Step, StepGraphBuilder, load_model
 from hocket.frontends.models.decoder import Decoder
 from hocket.frontends.open import open_model
-from hocket.frontends.rewinding import take_back
+from hocket.frontends.rewinding import rewind_last_step
 from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import input
 
 from ...given.models import architectures
@@ -28,7 +28,7 @@ from ...given.models.exact import SAME, ExactRun
 from ...given.models.goldens import F64, TINY, nmse, path_of
 from ...given.models.rewritten import with_blocks_ahead
 
-EXACT = Group(exact=True)
+EXACT = DeviceGroup(exact=True)
 HAND_ON_RESIDUALS = ("mimo2", "step35")
 """Architectures with blocks that are given the residual before the last norm."""
 GREEDY = Sampling(temperature=0.0)
@@ -43,11 +43,11 @@ class Guessers:
     """The blocks that guess, each run by itself over whole texts in float64, with nothing of how steps feed them."""
 
     def __init__(self, model: Model, run: ExactRun) -> None:
-        assert model.hyper.ahead is not None
-        self.model, self.run, self.hyper = model, run, model.hyper.ahead
-        self.streams = self.hyper.handed // self.hyper.width
+        assert model.hyper.mtp_blocks is not None
+        self.model, self.run, self.hyper = model, run, model.hyper.mtp_blocks
+        self.streams = self.hyper.draft_columns // self.hyper.width
         self.table = self.tensor("token_embd.weight")
-        self.output = self.tensor("output.weight") if model.weights.has("output.weight") else self.table
+        self.output = self.tensor("output.weight") if model.weights.has_tensor("output.weight") else self.table
 
     def tensor(self, name: str) -> F64:
         return self.model.gguf.tensor(name).dequantise().astype(np.float64)
@@ -64,12 +64,12 @@ class Guessers:
         token = np.broadcast_to(self.normalise(f"{name}.enorm", self.table[tokens])[:, None], shape)
         both = np.concatenate([token, self.normalise(f"{name}.hnorm", before.reshape(shape))], axis=-1)
         x = both @ self.tensor(f"{name}.eh_proj.weight").T
-        frame = Frame(Step(1, count, 32, 32, count, "both"))
+        frame = StepGraphBuilder(Step(1, count, 32, 32, count, "both"))
         kind = DECODERS[family.residuals] if self.streams > 1 else Decoder
         decoder = kind(self.hyper, self.model.weights, frame)
         hidden_input = input("given", shape if self.streams > 1 else (count, width))
-        behind = decoder.block(self.model.layers + k, self.hyper.blocks[k], hidden_input)
-        graph = frame.graph({"behind": behind, "read": decoder.read_out(behind, name)})
+        behind = decoder.run_block(self.model.layers + k, self.hyper.blocks[k], hidden_input)
+        graph = frame.build_graph({"behind": behind, "read": decoder.apply_output_norm(behind, name)})
         feeds = self.model.inputs(Step(1, count, 32, 32, 1, "guess"), Batch([tokens], [0]))
         feeds = {leaf.node.name: feeds[leaf.node.name] for leaf in graph.inputs if leaf.node.name != "given"}
         weights = {leaf.node.name: self.tensor(leaf.node.name) for leaf in graph.weights}
@@ -107,20 +107,20 @@ def later(rows: F64) -> F64:
 def test_each_block_reads_a_token_with_the_result_of_the_previous_block_for_the_previous_token(
     name: str, blocks: int, tmp_path: Path
 ) -> None:
-    model = with_blocks_ahead(tmp_path / "ahead.gguf", source_of(name, tmp_path), 1.0, blocks).guessing()
+    model = with_blocks_ahead(tmp_path / "ahead.gguf", source_of(name, tmp_path), 1.0, blocks).with_mtp_blocks()
     run, count, read = ExactRun(model), len(TOKENS), len(TOKENS) - blocks - 1
     logits = run(Step(1, read, 32, 32, read, "both"), Batch([TOKENS[:read]], [0], [(0, i) for i in range(read)]))
     hidden = run.outputs["hidden"]
-    assert hidden.shape == (read, model.handed)
+    assert hidden.shape == (read, model.draft_columns)
     guessed, seen = [], hidden[-1:]
     for at in range(read, count):
-        step = Step(1, 1, 32, 32, 1, "guess", turn=min(at - read, blocks - 1))
-        guessed.append(run(step, Batch([TOKENS[at : at + 1]], [at], seen=seen)))
+        step = Step(1, 1, 32, 32, 1, "guess", draft_block=min(at - read, blocks - 1))
+        guessed.append(run(step, Batch([TOKENS[at : at + 1]], [at], draft_inputs=seen)))
         seen = run.outputs["hidden"]
     guessers = Guessers(model, run)
     # The first block reads the operand of the output matrix, with MiMo and Step the residual before the last norm,
     # else all streams.
-    rows = hidden[:, : model.handed // blocks]
+    rows = hidden[:, : model.draft_columns // blocks]
     if guessers.streams == 1:
         what_output_reads = guessers.normalise("output_norm", rows) if model.architecture in HAND_ON_RESIDUALS else rows
         assert nmse(what_output_reads @ guessers.output.T, logits) <= SAME
@@ -149,14 +149,14 @@ def test_each_block_reads_a_token_with_the_result_of_the_previous_block_for_the_
     ],
 )
 def test_drafts_of_the_model_change_no_token(name: str, devices: int, blocks: int, tmp_path: Path) -> None:
-    group = Group(tuple(f"cpu:{i}" for i in range(devices)), "tensor" if devices > 1 else "auto", exact=True)
+    group = DeviceGroup(tuple(f"cpu:{i}" for i in range(devices)), "tensor" if devices > 1 else "auto", exact=True)
     model = with_blocks_ahead(tmp_path / "ahead.gguf", source_of(name, tmp_path), 30.0, blocks)
-    plain, guessing = Session(model, on=group, context=64), Session(model.guessing(), on=group, context=64)
+    plain, guessing = Session(model, on=group, context=64), Session(model.with_mtp_blocks(), on=group, context=64)
     ahead = SpeculativeDecoder(guessing, MtpDrafter(guessing), 3)
     want = list(generate_tokens(plain, TOKENS, limit=30, sampling=GREEDY))
     assert list(generate_tokens(guessing, TOKENS, limit=30, sampling=GREEDY, ahead=ahead)) == want
     assert guessing.lengths == plain.lengths
-    for state in plain.states:
+    for state in plain.state_names:
         if "cache" not in state:  # cells behind the end are not read
             assert nmse(np.ravel(guessing.store.state(state))[None], np.ravel(plain.store.state(state))[None]) <= 1e-11
     assert 0 < ahead.counts.accepted_tokens < ahead.counts.drafted_tokens
@@ -184,7 +184,7 @@ def test_run_drafts_with_the_model_itself(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_saved_state_holds_nothing_of_drafts(tmp_path: Path) -> None:
     model = with_blocks_ahead(tmp_path / "ahead.gguf", path_of("qwen35"), 30.0)
-    guessing, plain = Session(model.guessing(), on=EXACT, context=64), Session(model, on=EXACT, context=64)
+    guessing, plain = Session(model.with_mtp_blocks(), on=EXACT, context=64), Session(model, on=EXACT, context=64)
     guessing.evaluate([TOKENS], reversible=True)
     save_state(guessing, [TOKENS], tmp_path / "state")
     assert load_state(plain, tmp_path / "state") == [TOKENS]
@@ -194,9 +194,11 @@ def test_a_saved_state_holds_nothing_of_drafts(tmp_path: Path) -> None:
 
 def test_a_model_without_such_a_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no block that guesses further tokens \(MTP\); name a draft model"):
-        open_model(path_of("qwen3")).guessing()
+        open_model(path_of("qwen3")).with_mtp_blocks()
     with pytest.raises(ModelError, match=r"does not run the blocks of kimi-k3 .*; name a draft model with draft=FILE"):
-        with_blocks_ahead(tmp_path / "ahead.gguf", architectures.write_model("kimi-k3-moe", tmp_path), 1.0).guessing()
+        with_blocks_ahead(
+            tmp_path / "ahead.gguf", architectures.write_model("kimi-k3-moe", tmp_path), 1.0
+        ).with_mtp_blocks()
 
 
 @pytest.mark.long(cases=1)
@@ -207,24 +209,24 @@ def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Pat
     for token_count in (1, 3, 4):
         want.evaluate([TOKENS[:token_count]])
         got.evaluate([TOKENS[:4]], every_position=True, reversible=True)
-        ran = got.steps
-        take_back(got, token_count)
-        assert got.steps == ran
+        ran = got.planned_steps
+        rewind_last_step(got, token_count)
+        assert got.planned_steps == ran
         assert got.lengths == want.lengths
-        for state in want.states:
+        for state in want.state_names:
             if not want.is_cache(state):
                 assert nmse(np.ravel(got.store.state(state))[None], np.ravel(want.store.state(state))[None]) <= 1e-12
     assert nmse(got.evaluate([[9]])[0], want.evaluate([[9]])[0]) <= 1e-12
     with pytest.raises(ModelError, match="there are no 1 tokens of a reversible step"):
-        take_back(got, 1)
+        rewind_last_step(got, 1)
 
 
 def test_a_repeated_stack_has_no_states_of_drafts(tmp_path: Path) -> None:
     gguf = open_model(architectures.write_model("nanbeige-dense", tmp_path)).gguf
     model = load_model(replace(gguf, metadata={**gguf.metadata, "nanbeige.num_loops": 2}))
-    assert model.layers == 2 * model.hyper.stored
+    assert model.layers == 2 * model.hyper.stored_blocks
     session = Session(model, on=EXACT, context=64)
-    assert set(session.states) == set(session.store.states)
+    assert set(session.state_names) == set(session.store.states)
 
 
 def test_a_block_that_keeps_more_than_a_cache_is_refused(tmp_path: Path) -> None:
@@ -232,4 +234,4 @@ def test_a_block_that_keeps_more_than_a_cache_is_refused(tmp_path: Path) -> None
     metadata = {**model.gguf.metadata, "deepseek4.attention.compress_ratios": 4}
     gguf = replace(model.gguf, metadata=metadata)
     with pytest.raises(ModelError, match="keeps what cannot be taken back; name a draft model with draft=FILE"):
-        load_model(gguf).guessing()
+        load_model(gguf).with_mtp_blocks()

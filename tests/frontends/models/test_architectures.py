@@ -17,12 +17,12 @@ from hocket import ops
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
-from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step, Weights, load_model
+from hocket.frontends.models import ARCHITECTURES, Batch, Model, ModelWeights, Step, load_model
 from hocket.frontends.models.picture_tokens import find_picture_tokens
-from hocket.frontends.models.reading import read_hyper
+from hocket.frontends.models.reading import read_hyperparameters
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 from ...given.models import rwkv
 from ...given.models.architectures import ALL, ROWS, golden, write_file, write_model
@@ -42,7 +42,7 @@ CARRIED = (
 """Models in which something is carried from step to step: latent vectors, states, convolutions, blocks, hashes."""
 
 
-ENCODERS = [name for name in ALL if ARCHITECTURES[name.rsplit("-", 1)[0]].runs == "encoder"]
+ENCODERS = [name for name in ALL if ARCHITECTURES[name.rsplit("-", 1)[0]].run_mode == "encoder"]
 
 
 def exact(model: Model, parts: list[list[int]]) -> F64:
@@ -82,7 +82,7 @@ def test_logits_in_parts_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_gelu_is_rounded_as_llama_cpp_does(name: str, tmp_path: Path) -> None:
     tokens, want = golden(name)
-    session = Session(open_model(write_model(name, tmp_path)), on=Group(exact=True))
+    session = Session(open_model(write_model(name, tmp_path)), on=DeviceGroup(exact=True))
     assert nmse(session.evaluate([tokens], every_position=True)[0][-ROWS:], want) <= 1e-8
 
 
@@ -90,8 +90,10 @@ def test_a_gelu_is_rounded_as_llama_cpp_does(name: str, tmp_path: Path) -> None:
 def test_two_devices_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     tokens, _ = golden(name)
     model = open_model(write_model(name, tmp_path))
-    one = Session(model, on=Group(exact=True)).evaluate([tokens], every_position=True)[0]
-    two = Session(model, on=Group(("cpu:0", "cpu:1"), "tensor", exact=True)).evaluate([tokens], every_position=True)[0]
+    one = Session(model, on=DeviceGroup(exact=True)).evaluate([tokens], every_position=True)[0]
+    two = Session(model, on=DeviceGroup(("cpu:0", "cpu:1"), "tensor", exact=True)).evaluate(
+        [tokens], every_position=True
+    )[0]
     assert nmse(two, one) <= 1e-10
     assert np.array_equal(two, one) or name not in ROUNDED  # where a last bit may flip an entry of a table
 
@@ -103,10 +105,10 @@ def test_encoders_of_texts_side_by_side_agree_with_pytorch_or_llama_cpp_on_any_d
     tokens, want = golden(name)
     model = open_model(write_model(name, tmp_path))
     for devices in (("cpu:0",), ("cpu:0", "cpu:1")):
-        session = Session(model, on=Group(devices, "tensor", exact=True), sequences=2)
+        session = Session(model, on=DeviceGroup(devices, "tensor", exact=True), sequences=2)
         _, rows = session.evaluate([tokens[:5], tokens], every_position=True, hidden=True)
         assert nmse(rows[-ROWS:], want) <= 1e-10
-        assert not session.states
+        assert not session.state_names
     with pytest.raises(ModelError, match=f"{model.architecture} is an encoder.*use `hocket embed`"):
         session.evaluate([[1], []])
 
@@ -120,9 +122,9 @@ def test_blocks_of_gemma_3n_from_the_20th_on_read_the_caches_of_earlier_blocks(
     (tmp_path / "computed_gelu").mkdir()
     tokens, want = golden(name)
     gguf = open_model(write_model(name, tmp_path)).gguf
-    family = replace(ARCHITECTURES["gemma3n"], unit="gelu tanh")
-    hyper = read_hyper(ArchitectureKeys(gguf, "gemma3n"), family)
-    model = Model("gemma3n", gguf, hyper, Weights(gguf, family.ignores, family.spare))
+    family = replace(ARCHITECTURES["gemma3n"], activation="gelu tanh")
+    hyper = read_hyperparameters(ArchitectureKeys(gguf, "gemma3n"), family)
+    model = Model("gemma3n", gguf, hyper, ModelWeights(gguf, family.ignores, family.optional_tensors))
     ends = np.cumsum(lengths)
     parts = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     assert nmse(exact(model, parts)[-ROWS:], want) <= 1e-8
@@ -138,7 +140,7 @@ def test_tokens_of_pictures_have_the_lowest_logits(ranges: tuple[tuple[int, int]
     names = [("IMGIMG" if flag else "t") + str(i) for i, flag in enumerate(silent)]
     named = with_names(model, names)
     assert named.hyper.hidden_tokens == ranges
-    want, got = (Session(m, on=Group(exact=True)).evaluate([[5, 6]])[0] for m in (model, named))
+    want, got = (Session(m, on=DeviceGroup(exact=True)).evaluate([[5, 6]])[0] for m in (model, named))
     assert np.array_equal(got, np.where(silent, np.finfo(np.float32).min, want))
 
 
@@ -200,7 +202,7 @@ def test_biases_of_distances_need_a_sound_table(tmp_path: Path) -> None:
     model = open_model(path)
     tensor = replace(model.gguf.tensor("blk.0.attn_rel_b.weight"), shape=(3, 4))
     gguf = replace(model.gguf, tensors={**model.gguf.tensors, "blk.0.attn_rel_b.weight": tensor})
-    weights = Weights(gguf)
+    weights = ModelWeights(gguf)
     with pytest.raises(ModelError, match=r"attn_rel_b\.weight has 3 buckets; need 4 to 511"):
         replace(model, gguf=gguf, weights=weights).graph(Step(1, 4, 8, 8, 4))
 
@@ -215,7 +217,7 @@ def test_a_model_that_sees_all_tokens_at_once_has_no_steps(tmp_path: Path) -> No
 
 def test_a_context_in_which_attention_would_have_to_choose_is_refused(tmp_path: Path) -> None:
     model = open_model(write_model("minimax-m3-moe", tmp_path))
-    max_tokens = model.hyper.attended
+    max_tokens = model.hyper.selected_tokens
     model.graph(Step(1, 1, 256, max_tokens, 1))
     with pytest.raises(ModelError, match=f"use a context size of at most {max_tokens}"):
         model.graph(Step(1, 1, 256, max_tokens + 1, 1))
@@ -238,8 +240,8 @@ def test_every_architecture_is_compared_with_llama_cpp_or_a_paper() -> None:
 def test_blocks_and_hashes_of_one_sequence_leave_another_alone(name: str, tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(1, 128, 21).tolist()
     model = open_model(write_model(name, tmp_path))
-    want = Session(model, on=Group(exact=True), context=64).evaluate([tokens])[0]
-    both = Session(model, on=Group(exact=True), context=64, sequences=2)
+    want = Session(model, on=DeviceGroup(exact=True), context=64).evaluate([tokens])[0]
+    both = Session(model, on=DeviceGroup(exact=True), context=64, sequences=2)
     both.evaluate([[7, 8, 9], tokens[:10]])
     both.evaluate([[1], tokens[10:13]])
     assert nmse(both.evaluate([[], tokens[13:]])[1], want) <= 1e-10
@@ -251,27 +253,27 @@ def test_blocks_and_hashes_of_one_sequence_leave_another_alone(name: str, tmp_pa
 def test_a_block_of_128_tokens_is_the_same_however_they_come(tmp_path: Path) -> None:
     model = open_model(write_model("deepseek4-moe", tmp_path))
     tokens = np.random.default_rng(1).integers(0, model.vocabulary_size, 140).tolist()
-    want = Session(model, on=Group(exact=True), context=256).evaluate([tokens])[0]
-    parts = Session(model, on=Group(exact=True), context=256, batch=50).evaluate([tokens])[0]
-    short = Session(model, on=Group(exact=True), context=256).evaluate([tokens[13:]])[0]
+    want = Session(model, on=DeviceGroup(exact=True), context=256).evaluate([tokens])[0]
+    parts = Session(model, on=DeviceGroup(exact=True), context=256, batch=50).evaluate([tokens])[0]
+    short = Session(model, on=DeviceGroup(exact=True), context=256).evaluate([tokens[13:]])[0]
     assert nmse(parts, want) <= 1e-10 < nmse(short, want)
 
 
 def test_hashes_need_the_tokens_before(tmp_path: Path) -> None:
     model = open_model(write_model("qwen4exp-moe", tmp_path))
     step = Step(1, 1, 16, 16, 1)
-    with pytest.raises(ModelError, match="of which this model needs the last 2; give them as `before`"):
+    with pytest.raises(ModelError, match="of which this model needs the last 2; give them as `history_tokens`"):
         model.inputs(step, Batch([[5]], [4]))
-    hash_rows = model.inputs(step, Batch([[5]], [4], before=[[3, 4]]))["ngram_rows"]
+    hash_rows = model.inputs(step, Batch([[5]], [4], history_tokens=[[3, 4]]))["ngram_rows"]
     # Multipliers 1, 3, 5; four tables of 128 rows, two for each length.
     assert hash_rows.tolist() == [(5 ^ 12), 128 + (5 ^ 12), 256 + (5 ^ 12 ^ 15), 384 + (5 ^ 12 ^ 15)]
-    ended = model.inputs(step, Batch([[5]], [4], before=[[3, 0]]))["ngram_rows"]
+    ended = model.inputs(step, Batch([[5]], [4], history_tokens=[[3, 0]]))["ngram_rows"]
     assert ended.tolist() == [5, 133, 261, 389]
 
 
 def test_a_saved_sequence_goes_on_with_the_hashes_of_its_last_tokens(tmp_path: Path) -> None:
     model = open_model(write_model("qwen4exp-moe", tmp_path))
-    session = Session(model, on=Group(exact=True), context=64)
+    session = Session(model, on=DeviceGroup(exact=True), context=64)
     session.evaluate([[5, 6, 7]])
     save_state(session, [[5, 6, 7]], tmp_path / "state")
     want = session.evaluate([[8]])[0]

@@ -11,9 +11,9 @@ import pytest
 from hocket import ops
 from hocket.frontends.errors import ModelError
 from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step
-from hocket.frontends.models.frame import Frame, Sight
+from hocket.frontends.models.frame import AttentionWindow, StepGraphBuilder
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import Graph
 
 from ...given.models.architectures import ALL, golden, write_model
@@ -25,7 +25,7 @@ def compute_hidden(model: Model, tokens: list[int]) -> F64:
     """Return the operand of the output matrix for each token, in float64."""
     count = len(tokens)
     step = Step(1, count, count, count, count, "hidden")
-    model.graph(replace(step, gives="logits"))  # which reads the output matrix
+    model.graph(replace(step, output_kind="logits"))  # which reads the output matrix
     graph = model.graph(step)
     weights = {w.node.name: model.gguf.tensor(w.node.name).dequantise().astype(np.float64) for w in graph.weights}
     inputs = model.inputs(step, Batch([tokens], [0], [(0, i) for i in range(count)], [[]]))
@@ -41,7 +41,9 @@ def causal_and_open(name: str, folder: Path) -> tuple[Model, Model]:
 DECODERS = [
     name
     for name in ALL
-    if (family := ARCHITECTURES[name.rsplit("-", 1)[0]]).causal and family.attends and family.mixer != "compressed"
+    if (family := ARCHITECTURES[name.rsplit("-", 1)[0]]).is_causal
+    and family.uses_attention
+    and family.mixer != "compressed"
 ]
 
 
@@ -91,7 +93,7 @@ def test_a_llama_equals_attention_to_all_tokens_written_out() -> None:
     tokens = [3, 9, 27, 4, 60, 11]
     want = reference(model, tokens, mixer.heads, mixer.kv_heads, model.hyper.norm.eps)  # type: ignore[attr-defined]
     assert nmse(compute_hidden(model, tokens), want) <= 1e-12
-    rows = Session(model, on=Group(("cpu:0", "cpu:1"), exact=True), sequences=2)
+    rows = Session(model, on=DeviceGroup(("cpu:0", "cpu:1"), exact=True), sequences=2)
     _, got = rows.evaluate([tokens[:2], tokens], every_position=True, hidden=True)
     assert nmse(got, want) <= 1e-9
 
@@ -100,7 +102,7 @@ def test_a_llama_equals_attention_to_all_tokens_written_out() -> None:
 @pytest.mark.parametrize("window", [1, 3, 9])
 def test_a_window_or_chunk_hides_tokens_before_and_none_behind(window: int, chunked: bool) -> None:
     step = Step(1, 8, 8, 8, 8)
-    mask = Frame(step).mask(Sight(window, chunked, causal=False))
+    mask = StepGraphBuilder(step).attention_mask(AttentionWindow(window, chunked, is_causal=False))
     inputs = {"pos": np.arange(8)[None], "last": np.full((1, 8), 7)}
     with np.errstate(divide="ignore"):  # the logarithm of 0
         got = ops.evaluate(Graph({"mask": mask}), inputs)[0]["mask"][0]
@@ -112,7 +114,7 @@ def test_a_window_or_chunk_hides_tokens_before_and_none_behind(window: int, chun
 def test_texts_longer_than_a_batch_are_read_as_a_whole() -> None:
     model = with_metadata(open_model(path_of("llama")), attention__causal=False)
     tokens = np.random.default_rng(0).integers(1, model.vocabulary_size, 40).tolist()
-    short = Session(model, on=Group(exact=True), batch=8).evaluate([tokens], every_position=True, hidden=True)[0]
+    short = Session(model, on=DeviceGroup(exact=True), batch=8).evaluate([tokens], every_position=True, hidden=True)[0]
     assert nmse(short, compute_hidden(model, tokens)) <= 1e-9
 
 

@@ -11,7 +11,7 @@ import pytest
 from hocket.frontends.errors import ModelError
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.scheduler import plan
 from hocket.scheduler.layout import Shard
 
@@ -58,7 +58,7 @@ def logits(model: Model, devices: str = "reference:0", mode: str = "none") -> np
     """Of a few tokens, computed in float64."""
     tokens = np.random.default_rng(1).integers(0, model.vocabulary_size, 24).tolist()
     return (
-        Session(model, on=Group(tuple(devices.split(",")), mode))
+        Session(model, on=DeviceGroup(tuple(devices.split(",")), mode))
         .evaluate([tokens], every_position=True)[0]
         .astype(np.float64)
     )
@@ -92,7 +92,7 @@ def test_a_fused_projection_is_split_inside_each_part(tmp_path: Path) -> None:
     new_plan = plan(model.graph(Step(1, 1, 64, 64, 1)), "cpu:0,cpu:1", split_mode="tensor")
     layout = new_plan.leaves["blk.0.attn_qkv.weight"]
     assert isinstance(layout, Shard)
-    assert layout.runs[1] == ((32, 32), (80, 16), (112, 16))
+    assert layout.index_ranges[1] == ((32, 32), (80, 16), (112, 16))
 
 
 def test_a_file_with_the_whole_and_a_part_is_refused(tmp_path: Path) -> None:
@@ -121,4 +121,4 @@ def test_interleaved_rates_are_split_by_key_heads() -> None:
     }.items():
         layout = new_plan.leaves[name]
         assert isinstance(layout, Shard)
-        assert layout.runs[1] == runs
+        assert layout.index_ranges[1] == runs

@@ -19,7 +19,7 @@ from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
 from hocket.frontends.gguf.metadata import MetadataArray
 from hocket.frontends.models import ARCHITECTURES, load_model
 from hocket.frontends.models.layers.rwkv import Rwkv7
-from hocket.frontends.models.metadata_keys import KEYS, READ
+from hocket.frontends.models.metadata_keys import METADATA_KEYS, READ
 
 from ...given.models.architectures import ALL, FOLDER
 from ...given.models.exact import open_with_metadata
@@ -33,7 +33,7 @@ def test_every_key_that_the_package_gguf_names_is_in_the_table() -> None:
     groups = (group for group in vars(PackageKeys).values() if isinstance(group, type))
     names = {v for group in groups for n, v in vars(group).items() if isinstance(v, str) and not n.startswith("__")}
     assert len(names) > 200
-    assert {n for n in names if n not in KEYS and not n.startswith(("clip.vision.", "clip.audio."))} == set()
+    assert {n for n in names if n not in METADATA_KEYS and not n.startswith(("clip.vision.", "clip.audio."))} == set()
 
 
 class Recorded(dict[str, object]):
@@ -85,7 +85,7 @@ def asking() -> dict[str, list[Gguf]]:
 
 
 def test_every_key_that_a_reader_asks_for_is_read_by_the_table() -> None:
-    assert {n for n in asking() if n not in KEYS or (KEYS[n].use == "ignored")} == set()
+    assert {n for n in asking() if n not in METADATA_KEYS or (METADATA_KEYS[n].use == "ignored")} == set()
 
 
 def others(value: object) -> Iterator[object]:
@@ -122,7 +122,8 @@ OF_RWKV = ("{arch}.wkv.head_size", "{arch}.rescale_every_n_layers")
 
 @pytest.mark.long(cases=8)
 @pytest.mark.parametrize(
-    "name", [n for n, k in KEYS.items() if k.use == READ and n.startswith("{arch}") and n not in (*GUESSED, *OF_RWKV)]
+    "name",
+    [n for n, k in METADATA_KEYS.items() if k.use == READ and n.startswith("{arch}") and n not in (*GUESSED, *OF_RWKV)],
 )
 def test_a_key_that_is_read_changes_the_model_or_is_refused(name: str) -> None:
     assert any(makes_a_difference(name, gguf) for gguf in asking()[name])
@@ -148,4 +149,4 @@ def test_streams_other_than_the_first_cannot_be_the_active_one() -> None:
 
 
 def test_a_reason_stands_beside_every_key() -> None:
-    assert all(key.reason and key.use in ("read", "ignored", "default only") for key in KEYS.values())
+    assert all(key.reason and key.use in ("read", "ignored", "default only") for key in METADATA_KEYS.values())

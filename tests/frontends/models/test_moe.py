@@ -9,15 +9,15 @@ import numpy.typing as npt
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import Gguf
-from hocket.frontends.models import Batch, Model, Step, Weights, load_model
-from hocket.frontends.models.family import Family
-from hocket.frontends.models.layers.moe import Experts, mixture
-from hocket.frontends.session import Group, Session
+from hocket.frontends.models import Batch, Model, ModelWeights, Step, load_model
+from hocket.frontends.models.family import FamilyTraits
+from hocket.frontends.models.layers.moe import ExpertLayer, run_expert_layer
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import Graph, Value, input
-from hocket.scheduler import Plan, load, plan, plan_for
+from hocket.scheduler import Plan, load, plan, plan_for_group
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
@@ -66,7 +66,7 @@ def test_logits_token_by_token_equal_those_of_llama_cpp(name: str) -> None:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_session_in_pieces_has_the_logits_of_llama_cpp(name: str) -> None:
     tokens, want = golden(name)
-    session = Session(load_model(open_fixture(name)), on=Group(**FLOAT_CACHES))
+    session = Session(load_model(open_fixture(name)), on=DeviceGroup(**FLOAT_CACHES))
     parts = [tokens[:9], *([t] for t in tokens[9:20]), tokens[20:]]
     got = np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
     assert nmse(got.astype(np.float64), want) <= INDEX[name]["tol_f32"]
@@ -96,13 +96,13 @@ def silu(x: F64) -> F64:
     return x / (1.0 + np.exp(-x))
 
 
-def written_out(w: dict[str, F64], h: F64, experts: Experts, block: str, shared: bool) -> F64:
+def written_out(w: dict[str, F64], h: F64, experts: ExpertLayer, block: str, shared: bool) -> F64:
     """The answer to one token as the papers have it, every expert run in turn."""
     scores = w[f"{block}.ffn_gate_inp.weight"] @ h
     shares = np.exp(scores - scores.max())
     shares /= shares.sum()
-    chosen = sorted(range(experts.count), key=lambda e: (-shares[e], e))[: experts.used]
-    whole = sum(shares[e] for e in chosen) if experts.normalised else 1.0
+    chosen = sorted(range(experts.count), key=lambda e: (-shares[e], e))[: experts.experts_per_token]
+    whole = sum(shares[e] for e in chosen) if experts.has_normalised_weights else 1.0
     total = np.zeros_like(h)
     for e in chosen:
         gate, up = np.split(w[f"{block}.ffn_gate_up_exps.weight"][e] @ h, 2)
@@ -114,31 +114,31 @@ def written_out(w: dict[str, F64], h: F64, experts: Experts, block: str, shared:
     return total
 
 
-PLAIN = Experts(count=8, used=2, family=Family(shared_gate=True))
+PLAIN = ExpertLayer(count=8, experts_per_token=2, family=FamilyTraits(shared_gate=True))
 
 
 @pytest.mark.parametrize(
     "experts",
     [
         PLAIN,
-        replace(PLAIN, used=1),
-        replace(PLAIN, used=8),
-        replace(PLAIN, used=8, normalised=False),
-        replace(PLAIN, used=3, normalised=False),
-        replace(PLAIN, used=3, scale=2.5),
-        replace(PLAIN, scale=0.5, normalised=False),
+        replace(PLAIN, experts_per_token=1),
+        replace(PLAIN, experts_per_token=8),
+        replace(PLAIN, experts_per_token=8, has_normalised_weights=False),
+        replace(PLAIN, experts_per_token=3, has_normalised_weights=False),
+        replace(PLAIN, experts_per_token=3, scale=2.5),
+        replace(PLAIN, scale=0.5, has_normalised_weights=False),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
 def test_a_mixture_is_the_weighted_sum_of_the_experts_that_were_chosen(
-    experts: Experts, ties: bool, shared: bool
+    experts: ExpertLayer, ties: bool, shared: bool
 ) -> None:
     model, rng = open_fixture("qwen35moe"), np.random.default_rng(3)
     if not shared:
         model = without(model, *(n for n in model.tensors if "shexp" in n))
-    graph = Graph({"y": mixture(Weights(model), "blk.1", input("x", (5, 64)), experts)})
+    graph = Graph({"y": run_expert_layer(ModelWeights(model), "blk.1", input("x", (5, 64)), experts)})
     w = {v.node.name: model.tensor(v.node.name).dequantise().astype(np.float64) for v in graph.weights}
     if ties:  # all experts score the same, so the first ones answer
         w["blk.1.ffn_gate_inp.weight"] = np.tile(rng.normal(size=64), (8, 1))
@@ -166,7 +166,7 @@ def test_all_experts_may_be_used(name: str) -> None:
     tokens, want = golden(name)
     got = compute_logits_in_one_batch(ExactRun(model), tokens[:6])
     assert nmse(got, want[:6]) > 1e-6
-    session = Session(model, on=Group(**FLOAT_CACHES))
+    session = Session(model, on=DeviceGroup(**FLOAT_CACHES))
     assert nmse(session.evaluate([tokens[:6]], every_position=True)[0].astype(np.float64), got) <= 1e-9
 
 
@@ -185,7 +185,7 @@ def test_the_divisor_of_the_shares_has_the_lower_bound_of_llama_cpp() -> None:
 def test_a_mixture_on_several_devices_gives_the_logits_of_one(name: str, mode: str, n: int) -> None:
     model, (tokens, want) = load_model(open_fixture(name)), golden(name)
     one = single_device_logits(name).astype(np.float64)
-    many = Session(model, on=Group(devices(n), mode, **FLOAT_CACHES))
+    many = Session(model, on=DeviceGroup(devices(n), mode, **FLOAT_CACHES))
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
     many.reset(0)
@@ -197,13 +197,13 @@ def test_a_mixture_on_several_devices_gives_the_logits_of_one(name: str, mode: s
 def columns(graph: Graph, factors: Factors) -> frozenset[Factor]:
     """Return the columns of all experts: a device holds a slice of each expert."""
     down = [Value(v.node) for v in graph.weights if "ffn_down" in v.node.name]
-    return frozenset(f for v in down for segment in factors.axes(v)[-1] for f in segment if not f.blocked)
+    return frozenset(f for v in down for segment in factors.axes_of(v)[-1] for f in segment if not f.blocked)
 
 
 def plan_sharded_experts(model: Model, step: Step, n: int) -> Plan:
     """A plan in which the experts' columns are cut, and nothing else: devices that meet late deal no rows of sums."""
     late = Hardware(link_latency=1e-3)
-    return plan_for(model.graph(step), [find(name) for name in devices(n)], choose=columns, hardware=late)
+    return plan_for_group(model.graph(step), [find_device(name) for name in devices(n)], choose=columns, hardware=late)
 
 
 @pytest.mark.parametrize("n", [2, 4])

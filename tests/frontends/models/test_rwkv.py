@@ -13,16 +13,16 @@ from hocket.frontends.gguf.tokenization.rwkv_tokenizer import LongestMatchTokeni
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.models import Batch, Step
 from hocket.frontends.open import open_model
-from hocket.frontends.rewinding import take_back
+from hocket.frontends.rewinding import rewind_last_step
 from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 from ...given.models import rwkv
 from ...given.models.exact import SAME, ExactRun, compute_logits_in_one_batch
 from ...given.models.goldens import F64, nmse
 from ...given.models.rwkv import TOKENS
 
-EXACT = Group(exact=True)
+EXACT = DeviceGroup(exact=True)
 FORMS = [*((kind, {}) for kind in rwkv.KINDS), ("rwkv6", {"fused": False}), ("arwkv7", {"gate": False})]
 
 
@@ -52,9 +52,9 @@ def test_padded_steps_side_by_side_equal_one_batch(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", rwkv.KINDS)
 def test_devices_share_the_heads_and_a_saved_state_goes_on(kind: str, tmp_path: Path) -> None:
     model, want = open_model(rwkv.write_rwkv_model(kind, tmp_path / "model.gguf")), reference_logits(kind)
-    sharded = Session(model, on=Group(("cpu:0", "cpu:1"), "tensor", exact=True), context=32)
+    sharded = Session(model, on=DeviceGroup(("cpu:0", "cpu:1"), "tensor", exact=True), context=32)
     assert nmse(sharded.evaluate([TOKENS[:-1]], every_position=True)[0], want[:-1]) <= 1e-10
-    assert str(sharded.plan(sharded.step(1, 1)).leaves["wkv_state.1"]) == "S1(2|2)"
+    assert str(sharded.plan(sharded.make_step(1, 1)).leaves["wkv_state.1"]) == "S1(2|2)"
     save_state(sharded, [TOKENS[:-1]], tmp_path / "state")
     one = Session(model, on=EXACT, context=32)
     load_state(one, tmp_path / "state")
@@ -66,7 +66,7 @@ def test_compiled_kernels_remember_as_the_papers_say(kind: str, tmp_path: Path) 
     session = Session(open_model(rwkv.write_rwkv_model(kind, tmp_path / "model.gguf")), context=32)
     parts = [session.evaluate([new], every_position=True)[0] for new in (TOKENS[:5], *([t] for t in TOKENS[5:]))]
     assert nmse(np.concatenate(parts), reference_logits(kind)) <= 1e-9
-    ran = session.executor(session.step(1, 1)).kernels()
+    ran = session.executor(session.make_step(1, 1)).kernels()
     assert sum(name.startswith("scans.") for name in ran) == rwkv.LAYERS
     assert ("NumPy" in ran) == (kind == "rwkv6qwen2")  # its heads share keys, which are repeated
 
@@ -76,7 +76,7 @@ def test_tokens_are_taken_back(kind: str, tmp_path: Path) -> None:
     session = Session(open_model(rwkv.write_rwkv_model(kind, tmp_path / "model.gguf")), on=EXACT, context=32)
     session.evaluate([TOKENS[:3]])
     session.evaluate([[*TOKENS[3:5], 7, 7]], every_position=True, reversible=True)
-    take_back(session, 2)
+    rewind_last_step(session, 2)
     assert nmse(session.evaluate([TOKENS[5:]], every_position=True)[0], reference_logits(kind)[5:]) <= 1e-10
 
 

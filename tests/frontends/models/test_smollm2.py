@@ -19,7 +19,7 @@ from hocket.frontends.generation.generate import GenerationParams, generate_toke
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 from ...given.models.goldens import FIXTURES
 
@@ -37,7 +37,7 @@ def by_name(kind: str) -> Any:
 
 @pytest.fixture(scope="module")
 def exact_session() -> Session:
-    return Session(open_model(PATH), on=Group(exact=True), context=1024)
+    return Session(open_model(PATH), on=DeviceGroup(exact=True), context=1024)
 
 
 @pytest.fixture

@@ -9,17 +9,17 @@ import pytest
 
 from hocket.frontends.models import Model
 from hocket.frontends.open import open_model
-from hocket.frontends.rewinding import back, mark
+from hocket.frontends.rewinding import make_checkpoint, restore_checkpoint
 from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 from ...given.models.architectures import write_model
 from ...given.models.goldens import F64, nmse
 
-EXACT, BATCH = Group(exact=True), 8
+EXACT, BATCH = DeviceGroup(exact=True), 8
 
 
-def session(model: Model, batch: int = BATCH, *, on: Group = EXACT, sequences: int = 1) -> Session:
+def session(model: Model, batch: int = BATCH, *, on: DeviceGroup = EXACT, sequences: int = 1) -> Session:
     return Session(model, on=on, context=256, batch=batch, sequences=sequences)
 
 
@@ -52,7 +52,7 @@ def test_tokens_one_by_one_equal_one_batch_in_the_memory_of_a_window(name: str, 
 def test_sequences_that_turn_at_different_times_equal_each_alone(tmp_path: Path) -> None:
     model, _, tokens = open_with_tokens("gemma4-mixed", tmp_path)
     wants = [logits(session(model, 256), tokens[at:])[-1] for at in (0, 40)]
-    both = session(model, on=Group(("cpu:0", "cpu:1"), "tensor", exact=True), sequences=2)
+    both = session(model, on=DeviceGroup(("cpu:0", "cpu:1"), "tensor", exact=True), sequences=2)
     both.evaluate([tokens[:33], []])
     both.evaluate([tokens[33:35], tokens[40:61]])
     got = both.evaluate([tokens[35:], tokens[61:]])
@@ -63,12 +63,12 @@ def test_a_sequence_that_has_wrapped_around_is_rewound(tmp_path: Path) -> None:
     model, window, tokens = open_with_tokens("gemma4-mixed", tmp_path)
     one = session(model)
     one.evaluate([tokens[: 2 * window + 3]])
-    point = mark(one)
+    point = make_checkpoint(one)
     assert not point.states  # caches are not copied
     want = one.evaluate([tokens[:BATCH]])[0]
-    back(one, point)
+    restore_checkpoint(one, point)
     one.evaluate([tokens[20 : 20 + BATCH]])
-    back(one, point)
+    restore_checkpoint(one, point)
     assert nmse(one.evaluate([tokens[:BATCH]])[0], want) <= 1e-12
 
 

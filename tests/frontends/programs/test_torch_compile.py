@@ -29,9 +29,9 @@ pytestmark = [
 def through_hocket(model, **options):
     import torch
 
-    from hocket.frontends.torch.dynamo import compiled
+    from hocket.frontends.torch.dynamo import compile_graph
 
-    return torch.compile(model, backend=compiled, options=options)
+    return torch.compile(model, backend=compile_graph, options=options)
 
 
 @pytest.mark.long
@@ -76,8 +76,8 @@ def test_a_graph_breaks_only_at_an_op_without_a_row(monkeypatch):
             return self.second(hidden) + hidden.sum(), hidden
 
     programs = []
-    taken = dynamo.program_of
-    monkeypatch.setattr(dynamo, "program_of", lambda *args: programs.append(taken(*args)) or programs[-1])
+    taken = dynamo.import_program
+    monkeypatch.setattr(dynamo, "import_program", lambda *args: programs.append(taken(*args)) or programs[-1])
     model, x = Model().eval(), torch.randn(3, 8)
     ours = through_hocket(model, devices="cpu:0,cpu:1", split_mode="tensor")
     with torch.no_grad():
@@ -94,10 +94,10 @@ def test_a_graph_breaks_only_at_an_op_without_a_row(monkeypatch):
 def test_an_option_that_is_none():
     import torch
 
-    from hocket.frontends.torch.dynamo import compiled
+    from hocket.frontends.torch.dynamo import compile_graph
 
     with pytest.raises(ModelError, match="'device'"):
-        compiled(torch.fx.symbolic_trace(torch.nn.ReLU()), [], options={"device": "cpu:0"})
+        compile_graph(torch.fx.symbolic_trace(torch.nn.ReLU()), [], options={"device": "cpu:0"})
 
 
 @pytest.mark.long
@@ -116,9 +116,9 @@ def test_numbers_that_change_from_call_to_call_are_those_of_a_program_each(dynam
         def forward(self, x, *, scale=1.0):
             return {"y": self.norm(self.linear(x) * scale)}
 
-    monkeypatch.setattr(dynamo, "MOST_NUMBERS", 3)
+    monkeypatch.setattr(dynamo, "MAX_SCALAR_PROGRAMS", 3)
     model, x = Model().eval(), torch.randn(3, 8)
-    ours = torch.compile(model, backend=dynamo.compiled, options={"devices": "cpu:0,cpu:1"}, dynamic=dynamic)
+    ours = torch.compile(model, backend=dynamo.compile_graph, options={"devices": "cpu:0,cpu:1"}, dynamic=dynamic)
     with torch.no_grad():
         for scale in (1.0, 2.5, 0.25, 2.5):
             assert nmse(ours(x, scale=scale)["y"], model(x, scale=scale)["y"]) < 1e-10
@@ -211,14 +211,14 @@ class TestOneGraphForSeveralModules:
         """A change that PyTorch misses is seen, too, and devices have no copy."""
         import torch
 
-        from hocket.frontends.torch.operands import _copies
+        from hocket.frontends.torch.operands import _copies_by_parameter
 
         module = torch.nn.Linear(48, 48)
         call = through_hocket(lambda module, x: module(x))
         self.assert_right(call, module)
         module.weight.data.mul_(2)
         self.assert_right(call, module)
-        assert not _copies[module.weight].buffers
+        assert not _copies_by_parameter[module.weight].buffers
 
     @pytest.mark.long
     def test_graphs_share_the_copies_of_a_parameter(self, monkeypatch):
@@ -226,15 +226,18 @@ class TestOneGraphForSeveralModules:
         import torch
 
         from hocket.backends.host import HostBackend
-        from hocket.frontends.torch.operands import _copies
+        from hocket.frontends.torch.operands import _copies_by_parameter
 
-        monkeypatch.setattr(HostBackend, "buffer_over", lambda *_: None)
+        monkeypatch.setattr(HostBackend, "as_buffer", lambda *_: None)
         module = torch.nn.Linear(48, 48)
         call = through_hocket(lambda module, x: module(x), devices="cpu:0,cpu:1", split_mode="tensor")
         for count in (1, 2, 3):
             x = torch.randn(count, 48)
             assert nmse(call(module, x), module(x)) < 1e-10
-            assert sum(buffer.nbytes for _, buffer in _copies[module.weight].buffers.values()) == module.weight.nbytes
+            assert (
+                sum(buffer.nbytes for _, buffer in _copies_by_parameter[module.weight].buffers.values())
+                == module.weight.nbytes
+            )
         module.weight.add_(1)
         for count in (3, 2, 1):
             x = torch.randn(count, 48)
@@ -245,12 +248,12 @@ class TestOneGraphForSeveralModules:
     def test_a_module_that_is_dropped_frees_its_memory(self, options):
         import torch
 
-        from hocket.frontends.torch.operands import _copies
+        from hocket.frontends.torch.operands import _copies_by_parameter
 
         call = through_hocket(lambda module, x: module(x), **options)
         module = torch.nn.Linear(48, 48)
         self.assert_right(call, module)
-        before, gone = len(_copies), []
+        before, gone = len(_copies_by_parameter), []
         for _ in range(3):
             module = torch.nn.Linear(48, 48)
             self.assert_right(call, module)
@@ -258,7 +261,7 @@ class TestOneGraphForSeveralModules:
         del module
         gc.collect()
         assert not any(ref() is not None for ref in gone)
-        assert len(_copies) <= before
+        assert len(_copies_by_parameter) <= before
 
     @pytest.mark.long
     def test_parameters_of_a_functional_call(self):

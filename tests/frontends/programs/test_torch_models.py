@@ -8,9 +8,9 @@ import re
 import pytest
 
 import hocket
-from hocket.backends.base import group_of
-from hocket.scheduler import plan_for
-from hocket.scheduler.telling.evenness import evenness
+from hocket.backends.base import find_devices
+from hocket.scheduler import plan_for_group
+from hocket.scheduler.telling.evenness import find_imbalance
 
 from ...given.tensors import nmse
 
@@ -61,7 +61,7 @@ def test_models_that_break_in_each_layer_compute_with_their_own_parameters(torch
     """Two models of a class take turns in one compiled function; then they swap parameters, and change some."""
     import torch
 
-    from hocket.frontends.torch.dynamo import compiled
+    from hocket.frontends.torch.dynamo import compile_graph
 
     from ...given.models.torch_models import make_model, tensors_of
 
@@ -71,7 +71,7 @@ def test_models_that_break_in_each_layer_compute_with_their_own_parameters(torch
             parameter.add_(0.02 * torch.randn_like(parameter))
     torch._dynamo.reset()
     break_in_layers(first, monkeypatch)
-    call = torch.compile(lambda model, arguments: model(**arguments), backend=compiled)
+    call = torch.compile(lambda model, arguments: model(**arguments), backend=compile_graph)
 
     def assert_right(*models):
         for model in models:
@@ -123,7 +123,7 @@ def choose_manual_shards(model):
 
 
 def on_devices(graph, count, **options):
-    return plan_for(graph, group_of([f"cpu:{i}" for i in range(count)], 1), split_mode="tensor", **options)
+    return plan_for_group(graph, find_devices([f"cpu:{i}" for i in range(count)], 1), split_mode="tensor", **options)
 
 
 @pytest.mark.long
@@ -144,10 +144,10 @@ def test_layers_have_no_more_collectives_than_the_plan_of_transformers_and_share
             sum(v.spec.nbytes for v in graph.weights) / count,
         )
         if max(abs(n - share) for n in weight_bytes) > 0.02 * share:
-            reported = evenness(plan)
-            assert list(reported.held) == weight_bytes
-            assert sum(cause.over for cause in reported.causes) == pytest.approx(max(weight_bytes) - share)
-            assert all(line in plan.explain() for line in reported.lines())
+            reported = find_imbalance(plan)
+            assert list(reported.stored_bytes) == weight_bytes
+            assert sum(cause.excess_bytes for cause in reported.causes) == pytest.approx(max(weight_bytes) - share)
+            assert all(line in plan.explain() for line in reported.format_lines())
 
 
 @pytest.mark.long

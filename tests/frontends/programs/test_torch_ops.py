@@ -26,10 +26,10 @@ LEFT_OUT = re.compile(
 def compile_for_cpu(function):
     import torch
 
-    from hocket.frontends.torch.dynamo import compiled
+    from hocket.frontends.torch.dynamo import compile_graph
 
     torch._dynamo.reset()
-    return torch.compile(function, backend=compiled, options={"devices": "cpu:0"})
+    return torch.compile(function, backend=compile_graph, options={"devices": "cpu:0"})
 
 
 def sample_of(op, seed):

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from hocket.backends.cupy.binding.trial import tried
+from hocket.backends.cupy.binding.trial import trial_bind
 from hocket.backends.cupy.kernels.attention import attention
 
 
 @contextmanager
 def by_warps() -> Iterator[None]:
     """Many rows meet keys and values by products of single warps."""
-    tried.cache_clear()  # it knows how much scratch other kernels take
-    kinds = {kind: source for kind, source in attention.TILED.items() if not kind.by_warpgroups}
+    trial_bind.cache_clear()  # it knows how much scratch other kernels take
+    kinds = {kind: source for kind, source in attention.TILED_SOURCES.items() if not kind.uses_warpgroups}
     try:
-        with patch.object(attention, "TILED", kinds):
+        with patch.object(attention, "TILED_SOURCES", kinds):
             yield
     finally:
-        tried.cache_clear()
+        trial_bind.cache_clear()

@@ -15,7 +15,7 @@ from hocket.backends.cupy.binding import programs
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph import DType, Graph, Value, input, state, weight
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ..random_rows import random_rows
 
@@ -288,7 +288,7 @@ def run_graph(graph: Graph, fused: bool, devices: int = 1, backend: DriverBacken
         if not fused:
             patch.setattr(programs, "FUSED", {})
         group = [(backend, backend.device(i)) for i in range(devices)]
-        run = load(plan_for(graph, group, split_mode="tensor" if devices > 1 else "auto"), weights)
+        run = load(plan_for_group(graph, group, split_mode="tensor" if devices > 1 else "auto"), weights)
     for _ in range(3):
         inputs = {
             v.node.name: rng.permutation(9)[: v.spec.size].reshape(v.shape) if v.dtype is DType.I32

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hocket.backends.base import Tensor
-from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.binding.launches import LaunchBuilder
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import MOST, Limits
+from hocket.backends.cupy.device.limits import LARGEST_LIMITS, Limits
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
-from hocket.backends.operands import Bound, Operand
+from hocket.backends.operands import BoundInstruction, Operand
 from hocket.graph.dtypes import DType
 
 DTYPES = {"f": DType.F32, "i": DType.I32}
@@ -145,9 +145,14 @@ class BoundProblem:
 
 
 def bind(
-    p: Problem, *, exact: bool = True, in_place: bool = False, launch: Callable | None = None, limits: Limits = MOST
+    p: Problem,
+    *,
+    exact: bool = True,
+    in_place: bool = False,
+    launch: Callable | None = None,
+    limits: Limits = LARGEST_LIMITS,
 ) -> BoundProblem:
-    """The launches of the op; `launch` replaces ``launch_rule``."""
+    """The launches of the op; `launch` replaces ``launch_delta_rule``."""
     out = copy_aligned(np.full(p.v.shape, NOTHING, np.float32))
     state_shape = (p.v.shape[0], *([p.snapshots] if p.snapshots > 1 else []), *p.state.shape[1:])
     new = (
@@ -158,12 +163,12 @@ def bind(
     slots = [None if x is None else operand(x) for x in (p.slots_in, p.slots_out)]
     src = (*(operand(x) for x in (p.q, p.k, p.v, p.g, p.beta, p.state)), *slots)
     attrs = {"heads": p.mapping, "snapshots": p.snapshots, "pool": p.pool}
-    call = Bound("gated_delta_net", src, (operand(out), operand(new)), attrs, 0)
-    rule = binding.Rule(*src[:5], operand(out), p.mapping == "tiled")
+    call = BoundInstruction("gated_delta_net", src, (operand(out), operand(new)), attrs, 0)
+    rule = binding.DeltaRule(*src[:5], operand(out), p.mapping == "tiled")
     room, fault = copy_aligned(np.zeros(scratch_bytes(call, rule, exact), np.uint8)), np.zeros(2, np.int64)
-    places = {"scratch_at": room.ctypes.data, "fault_at": fault.ctypes.data}
-    launches = Launches(keep=lambda array: array.ctypes.data, limits=limits, **places)
-    (launch or binding.launch_rule)(launches, call, rule, exact)
+    places = {"scratch_address": room.ctypes.data, "fault_address": fault.ctypes.data}
+    launches = LaunchBuilder(upload_array=lambda array: array.ctypes.data, limits=limits, **places)
+    (launch or binding.launch_delta_rule)(launches, call, rule, exact)
     ALIVE_ARRAYS.extend((room, p))
     return BoundProblem(launches.items, out, new, fault)
 
@@ -172,10 +177,10 @@ ALIVE_ARRAYS: list[object] = []
 """Memory that launches know by its address only."""
 
 
-def scratch_bytes(call: Bound, rule: binding.Rule, exact: bool) -> int:
-    launches = Launches(keep=lambda array: 1)
-    binding.launch_rule(launches, call, rule, exact)
-    return launches.taken
+def scratch_bytes(call: BoundInstruction, rule: binding.Rule, exact: bool) -> int:
+    launches = LaunchBuilder(upload_array=lambda array: 1)
+    binding.launch_delta_rule(launches, call, rule, exact)
+    return launches.scratch_bytes
 
 
 def compute_worst_errors(got: np.ndarray, expected: np.ndarray) -> tuple[float, float, float]:

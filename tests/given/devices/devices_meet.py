@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hocket.backends.base import BufferSpec, Instruction, Program, Tensor, contiguous_strides
-from hocket.backends.board import runs_of
+from hocket.backends.board import view_run_numbers
 from hocket.backends.cupy.collectives import program_collectives as meetings
 from hocket.backends.cupy.collectives.transport import HOST_TRANSPORT
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
-from hocket.backends.cupy.kernels.collective import SIGNAL_WORDS, mark_of
+from hocket.backends.cupy.kernels.collective import SIGNAL_WORD_COUNT, read_progress_mark
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.graph.dtypes import DType
 
@@ -56,15 +56,15 @@ class CollectiveRig:
     def __init__(self, backend, parts, limit=WAIT_SECONDS, *, wire=DType.F32, devices=None, group_size=0):
         self.backend, self.parts, self.limit = backend, parts, limit
         devices = devices or [backend.device(rank) for rank in range(len(parts))]
-        self.meeting = ThreadGroup(len(parts), limit, devices=devices, wire=wire)
+        self.describe_transport = ThreadGroup(len(parts), limit, devices=devices, wire=wire)
         self.buffers, self.replays, self.tensors = [], [], []
         for rank, own in enumerate(parts):
             program, tensors = _program(own)
             buffers = [backend.alloc(program.buffers[0].nbytes, devices[rank])]
             self.buffers.append(buffers)
             self.tensors.append(tensors)
-            member = self.meeting.member(rank)
-            member.everybody = group_size or member.everybody
+            member = self.describe_transport.member(rank)
+            member.plan_device_count = group_size or member.plan_device_count
             self.replays.append(backend.compile(program, buffers, devices[rank], member))
 
     def run(self, ahead=lambda rank: None, *, times=1):
@@ -87,7 +87,7 @@ class CollectiveRig:
         """
         present = [rank for rank in range(len(self.parts)) if rank not in absent]
         seen = {rank: self._ticket(rank, reporting_rank) for rank in present}
-        last = runs_of(self.meeting.board).max()
+        last = view_run_numbers(self.describe_transport.board).max()
 
         def in_turn(rank):
             ahead(rank)
@@ -95,7 +95,8 @@ class CollectiveRig:
                 others = [other for other in present if other != reporting_rank]
                 wait_until(
                     lambda: (
-                        self.meeting.failure or all(self._has_come(d, reporting_rank, seen[d], last) for d in others)
+                        self.describe_transport.failure
+                        or all(self._has_come(d, reporting_rank, seen[d], last) for d in others)
                     )
                 )
 
@@ -108,20 +109,20 @@ class CollectiveRig:
     def _be_patient(self, rank, seconds):
         """Launches that are recorded know how long they wait."""
         replay = self.replays[rank]
-        self.meeting.timeout = replay._comm.timeout = seconds
-        group = replay._meetings._group
+        self.describe_transport.timeout = replay._comm.timeout = seconds
+        group = replay._collectives._group
         if group is not None and replay._calls:
-            replay._meetings._group = replace(group, timeout=seconds)
-            replay._record()
+            replay._collectives._group = replace(group, timeout=seconds)
+            replay._record_launches()
 
     def _has_come(self, rank, reporting_rank, seen, last):
-        mark = mark_of(self.meeting.board, rank)
+        mark = read_progress_mark(self.describe_transport.board, rank)
         return self._ticket(rank, reporting_rank) != seen or (mark is not None and mark.run > last)
 
     def _ticket(self, rank, reporting_rank):
         """Return the words that the device wrote last into memory of `reporting_rank`, or zeros."""
-        address = getattr(self.replays[reporting_rank]._meetings, "_signals", None)
-        words = (ctypes.c_int64 * SIGNAL_WORDS).from_address(address) if address else [0] * SIGNAL_WORDS
+        address = getattr(self.replays[reporting_rank]._collectives, "_signals", None)
+        words = (ctypes.c_int64 * SIGNAL_WORD_COUNT).from_address(address) if address else [0] * SIGNAL_WORD_COUNT
         return [words[first + APART * rank] for first in TICKETS]
 
     def _run(self, present, ahead, times=1):
@@ -137,14 +138,14 @@ class CollectiveRig:
                     self.replays[rank]()
             except Exception as why:  # kept for the test to judge; the others must not wait for this device
                 failures.append((rank, why))
-                self.meeting.abort(str(why))
+                self.describe_transport.abort(str(why))
 
-        end = threading.Timer(self.limit, self.meeting.abort, ["this run takes too long"])
+        end = threading.Timer(self.limit, self.describe_transport.abort, ["this run takes too long"])
         end.start()
         with ThreadPoolExecutor(len(self.parts)) as pool:
             list(pool.map(one, present))
         end.cancel()
-        self.meeting.clear()
+        self.describe_transport.clear()
         self.failures = failures
         if failures:
             raise failures[0][1]

@@ -11,8 +11,8 @@ import pytest
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.device.driver import CUDA, HIP, Launch, Source, text_of
-from hocket.backends.cupy.device.limits import MOST, OF_HIP
+from hocket.backends.cupy.device.driver import CUDA_HEADER, HIP_HEADER, KernelSource, Launch, read_kernel_text
+from hocket.backends.cupy.device.limits import HIP_LIMITS, LARGEST_LIMITS
 from hocket.backends.cupy.emulation.compile_host import load_library
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph.errors import BackendError
@@ -25,12 +25,12 @@ BARRIER = re.compile(r"__sync(threads|warp)\(\);")
 
 def barriers(file: str) -> list[int]:
     """The lines of a file of kernels that hold one."""
-    text = text_of(file).splitlines()
+    text = read_kernel_text(file).splitlines()
     return [number for number, line in enumerate(text, 1) if BARRIER.search(line)]
 
 
 @dataclass(frozen=True)
-class EditedSource(Source):
+class EditedSource(KernelSource):
     """A source with a text that a test has written or changed."""
 
     body: str = ""
@@ -40,7 +40,7 @@ class EditedSource(Source):
         return self.body
 
 
-def replace_in_source(source: Source, good: str, bad: str) -> EditedSource:
+def replace_in_source(source: KernelSource, good: str, bad: str) -> EditedSource:
     """The source where `good`, which is there once, is `bad`; where it is not there, the test fails at once."""
     if (count := source.text.count(good)) != 1:
         pytest.fail(f"{count} times in {source.file}: {good}")
@@ -49,7 +49,7 @@ def replace_in_source(source: Source, good: str, bad: str) -> EditedSource:
     )
 
 
-def replace_and_compile(source: Source, good: str, bad: str) -> EditedSource:
+def replace_and_compile(source: KernelSource, good: str, bad: str) -> EditedSource:
     """The same, if it compiles; else the test fails at once: nothing that catches errors takes that for a mistake that
     was found."""
     edited_source = replace_in_source(source, good, bad)
@@ -64,14 +64,16 @@ def with_fault(launch: Launch, file: str, good: str, bad: str) -> Launch:
     """The launch with a mistake in its kernel, if that sees the file."""
     if file not in launch.kernel.source.files:
         return launch
-    return replace(launch, kernel=replace_and_compile(launch.kernel.alone, good, bad)[launch.kernel.name])
+    return replace(
+        launch, kernel=replace_and_compile(launch.kernel.single_kernel_source, good, bad)[launch.kernel.name]
+    )
 
 
 class FaultyDriver(EmulatedDriver):
     """Launches the kernels that see one file with a mistake in them."""
 
-    def __init__(self, file: str, good: str, bad: str, instructions: str = CUDA) -> None:
-        super().__init__(limits=OF_HIP if instructions == HIP else MOST, instructions=instructions)
+    def __init__(self, file: str, good: str, bad: str, instructions: str = CUDA_HEADER) -> None:
+        super().__init__(limits=HIP_LIMITS if instructions == HIP_HEADER else LARGEST_LIMITS, instructions=instructions)
         self.edit = file, good, bad
 
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:

@@ -19,8 +19,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from hocket.backends.cupy.device.driver import ALONE, Kernel, Launch
-from hocket.backends.cupy.device.limits import OF_HIP as LIMITS
+from hocket.backends.cupy.device.driver import SINGLE_BLOCK_CLUSTER, KernelInstance, Launch
+from hocket.backends.cupy.device.limits import HIP_LIMITS as LIMITS
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver, EmulatedHipDriver
 
 from ..waits import WAIT_SECONDS
@@ -241,7 +241,7 @@ class EarlyLibrary:
             if 6 in attributes:
                 assert attributes[6] == (1, 0, 0)
                 self.launched.append(name)
-            self.clusters[name] = attributes.get(4, ALONE)
+            self.clusters[name] = attributes.get(4, SINGLE_BLOCK_CLUSTER)
             sizes = *config.grid, *config.block, config.shared_bytes
             driver = self.cupy.cuda.driver
             driver.launchKernel(function.value, *sizes, config.stream, parameters.value, 0, self.clusters[name])
@@ -284,7 +284,7 @@ def compute_milliseconds(start, end):
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 PROPERTIES = {"totalGlobalMem": 1 << 30, "multiProcessorCount": 1, "l2CacheSize": 1 << 20}
-OF_HIP = {"gcnArchName": b"gfx90a:sramecc+:xnack-", "sharedMemPerBlock": LIMITS.shared}
+OF_HIP = {"gcnArchName": b"gfx90a:sramecc+:xnack-", "sharedMemPerBlock": LIMITS.shared_bytes_per_block}
 
 
 def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
@@ -292,7 +292,7 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
     emulated = (EmulatedHipDriver if is_hip else EmulatedDriver)(0)
     enabled, pinned, current = set(), set(), threading.local()
     staged: list[np.ndarray] = []
-    functions: dict[int, Kernel] = {}
+    functions: dict[int, KernelInstance] = {}
 
     class Module:
         def load(self, image):
@@ -302,7 +302,9 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
             functions[len(functions) + 1] = self.source[name]
             return SimpleNamespace(ptr=len(functions))
 
-    def launch_kernel(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra, cluster=ALONE):
+    def launch_kernel(
+        function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra, cluster=SINGLE_BLOCK_CLUSTER
+    ):
         at = ctypes.c_void_p.from_address(parameters).value
         assert extra == 0
         sizes = (gx, gy, gz), (bx, by, bz), shared

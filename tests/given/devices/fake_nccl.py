@@ -215,6 +215,8 @@ def backend_of(monkeypatch, are_peers, nccl=FakeNccl):
     cupy = fake_cupy(SOURCES, are_peers, nccl)
     monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
     monkeypatch.setattr(cuda, "_nccl", lambda: cupy.cuda.nccl)
-    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
-    cuda._module.cache_clear()
+    monkeypatch.setattr(
+        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+    )
+    cuda._load_module.cache_clear()
     return cuda.CudaBackend(), cupy.cuda.nccl

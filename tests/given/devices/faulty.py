@@ -16,7 +16,7 @@ from hocket.backends.reference.backend import ReferenceBackend
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.graph import Spec, StepError
-from hocket.scheduler import Executor, Store, plan_for
+from hocket.scheduler import Executor, Store, plan_for_group
 
 from ..models.goldens import path_of, tokens_of
 from ..waits import WAIT_SECONDS
@@ -92,7 +92,7 @@ class FaultyRun:
         """The states as each device holds them, bit by bit."""
         store = self.run.store
         parts = {name: store.state(name).parts for name in store.states}
-        return {f"{n} of {d}": p.array.tobytes() for n, all_ in parts.items() for d, p in all_.items()}
+        return {f"{n} of {d}": p.memory_view.tobytes() for n, all_ in parts.items() for d, p in all_.items()}
 
     def outputs(self) -> dict[str, bytes]:
         return {name: array.tobytes() for name, array in self.run.run(self.feed).items()}
@@ -118,7 +118,7 @@ def make_faulty_model_run(name: str, devices: int, mode: str, tokens: int) -> Fa
     step = Step(1, tokens + (tokens > 1), 16, 16, 1)
     backend = FaultyCpu()
     group = [(backend, backend.device(i)) for i in range(devices)]
-    plan = plan_for(model.graph(step), group, split_mode=mode)
+    plan = plan_for_group(model.graph(step), group, split_mode=mode)
     store = Store(group)
     for weight in plan.graph.weights:
         tensor = model.gguf.tensors[weight.node.name]

@@ -5,7 +5,7 @@ Dropped barriers and fences are planted in ``tests/cuda/faults/test_barriers.py`
 
 from __future__ import annotations
 
-from hocket.backends.cupy.device.driver import text_of
+from hocket.backends.cupy.device.driver import read_kernel_text
 
 NORM = "rms_norm(x=f32[4,1024])"
 ADD = "add(a=f32[4,512], b=f32[4,512])"
@@ -25,7 +25,7 @@ TOKEN = "attention(q=f32[1,8,128], k=f32[64,2,128], v=f32[64,2,128], scale=0.1)"
 CELLS = "attention(q=f32[1,8,128], k=f16[300,2,128], v=f16[300,2,128], scale=0.1)"
 SHORT = "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale=0.1)"
 NARROW = "attention(q=f32[32,4,64], k=bf16[256,1,64], v=bf16[256,1,64], scale=0.1)"
-TILES = text_of("attention.cuh")
+TILES = read_kernel_text("attention.cuh")
 BETWEEN = TILES.partition("8 * (c ^ (row & 7)); }\n")[2].partition("8 * ((")[0]
 """The text between two formulas."""
 
@@ -259,13 +259,16 @@ Its machine code for sm_90a shows narrower loads, fewer tensor cores, longer loo
 """
 
 OF_QWEN = (
-    *("_gated_unit", "_of_the_same_rows", "_sum_norm_and_factor", "_norm_and_factor"),
-    *("_delta_inputs", "_gated_norm", "_with_save", "_times_sigmoid"),
+    *("_fuse_gated_unit", "_fuse_same_rows", "_fuse_sum_and_scaled_norm", "_fuse_scaled_norm"),
+    *("_fuse_delta_inputs", "_fuse_gated_norm", "_fuse_state_save", "_fuse_times_sigmoid"),
 )
 EXPECTED_LAUNCHES = {
     "qwen35": (34, OF_QWEN),
-    "qwen3next": (40, ("_route", "_unit_of_all_experts", "_sum_with_other", "_heads_of_attention")),
-    "qwen3moe": (27, ("_route", "_unit_of_experts", "_sum_of_experts")),
+    "qwen3next": (
+        40,
+        ("_fuse_routing", "_fuse_expert_and_shared_units", "_fuse_expert_and_shared_sum", "_fuse_attention_heads"),
+    ),
+    "qwen3moe": (27, ("_route", "_fuse_expert_units", "_fuse_expert_sum")),
     "llama": (23, ("_gated_unit", "_heads_of_attention", "_norm_and_factor")),
 }
 """By model: the launches of a decoded token, and the chains that each save some of them."""

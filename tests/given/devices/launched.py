@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hocket.backends.cupy.device.driver import Launch, one_by_one
+from hocket.backends.cupy.device.driver import Launch, flatten_steps
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
-from hocket.backends.cupy.resources import recorded
+from hocket.backends.cupy.resources import read_resource_table
 
 LAUNCHED_KERNELS: set[str] = set()
 """Kernels that tests of this process have launched, and in the main process the kernels of its workers as well."""
@@ -19,7 +19,7 @@ def pytest_configure() -> None:
     record = EmulatedDriver.record
 
     def noting(self, steps, on):
-        LAUNCHED_KERNELS.update(str(step.kernel) for step in one_by_one(steps) if isinstance(step, Launch))
+        LAUNCHED_KERNELS.update(str(step.kernel) for step in flatten_steps(steps) if isinstance(step, Launch))
         return record(self, steps, on)
 
     EmulatedDriver.record = noting
@@ -36,7 +36,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    kernels = recorded().kernels.keys()
+    kernels = read_resource_table().kernels.keys()
     terminalreporter.section("kernels that no test has run")
     terminalreporter.write_line("\n".join(sorted(kernels - LAUNCHED_KERNELS)))
     terminalreporter.write_line(f"{len(kernels & LAUNCHED_KERNELS)} of {len(kernels)} were run")

@@ -11,19 +11,19 @@ import numpy as np
 from hocket import ops
 from hocket.backends.base import Tensor, contiguous_strides
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.binding.trial import tried
+from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.binding.trial import trial_bind
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.operands import Operand
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import dequantise
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ..random_rows import random_rows
 
-Choice = tuple[tiled.Tile, int]
+Choice = tuple[tiled.TileShape, int]
 """Tiles, and how many blocks share the columns of one."""
 
 
@@ -33,13 +33,13 @@ def tiles_of(choose: Callable[[Operand, bool], Choice]) -> Iterator[None]:
 
     `choose` gets a weight, and whether all its matrices have equally many tokens.
     """
-    tried.cache_clear()  # it knows how much scratch other tiles take
-    chosen = patch.object(tiled, "shape_of_tiles", lambda _launches, w, _entries, _n, is_even: choose(w, is_even))
+    trial_bind.cache_clear()  # it knows how much scratch other tiles take
+    chosen = patch.object(tiled, "choose_tile_shape", lambda _launches, w, _entries, _n, is_even: choose(w, is_even))
     try:
         with chosen:
             yield
     finally:
-        tried.cache_clear()
+        trial_bind.cache_clear()
 
 
 def operand(array: np.ndarray) -> Operand:
@@ -51,9 +51,9 @@ def quantise_rows(x: np.ndarray, driver: EmulatedDriver) -> tuple[np.ndarray, np
     """Rows as the kernel rounds them: codes, scales, and the numbers that they stand for."""
     rows, columns = x.shape
     codes, scales = np.zeros((rows, columns), np.int8), np.zeros((rows, columns // 32, 4), np.float32)
-    launches = Launches(keep=lambda _: 0)
+    launches = LaunchBuilder(upload_array=lambda _: 0)
     words = [operand(x), columns, rows, columns // 32, operand(codes), operand(scales)]
-    launches.add(packed.SHARED["round_rows"], -(-rows * -(-columns // 128) // 8), 256, words)
+    launches.add_launch(packed.SHARED_SOURCE["round_rows"], -(-rows * -(-columns // 128) // 8), 256, words)
     driver.record(launches.items, driver.device(0))()
     with np.errstate(invalid="ignore"):
         meant = codes.reshape(rows, -1, 32).astype(np.float64) * scales[..., :1]
@@ -65,7 +65,7 @@ def product(dtype: DType, rows: int, columns: int, tokens: int, backend: Emulate
     rng = np.random.default_rng((rows, columns, tokens))
     raw, x = random_rows(dtype, rows, columns, rng), rng.standard_normal((tokens, columns)).astype(np.float32)
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", (tokens, columns)))})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw})
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": raw})
     meant = quantise_rows(x, EmulatedDriver())[2].reshape(tokens, columns)
     w = dequantise(raw, dtype).astype(np.float64)
     return [run.run({"x": x})["y"] for _ in range(4)], meant @ w.T, np.abs(meant) @ np.abs(w).T
@@ -95,7 +95,7 @@ def dense(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBac
     w = to_half_bits(rng.standard_normal((rows, columns)).astype(np.float32), dtype)
     x = (rng.standard_normal((tokens, columns)) * 10.0 ** rng.integers(-6, 6, (tokens, 1))).astype(np.float32)
     graph = Graph({"y": ops.mul_mat(weight("w", w.shape, dtype), input("x", x.shape), exact=is_exact)})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w})
+    run = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": w})
     wide = half_bits_to_float64(w)
     return [run.run({"x": x})["y"] for _ in range(4)], x @ wide.T, np.abs(x) @ np.abs(wide).T
 
@@ -108,7 +108,7 @@ def run_unpacked_product(dtype: DType, rows: int, columns: int, tokens: int, bac
     rng = np.random.default_rng((rows, columns, tokens))
     raw, x = random_rows(dtype, rows, columns, rng), rng.standard_normal((tokens, columns)).astype(np.float32)
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", x.shape))})
-    with patch.object(tiled, "WORTH", 0):
-        run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw})
+    with patch.object(tiled, "MIN_BF16_TILES", 0):
+        run = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": raw})
     w, x16 = (half_bits_to_float64(to_half_bits(array, DType.BF16)) for array in (dequantise(raw, dtype), x))
     return [run.run({"x": x})["y"] for _ in range(4)], x16 @ w.T, np.abs(x16) @ np.abs(w).T

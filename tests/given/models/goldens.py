@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hocket.frontends.gguf import Gguf, open_gguf
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import Graph
 
 TESTS = Path(__file__).parents[2]
@@ -86,5 +86,5 @@ def nmse(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
 @cache
 def single_device_logits(name: str, exact: bool = False) -> npt.NDArray[np.float32]:
     """The logits of one device, all tokens in one batch."""
-    session = Session(open_model(path_of(name)), on=Group(exact=exact, **FLOAT_CACHES))
+    session = Session(open_model(path_of(name)), on=DeviceGroup(exact=exact, **FLOAT_CACHES))
     return session.evaluate([tokens_of(name)], every_position=True)[0]

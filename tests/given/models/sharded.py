@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 
 from . import rwkv
 from .architectures import ALL, FOLDER, golden, write_model
@@ -33,12 +33,12 @@ def measure_errors(name: str) -> dict[str, float]:
             rwkv.write_rwkv_model(name, Path(folder) / "model.gguf") if own else write_model(name, Path(folder))
         )
 
-        def logits(group: Group) -> F64:
+        def logits(group: DeviceGroup) -> F64:
             session = Session(model, on=group)
             return session.evaluate([tokens], every_position=True, hidden=model.is_encoder)[0]
 
-        one = logits(Group(exact=True))
-        groups = {n: Group(tuple(f"cpu:{i}" for i in range(n)), "tensor", exact=True) for n in COUNTS}
+        one = logits(DeviceGroup(exact=True))
+        groups = {n: DeviceGroup(tuple(f"cpu:{i}" for i in range(n)), "tensor", exact=True) for n in COUNTS}
         return {str(n): float(f"{nmse(logits(group), one):.1e}") for n, group in groups.items()}
 
 

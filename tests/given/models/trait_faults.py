@@ -22,7 +22,7 @@ from hocket import ops
 from hocket.frontends import models
 from hocket.frontends.errors import ModelError
 from hocket.frontends.models import ARCHITECTURES, Batch, Step
-from hocket.frontends.models.family import Family
+from hocket.frontends.models.family import FamilyTraits
 from hocket.frontends.open import open_model
 from hocket.graph import GraphError
 
@@ -38,11 +38,11 @@ PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "grok-moe",
             "plamo3-dense",
         ),
-        "bare": (
+        "norms_without_weight": (
             "hrm_text-dense",
             "olmo-dense",
         ),
-        "beside": (
+        "parallel_dense_ffn": (
             "arctic-moe",
             "gemma4-mixed",
         ),
@@ -81,12 +81,12 @@ PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "deepseek2-moe",
             "nemotron_h-dense",
         ),
-        "mixture": ("grovemoe-moe",),
+        "special_routing": ("grovemoe-moe",),
         "norm": (
             "codeshell-dense",
             "gptneox-dense",
         ),
-        "normalised": (
+        "normalises_routing": (
             "bailingmoe3-moe",
             "dots1-moe",
         ),
@@ -124,7 +124,7 @@ PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "arcee-dense",
             "chatglm-dense",
         ),
-        "rotated": (
+        "rotated_layers": (
             "baichuan-dense",
             "maple-moe",
         ),
@@ -132,7 +132,7 @@ PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "gemma4-mixed",
             "jais-dense",
         ),
-        "scaled": (
+        "has_feed_forward_scale": (
             "llama-dense",
             "mistral3-moe",
         ),
@@ -144,17 +144,17 @@ PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "gemma2-dense",
             "gemma4-mixed",
         ),
-        "spare": (
+        "optional_tensors": (
             "mimo2-moe",
             "minimax-m3-moe",
         ),
-        "stack": ("t5-relu",),
-        "unit": (
+        "tensor_prefix": ("t5-relu",),
+        "activation": (
             "falcon-dense",
             "gemma-dense",
         ),
         "value_norm": ("gemma4-mixed",),
-        "whole_factors": ("gemma4-mixed",),
+        "factors_in_global_layers_only": ("gemma4-mixed",),
         "windows": (
             "cohere2-dense",
             "granite_swa-dense",
@@ -170,7 +170,7 @@ class Fault:
 
     model: str
     trait: str
-    row: Family
+    row: FamilyTraits
 
     def __str__(self) -> str:
         return f"{self.model} without {self.trait}"
@@ -179,7 +179,7 @@ class Fault:
 def faults(model: str) -> Iterator[Fault]:
     """Yield the faults of a fixture's row: each trait that can be forgotten."""
     row = ARCHITECTURES[architecture(model)]
-    for field in fields(Family):
+    for field in fields(FamilyTraits):
         value = getattr(row, field.name)
         if value != field.default:
             yield Fault(model, field.name, replace(row, **{field.name: field.default}))

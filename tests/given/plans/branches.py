@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hocket import ops
 from hocket.graph import Graph, input, weight
-from hocket.scheduler import plan_for
+from hocket.scheduler import plan_for_group
 from hocket.scheduler.machines.hardware import Hardware
 
 SPEEDS = Hardware(flops=1e6, bandwidth=1e9, launch=0.0, link_bandwidth=1e6, link_latency=1e-3)
@@ -23,4 +23,4 @@ def columns(graph, factors):
 
 def branches_on(backend):
     group = [(backend, backend.device(d)) for d in range(2)]
-    return plan_for(two_branches(), group, choose=columns, hardware=SPEEDS)
+    return plan_for_group(two_branches(), group, choose=columns, hardware=SPEEDS)

@@ -14,10 +14,10 @@ from hocket import ops
 from hocket.backends.base import Program, Tensor
 from hocket.graph import Graph, HocketError, Node, Value, input, state, weight
 from hocket.graph.errors import PlanError
-from hocket.scheduler import Host, Plan, Store, plan_for
+from hocket.scheduler import HostOffload, Plan, Store, plan_for_group
 from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.verifier.plan import plan_faults
+from hocket.scheduler.verifier.plan import find_plan_faults
 
 from ..graphs.random_graphs import seeded_graph
 from .chunked import chunked_plan, make_gated_layers
@@ -54,40 +54,45 @@ def _random(seed: int) -> Plan:
     n, kind = dice.choice([1, 2, 3]), dice.choice(["reference", "numpy", "mixed"])
     group = faulty_group(n, kind)
     if dice.random() < 0.3:
-        return plan_for(seeded_graph(seed), group, split_mode="layer")
-    return plan_for(seeded_graph(seed), group, choose=shard_by_seed(seed) if n > 1 else None)
+        return plan_for_group(seeded_graph(seed), group, split_mode="layer")
+    return plan_for_group(seeded_graph(seed), group, choose=shard_by_seed(seed) if n > 1 else None)
 
 
 def with_host() -> Plan:
     """A device with too little memory, and the host that takes the rest."""
     (backend, device), (numpy, host) = faulty_group(2, "mixed")
     small = dataclasses.replace(device, memory=4000, memory_of="reference:0")
-    return plan_for(decoder(), [(backend, small)], split_mode="layer", host=Host(numpy, host, Hardware(flops=1e9)))
+    return plan_for_group(
+        decoder(), [(backend, small)], split_mode="layer", host=HostOffload(numpy, host, Hardware(flops=1e9))
+    )
 
 
 PLANS: dict[str, Callable[[], Plan]] = {
-    "one device": lambda: plan_for(decoder(), faulty_group(1, "numpy")),
+    "one device": lambda: plan_for_group(decoder(), faulty_group(1, "numpy")),
     "cut": lambda: dataclasses.replace(
-        plan_for(decoder(), faulty_group(2), split_mode="tensor", hardware=SLOW), spare=("reference:2", "reference:3")
+        plan_for_group(decoder(), faulty_group(2), split_mode="tensor", hardware=SLOW),
+        spare=("reference:2", "reference:3"),
     ),
-    "cut unevenly": lambda: plan_for(
+    "cut unevenly": lambda: plan_for_group(
         decoder(), faulty_group(3, "numpy"), choose=shard_by_seed(3), tensor_split=(2, 1, 1)
     ),
-    "layers": lambda: plan_for(decoder(), faulty_group(2), split_mode="layer"),
-    "layers mixed": lambda: plan_for(decoder(), faulty_group(3, "mixed"), split_mode="layer"),
-    "placed": lambda: plan_for(
+    "layers": lambda: plan_for_group(decoder(), faulty_group(2), split_mode="layer"),
+    "layers mixed": lambda: plan_for_group(decoder(), faulty_group(3, "mixed"), split_mode="layer"),
+    "placed": lambda: plan_for_group(
         decoder(),
         faulty_group(2),
         split_mode="tensor",
         hardware=SLOW,
         place=[("^(gate|up)", "reference:1"), ("normed3", "reference:0")],
     ),
-    "experts": lambda: plan_for(experts(), faulty_group(2), choose=shard_by_seed(1)),
+    "experts": lambda: plan_for_group(experts(), faulty_group(2), choose=shard_by_seed(1)),
     "host": lambda: with_host(),
-    "states": lambda: plan_for(counters(), faulty_group(1)),
-    "states cut": lambda: plan_for(counters(), faulty_group(2, "mixed"), choose=shard_by_seed(2), tensor_split=(2, 1)),
-    "states layers": lambda: plan_for(counters(), faulty_group(2, "numpy"), split_mode="layer"),
-    "cache": lambda: plan_for(cached_product(3), faulty_group(2), choose=shard_by_seed(5)),
+    "states": lambda: plan_for_group(counters(), faulty_group(1)),
+    "states cut": lambda: plan_for_group(
+        counters(), faulty_group(2, "mixed"), choose=shard_by_seed(2), tensor_split=(2, 1)
+    ),
+    "states layers": lambda: plan_for_group(counters(), faulty_group(2, "numpy"), split_mode="layer"),
+    "cache": lambda: plan_for_group(cached_product(3), faulty_group(2), choose=shard_by_seed(5)),
     "dealt chunks": lambda: chunked_plan(make_gated_layers(512), faulty_group(2), 2, is_distributed=True),
 }
 BY_HAND = tuple(PLANS)
@@ -282,7 +287,7 @@ class CampaignCounts:
     def check_mutant(self, mutant: Mutant) -> None:
         description = f"{mutant.origin}: {mutant.where} {mutant.how}"
         try:
-            why = next(plan_faults(mutant.plan), None)
+            why = next(find_plan_faults(mutant.plan), None)
         except Exception as error:  # a verifier that raises is a finding, too
             self.raised.append(f"{description}: {type(error).__name__}: {error}")
             return

@@ -12,7 +12,7 @@ import numpy as np
 
 from hocket import ops
 from hocket.graph import Graph, input, state, weight
-from hocket.scheduler import CPU, Plan, Store, in_turn, plan_for
+from hocket.scheduler import CPU, Plan, Store, plan_for_group, run_pipelined
 
 from ..devices.faulty import FaultyReference, raise_planted_error
 from .grouped import everything_that_fits
@@ -42,9 +42,11 @@ def chain(devices: int, backend: Any = None, *, group_size: int = 1) -> tuple[Pl
     if group_size > 1:
         choose_sharding = partial(everything_that_fits, dice=random.Random(0))
         machines = replace(CPU, machine=group_size)
-        return plan_for(graph, group, split_mode="layer,tensor", hardware=machines, choose=choose_sharding), backend
+        return plan_for_group(
+            graph, group, split_mode="layer,tensor", hardware=machines, choose=choose_sharding
+        ), backend
     place = [(rf"\.{d}$", f"{backend.name}:{d}") for d in range(devices)]
-    return plan_for(graph, group, split_mode="layer", place=place), backend
+    return plan_for_group(graph, group, split_mode="layer", place=place), backend
 
 
 def feeds(runs: int = RUNS) -> list[dict[str, Any]]:
@@ -56,7 +58,7 @@ def feeds(runs: int = RUNS) -> list[dict[str, Any]]:
 
 
 def follow(pipeline, inputs):
-    return in_turn([(pipeline, one) for one in inputs])
+    return run_pipelined([(pipeline, one) for one in inputs])
 
 
 def make_store(plan):

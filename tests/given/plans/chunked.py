@@ -8,11 +8,11 @@ from hocket import ops
 from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler import Plan
 from hocket.scheduler.lowering.lane import Devices, lanes_of
-from hocket.scheduler.sharding.assign import assign
-from hocket.scheduler.sharding.chunks import laid_in_chunks, tokens_of
-from hocket.scheduler.sharding.emit import Sharded
+from hocket.scheduler.sharding.assign import propagate_layouts
+from hocket.scheduler.sharding.chunks import find_token_factor, partition_in_chunks
+from hocket.scheduler.sharding.emit import PartitionedGraphs
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.search import cuts_of, deal
+from hocket.scheduler.sharding.search import assign_shard_ranges, describe_factors
 
 WIDTH, INNER = 6, 12
 
@@ -33,15 +33,17 @@ def chunked_plan(
 ) -> Plan:
     """Plan `graph` sharded by the inner widths of its layers, with tokens in `count` chunks from sum to sum."""
     factors = Factors(graph)
-    chosen = frozenset(f for v in graph.weights for f in factors.of(v) if f.size == INNER)
-    plain = assign(graph, factors, chosen)
-    tokens = tokens_of(plain, factors)
+    chosen = frozenset(f for v in graph.weights for f in factors.factors_of(v) if f.size == INNER)
+    plain = propagate_layouts(graph, factors, chosen)
+    tokens = find_token_factor(plain, factors)
     assert tokens is not None
-    assignment = assign(graph, factors, chosen, rows=tokens) if is_distributed else plain
-    cuts = cuts_of(graph, factors, chosen, {})
+    assignment = propagate_layouts(graph, factors, chosen, rows=tokens) if is_distributed else plain
+    cuts = describe_factors(graph, factors, chosen, {})
     own = shares or [1.0] * len(group)
-    sharded = laid_in_chunks(graph, factors, assignment, deal(graph, factors, cuts, own), tokens, count)
-    assert isinstance(sharded, Sharded)
+    sharded = partition_in_chunks(
+        graph, factors, assignment, assign_shard_ranges(graph, factors, cuts, own), tokens, count
+    )
+    assert isinstance(sharded, PartitionedGraphs)
     return Plan(
         graph, lanes_of(sharded.graphs, group), sharded.leaves, sharded.outputs, cuts, (), shares=tuple(map(float, own))
     )

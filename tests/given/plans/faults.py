@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from hocket import ops
-from hocket.backends.base import Support, find
+from hocket.backends.base import Support, find_device
 from hocket.graph import Graph, Node, PlanError, Value, input, state, weight
-from hocket.scheduler import Plan, plan_for
+from hocket.scheduler import Plan, plan_for_group
 from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.verifier.plan import plan_faults, verify_plan
+from hocket.scheduler.verifier.plan import find_plan_faults, verify_plan
 
 T, E, H, KV, D, F, C = 3, 8, 4, 2, 4, 12, 6
 SLOW = Hardware(
@@ -55,20 +55,20 @@ def decoder() -> Graph:
 @cache
 def tensor_plan() -> Plan:
     """The decoder cut over two devices: heads, columns and rows; two sums."""
-    return plan_for(decoder(), [find("cpu:0"), find("cpu:1")], split_mode="tensor", hardware=SLOW)
+    return plan_for_group(decoder(), [find_device("cpu:0"), find_device("cpu:1")], split_mode="tensor", hardware=SLOW)
 
 
 @cache
 def layer_plan() -> Plan:
     """The decoder with attention on one device and the rest on the other."""
-    return plan_for(decoder(), [find("cpu:0"), find("cpu:1")], split_mode="layer")
+    return plan_for_group(decoder(), [find_device("cpu:0"), find_device("cpu:1")], split_mode="layer")
 
 
 @cache
 def placed_plan() -> Plan:
     """Return the decoder sharded over two devices, with a gate on one device alone and a norm on the other."""
-    group, place = [find("cpu:0"), find("cpu:1")], [("^(gate|up)", "cpu:1"), ("normed3", "cpu:0")]
-    return plan_for(decoder(), group, split_mode="tensor", hardware=SLOW, place=place)
+    group, place = [find_device("cpu:0"), find_device("cpu:1")], [("^(gate|up)", "cpu:1"), ("normed3", "cpu:0")]
+    return plan_for_group(decoder(), group, split_mode="tensor", hardware=SLOW, place=place)
 
 
 @cache
@@ -80,7 +80,7 @@ def gather_plan() -> Plan:
     def columns(graph, factors):
         return frozenset(f for v in graph.weights if v.node.name == "w1" for f in factors.of(v) if f.size == 6)
 
-    return plan_for(graph, [find("cpu:0"), find("cpu:1")], choose=columns)
+    return plan_for_group(graph, [find_device("cpu:0"), find_device("cpu:1")], choose=columns)
 
 
 def experts() -> Graph:
@@ -105,7 +105,9 @@ def experts_plan(*shares: float) -> Plan:
     def choose_whole_experts(graph, factors):
         return frozenset(f for v in graph.weights for f in factors.of(v) if factors.word(f) == "experts")
 
-    return plan_for(experts(), [find("cpu:0"), find("cpu:1")], choose=choose_whole_experts, tensor_split=shares)
+    return plan_for_group(
+        experts(), [find_device("cpu:0"), find_device("cpu:1")], choose=choose_whole_experts, tensor_split=shares
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- editing
@@ -280,7 +282,7 @@ def at_offset(i, offset: int):
 def require_named(message: str, build_plan: Callable[[], Plan]) -> None:
     """Assert that the verifier refuses a faulty plan with a message that matches the pattern `message`."""
     faulty_plan = build_plan()
-    found = list(plan_faults(faulty_plan))
+    found = list(find_plan_faults(faulty_plan))
     assert any(re.search(message, one) for one in found), found
     with pytest.raises(PlanError):
         verify_plan(faulty_plan)

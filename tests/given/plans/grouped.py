@@ -7,12 +7,12 @@ import random
 import numpy as np
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.graph import DType, Graph, input, state, weight
 from hocket.ops.quantisation import encode_array
-from hocket.scheduler import Executor, Plan, Store, load, plan_for
+from hocket.scheduler import Executor, Plan, Store, load, plan_for_group
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.search import classes_of, cut_twice
+from hocket.scheduler.sharding.search import find_conflicting_leaf, group_factors
 
 from ..graphs.random_graphs import bindings, seeded_graph
 
@@ -36,14 +36,14 @@ def as_file_bytes(array, dtype: DType):
 def everything_that_fits(graph: Graph, factors: Factors, dice: random.Random):
     """A random choice of factors to cut: far more than the search would choose."""
     chosen: frozenset = frozenset()
-    for members in sorted(classes_of(graph, factors).items(), key=lambda _: dice.random()):
-        if cut_twice(graph, factors, chosen | set(members[1])) is None:
+    for members in sorted(group_factors(graph, factors).items(), key=lambda _: dice.random()):
+        if find_conflicting_leaf(graph, factors, chosen | set(members[1])) is None:
             chosen |= set(members[1])
     return chosen
 
 
 def group_of(n: int, kind: str = "reference"):
-    return [find(name) for name in devices(n, kind)]
+    return [find_device(name) for name in devices(n, kind)]
 
 
 def weights_of(graph: Graph, values):
@@ -61,12 +61,12 @@ def random_plan(seed: int, mode: str):
     graph, dice = seeded_graph(seed), random.Random(seed)
     n = dice.choice([2, 3, 4])
     shares = [dice.choice([0, 1, 1, 2]) for _ in range(n - 1)] + [1]
-    group = [find(name) for name in devices(n, "reference")]
+    group = [find_device(name) for name in devices(n, "reference")]
     if mode == "layer":
-        plan = plan_for(graph, group, split_mode="layer", tensor_split=shares)
+        plan = plan_for_group(graph, group, split_mode="layer", tensor_split=shares)
     else:
-        plan = plan_for(graph, group, tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
-    return plan, plan_for(graph, group[:1]), bindings(graph, np.random.default_rng(seed))
+        plan = plan_for_group(graph, group, tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
+    return plan, plan_for_group(graph, group[:1]), bindings(graph, np.random.default_rng(seed))
 
 
 def make_binder(graph: Graph, values, leaves):
@@ -90,15 +90,15 @@ def equal_to_one(graph, group, seed, *, mode, place=(), reference=None, toleranc
     dice, options = random.Random(seed), {"place": place, "split_mode": mode}
     if mode == "cut":
         options = {"place": place, "choose": lambda g, f: everything_that_fits(g, f, dice)}
-    many = plan_for(graph, group, **options)
-    one = plan_for(graph, reference or group_of(1))
+    many = plan_for_group(graph, group, **options)
+    one = plan_for_group(graph, reference or group_of(1))
     values, results = bindings(graph, np.random.default_rng(seed)), []
     for each_plan in (one, many):
         run = load(each_plan, weights_of(graph, values))
         for v in graph.states:
             run.store.state(v.node.name)[...] = values[v.node.name]
         feed = {v.node.name: values[v.node.name] for v in graph.inputs}
-        later = plan_for(graph, each_plan.group, like=each_plan, place=place if each_plan is many else ())
+        later = plan_for_group(graph, each_plan.group, like=each_plan, place=place if each_plan is many else ())
         outputs = [run.run(feed), Executor(later, run.store).run(feed)]
         results.append([*outputs, {name: np.array(run.store.state(name)) for name in run.store.states}])
     for want, got in zip(*results, strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hocket.scheduler import Plan, Store
-from hocket.scheduler.running.store import assembled
+from hocket.scheduler.running.store import assemble_value
 
 Wish = tuple[str, int, tuple[Any, ...]]
 
@@ -124,7 +124,7 @@ class InterleavedPlan:
             for device_plan, buffers in zip(self.plan.lanes, self.buffers, strict=True)
         ]
         return {
-            name: assembled(
+            name: assemble_value(
                 v.shape,
                 self.plan.outputs[name],
                 {device: own[name] for device, own in enumerate(views) if name in own},

@@ -23,7 +23,7 @@ from hocket.graph import DType, Graph, Node, Spec, Value, input
 from hocket.scheduler import Plan
 from hocket.scheduler.layout import PARTIAL, REPLICATE, Local, Partial, Replicate, Shard
 from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.plan import Placed
+from hocket.scheduler.plan import PinnedNodes
 
 Path = tuple[tuple[str, Any], ...]
 """How to get from a plan to something in it: ``("field", name)``, ``("item", place)``, ``("key", key)``."""
@@ -35,7 +35,7 @@ FOREIGN_RECORDS: Mapping[str, Any] = {
     "Spec": Spec((2, 2), DType.F32),
     "Hardware": Hardware(flops=-1.0),
     "BufferSpec": BufferSpec("state", "stranger", 64, Spec((16,), DType.F32), Spec((16,), DType.F32)),
-    "Placed": Placed(0, "", ("stranger",)),
+    "Placed": PinnedNodes(0, "", ("stranger",)),
     "Instruction": Instruction("cont", (), (), {}, None, "stranger"),
     "Device": Device("stranger", 0),
     "Program": Program((), (), {}, {}),

@@ -137,7 +137,7 @@ def _executor(plan: Plan, truth: Truth) -> Executor:
 
 
 def _poison(run: Executor) -> None:
-    for device_plan, buffers in zip(run.plan.lanes, run._bound._buffers.values(), strict=True):
+    for device_plan, buffers in zip(run.plan.lanes, run._bound_plan._buffers.values(), strict=True):
         for spec, buffer in zip(device_plan.program.buffers, buffers, strict=True):
             if spec.kind == "arena":
                 buffer[...] = NAN
@@ -146,7 +146,7 @@ def _poison(run: Executor) -> None:
 def _copy_states(run: Executor) -> list[bytes]:
     """The states as each device holds them, bit by bit."""
     parts = [part for name in run.store.states for part in run.store.state(name).parts.values()]
-    return [b"" if part is None else part.array.tobytes() for part in parts]
+    return [b"" if part is None else part.memory_view.tobytes() for part in parts]
 
 
 def _differ(got: Any, expected: Any) -> str | None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.graph import Graph, HocketError
-from hocket.scheduler import Executor, Plan, load, plan_for
+from hocket.scheduler import Executor, Plan, load, plan_for_group
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.search import classes_of, cut_twice
+from hocket.scheduler.sharding.search import find_conflicting_leaf, group_factors
 
 from ..graphs.random_graphs import bindings
 from .grouped import as_file_bytes
@@ -41,7 +41,9 @@ def results(plan: Plan, values: Mapping[str, np.ndarray]) -> list[Mapping[str, n
         run.store.state(v.node.name)[...] = values[v.node.name]
     feed = {v.node.name: values[v.node.name] for v in graph.inputs}
     first = {k: np.array(v) for k, v in run.run(feed).items()}
-    second = {k: np.array(v) for k, v in Executor(plan_for(graph, plan.group, like=plan), run.store).run(feed).items()}
+    second = {
+        k: np.array(v) for k, v in Executor(plan_for_group(graph, plan.group, like=plan), run.store).run(feed).items()
+    }
     return [first, second, {name: np.array(run.store.state(name)) for name in run.store.states}]
 
 
@@ -73,8 +75,8 @@ def compare_results(got: list[Mapping[str, np.ndarray]], want: list[Mapping[str,
 def some_that_fit(graph: Graph, factors: Factors, dice: random.Random) -> frozenset[Factor]:
     """A random choice of factors to cut: all that fit together, or a few of them."""
     chosen, part = frozenset[Factor](), dice.choice((1.0, 0.5, 0.2))
-    for members in sorted(classes_of(graph, factors).values(), key=lambda _: dice.random()):
-        if dice.random() < part and cut_twice(graph, factors, chosen | set(members)) is None:
+    for members in sorted(group_factors(graph, factors).values(), key=lambda _: dice.random()):
+        if dice.random() < part and find_conflicting_leaf(graph, factors, chosen | set(members)) is None:
             chosen |= set(members)
     return chosen
 
@@ -105,10 +107,10 @@ def options(graph: Graph, dice: random.Random) -> Iterator[tuple[str, int, dict[
 def try_all_modes(graph: Graph, seed: int) -> Iterator[tuple[str, str]]:
     """Yield each mode to plan `graph`, with its error; the error is empty if the plan is right."""
     dice, values = random.Random(seed), values_of(graph, seed)
-    want = results(plan_for(graph, [find("reference:0")]), values)
+    want = results(plan_for_group(graph, [find_device("reference:0")]), values)
     for name, n, options_of_plan in options(graph, dice):
         try:
-            new_plan = plan_for(graph, [find(f"reference:{d}") for d in range(n)], **options_of_plan)
+            new_plan = plan_for_group(graph, [find_device(f"reference:{d}") for d in range(n)], **options_of_plan)
             yield name, compare_results(results(new_plan, values), want)
         except HocketError as why:
             fault = str(why)

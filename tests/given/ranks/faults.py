@@ -58,7 +58,7 @@ def be_patient(fault: str) -> None:
     launcher.START_TIMEOUT_SECONDS = launcher.FAILED_RANK_LINGER_SECONDS = world.FAILED_RANK_LINGER_SECONDS = (
         rank_command.SILENCE_TIMEOUT_SECONDS
     ) = HOUR
-    bound.PATIENCE = SOON if fault in LATE else HOUR
+    bound.MAX_RANK_WAIT_SECONDS = SOON if fault in LATE else HOUR
     if fault == "none":  # nothing hangs: the slower rank of a busy machine ends by itself
         world.SHUTDOWN_GRACE_SECONDS = HOUR
     listen, take = world.World._read_heartbeat, world.World.receive_packet

@@ -54,7 +54,7 @@ def be_patient(moment: str, fault: str) -> None:
         take_patiently,
         why_absent,
     )
-    bound.PATIENCE = HOUR
+    bound.MAX_RANK_WAIT_SECONDS = HOUR
 
 
 def main(moment: str, fault: str) -> None:
@@ -86,7 +86,7 @@ def main(moment: str, fault: str) -> None:
     inputs = {"x": np.ones((2, 6), np.float32)}
     run.run(inputs)
     if goes_wrong and moment == "during a run":
-        run._devices.work = lambda works: FAULTS[fault]()
+        run._device_threads.run_devices = lambda works: FAULTS[fault]()
     at("between runs")
     if moment != "after":
         for _ in range(3):

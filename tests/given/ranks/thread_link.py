@@ -57,5 +57,5 @@ def in_threads(size, run, *, hosts=1):
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:
         patch.setattr(ranks_world, "SILENCE_TIMEOUT_SECONDS", WAIT_SECONDS)
-        patch.setattr(bound, "PATIENCE", WAIT_SECONDS)
+        patch.setattr(bound, "MAX_RANK_WAIT_SECONDS", WAIT_SECONDS)
         return [one.result() for one in [threads.submit(one, rank) for rank in range(size)]]

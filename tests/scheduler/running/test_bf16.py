@@ -12,7 +12,7 @@ from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph import DType, Graph, input, state, weight
 from hocket.ops import REGISTRY
 from hocket.ops.quantisation import bf16_to_f32, decode_array, encode_array, f32_to_bf16
-from hocket.scheduler import load, plan_for
+from hocket.scheduler import load, plan_for_group
 
 from ...given.arrays import assert_elements_close
 
@@ -53,7 +53,7 @@ def test_bf16_is_bound_and_read_as_numbers_or_as_bits(make_backend, bits):
     rng = np.random.default_rng(0)
     x, w, old = (bf16_to_f32(f32_to_bf16(rng.standard_normal(s))) for s in ((2, 4), (3, 4), (5, 4)))
     give = f32_to_bf16 if bits else np.asarray
-    run = load(plan_for(graph(), [(backend, backend.device(0))]), {"w": give(w)})
+    run = load(plan_for_group(graph(), [(backend, backend.device(0))]), {"w": give(w)})
     run.store.state("cache")[...] = give(old)
     np.testing.assert_array_equal(np.asarray(run.store.state("cache")), old)
     out = run.run({"x": give(x), "ids": [3, 1]})
@@ -69,11 +69,11 @@ def test_bf16_is_bound_and_read_as_numbers_or_as_bits(make_backend, bits):
 
 def test_memory_of_bf16_holds_the_bits_of_its_numbers():
     backend = NarrowBackend()
-    run = load(plan_for(graph(), [(backend, backend.device(0))]), {"w": np.full((3, 4), -2.5)})
+    run = load(plan_for_group(graph(), [(backend, backend.device(0))]), {"w": np.full((3, 4), -2.5)})
     run.run({"x": np.full((2, 4), 1.5), "ids": [0, 4]})
     (part,) = run.store.state("cache").parts.values()
     assert part.dtype is DType.BF16
-    np.testing.assert_array_equal(part.array[[0, 4]], f32_to_bf16(np.full((2, 4), 1.5, np.float32)))
+    np.testing.assert_array_equal(part.memory_view[[0, 4]], f32_to_bf16(np.full((2, 4), 1.5, np.float32)))
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS, ids=lambda b: b.__name__)
@@ -86,7 +86,7 @@ def test_a_sharded_state_of_bf16_is_assigned_and_read_whole(make_backend):
     def columns(graph, factors):
         return frozenset(f for v in graph.states for f in factors.of(v) if f.size == 6)
 
-    sharded_plan = plan_for(built, group, choose=columns)
+    sharded_plan = plan_for_group(built, group, choose=columns)
     assert sharded_plan.cuts
     run = load(sharded_plan, {})
     values = np.arange(24.0).reshape(4, 6)

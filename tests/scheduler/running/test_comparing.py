@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.graph import Graph, PlanError, input, weight
-from hocket.scheduler import Executor, Judge, Statistics, load, matching, observed, plan_for, taken
+from hocket.scheduler import Executor, Judge, Statistics, load, matching, observed, plan_for_group, taken
 from hocket.scheduler.probing.observing import values_of
 
 from ...given.graphs.random_graphs import bindings
@@ -22,7 +22,7 @@ from ...given.plans.grouped import weights_of
 GRAPH = decoder()
 VALUES = bindings(GRAPH, np.random.default_rng(0))
 FEED = {"x": VALUES["x"], "ids": np.arange(3)}
-REFERENCE = find("reference:0")
+REFERENCE = find_device("reference:0")
 COMPUTED = {name: value for name, value in values_of(GRAPH).items() if not ops.op_of(value.node).is_view}
 
 
@@ -45,7 +45,7 @@ class Spoiled(NumpyBackend):
 
 def differences(backend, devices, mode):
     group = [(backend, backend.device(i)) for i in range(devices)]
-    plan = plan_for(GRAPH, group, split_mode=mode, hardware=SLOW)
+    plan = plan_for_group(GRAPH, group, split_mode=mode, hardware=SLOW)
     return list(
         Judge(plan, load(plan, weights_of(GRAPH, VALUES)).store, weights_of(GRAPH, VALUES), REFERENCE).run(FEED)
     )
@@ -80,9 +80,9 @@ def test_a_kernel_that_is_wrong_only_without_observers_is_found_too():
 @pytest.mark.parametrize(("devices", "mode"), [(3, "tensor"), (3, "layer")])
 def test_statistics_on_three_devices_are_those_on_one(devices, mode):
     def statistics(n, split):
-        group = [find(f"numpy:{i}") for i in range(n)]
-        like = plan_for(GRAPH, group, split_mode=split, hardware=SLOW)
-        plan = plan_for(observed(GRAPH, matching(GRAPH, ".")), group, like=like)
+        group = [find_device(f"numpy:{i}") for i in range(n)]
+        like = plan_for_group(GRAPH, group, split_mode=split, hardware=SLOW)
+        plan = plan_for_group(observed(GRAPH, matching(GRAPH, ".")), group, like=like)
         outputs = Executor(plan, load(like, weights_of(GRAPH, VALUES)).store).run(FEED)
         return {name: Statistics.of(array) for name, array in taken(outputs).items()}
 
@@ -118,6 +118,6 @@ def test_infinities_and_integers_have_to_be_the_same():
     x = input("x", (1, 4))
     graph = Graph({"order": ops.argsort(ops.add(x, weight("w", (4,)), name="sum"), name="order")})
     weights = {"w": np.array([0, np.inf, -np.inf, np.nan], np.float32)}
-    plan = plan_for(graph, [find("numpy:0")])
+    plan = plan_for_group(graph, [find_device("numpy:0")])
     run = Judge(plan, load(plan, weights).store, weights, REFERENCE)
     assert [d.error for d in run.run({"x": np.ones((1, 4))})] == [0, 0, 0]

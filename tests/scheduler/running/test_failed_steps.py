@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.conformance.cases.inputs import as_reference_array, generate_operands
 from hocket.conformance.generate_cases import quick_cases
@@ -21,7 +21,7 @@ from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import load_model
 from hocket.graph import BackendError, Graph, StepError, input, state, weight
 from hocket.ops import REGISTRY
-from hocket.scheduler import Executor, Store, load, plan, plan_for
+from hocket.scheduler import Executor, Store, load, plan, plan_for_group
 
 from ...given.devices.faulty import (
     FaultyCpu,
@@ -58,7 +58,7 @@ def test_wherever_a_random_graph_fails_its_states_are_those_before_the_step(seed
     n = dice.choice([1, 2, 3])
     group = [(backend, backend.device(i)) for i in range(n)]
     choose_sharding = None if n == 1 else lambda g, f: everything_that_fits(g, f, dice)
-    plan = plan_for(graph, group, choose=choose_sharding)
+    plan = plan_for_group(graph, group, choose=choose_sharding)
     values = bindings(graph, np.random.default_rng(seed))
     store = load(plan, weights_of(graph, values)).store
     feed = {v.node.name: values[v.node.name] for v in graph.inputs}
@@ -115,7 +115,7 @@ def test_a_state_that_numbers_rows_of_another_and_changes_is_put_back_before_it(
     graph = Graph({"y": ops.neg(new)}, {cache: new, at: input("next", (1,), "i32")})
     backend = FaultyReference()
     group = [(backend, backend.device(0))]
-    new_plan = plan_for(graph, group)
+    new_plan = plan_for_group(graph, group)
     feed = {"row": np.ones((1, 4)), "next": [7]}
     run = make_faulty_run(backend, new_plan, Store(group), feed, np.random.default_rng(0))
     run.states["at"] = np.array([2])
@@ -192,8 +192,8 @@ def stalling(what, patience: float) -> FaultyRun:
 
 
 def test_a_device_that_does_not_arrive_is_named_with_the_collective_and_the_step_is_taken_back():
-    bench = stalling(lambda: wait_until(lambda: bench.run._devices.place.failure), patience=0.2)
-    bench.run._devices.timeout = WAIT_SECONDS  # in which the device that came too late has to stop
+    bench = stalling(lambda: wait_until(lambda: bench.run._device_threads.rendezvous.failure), patience=0.2)
+    bench.run._device_threads.timeout = WAIT_SECONDS  # in which the device that came too late has to stop
     before = bench.copy_states()
     why = r"on cpu:0: collective 0 on device 0 of 2: device 1 did not arrive within 0\.2 s$"
     with pytest.raises(StepError, match=why):
@@ -233,24 +233,24 @@ def test_an_interrupt_takes_the_step_back_too():
 def test_an_interrupt_in_compiled_code_comes_when_the_step_is_done(devices):
     model = load_model(open_gguf(path_of("qwen35")))
     tokens = tokens_of("qwen35")
-    group = sessions.Group(devices, "tensor", threads=2)
+    group = sessions.DeviceGroup(devices, "tensor", threads=2)
     whole, interrupted = (sessions.Session(model, on=group) for _ in range(2))
     expected = [whole.evaluate([tokens[:4]]), whole.evaluate([tokens[4:8]])][1]
-    executor = interrupted.executor(interrupted.step(4, 4))
-    giving = executor._giving[0]
-    executor._giving[0] = lambda: (signal.raise_signal(signal.SIGINT), giving())[1]
+    executor = interrupted.executor(interrupted.make_step(4, 4))
+    giving = executor._output_runners[0]
+    executor._output_runners[0] = lambda: (signal.raise_signal(signal.SIGINT), giving())[1]
     with pytest.raises(KeyboardInterrupt):
         interrupted.evaluate([tokens[:4]])
     assert interrupted.lengths == [4]
-    executor._giving[0] = giving
+    executor._output_runners[0] = giving
     assert interrupted.evaluate([tokens[4:8]])[0].tobytes() == expected[0].tobytes()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_second_interrupt_stops_compiled_code_whose_states_are_then_lost():
     model = load_model(open_gguf(path_of("qwen35")))
-    whole, session = (sessions.Session(model, on=sessions.Group(threads=2)) for _ in range(2))
-    (replay,) = session.executor(session.step(4, 4))._replays.values()
+    whole, session = (sessions.Session(model, on=sessions.DeviceGroup(threads=2)) for _ in range(2))
+    (replay,) = session.executor(session.make_step(4, 4))._program_runners.values()
     thread_pool, run = replay.crew, replay.crew.run
 
     def twice(order: int) -> int:
@@ -280,7 +280,7 @@ def test_a_backend_that_does_not_say_how_far_it_came_has_lost_its_states():
     cache = state("cache", (3,))
     backend = Silent()
     group = [(backend, backend.device(0))]
-    bench = plan_for(Graph({"y": ops.neg(cache)}, {cache: ops.neg(cache)}), group)
+    bench = plan_for_group(Graph({"y": ops.neg(cache)}, {cache: ops.neg(cache)}), group)
     with pytest.raises(BackendError, match="no power; and states of numpy:0 are lost: it does not say how far it came"):
         Executor(bench, Store(group)).run({})
 
@@ -304,7 +304,7 @@ def test_the_devices_compute_as_before_when_all_is_over():
 def faulty(monkeypatch):
     """Sessions of this test run on a faulty CPU backend."""
     backend = FaultyCpu()
-    monkeypatch.setattr(devices_of, "find", lambda name: (backend, find(name)[1]))
+    monkeypatch.setattr(devices_of, "find_device", lambda name: (backend, find_device(name)[1]))
     return backend
 
 
@@ -314,13 +314,13 @@ def faulty(monkeypatch):
 def test_a_session_goes_on_after_a_step_that_failed(name, devices, faulty):
     model = load_model(open_gguf(path_of(name)))
     tokens = tokens_of(name)
-    group = sessions.Group(devices, "tensor")
+    group = sessions.DeviceGroup(devices, "tensor")
     whole, broken = (sessions.Session(model, on=group) for _ in range(2))
     for start, stop in ((0, 9), (9, 10), (10, 13)):
         part = [tokens[start:stop]]
         expected = whole.evaluate(part, every_position=True)[0]
         for number in (3, 20, 45):
-            faulty.plan_fault(find(devices[-1])[1], number, late=True)
+            faulty.plan_fault(find_device(devices[-1])[1], number, late=True)
             with pytest.raises(StepError, match=devices[-1]):
                 broken.evaluate(part, every_position=True)
             assert broken.lengths == [start]
@@ -333,13 +333,13 @@ def test_a_prefill_that_fails_in_its_second_batch_keeps_the_first(faulty, monkey
     tokens = tokens_of("qwen35")
     whole, broken = (sessions.Session(model, batch=8) for _ in range(2))
     expected = whole.evaluate([tokens[:16]], every_position=True)[0]
-    step = broken.step(8, 8, 8)
+    step = broken.make_step(8, 8, 8)
     run, runs = broken.executor(step).run, []
 
     def second_fails(inputs):
         runs.append(1)
         if len(runs) == 2:
-            faulty.plan_fault(find("cpu:0")[1], 30, late=True)
+            faulty.plan_fault(find_device("cpu:0")[1], 30, late=True)
         return run(inputs)
 
     monkeypatch.setattr(broken.executor(step), "run", second_fails)
@@ -352,7 +352,7 @@ def test_a_prefill_that_fails_in_its_second_batch_keeps_the_first(faulty, monkey
 def test_an_undo_runs_what_was_saved_and_nothing_else():
     bench = make_faulty_model_run("qwen35", 1, "none", 1)
     program = bench.run.plan.lanes[0].program
-    assert program.undoing(0) == replace(program, instructions=(), undo=())
+    assert program.build_undo_program(0) == replace(program, instructions=(), undo=())
     first, second = program.undo[:2]
-    assert program.undoing(second[0]).instructions == (first[1],)
-    assert program.undoing(second[0] + 1).instructions == (second[1], first[1])
+    assert program.build_undo_program(second[0]).instructions == (first[1],)
+    assert program.build_undo_program(second[0] + 1).instructions == (second[1], first[1])

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import Device, find
+from hocket.backends.base import Device, find_device
 from hocket.backends.null.backend import NullBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import load_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import DType, Graph, Spec, input, weight
-from hocket.scheduler import load, plan, plan_for
+from hocket.scheduler import load, plan, plan_for_group
 
 from ...given.graphs.random_graphs import seeded_graph
 from ...given.models.goldens import FLOAT_CACHES, nmse, path_of, tokens_of
@@ -45,8 +45,8 @@ MIXED = ("cpu:0", "reference:0", "cpu:1")
 def test_a_model_on_mixed_backends_gives_the_logits_of_one_device(name, mode):
     model = load_model(open_gguf(path_of(name)))
     tokens = tokens_of(name)
-    one = Session(model, on=Group(("reference:0",), **FLOAT_CACHES)).evaluate([tokens], every_position=True)[0]
-    many = Session(model, on=Group(MIXED, mode, **FLOAT_CACHES))
+    one = Session(model, on=DeviceGroup(("reference:0",), **FLOAT_CACHES)).evaluate([tokens], every_position=True)[0]
+    many = Session(model, on=DeviceGroup(MIXED, mode, **FLOAT_CACHES))
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
     assert nmse(stepped, one) <= 1e-10
@@ -73,7 +73,7 @@ def test_a_tie_for_one_backend_is_no_tie_for_another_and_the_group_still_agrees(
     rows = ops.get_rows(weight("table", (2, 8)), ids)
     graph = Graph({"y": ops.mul_mat(weight("out", (8, 8)), rows)})
     data = {"w": [[1, 0], [1, 1e-3]], "table": [[1] * 8, [2] * 8], "out": np.eye(8)}
-    plan = plan_for(graph, [find(n) for n in ("cpu:0", "reference:0")], split_mode="tensor", hardware=SLOW)
+    plan = plan_for_group(graph, [find_device(n) for n in ("cpu:0", "reference:0")], split_mode="tensor", hardware=SLOW)
     out = load(plan, data).run({"x": [[1, 1e-6]]})["y"]
     assert len(np.unique(out)) == 1
 
@@ -81,7 +81,7 @@ def test_a_tie_for_one_backend_is_no_tie_for_another_and_the_group_still_agrees(
 @pytest.mark.parametrize("seed", range(6000, 6030))
 def test_a_random_graph_on_mixed_backends_equals_one_device(seed):
     graph, dice = seeded_graph(seed), random.Random(seed)
-    group = [find("reference:0"), (Narrow(), Device("narrow", 0)), find("reference:1")]
+    group = [find_device("reference:0"), (Narrow(), Device("narrow", 0)), find_device("reference:1")]
     mode = dice.choice(["layer", "tensor", "cut"])
     plan = equal_to_one(graph, group, seed, mode=mode, tolerance=1e-2 if _rounds(graph) else 1e-5)
     assert len({type(device_plan.backend) for device_plan in plan.lanes}) == 2
@@ -95,7 +95,7 @@ def _rounds(graph):
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_real_and_null_devices_are_planned_together(mode):
     null = NullBackend()
-    plan = plan_for(decoder(), [find("cpu:0"), (null, null.device(0))], split_mode=mode)
+    plan = plan_for_group(decoder(), [find_device("cpu:0"), (null, null.device(0))], split_mode=mode)
     assert {device_plan.backend.name for device_plan in plan.lanes} == {"cpu", "null"}
 
 

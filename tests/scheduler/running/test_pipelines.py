@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.backends.null.backend import NullBackend
 from hocket.distributed import thread_group
 from hocket.distributed.thread_group import MAX_PENDING_MESSAGES, ThreadGroup
 from hocket.graph import BackendError, Graph, PlanError, StepError, input, state, weight
-from hocket.scheduler import Executor, Pipeline, Store, even_shares, in_turn, plan_for
+from hocket.scheduler import Executor, PipelinedPlan, Store, compute_balanced_proportions, plan_for_group, run_pipelined
 from hocket.scheduler.machines.hardware import Hardware
 
 from ...given.devices.faulty import FaultyReference
@@ -31,7 +31,7 @@ def test_pipelined_runs_give_the_results_of_single_runs(devices, group_size):
     alone, theirs = make_store(plan), make_store(plan)
     executor = Executor(plan, alone, timeout=WAIT_SECONDS)
     expected = [executor.run(feed) for feed in feeds()]
-    results = follow(Pipeline(plan, theirs, timeout=WAIT_SECONDS), feeds())
+    results = follow(PipelinedPlan(plan, theirs, timeout=WAIT_SECONDS), feeds())
     assert [one.keys() for one in results] == [{"y"}] * RUNS
     assert all(same(one, two) for one, two in zip(expected, results, strict=True))
     assert same(copy_states(alone), copy_states(theirs))
@@ -40,18 +40,18 @@ def test_pipelined_runs_give_the_results_of_single_runs(devices, group_size):
 @GROUP_SIZES
 def test_runs_of_several_plans_follow_each_other_over_the_same_states(group_size):
     plan, backend = chain(2, group_size=group_size)
-    other = plan_for(plan.graph, plan.group, like=plan)
+    other = plan_for_group(plan.graph, plan.group, like=plan)
     alone, theirs = make_store(plan), make_store(plan)
     executor = Executor(plan, alone, timeout=WAIT_SECONDS)
     expected = [executor.run(feed) for feed in feeds()]
-    pipelines = [Pipeline(one, theirs, timeout=WAIT_SECONDS) for one in (plan, other)]
+    pipelines = [PipelinedPlan(one, theirs, timeout=WAIT_SECONDS) for one in (plan, other)]
     runs = [(pipelines[run > 1], feed) for run, feed in enumerate(feeds())]
     before = copy_states(theirs)
     plant_fault(backend, plan.lanes[1].device, 4, 3)
     with pytest.raises(StepError, match="PlantedError"):
-        in_turn(runs)
+        run_pipelined(runs)
     assert same(copy_states(theirs), before)
-    assert all(same(one, two) for one, two in zip(expected, in_turn(runs), strict=True))
+    assert all(same(one, two) for one, two in zip(expected, run_pipelined(runs), strict=True))
     assert same(copy_states(alone), copy_states(theirs))
 
 
@@ -65,7 +65,7 @@ def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, group_size, monke
     plan, _ = chain(3, group_size=group_size)
     executor = Executor(plan, make_store(plan), timeout=WAIT_SECONDS)
     expected = [executor.run(feed) for feed in feeds()]
-    pipeline, calls = Pipeline(plan, make_store(plan), timeout=WAIT_SECONDS), [0] * (3 * group_size)
+    pipeline, calls = PipelinedPlan(plan, make_store(plan), timeout=WAIT_SECONDS), [0] * (3 * group_size)
     last = slow * group_size + group_size - 1
     stages = [number // group_size for number in range(3 * group_size)]
     ahead = [min(RUNS, 1 + depth + 1) if stage < slow else 2 if stage == slow else 1 for stage in stages]
@@ -79,8 +79,8 @@ def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, group_size, monke
 
         return run
 
-    for number, device_plan in pipeline._lanes.items():
-        device_plan.replay = delay_replay(number, device_plan.replay)
+    for number, device_plan in pipeline._device_stages.items():
+        device_plan.run_program = delay_replay(number, device_plan.run_program)
     results = follow(pipeline, feeds())
     assert all(same(one, two) for one, two in zip(expected, results, strict=True))
 
@@ -90,7 +90,7 @@ def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, group_size, monke
 def test_wherever_a_run_fails_states_are_those_before_the_first(run, group_size):
     plan, backend = chain(2, group_size=group_size)
     store, rng = make_store(plan), np.random.default_rng(2)
-    pipeline = Pipeline(plan, store, timeout=WAIT_SECONDS)
+    pipeline = PipelinedPlan(plan, store, timeout=WAIT_SECONDS)
     for name in store.states:
         if not name.startswith("at"):
             store.state(name)[...] = rng.standard_normal(store.state(name).shape)
@@ -114,23 +114,23 @@ def test_a_state_of_which_one_plan_writes_rows_and_another_all_is_taken_back():
     out, more = {"y": ops.add(total, total, name="y")}, {total: ops.scale(total, scale=2.0, name="doubled")}
     rows, whole = ops.set_rows(table, x, at, name="written"), ops.scale(table, scale=3.0, name="written")
     place = [("table", "reference:0"), ("total", "reference:1")]
-    first = plan_for(Graph(out, {table: rows, **more}), group, split_mode="layer", place=place)
-    other = plan_for(Graph(out, {table: whole, **more}), group, like=first)
+    first = plan_for_group(Graph(out, {table: rows, **more}), group, split_mode="layer", place=place)
+    other = plan_for_group(Graph(out, {table: whole, **more}), group, like=first)
     store = Store(group)
-    setting, scaling = (Pipeline(plan, store, timeout=WAIT_SECONDS) for plan in (first, other))
+    setting, scaling = (PipelinedPlan(plan, store, timeout=WAIT_SECONDS) for plan in (first, other))
     for name in store.states:
         store.state(name)[...] = 1 + np.arange(store.state(name).shape[0])[:, None]
     before, feed = copy_states(store), {"x": np.ones((2, WIDTH)), "at": [0, 1]}
     plant_fault(backend, group[0][1], 1, 2)
     with pytest.raises(StepError, match="PlantedError"):
-        in_turn([(setting, feed), (scaling, {}), (setting, feed)])
+        run_pipelined([(setting, feed), (scaling, {}), (setting, feed)])
     assert same(copy_states(store), before)
 
 
 def test_unrestored_states_are_not_saved_from_run_to_run_and_all_others_are_restored():
     plan, backend = chain(2)
     store, staying = make_store(plan), {"cache.0", "cache.1"}
-    pipeline, other = (Pipeline(plan, store, timeout=WAIT_SECONDS, staying=names) for names in (staying, ()))
+    pipeline, other = (PipelinedPlan(plan, store, timeout=WAIT_SECONDS, staying=names) for names in (staying, ()))
     before = copy_states(store)
     plant_fault(backend, plan.lanes[1].device, 4, RUNS - 1)
     with pytest.raises(StepError, match="PlantedError"):
@@ -138,8 +138,8 @@ def test_unrestored_states_are_not_saved_from_run_to_run_and_all_others_are_rest
     after = copy_states(store)
     assert {name for name in before if not np.array_equal(before[name], after[name])} == staying
     fewer, all_ = (
-        sum(map(len, device_plan.journal.kept(frozenset()).values()))
-        for device_plan in (pipeline._lanes[0], other._lanes[0])
+        sum(map(len, device_plan.undo_log.kept(frozenset()).values()))
+        for device_plan in (pipeline._device_stages[0], other._device_stages[0])
     )
     assert fewer == all_ - 2 * ROWS, "rows of the cache, and their numbers"
 
@@ -147,8 +147,8 @@ def test_unrestored_states_are_not_saved_from_run_to_run_and_all_others_are_rest
 def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
     plan, backend = chain(2)
     store = make_store(plan)
-    pipeline = Pipeline(plan, store, timeout=WAIT_SECONDS)
-    device_plan, replay, runs = pipeline._lanes[0], pipeline._lanes[0].replay, []
+    pipeline = PipelinedPlan(plan, store, timeout=WAIT_SECONDS)
+    device_plan, replay, runs = pipeline._device_stages[0], pipeline._device_stages[0].run_program, []
 
     def loses_power() -> None:
         runs.append(0)
@@ -156,7 +156,7 @@ def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
             raise OSError("no power")
         replay()
 
-    device_plan.replay = loses_power
+    device_plan.run_program = loses_power
     with pytest.raises(BackendError, match=r"no power; and states of \S+ are lost: it does not say how far it came"):
         follow(pipeline, feeds())
     for name in store.states:
@@ -191,13 +191,13 @@ def interrupt() -> None:
 def test_an_interrupt_stops_all_devices_and_takes_all_runs_back():
     plan, backend = chain(2)
     store = make_store(plan)
-    pipeline, before = Pipeline(plan, store, timeout=WAIT_SECONDS), copy_states(store)
+    pipeline, before = PipelinedPlan(plan, store, timeout=WAIT_SECONDS), copy_states(store)
     first = plan.lanes[0]
     plant_fault(backend, first.device, 2, 2, interrupt)
     begun = []
-    device_plan = pipeline._lanes[0]
-    replay = device_plan.replay
-    device_plan.replay = lambda: (begun.append(0), replay())
+    device_plan = pipeline._device_stages[0]
+    replay = device_plan.run_program
+    device_plan.run_program = lambda: (begun.append(0), replay())
     with pytest.raises(KeyboardInterrupt):
         follow(pipeline, feeds())
     assert len(begun) == 3, "the run that was interrupted is the last"
@@ -210,9 +210,9 @@ def test_an_interrupt_with_a_handler_of_the_user_waits_for_the_end():
     heard = []
     before = signal.signal(signal.SIGINT, lambda *_: heard.append(len(begun)))
     try:
-        pipeline, begun = Pipeline(plan, make_store(plan), timeout=WAIT_SECONDS), []
-        replay = pipeline._lanes[0].replay
-        pipeline._lanes[0].replay = lambda: (begun.append(0), replay())
+        pipeline, begun = PipelinedPlan(plan, make_store(plan), timeout=WAIT_SECONDS), []
+        replay = pipeline._device_stages[0].run_program
+        pipeline._device_stages[0].run_program = lambda: (begun.append(0), replay())
         plant_fault(backend, plan.lanes[0].device, 2, 2, interrupt)
         assert len(follow(pipeline, feeds())) == RUNS
     finally:
@@ -223,7 +223,7 @@ def test_an_interrupt_with_a_handler_of_the_user_waits_for_the_end():
 def test_a_failure_before_the_first_run_changes_nothing():
     plan, _ = chain(2)
     store = make_store(plan)
-    pipeline, before = Pipeline(plan, store, timeout=WAIT_SECONDS), copy_states(store)
+    pipeline, before = PipelinedPlan(plan, store, timeout=WAIT_SECONDS), copy_states(store)
     wrong = feeds()
     wrong[-1] = {**wrong[-1], "x": np.ones((ROWS, 1))}
     with pytest.raises(PlanError, match="input %x"):
@@ -293,8 +293,8 @@ def test_on_a_virtual_clock_four_devices_are_all_busy():
         x = input("x", (64, 512))
         for stage in range(8):
             x = ops.mul_mat(weight(f"w.{stage}", (512, 512)), x, name=f"y.{stage}")
-        plan = plan_for(Graph({"y": x}), group, split_mode="layer")
-        follow(Pipeline(plan, make_store(plan), timeout=WAIT_SECONDS), [{"x": np.zeros((64, 512))}] * 32)
+        plan = plan_for_group(Graph({"y": x}), group, split_mode="layer")
+        follow(PipelinedPlan(plan, make_store(plan), timeout=WAIT_SECONDS), [{"x": np.zeros((64, 512))}] * 32)
         return max(track[-1].end for track in backend.tracks.values())
 
     one, four = seconds(1), seconds(4)
@@ -306,11 +306,11 @@ def test_layers_are_distributed_by_time_where_bytes_would_mislead():
     x = ops.get_rows(weight("table", (4096, 64)), input("ids", (64,), "i32"), name="rows")
     for number in range(4):
         x = ops.mul_mat(weight(f"w.{number}", (64, 64)), x, name=f"y.{number}")
-    graph, group = Graph({"y": x}), [find(f"reference:{d}") for d in range(2)]
+    graph, group = Graph({"y": x}), [find_device(f"reference:{d}") for d in range(2)]
 
     def first(**shares):
-        program = plan_for(graph, group, split_mode="layer", **shares).lanes[0].program
+        program = plan_for_group(graph, group, split_mode="layer", **shares).lanes[0].program
         return [i.node for i in program.instructions if i.op != "send"]
 
     assert first() == ["rows"]
-    assert first(tensor_split=even_shares(graph, 2, Hardware(launch=0.0))) == ["rows", "y.0", "y.1"]
+    assert first(tensor_split=compute_balanced_proportions(graph, 2, Hardware(launch=0.0))) == ["rows", "y.0", "y.1"]

@@ -13,8 +13,8 @@ import pytest
 from hocket import ops
 from hocket.graph import Graph, input, state
 from hocket.ops import REGISTRY
-from hocket.scheduler import Plan, Store, plan_for
-from hocket.scheduler.verifier.plan import plan_faults
+from hocket.scheduler import Plan, Store, plan_for_group
+from hocket.scheduler.verifier.plan import find_plan_faults
 
 from ...given.devices.faulty import FaultyReference, FaultyRun, fail_everywhere, make_faulty_run
 
@@ -58,7 +58,7 @@ def changed_often(seed: int) -> tuple[Graph, dict[str, np.ndarray]]:
 def make_bench(seed: int) -> tuple[FaultyRun, Graph]:
     graph, feed = changed_often(seed)
     backend = FaultyReference()
-    plan = plan_for(graph, [(backend, backend.device(0))])
+    plan = plan_for_group(graph, [(backend, backend.device(0))])
     of = make_faulty_run(backend, plan, Store(plan.group), feed, np.random.default_rng(seed))
     of.states["counter"] = np.array([0, 1], np.int32)
     of.reset()
@@ -115,7 +115,9 @@ def rows_twice() -> Plan:
     for turn in range(2):
         now = ops.set_rows(now, input(f"x{turn}", (2, WIDTH)), input(f"at{turn}", (2,), "i32"), name=f"rows{turn}")
     backend = FaultyReference()
-    return plan_for(Graph({"y": ops.scale(now, scale=2.0, name="y")}, {table: now}), [(backend, backend.device(0))])
+    return plan_for_group(
+        Graph({"y": ops.scale(now, scale=2.0, name="y")}, {table: now}), [(backend, backend.device(0))]
+    )
 
 
 def with_steps(order: Sequence[int]) -> str:
@@ -126,7 +128,7 @@ def with_steps(order: Sequence[int]) -> str:
     assert [i.node for i in steps] == ["table.save", "rows0", "table.save", "rows1", "y"]
     undo = tuple((at, backs[old]) for at, old in enumerate(order) if old in backs)
     program = replace(device_plan.program, instructions=tuple(steps[old] for old in order), undo=undo)
-    return next(plan_faults(replace(plan, lanes=(replace(device_plan, program=program),))), "")
+    return next(find_plan_faults(replace(plan, lanes=(replace(device_plan, program=program),))), "")
 
 
 def test_each_change_of_rows_has_to_be_saved_before_it():

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 
 from hocket import ops
+from hocket.backends.null.backend import ClockEvent as NullStep
 from hocket.backends.null.backend import NullBackend
-from hocket.backends.null.backend import Step as NullStep
 from hocket.graph import Graph, PlanError, StepError, input, weight
-from hocket.scheduler import Executor, Pipeline, Plan, Succession, dealing, plan_for
+from hocket.scheduler import Executor, PipelinedPlan, PipelinedRuns, Plan, dealing, plan_for_group
 from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.units import time_text
+from hocket.scheduler.units import format_seconds
 
 from ...given.plans.chained import RUNS, chain, copy_states, feeds, make_store, plant_fault, same
 from ...given.plans.faults import tensor_plan
 from ...given.waits import WAIT_SECONDS
 
 
-def in_groups(plan: Plan, groups: int = 2) -> list[Pipeline]:
+def in_groups(plan: Plan, groups: int = 2) -> list[PipelinedPlan]:
     """The plan over the same weights, with states of its own for each group."""
     first = make_store(plan)
     stores = [first, *(first.beside() for _ in range(groups - 1))]
-    return [Pipeline(plan, store, timeout=WAIT_SECONDS) for store in stores]
+    return [PipelinedPlan(plan, store, timeout=WAIT_SECONDS) for store in stores]
 
 
 def next_feed(results: dict[str, Any], feed: dict[str, Any]) -> dict[str, Any]:
@@ -34,18 +34,18 @@ def next_feed(results: dict[str, Any], feed: dict[str, Any]) -> dict[str, Any]:
     return {**feed, "x": np.tanh(results["y"])}
 
 
-def decode_in_groups(groups: list[Pipeline], steps: int = RUNS) -> list[list[Any]]:
+def decode_in_groups(groups: list[PipelinedPlan], steps: int = RUNS) -> list[list[Any]]:
     """Return the results of each group in `steps` steps; one step of each group is pending."""
     results: list[list[Any]] = [[] for _ in groups]
-    with Succession(groups[0]) as runs:
+    with PipelinedRuns(groups[0]) as runs:
         for number, group in enumerate(groups):
-            runs.begin([(group, feeds()[number])])
+            runs.enqueue([(group, feeds()[number])])
         for turn in range(steps * len(groups)):
             group = turn % len(groups)
-            results[group].append(runs.ended())
+            results[group].append(runs.wait_for_outputs())
             step = len(results[group])
             if step < steps:
-                runs.begin([(groups[group], next_feed(results[group][-1], feeds()[step]))])
+                runs.enqueue([(groups[group], next_feed(results[group][-1], feeds()[step]))])
     return results
 
 
@@ -81,15 +81,15 @@ def test_returned_results_stay_when_a_later_run_fails(late, group_size):
     plant_fault(backend, plan.lanes[-1].device, 4, late)
 
     def go_on() -> None:
-        with Succession(pipelines[0]) as runs:
+        with PipelinedRuns(pipelines[0]) as runs:
             feed = [feeds()[0], feeds()[1]]
             for _ in range(RUNS):
                 for group in range(2):
                     if begun[group]:
-                        last = runs.ended()
+                        last = runs.wait_for_outputs()
                         results[group] += 1
                         feed[group] = next_feed(last, feeds()[begun[group]])
-                    runs.begin([(pipelines[group], feed[group])])
+                    runs.enqueue([(pipelines[group], feed[group])])
                     begun[group] += 1
 
     with pytest.raises(StepError, match="PlantedError"):
@@ -106,9 +106,9 @@ def test_runs_without_a_waiting_caller_are_rolled_back():
     before = copy_states(pipelines[1].store)
 
     def leave() -> None:
-        with Succession(pipelines[0]) as runs:
-            runs.begin([(pipeline, feeds()[0]) for pipeline in pipelines])
-            runs.ended()
+        with PipelinedRuns(pipelines[0]) as runs:
+            runs.enqueue([(pipeline, feeds()[0]) for pipeline in pipelines])
+            runs.wait_for_outputs()
             raise ArithmeticError("no token is left")
 
     with pytest.raises(ArithmeticError):
@@ -123,9 +123,9 @@ def test_a_run_over_a_store_with_a_pending_run_is_refused():
     before = copy_states(pipeline.store)
 
     def begin() -> None:
-        with Succession(pipeline) as runs:
-            runs.begin([(pipeline, feeds()[0])])
-            runs.begin([(pipeline, feeds()[1])])
+        with PipelinedRuns(pipeline) as runs:
+            runs.enqueue([(pipeline, feeds()[0])])
+            runs.enqueue([(pipeline, feeds()[1])])
 
     with pytest.raises(PlanError, match="a run over the same store is under way"):
         begin()
@@ -150,7 +150,7 @@ def sequences_on(stages: int, hardware: Hardware, group_size: int = 1) -> tuple[
         for layer in range(8):
             up = ops.mul_mat(weight(f"up.{layer}", (512, 512)), x, name=f"h.{layer}")
             x = ops.mul_mat(weight(f"down.{layer}", (512, 512)), ops.silu(up), name=f"y.{layer}")
-        return plan_for(Graph({"y": x}), group, split_mode=mode, hardware=hardware)
+        return plan_for_group(Graph({"y": x}), group, split_mode=mode, hardware=hardware)
 
     return backend, plan_of
 
@@ -159,7 +159,7 @@ BUSY = Hardware(flops=1e9, bandwidth=1e12, launch=0.0, link_latency=0.0)
 """It has little to do but arithmetic."""
 
 
-def measure_on_clock(backend: NullBackend, pipelines: list[Pipeline], steps: int) -> float:
+def measure_on_clock(backend: NullBackend, pipelines: list[PipelinedPlan], steps: int) -> float:
     """Return the seconds of `steps` steps of all groups on the devices' clock.
 
     A step begins when the previous step of its group has ended.
@@ -185,15 +185,15 @@ def measure_on_clock(backend: NullBackend, pipelines: list[Pipeline], steps: int
         return run
 
     for pipeline in pipelines:
-        pipeline._lanes[0].replay = waits(pipeline._lanes[0].replay)
-        pipeline._lanes[devices - 1].replay = record_end(pipeline._lanes[devices - 1].replay)
+        pipeline._device_stages[0].run_program = waits(pipeline._device_stages[0].run_program)
+        pipeline._device_stages[devices - 1].run_program = record_end(pipeline._device_stages[devices - 1].run_program)
     feed = {"x": np.zeros(pipelines[0].plan.graph.inputs[0].shape)}
-    with Succession(pipelines[0]) as runs:
-        runs.begin([(pipeline, feed) for pipeline in pipelines])
+    with PipelinedRuns(pipelines[0]) as runs:
+        runs.enqueue([(pipeline, feed) for pipeline in pipelines])
         for turn in range(steps * len(pipelines)):
-            runs.ended()
+            runs.wait_for_outputs()
             if turn < (steps - 1) * len(pipelines):
-                runs.begin([(pipelines[turn % len(pipelines)], feed)])
+                runs.enqueue([(pipelines[turn % len(pipelines)], feed)])
     return ends[-1]
 
 
@@ -214,7 +214,7 @@ def test_on_a_virtual_clock_sixteen_sequences_keep_four_stages_busy(group_size, 
     assert times[1] / times[4] == pytest.approx(4.0, rel=1e-3)
     assert str(micro_batches) == (
         f"16 sequences run in 4 micro-batches that follow each other through {through}, predicted to take "
-        f"{time_text(times[4])} a step; in 2 micro-batches {time_text(times[2])}, as one {time_text(times[1])}"
+        f"{format_seconds(times[4])} a step; in 2 micro-batches {format_seconds(times[2])}, as one {format_seconds(times[1])}"
     )
 
 
@@ -231,7 +231,7 @@ def test_sequences_are_not_split_where_weights_would_be_read_again_for_nothing()
 def test_sequences_are_not_split_where_all_devices_run_collectives():
     plan = tensor_plan()
     assert str(dealing(16, lambda _: plan)) == (
-        f"16 sequences run as one, predicted to take {time_text(plan.cost.total)} a step; "
+        f"16 sequences run as one, predicted to take {format_seconds(plan.cost.total)} a step; "
         "all devices meet, so that none can begin with other sequences"
     )
 

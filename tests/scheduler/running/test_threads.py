@@ -17,10 +17,10 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.once import once
-from hocket.frontends.models.weights import Weights
-from hocket.frontends.session import Group, Session
-from hocket.scheduler.running.turns import Turn
+from hocket.backends.once import call_once
+from hocket.frontends.models.weights import ModelWeights
+from hocket.frontends.session import DeviceGroup, Session
+from hocket.scheduler.running.turns import DeviceLock
 
 from ...given import threads
 from ...given.models.goldens import FIXTURES, open_model
@@ -51,7 +51,7 @@ def test_threads_that_plan_load_and_run_crash_nothing_and_get_right_numbers():
 def test_a_shared_object_is_built_once_however_many_threads_ask():
     built = []
 
-    @once
+    @call_once
     def slowly(key: int) -> object:
         built.append(key)
         time.sleep(0.02)
@@ -65,7 +65,7 @@ def test_a_shared_object_is_built_once_however_many_threads_ask():
 def test_what_fails_once_is_tried_again():
     tries = []
 
-    @once
+    @call_once
     def twice() -> int:
         tries.append(1)
         if len(tries) == 1:
@@ -81,7 +81,7 @@ def test_a_cleared_cache_keeps_no_key():
     class Key:
         pass
 
-    @once
+    @call_once
     def name(key: Key) -> str:
         return type(key).__name__
 
@@ -112,7 +112,7 @@ def test_threads_that_load_one_plan_get_memory_of_their_own():
 
 
 def test_threads_that_share_a_session_append_whole_calls():
-    session = Session(open_model(FIXTURES / "llama/model.gguf"), on=Group(("numpy:0",)), context=64)
+    session = Session(open_model(FIXTURES / "llama/model.gguf"), on=DeviceGroup(("numpy:0",)), context=64)
     at_once(lambda n: [session.evaluate([[n, n]]) for _ in range(2)])
     assert session.lengths == [4 * STARTS]
 
@@ -120,7 +120,7 @@ def test_threads_that_share_a_session_append_whole_calls():
 def test_threads_that_build_graphs_of_one_model_share_its_leaves():
     model = open_model(FIXTURES / "llama/model.gguf")
     name, tensor = next(iter(model.gguf.tensors.items()))
-    for weights in [Weights(model.gguf) for _ in range(5)]:
+    for weights in [ModelWeights(model.gguf) for _ in range(5)]:
         assert len({id(leaf.node) for leaf in at_once(lambda _, w=weights: w(name, tensor.shape))}) == 1
 
 
@@ -132,21 +132,21 @@ def test_an_interrupt_ends_waiting_for_a_turn_and_leaves_it_to_others():
     busy, free = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with Turn([second]):
+        with DeviceLock([second]):
             busy.set()
             free.wait()
 
     def interrupt(waiting: int) -> None:
-        wait_until(lambda: sys._current_frames()[waiting].f_code is Turn.__enter__.__code__)
+        wait_until(lambda: sys._current_frames()[waiting].f_code is DeviceLock.__enter__.__code__)
         os.kill(os.getpid(), signal.SIGINT)
 
     holder = threading.Thread(target=hold)
     holder.start()
     busy.wait()
     threading.Thread(target=interrupt, args=(threading.get_ident(),)).start()
-    with pytest.raises(KeyboardInterrupt), Turn([first, second]):
+    with pytest.raises(KeyboardInterrupt), DeviceLock([first, second]):
         pass
     with ThreadPoolExecutor(1) as pool:  # no lease of an awaited result remains
-        assert pool.submit(lambda: Turn([first]).__enter__()).exception() is None
+        assert pool.submit(lambda: DeviceLock([first]).__enter__()).exception() is None
     free.set()
     holder.join()

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.backends.null.backend import NullBackend
 from hocket.graph import Graph, PlanError, input, weight
-from hocket.scheduler import Executor, Store, load, plan_for
+from hocket.scheduler import Executor, Store, load, plan_for_group
 from hocket.scheduler.machines.hardware import CPU, Hardware
-from hocket.scheduler.running.timeline import timeline
+from hocket.scheduler.running.timeline import simulate_run
 
 from ...given.graphs.random_graphs import bindings
 from ...given.plans.faults import decoder, gather_plan, layer_plan, renumber_collectives, tensor_plan
@@ -28,7 +28,7 @@ def null_group(n: int, **options):
 
 
 def test_a_plan_for_null_devices_runs_through_the_executor_like_any_other():
-    plan = plan_for(decoder(), null_group(2), split_mode="tensor")
+    plan = plan_for_group(decoder(), null_group(2), split_mode="tensor")
     out = Executor(plan, _bind_plan(plan)).run({"x": np.zeros((3, 8)), "ids": [0, 1, 2]})
     assert {name: a.shape for name, a in out.items()} == {"logits": (3, 10), "z": (3, 8)}
 
@@ -42,27 +42,27 @@ def _bind_plan(plan):
 
 @pytest.mark.parametrize("make_plan", [tensor_plan, layer_plan, gather_plan])
 def test_time_passes_without_gaps_and_devices_leave_a_collective_together(make_plan):
-    events = timeline(make_plan(), NullBackend(CPU))
-    for track, device_plan in zip(events.tracks, make_plan().lanes, strict=True):
+    events = simulate_run(make_plan(), NullBackend(CPU))
+    for track, device_plan in zip(events.events_by_device, make_plan().lanes, strict=True):
         assert [s.node for s in track] == [i.node for i in device_plan.program.instructions]
         now = 0.0
         for s in track:
-            assert s.start == pytest.approx(now + s.waited)
+            assert s.start == pytest.approx(now + s.idle_seconds)
             assert s.end >= s.start
             now = s.end
-    ends = [{s.node: s.end for s in track if s.op in ("all_reduce", "all_gather")} for track in events.tracks]
+    ends = [{s.node: s.end for s in track if s.op in ("all_reduce", "all_gather")} for track in events.events_by_device]
     assert ends[0] == ends[1]
-    assert all(0 < events.busy(d) <= 1 for d in range(2))
-    assert events.peak == tuple(sum(device_plan.memory().values()) for device_plan in make_plan().lanes)
+    assert all(0 < events.compute_busy_share(d) <= 1 for d in range(2))
+    assert events.peak_bytes == tuple(sum(device_plan.memory().values()) for device_plan in make_plan().lanes)
 
 
 def test_in_a_layer_split_the_second_device_waits_for_the_first():
-    events = timeline(layer_plan(), NullBackend(CPU))
-    (received,) = (s for s in events.tracks[1] if s.op == "receive")
-    (sent,) = (s for s in events.tracks[0] if s.op == "send")
+    events = simulate_run(layer_plan(), NullBackend(CPU))
+    (received,) = (s for s in events.events_by_device[1] if s.op == "receive")
+    (sent,) = (s for s in events.events_by_device[0] if s.op == "send")
     assert received.end == pytest.approx(sent.end)
-    assert received.waited > 0
-    assert events.busy(1) < 1
+    assert received.idle_seconds > 0
+    assert events.compute_busy_share(1) < 1
 
 
 def test_two_devices_halve_what_is_bound_by_arithmetic():
@@ -70,19 +70,21 @@ def test_two_devices_halve_what_is_bound_by_arithmetic():
     graph = Graph({"y": ops.mul_mat(w, x)})
     slow = Hardware(flops=1e6, launch=0, link_latency=0, link_bandwidth=1e12)
     one, two = (
-        timeline(plan_for(graph, null_group(n, speeds=slow), split_mode="tensor", hardware=slow)).seconds
+        simulate_run(
+            plan_for_group(graph, null_group(n, speeds=slow), split_mode="tensor", hardware=slow)
+        ).total_seconds
         for n in (1, 2)
     )
     assert two == pytest.approx(one / 2, rel=0.01)
 
 
 def test_the_same_plan_takes_the_same_time_every_time():
-    assert len({timeline(tensor_plan(), NullBackend()).seconds for _ in range(5)}) == 1
+    assert len({simulate_run(tensor_plan(), NullBackend()).total_seconds for _ in range(5)}) == 1
 
 
 def test_a_plan_for_devices_without_a_virtual_clock_is_refused():
     with pytest.raises(PlanError, match="cpu:0 keeps no virtual clock"):
-        timeline(tensor_plan())
+        simulate_run(tensor_plan())
 
 
 # ---------------------------------------------------------------------------------------------------- interleavings
@@ -106,8 +108,8 @@ def test_every_interleaving_gives_the_result_of_one_device(seed, mode):
 
 
 def test_an_interleaving_shows_a_deadlock():
-    group = [find(name) for name in devices(2, "reference")]
-    whole = plan_for(decoder(), group, split_mode="layer")
+    group = [find_device(name) for name in devices(2, "reference")]
+    whole = plan_for_group(decoder(), group, split_mode="layer")
     broken = renumber_collectives(whole, 1, {0: 5})
     values = bindings(whole.graph, np.random.default_rng(0))
     run = InterleavedPlan(broken, make_binder(whole.graph, values, whole.leaves))

@@ -11,13 +11,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.graph import BackendError, PlanError, StepError
 from hocket.ops.collectives import find_collective_number
-from hocket.scheduler import load, plan_for
-from hocket.scheduler.telling.listing import memory_by_step
-from hocket.scheduler.telling.measured import measured
-from hocket.scheduler.telling.perfetto import trace_text
+from hocket.scheduler import load, plan_for_group
+from hocket.scheduler.telling.listing import compute_memory_by_step
+from hocket.scheduler.telling.measured import read_measurements
+from hocket.scheduler.telling.perfetto import format_trace
 
 from ...given.browser import browser
 from ...given.devices.emulation import needs_compiler
@@ -33,7 +33,7 @@ TRACED_DEVICES = ["reference", "numpy", "cpu", pytest.param("cuda-emulated", mar
 def run_with_trace(kind, mode):
     """An executor over two devices, and the trace of a few runs."""
     graph = decoder()
-    plan = plan_for(graph, [find(f"{kind}:{i}") for i in range(2)], split_mode=mode, hardware=SLOW)
+    plan = plan_for_group(graph, [find_device(f"{kind}:{i}") for i in range(2)], split_mode=mode, hardware=SLOW)
     values = bindings(graph, np.random.default_rng(0))
     run = load(plan, weights_of(graph, values))
     feed = {"x": values["x"], "ids": np.arange(3)}
@@ -98,7 +98,7 @@ def test_collectives_are_arrows_between_devices_and_memory_is_counted(mode, tmp_
         counted = [
             e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 2 + device and "co" in e["name"]
         ]
-        live = memory_by_step(device_plan.program)[0]
+        live = compute_memory_by_step(device_plan.program)[0]
         assert counted == [n for n, before in zip(live, [-1, *live], strict=False) if n != before] * RUNS
 
 
@@ -120,15 +120,15 @@ def test_a_failed_step_is_undone_and_reported_as_if_without_a_trace(kind):
 def test_times_of_a_trace_are_found_for_a_plan_with_the_same_steps_and_no_other(tmp_path):
     run, trace = run_with_trace("cpu", "tensor")
     trace.save(tmp_path / "trace.json.gz")
-    times = measured(run.plan, tmp_path / "trace.json.gz")
-    assert (times.runs, times.exact) == (RUNS, True)
+    times = read_measurements(run.plan, tmp_path / "trace.json.gz")
+    assert (times.run_count, times.has_equal_shapes) == (RUNS, True)
     lasted = sum(one.end - one.start for one in trace.runs) / RUNS
-    for steps in times.devices:
+    for steps in times.steps_by_device:
         assert all(s is not None and s.seconds >= 0 and s.kernel for s in steps)
         assert 0 < sum(s.seconds for s in steps) <= 2 * lasted  # as n medians of n times are, for any times
     other, _ = run_with_trace("cpu", "layer")
     with pytest.raises(PlanError, match="none of its 1 plans has the steps of this one"):
-        measured(other.plan, trace)
+        read_measurements(other.plan, trace)
 
 
 WRONG = {
@@ -151,7 +151,7 @@ def test_a_damaged_trace_is_refused_in_one_line(field, value, tmp_path):
     document[field] = value
     path.write_text(json.dumps(document))
     with pytest.raises(PlanError) as caught:
-        measured(run.plan, path)
+        read_measurements(run.plan, path)
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -160,7 +160,7 @@ def test_a_damaged_trace_is_refused_in_one_line(field, value, tmp_path):
 def test_a_file_that_is_no_trace_is_refused(data, tmp_path):
     (tmp_path / "trace.json").write_bytes(data)
     with pytest.raises(PlanError, match=r"trace\.json: is (no trace|damaged)"):
-        measured(run_with_trace("reference", "tensor")[0].plan, tmp_path / "trace.json")
+        read_measurements(run_with_trace("reference", "tensor")[0].plan, tmp_path / "trace.json")
 
 
 @pytest.mark.long(cases=1)
@@ -194,6 +194,6 @@ def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
 
 def test_perfettos_importer_complains_of_what_is_no_trace(tmp_path):
     _, trace = run_with_trace("reference", "tensor")
-    text = "".join(trace_text(trace))
+    text = "".join(format_trace(trace))
     with browser(tmp_path / "profile") as page, pytest.raises(ValueError, match="Invalid number"):
         run_queries(page, text.replace('"dur": ', '"dur": x').encode(), [])

@@ -7,28 +7,28 @@ import random
 import pytest
 
 from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.sharding.again import Layer
-from hocket.scheduler.sharding.assign import assign
-from hocket.scheduler.sharding.cost import Costs
+from hocket.scheduler.sharding.again import IncrementalPropagator
+from hocket.scheduler.sharding.assign import propagate_layouts
+from hocket.scheduler.sharding.cost import AssignmentCost
 from hocket.scheduler.sharding.factors import Factors
 
 from ...given.graphs.wide_graphs import wide_graph
 from ...given.plans.ways import some_that_fit
 
-PARTS = ("made", "by", "wants", "dealt", "conversions", "whole")
+PARTS = ("produced_layouts", "node_layouts", "operand_layouts", "index_operands", "conversions", "replicated_weights")
 
 
 @pytest.mark.parametrize("seed", [*range(8), 19])
 def test_a_layout_found_from_another_is_the_same(seed):
     graph, dice = wide_graph(seed), random.Random(seed)
-    factors, costs = Factors(graph), Costs(graph, 2, Hardware())
-    layer = Layer(graph, factors)
-    base = layer.uncut
+    factors, costs = Factors(graph), AssignmentCost(graph, 2, Hardware())
+    layer = IncrementalPropagator(graph, factors)
+    base = layer.unsharded_assignment
     for _ in range(4):
         chosen = some_that_fit(graph, factors, dice)
-        anew, again = assign(graph, factors, chosen), layer.lay(chosen, base)
+        anew, again = propagate_layouts(graph, factors, chosen), layer.propagate(chosen, base)
         for part in PARTS:
             assert getattr(again, part) == getattr(anew, part), part
-        assert costs.estimate(again) == costs.estimate(anew)
-        assert costs.held(again) == costs.held(anew)
+        assert costs.estimate_run(again) == costs.estimate_run(anew)
+        assert costs.compute_max_stored_bytes(again) == costs.compute_max_stored_bytes(anew)
         base = again

@@ -11,16 +11,16 @@ from hocket.backends.null.backend import NullBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import PlanError
 from hocket.ops.collectives import COLLECTIVES
-from hocket.scheduler import plan_for
+from hocket.scheduler import plan_for_group
 from hocket.scheduler.choosing import repeating
 from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.running.timeline import timeline
+from hocket.scheduler.running.timeline import simulate_run
 from hocket.scheduler.sharding import chunks
-from hocket.scheduler.sharding.rows import Laying
-from hocket.scheduler.telling.critical import critical_path
-from hocket.scheduler.verifier.held import Held, converted
-from hocket.scheduler.verifier.plan import plan_faults
-from hocket.scheduler.verifier.summands import terms
+from hocket.scheduler.sharding.rows import SequenceParallelOptions
+from hocket.scheduler.telling.critical import find_critical_path
+from hocket.scheduler.verifier.held import Fact, infer_conversion_facts
+from hocket.scheduler.verifier.plan import find_plan_faults
+from hocket.scheduler.verifier.summands import make_contraction_sum
 
 from ...given.graphs import layered
 from ...given.plans.chunked import chunked_plan, make_gated_layers
@@ -39,20 +39,20 @@ TOKENS = 8
 class Overlapping(ReferenceBackend):
     """Plans are made as for devices that compute while they meet."""
 
-    def overlaps(self, devices):
+    def can_overlap_collectives(self, devices):
         return True
 
 
 @pytest.fixture(autouse=True)
 def few_are_enough(monkeypatch):
-    monkeypatch.setattr(chunks, "FEWEST", 1)
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 1)
     for name in ("T", "C"):
         monkeypatch.setattr(layered, name, TOKENS)
 
 
 def plan_layers(backend, devices=2, hardware=SLOW_LINK, layers=3):
     group = [(backend, backend.device(d)) for d in range(devices)]
-    return plan_for(layered.decoder(layers), group, hardware=hardware, split_mode="tensor")
+    return plan_for_group(layered.decoder(layers), group, hardware=hardware, split_mode="tensor")
 
 
 def sums_in(plan, name):
@@ -74,7 +74,7 @@ def test_a_sum_is_taken_in_chunks_with_products_beside_it():
     plan = plan_layers(Overlapping())
     device_plan = plan.lanes[0]
     steps = device_plan.program.instructions
-    assert len(sums_in(plan, "blk.0.out")) in chunks.COUNTS
+    assert len(sums_in(plan, "blk.0.out")) in chunks.CHUNK_COUNTS
     beside = {steps[at].node: [steps[n].op for n in numbers] for at, numbers in device_plan.meanwhile.items()}
     for name in ("blk.0.mixed.sum.chunk.0", "blk.0.out.sum.chunk.0"):
         assert "mul_mat" in beside[name]
@@ -104,7 +104,9 @@ def test_repeated_layers_have_the_chunks_of_a_plan_lowered_step_by_step(devices,
     assert all(device_plan.short is None for device_plan in long.lanes)
     assert short.cost.total <= 1.01 * long.cost.total
     assert len(sums_in(short, "blk.4.mixed.sum.chunk")) == len(sums_in(long, "blk.4.mixed.sum.chunk")) > 1
-    assert list(plan_faults(replace(short, lanes=tuple(replace(device_plan) for device_plan in short.lanes)))) == []
+    assert (
+        list(find_plan_faults(replace(short, lanes=tuple(replace(device_plan) for device_plan in short.lanes)))) == []
+    )
     expected, got = results(long, 0), results(short, 0)
     assert got.keys() == expected.keys()
     for name, array in expected.items():
@@ -127,8 +129,8 @@ def test_chunks_are_distributed_where_work_on_their_rows_takes_long():
 
 
 def test_distributed_chunks_of_repeated_layers_are_those_of_a_plan_lowered_step_by_step(monkeypatch):
-    plans, known = [], Laying.with_less_work
-    monkeypatch.setattr(Laying, "with_less_work", lambda options, rows, _: known(options, rows, 0.0))
+    plans, known = [], SequenceParallelOptions.shard_if_saving
+    monkeypatch.setattr(SequenceParallelOptions, "shard_if_saving", lambda options, rows, _: known(options, rows, 0.0))
     for min_gain in (1, float("inf")):
         monkeypatch.setattr(repeating, "WORTH", min_gain)
         plans.append(plan_layers(Overlapping(), 4, WORK_ON_ROWS, layers=9))
@@ -152,21 +154,21 @@ def test_chunks_over_any_shares_give_what_one_device_gives(is_distributed, count
         is_distributed=is_distributed,
         shares=shares,
     )
-    assert [*plan_faults(plan)] == []
+    assert [*find_plan_faults(plan)] == []
     assert len(nodes_of_op(plan, "all_gather" if is_distributed else "all_reduce")) == 2 * count
     values = values_of(plan.graph, 1)
-    alone = plan_for(plan.graph, [(backend, backend.device(0))])
+    alone = plan_for_group(plan.graph, [(backend, backend.device(0))])
     assert not compare_results(run_results(plan, values), run_results(alone, values))
 
 
 def test_stages_of_layers_take_their_sums_in_chunks():
     group = [(backend, backend.device(d)) for backend in [Overlapping()] for d in range(4)]
-    plan = plan_for(layered.decoder(4), group, hardware=SLOW_LINK, split_mode="layer,tensor")
+    plan = plan_for_group(layered.decoder(4), group, hardware=SLOW_LINK, split_mode="layer,tensor")
     for device_plan in plan.lanes:
         assert any(".chunk.1" in i.node for i in device_plan.program.instructions if i.op == "all_reduce")
         assert device_plan.meanwhile
     assert "chunks from sum to sum" in plan.explain()
-    again = plan_for(layered.decoder(4), group, hardware=SLOW_LINK, like=plan)
+    again = plan_for_group(layered.decoder(4), group, hardware=SLOW_LINK, like=plan)
     assert again.leaves == plan.leaves
     assert "chunks from sum to sum" in again.explain()
     values = values_of(plan.graph, 1)
@@ -177,9 +179,9 @@ def test_stages_of_layers_take_their_sums_in_chunks():
 
 def test_the_virtual_clock_gains_what_the_plan_says():
     plans = [plan_layers(NullBackend(SLOW_LINK, computes_beside=does)) for does in (True, False)]
-    (fast, predicted), (slow, one_by_one) = ((timeline(plan).seconds, plan.cost.total) for plan in plans)
+    (fast, predicted), (slow, one_by_one) = ((simulate_run(plan).total_seconds, plan.cost.total) for plan in plans)
     assert fast < 0.8 * slow
-    assert sum(link.stage.seconds for link in critical_path(plans[0].stages, 2)) == pytest.approx(predicted)
+    assert sum(link.stage.seconds for link in find_critical_path(plans[0].stages, 2)) == pytest.approx(predicted)
     assert slow - fast == pytest.approx(one_by_one - predicted, rel=0.01)
 
 
@@ -190,7 +192,7 @@ def test_where_launches_cost_more_than_chunks_hide_sums_stay_whole():
 
 
 def test_a_step_of_few_tokens_stays_whole(monkeypatch):
-    monkeypatch.setattr(chunks, "FEWEST", TOKENS // 2 + 1)
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", TOKENS // 2 + 1)
     assert "chunk" not in plan_layers(Overlapping()).explain()
 
 
@@ -211,12 +213,12 @@ def shift_tokens(self, value, number):
     return PLAIN(self, value, number if value in self.chunks else 0)
 
 
-PLAIN = chunks._Chunks._chunk
+PLAIN = chunks._ChunkedGraph._slice_chunk
 
 
 @pytest.mark.parametrize("planted", [swap_chunks, shift_tokens])
 def test_a_chunk_of_other_tokens_is_refused(planted, monkeypatch):
-    monkeypatch.setattr(chunks._Chunks, "_chunk", planted)
+    monkeypatch.setattr(chunks._ChunkedGraph, "_slice_chunk", planted)
     with pytest.raises(PlanError, match=r"is no part of the graph|bring different entries"):
         plan_layers(Overlapping())
 
@@ -235,7 +237,7 @@ def exchanged_numbers(self, node, number=None):
     return NODE(self, node, self.count - 1 - number)
 
 
-LOCAL, NODE = chunks._Chunks._local, chunks._Chunks._node
+LOCAL, NODE = chunks._ChunkedGraph._localise_attributes, chunks._ChunkedGraph._build_node
 DISTRIBUTED_ROWS = {
     "_local": (exchanged_shares,),
     "_node": (exchanged_numbers,),
@@ -245,25 +247,27 @@ DISTRIBUTED_ROWS = {
 
 @pytest.mark.parametrize(("name", "planted"), [(name, one) for name, some in DISTRIBUTED_ROWS.items() for one in some])
 def test_a_wrong_share_of_a_chunk_is_refused(name, planted, monkeypatch):
-    monkeypatch.setattr(chunks._Chunks, name, planted)
+    monkeypatch.setattr(chunks._ChunkedGraph, name, planted)
     backend = ReferenceBackend()
     group = [(backend, backend.device(d)) for d in range(2)]
     try:
         plan = chunked_plan(make_gated_layers(8), group, 2, is_distributed=True)
     except PlanError:
         return
-    assert [*plan_faults(plan)]
+    assert [*find_plan_faults(plan)]
 
 
 def test_chunks_of_a_sum_are_one_only_where_the_device_has_the_same_terms_of_both():
     plan = plan_layers(Overlapping())
     concat = next(n for n in plan.lanes[0].graph.nodes if n.op == "concat")
-    first, second, others = (terms((((start, 4),),), (8,)) for start in (0, 0, 4))
+    first, second, others = (make_contraction_sum((((start, 4),),), (8,)) for start in (0, 0, 4))
     assert first is not second
 
     def join_facts(is_partial):
-        return converted(concat, [Held(5, (((0, 2),), ((0, 8),)), first), Held(5, (((2, 2),), ((0, 8),)), is_partial)])
+        return infer_conversion_facts(
+            concat, [Fact(5, (((0, 2),), ((0, 8),)), first), Fact(5, (((2, 2),), ((0, 8),)), is_partial)]
+        )
 
-    assert join_facts(second) == [Held(5, (((0, 4),), ((0, 8),)), first)]
+    assert join_facts(second) == [Fact(5, (((0, 4),), ((0, 8),)), first)]
     assert join_facts(others) == []
     assert join_facts(None) == []

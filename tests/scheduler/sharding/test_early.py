@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.graph import Graph, Value, input, weight
-from hocket.scheduler import Plan, load, plan_for
+from hocket.scheduler import Plan, load, plan_for_group
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
@@ -81,10 +81,10 @@ def shard_inner_axes(
     """Plan `graph` with its inner axes and its experts sharded."""
 
     def choose(graph: Graph, factors: Factors) -> frozenset[Factor]:
-        return frozenset(f for v in graph.weights for f in factors.of(v) if f.size in (INNER, EXPERTS))
+        return frozenset(f for v in graph.weights for f in factors.factors_of(v) if f.size in (INNER, EXPERTS))
 
     group = group_of(devices, "numpy")
-    return plan_for(graph, group, split_mode=mode, tensor_split=shares, hardware=hardware, choose=choose)
+    return plan_for_group(graph, group, split_mode=mode, tensor_split=shares, hardware=hardware, choose=choose)
 
 
 def list_collectives(plan: Plan) -> list[tuple[str, int]]:
@@ -101,7 +101,7 @@ def equals_one_device(plan: Plan) -> bool:
         v.node.name: dice.normal(size=v.shape) if v.dtype.is_float else dice.integers(0, EXPERTS, v.shape)
         for v in plan.graph.inputs
     }
-    alone = plan_for(plan.graph, [find("numpy:0")])
+    alone = plan_for_group(plan.graph, [find_device("numpy:0")])
     found, expected = (load(one, weights).run(inputs) for one in (plan, alone))
     return all(np.allclose(found[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
 

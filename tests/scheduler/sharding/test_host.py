@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import Device, find
+from hocket.backends.base import Device, find_device
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.cli import main
 from hocket.frontends import devices
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import load_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import BackendError, Graph, input, weight
-from hocket.scheduler import Host, load, plan, plan_for
+from hocket.scheduler import HostOffload, load, plan, plan_for_group
 from hocket.scheduler.choosing.fits import memory_problem, shortage
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
@@ -46,7 +46,7 @@ def small_group(*memory):
     return [(backend, device) for device in backend.devices()]
 
 
-HOST = Host(*find("numpy:0"))
+HOST = HostOffload(*find_device("numpy:0"))
 
 
 def tower(layers=16, width=32):
@@ -64,7 +64,7 @@ def weight_pages(plan):
 @pytest.mark.parametrize("mode", ["none", "layer", "auto"])
 def test_weights_that_do_not_fit_stay_on_the_host(mode):
     graph = tower()
-    new_plan = plan_for(graph, small_group(45_000), split_mode=mode, host=HOST)
+    new_plan = plan_for_group(graph, small_group(45_000), split_mode=mode, host=HOST)
     assert weight_pages(new_plan) == {"small:0": 10, "numpy:0": 6}
     assert not shortage(new_plan)
     assert "weights that do not fit stay on numpy:0" in new_plan.explain()
@@ -75,32 +75,32 @@ def test_weights_that_do_not_fit_stay_on_the_host(mode):
 
 
 def test_the_host_takes_no_more_than_it_must_of_several_devices():
-    plan = plan_for(tower(), small_group(33_500, 21_000), split_mode="layer", host=HOST)
+    plan = plan_for_group(tower(), small_group(33_500, 21_000), split_mode="layer", host=HOST)
     assert weight_pages(plan) == {"small:0": 8, "small:1": 5, "numpy:0": 3}
 
 
 def test_a_layer_split_follows_the_memory_of_devices():
-    plan = plan_for(tower(), small_group(150_000, 50_000), split_mode="layer")
+    plan = plan_for_group(tower(), small_group(150_000, 50_000), split_mode="layer")
     assert weight_pages(plan) == {"small:0": 12, "small:1": 4}
-    asked = plan_for(tower(), small_group(150_000, 50_000), split_mode="layer", tensor_split=(1, 1))
+    asked = plan_for_group(tower(), small_group(150_000, 50_000), split_mode="layer", tensor_split=(1, 1))
     assert weight_pages(asked) == {"small:0": 8, "small:1": 8}
 
 
 def test_what_fits_does_without_the_host():
     for mode in MODES:
-        plan = plan_for(tower(), small_group(1 << 20), split_mode=mode, host=HOST)
+        plan = plan_for_group(tower(), small_group(1 << 20), split_mode=mode, host=HOST)
         assert [str(device_plan.device) for device_plan in plan.lanes] == ["small:0"]
 
 
 def test_shards_are_not_moved_to_the_host():
-    plan = plan_for(tower(), small_group(20_000, 20_000), split_mode="tensor", host=HOST)
+    plan = plan_for_group(tower(), small_group(20_000, 20_000), split_mode="tensor", host=HOST)
     assert memory_problem(plan)
 
 
 def test_weights_that_exceed_devices_and_host_are_reported_for_the_devices():
     tiny = Small(10_000)
-    poor = Host(tiny, Device("host", 0, 20_000))
-    plan = plan_for(tower(), small_group(30_000), split_mode="none", host=poor)
+    poor = HostOffload(tiny, Device("host", 0, 20_000))
+    plan = plan_for_group(tower(), small_group(30_000), split_mode="none", host=poor)
     assert [str(device_plan.device) for device_plan in plan.lanes] == ["small:0"]
     problem = memory_problem(plan)
     assert problem
@@ -118,7 +118,7 @@ def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
             )
         }
     )
-    asked, plan = plan_and_session_plan(graph, Group(split_mode="auto"), "rtx3090:1")
+    asked, plan = plan_and_session_plan(graph, DeviceGroup(split_mode="auto"), "rtx3090:1")
     assert memory_problem(asked)
     assert [str(device_plan.device) for device_plan in plan.lanes] == ["rtx3090:0", "cpu:0"]
     assert plan.host is not None
@@ -141,13 +141,13 @@ def test_the_command_says_what_does_not_fit_and_plans_with_the_host(tmp_path, ca
 def test_a_session_uses_the_host_for_what_does_not_fit(mode, monkeypatch):
     model = load_model(open_gguf(path_of("qwen35")))
     tokens = tokens_of("qwen35")
-    one = Session(model, on=Group(**FLOAT_CACHES))
+    one = Session(model, on=DeviceGroup(**FLOAT_CACHES))
     want = one.evaluate([tokens], every_position=True)[0]
-    total = sum(one._first.memory().values())
+    total = sum(one._layout_plan.memory().values())
     small = Small(int(total * 0.6))
     known = {"small:0": (small, small.device(0))}
-    monkeypatch.setattr(devices, "find", lambda name: known.get(name) or find(name))
-    many = Session(model, on=Group(("small:0",), mode, **FLOAT_CACHES))
+    monkeypatch.setattr(devices, "find_device", lambda name: known.get(name) or find_device(name))
+    many = Session(model, on=DeviceGroup(("small:0",), mode, **FLOAT_CACHES))
     assert [str(device) for _, device in many.group] == ["small:0", "cpu:0"]
     parts = [tokens[:5], *([t] for t in tokens[5:])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])

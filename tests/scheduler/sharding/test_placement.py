@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import Device, Support, find
+from hocket.backends.base import Device, Support, find_device
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.graph.graph import assign_names
 from hocket.ops import REGISTRY
 from hocket.ops.collectives import COLLECTIVES
-from hocket.scheduler import Executor, Store, load, plan, plan_for
+from hocket.scheduler import Executor, Store, load, plan, plan_for_group
 from hocket.scheduler.layout import Local, Shard
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
@@ -51,7 +51,7 @@ def test_a_model_with_placed_parts_gives_the_logits_of_one_device(name, mode, pl
     model = load_model(open_gguf(path_of(name)))
     tokens = tokens_of(name)
     one = single_device_logits(name)
-    many = Session(model, on=Group(devices(3), mode, (), place, **FLOAT_CACHES))
+    many = Session(model, on=DeviceGroup(devices(3), mode, (), place, **FLOAT_CACHES))
     half = len(tokens) // 2
     parts = [tokens[:half], *([t] for t in tokens[half:])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
@@ -60,9 +60,9 @@ def test_a_model_with_placed_parts_gives_the_logits_of_one_device(name, mode, pl
 
 def test_where_results_are_to_be_exact_a_place_on_the_cpu_means_its_exact_backend():
     model = load_model(open_gguf(path_of("llama")))
-    exact = Session(model, on=Group(devices(2), "tensor", (), (("ffn", "cpu:1"),), exact=True))
+    exact = Session(model, on=DeviceGroup(devices(2), "tensor", (), (("ffn", "cpu:1"),), exact=True))
     assert [str(device) for _, device in exact.group] == ["numpy:0", "numpy:1"]
-    assert exact._first.leaves["blk.0.ffn_up.weight"] == Local((1,))
+    assert exact._layout_plan.leaves["blk.0.ffn_up.weight"] == Local((1,))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -116,8 +116,8 @@ def test_mode_none_keeps_the_devices_that_are_named_and_no_other():
 
 
 def test_a_partial_sum_is_reduced_before_one_device_reads_it():
-    group = [find(name) for name in devices(3)]
-    plan = plan_for(decoder(), group, split_mode="tensor", hardware=SLOW, place=[("normed2|^z$", "cpu:1")])
+    group = [find_device(name) for name in devices(3)]
+    plan = plan_for_group(decoder(), group, split_mode="tensor", hardware=SLOW, place=[("normed2|^z$", "cpu:1")])
     assert any(n.op == "all_reduce" for n in plan.lanes[0].graph.nodes)
     assert plan.collectives() >= 3
 
@@ -147,7 +147,7 @@ def test_a_later_graph_need_not_have_what_was_placed():
     first = plan(decoder(), devices(2), split_mode="tensor", place=[("head", "cpu:1")])
     x = input("x", (3, 8))
     graph = Graph({"y": ops.mul(x, weight("norm", (8,)))})
-    assert plan_for(graph, group_of(2, "cpu"), like=first, place=[("head", "cpu:1")]).outputs
+    assert plan_for_group(graph, group_of(2, "cpu"), like=first, place=[("head", "cpu:1")]).outputs
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -246,7 +246,7 @@ def test_support_is_asked_of_the_shapes_that_a_device_would_get(seed):
 def test_a_node_that_a_device_cannot_run_says_so_in_the_plan():
     group = limited_group(2, lambda node, d: d == 1 and node.op == "swiglu")
     for mode in ("tensor", "layer"):
-        plan = plan_for(decoder(), group, split_mode=mode, tensor_split=(0, 1) if mode == "layer" else ())
+        plan = plan_for_group(decoder(), group, split_mode=mode, tensor_split=(0, 1) if mode == "layer" else ())
         (where,) = (p for p in plan.placed if "act" in p.nodes)
         assert where.device == 0
         assert "reference:1 cannot run swiglu: swiglu is not for device 1" in where.because
@@ -254,13 +254,13 @@ def test_a_node_that_a_device_cannot_run_says_so_in_the_plan():
 
 
 def test_in_mode_none_a_node_runs_elsewhere_if_the_first_device_cannot():
-    plan = plan_for(decoder(), limited_group(3, lambda node, d: d < 2 and node.op == "swiglu"), split_mode="none")
+    plan = plan_for_group(decoder(), limited_group(3, lambda node, d: d < 2 and node.op == "swiglu"), split_mode="none")
     assert [device_plan.device.index for device_plan in plan.lanes] == [0, 2]
 
 
 def test_a_placed_node_runs_where_it_can_and_the_plan_says_why():
     group = limited_group(2, lambda node, d: d == 1 and node.op == "swiglu")
-    plan = plan_for(decoder(), group, split_mode="tensor", place=[("^(gate|up|act)", "reference:1")])
+    plan = plan_for_group(decoder(), group, split_mode="tensor", place=[("^(gate|up|act)", "reference:1")])
     (where,) = (p for p in plan.placed if "act" in p.nodes)
     assert where.device == 0
     assert where.because.startswith("--place ^(gate|up|act)=reference:1, but reference:1 cannot run swiglu")
@@ -268,7 +268,7 @@ def test_a_placed_node_runs_where_it_can_and_the_plan_says_why():
 
 def test_a_node_that_no_device_can_run_is_named_with_every_reason():
     with pytest.raises(PlanError) as caught:
-        plan_for(decoder(), limited_group(2, lambda node, d: node.op in ("swiglu", "silu")), split_mode="tensor")
+        plan_for_group(decoder(), limited_group(2, lambda node, d: node.op in ("swiglu", "silu")), split_mode="tensor")
     message = str(caught.value)
     assert "%act = swiglu(%gateed" in message
     assert "cannot run on reference:0: swiglu is not for device 0; nor on reference:1: swiglu is not for" in message
@@ -279,7 +279,7 @@ def test_a_new_capability_never_makes_a_graph_fail(seed):
     graph, dice = seeded_graph(seed), random.Random(seed)
     able = {op: set(dice.sample(range(3), dice.randint(1, 3))) for op in sorted(set(REGISTRY) - NEEDED)}
     for _ in range(4):
-        plan_for(
+        plan_for_group(
             graph, limited_group(3, lambda node, d: node.op in able and d not in able[node.op]), split_mode="tensor"
         )
         able[dice.choice(sorted(able))].add(dice.randrange(3))
@@ -298,8 +298,8 @@ def test_a_state_that_is_placed_stays_there_over_plans():
     for mode in MODES:
         place = [("cache", "cpu:1"), ("^y$", "cpu:2")]
         group = group_of(3, "cpu")
-        first = plan_for(graph(4), group, split_mode=mode, place=place)
-        second = plan_for(graph(1), first.group, like=first, place=place)
+        first = plan_for_group(graph(4), group, split_mode=mode, place=place)
+        second = plan_for_group(graph(1), first.group, like=first, place=place)
         assert second.leaves["cache"] == first.leaves["cache"]
         assert isinstance(first.leaves["cache"], Local)
         store = Store(first.group)
@@ -312,7 +312,9 @@ def test_a_state_that_is_placed_stays_there_over_plans():
 
 def test_a_plan_like_another_follows_its_tensor_split():
     first = plan(decoder(), devices(2), split_mode="tensor", tensor_split=(3, 1))
-    again = plan_for(decoder(), plan_from_json(plan_to_json(first)).group, like=plan_from_json(plan_to_json(first)))
+    again = plan_for_group(
+        decoder(), plan_from_json(plan_to_json(first)).group, like=plan_from_json(plan_to_json(first))
+    )
     assert again.leaves == first.leaves
 
 
@@ -325,10 +327,10 @@ def test_planning_with_places_twice_gives_the_same_plan():
 
 def test_auto_with_placed_nodes_is_no_slower_than_one_device_with_them():
     slow = Hardware(link_latency=1.0)
-    group = [find(name) for name in devices(3)]
+    group = [find_device(name) for name in devices(3)]
     options = {"place": [("gateed", "cpu:2")], "hardware": slow}
-    planned = plan_for(decoder(), group, split_mode="auto", **options)
-    assert planned.cost.total <= plan_for(decoder(), group, split_mode="none", **options).cost.total
+    planned = plan_for_group(decoder(), group, split_mode="auto", **options)
+    assert planned.cost.total <= plan_for_group(decoder(), group, split_mode="none", **options).cost.total
 
 
 def test_a_plan_says_where_its_nodes_are_placed_in_full():

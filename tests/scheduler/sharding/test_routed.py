@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.cli import main
 from hocket.frontends.commands.plan import read_step_graph
 from hocket.frontends.models import Batch, Step, load_model
 from hocket.graph import BackendError, Graph, Value, input, weight
 from hocket.ops.movement.sharded_tables import estimate_busiest_count
-from hocket.scheduler import Plan, load, plan_for, simulate
+from hocket.scheduler import Plan, load, plan_for_group, simulate
 from hocket.scheduler.layout import Shard
 from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.sharding.assign import assign
+from hocket.scheduler.sharding.assign import propagate_layouts
 from hocket.scheduler.sharding.axes import Factor
-from hocket.scheduler.sharding.cost import Costs
+from hocket.scheduler.sharding.cost import AssignmentCost
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.search import classes_of
-from hocket.scheduler.sharding.states import Routed
+from hocket.scheduler.sharding.search import group_factors
+from hocket.scheduler.sharding.states import RoutedPartial
 
 from ...given.models.goldens import MIXTURES, golden, layers_with_experts, nmse, open_fixture
 from ...given.models.large_headers import qwen_80b
@@ -38,11 +38,11 @@ COUNTING = Hardware(flops=1e6, bandwidth=1e9, launch=0, link_latency=1e-9)
 
 def whole_experts(graph: Graph, factors: Factors) -> frozenset[Factor]:
     """The experts of all layers, dealt whole, and nothing else cut."""
-    return frozenset(f for v in graph.weights for f in factors.of(v) if factors.word(f) == "experts")
+    return frozenset(f for v in graph.weights for f in factors.factors_of(v) if factors.describe_factor(f) == "experts")
 
 
 def plan_whole_experts(graph: Graph, n: int, shares: Sequence[float] = (), kind: str = "cpu") -> Plan:
-    return plan_for(graph, group_of(n, kind), tensor_split=shares, choose=whole_experts)
+    return plan_for_group(graph, group_of(n, kind), tensor_split=shares, choose=whole_experts)
 
 
 # ---------------------------------------------------------------------------------------------------------- models
@@ -112,7 +112,7 @@ def bindings(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
 def equal(plan: Plan, seed: int = 0) -> None:
     """Check that the plan gives the results of one device."""
     values = bindings(plan.graph, seed)
-    one = plan_for(plan.graph, [(plan.lanes[0].backend, plan.lanes[0].device)], split_mode="none")
+    one = plan_for_group(plan.graph, [(plan.lanes[0].backend, plan.lanes[0].device)], split_mode="none")
     for name, want in run_of(one, values).items():
         np.testing.assert_allclose(run_of(plan, values)[name], want, rtol=1e-9, atol=1e-9)
 
@@ -135,14 +135,14 @@ def test_deals_may_be_uneven_and_a_device_may_get_no_expert(experts, n, shares, 
     equal(plan)
     layout = plan.leaves["gate"]
     assert isinstance(layout, Shard)
-    assert tuple(map(layout.length, range(n))) == own
+    assert tuple(map(layout.count_entries, range(n))) == own
     assert reductions(plan) == [("all_reduce", (5, 1, 8))]
 
 
 def test_a_device_without_columns_of_experts_launches_nothing_for_their_sum(tmp_path):
     """There are more devices than blocks of columns."""
     graph, _ = read_step_graph(qwen_80b(tmp_path / "model.gguf", layers=1), context=64, tokens=1)
-    plan = plan_for(graph, simulate("h200:24,nvlink").group, split_mode="tensor")
+    plan = plan_for_group(graph, simulate("h200:24,nvlink").group, split_mode="tensor")
     summed = [any("summed" in call.kernel for call in device_plan.calls) for device_plan in plan.lanes]
     assert any(summed)
     assert not all(summed)
@@ -152,7 +152,7 @@ def test_all_tables_of_the_same_numbers_are_distributed_equally():
     graph = mixture(6, 2, 8, 6)
     factors = Factors(graph)
     (experts,) = whole_experts(graph, factors)
-    assert all(experts in factors.of(v) for v in graph.weights)
+    assert all(experts in factors.factors_of(v) for v in graph.weights)
 
 
 def test_tables_of_other_numbers_are_distributed_on_their_own():
@@ -187,7 +187,7 @@ def test_an_op_that_makes_something_of_zeros_reads_the_sum(activation):
 def test_a_table_that_is_part_of_one_already_is_not_distributed():
     x, ids = input("x", (3, 1, 8)), input("ids", (3, 2), "i32")
     graph = Graph({"y": ops.mul_mat_id(weight("w", (4, 7, 8)), x, ids, first=2, total=8)})
-    assert not Factors(graph).uses(graph.outputs["y"].node).looked_up
+    assert not Factors(graph).roles_of(graph.outputs["y"].node).indexed_factor
     assert plan_whole_experts(graph, 2, kind="reference").collectives() == 0
 
 
@@ -257,11 +257,11 @@ def test_a_random_routed_graph_distributed_or_sharded_wherever_possible_equals_o
     graph, n = routed_graph(dice), dice.choice([2, 3, 4, 8])
     shares = [dice.choice([0, 1, 1, 2]) for _ in range(n - 1)] + [1]
     equal(plan_whole_experts(graph, n, shares, "reference"), seed)
-    sharded = plan_for(
+    sharded = plan_for_group(
         graph, group_of(n), tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, random.Random(seed))
     )
     equal(sharded, seed)
-    equal(plan_for(graph, group_of(n), split_mode="tensor", hardware=SLOW), seed)
+    equal(plan_for_group(graph, group_of(n), split_mode="tensor", hardware=SLOW), seed)
 
 
 # ---------------------------------------------------------------------------------------------------------- choices
@@ -271,7 +271,7 @@ def test_experts_with_unsplittable_columns_are_distributed():
     """One block of 256 columns on four devices: inside there is nothing to cut."""
     graph = mixture(8, 2, 16, 256, "q4_K", rows=64)
     for mode in ("tensor", "auto"):
-        plan = plan_for(graph, group_of(4, "cpu"), split_mode=mode, hardware=COUNTING)
+        plan = plan_for_group(graph, group_of(4, "cpu"), split_mode=mode, hardware=COUNTING)
         assert isinstance(plan.leaves["down"], Shard)
         assert plan.leaves["down"].axis == 0
         assert any(re.match(r"cut experts \(8\), as in axis 0 of %\w+", why) for why in plan.reasons)
@@ -284,7 +284,7 @@ def test_experts_are_sharded_inside_where_that_is_even_and_distributed_where_it_
     """Five blocks of columns on four devices: three wait for the fourth half of the time, as with 768 columns in
     blocks of 256 one waits all the time."""
     graph = mixture(64, 4, 64, 32 * blocks, "q8_0", rows=512)
-    plan = plan_for(graph, group_of(4, "cpu"), split_mode="auto", hardware=COUNTING)
+    plan = plan_for_group(graph, group_of(4, "cpu"), split_mode="auto", hardware=COUNTING)
     assert isinstance(plan.leaves["down"], Shard)
     assert plan.leaves["down"].axis == axis
 
@@ -312,8 +312,10 @@ def test_the_busiest_device_has_more_than_its_share_and_never_more_than_all():
 def test_cost_of_distributed_experts_is_the_cost_of_the_busiest_device():
     graph = mixture(64, 4, 128, 128, rows=16)
     factors = Factors(graph)
-    costs = Costs(graph, 4, Hardware(launch=0.0, link_latency=0.0, link_bandwidth=1e30))
-    whole, shared = (costs.estimate(assign(graph, factors, c)) for c in (frozenset(), whole_experts(graph, factors)))
+    costs = AssignmentCost(graph, 4, Hardware(launch=0.0, link_latency=0.0, link_bandwidth=1e30))
+    whole, shared = (
+        costs.estimate_run(propagate_layouts(graph, factors, c)) for c in (frozenset(), whole_experts(graph, factors))
+    )
     assert 1 / 4 < shared.compute / whole.compute < 1 / 2
     node = next(n for n in plan_whole_experts(graph, 4).lanes[1].graph.nodes if n.name == "gateed")
     assert ops.mul_mat_id.count_flops(node) == pytest.approx(
@@ -324,15 +326,15 @@ def test_cost_of_distributed_experts_is_the_cost_of_the_busiest_device():
 def test_what_is_routed_stays_so_until_it_is_combined():
     graph = mixture(8, 2, 8, 6)
     factors = Factors(graph)
-    plan = assign(graph, factors, whole_experts(graph, factors)).made
+    plan = propagate_layouts(graph, factors, whole_experts(graph, factors)).produced_layouts
     kinds = {v.node.name: type(state).__name__ for v, state in plan.items() if not v.node.is_leaf and v.node.name}
-    assert kinds == {**dict.fromkeys(kinds, "Routed"), "combined": "Partial", "y": "Replicate"}
-    assert len({state for state in plan.values() if isinstance(state, Routed)}) == 1
+    assert kinds == {**dict.fromkeys(kinds, "RoutedPartial"), "combined": "Partial", "y": "Replicate"}
+    assert len({state for state in plan.values() if isinstance(state, RoutedPartial)}) == 1
 
 
 def test_a_class_of_experts_is_called_so():
     graph = mixture(8, 2, 8, 6)
-    names = list(classes_of(graph, Factors(graph)))
+    names = list(group_factors(graph, Factors(graph)))
     assert sum(name.startswith("experts (8)") for name in names) == 1
 
 
@@ -345,12 +347,12 @@ def test_of_plans_that_take_about_as_long_the_one_with_fewer_bytes_is_taken():
     h = ops.mul_mat(weight("down", (64, 4096)), ops.silu(ops.mul_mat(weight("up", (4096, 64)), x)))
     graph = Graph({"y": ops.mul_mat(weight("head", (1 << 16, 64)), ops.rms_norm(h))})
     close_links = Hardware(flops=1e15, bandwidth=1e9, launch=1e-9, link_latency=1.15e-3, link_bandwidth=1e15)
-    plan = plan_for(graph, group_of(2, "cpu"), split_mode="auto", hardware=close_links)
+    plan = plan_for_group(graph, group_of(2, "cpu"), split_mode="auto", hardware=close_links)
     assert any("about as long with" in why for why in plan.reasons)
     assert all(isinstance(plan.leaves[name], Shard) for name in ("head", "up", "down"))
-    assert plan.cost.total <= plan_for(graph, group_of(1, "cpu"), hardware=close_links).cost.total
+    assert plan.cost.total <= plan_for_group(graph, group_of(1, "cpu"), hardware=close_links).cost.total
     far = Hardware(flops=1e15, bandwidth=1e9, launch=1e-9, link_latency=1.6e-3, link_bandwidth=1e15)
-    plan = plan_for(graph, group_of(2, "cpu"), split_mode="auto", hardware=far)
+    plan = plan_for_group(graph, group_of(2, "cpu"), split_mode="auto", hardware=far)
     assert isinstance(plan.leaves["head"], Shard)
     assert not isinstance(plan.leaves["up"], Shard)
 
@@ -359,6 +361,6 @@ def test_a_plan_as_fast_as_one_device_does_not_become_slower_to_save_bytes():
     w = weight("w", (64, 64))
     graph = Graph({"y": ops.mul_mat(weight("v", (64, 64)), ops.rms_norm(ops.mul_mat(w, input("x", (1, 64)))))})
     idle = Hardware(flops=1e15, bandwidth=1e15, launch=1e-3, link_latency=1e-6)
-    plan = plan_for(graph, [find(name) for name in devices(2)], split_mode="auto", hardware=idle)
-    alone = plan_for(graph, [find("cpu:0")], hardware=idle)
+    plan = plan_for_group(graph, [find_device(name) for name in devices(2)], split_mode="auto", hardware=idle)
+    alone = plan_for_group(graph, [find_device("cpu:0")], hardware=idle)
     assert plan.cost.total <= alone.cost.total

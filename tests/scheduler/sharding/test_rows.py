@@ -7,7 +7,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, Value, input, weight
-from hocket.scheduler import Plan, load, plan_for
+from hocket.scheduler import Plan, load, plan_for_group
 from hocket.scheduler.machines.hardware import Hardware
 
 from ...given.plans.grouped import group_of
@@ -36,7 +36,7 @@ def collectives_of(plan: Plan) -> list[str]:
 
 def plan_sharded(rows: int, devices: int, hardware: Hardware, shares: tuple[float, ...] = ()) -> Plan:
     group = group_of(devices, "numpy")
-    return plan_for(decoder(rows), group, split_mode="tensor", tensor_split=shares, hardware=hardware)
+    return plan_for_group(decoder(rows), group, split_mode="tensor", tensor_split=shares, hardware=hardware)
 
 
 def result(plan: Plan) -> np.ndarray:
@@ -61,14 +61,14 @@ def test_sums_are_whole_where_devices_would_have_no_row_or_a_late_collective(row
 
 def test_rows_are_distributed_within_the_stages_of_layers():
     group = group_of(4, "numpy")
-    plan = plan_for(decoder(24), group, split_mode="layer,tensor", hardware=QUICK)
+    plan = plan_for_group(decoder(24), group, split_mode="layer,tensor", hardware=QUICK)
     assert "reduce_scatter" in collectives_of(plan)
     assert np.allclose(result(plan), result(plan_sharded(24, 1, QUICK)), rtol=1e-5, atol=1e-5)
 
 
 def test_another_step_over_the_same_weights_deals_its_own_rows():
     first = plan_sharded(1, 3, QUICK)
-    longer = plan_for(decoder(24), group_of(3, "numpy"), like=first, hardware=QUICK)
+    longer = plan_for_group(decoder(24), group_of(3, "numpy"), like=first, hardware=QUICK)
     assert "reduce_scatter" in collectives_of(longer)
     assert longer.leaves == first.leaves
     assert np.allclose(result(longer), result(plan_sharded(24, 1, QUICK)), rtol=1e-5, atol=1e-5)

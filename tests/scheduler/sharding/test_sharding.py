@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.frontends.open import open_model
-from hocket.frontends.session import Group, Session
+from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import BackendError, Graph, PlanError, Value, input, state, weight
 from hocket.ops.collectives import COLLECTIVES
-from hocket.scheduler import load, plan, plan_for
+from hocket.scheduler import load, plan, plan_for_group
 from hocket.scheduler.layout import Shard
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.shares import Shares, joined, runs_of
+from hocket.scheduler.sharding.shares import ShardRanges, compute_index_ranges, merge_ranges
 
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import DENSE, FIXTURES, FLOAT_CACHES, INDEX, nmse, path_of, single_device_logits, tokens_of
@@ -45,7 +45,7 @@ def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split
     golden = np.load(FIXTURES / name / "logits.npy")
     exact = "q4" in name  # rounding to 8 bits would differ wherever a sum differs in its last bit
     one = single_device_logits(name, exact)
-    many = Session(model, on=Group(devices(n), mode, split, exact=exact, **FLOAT_CACHES))
+    many = Session(model, on=DeviceGroup(devices(n), mode, split, exact=exact, **FLOAT_CACHES))
     batch = many.evaluate([tokens], every_position=True)[0]
     many.reset(0)
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
@@ -65,8 +65,8 @@ def test_a_decoder_has_two_reductions_per_layer(name, max_count):
     Messages are quick, since the work of a small model on a window does not justify the usual latency.
     """
     graph = load_model(open_gguf(path_of(name))).graph(Step(1, 1, 256, 512, 1))
-    group = [find(device) for device in devices(2)]
-    plan = plan_for(graph, group, split_mode="tensor", hardware=Hardware(link_latency=1e-6))
+    group = [find_device(device) for device in devices(2)]
+    plan = plan_for_group(graph, group, split_mode="tensor", hardware=Hardware(link_latency=1e-6))
     assert plan.collectives() <= max_count
     assert {i.op for i in plan.lanes[0].program.instructions} & COLLECTIVES == {"all_reduce"}
 
@@ -106,9 +106,9 @@ def test_a_random_graph_sharded_wherever_possible_equals_one_device(seed):
     n = dice.choice([2, 3, 5, 8])
     shares = [dice.choice([0, 1, 1, 2]) for _ in range(n - 1)] + [1]
     bound = bindings(graph, np.random.default_rng(seed))
-    group = [find(name) for name in devices(n, "reference")]
-    sharded = plan_for(graph, group, tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
-    whole = plan_for(graph, group[:1])
+    group = [find_device(name) for name in devices(n, "reference")]
+    sharded = plan_for_group(graph, group, tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
+    whole = plan_for_group(graph, group[:1])
     results = []
     for each_plan in (whole, sharded):
         run = load(each_plan, {v.node.name: as_file_bytes(bound[v.node.name], v.dtype) for v in graph.weights})
@@ -131,7 +131,7 @@ def ops_value(graph: Graph, name: str) -> Value:
 
 
 def axes_of(graph: Graph, name: str):
-    return [[[f.size for f in segment] for segment in axis] for axis in Factors(graph).axes(ops_value(graph, name))]
+    return [[[f.size for f in segment] for segment in axis] for axis in Factors(graph).axes_of(ops_value(graph, name))]
 
 
 def test_a_fused_qkv_is_split_inside_each_part_and_v_heads_follow_their_key_head():
@@ -143,8 +143,8 @@ def test_a_fused_qkv_is_split_inside_each_part_and_v_heads_follow_their_key_head
     new_plan = plan(graph, devices(2), split_mode="tensor")
     layout = new_plan.leaves["blk.0.attn_qkv.weight"]
     assert isinstance(layout, Shard)
-    assert layout.runs[0] == ((0, 32), (64, 32), (128, 32), (192, 32))
-    assert layout.runs[1] == ((32, 32), (96, 32), (160, 32), (224, 32))
+    assert layout.index_ranges[0] == ((0, 32), (64, 32), (128, 32), (192, 32))
+    assert layout.index_ranges[1] == ((32, 32), (96, 32), (160, 32), (224, 32))
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -159,16 +159,16 @@ def test_a_quantised_row_is_never_split_inside_a_block():
     """A feed-forward width of 768 in blocks of 256 has three parts: on four devices one gets nothing."""
     w, up, x = weight("w", (64, 768), "q4_K"), weight("up", (768, 64)), input("x", (1, 64))
     graph = Graph({"y": ops.mul_mat(w, ops.mul_mat(up, x))})
-    (width,) = (f for f in Factors(graph).of(ops_value(graph, "up")) if f.size == 3)
+    (width,) = (f for f in Factors(graph).factors_of(ops_value(graph, "up")) if f.size == 3)
 
     def choose(g, factors):
         return frozenset(f for f in factors.of(ops_value(g, "up")) if f.size == width.size)
 
-    plan = plan_for(graph, [find(name) for name in devices(4)], choose=choose)
+    plan = plan_for_group(graph, [find_device(name) for name in devices(4)], choose=choose)
     layout = plan.leaves["w"]
     assert isinstance(layout, Shard)
     assert layout.axis == 1
-    assert [layout.length(d) for d in range(4)] == [256, 256, 256, 0]
+    assert [layout.count_entries(d) for d in range(4)] == [256, 256, 256, 0]
     assert plan.collectives() == 1
 
 
@@ -177,7 +177,7 @@ def test_a_quantised_row_is_never_split_inside_a_block():
 def test_shares_cover_a_factor_and_are_off_by_less_than_one(size, proportions):
     from hocket.scheduler.sharding.axes import Factor
 
-    ranges = Shares(proportions).of(Factor(size))
+    ranges = ShardRanges(proportions).ranges_of(Factor(size))
     assert ranges[0][0] == 0
     assert ranges[-1][1] == size
     for (_, end), (start, _) in pairwise(ranges):
@@ -190,19 +190,19 @@ def test_what_rounding_takes_in_one_layer_it_gives_back_in_the_next():
     """24 heads in 4 groups at 49 : 51 (a known drift elsewhere): over the layers each device gets its share."""
     from hocket.scheduler.sharding.axes import Factor
 
-    shares = Shares([49, 51])
-    counts = [[high - low for low, high in shares.of(Factor(4))] for _ in range(100)]
+    shares = ShardRanges([49, 51])
+    counts = [[high - low for low, high in shares.ranges_of(Factor(4))] for _ in range(100)]
     totals = np.sum(counts, axis=0)
     assert abs(totals[0] - 400 * 0.49) < 1
 
 
 def test_runs_are_joined_and_exact():
-    assert joined([(0, 2), (2, 3), (7, 0), (8, 1)]) == ((0, 5), (8, 1))
+    assert merge_ranges([(0, 2), (2, 3), (7, 0), (8, 1)]) == ((0, 5), (8, 1))
     from hocket.scheduler.sharding.axes import Factor
 
     a, b, c = Factor(2), Factor(3), Factor(4)
-    assert runs_of([[a, b, c]], b, 1, 3) == ((4, 8), (16, 8))
-    assert runs_of([[a], [b, c]], b, 0, 1) == ((0, 6),)
+    assert compute_index_ranges([[a, b, c]], b, 1, 3) == ((4, 8), (16, 8))
+    assert compute_index_ranges([[a], [b, c]], b, 0, 1) == ((0, 6),)
 
 
 def test_a_device_may_get_nothing():
@@ -223,16 +223,18 @@ def run_collective(
     """Return the results of each device of a group for one collective of the NumPy backend."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from hocket.backends.calls import Call
-    from hocket.backends.numpy.table import kernel
+    from hocket.backends.calls import HostInstruction
+    from hocket.backends.numpy.table import find_binding
 
     threads = ThreadGroup(len(sources), WAIT_SECONDS)
     outs = [np.full(shape, np.nan) for shape in shapes]
 
     def run(rank: int) -> None:
         scratch = np.full(outs[rank].size, np.nan)
-        call = Call([sources[rank]], [outs[rank]], {**attrs[rank], "sequence": 3}, scratch, threads.member(rank))
-        for step in kernel(op).bind(call):
+        call = HostInstruction(
+            [sources[rank]], [outs[rank]], {**attrs[rank], "sequence": 3}, scratch, threads.member(rank)
+        )
+        for step in find_binding(op).bind(call):
             step()
 
     with ThreadPoolExecutor(len(sources)) as pool:

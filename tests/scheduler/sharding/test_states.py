@@ -12,12 +12,12 @@ from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler.choosing.planning import Planning
 from hocket.scheduler.layout import PARTIAL, REPLICATE, Local
 from hocket.scheduler.machines.hardware import CPU
-from hocket.scheduler.sharding.assign import Assignment, Pass
-from hocket.scheduler.sharding.emit import shard
+from hocket.scheduler.sharding.assign import LayoutPropagation, ShardingAssignment
+from hocket.scheduler.sharding.emit import partition_graph
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.pins import NO_PINS
-from hocket.scheduler.sharding.shares import Shares
-from hocket.scheduler.sharding.states import Cut, Routed, State, way
+from hocket.scheduler.sharding.shares import ShardRanges
+from hocket.scheduler.sharding.states import FactorLayout, FactorShard, RoutedPartial, find_conversion_path
 from hocket.scheduler.verifier.plan import verify_plan
 
 from ...given.plans.grouped import group_of, run_of
@@ -35,32 +35,38 @@ class Experts:
         self.doubled = ops.scale(self.product, scale=2.0)
         self.graph = Graph({"y": self.doubled})
         self.factors = Factors(self.graph)
-        ((self.row,),), _, ((self.column,),) = self.factors.axes(self.product)
-        ((self.expert,),), _, _ = self.factors.axes(self.table)
-        kinds = (REPLICATE, Cut(self.row), Cut(self.column), PARTIAL, Routed(self.expert, self.ids))
+        ((self.row,),), _, ((self.column,),) = self.factors.axes_of(self.product)
+        ((self.expert,),), _, _ = self.factors.axes_of(self.table)
+        kinds = (
+            REPLICATE,
+            FactorShard(self.row),
+            FactorShard(self.column),
+            PARTIAL,
+            RoutedPartial(self.expert, self.ids),
+        )
         self.states = dict(zip(STATES, (*kinds, Local((0,)), Local((2,))), strict=True))
 
-    def assignment(self, produced: State, required: State) -> Assignment:
+    def assignment(self, produced: FactorLayout, required: FactorLayout) -> ShardingAssignment:
         """The product is made in one state, and read in another."""
         chosen = frozenset({self.row, self.column, self.expert})
-        walk = Pass(self.graph, self.factors, chosen, self.graph.users(), (), NO_PINS)
-        out, node, scale = walk.out, self.product.node, self.doubled.node
-        by = Cut(self.expert) if produced.is_owed else produced
-        if produced.is_owed:
-            out.dealt[node] = self.ids
-        is_shard_state = isinstance(by, Cut)
-        out.wants[node] = tuple(
-            REPLICATE if is_shard_state and by.factor not in self.factors.of(s) else by for s in node.inputs
+        walk = LayoutPropagation(self.graph, self.factors, chosen, self.graph.users(), (), NO_PINS)
+        out, node, scale = walk.assignment, self.product.node, self.doubled.node
+        by = FactorShard(self.expert) if produced.is_partial else produced
+        if produced.is_partial:
+            out.index_operands[node] = self.ids
+        is_shard_state = isinstance(by, FactorShard)
+        out.operand_layouts[node] = tuple(
+            REPLICATE if is_shard_state and by.factor not in self.factors.factors_of(s) else by for s in node.inputs
         )
-        out.made |= dict.fromkeys(node.inputs, REPLICATE) | {self.table: out.wants[node][0]}
-        out.made |= {self.product: produced, self.doubled: required}
-        out.by |= {node: by, scale: required}
-        out.wants[scale] = (required,)
+        out.produced_layouts |= dict.fromkeys(node.inputs, REPLICATE) | {self.table: out.operand_layouts[node][0]}
+        out.produced_layouts |= {self.product: produced, self.doubled: required}
+        out.node_layouts |= {node: by, scale: required}
+        out.operand_layouts[scale] = (required,)
         for reader in (node, scale):
-            for value, state in zip(reader.inputs, out.wants[reader], strict=True):
-                walk._convert(value, state, reader)
-        if required.is_owed:
-            walk._convert(self.doubled, REPLICATE, None)
+            for value, state in zip(reader.inputs, out.operand_layouts[reader], strict=True):
+                walk._add_conversions(value, state, reader)
+        if required.is_partial:
+            walk._add_conversions(self.doubled, REPLICATE, None)
         return out
 
 
@@ -76,7 +82,7 @@ def test_a_value_goes_from_every_state_to_every_state_in_which_it_may_be_read(pr
     experts = Experts()
     group = group_of(3)
     assignment = experts.assignment(experts.states[produced], experts.states[required])
-    sharded = shard(experts.graph, experts.factors, assignment, Shares([1, 2, 1]))
+    sharded = partition_graph(experts.graph, experts.factors, assignment, ShardRanges([1, 2, 1]))
     plan = Planning(experts.graph, group, (), CPU)._plan(sharded, frozenset(), (), {})
     verify_plan(plan)
     table, x, ids = np.arange(144.0).reshape(8, 6, 3), np.arange(12.0).reshape(4, 1, 3), np.array([[7], [0], [3], [3]])
@@ -88,12 +94,12 @@ def test_a_value_goes_from_every_state_to_every_state_in_which_it_may_be_read(pr
 def test_only_a_routed_result_is_read_as_routed(produced):
     states = Experts().states
     with pytest.raises(AssertionError, match="cannot become"):
-        way(states[produced], states["routed"])
+        find_conversion_path(states[produced], states["routed"])
 
 
 def test_a_sum_that_is_routed_otherwise_is_as_good_as_any_sum():
     experts = Experts()
-    other = Routed(experts.expert, Value(input("others", (4, 1), "i32").node))
-    assert way(other, PARTIAL) == ()
+    other = RoutedPartial(experts.expert, Value(input("others", (4, 1), "i32").node))
+    assert find_conversion_path(other, PARTIAL) == ()
     with pytest.raises(AssertionError, match="cannot become"):
-        way(other, experts.states["routed"])
+        find_conversion_path(other, experts.states["routed"])

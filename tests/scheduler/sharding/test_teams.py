@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import group_of
+from hocket.backends.base import find_devices
 from hocket.graph import Graph, PlanError, input, state, weight
-from hocket.scheduler import plan_for, plan_from_json, plan_to_json, simulate
+from hocket.scheduler import plan_for_group, plan_from_json, plan_to_json, simulate
 from hocket.scheduler.layout import Local, Shard
 from hocket.scheduler.lowering.lane import teams_of
-from hocket.scheduler.running.timeline import timeline
-from hocket.scheduler.sharding.teams import teams_by
-from hocket.scheduler.verifier.plan import plan_faults
+from hocket.scheduler.running.timeline import simulate_run
+from hocket.scheduler.sharding.teams import split_into_groups
+from hocket.scheduler.verifier.plan import find_plan_faults
 
 from ...given.plans.faults import SLOW, decoder
 from ...given.plans.ways import compare_results, results, values_of
@@ -24,11 +24,11 @@ MODE = "layer,tensor"
 
 
 def group(kind, devices):
-    return group_of([f"{kind}:{d}" for d in range(devices)], None)
+    return find_devices([f"{kind}:{d}" for d in range(devices)], None)
 
 
 def plan_stages(graph=None, kind="numpy", devices=4, **options):
-    return plan_for(graph or decoder(), group(kind, devices), split_mode=MODE, hardware=SLOW, **options)
+    return plan_for_group(graph or decoder(), group(kind, devices), split_mode=MODE, hardware=SLOW, **options)
 
 
 def blocks(layers, width=8, name="b"):
@@ -54,7 +54,7 @@ def test_sharded_stages_give_the_results_of_one_device(make, devices, shares):
     values = values_of(graph, 1)
     plan = plan_stages(graph, "reference", devices, tensor_split=shares)
     assert {len(members) for members in teams_of([device_plan.program for device_plan in plan.lanes])} == {devices // 2}
-    assert not compare_results(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
+    assert not compare_results(results(plan, values), results(plan_for_group(graph, group("reference", 1)), values))
 
 
 def test_a_state_that_no_node_reads_stays_with_its_group():
@@ -69,18 +69,18 @@ def test_a_state_that_no_node_reads_stays_with_its_group():
     values = {**values_of(graph, 3), "i": np.array([0, 6, 2])}
     plan = plan_stages(graph, "reference", choose=lambda g, f: frozenset(f.axes(wide)[1][0]))
     assert plan.leaves["kept"] == Local((2, 3)), "the graph has to be one whose new value is made before"
-    assert not compare_results(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
+    assert not compare_results(results(plan, values), results(plan_for_group(graph, group("reference", 1)), values))
 
 
 def test_devices_that_only_send_messages_are_one_group_and_still_run_collectives_in_their_memory():
-    plan = plan_for(decoder(), group("reference", 3), split_mode="layer")
+    plan = plan_for_group(decoder(), group("reference", 3), split_mode="layer")
     assert teams_of([device_plan.program for device_plan in plan.lanes]) == ((0, 1, 2),) * 3
 
 
 def test_compiled_code_sums_in_groups():
     graph = blocks(3, 32)
     values = values_of(graph, 1)
-    want = results(plan_for(graph, group("cpu", 1)), values)
+    want = results(plan_for_group(graph, group("cpu", 1)), values)
     for got, right in zip(results(plan_stages(graph, "cpu"), values), want, strict=True):
         for name, array in right.items():
             assert np.abs(got[name] - array).max() <= 1e-5 * np.abs(array).max()
@@ -104,22 +104,22 @@ def test_a_weight_that_two_stages_shard_on_different_axes_is_whole_on_both():
     last = ops.mul_mat(weight("c", (8, 32)), ops.silu(ops.mul_mat(weight("d", (32, 8)), first)))
     graph = Graph({"y": ops.mul_mat(ops.transpose(shared), last)})
     plan, values = plan_stages(graph, "reference"), values_of(graph, 2)
-    assert not compare_results(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
+    assert not compare_results(results(plan, values), results(plan_for_group(graph, group("reference", 1)), values))
 
 
 def test_a_plan_in_json_is_the_same_plan():
-    plan = plan_for(blocks(2), group("numpy", 4), split_mode=MODE, hardware=replace(SLOW, launch=1e-9, machine=2))
+    plan = plan_for_group(blocks(2), group("numpy", 4), split_mode=MODE, hardware=replace(SLOW, launch=1e-9, machine=2))
     again = plan_from_json(plan_to_json(plan))
     assert again.digest() == plan.digest()
     assert again.hardware == plan.hardware
 
 
 def test_device_groups_are_machines_or_the_squarest_division():
-    assert teams_by(0, 6) == [[0, 1, 2], [3, 4, 5]]
-    assert teams_by(2, 6) == [[0, 1], [2, 3], [4, 5]]
+    assert split_into_groups(0, 6) == [[0, 1, 2], [3, 4, 5]]
+    assert split_into_groups(2, 6) == [[0, 1], [2, 3], [4, 5]]
     for machine, devices in ((0, 3), (4, 6), (1, 4)):
         with pytest.raises(PlanError, match="layer,tensor needs teams of several devices"):
-            teams_by(machine, devices)
+            split_into_groups(machine, devices)
 
 
 def test_what_cannot_be_staged_is_refused_in_one_line():
@@ -131,19 +131,19 @@ def test_what_cannot_be_staged_is_refused_in_one_line():
 
 def test_the_verifier_finds_a_device_that_stays_away_from_its_group():
     plan = plan_stages(blocks(3))
-    others = plan_for(blocks(3), group("numpy", 4), split_mode="tensor", hardware=SLOW)
+    others = plan_for_group(blocks(3), group("numpy", 4), split_mode="tensor", hardware=SLOW)
     for number in (0, 3):
         mixed = list(plan.lanes)
         mixed[number] = replace(others.lanes[number], device=plan.lanes[number].device)
-        assert list(plan_faults(replace(plan, lanes=tuple(mixed))))
+        assert list(find_plan_faults(replace(plan, lanes=tuple(mixed))))
     swapped = [plan.lanes[d] for d in (2, 1, 0, 3)]
     device_plans = tuple(replace(device_plan, device=plan.lanes[d].device) for d, device_plan in enumerate(swapped))
-    assert list(plan_faults(replace(plan, lanes=device_plans)))
+    assert list(find_plan_faults(replace(plan, lanes=device_plans)))
 
 
 def test_the_virtual_clock_runs_device_groups():
     plan = plan_stages(blocks(2), "null")
-    assert timeline(plan).seconds > 0
+    assert simulate_run(plan).total_seconds > 0
 
 
 def test_machines_are_simulated_with_the_link_between_them():
@@ -152,8 +152,8 @@ def test_machines_are_simulated_with_the_link_between_them():
     assert mesh.hardware.machine == 2
     assert mesh.hardware.machines((1, 2)) == 2
     assert mesh.hardware.machines((2, 3)) == 1
-    assert mesh.hardware.meeting(1e9, 2) > mesh.hardware.meeting(1e9)
-    assert mesh.hardware.meeting(0.0, 8) == 3 * mesh.hardware.meeting(0.0, 2)
+    assert mesh.hardware.collective_seconds(1e9, 2) > mesh.hardware.collective_seconds(1e9)
+    assert mesh.hardware.collective_seconds(0.0, 8) == 3 * mesh.hardware.collective_seconds(0.0, 2)
     for wrong in ("h200:2 x 3", "h200:2 x 0,ib400", "h200:2 x 3,wires", "h200:200 x 6,ib400", "x 3,ib400"):
         with pytest.raises(PlanError, match="cannot simulate"):
             simulate(wrong)
@@ -161,9 +161,9 @@ def test_machines_are_simulated_with_the_link_between_them():
 
 def test_auto_says_what_stages_across_machines_would_take():
     mesh = simulate("h200:2,nvlink x 2,ib400")
-    plan = plan_for(blocks(4, 256), mesh.group, hardware=mesh.hardware)
+    plan = plan_for_group(blocks(4, 256), mesh.group, hardware=mesh.hardware)
     assert any("layers across 2 machines, cut within each, on 4 devices" in reason for reason in plan.reasons)
-    assert plan.cost.total <= plan_for(blocks(4, 256), mesh.group[:1], hardware=mesh.hardware).cost.total
+    assert plan.cost.total <= plan_for_group(blocks(4, 256), mesh.group[:1], hardware=mesh.hardware).cost.total
 
 
 def test_states_of_stages_are_read_and_written_as_one_array():

@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import find_device
 from hocket.graph import Graph, Value, input, weight
 from hocket.ops.collectives import all_reduce
-from hocket.scheduler import Plan, plan_for
-from hocket.scheduler.verifier.plan import plan_faults
+from hocket.scheduler import Plan, plan_for_group
+from hocket.scheduler.verifier.plan import find_plan_faults
 
 from ...given.plans.faults import Edit, nodes, require_named
 
@@ -30,7 +30,7 @@ def summed_plan() -> Plan:
     def terms(graph, factors):
         return frozenset(f for v in graph.weights for f in factors.of(v) if f.size == K)
 
-    return plan_for(graph, [find("cpu:0"), find("cpu:1")], choose=terms)
+    return plan_for_group(graph, [find_device("cpu:0"), find_device("cpu:1")], choose=terms)
 
 
 def rows(value: Value, start: int, stop: int) -> Value:
@@ -168,7 +168,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("what", RIGHT)
 def test_such_chunks_are_proven(what):
-    assert not [*plan_faults(RIGHT[what]())]
+    assert not [*find_plan_faults(RIGHT[what]())]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -10,9 +10,9 @@ from hocket import ops
 from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from hocket.scheduler import plan
-from hocket.scheduler.acts import Act
-from hocket.scheduler.succession import gain, in_succession
-from hocket.scheduler.verifier.acts import order_faults
+from hocket.scheduler.acts import PipelineAction
+from hocket.scheduler.succession import build_pipeline_order, estimate_pipeline_speedup
+from hocket.scheduler.verifier.acts import find_pipeline_order_faults
 
 from ...given.plans.chained import chain
 from ...given.plans.faults import layer_plan, tensor_plan
@@ -34,11 +34,11 @@ def programs_of(plan):
 
 
 def orders(plan, runs):
-    return [list(actions) for actions in in_succession([plan] * runs)]
+    return [list(actions) for actions in build_pipeline_order([plan] * runs)]
 
 
 def find_faults(plan, order, runs=3):
-    return list(order_faults([programs_of(plan)] * runs, order))
+    return list(find_pipeline_order_faults([programs_of(plan)] * runs, order))
 
 
 def plan_in_groups():
@@ -62,11 +62,11 @@ def swap_actions(actions, one, two):
 @pytest.mark.parametrize(
     ("one", "two", "why"),
     [
-        (Act("put", 1), Act("run", 0), "inputs of run 0 lie there, which it has not read yet"),
-        (Act("put", 1), Act("keep", 0), "results of run 0 lie there, which nobody has kept"),
-        (Act("put", 0), Act("run", 0), "no inputs lie there"),
-        (Act("run", 1), Act("keep", 1), "inputs of run 1 lie there"),
-        (Act("run", 0), Act("run", 1), "what lies there is of run 0"),
+        (PipelineAction("put", 1), PipelineAction("run", 0), "inputs of run 0 lie there, which it has not read yet"),
+        (PipelineAction("put", 1), PipelineAction("keep", 0), "results of run 0 lie there, which nobody has kept"),
+        (PipelineAction("put", 0), PipelineAction("run", 0), "no inputs lie there"),
+        (PipelineAction("run", 1), PipelineAction("keep", 1), "inputs of run 1 lie there"),
+        (PipelineAction("run", 0), PipelineAction("run", 1), "what lies there is of run 0"),
     ],
 )
 def test_memory_is_not_used_for_a_run_before_the_last_has_done_with_it(one, two, why):
@@ -83,7 +83,7 @@ def test_a_run_finds_the_states_that_the_one_before_it_has_left():
     """A device that makes two runs in the other order has everything else in order."""
     plan = passed_on()
     order = orders(plan, 3)
-    order[2] = [Act(what, {0: 1, 1: 0}.get(run, run)) for what, run in order[2]]
+    order[2] = [PipelineAction(what, {0: 1, 1: 0}.get(run, run)) for what, run in order[2]]
     assert "device 2: run 1: its states are those before run 0" in find_faults(plan, order)
 
 
@@ -93,10 +93,10 @@ def test_an_overtaking_message_is_found_in_stateless_programs():
     stateless = [dataclasses.replace(p, undo=()) for p in programs_of(plan)]
     messages = [[i for i in p.instructions if i.op in ("send", "receive")] for p in stateless]
     assert [len(own) for own in messages] == [1, 2, 1]
-    order = [[Act(w, r) for r in runs for w in ("put", "run", "keep")] for runs in ((0, 1), (0, 1), (0, 1))]
+    order = [[PipelineAction(w, r) for r in runs for w in ("put", "run", "keep")] for runs in ((0, 1), (0, 1), (0, 1))]
     first = stateless[0]
     twice = dataclasses.replace(first, instructions=(*first.instructions, messages[0][0]))  # sends each letter twice
-    complaints = list(order_faults([[twice, *stateless[1:]]] * 2, order))
+    complaints = list(find_pipeline_order_faults([[twice, *stateless[1:]]] * 2, order))
     assert complaints
     assert "receive 0 (%" in complaints[0]
     assert "in run 1: send 0 (%" in complaints[0]
@@ -126,8 +126,8 @@ def test_messages_to_and_fro_are_no_fault_and_no_gain():
     place = [("y.1", "reference:1"), ("y", "reference:0")]
     new_plan = plan(Graph({"y": x}), ["reference:0", "reference:1"], split_mode="layer", place=place)
     assert not find_faults(new_plan, orders(new_plan, 3))
-    assert gain(new_plan) < 1.1
-    assert gain(passed_on(2)) > 1.5
+    assert estimate_pipeline_speedup(new_plan) < 1.1
+    assert estimate_pipeline_speedup(passed_on(2)) > 1.5
 
 
 def test_devices_that_wait_for_each_other_are_found():
@@ -142,7 +142,7 @@ def test_devices_that_wait_for_each_other_are_found():
         dataclasses.replace(one, instructions=(here, sent)),
         dataclasses.replace(two, instructions=(taken, there)),
     ]
-    (why,) = order_faults([programs], in_succession([plan]))
+    (why,) = find_pipeline_order_faults([programs], build_pipeline_order([plan]))
     assert why.startswith("devices wait for each other: receive 1")
 
 
@@ -155,7 +155,7 @@ def test_a_group_with_collectives_in_different_orders_is_found():
     plan = plan_in_groups()
     programs = programs_of(plan)
     programs[1] = dataclasses.replace(programs[1], instructions=(*reversed(collectives_of(programs[1])),))
-    (why,) = order_faults([programs] * 2, orders(plan, 2))
+    (why,) = find_pipeline_order_faults([programs] * 2, orders(plan, 2))
     assert why.startswith("all_gather 2 (")
     assert "of device 1 in run 0: all_gather 0 (" in why
     assert why.endswith("of device 0 in run 0 comes in its place")
@@ -166,7 +166,7 @@ def test_a_group_with_members_in_different_runs_is_found():
     plan = plan_in_groups()
     gathering = [dataclasses.replace(p, instructions=(collectives_of(p)[0],)) for p in programs_of(plan)]
     twice = dataclasses.replace(gathering[0], instructions=gathering[0].instructions * 2)
-    (why,) = order_faults([[twice, *gathering[1:]]] * 2, orders(plan, 2))
+    (why,) = find_pipeline_order_faults([[twice, *gathering[1:]]] * 2, orders(plan, 2))
     assert "of device 1 in run 1: all_gather 0 (" in why
     assert why.endswith("of device 0 in run 0 comes in its place")
 
@@ -175,6 +175,6 @@ def test_only_devices_without_common_collectives_are_pipelined():
     with pytest.raises(
         PlanError, match=r"joins all devices: runs follow each other only where devices meet by letters,"
     ):
-        in_succession([tensor_plan()] * 2)
-    assert gain(tensor_plan()) == 1.0
-    assert gain(plan_in_groups()) > 1.5
+        build_pipeline_order([tensor_plan()] * 2)
+    assert estimate_pipeline_speedup(tensor_plan()) == 1.0
+    assert estimate_pipeline_speedup(plan_in_groups()) > 1.5

@@ -10,7 +10,7 @@ from hocket import ops
 from hocket.graph import DType, Graph, constant
 from hocket.ops.collectives import all_gather, all_reduce, send
 from hocket.scheduler.layout import PARTIAL, REPLICATE, Local, Shard
-from hocket.scheduler.verifier.plan import plan_faults
+from hocket.scheduler.verifier.plan import find_plan_faults
 
 from ...given.plans.faults import (
     PlannedFault,
@@ -412,7 +412,7 @@ FAULTS = {**SUMS, **COLLECTIVE_FAULTS, **LAYOUTS, **NODES}
 
 @pytest.mark.parametrize("make_plan", [tensor_plan, layer_plan, gather_plan, experts_plan, placed_plan])
 def test_the_plans_in_which_faults_are_planted_are_right(make_plan):
-    assert not list(plan_faults(make_plan()))
+    assert not list(find_plan_faults(make_plan()))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -48,7 +48,7 @@ def other_buffer() -> Plan:
     buffers = list(tensor_plan().lanes[1].program.buffers)
     at = next(i for i, b in enumerate(buffers) if b.name == "wo")
     whole = next(v.spec for v in tensor_plan().graph.weights if v.node.name == "wo")
-    buffers[at] = dataclasses.replace(buffers[at], declared=whole)
+    buffers[at] = dataclasses.replace(buffers[at], declared_spec=whole)
     return with_program_changes(tensor_plan(), 1, buffers=tuple(buffers))
 
 

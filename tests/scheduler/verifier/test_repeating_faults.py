@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from hocket.backends.base import Instruction, Program, Tensor, find
+from hocket.backends.base import Instruction, Program, Tensor, find_device
 from hocket.graph import Graph, Node
 from hocket.graph.repeated_runs import RepeatedRuns, ShortenedGraph
 from hocket.graph.rewrite import rewrite_graph
-from hocket.scheduler import Plan, plan_for
+from hocket.scheduler import Plan, plan_for_group
 from hocket.scheduler.choosing import repeating
 from hocket.scheduler.lowering.lane import Short
 from hocket.scheduler.lowering.lane import repeating as lane_of
 from hocket.scheduler.lowering.lower import lower
-from hocket.scheduler.verifier.plan import plan_faults
-from hocket.scheduler.verifier.runs import run_faults
+from hocket.scheduler.verifier.plan import find_plan_faults
+from hocket.scheduler.verifier.runs import find_device_repetition_faults
 
 from ...given.graphs.layered import decoder
 from ...given.plans.ways import SLOW
@@ -31,8 +31,8 @@ LAYERS, DEVICE = 14, 1
 def plan_graph() -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeating, "WORTH", 1)
-        group = [find(f"cpu:{d}") for d in range(3)]
-        plan = plan_for(decoder(LAYERS), group, split_mode="tensor", tensor_split=(5, 4, 2), hardware=SLOW)
+        group = [find_device(f"cpu:{d}") for d in range(3)]
+        plan = plan_for_group(decoder(LAYERS), group, split_mode="tensor", tensor_split=(5, 4, 2), hardware=SLOW)
     return plan
 
 
@@ -150,7 +150,7 @@ def with_exchanged_saves() -> Plan:
     """Return the plan in which the saves of two runs are exchanged."""
 
     def change(program: Program) -> Program:
-        one, two = (program.instructions[at].dst[0].offset for at in sorted(program.saves)[4:6])
+        one, two = (program.instructions[at].dst[0].offset for at in sorted(program.save_positions)[4:6])
         exchanged = {one: two, two: one}
 
         def tensor(t: Tensor | None) -> Tensor | None:
@@ -245,13 +245,13 @@ FAULTS: dict[str, tuple[Callable[[], Plan], str]] = {
 
 
 def test_the_plan_in_which_faults_are_planted_has_none():
-    assert list(plan_faults(plan_graph())) == []
+    assert list(find_plan_faults(plan_graph())) == []
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_short_plan_is_found(name):
     make, message = FAULTS[name]
-    found = list(plan_faults(make()))
+    found = list(find_plan_faults(make()))
     assert any(message in why for why in found), found
 
 
@@ -259,17 +259,21 @@ def test_a_program_that_is_right_alone_may_be_no_program_to_repeat():
     device_plan = plan_graph().lanes[DEVICE]
     broken = lowered_as_if_nothing_came_again().lanes[DEVICE].short
     assert (
-        list(run_faults(device_plan.short.graph, device_plan.short.program, device_plan.backend, device_plan.short.of))
+        list(
+            find_device_repetition_faults(
+                device_plan.short.graph, device_plan.short.program, device_plan.backend, device_plan.short.of
+            )
+        )
         == []
     )
-    assert list(run_faults(broken.graph, broken.program, device_plan.backend, broken.of)) != []
+    assert list(find_device_repetition_faults(broken.graph, broken.program, device_plan.backend, broken.of)) != []
 
 
 @pytest.mark.parametrize("name", ["lowered as if nothing came again", "a result lies elsewhere"])
 def test_what_is_found_in_a_short_plan_is_wrong_step_by_step(name):
     plan = FAULTS[name][0]()
     device_plans = tuple(dataclasses.replace(device_plan) for device_plan in plan.lanes)
-    assert list(plan_faults(dataclasses.replace(plan, lanes=device_plans)))
+    assert list(find_plan_faults(dataclasses.replace(plan, lanes=device_plans)))
 
 
 def test_a_device_plan_that_was_changed_after_unrolling_is_checked_step_by_step():
@@ -285,4 +289,4 @@ def test_a_device_plan_that_was_changed_after_unrolling_is_checked_step_by_step(
     device_plans[DEVICE] = dataclasses.replace(
         device_plans[DEVICE], program=dataclasses.replace(program, instructions=steps)
     )
-    assert any("blk.11.gate" in why for why in plan_faults(dataclasses.replace(plan, lanes=tuple(device_plans))))
+    assert any("blk.11.gate" in why for why in find_plan_faults(dataclasses.replace(plan, lanes=tuple(device_plans))))

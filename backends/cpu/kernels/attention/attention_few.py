@@ -9,96 +9,104 @@ from functools import cache
 
 from .....graph.dtypes import DType
 from .....graph.lazy_dataclass import dataclass
-from ...compiler import Kernel, Part, kernel, part
+from ...compiler import Kernel, Subroutine, kernel, subroutine
 from ...simd.order import fold_1, fold_2
-from ...simd.tiles import tile
+from ...simd.tiles import make_dot_tile
 from ...simd.vectors import (
     LANES,
-    MANY,
+    MANY_REGISTERS,
     add,
+    count_vector_registers,
     fma,
-    largest,
+    lane_max_without_nan,
+    lane_sum,
     load,
+    load_first_lanes,
     load_long,
     load_scalar,
-    load_some,
     mul,
-    prefetch_far,
+    prefetch_l2,
     splat,
     splat_from,
     store,
     store_scalar,
     sub,
-    total,
-    vectors_in_registers,
     zeros,
 )
-from ...words import words
-from ..blocks import BLOCK
-from ..cells import CELLS, Cells
-from ..packing import share
-from ..rows import put
+from ...words import declare_args
+from ..blocks import BLOCK_ELEMENTS
+from ..cells import CELLS_BY_DTYPE, CacheCells
+from ..packing import compute_thread_range
+from ..rows import store_lanes
 from . import attention_keys
-from .attention_keys import SQUARE, dots
+from .attention_keys import TRANSPOSED_BLOCK_BYTES, dot_query_keys
 from .scores import (
-    COMMON,
-    HEAD,
-    LOWEST,
-    MASK,
+    COMMON_ARGS,
+    FLOAT_ONE,
+    FLOAT_ZERO,
+    HEAD_BYTES,
+    HEAD_KEY,
+    HEAD_MASK,
+    HEAD_OUT,
+    HEAD_QUERY,
+    HEAD_SLOPE,
+    HEAD_VALUE,
+    MIN_SCORE,
     MINUS_INFINITY,
-    NONE,
-    ONE,
-    OUT,
-    SLOPE,
-    K,
-    Q,
-    V,
-    finished,
-    greater,
-    mask_lanes,
-    power,
-    power_of,
+    exp2,
+    exp2_scalar,
+    find_visible_range,
+    finish_scores,
+    load_mask_lanes,
+    load_sink_score,
+    max_or_second,
     round_up,
-    seen_range,
-    sink_of,
 )
 
-ARGS = words(f"{COMMON} partial chunks beside")
+ARGS = declare_args(f"{COMMON_ARGS} partial chunks beside")
 """The last words: partial results, the number of key splits, groups of heads that walk together."""
-LINE = 64
+CACHE_LINE_BYTES = 64
 """Bytes of a cache line."""
-COLUMNS = 64
+VALUE_COLUMNS = 64
 """Elements of a value that are summed at once."""
-RUN = 32
+KEYS_PER_VALUE_PASS = 32
 """Keys per head while values are summed."""
-PIECE = 1024
+KEYS_PER_SCORE_PASS = 1024
 """Keys per block of scores."""
-AHEAD = 32
+PREFETCH_KEYS = 32
 """Prefetch distance in keys, to the second cache. Prefetches are spread among the products, which many would delay."""
-MOST_ROWS = 4 if vectors_in_registers() == MANY else 1
+MAX_ROWS_PER_PASS = 4 if count_vector_registers() == MANY_REGISTERS else 1
 """Rows that use keys and values at once. Each load and each conversion to float32 serves all of them."""
-VECTOR = 4 * LANES
-SUM, VALUES = 4, 64
+VECTOR_BYTES = 4 * LANES
+PARTIAL_SUM_OFFSET, PARTIAL_VALUES_OFFSET = 4, 64
 """Offsets into a partial result: first the highest score, then the sum of weights, then the weighted values."""
 
 
-def part_bytes(width: int) -> int:
+def compute_partial_result_bytes(width: int) -> int:
     """Return the bytes of a partial result."""
-    return VALUES + 4 * (-(-width // COLUMNS) * COLUMNS)
+    return PARTIAL_VALUES_OFFSET + 4 * (-(-width // VALUE_COLUMNS) * VALUE_COLUMNS)
 
 
-def scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
+def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
     """Return the scratch bytes of a thread: scores, highest scores; then values, or queries and products or keys."""
-    floats = 4 * MOST_ROWS * VECTOR + rows * 4 * (-(-size // LANES) * LANES)
-    blocks = attention_keys.keys_bytes(size) + rows * attention_keys.query_bytes(size)
-    scores = rows * 4 * (min(PIECE, -(-keys // LANES) * LANES) + LANES)
-    return scores + max(4 * RUN * COLUMNS, floats, blocks)
+    floats = 4 * MAX_ROWS_PER_PASS * VECTOR_BYTES + rows * 4 * (-(-size // LANES) * LANES)
+    blocks = attention_keys.compute_transposed_keys_bytes(size) + rows * attention_keys.compute_quantised_query_bytes(
+        size
+    )
+    scores = rows * 4 * (min(KEYS_PER_SCORE_PASS, -(-keys // LANES) * LANES) + LANES)
+    return scores + max(4 * KEYS_PER_VALUE_PASS * VALUE_COLUMNS, floats, blocks)
 
 
-def _products(cells: Cells, count: int) -> Part:
+def _make_key_products(cells: CacheCells, count: int) -> Subroutine:
     """Make the products of `count` queries with 16 keys from key `s` on: four partial sums each at `to`."""
-    whole, some, rows, line = cells.whole, cells.some, tile(count, 1), LINE // cells.nbytes
-    rows_of, zeros, inner, folded, save = rows.rows, rows.zeros, rows.inner, rows.folded, rows.save
+    whole, some, rows, line = cells.load_16, cells.load_first, make_dot_tile(count, 1), CACHE_LINE_BYTES // cells.nbytes
+    rows_of, zeros, inner, folded, save = (
+        rows.row_addresses,
+        rows.zero_sums,
+        rows.add_inner_product,
+        rows.fold_four_tiles,
+        rows.spill,
+    )
     nbytes = cells.nbytes
 
     def products(queries, pitch, key, step, s, keys, size, to, ahead):
@@ -110,10 +118,10 @@ def _products(cells: Cells, count: int) -> Part:
             for col in range(0, size - LANES + 1, LANES):  # a, b, c, d += key[col] * query[col]
                 if col % line == 0:  # prefetch later keys
                     soon = ahead + nbytes * col
-                    prefetch_far(j + soon)
-                    prefetch_far(k + soon)
-                    prefetch_far(l + soon)
-                    prefetch_far(m + soon)
+                    prefetch_l2(j + soon)
+                    prefetch_l2(k + soon)
+                    prefetch_l2(l + soon)
+                    prefetch_l2(m + soon)
                 a, b = inner(a, whole(j, col), x, 4 * col), inner(b, whole(k, col), x, 4 * col)
                 c, d = inner(c, whole(l, col), x, 4 * col), inner(d, whole(m, col), x, 4 * col)
             if size % LANES > 0:
@@ -121,25 +129,31 @@ def _products(cells: Cells, count: int) -> Part:
                 a, b = inner(a, some(j, col, size), x, 4 * col), inner(b, some(k, col, size), x, 4 * col)
                 c, d = inner(c, some(l, col, size), x, 4 * col), inner(d, some(m, col, size), x, 4 * col)
             save(to, folded(a, b, c, d))
-            to += count * VECTOR
+            to += count * VECTOR_BYTES
 
-    return part(products)
+    return subroutine(products)
 
 
-def _values(cells: Cells, count: int, lines: int) -> Part:
+def _make_add_value_columns(cells: CacheCells, count: int, lines: int) -> Subroutine:
     """Make ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]`` for 64 columns."""
-    whole, some, rows = cells.whole, cells.some, tile(count, COLUMNS // LANES)
-    rows_of, outer, held, put, nbytes = rows.rows, rows.outer, rows.held, rows.put, cells.nbytes
+    whole, some, rows = cells.load_16, cells.load_first, make_dot_tile(count, VALUE_COLUMNS // LANES)
+    rows_of, outer, held, put, nbytes = (
+        rows.row_addresses,
+        rows.add_outer_product,
+        rows.load_rows,
+        rows.store_rows,
+        cells.nbytes,
+    )
 
     def values(scores, reach, value, pace, n, states, pitch, col, width, ahead):
         weights, to = rows_of(scores, reach, count), rows_of(states, pitch, count)
         acc, row, ahead = held(to), value, ahead + nbytes * col
-        if width - col >= COLUMNS:
+        if width - col >= VALUE_COLUMNS:
             for r in range(n):
                 k, l, m, o = whole(row, col), whole(row, col + 16), whole(row, col + 32), whole(row, col + 48)
                 acc = outer(acc, k, l, m, o, weights, 4 * r)  # acc[row, c] += weight[row, r] * value[r, c]
                 for line in range(lines):  # prefetch later values
-                    prefetch_far(row + ahead + line * LINE)
+                    prefetch_l2(row + ahead + line * CACHE_LINE_BYTES)
                 row += pace
         else:
             for r in range(n):
@@ -147,76 +161,76 @@ def _values(cells: Cells, count: int, lines: int) -> Part:
                 m, o = some(row, col + 32, width), some(row, col + 48, width)
                 acc = outer(acc, k, l, m, o, weights, 4 * r)
                 row += pace
-        put(to, acc, COLUMNS)
+        put(to, acc, VALUE_COLUMNS)
 
-    return part(values)
+    return subroutine(values)
 
 
-@part
-def fetch(rows, step, count, nbytes):
+@subroutine
+def prefetch_rows(rows, step, count, nbytes):
     """Prefetch `count` rows of `nbytes` bytes, `step` bytes apart."""
     for r in range(count):
-        for c in range(0, nbytes, LINE):
-            prefetch_far(rows + r * step + c)
+        for c in range(0, nbytes, CACHE_LINE_BYTES):
+            prefetch_l2(rows + r * step + c)
 
 
-@part
-def to_weights(scores, n, lanes, state, width):
+@subroutine
+def update_online_softmax(scores, n, lanes, state, width):
     """Replace scores of a row by weights; update its online softmax state. `lanes`: highest score of each lane."""
     before = load_scalar(state)
-    top = max(largest(load(lanes)), before)
+    top = max(lane_max_without_nan(load(lanes)), before)
     highest, sums = splat(top), zeros()
     for s in range(0, n, LANES):
-        p = power(sub(load(scores + 4 * s), highest))
+        p = exp2(sub(load(scores + 4 * s), highest))
         store(scores + 4 * s, p)
         sums = add(sums, p)
-    fewer = power_of(before - top)
+    fewer = exp2_scalar(before - top)
     store_scalar(state, top)
-    store_scalar(state + SUM, fewer * load_scalar(state + SUM) + total(sums))
-    if fewer < ONE:
-        for c in range(VALUES, VALUES + 4 * width, 4 * LANES):
+    store_scalar(state + PARTIAL_SUM_OFFSET, fewer * load_scalar(state + PARTIAL_SUM_OFFSET) + lane_sum(sums))
+    if fewer < FLOAT_ONE:
+        for c in range(PARTIAL_VALUES_OFFSET, PARTIAL_VALUES_OFFSET + 4 * width, 4 * LANES):
             store(state + c, mul(load(state + c), splat(fewer)))
 
 
-@part
-def put_row(parts, count, span, factors, sink, out, width):
+@subroutine
+def combine_row(parts, count, span, factors, sink, out, width):
     """Combine `count` partial results of a row. `factors` is scratch for `count` numbers."""
-    top, weight = max(sink, LOWEST), NONE
+    top, weight = max(sink, MIN_SCORE), FLOAT_ZERO
     for i in range(count):
         top = max(top, load_scalar(parts + i * span))
     for i in range(count):
-        f = power_of(load_scalar(parts + i * span) - top)
+        f = exp2_scalar(load_scalar(parts + i * span) - top)
         store_scalar(factors + 4 * i, f)
-        weight += f * load_scalar(parts + i * span + SUM)
-    weight += power_of(sink - top)
-    f = splat(ONE / weight if weight != NONE else NONE)  # NaN stays NaN
+        weight += f * load_scalar(parts + i * span + PARTIAL_SUM_OFFSET)
+    weight += exp2_scalar(sink - top)
+    f = splat(FLOAT_ONE / weight if weight != FLOAT_ZERO else FLOAT_ZERO)  # NaN stays NaN
     for c in range(0, width, LANES):
         acc = zeros()
         for i in range(count):
-            acc = fma(load(parts + i * span + VALUES + 4 * c), splat_from(factors + 4 * i), acc)
-        put(out, c, width, mul(acc, f))
+            acc = fma(load(parts + i * span + PARTIAL_VALUES_OFFSET + 4 * c), splat_from(factors + 4 * i), acc)
+        store_lanes(out, c, width, mul(acc, f))
 
 
-@part
-def put_group(a, unit, scratch):
+@subroutine
+def combine_group(a, unit, scratch):
     """Combine the partial results of a group of heads."""
     tokens, shared, count, width = ARGS.tokens(a), ARGS.shared(a), ARGS.chunks(a), ARGS.width(a)
-    span = VALUES + 4 * round_up(width, COLUMNS)
+    span = PARTIAL_VALUES_OFFSET + 4 * round_up(width, VALUE_COLUMNS)
     for t in range(tokens):
         for h in range(shared):
-            head = ARGS.heads(a) + (unit * shared + h) * HEAD
+            head = ARGS.heads(a) + (unit * shared + h) * HEAD_BYTES
             parts = ARGS.partial(a) + ((unit * tokens + t) * shared + h) * count * span
-            out = load_long(head + OUT) + t * ARGS.out_step(a)
-            put_row(parts, count, span, scratch, sink_of(head), out, width)
+            out = load_long(head + HEAD_OUT) + t * ARGS.out_step(a)
+            combine_row(parts, count, span, scratch, load_sink_score(head), out, width)
 
 
-def _as_read(cells: Cells) -> Cells:
+def _select_read_cells(cells: CacheCells) -> CacheCells:
     """Return the type of the values that heads read: float32 if they are expanded."""
-    return cells if cells.expand is None else CELLS[DType.F32]
+    return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class KeyOperations:
     """The operations of queries with keys of one type.
 
     ``prepare_query(query, size, to)`` writes a query of ``query_bytes(size)``. ``store_scores(a, heads, s, high,
@@ -224,44 +238,44 @@ class Keys:
     the highest of each lane. ``scratch_bytes(size)`` is the size of `memory`.
     """
 
-    take: Part
-    each: Part
-    own: Part
-    add: Part
+    prepare_query: Subroutine
+    query_bytes: Subroutine
+    scratch_bytes: Subroutine
+    store_scores: Subroutine
 
 
-def _keys_in_floats(cells: Cells) -> Keys:
+def _make_float_key_operations(cells: CacheCells) -> KeyOperations:
     """Make the operations with float keys."""
-    one, two, three, four = (_products(cells, count) for count in range(1, 5))
+    one, two, three, four = (_make_key_products(cells, count) for count in range(1, 5))
 
-    @part
+    @subroutine
     def finish(a, heads, row, s, count, products, to, lanes):
         """Store the scores of a row from its products, which are `count` vectors apart."""
-        shared, keys, apart = ARGS.shared(a), ARGS.keys(a), count * VECTOR
-        head = heads + row % shared * HEAD
-        hidden = mask_lanes(load_long(head + MASK) + row // shared * ARGS.mask_step(a), s, keys)
+        shared, keys, apart = ARGS.shared(a), ARGS.keys(a), count * VECTOR_BYTES
+        head = heads + row % shared * HEAD_BYTES
+        hidden = load_mask_lanes(load_long(head + HEAD_MASK) + row // shared * ARGS.mask_step(a), s, keys)
         first = fold_2(load(products), load(products + apart))
         x = fold_1(first, fold_2(load(products + 2 * apart), load(products + 3 * apart)))
-        x = finished(mul(x, splat(ARGS.factor(a))), hidden, ARGS.cap(a), load_scalar(head + SLOPE))
-        store(lanes, greater(x, load(lanes)))
+        x = finish_scores(mul(x, splat(ARGS.factor(a))), hidden, ARGS.cap(a), load_scalar(head + HEAD_SLOPE))
+        store(lanes, max_or_second(x, load(lanes)))
         store(to, x)
 
     def take(query, size, to):
         for c in range(0, size, LANES):
-            store(to + 4 * c, load_some(query + 4 * c, size - c))
+            store(to + 4 * c, load_first_lanes(query + 4 * c, size - c))
 
     def each(size):
         return 4 * round_up(size, LANES)
 
     def own(size):
-        return 4 * MOST_ROWS * VECTOR
+        return 4 * MAX_ROWS_PER_PASS * VECTOR_BYTES
 
     def add(a, heads, s, high, queries, memory, scores, reach, lanes):
         shared, keys, size, step = ARGS.shared(a), ARGS.keys(a), ARGS.size(a), ARGS.k_step(a)
-        key, pitch, rows = load_long(heads + K), 4 * round_up(size, LANES), ARGS.tokens(a) * shared
-        row, ahead = 0, AHEAD * step if s + AHEAD < high else 0
+        key, pitch, rows = load_long(heads + HEAD_KEY), 4 * round_up(size, LANES), ARGS.tokens(a) * shared
+        row, ahead = 0, PREFETCH_KEYS * step if s + PREFETCH_KEYS < high else 0
         while row < rows:
-            count, query = min(MOST_ROWS, rows - row), queries + row * pitch
+            count, query = min(MAX_ROWS_PER_PASS, rows - row), queries + row * pitch
             if count == 4:
                 four(query, pitch, key, step, s, keys, size, memory, ahead)
             elif count == 3:
@@ -271,92 +285,105 @@ def _keys_in_floats(cells: Cells) -> Keys:
             else:
                 one(query, pitch, key, step, s, keys, size, memory, ahead)
             for i in range(count):
-                to, highest = scores + (row + i) * reach, lanes + (row + i) * VECTOR
-                finish(a, heads, row + i, s, count, memory + i * VECTOR, to, highest)
+                to, highest = scores + (row + i) * reach, lanes + (row + i) * VECTOR_BYTES
+                finish(a, heads, row + i, s, count, memory + i * VECTOR_BYTES, to, highest)
             row, ahead = row + count, 0
 
-    return Keys(part(take), part(each), part(own), part(add))
+    return KeyOperations(subroutine(take), subroutine(each), subroutine(own), subroutine(add))
 
 
-def _keys_in_blocks(dtype: DType) -> Keys:
+def _make_block_key_operations(dtype: DType) -> KeyOperations:
     """Make the operations with keys in blocks: integer dot products."""
-    turn_keys, span = attention_keys.turn_keys(dtype), CELLS[dtype].span
+    turn_keys, span = attention_keys.make_transpose_keys(dtype), CELLS_BY_DTYPE[dtype].row_bytes
 
-    @part
+    @subroutine
     def each(size):
-        return round_up(size + size // BLOCK * 8, 64)
+        return round_up(size + size // BLOCK_ELEMENTS * 8, 64)
 
     def own(size):
-        return (size // BLOCK + 1) * (SQUARE + 32)
+        return (size // BLOCK_ELEMENTS + 1) * (TRANSPOSED_BLOCK_BYTES + 32)
 
     def add(a, heads, s, high, queries, memory, scores, reach, lanes):
         shared, keys, size, step = ARGS.shared(a), ARGS.keys(a), ARGS.size(a), ARGS.k_step(a)
-        factor, cap, key, pitch = ARGS.factor(a), ARGS.cap(a), load_long(heads + K) + s * step, each(size)
+        factor, cap, key, pitch = ARGS.factor(a), ARGS.cap(a), load_long(heads + HEAD_KEY) + s * step, each(size)
         turn_keys(key, step, keys - 1 - s, size, memory)
-        fetch(key + AHEAD * step, step, min(LANES, high - s - AHEAD), span(size))
+        prefetch_rows(key + PREFETCH_KEYS * step, step, min(LANES, high - s - PREFETCH_KEYS), span(size))
         for t in range(ARGS.tokens(a)):
             for h in range(shared):
-                head, row = heads + h * HEAD, t * shared + h
-                hidden = mask_lanes(load_long(head + MASK) + t * ARGS.mask_step(a), s, keys)
-                x = mul(dots(queries + row * pitch, memory, size), splat(factor))
-                x = finished(x, hidden, cap, load_scalar(head + SLOPE))
-                store(lanes + row * VECTOR, greater(x, load(lanes + row * VECTOR)))
+                head, row = heads + h * HEAD_BYTES, t * shared + h
+                hidden = load_mask_lanes(load_long(head + HEAD_MASK) + t * ARGS.mask_step(a), s, keys)
+                x = mul(dot_query_keys(queries + row * pitch, memory, size), splat(factor))
+                x = finish_scores(x, hidden, cap, load_scalar(head + HEAD_SLOPE))
+                store(lanes + row * VECTOR_BYTES, max_or_second(x, load(lanes + row * VECTOR_BYTES)))
                 store(scores + row * reach, x)
 
-    return Keys(attention_keys.round_query(dtype), each, part(own), part(add))
+    return KeyOperations(attention_keys.make_quantise_query(dtype), each, subroutine(own), subroutine(add))
 
 
-def _add_keys(keys: Keys) -> Part:
+def _make_add_keys(keys: KeyOperations) -> Subroutine:
     """Make the scores of all rows of a walk for keys `low` to `high`, and the highest score of each lane in `lanes`."""
-    take, each, own, add = keys.take, keys.each, keys.own, keys.add
+    take, each, own, add = keys.prepare_query, keys.query_bytes, keys.scratch_bytes, keys.store_scores
 
     def add_keys(a, heads, low, high, scores, reach, lanes, memory):
         tokens, shared, size, beside = ARGS.tokens(a), ARGS.shared(a), ARGS.size(a), ARGS.beside(a)
         rows, pitch, queries = tokens * shared, each(size), memory + own(size)
         for row in range(beside * rows):
             g, t, h = row // rows, row % rows // shared, row % shared
-            take(load_long(heads + (g * shared + h) * HEAD + Q) + t * ARGS.q_step(a), size, queries + row * pitch)
-            store(lanes + row * VECTOR, splat(MINUS_INFINITY))
+            take(
+                load_long(heads + (g * shared + h) * HEAD_BYTES + HEAD_QUERY) + t * ARGS.q_step(a),
+                size,
+                queries + row * pitch,
+            )
+            store(lanes + row * VECTOR_BYTES, splat(MINUS_INFINITY))
         for s in range(low, high, LANES):
             for g in range(beside):
-                row, group = g * rows, heads + g * shared * HEAD
+                row, group = g * rows, heads + g * shared * HEAD_BYTES
                 to = scores + row * reach + 4 * (s - low)
-                add(a, group, s, high, queries + row * pitch, memory, to, reach, lanes + row * VECTOR)
+                add(a, group, s, high, queries + row * pitch, memory, to, reach, lanes + row * VECTOR_BYTES)
 
-    return part(add_keys)
+    return subroutine(add_keys)
 
 
-def _some_values(cells: Cells) -> Part:
+def _make_locate_values(cells: CacheCells) -> Subroutine:
     """Make the part that locates 64 columns of `n` values: address, value stride, first column, end column."""
-    if cells.expand is None:
-        return part(lambda values, step, n, ahead, c, width, scratch: (values, step, c, width))
-    expand, span = cells.expand, cells.span
+    if cells.expand_range is None:
+        return subroutine(lambda values, step, n, ahead, c, width, scratch: (values, step, c, width))
+    expand, span = cells.expand_range, cells.row_bytes
 
     def some_values(values, step, n, ahead, c, width, scratch):
-        end = min(width, c + COLUMNS)
+        end = min(width, c + VALUE_COLUMNS)
         for r in range(n):
-            expand(values + r * step, c, end, scratch + 4 * r * COLUMNS)
-            fetch(values + r * step + ahead + span(c), step, 1, span(end - c))
-        return scratch, 4 * COLUMNS, 0, end - c
+            expand(values + r * step, c, end, scratch + 4 * r * VALUE_COLUMNS)
+            prefetch_rows(values + r * step + ahead + span(c), step, 1, span(end - c))
+        return scratch, 4 * VALUE_COLUMNS, 0, end - c
 
-    return part(some_values)
+    return subroutine(some_values)
 
 
-def _add_values(cells: Cells) -> Part:
+def _make_add_values(cells: CacheCells) -> Subroutine:
     """Make the part that adds the weighted values of keys `low` to `high` to the states of all rows of a walk."""
-    lines = 0 if cells.expand else cells.nbytes * COLUMNS // LINE
-    one, two, three, four = (_values(_as_read(cells), count, lines) for count in range(1, 5))
-    some_values = _some_values(cells)
+    lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
+    one, two, three, four = (_make_add_value_columns(_select_read_cells(cells), count, lines) for count in range(1, 5))
+    some_values = _make_locate_values(cells)
 
-    @part
+    @subroutine
     def add(a, value, left, scores, reach, states, pitch, memory):
-        step, width, rows, n = ARGS.v_step(a), ARGS.width(a), ARGS.tokens(a) * ARGS.shared(a), min(RUN, left)
-        soon = AHEAD * step if left > AHEAD else 0
-        for c in range(0, width, COLUMNS):
+        step, width, rows, n = (
+            ARGS.v_step(a),
+            ARGS.width(a),
+            ARGS.tokens(a) * ARGS.shared(a),
+            min(KEYS_PER_VALUE_PASS, left),
+        )
+        soon = PREFETCH_KEYS * step if left > PREFETCH_KEYS else 0
+        for c in range(0, width, VALUE_COLUMNS):
             at, pace, col, end = some_values(value, step, n, soon, c, width, memory)
             row, ahead = 0, soon
             while row < rows:
-                several, p, to = min(MOST_ROWS, rows - row), scores + row * reach, states + row * pitch + VALUES + 4 * c
+                several, p, to = (
+                    min(MAX_ROWS_PER_PASS, rows - row),
+                    scores + row * reach,
+                    states + row * pitch + PARTIAL_VALUES_OFFSET + 4 * c,
+                )
                 if several == 4:
                     four(p, reach, at, pace, n, to, pitch, col, end, ahead)
                 elif several == 3:
@@ -369,50 +396,54 @@ def _add_values(cells: Cells) -> Part:
 
     def add_values(a, heads, low, high, scores, reach, states, pitch, memory):
         shared, rows, step = ARGS.shared(a), ARGS.tokens(a) * ARGS.shared(a), ARGS.v_step(a)
-        for s in range(low, high, RUN):
+        for s in range(low, high, KEYS_PER_VALUE_PASS):
             for g in range(ARGS.beside(a)):
-                value, row = load_long(heads + g * shared * HEAD + V) + s * step, g * rows
+                value, row = load_long(heads + g * shared * HEAD_BYTES + HEAD_VALUE) + s * step, g * rows
                 p, to = scores + row * reach + 4 * (s - low), states + row * pitch
                 add(a, value, high - s, p, reach, to, pitch, memory)
 
-    return part(add_values)
+    return subroutine(add_values)
 
 
 @cache
-def attend(k: DType, v: DType) -> Kernel:
+def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the decode kernel for keys of type `k` and values of type `v`. A unit is a walk and a split of the keys."""
-    add_keys = _add_keys(_keys_in_blocks(k) if k.is_quantised else _keys_in_floats(CELLS[k]))
-    add_values = _add_values(CELLS[v])
+    add_keys = _make_add_keys(
+        _make_block_key_operations(k) if k.is_quantised else _make_float_key_operations(CELLS_BY_DTYPE[k])
+    )
+    add_values = _make_add_values(CELLS_BY_DTYPE[v])
 
     def body(a, thread, threads):
         tokens, keys, width, chunks = ARGS.tokens(a), ARGS.keys(a), ARGS.width(a), ARGS.chunks(a)
-        beside, span = ARGS.beside(a), VALUES + 4 * round_up(width, COLUMNS)
+        beside, span = ARGS.beside(a), PARTIAL_VALUES_OFFSET + 4 * round_up(width, VALUE_COLUMNS)
         heads_of = beside * ARGS.shared(a)
-        rows, reach, pitch = tokens * heads_of, 4 * min(PIECE, round_up(keys, LANES)), chunks * span
+        rows, reach, pitch = tokens * heads_of, 4 * min(KEYS_PER_SCORE_PASS, round_up(keys, LANES)), chunks * span
         scores = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a)
         lanes = scores + rows * reach
-        memory = lanes + rows * VECTOR
-        lo, hi = share(ARGS.units(a) // beside * chunks, thread, threads)
+        memory = lanes + rows * VECTOR_BYTES
+        lo, hi = compute_thread_range(ARGS.units(a) // beside * chunks, thread, threads)
         for unit in range(lo, hi):
             walk, chunk = unit // chunks, unit % chunks
-            heads = ARGS.heads(a) + walk * heads_of * HEAD
+            heads = ARGS.heads(a) + walk * heads_of * HEAD_BYTES
             states = ARGS.partial(a) + (walk * rows * chunks + chunk) * span
-            start, end = seen_range(heads, heads_of, tokens, ARGS.mask_step(a), keys)
-            first, last = share((end - start + LANES - 1) // LANES, chunk, chunks)
+            start, end = find_visible_range(heads, heads_of, tokens, ARGS.mask_step(a), keys)
+            first, last = compute_thread_range((end - start + LANES - 1) // LANES, chunk, chunks)
             start, end = start + first * LANES, min(end, start + last * LANES)
             for r in range(rows):
                 for c in range(0, span, 64):
                     store(states + r * pitch + c, zeros())
-                store_scalar(states + r * pitch, LOWEST)
-            for low in range(start, end, PIECE):
-                high = min(end, low + PIECE)
+                store_scalar(states + r * pitch, MIN_SCORE)
+            for low in range(start, end, KEYS_PER_SCORE_PASS):
+                high = min(end, low + KEYS_PER_SCORE_PASS)
                 add_keys(a, heads, low, high, scores, reach, lanes, memory)
                 for r in range(rows):
-                    to_weights(scores + r * reach, high - low, lanes + r * VECTOR, states + r * pitch, width)
+                    update_online_softmax(
+                        scores + r * reach, high - low, lanes + r * VECTOR_BYTES, states + r * pitch, width
+                    )
                 add_values(a, heads, low, high, scores, reach, states, pitch, memory)
             if chunks == 1:
                 for group in range(walk * beside, walk * beside + beside):
-                    put_group(a, group, scores)
+                    combine_group(a, group, scores)
         return 0
 
     return Kernel(f"attention_few.attend.{k}.{v}", body)
@@ -421,7 +452,7 @@ def attend(k: DType, v: DType) -> Kernel:
 @kernel
 def join(a, thread, threads):
     """Combine the partial results of every group of heads."""
-    lo, hi = share(ARGS.units(a), thread, threads)
+    lo, hi = compute_thread_range(ARGS.units(a), thread, threads)
     for unit in range(lo, hi):
-        put_group(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))
+        combine_group(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))
     return 0

@@ -12,21 +12,22 @@ import math
 from functools import cache
 
 from .....graph.dtypes import DType
-from ...compiler import Kernel, Part, part
-from ...simd.order import turn
+from ...compiler import Kernel, Subroutine, subroutine
+from ...simd.order import transpose_16x16
 from ...simd.vectors import (
     LANES,
     add,
     bits_to_float,
+    count_leading_zeros,
+    count_trailing_zeros,
     float_to_bits,
     fma,
-    lanes_above,
+    greater_bits,
     load,
+    load_first_lanes_or,
     load_long,
     load_scalar,
-    load_some_or,
     mul,
-    no_ints,
     or_int,
     splat,
     splat_from,
@@ -34,69 +35,68 @@ from ...simd.vectors import (
     store_long,
     sub,
     where_nonzero,
+    zero_ints,
     zeros,
-    zeros_above,
-    zeros_below,
 )
-from ...words import words
-from ..amx import Operation, nothing
-from ..cells import CELLS, Cells
-from ..rows import put
-from ..tickets import draw, settle
+from ...words import declare_args
+from ..amx import TileOperation, do_nothing
+from ..cells import CELLS_BY_DTYPE, CacheCells
+from ..rows import store_lanes
+from ..tickets import finish_queue, take_work_item
 from .scores import (
-    COMMON,
-    HEAD,
-    LOWEST,
-    MASK,
+    COMMON_ARGS,
+    FLOAT_ONE,
+    FLOAT_ZERO,
+    HEAD_BYTES,
+    HEAD_KEY,
+    HEAD_MASK,
+    HEAD_OUT,
+    HEAD_QUERY,
+    HEAD_SLOPE,
+    HEAD_VALUE,
+    MIN_SCORE,
     MINUS_INFINITY,
-    NONE,
-    ONE,
-    OUT,
-    SLOPE,
-    K,
-    Q,
-    V,
-    finished,
-    greater,
-    mask_lanes,
-    power,
+    exp2,
+    find_visible_lanes,
+    finish_scores,
+    load_mask_lanes,
+    load_sink_score,
+    max_or_second,
     round_up,
-    seen_lanes,
-    sink_of,
 )
 
-ARGS = words(f"{COMMON} span tickets")
+ARGS = declare_args(f"{COMMON_ARGS} span tickets")
 """The last words: tokens of a unit, and the work queue (`tickets.take_work_item`)."""
 
-TILE = 64
+TILE_KEYS = 64
 """Keys of a tile: one bit of a word each."""
-BLOCK = 32
+BLOCK_TOKENS = 32
 """Tokens of a block, and columns of a small matrix: two vectors."""
-ROWS = 8
+MATRIX_ROWS = 8
 """Rows of a small matrix."""
-JOBS = 8
+JOBS_PER_TILE = 8
 """Approximate number of heads times token blocks that use one copy of a tile."""
 
 
-def span(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
+def choose_tokens_per_unit(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
     """Choose the tokens of a unit: all units get the same number, a multiple of a block.
 
     At most `jobs` blocks use one copy of a key tile. Units are smaller if threads would have too few units.
     """
-    blocks = math.ceil(tokens / BLOCK)
+    blocks = math.ceil(tokens / BLOCK_TOKENS)
     fewest = math.ceil(4 * threads / max(1, units)) if threads > 1 else 1
     spans = max(math.ceil(blocks / max(1, jobs // shared)), min(blocks, fewest))
-    return math.ceil(blocks / spans) * BLOCK
+    return math.ceil(blocks / spans) * BLOCK_TOKENS
 
 
-def scratch_bytes(rows: int, size: int, width: int) -> int:
+def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
     """Return the scratch bytes of a thread. `rows` is heads of a group times tokens of a unit."""
-    deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK) * BLOCK
-    return 4 * (TILE * (deep + wide + 2 * BLOCK) + 16 + BLOCK + rows * (deep + wide + 2))
+    deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK_TOKENS) * BLOCK_TOKENS
+    return 4 * (TILE_KEYS * (deep + wide + 2 * BLOCK_TOKENS) + 16 + BLOCK_TOKENS + rows * (deep + wide + 2))
 
 
-@part
-def copy_rows(source, step, rows, size, factor, to, count, wide, otherwise):
+@subroutine
+def copy_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
     """Copy ``to[r, c] = factor * source[r, c]`` to `count` dense rows of `wide` numbers.
 
     `rows` rows of `size` numbers exist. The other numbers are ``factor * otherwise``.
@@ -109,12 +109,12 @@ def copy_rows(source, step, rows, size, factor, to, count, wide, otherwise):
             elif left >= LANES:
                 value = load(at)
             else:
-                value = load_some_or(at, left, otherwise)
+                value = load_first_lanes_or(at, left, otherwise)
             store(to + 4 * (r * wide + c), mul(value, splat(factor)))
 
 
-@part
-def add_products(a, row, column, b, step, n, to, pace, fades):
+@subroutine
+def add_matrix_product(a, row, column, b, step, n, to, pace, fades):
     """Compute ``to[j] = fades[j] * to[j] + sum over i of a[j, i] * b[i]`` for 8 rows j of 32 columns.
 
     Bytes: `row` and `column` between elements of a, `step` and `pace` between rows of b and of `to`. If `fades` is 0,
@@ -123,14 +123,14 @@ def add_products(a, row, column, b, step, n, to, pace, fades):
     p0, p1, p2, p3, p4, p5, p6, p7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
     if fades != 0:
-        p0, q0 = two_faded(to, fades)
-        p1, q1 = two_faded(to + pace, fades + 4)
-        p2, q2 = two_faded(to + 2 * pace, fades + 8)
-        p3, q3 = two_faded(to + 3 * pace, fades + 12)
-        p4, q4 = two_faded(to + 4 * pace, fades + 16)
-        p5, q5 = two_faded(to + 5 * pace, fades + 20)
-        p6, q6 = two_faded(to + 6 * pace, fades + 24)
-        p7, q7 = two_faded(to + 7 * pace, fades + 28)
+        p0, q0 = load_two_scaled(to, fades)
+        p1, q1 = load_two_scaled(to + pace, fades + 4)
+        p2, q2 = load_two_scaled(to + 2 * pace, fades + 8)
+        p3, q3 = load_two_scaled(to + 3 * pace, fades + 12)
+        p4, q4 = load_two_scaled(to + 4 * pace, fades + 16)
+        p5, q5 = load_two_scaled(to + 5 * pace, fades + 20)
+        p6, q6 = load_two_scaled(to + 6 * pace, fades + 24)
+        p7, q7 = load_two_scaled(to + 7 * pace, fades + 28)
     for _ in range(n):
         x, y = load(b), load(b + 64)  # p[j] += a[j, i] * b[i, :16], q[j] += a[j, i] * b[i, 16:]
         u, v = splat_from(a), splat_from(a + row)
@@ -143,65 +143,67 @@ def add_products(a, row, column, b, step, n, to, pace, fades):
         p6, q6, p7, q7 = fma(x, u, p6), fma(y, u, q6), fma(x, v, p7), fma(y, v, q7)
         a += column
         b += step
-    put_two(to, p0, q0)
-    put_two(to + pace, p1, q1)
-    put_two(to + 2 * pace, p2, q2)
-    put_two(to + 3 * pace, p3, q3)
-    put_two(to + 4 * pace, p4, q4)
-    put_two(to + 5 * pace, p5, q5)
-    put_two(to + 6 * pace, p6, q6)
-    put_two(to + 7 * pace, p7, q7)
+    store_two(to, p0, q0)
+    store_two(to + pace, p1, q1)
+    store_two(to + 2 * pace, p2, q2)
+    store_two(to + 3 * pace, p3, q3)
+    store_two(to + 4 * pace, p4, q4)
+    store_two(to + 5 * pace, p5, q5)
+    store_two(to + 6 * pace, p6, q6)
+    store_two(to + 7 * pace, p7, q7)
 
 
-@part
-def two_faded(rows, fade):
+@subroutine
+def load_two_scaled(rows, fade):
     """Load a row of 32 numbers as two vectors: ``fade * rows[c]``."""
     f = splat_from(fade)
     return mul(load(rows), f), mul(load(rows + 64), f)
 
 
-@part
-def put_two(to, x, y):
+@subroutine
+def store_two(to, x, y):
     """Store two vectors as a row of 32 numbers."""
     store(to, x)
     store(to + 64, y)
 
 
-@part
-def survey(seen, step, tokens, s, keys, to):
+@subroutine
+def find_visible_keys(seen, step, tokens, s, keys, to):
     """Find the visible keys of a tile for each 8 tokens, one word of bits per 8 tokens at `to`.
 
     Returns:
         The bits of keys that any token sees, and whether the mask is zero throughout.
     """
-    marks, union, mask = no_ints(), 0, seen + 4 * s
-    whole = keys - s >= TILE and tokens >= BLOCK
-    for first in range(0, BLOCK, ROWS):
+    marks, union, mask = zero_ints(), 0, seen + 4 * s
+    whole = keys - s >= TILE_KEYS and tokens >= BLOCK_TOKENS
+    for first in range(0, BLOCK_TOKENS, MATRIX_ROWS):
         bits = 0
-        for r in range(0, TILE, LANES):
+        for r in range(0, TILE_KEYS, LANES):
             tops = splat(MINUS_INFINITY)
             if whole:
-                for t in range(first, first + ROWS):
+                for t in range(first, first + MATRIX_ROWS):
                     lanes = load(mask + t * step + 4 * r)
-                    marks, tops = or_int(marks, float_to_bits(lanes)), greater(lanes, tops)
+                    marks, tops = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, tops)
             else:
-                for t in range(first, min(tokens, first + ROWS)):
-                    lanes = mask_lanes(seen + t * step, s + r, keys)
-                    marks, tops = or_int(marks, float_to_bits(lanes)), greater(lanes, tops)
-            bits |= seen_lanes(tops) << r
+                for t in range(first, min(tokens, first + MATRIX_ROWS)):
+                    lanes = load_mask_lanes(seen + t * step, s + r, keys)
+                    marks, tops = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, tops)
+            bits |= find_visible_lanes(tops) << r
         store_long(to + first, bits)
         union |= bits
-    return union, lanes_above(where_nonzero(bits_to_float(marks), splat(ONE), zeros()), zeros()) == 0
+    return union, greater_bits(where_nonzero(bits_to_float(marks), splat(FLOAT_ONE), zeros()), zeros()) == 0
 
 
-@part
-def reach(bits):
+@subroutine
+def find_bit_range(bits):
     """Return the range of visible keys of a tile, rounded outwards to multiples of eight."""
-    return zeros_below(bits) // ROWS * ROWS, (TILE - zeros_above(bits) + ROWS - 1) // ROWS * ROWS
+    return count_trailing_zeros(bits) // MATRIX_ROWS * MATRIX_ROWS, (
+        TILE_KEYS - count_leading_zeros(bits) + MATRIX_ROWS - 1
+    ) // MATRIX_ROWS * MATRIX_ROWS
 
 
-@part
-def soften(p, hidden, low, high, cap, slope, state, fades):
+@subroutine
+def apply_tile_softmax(p, hidden, low, high, cap, slope, state, fades):
     """Replace the scores of a tile by weights, update the state, and store the factors of earlier sums in `fades`.
 
     `hidden` is the mask with tokens as lanes, or 0. The state holds the highest score and the sum of weights of each
@@ -209,175 +211,187 @@ def soften(p, hidden, low, high, cap, slope, state, fades):
     """
     before, other = load(state), load(state + 64)
     x, y, h, g = before, other, zeros(), zeros()
-    for r in range(4 * BLOCK * low, 4 * BLOCK * high, 4 * BLOCK):
+    for r in range(4 * BLOCK_TOKENS * low, 4 * BLOCK_TOKENS * high, 4 * BLOCK_TOKENS):
         u, v = load(p + r), load(p + r + 64)
-        if cap > NONE or hidden != 0:
+        if cap > FLOAT_ZERO or hidden != 0:
             if hidden != 0:
                 h, g = load(hidden + r), load(hidden + r + 64)
-            u, v = finished(u, h, cap, slope), finished(v, g, cap, slope)
-            put_two(p + r, u, v)
-        x, y = greater(u, x), greater(v, y)
-    put_two(state, x, y)
-    h, g = power(sub(before, x)), power(sub(other, y))
-    put_two(fades, h, g)
+            u, v = finish_scores(u, h, cap, slope), finish_scores(v, g, cap, slope)
+            store_two(p + r, u, v)
+        x, y = max_or_second(u, x), max_or_second(v, y)
+    store_two(state, x, y)
+    h, g = exp2(sub(before, x)), exp2(sub(other, y))
+    store_two(fades, h, g)
     sums, more = mul(load(state + 128), h), mul(load(state + 192), g)
-    for r in range(4 * BLOCK * low, 4 * BLOCK * high, 4 * BLOCK):
-        u, v = power(sub(load(p + r), x)), power(sub(load(p + r + 64), y))
-        put_two(p + r, u, v)
+    for r in range(4 * BLOCK_TOKENS * low, 4 * BLOCK_TOKENS * high, 4 * BLOCK_TOKENS):
+        u, v = exp2(sub(load(p + r), x)), exp2(sub(load(p + r + 64), y))
+        store_two(p + r, u, v)
         sums, more = add(sums, u), add(more, v)
-    put_two(state + 128, sums, more)
+    store_two(state + 128, sums, more)
 
 
-@part
-def places(a, thread):
+@subroutine
+def compute_scratch_layout(a, thread):
     """Return the addresses of a thread's scratch.
 
     Tiles of keys, values, scores and mask; bits of visible keys; fades; then queries, states and results of every block
     and head.
     """
-    deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK)
+    deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK_TOKENS)
     rows = ARGS.shared(a) * ARGS.span(a)
     keys = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a)
-    values = keys + 4 * TILE * deep
-    p = values + 4 * TILE * wide
-    hidden = p + 4 * TILE * BLOCK
-    bits = hidden + 4 * TILE * BLOCK
+    values = keys + 4 * TILE_KEYS * deep
+    p = values + 4 * TILE_KEYS * wide
+    hidden = p + 4 * TILE_KEYS * BLOCK_TOKENS
+    bits = hidden + 4 * TILE_KEYS * BLOCK_TOKENS
     fades = bits + 64
-    queries = fades + 4 * BLOCK
+    queries = fades + 4 * BLOCK_TOKENS
     states = queries + 4 * rows * deep
     return keys, values, p, hidden, bits, fades, queries, states, states + 8 * rows
 
 
-@part
-def take_queries(a, heads, start, end, place):
+@subroutine
+def load_queries(a, heads, start, end, place):
     """Load the scaled queries with tokens as lanes. Set states to the sink alone and results to 0."""
     keys, _, _, _, _, _, queries, states, results = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), round_up(ARGS.size(a), LANES)
-    for first in range(start, end, BLOCK):
+    for first in range(start, end, BLOCK_TOKENS):
         for h in range(ARGS.shared(a)):
-            head = heads + h * HEAD
-            query, sink = load_long(head + Q) + first * step, sink_of(head)
-            copy_rows(query, step, end - first, size, ARGS.factor(a), keys, BLOCK, deep, zeros())
+            head = heads + h * HEAD_BYTES
+            query, sink = load_long(head + HEAD_QUERY) + first * step, load_sink_score(head)
+            copy_padded_rows(query, step, end - first, size, ARGS.factor(a), keys, BLOCK_TOKENS, deep, zeros())
             for c in range(0, deep, LANES):
-                to = queries + 4 * BLOCK * c
-                turn(keys + 4 * c, 4 * deep, to, 4 * BLOCK)
-                turn(keys + 4 * (LANES * deep + c), 4 * deep, to + 64, 4 * BLOCK)
-            top = splat(max(sink, LOWEST))
-            put_two(states, top, top)
-            put_two(states + 128, power(sub(splat(sink), top)), power(sub(splat(sink), top)))
-            for c in range(0, 4 * BLOCK * round_up(ARGS.width(a), BLOCK), 64):
+                to = queries + 4 * BLOCK_TOKENS * c
+                transpose_16x16(keys + 4 * c, 4 * deep, to, 4 * BLOCK_TOKENS)
+                transpose_16x16(keys + 4 * (LANES * deep + c), 4 * deep, to + 64, 4 * BLOCK_TOKENS)
+            top = splat(max(sink, MIN_SCORE))
+            store_two(states, top, top)
+            store_two(states + 128, exp2(sub(splat(sink), top)), exp2(sub(splat(sink), top)))
+            for c in range(0, 4 * BLOCK_TOKENS * round_up(ARGS.width(a), BLOCK_TOKENS), 64):
                 store(results + c, zeros())
-            queries += 4 * BLOCK * deep
-            states += 8 * BLOCK
-            results += 4 * BLOCK * round_up(ARGS.width(a), BLOCK)
+            queries += 4 * BLOCK_TOKENS * deep
+            states += 8 * BLOCK_TOKENS
+            results += 4 * BLOCK_TOKENS * round_up(ARGS.width(a), BLOCK_TOKENS)
 
 
-def _take_rows(cells: Cells) -> Part:
+def _make_copy_tile_rows(cells: CacheCells) -> Subroutine:
     """Make ``(source, step, rows, size, to, wide)``: copy the rows of a tile to dense, zero-padded rows of `wide`."""
-    some = cells.some
+    some = cells.load_first
 
     def take_rows(source, step, rows, size, to, wide):
-        for r in range(TILE):
+        for r in range(TILE_KEYS):
             for c in range(0, wide, LANES):
                 row = source + r * step
                 store(to + 4 * (r * wide + c), some(row, c, size) if r < rows and c < size else zeros())
 
-    return part(take_rows)
+    return subroutine(take_rows)
 
 
-def _take_tile(k: DType, v: DType) -> Part:
+def _make_copy_tile(k: DType, v: DType) -> Subroutine:
     """Make the part that copies the keys and values of a tile."""
-    take_keys, take_values = _take_rows(CELLS[k]), _take_rows(CELLS[v])
+    take_keys, take_values = _make_copy_tile_rows(CELLS_BY_DTYPE[k]), _make_copy_tile_rows(CELLS_BY_DTYPE[v])
 
     def take_tile(a, heads, s, place):
         keys, values, left = place[0], place[1], ARGS.keys(a) - s
         size, width, pace = ARGS.size(a), ARGS.width(a), ARGS.k_step(a)
-        take_keys(load_long(heads + K) + s * pace, pace, left, size, keys, round_up(size, LANES))
+        take_keys(load_long(heads + HEAD_KEY) + s * pace, pace, left, size, keys, round_up(size, LANES))
         pace = ARGS.v_step(a)
-        take_values(load_long(heads + V) + s * pace, pace, left, width, values, round_up(width, BLOCK))
+        take_values(load_long(heads + HEAD_VALUE) + s * pace, pace, left, width, values, round_up(width, BLOCK_TOKENS))
 
-    return part(take_tile)
+    return subroutine(take_tile)
 
 
-@part
-def take_mask(seen, step, count, left, p, hidden):
+@subroutine
+def load_mask(seen, step, count, left, p, hidden):
     """Load the mask of a tile with tokens as lanes. `p` is scratch for as many rows."""
-    copy_rows(seen, step, count, left, ONE, p, BLOCK, TILE, splat(MINUS_INFINITY))
-    for r in range(0, TILE, LANES):
-        turn(p + 4 * r, 4 * TILE, hidden + 4 * BLOCK * r, 4 * BLOCK)
-        turn(p + 4 * (LANES * TILE + r), 4 * TILE, hidden + 4 * BLOCK * r + 64, 4 * BLOCK)
+    copy_padded_rows(seen, step, count, left, FLOAT_ONE, p, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
+    for r in range(0, TILE_KEYS, LANES):
+        transpose_16x16(p + 4 * r, 4 * TILE_KEYS, hidden + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS)
+        transpose_16x16(
+            p + 4 * (LANES * TILE_KEYS + r), 4 * TILE_KEYS, hidden + 4 * BLOCK_TOKENS * r + 64, 4 * BLOCK_TOKENS
+        )
 
 
-@part
-def meet(a, count, union, hidden, slope, queries, state, result, place):
+@subroutine
+def attend_block(a, count, union, hidden, slope, queries, state, result, place):
     """Process a block of tokens of one head with a tile: scores, weights, results."""
     keys, values, p, _, bits, fades, _, _, _ = place
-    size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK)
-    low, high = reach(union)
+    size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
+    low, high = find_bit_range(union)
     row = 4 * round_up(size, LANES)
-    for r in range(low, high, ROWS):
-        add_products(keys + r * row, row, 4, queries, 4 * BLOCK, size, p + 4 * BLOCK * r, 4 * BLOCK, 0)
-    soften(p, hidden, low, high, ARGS.cap(a), slope, state, fades)
-    for t in range(0, count, ROWS):
-        low, high = reach(load_long(bits + t))
+    for r in range(low, high, MATRIX_ROWS):
+        add_matrix_product(
+            keys + r * row, row, 4, queries, 4 * BLOCK_TOKENS, size, p + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS, 0
+        )
+    apply_tile_softmax(p, hidden, low, high, ARGS.cap(a), slope, state, fades)
+    for t in range(0, count, MATRIX_ROWS):
+        low, high = find_bit_range(load_long(bits + t))
         at, to = values + 4 * low * wide, result + 4 * t * wide
-        for c in range(0, 4 * wide, 4 * BLOCK):
-            weights = p + 4 * (BLOCK * low + t)
-            add_products(weights, 4, 4 * BLOCK, at + c, 4 * wide, high - low, to + c, 4 * wide, fades + 4 * t)
+        for c in range(0, 4 * wide, 4 * BLOCK_TOKENS):
+            weights = p + 4 * (BLOCK_TOKENS * low + t)
+            add_matrix_product(
+                weights, 4, 4 * BLOCK_TOKENS, at + c, 4 * wide, high - low, to + c, 4 * wide, fades + 4 * t
+            )
 
 
-def _meet_all(k: DType, v: DType) -> Part:
+def _make_attend_all(k: DType, v: DType) -> Subroutine:
     """Make the part that processes all tokens of a unit with a tile. The tile is copied only if a token sees a key."""
-    take_tile = _take_tile(k, v)
+    take_tile = _make_copy_tile(k, v)
 
     def meet_all(a, heads, start, end, s, place):
         shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
         _, _, _, hidden, bits, _, queries, states, results = place
-        deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK)
+        deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK_TOKENS)
         ready = False
-        for first in range(start, end, BLOCK):
-            known, union, plain, count = 0, 0, False, min(BLOCK, end - first)
+        for first in range(start, end, BLOCK_TOKENS):
+            known, union, plain, count = 0, 0, False, min(BLOCK_TOKENS, end - first)
             for h in range(shared):
-                head = heads + h * HEAD
-                seen = load_long(head + MASK) + first * step
+                head = heads + h * HEAD_BYTES
+                seen = load_long(head + HEAD_MASK) + first * step
                 if seen != known:
-                    union, plain = survey(seen, step, count, s, keys, bits)
+                    union, plain = find_visible_keys(seen, step, count, s, keys, bits)
                     known = seen
                     if union != 0 and not plain:
-                        take_mask(seen + 4 * s, step, count, keys - s, place[2], hidden)
+                        load_mask(seen + 4 * s, step, count, keys - s, place[2], hidden)
                 if union != 0:
                     if not ready:
                         take_tile(a, heads, s, place)
                         ready = True
-                    slope = load_scalar(head + SLOPE)
-                    meet(a, count, union, 0 if plain else hidden, slope, queries, states, results, place)
-                queries += 4 * BLOCK * deep
-                states += 8 * BLOCK
-                results += 4 * BLOCK * wide
+                    slope = load_scalar(head + HEAD_SLOPE)
+                    attend_block(a, count, union, 0 if plain else hidden, slope, queries, states, results, place)
+                queries += 4 * BLOCK_TOKENS * deep
+                states += 8 * BLOCK_TOKENS
+                results += 4 * BLOCK_TOKENS * wide
 
-    return part(meet_all)
+    return subroutine(meet_all)
 
 
-@part
-def put_results(a, heads, start, end, place):
+@subroutine
+def store_results(a, heads, start, end, place):
     """Store ``results / weights`` of all tokens of a unit."""
     width, states, results = ARGS.width(a), place[7], place[8]
-    wide = round_up(width, BLOCK)
-    for first in range(start, end, BLOCK):
+    wide = round_up(width, BLOCK_TOKENS)
+    for first in range(start, end, BLOCK_TOKENS):
         for h in range(ARGS.shared(a)):
-            target = load_long(heads + h * HEAD + OUT) + first * ARGS.out_step(a)
-            for t in range(min(BLOCK, end - first)):
+            target = load_long(heads + h * HEAD_BYTES + HEAD_OUT) + first * ARGS.out_step(a)
+            for t in range(min(BLOCK_TOKENS, end - first)):
                 weight = load_scalar(states + 128 + 4 * t)
-                f = splat(ONE / weight if weight != NONE else NONE)  # NaN stays NaN
+                f = splat(FLOAT_ONE / weight if weight != FLOAT_ZERO else FLOAT_ZERO)  # NaN stays NaN
                 for c in range(0, width, LANES):
                     x = mul(load(results + 4 * (t * wide + c)), f)
-                    put(target + t * ARGS.out_step(a), c, width, x)
-            states += 8 * BLOCK
-            results += 4 * BLOCK * wide
+                    store_lanes(target + t * ARGS.out_step(a), c, width, x)
+            states += 8 * BLOCK_TOKENS
+            results += 4 * BLOCK_TOKENS * wide
 
 
-def in_spans(
-    name: str, places: Part, take: Part, meet_all: Part, put: Part, begin: Operation, end: Operation
+def make_span_kernel(
+    name: str,
+    places: Subroutine,
+    take: Subroutine,
+    meet_all: Subroutine,
+    put: Subroutine,
+    begin: TileOperation,
+    end: TileOperation,
 ) -> Kernel:
     """Make an attention kernel that processes some token blocks of a group of heads at a time, last blocks first.
 
@@ -394,21 +408,21 @@ def in_spans(
     def body(a, thread, threads):
         tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), places(a, thread)
         tickets, spans = ARGS.tickets(a), (tokens + span - 1) // span
-        piece, mine = 0, draw(tickets, 0)
+        piece, mine = 0, take_work_item(tickets, 0)
         begin(place[0])
         for number in range(spans):
             start = (spans - 1 - number) * span
             stop = min(tokens, start + span)
             for unit in range(units):
                 if piece == mine:
-                    heads = ARGS.heads(a) + unit * ARGS.shared(a) * HEAD
+                    heads = ARGS.heads(a) + unit * ARGS.shared(a) * HEAD_BYTES
                     take(a, heads, start, stop, place)
-                    for s in range(0, ARGS.keys(a), TILE):
+                    for s in range(0, ARGS.keys(a), TILE_KEYS):
                         meet_all(a, heads, start, stop, s, place)
                     put(a, heads, start, stop, place)
-                    mine = draw(tickets, piece + 1)
+                    mine = take_work_item(tickets, piece + 1)
                 piece += 1
-        settle(tickets, mine, piece, threads)
+        finish_queue(tickets, mine, piece, threads)
         end(place[0])
         return 0
 
@@ -416,7 +430,9 @@ def in_spans(
 
 
 @cache
-def attend(k: DType, v: DType) -> Kernel:
+def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill kernel by vectors for keys of type `k` and values of type `v`."""
     name = f"attention_many.attend.{k}.{v}"
-    return in_spans(name, places, take_queries, _meet_all(k, v), put_results, nothing, nothing)
+    return make_span_kernel(
+        name, compute_scratch_layout, load_queries, _make_attend_all(k, v), store_results, do_nothing, do_nothing
+    )

@@ -13,63 +13,63 @@ from types import MappingProxyType
 
 from .....graph.dtypes import DType
 from ... import processor
-from ...compiler import Part, part
+from ...compiler import Subroutine, subroutine
 from ...simd import amx
-from ...simd.bf16 import store_rounded
-from ...simd.order import turn
-from ...simd.terms import store_terms, turn_shorts
-from ...simd.vectors import LANES, load, load_bf16, load_half, load_long, mul, splat, store_long, sub, zeros
-from ..amx import tiles
-from ..cells import CELLS
+from ...simd.bf16 import store_bf16
+from ...simd.order import transpose_16x16
+from ...simd.terms import store_bf16_terms, transpose_16_bit
+from ...simd.vectors import LANES, load, load_bf16, load_f16, load_long, mul, splat, store_long, sub, zeros
+from ..amx import select_tile_operations
+from ..cells import CELLS_BY_DTYPE
 
-SIDE = 32
+MATRIX_SIZE = 32
 """Rows and columns of a matrix."""
-TILE = amx.TILE
-PANEL = 2 * TILE
+TILE = amx.TILE_BYTES
+TERM_BYTES = 2 * TILE
 """Bytes of one term of a matrix: two tiles."""
-SQUARE = 2 * PANEL
+MATRIX_BYTES = 2 * TERM_BYTES
 """Bytes of a matrix of two terms, or of float32."""
-ROW = 4 * SIDE
+ROW_BYTES = 4 * MATRIX_SIZE
 """Bytes of a row of float32."""
 
-A, B, TO, HOW = range(0, 32, 8)
-STEP = 32
+STEP_LEFT, STEP_RIGHT, STEP_TARGET, STEP_FLAGS = range(0, 32, 8)
+STEP_BYTES = 32
 """Bytes of a step, which adds the product of two matrix terms to a matrix of sums in registers.
 
 `STEP_LEFT`, `STEP_RIGHT`, `STEP_TARGET` and `STEP_FLAGS` are the offsets of its words.
 """
-FRESH, MORE, DONE = 1, 2, 4
+CLEAR_SUMS, LOAD_SUMS, STORE_SUMS = 1, 2, 4
 """Flags of a step: the sums begin at 0, the sums begin at the target, the sums are stored to the target."""
-QUERIES, WEIGHTS = 3, 2
+QUERY_TERMS, WEIGHT_TERMS = 3, 2
 """Terms of queries and of weights.
 
 The error of a query counts times the size of a score. The error of a weight stays 2^-17 of it, while keys and values
 have errors of at least 2^-12.
 """
-store_query, store_weight = store_terms(QUERIES), store_terms(WEIGHTS)
+store_query_terms, store_weight_terms = store_bf16_terms(QUERY_TERMS), store_bf16_terms(WEIGHT_TERMS)
 
 
-EXACT = frozenset((DType.F16, DType.BF16, DType.Q4_0))
+EXACT_DTYPES = frozenset((DType.F16, DType.BF16, DType.Q4_0))
 """Types of keys and values that two terms represent exactly."""
 
 
-def takes(k: DType, v: DType) -> bool:
+def is_exact_in_tiles(k: DType, v: DType) -> bool:
     """Return whether matrices of these keys and values are exact."""
-    return {k, v} <= EXACT
+    return {k, v} <= EXACT_DTYPES
 
 
-def terms_of(dtype: DType) -> int:
+def count_terms(dtype: DType) -> int:
     """Return the terms of keys or values."""
     return 1 if dtype is DType.BF16 else 2
 
 
-def rounding_of_weights(k: DType, v: DType) -> float | None:
+def compute_softmax_rounding_error(k: DType, v: DType) -> float | None:
     """Return the relative error of softmax weights in tiles, omitted products included; None without tiles."""
-    return 2.0 ** -(8 * WEIGHTS) if processor.tiles() and takes(k, v) else None
+    return 2.0 ** -(8 * WEIGHT_TERMS) if processor.find_tile_support() and is_exact_in_tiles(k, v) else None
 
 
 @cache
-def list_product(left: int, right: int) -> Part:
+def make_list_matmul_steps(left: int, right: int) -> Subroutine:
     """Make ``(end, a, b, to, first, last)``: append the steps of a product of matrices of `left` and `right` terms.
 
     Small terms come first. Products as small as the rounding of the right side are omitted. `first` is `CLEAR_SUMS`,
@@ -77,182 +77,196 @@ def list_product(left: int, right: int) -> Part:
     """
     pairs = [(i, j) for i in reversed(range(left)) for j in reversed(range(right)) if i + j < right]
     return reduce(
-        _then, [_list_step(i * PANEL, j * PANEL, n == 0, n == len(pairs) - 1) for n, (i, j) in enumerate(pairs)]
+        _chain_parts,
+        [
+            _make_list_step(i * TERM_BYTES, j * TERM_BYTES, n == 0, n == len(pairs) - 1)
+            for n, (i, j) in enumerate(pairs)
+        ],
     )
 
 
-def _list_step(i: int, j: int, is_first: bool, is_last: bool) -> Part:
+def _make_list_step(i: int, j: int, is_first: bool, is_last: bool) -> Subroutine:
     """Make the part that appends one step, for terms at byte offsets `i` and `j` of the two matrices."""
 
     def list_step(end, a, b, to, first, last):
-        store_long(end + A, a + i)
-        store_long(end + B, b + j)
-        store_long(end + TO, to)
-        store_long(end + HOW, (first if is_first else 0) | (last if is_last else 0))
-        return end + STEP
+        store_long(end + STEP_LEFT, a + i)
+        store_long(end + STEP_RIGHT, b + j)
+        store_long(end + STEP_TARGET, to)
+        store_long(end + STEP_FLAGS, (first if is_first else 0) | (last if is_last else 0))
+        return end + STEP_BYTES
 
-    return part(list_step)
+    return subroutine(list_step)
 
 
-def _then(before: Part, after: Part) -> Part:
+def _chain_parts(before: Subroutine, after: Subroutine) -> Subroutine:
     """Return a part that appends the steps of `before`, then of `after`."""
 
     def both(end, a, b, to, first, last):
         return after(before(end, a, b, to, first, last), a, b, to, first, last)
 
-    return part(both)
+    return subroutine(both)
 
 
 @cache
-def start_steps() -> Part:
+def make_begin_step() -> Subroutine:
     """Make ``(mine, step)``: load the sums and the terms of a step to registers."""
-    unit = tiles()
+    unit = select_tile_operations()
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
     load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
 
     def start(mine, step):
-        a, b, to, how = load_long(step + A), load_long(step + B), load_long(step + TO), load_long(step + HOW)
-        if how & FRESH:
+        a, b, to, how = (
+            load_long(step + STEP_LEFT),
+            load_long(step + STEP_RIGHT),
+            load_long(step + STEP_TARGET),
+            load_long(step + STEP_FLAGS),
+        )
+        if how & CLEAR_SUMS:
             clear_0(mine)
             clear_1(mine)
             clear_2(mine)
             clear_3(mine)
-        elif how & MORE:
-            load_0(mine, to, ROW)
-            load_1(mine, to + amx.WIDTH, ROW)
-            load_2(mine, to + 16 * ROW, ROW)
-            load_3(mine, to + 16 * ROW + amx.WIDTH, ROW)
-        load_x(mine, a, amx.WIDTH)
-        load_u(mine, b, amx.WIDTH)
-        load_v(mine, b + TILE, amx.WIDTH)
-        load_y(mine, a + TILE, amx.WIDTH)
+        elif how & LOAD_SUMS:
+            load_0(mine, to, ROW_BYTES)
+            load_1(mine, to + amx.TILE_ROW_BYTES, ROW_BYTES)
+            load_2(mine, to + 16 * ROW_BYTES, ROW_BYTES)
+            load_3(mine, to + 16 * ROW_BYTES + amx.TILE_ROW_BYTES, ROW_BYTES)
+        load_x(mine, a, amx.TILE_ROW_BYTES)
+        load_u(mine, b, amx.TILE_ROW_BYTES)
+        load_v(mine, b + TILE, amx.TILE_ROW_BYTES)
+        load_y(mine, a + TILE, amx.TILE_ROW_BYTES)
 
-    return part(start)
+    return subroutine(start)
 
 
 @cache
-def take_steps() -> Part:
+def make_run_steps() -> Subroutine:
     """Make ``(mine, first, last)``: run the begun steps `first` to `last`, and begin the step `last`.
 
     A load waits for an earlier store with the same low 12 address bits, and such a store waits for all products before
     it. So a step begins before vector code stores anything else.
     """
-    unit, start = tiles(), start_steps()
+    unit, start = select_tile_operations(), make_begin_step()
     store_0, store_1, store_2, store_3 = unit.store[:4]
     multiply_0, multiply_1, multiply_2, multiply_3 = (
         unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
     )
 
     def take(mine, first, last):
-        for step in range(first, last, STEP):
+        for step in range(first, last, STEP_BYTES):
             multiply_0(mine)
             multiply_1(mine)
             multiply_2(mine)
             multiply_3(mine)
-            if load_long(step + HOW) & DONE:
-                to = load_long(step + TO)
-                store_0(mine, to, ROW)
-                store_1(mine, to + amx.WIDTH, ROW)
-                store_2(mine, to + 16 * ROW, ROW)
-                store_3(mine, to + 16 * ROW + amx.WIDTH, ROW)
-            start(mine, step + STEP)
+            if load_long(step + STEP_FLAGS) & STORE_SUMS:
+                to = load_long(step + STEP_TARGET)
+                store_0(mine, to, ROW_BYTES)
+                store_1(mine, to + amx.TILE_ROW_BYTES, ROW_BYTES)
+                store_2(mine, to + 16 * ROW_BYTES, ROW_BYTES)
+                store_3(mine, to + 16 * ROW_BYTES + amx.TILE_ROW_BYTES, ROW_BYTES)
+            start(mine, step + STEP_BYTES)
 
-    return part(take)
+    return subroutine(take)
 
 
-@part
-def end_steps(end):
+@subroutine
+def add_end_step(end):
     """Append a last step, which is begun but not run."""
-    store_long(end + A, load_long(end - STEP + A))
-    store_long(end + B, load_long(end - STEP + B))
-    store_long(end + HOW, 0)
+    store_long(end + STEP_LEFT, load_long(end - STEP_BYTES + STEP_LEFT))
+    store_long(end + STEP_RIGHT, load_long(end - STEP_BYTES + STEP_RIGHT))
+    store_long(end + STEP_FLAGS, 0)
 
 
 @cache
-def rows_to_squares(dtype: DType, count: int) -> Part:
+def make_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
     """Make ``(source, step, rows, size, to, wide)``: copy `count` rows to `wide` matrices for each 32 of them.
 
     Rows are `step` bytes apart and have `size` columns. Missing numbers are zero.
     """
-    some, store_pair = CELLS[dtype].some, store_terms(terms_of(dtype))
+    some, store_pair = CELLS_BY_DTYPE[dtype].load_first, store_bf16_terms(count_terms(dtype))
 
     def take_rows(source, step, rows, size, to, wide):
         for r in range(count):
-            row, at = source + r * step, to + r // SIDE * wide * SQUARE + r % SIDE * amx.WIDTH
-            for c in range(0, wide * SIDE, SIDE):
+            row, at = (
+                source + r * step,
+                to + r // MATRIX_SIZE * wide * MATRIX_BYTES + r % MATRIX_SIZE * amx.TILE_ROW_BYTES,
+            )
+            for c in range(0, wide * MATRIX_SIZE, MATRIX_SIZE):
                 x = some(row, c, size) if r < rows and c < size else zeros()
                 y = some(row, c + LANES, size) if r < rows and c + LANES < size else zeros()
-                store_pair(at, PANEL, x, y)
-                at += SQUARE
+                store_pair(at, TERM_BYTES, x, y)
+                at += MATRIX_BYTES
 
-    return part(take_rows)
+    return subroutine(take_rows)
 
 
 @cache
-def columns_to_squares(dtype: DType, count: int) -> Part:
+def make_columns_to_matrices(dtype: DType, count: int) -> Subroutine:
     """Make ``(source, step, rows, size, to, wide, between)``: transpose `count` rows to matrices of 32 columns.
 
     The matrices of 32 columns are adjacent for all rows. `between` is scratch of one matrix.
     """
-    turn_some, turn_whole, height = _turn_some(dtype), _TURN_WHOLE.get(dtype), count // SIDE
+    turn_some, turn_whole, height = _make_transpose_columns(dtype), _COLUMN_TRANSPOSERS.get(dtype), count // MATRIX_SIZE
     is_short = turn_whole is not None
     turn_all = turn_whole or turn_some
 
     def take_columns(source, step, rows, size, to, wide, between):
-        for c in range(0, wide * SIDE, LANES):
-            square = to + c // SIDE * height * SQUARE + c % SIDE * amx.WIDTH
-            for first in range(0, count, SIDE):
-                if is_short and first + SIDE <= rows and c + LANES <= size:
-                    turn_all(source + first * step, step, SIDE, c, size, square, between)
+        for c in range(0, wide * MATRIX_SIZE, LANES):
+            square = to + c // MATRIX_SIZE * height * MATRIX_BYTES + c % MATRIX_SIZE * amx.TILE_ROW_BYTES
+            for first in range(0, count, MATRIX_SIZE):
+                if is_short and first + MATRIX_SIZE <= rows and c + LANES <= size:
+                    turn_all(source + first * step, step, MATRIX_SIZE, c, size, square, between)
                 else:
                     turn_some(source + first * step, step, rows - first, c, size, square, between)
-                square += SQUARE
+                square += MATRIX_BYTES
 
-    return part(take_columns)
+    return subroutine(take_columns)
 
 
 @cache
-def _turn_some(dtype: DType) -> Part:
+def _make_transpose_columns(dtype: DType) -> Subroutine:
     """Make ``(source, step, rows, c, size, to, between)``: transpose 16 columns from `c` on of up to 32 rows."""
-    some, terms = CELLS[dtype].some, terms_of(dtype)
-    store_pair, end = store_terms(terms), terms * TILE
+    some, terms = CELLS_BY_DTYPE[dtype].load_first, count_terms(dtype)
+    store_pair, end = store_bf16_terms(terms), terms * TILE
 
     def turn_some(source, step, rows, c, size, to, between):
-        for r in range(0, SIDE, 2):
+        for r in range(0, MATRIX_SIZE, 2):
             x = some(source + r * step, c, size) if r < rows and c < size else zeros()
             y = some(source + (r + 1) * step, c, size) if r + 1 < rows and c < size else zeros()
-            store_pair(between + r * amx.WIDTH // 2, TILE, x, y)
+            store_pair(between + r * amx.TILE_ROW_BYTES // 2, TILE, x, y)
         for term in range(0, end, TILE):
-            turn(between + term, amx.WIDTH, to, amx.WIDTH)
-            to += PANEL
+            transpose_16x16(between + term, amx.TILE_ROW_BYTES, to, amx.TILE_ROW_BYTES)
+            to += TERM_BYTES
 
-    return part(turn_some)
+    return subroutine(turn_some)
 
 
-@part
-def _turn_bf16(source, step, rows, c, size, to, between):
+@subroutine
+def _transpose_bf16(source, step, rows, c, size, to, between):
     """Transpose 16 columns of 32 bfloat16 rows."""
-    turn_shorts(source + 2 * c, step, to)
+    transpose_16_bit(source + 2 * c, step, to)
 
 
-@part
-def _turn_halves(source, step, rows, c, size, to, between):
+@subroutine
+def _transpose_f16(source, step, rows, c, size, to, between):
     """Transpose 16 columns of 32 float16 rows, and split them into two bfloat16 terms."""
-    turn_shorts(source + 2 * c, step, between)
-    for r in range(0, LANES * amx.WIDTH, amx.WIDTH):
-        x, y = load_half(between + r), load_half(between + r + 32)
-        store_rounded(to + r, x, y)
+    transpose_16_bit(source + 2 * c, step, between)
+    for r in range(0, LANES * amx.TILE_ROW_BYTES, amx.TILE_ROW_BYTES):
+        x, y = load_f16(between + r), load_f16(between + r + 32)
+        store_bf16(to + r, x, y)
         x, y = sub(x, load_bf16(to + r)), sub(y, load_bf16(to + r + 32))
-        store_rounded(to + r + PANEL, x, y)
+        store_bf16(to + r + TERM_BYTES, x, y)
 
 
-_TURN_WHOLE: Mapping[DType, Part] = MappingProxyType({DType.F16: _turn_halves, DType.BF16: _turn_bf16})
+_COLUMN_TRANSPOSERS: Mapping[DType, Subroutine] = MappingProxyType(
+    {DType.F16: _transpose_f16, DType.BF16: _transpose_bf16}
+)
 
 
-@part
-def lanes_to_square(rows, factor, to):
+@subroutine
+def lanes_to_matrix(rows, factor, to):
     """Convert 32 float32 rows of 32 tokens, times a factor, to a matrix of pairs 16 rows apart."""
-    for r in range(0, 16 * ROW, ROW):
+    for r in range(0, 16 * ROW_BYTES, ROW_BYTES):
         for group in range(2):
-            at, p = to + r // 2 + group * TILE, rows + r + group * amx.WIDTH
-            store_query(at, PANEL, mul(load(p), splat(factor)), mul(load(p + 16 * ROW), splat(factor)))
+            at, p = to + r // 2 + group * TILE, rows + r + group * amx.TILE_ROW_BYTES
+            store_query_terms(at, TERM_BYTES, mul(load(p), splat(factor)), mul(load(p + 16 * ROW_BYTES), splat(factor)))

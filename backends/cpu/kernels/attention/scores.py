@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...compiler import part
+from ...compiler import subroutine
 from ...simd.vectors import (
     LANES,
     add,
@@ -16,12 +16,12 @@ from ...simd.vectors import (
     bits_to_float,
     float_to_bits,
     fma,
+    greater_bits,
     lane_0,
-    lanes_above,
     load,
+    load_first_lanes_or,
     load_long,
     load_scalar,
-    load_some_or,
     mul,
     shift_left,
     splat,
@@ -31,7 +31,7 @@ from ...simd.vectors import (
 )
 from ..functions import tanh
 
-COMMON = (
+COMMON_ARGS = (
     "tokens units shared keys size width q_step k_step v_step mask_step out_step factor:f32 cap:f32 heads "
     "scratch scratch_bytes"
 )
@@ -43,29 +43,29 @@ COMMON = (
 - `factor` and `cap`: the scale and the soft cap
 - `heads`: the head table; `scratch` and the `scratch_bytes` of a thread
 """
-Q, K, V, MASK, OUT, SLOPE, SINK = range(0, 56, 8)
+HEAD_QUERY, HEAD_KEY, HEAD_VALUE, HEAD_MASK, HEAD_OUT, HEAD_SLOPE, HEAD_SINK = range(0, 56, 8)
 """Offsets into a row of the head table: addresses for the first token and key, float32 slope, address of the sink."""
-HEAD = 56
+HEAD_BYTES = 56
 """Bytes of a row of the head table."""
 
-LOWEST = np.float32(-3.0e38)
+MIN_SCORE = np.float32(-3.0e38)
 """A number below every score that is not masked."""
-ONE, NONE, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
+FLOAT_ONE, FLOAT_ZERO, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
 """float32 constants, because Numba compiles a Python float to float64."""
 LOG2_E = np.float32(np.log2(np.e))
-ROUNDS = 12582912.0
+ROUNDING_CONSTANT = 12582912.0
 """1.5 * 2**23: added to a small number, it leaves an integer in the low bits."""
 
 
-@part
-def power(x):
+@subroutine
+def exp2(x):
     """Return ``2**x`` for x <= 0 with a relative error below 2e-7: 0 for x <= -127, NaN for NaN.
 
     A polynomial of degree 5 on [-1/2, 1/2], which is 1 at 0. The integer part is added to the exponent.
     """
     held = where_less(x, splat(-127.0), splat(-127.0), x)
-    n = add(held, splat(ROUNDS))
-    r = sub(held, sub(n, splat(ROUNDS)))
+    n = add(held, splat(ROUNDING_CONSTANT))
+    r = sub(held, sub(n, splat(ROUNDING_CONSTANT)))
     p = fma(r, splat(1.3264727094e-03), splat(9.6715126824e-03))
     p = fma(p, r, splat(5.5507337439e-02))
     p = fma(p, r, splat(2.4022242085e-01))
@@ -74,79 +74,79 @@ def power(x):
     return bits_to_float(add_int(float_to_bits(p), shift_left(float_to_bits(n), splat_int(23))))
 
 
-@part
-def power_of(x):
+@subroutine
+def exp2_scalar(x):
     """Return ``2**x`` of a scalar."""
-    return lane_0(power(splat(x)))
+    return lane_0(exp2(splat(x)))
 
 
-@part
+@subroutine
 def round_up(n, step):
     """Round `n` up to a multiple of `step`."""
     return (n + step - 1) // step * step
 
 
-@part
-def greater(x, y):
+@subroutine
+def max_or_second(x, y):
     """Return the larger number of each lane; y where x or y is NaN."""
     return where_less(y, x, x, y)
 
 
-@part
-def finished(x, hidden, cap, slope):
+@subroutine
+def finish_scores(x, hidden, cap, slope):
     """Return scores from scaled products: ``slope * hidden + cap * tanh(x)``; without a cap ``slope * hidden + x``."""
-    if cap > NONE:
+    if cap > FLOAT_ZERO:
         x = mul(tanh(x), splat(cap))
     return fma(splat(slope), hidden, x)
 
 
-@part
-def sink_of(head):
+@subroutine
+def load_sink_score(head):
     """Load the sink score of a head."""
-    return load_scalar(load_long(head + SINK)) * LOG2_E
+    return load_scalar(load_long(head + HEAD_SINK)) * LOG2_E
 
 
-@part
-def mask_lanes(seen, s, keys):
+@subroutine
+def load_mask_lanes(seen, s, keys):
     """Load the mask of 16 keys from key `s` on, -inf past the last key."""
     if keys - s >= LANES:
         return load(seen + 4 * s)
-    return load_some_or(seen + 4 * s, keys - s, splat(MINUS_INFINITY))
+    return load_first_lanes_or(seen + 4 * s, keys - s, splat(MINUS_INFINITY))
 
 
-@part
-def seen_lanes(mask):
+@subroutine
+def find_visible_lanes(mask):
     """Return one bit for each visible key."""
-    return lanes_above(mask, splat(LOWEST))
+    return greater_bits(mask, splat(MIN_SCORE))
 
 
-@part
-def seen_from(seen, keys):
+@subroutine
+def find_first_visible(seen, keys):
     """Find the first visible key, rounded down to a multiple of 16."""
     s = 0
-    while s < keys and seen_lanes(mask_lanes(seen, s, keys)) == 0:
+    while s < keys and find_visible_lanes(load_mask_lanes(seen, s, keys)) == 0:
         s += LANES
     return s
 
 
-@part
-def seen_to(seen, keys):
+@subroutine
+def find_end_of_visible(seen, keys):
     """Find the end of the visible keys, rounded up to a multiple of 16 or to `keys`."""
     s = (keys + LANES - 1) // LANES * LANES
-    while s > 0 and seen_lanes(mask_lanes(seen, s - LANES, keys)) == 0:
+    while s > 0 and find_visible_lanes(load_mask_lanes(seen, s - LANES, keys)) == 0:
         s -= LANES
     return min(s, keys)
 
 
-@part
-def seen_range(heads, shared, tokens, step, keys):
+@subroutine
+def find_visible_range(heads, shared, tokens, step, keys):
     """Find the range of keys that are visible to any token in any head of a group."""
     low, high, known = keys, 0, 0
     for h in range(shared):
-        seen = load_long(heads + h * HEAD + MASK)
+        seen = load_long(heads + h * HEAD_BYTES + HEAD_MASK)
         if seen != known:
             for t in range(tokens):
-                low = min(low, seen_from(seen + t * step, keys))
-                high = max(high, seen_to(seen + t * step, keys))
+                low = min(low, find_first_visible(seen + t * step, keys))
+                high = max(high, find_end_of_visible(seen + t * step, keys))
             known = seen
     return min(low, high), high

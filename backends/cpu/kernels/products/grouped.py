@@ -15,19 +15,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from ....operands import Bound, Operand
-from ...compiler import Kernel, Part, part
-from ...fetching import ahead
-from ...simd.tiles import tile
-from ...simd.vectors import LANES, MANY, load_int, prefetch, prefetch_far, store_scalar, vectors_in_registers
-from ...steps import Share, Steps
-from ...words import words
-from ..tickets import draw, settle, span_at, span_of, spans_of, tickets_of
+from ....operands import BoundInstruction, Operand
+from ...compiler import Kernel, Subroutine, subroutine
+from ...fetching import find_prefetch_distance
+from ...simd.tiles import make_dot_tile
+from ...simd.vectors import LANES, MANY_REGISTERS, count_vector_registers, load_int, prefetch, prefetch_l2, store_scalar
+from ...steps import StepTableBuilder, ThreadWork
+from ...words import declare_args
+from ..tickets import choose_span, compute_span_start, count_spans, finish_queue, select_span_queue, take_work_item
 
-ROWS, PAIR = LANES, 2 * LANES
+GROUP_ROWS, PAIR_ROWS = LANES, 2 * LANES
 """Rows of a group of the weight, and of two groups. Each row is one lane, so that no sum crosses lanes."""
-NONE = np.float32(0)
-MANY_ROWS = 32
+FLOAT_ZERO = np.float32(0)
+MIN_EVENLY_SHARED_ROWS = 32
 """Activation rows from which on threads share a product evenly instead of keeping their own columns.
 
 Such a product takes longer than a barrier.
@@ -35,7 +35,7 @@ Such a product takes longer than a barrier.
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class WeightTiling:
     """The kernels and tile sizes of the matrix products with one weight type.
 
     A block is `block_columns` columns of a group. Byte arguments `stride`, `left`: bytes of a weight row, rows that
@@ -59,66 +59,66 @@ class Blocks:
         make_few_rows_of_two: The same for two groups; the second may be absent. None without registers for it.
     """
 
-    columns: int
-    record: int
-    size: int
-    wide: int
-    chunk: int
-    rows: int
-    groups: int
-    left_over: int
-    lying: int
-    expand: Part
-    add: Part
-    few: Callable[[int], Part]
-    few_of_two: Callable[[int], Part] | None = None
+    block_columns: int
+    record_bytes: int
+    block_bytes: int
+    blocks_per_pass: int
+    rows_per_chunk: int
+    tile_rows: int
+    tile_groups: int
+    max_leftover_rows: int
+    max_unexpanded_rows: int
+    expand_blocks: Subroutine
+    add_block: Subroutine
+    make_few_rows: Callable[[int], Subroutine]
+    make_few_rows_of_two: Callable[[int], Subroutine] | None = None
 
     @property
-    def span(self) -> int:
+    def group_bytes(self) -> int:
         """Bytes of the expanded blocks of one group."""
-        return self.wide * self.size
+        return self.blocks_per_pass * self.block_bytes
 
     @property
-    def scratch(self) -> int:
+    def scratch_bytes(self) -> int:
         """Bytes of a thread: the expanded blocks, and the float32 sums of the whole tiles of a chunk."""
-        tiles = -(-self.chunk // self.rows)
-        return self.groups * (self.span + tiles * self.rows * ROWS * 4)
+        tiles = -(-self.rows_per_chunk // self.tile_rows)
+        return self.tile_groups * (self.group_bytes + tiles * self.tile_rows * GROUP_ROWS * 4)
 
 
-@part
-def clear(starts, experts, y, step, n):
+@subroutine
+def zero_remote_rows(starts, experts, y, step, n):
     """Zero `n` elements of each row of `y` that belongs to an expert of another device."""
     slots = starts + 4 * (experts + 2)
     for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
         row = y + load_int(slots + 4 * i) * step
         for c in range(n):
-            store_scalar(row + 4 * c, NONE)
+            store_scalar(row + 4 * c, FLOAT_ZERO)
 
 
-@part
-def fetch(p, lines, near, far):
+@subroutine
+def prefetch_lines(p, lines, near, far):
     """Prefetch `lines` cache lines at ``p + near`` to the first cache, and at ``p + far`` to the second cache."""
     for line in range(lines):
         prefetch(p + near + 64 * line)
-        prefetch_far(p + far + 64 * line)
+        prefetch_l2(p + far + 64 * line)
 
 
-@part
-def fetch_part(p, nbytes, parts):
+@subroutine
+def prefetch_section(p, nbytes, parts):
     """Prefetch one of `parts` equal parts of `nbytes` bytes at `p` to the second cache. Return the end of the part."""
     for _ in range(nbytes // parts // 64 + 1):
-        prefetch_far(p)
+        prefetch_l2(p)
         p += 64
     return p
 
 
-@part
-def row_of(slot, used, shared):
+@subroutine
+def compute_activation_row(slot, used, shared):
     """Return the activation row of a slot: slot i of a token reads row ``i mod shared`` of the token."""
     return slot // used * shared + slot % used % shared
 
 
-def at_once(rows: int, least: int, few: Part) -> Part:
+def make_multiply_rows(rows: int, least: int, few: Subroutine) -> Subroutine:
     """Make a kernel part that multiplies `rows` activation rows at once.
 
     Args:
@@ -129,7 +129,7 @@ def at_once(rows: int, least: int, few: Part) -> Part:
     Returns:
         ``(i, end, ...) -> i``: processes slots from `i` on and returns the first slot that is left.
     """
-    chosen = tile(rows, 1).chosen
+    chosen = make_dot_tile(rows, 1).row_addresses_by_slot
 
     def meet(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
         while i + least <= end:
@@ -139,66 +139,80 @@ def at_once(rows: int, least: int, few: Part) -> Part:
             i += rows
         return i
 
-    return part(meet)
+    return subroutine(meet)
 
 
-@part
-def meet_none(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
+@subroutine
+def skip_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
     """Return `i`: the part for machines without registers for several rows of two groups."""
     return i
 
 
-def lying_of(blocks: Blocks) -> Part:
+def make_multiply_unexpanded(blocks: WeightTiling) -> Subroutine:
     """Make the part that multiplies slots `i` to `end` with `PAIR_ROWS` rows of an unexpanded weight.
 
     The part is ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far)``. The weight
     rows begin at `at`; `left` of them exist.
     """
-    two, one = at_once(2, 2, blocks.few(2)), at_once(1, 1, blocks.few(1))
-    many = vectors_in_registers() == MANY
-    four = at_once(4, 3, blocks.few(4)) if many else two
-    of_two = at_once(4, 3, blocks.few_of_two(4)) if many and blocks.few_of_two else meet_none
+    two, one = make_multiply_rows(2, 2, blocks.make_few_rows(2)), make_multiply_rows(1, 1, blocks.make_few_rows(1))
+    many = count_vector_registers() == MANY_REGISTERS
+    four = make_multiply_rows(4, 3, blocks.make_few_rows(4)) if many else two
+    of_two = (
+        make_multiply_rows(4, 3, blocks.make_few_rows_of_two(4)) if many and blocks.make_few_rows_of_two else skip_rows
+    )
 
     def meet(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
         i = of_two(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far)
-        for row in range(0, min(left, PAIR), ROWS):
+        for row in range(0, min(left, PAIR_ROWS), GROUP_ROWS):
             p, to, n, j = at + row * stride, y + 4 * row, left - row, i
             j = four(j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, near, far)
             j = two(j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, near, far)
             one(j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, near, far)
 
-    return part(meet)
+    return subroutine(meet)
 
 
-ARGS = words("w stride between rows columns x pitch starts experts used shared y step scratch near far tickets")
+ARGS = declare_args("w stride between rows columns x pitch starts experts used shared y step scratch near far tickets")
 
 
-def many_at_once(blocks: Blocks) -> Part:
+def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
     """Make the part that expands the groups of a tile and multiplies them with slots `chunk` to `stop`.
 
     The part is ``(a, expanded, matrix, group, chunk, stop, coming)``. Meanwhile the part prefetches the groups at
     `coming` to the second cache.
     """
-    some = tile(blocks.rows, blocks.groups)
-    chosen, zeros, put, save, saved = some.chosen, some.zeros, some.put, some.save, some.saved
-    expand, add = blocks.expand, blocks.add
-    width, record, size, wide, span = blocks.columns, blocks.record, blocks.size, blocks.wide, blocks.span
-    tall, tile_groups = blocks.rows, blocks.groups
+    some = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
+    chosen, zeros, put, save, saved = (
+        some.row_addresses_by_slot,
+        some.zero_sums,
+        some.store_rows,
+        some.spill,
+        some.reload,
+    )
+    expand, add = blocks.expand_blocks, blocks.add_block
+    width, record, size, wide, span = (
+        blocks.block_columns,
+        blocks.record_bytes,
+        blocks.block_bytes,
+        blocks.blocks_per_pass,
+        blocks.group_bytes,
+    )
+    tall, tile_groups = blocks.tile_rows, blocks.tile_groups
 
     def meet(a, expanded, matrix, group, chunk, stop, coming):
         stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
         used, shared, slots = ARGS.used(a), ARGS.shared(a), ARGS.starts(a) + 4 * (ARGS.experts(a) + 2)
-        left, y, step = ARGS.rows(a) - group * ROWS, ARGS.y(a) + group * ROWS * 4, ARGS.step(a)
+        left, y, step = ARGS.rows(a) - group * GROUP_ROWS, ARGS.y(a) + group * GROUP_ROWS * 4, ARGS.step(a)
         n = (columns + width - 1) // width
         tiles = (stop - chunk + tall - 1) // tall * ((n + wide - 1) // wide)
         for first in range(0, max(1, n), wide):
             count, sums = min(wide, n - first), expanded + tile_groups * span
-            for g in range(min(tile_groups, (left + ROWS - 1) // ROWS)):
-                at = matrix + (group + g) * ROWS * stride
-                expand(expanded + g * span, at, stride, left - g * ROWS, columns, first, count)
+            for g in range(min(tile_groups, (left + GROUP_ROWS - 1) // GROUP_ROWS)):
+                at = matrix + (group + g) * GROUP_ROWS * stride
+                expand(expanded + g * span, at, stride, left - g * GROUP_ROWS, columns, first, count)
             for i in range(chunk, stop, tall):
                 r = chosen(slots + 4 * i, stop - i, used, shared, x + first * record, pitch)
-                coming = fetch_part(coming, tile_groups * ROWS * stride, tiles)
+                coming = prefetch_section(coming, tile_groups * GROUP_ROWS * stride, tiles)
                 acc = saved(sums) if first > 0 else zeros()
                 for b in range(count):
                     acc = add(acc, expanded + b * size, r, b * record)
@@ -206,12 +220,12 @@ def many_at_once(blocks: Blocks) -> Part:
                     save(sums, acc)
                 else:
                     put(chosen(slots + 4 * i, stop - i, 1, 1, y, step), acc, left)
-                sums += tall * tile_groups * ROWS * 4
+                sums += tall * tile_groups * GROUP_ROWS * 4
 
-    return part(meet)
+    return subroutine(meet)
 
 
-def product_of(name: str, blocks: Blocks) -> Kernel:
+def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
     """Make the kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``.
 
     Words in bytes: `stride` (weight row), `between` (expert), `pitch` and `step` (row of x and of y). Each thread has
@@ -221,25 +235,28 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
     slots in the order of their experts follow. `used` is the slots of a token, `shared` its activation rows. If
     `tickets` is not 0, threads take groups of the weight from a work queue (`tickets.take_work_item`).
     """
-    meet, lie = many_at_once(blocks), lying_of(blocks)
-    scratch, tall, tile_groups, many = blocks.scratch, blocks.rows, blocks.groups, blocks.chunk
-    left_over, lying = blocks.left_over, blocks.lying
+    meet, lie = make_multiply_expanded(blocks), make_multiply_unexpanded(blocks)
+    scratch, tall, tile_groups, many = blocks.scratch_bytes, blocks.tile_rows, blocks.tile_groups, blocks.rows_per_chunk
+    left_over, lying = blocks.max_leftover_rows, blocks.max_unexpanded_rows
 
     def body(a, thread, threads):
         w, stride, between, rows, columns = ARGS.w(a), ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
         used, shared, near, far = ARGS.used(a), ARGS.shared(a), ARGS.near(a), ARGS.far(a)
         y, step, expanded, tickets = ARGS.y(a), ARGS.step(a), ARGS.scratch(a) + thread * scratch, ARGS.tickets(a)
-        groups, slots = (rows + ROWS - 1) // ROWS, starts + 4 * (experts + 2)
-        spans = spans_of(load_int(starts + 4) - load_int(starts), many, threads) if experts == 1 else 1
+        groups, slots = (rows + GROUP_ROWS - 1) // GROUP_ROWS, starts + 4 * (experts + 2)
+        spans = count_spans(load_int(starts + 4) - load_int(starts), many, threads) if experts == 1 else 1
         for turn in range(spans):
-            span = span_of(turn, spans, thread, threads)
-            own = tickets_of(tickets, span)
-            piece, mine = 0, draw(own, 0)
+            span = choose_span(turn, spans, thread, threads)
+            own = select_span_queue(tickets, span)
+            piece, mine = 0, take_work_item(own, 0)
             for expert in range(experts):
                 first = load_int(starts + 4 * expert)
                 count = load_int(starts + 4 * (expert + 1)) - first
-                start, end = first + span_at(count, many, span, spans), first + span_at(count, many, span + 1, spans)
+                start, end = (
+                    first + compute_span_start(count, many, span, spans),
+                    first + compute_span_start(count, many, span + 1, spans),
+                )
                 matrix, last = w + expert * between, end
                 if end - start <= lying:
                     last = start
@@ -248,26 +265,26 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
                 for chunk in range(start, last, many):
                     for group in range(0, groups, tile_groups):
                         if piece == mine:
-                            coming = matrix + (group + threads * tile_groups) * ROWS * stride
+                            coming = matrix + (group + threads * tile_groups) * GROUP_ROWS * stride
                             meet(a, expanded, matrix, group, chunk, min(last, chunk + many), coming)
-                            mine = draw(own, piece + 1)
+                            mine = take_work_item(own, piece + 1)
                         piece += 1
-                for row in range(0, rows if last < end else 0, PAIR):
+                for row in range(0, rows if last < end else 0, PAIR_ROWS):
                     if piece == mine:
                         left, at, to = rows - row, matrix + row * stride, y + 4 * row
                         lie(last, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
-                        mine = draw(own, piece + 1)
+                        mine = take_work_item(own, piece + 1)
                     piece += 1
-            settle(own, mine, piece, threads)
+            finish_queue(own, mine, piece, threads)
         if thread == 0:
-            clear(starts, experts, y, step, rows)
+            zero_remote_rows(starts, experts, y, step, rows)
         return 0
 
     return Kernel(name, body)
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class ExpertSlots:
     """The assignment of activation rows to experts.
 
     Attributes:
@@ -278,27 +295,27 @@ class Slots:
     """
 
     operand: Operand
-    experts: int
-    used: int
-    shared: int
+    expert_count: int
+    slots_per_token: int
+    rows_per_token: int
 
 
-def in_order(steps: Steps, x: Operand) -> Slots:
+def make_sequential_slots(steps: StepTableBuilder, x: Operand) -> ExpertSlots:
     """Make the slots of a product in which all rows use the same weight."""
     count = math.prod(x.shape[:-1])
-    return Slots(steps.constant(np.array([0, count, count, *range(count)], np.int32)), 1, 1, 1)
+    return ExpertSlots(steps.constant(np.array([0, count, count, *range(count)], np.int32)), 1, 1, 1)
 
 
-def add_product(
-    steps: Steps,
-    call: Bound,
+def add_matmul_step(
+    steps: StepTableBuilder,
+    call: BoundInstruction,
     kernel: Kernel,
-    blocks: Blocks,
+    blocks: WeightTiling,
     stride: int,
     between: int,
     x: Sequence[Operand],
     pitch: int,
-    to: Slots,
+    to: ExpertSlots,
 ) -> None:
     """Add the step of a product. Each thread computes whole tiles of weight rows, which are columns of y.
 
@@ -315,11 +332,11 @@ def add_product(
     """
     w, y = call.operand(0), call.out
     columns = w.shape[-1]
-    memory = steps.scratch(f"product {blocks.scratch}", blocks.scratch * steps.threads)
-    near, far = ahead(w.dtype, several=math.prod(y.shape[:-1]) > to.experts)
+    memory = steps.scratch(f"product {blocks.scratch_bytes}", blocks.scratch_bytes * steps.threads)
+    near, far = find_prefetch_distance(w.dtype, several=math.prod(y.shape[:-1]) > to.expert_count)
 
-    def share(first: int, last: int, thread: int, tickets: int = 0) -> Share:
-        mine, own = y.part(len(y.shape) - 1, first, last - first), x[thread]
+    def share(first: int, last: int, thread: int, tickets: int = 0) -> ThreadWork:
+        mine, own = y.slice_axis(len(y.shape) - 1, first, last - first), x[thread]
         words = ARGS(
             w=w.address + first * stride,
             stride=stride,
@@ -329,50 +346,50 @@ def add_product(
             x=own.address,
             pitch=pitch,
             y=mine.address,
-            step=y.row_step,
+            step=y.row_stride_bytes,
             starts=to.operand.address,
-            experts=to.experts,
-            used=to.used,
-            shared=to.shared,
-            scratch=memory.address + thread * blocks.scratch,
+            experts=to.expert_count,
+            used=to.slots_per_token,
+            shared=to.rows_per_token,
+            scratch=memory.address + thread * blocks.scratch_bytes,
             near=near,
             far=far,
             tickets=tickets,
         )
-        return Share(words, [w, own, to.operand], [mine])
+        return ThreadWork(words, [w, own, to.operand], [mine])
 
-    dealt = is_dealt(steps, call)
-    if dealt and math.prod(y.shape[:-1]) >= MANY_ROWS * to.used:
-        steps.add_pieces(kernel, lambda tickets: share(0, y.shape[-1], 0, tickets))
+    dealt = is_shared_by_threads(steps, call)
+    if dealt and math.prod(y.shape[:-1]) >= MIN_EVENLY_SHARED_ROWS * to.slots_per_token:
+        steps.add_queued(kernel, lambda tickets: share(0, y.shape[-1], 0, tickets))
     elif dealt:
-        bounds = bounds_of(call, blocks.groups * ROWS, steps.threads)
+        bounds = choose_thread_columns(call, blocks.tile_groups * GROUP_ROWS, steps.threads)
         parts = [share(*pair, thread) if pair[0] < pair[1] else None for thread, pair in enumerate(pairwise(bounds))]
-        steps.deal_columns(kernel, parts, y, bounds)
+        steps.add_by_columns(kernel, parts, y, bounds)
     elif y.shape[-1]:
-        steps.deal(kernel, [share(0, y.shape[-1], 0)])
+        steps.add_per_thread(kernel, [share(0, y.shape[-1], 0)])
 
 
-def is_dealt(steps: Steps, call: Bound) -> bool:
+def is_shared_by_threads(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Return whether threads share a product."""
     return steps.is_shared([call.operand(0), call.operand(1)], [call.out])
 
 
-def bounds_of(call: Bound, unit: int, threads: int) -> Sequence[int]:
+def choose_thread_columns(call: BoundInstruction, unit: int, threads: int) -> Sequence[int]:
     """Choose the result columns of each thread: whole tiles of `unit` columns.
 
     If all threads get the same number of whole heads, the bounds are at heads of the readers.
     """
     y = call.out
-    rows, readers = y.shape[-1], call.readers() if threads > 1 else None
+    rows, readers = y.shape[-1], call.find_readers() if threads > 1 else None
     sizes = {o.shape[-1] for r in readers or () for o in r.src if o and o.shape and o.region == y.region}
     for size in sorted(sizes - {rows}):
         whole = math.lcm(unit, size)
         if rows % (whole * threads) == 0:
-            return even_bounds(rows, whole, threads)
-    return even_bounds(rows, unit, threads)
+            return compute_even_bounds(rows, whole, threads)
+    return compute_even_bounds(rows, unit, threads)
 
 
-def even_bounds(n: int, unit: int, threads: int) -> Sequence[int]:
+def compute_even_bounds(n: int, unit: int, threads: int) -> Sequence[int]:
     """Return the first column of each thread, and `n`: whole units, divided as evenly as possible."""
     each = -(-n // unit // threads) * unit
     return [min(n, each * thread) for thread in range(threads + 1)]

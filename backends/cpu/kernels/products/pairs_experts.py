@@ -6,41 +6,48 @@ from collections.abc import Mapping
 from functools import cache, partial
 
 from .....graph.dtypes import DType
-from ....flow import Flow
-from ....operands import need
+from ....flow import Dataflow
+from ....operands import require_supported
 from ...compiler import Kernel
-from ...steps import Chain, Fused, Steps
+from ...steps import FusedBinding, FusionMatcher, StepTableBuilder
 from . import tiled, tiled_experts
-from .experts import sorted_slots
-from .pairs import Pair, pair_of
-from .pairs_many import emit_of
-from .products import wanted_of
-from .rounding import TERMS
-from .tiled_weights import tiled_weight
+from .experts import sort_slots_by_expert
+from .pairs import GatedMatmul, match_gated_matmul
+from .pairs_many import make_store_units
+from .products import find_result_consumers
+from .rounding import TERMS_BY_KIND
+from .tiled_weights import make_amx_weight
 
 
 @cache
-def pair_experts(dtype: DType, kind: str) -> Kernel:
+def make_gated_moe_kernel(dtype: DType, kind: str) -> Kernel:
     """Make the kernel ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``."""
-    return tiled_experts.product_of(f"pairs_experts.pair.{dtype}.{kind}", tiled_weight(dtype), emit_of(kind), 1)
+    return tiled_experts.make_amx_moe_kernel(
+        f"pairs_experts.pair.{dtype}.{kind}", make_amx_weight(dtype), make_store_units(kind), 1
+    )
 
 
-def _pair(flow: Flow, number: int) -> Chain:
+def _fuse_gated_moe(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse a gated MoE matmul with activations are tiles."""
-    pair = pair_of(flow, number)
-    first = pair.products[0]
-    need(first.op == "mul_mat_id" and tiled.kind_of(first) in TERMS, "few rows use the unexpanded weight")
-    return Chain(pair.numbers, partial(_add, pair=pair))
+    pair = match_gated_matmul(flow, number)
+    first = pair.matmuls[0]
+    require_supported(
+        first.op == "mul_mat_id" and tiled.choose_activation_kind(first) in TERMS_BY_KIND,
+        "few rows use the unexpanded weight",
+    )
+    return FusedBinding(pair.instruction_numbers, partial(_add_gated_moe, pair=pair))
 
 
-def _add(steps: Steps, pair: Pair) -> None:
+def _add_gated_moe(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     """Add the step of a gated MoE matmul of many rows."""
-    first, wanted = pair.products[0], wanted_of(steps, pair.call)
-    kernel, slots = pair_experts(first.operand(0).dtype, pair.kind), sorted_slots(steps, first)
-    records = wanted.records(steps, shared=True)
-    to = wanted.target(pair.call.out if wanted.floats else None, wanted.passing(steps)[0], records[0])
-    tiled_experts.add(steps, kernel, pair.products, pair.begins, slots, to)
-    wanted.remember(steps, records)
+    first, wanted = pair.matmuls[0], find_result_consumers(steps, pair.unit)
+    kernel, slots = make_gated_moe_kernel(first.operand(0).dtype, pair.unit_kind), sort_slots_by_expert(steps, first)
+    records = wanted.make_records(steps, shared=True)
+    to = wanted.make_target(
+        pair.unit.out if wanted.needs_floats else None, wanted.make_scratch_rows(steps)[0], records[0]
+    )
+    tiled_experts.add_amx_moe_step(steps, kernel, pair.matmuls, pair.weight_addresses, slots, to)
+    wanted.remember_records(steps, records)
 
 
-FUSED: Mapping[str, tuple[Fused, ...]] = {"mul_mat_id": (_pair,)}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"mul_mat_id": (_fuse_gated_moe,)}

@@ -12,43 +12,43 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from .....graph.dtypes import DType
-from ....flow import Flow
-from ....operands import need
-from ...compiler import Kernel, Part, part
-from ...simd.amx import HEIGHT, TILE, WIDTH
-from ...simd.tiles import tile
+from ....flow import Dataflow
+from ....operands import require_supported
+from ...compiler import Kernel, Subroutine, subroutine
+from ...simd.amx import TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS
+from ...simd.tiles import make_dot_tile
 from ...simd.vectors import load
-from ...steps import Chain, Fused, Share, Steps
-from ...words import words
-from ..amx import Operation, nothing, tiles
+from ...steps import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
+from ...words import declare_args
+from ..amx import TileOperation, do_nothing, select_tile_operations
 from ..functions import GATED
-from ..rows import put
-from ..tickets import draw, settle, span_at, span_of, spans_of, tickets_of
+from ..rows import store_lanes
+from ..tickets import choose_span, compute_span_start, count_spans, finish_queue, select_span_queue, take_work_item
 from . import tiled
-from .formats import COLUMNS, FORMATS, Format
-from .grouped import ROWS, fetch_part, is_dealt
-from .pairs import Pair, pair_of
-from .products import blocks_of, bytes_of, wanted_of
-from .rounding import TALL, TERMS, round_one, rounded, rounded_bytes
-from .tiled import squares_of
-from .tiled_weights import TiledWeight, tiled_weight
+from .formats import BLOCK_COLUMNS, FORMATS, PackedFormat
+from .grouped import GROUP_ROWS, is_shared_by_threads, prefetch_section
+from .pairs import GatedMatmul, match_gated_matmul
+from .products import compute_weight_strides, find_result_consumers, make_packed_tiling
+from .rounding import TERMS_BY_KIND, TILE_ROWS, compute_quantised_bytes, quantise_activations, quantise_block_to_targets
+from .tiled import compute_matrices_per_pass
+from .tiled_weights import AmxWeight, make_amx_weight
 
-VECTOR, BLOCK = 4 * ROWS, 4 * COLUMNS
+VECTOR_BYTES, BLOCK_BYTES = 4 * GROUP_ROWS, 4 * BLOCK_COLUMNS
 """Bytes of the units of a row in a group, and in a block, which is quantised at once."""
-TILES = ".tiles"
+TILE_SUFFIX = ".tiles"
 """Suffix of the names of kernels that use AMX tiles."""
-NEAR = 1 << 20
+CACHED_CHUNK_BYTES = 1 << 20
 """Bytes of the activations of a chunk that stay in the second cache."""
-LEAST = 32
+MIN_PREFILL_ROWS = 32
 """Activation rows from which on an incomplete tile costs little."""
 
-ARGS = words("weights[2] stride rows columns x pitch count y step scratch tickets rounding[*]")
-ROUNDING = ARGS.start("rounding")
+ARGS = declare_args("weights[2] stride rows columns x pitch count y step scratch tickets rounding[*]")
+ROUNDING_WORD = ARGS.first_word("rounding")
 """First word of `QuantisedTarget.rounding_words`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class GatedVariant:
     """A method to compute gated units from quantised activations and two weights.
 
     Attributes:
@@ -63,17 +63,17 @@ class Way:
         end: Called with ``(mine)`` after all units.
     """
 
-    units: Part
-    wide: Part
-    widest: int
-    scratch: int
-    chunk: int
-    begin: Operation = nothing
-    end: Operation = nothing
+    compute_units: Subroutine
+    block_width: Subroutine
+    max_block_width: int
+    unit_scratch_bytes: int
+    rows_per_chunk: int
+    begin: TileOperation = do_nothing
+    end: TileOperation = do_nothing
 
 
 @cache
-def way_of(dtype: DType, kind: str, rounding: int) -> Way:
+def make_gated_variant(dtype: DType, kind: str, rounding: int) -> GatedVariant:
     """Make the gated variant of a weight type.
 
     Args:
@@ -81,74 +81,98 @@ def way_of(dtype: DType, kind: str, rounding: int) -> Way:
         kind: A key of `GATED`.
         rounding: The kind of `rounding` of the activations.
     """
-    if rounding in TERMS:
-        unit = tiles()
-        units, wide = tiled_units_of(dtype, kind), _wide_of(tiled_weight(dtype))
-        return Way(units, wide, tiled.MOST // 2, tiled.SCRATCH, tiled.CHUNK, unit.configure, unit.release)
-    blocks = blocks_of(FORMATS[dtype])
-    return Way(units_of(FORMATS[dtype], kind), one, 1, blocks.scratch + blocks.rows * 2 * VECTOR, blocks.chunk)
+    if rounding in TERMS_BY_KIND:
+        unit = select_tile_operations()
+        units, wide = make_amx_units(dtype, kind), _make_block_width(make_amx_weight(dtype))
+        return GatedVariant(
+            units,
+            wide,
+            tiled.MAX_MATRICES // 2,
+            tiled.SCRATCH_BYTES,
+            tiled.ROWS_PER_CHUNK,
+            unit.configure,
+            unit.release,
+        )
+    blocks = make_packed_tiling(FORMATS[dtype])
+    return GatedVariant(
+        make_int8_units(FORMATS[dtype], kind),
+        use_one_block,
+        1,
+        blocks.scratch_bytes + blocks.tile_rows * 2 * VECTOR_BYTES,
+        blocks.rows_per_chunk,
+    )
 
 
-@part
-def one(columns):
+@subroutine
+def use_one_block(columns):
     """Return 1: `GatedVariant.block_width` where wider blocks gain nothing."""
     return 1
 
 
-def _wide_of(weight: TiledWeight) -> Part:
+def _make_block_width(weight: AmxWeight) -> Subroutine:
     """Make `GatedVariant.block_width` for AMX tiles. Their matrices have 16 rows of each weight.
 
     If the activations of a chunk stay in the second cache, the width is one block: its units stay in the nearest cache.
     """
-    terms, x_block, tall = weight.terms, weight.x_block, tiled.CHUNK // TALL
+    terms, x_block, tall = weight.term_count, weight.activation_block_bytes, tiled.ROWS_PER_CHUNK // TILE_ROWS
 
     def wide(columns):
-        return 1 if columns // COLUMNS * x_block * tall <= NEAR else squares_of(columns, terms) // 2
+        return (
+            1
+            if columns // BLOCK_COLUMNS * x_block * tall <= CACHED_CHUNK_BYTES
+            else compute_matrices_per_pass(columns, terms) // 2
+        )
 
-    return part(wide)
+    return subroutine(wide)
 
 
-def emit_of(kind: str) -> Part:
+def make_store_units(kind: str) -> Subroutine:
     """Make `emit` of `tiled.make_amx_multiply` for alternating groups of two weights: store the gated units."""
-    unit, stores = GATED[kind], tiles().store
+    unit, stores = GATED[kind], select_tile_operations().store
     store_0, store_1, store_2, store_3 = stores[:4]
 
     def emit(mine, sums, rows, left, to, step):
-        store_0(mine, sums, WIDTH)
-        store_1(mine, sums + TILE, WIDTH)
-        store_2(mine, sums + 2 * TILE, WIDTH)
-        store_3(mine, sums + 3 * TILE, WIDTH)
+        store_0(mine, sums, TILE_ROW_BYTES)
+        store_1(mine, sums + TILE_BYTES, TILE_ROW_BYTES)
+        store_2(mine, sums + 2 * TILE_BYTES, TILE_ROW_BYTES)
+        store_3(mine, sums + 3 * TILE_BYTES, TILE_ROW_BYTES)
         for i in range(rows):
-            at = sums + i // HEIGHT * 2 * TILE + i % HEIGHT * WIDTH
-            put(to + i * step, 0, left, unit(load(at), load(at + TILE)))
+            at = sums + i // TILE_ROWS * 2 * TILE_BYTES + i % TILE_ROWS * TILE_ROW_BYTES
+            store_lanes(to + i * step, 0, left, unit(load(at), load(at + TILE_BYTES)))
 
-    return part(emit)
+    return subroutine(emit)
 
 
-def tiled_units_of(dtype: DType, kind: str) -> Part:
+def make_amx_units(dtype: DType, kind: str) -> Subroutine:
     """Make `GatedVariant.compute_units` for AMX tiles."""
-    meet = tiled.meet_of(tiled_weight(dtype), emit_of(kind), 1)
+    meet = tiled.make_amx_multiply(make_amx_weight(dtype), make_store_units(kind), 1)
 
     def units(a, mine, row, wide, chunk, stop, y, step, ahead):
         stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
         gate, up = ARGS.weights(a, 0) + row * stride, ARGS.weights(a, 1) + row * stride
         left = ARGS.rows(a) - row
-        squares = (min(wide, left) + ROWS - 1) // ROWS
+        squares = (min(wide, left) + GROUP_ROWS - 1) // GROUP_ROWS
         meet(mine, gate, up, squares, left, stride, columns, x, pitch, chunk, stop, y, step, ahead * stride)
 
-    return part(units)
+    return subroutine(units)
 
 
-def units_of(form: Format, kind: str) -> Part:
+def make_int8_units(form: PackedFormat, kind: str) -> Subroutine:
     """Make `GatedVariant.compute_units` for integer dot products."""
-    blocks, unit = blocks_of(form), GATED[kind]
-    both = tile(blocks.rows, 2)
-    rows_of, zeros, save, saved = both.rows, both.zeros, both.save, both.saved
-    expand, add = blocks.expand, blocks.add
-    width, record, size, wide, span = blocks.columns, blocks.record, blocks.size, blocks.wide, blocks.span
-    tall, nbytes = blocks.rows, blocks.rows * 2 * VECTOR
+    blocks, unit = make_packed_tiling(form), GATED[kind]
+    both = make_dot_tile(blocks.tile_rows, 2)
+    rows_of, zeros, save, saved = both.row_addresses, both.zero_sums, both.spill, both.reload
+    expand, add = blocks.expand_blocks, blocks.add_block
+    width, record, size, wide, span = (
+        blocks.block_columns,
+        blocks.record_bytes,
+        blocks.block_bytes,
+        blocks.blocks_per_pass,
+        blocks.group_bytes,
+    )
+    tall, nbytes = blocks.tile_rows, blocks.tile_rows * 2 * VECTOR_BYTES
 
-    @part
+    @subroutine
     def units_of_group(a, expanded, group, chunk, stop, y, step, coming):
         stride, columns, left = ARGS.stride(a), ARGS.columns(a), ARGS.rows(a) - group
         x, pitch, n = ARGS.x(a), ARGS.pitch(a), (columns + width - 1) // width
@@ -161,7 +185,10 @@ def units_of(form: Format, kind: str) -> Part:
                 expand(expanded + k * span, at, stride, left, columns, first, count)
             for i in range(chunk, stop, tall):
                 r = rows_of(x + i * pitch + first * record, pitch, stop - i)
-                gate, up = fetch_part(gate, ROWS * stride, parts), fetch_part(up, ROWS * stride, parts)
+                gate, up = (
+                    prefetch_section(gate, GROUP_ROWS * stride, parts),
+                    prefetch_section(up, GROUP_ROWS * stride, parts),
+                )
                 acc = saved(sums) if first > 0 else zeros()
                 for b in range(count):
                     acc = add(acc, expanded + b * size, r, b * record)
@@ -170,22 +197,22 @@ def units_of(form: Format, kind: str) -> Part:
                 else:
                     save(products, acc)
                     for k in range(min(tall, stop - i)):
-                        at = products + 2 * k * VECTOR
-                        put(to + k * step, 0, left, unit(load(at), load(at + VECTOR)))
+                        at = products + 2 * k * VECTOR_BYTES
+                        store_lanes(to + k * step, 0, left, unit(load(at), load(at + VECTOR_BYTES)))
                 sums += nbytes
                 to += tall * step
 
     def units(a, expanded, row, wide, chunk, stop, y, step, ahead):
-        second = row + ROWS
+        second = row + GROUP_ROWS
         units_of_group(a, expanded, row, chunk, stop, y, step, second)
         if second < ARGS.rows(a):
-            units_of_group(a, expanded, second, chunk, stop, y + VECTOR, step, row + ahead)
+            units_of_group(a, expanded, second, chunk, stop, y + VECTOR_BYTES, step, row + ahead)
 
-    return part(units)
+    return subroutine(units)
 
 
 @cache
-def pair_many(dtype: DType, kind: str, rounding: int) -> Kernel:
+def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Kernel:
     """Make the kernel ``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows, quantised block by block.
 
     The kernel stores float32 only if `step`, the bytes from row to row of y, is not 0. `weights` are gate and up with
@@ -197,20 +224,27 @@ def pair_many(dtype: DType, kind: str, rounding: int) -> Kernel:
         kind: A key of `GATED`.
         rounding: The kind of `rounding` of x.
     """
-    way = way_of(dtype, kind, rounding)
-    units, wide_of, many, begin, end, own = way.units, way.wide, way.chunk, way.begin, way.end, way.scratch
-    passing, scratch = pace_of(way), scratch_bytes(way)
+    way = make_gated_variant(dtype, kind, rounding)
+    units, wide_of, many, begin, end, own = (
+        way.compute_units,
+        way.block_width,
+        way.rows_per_chunk,
+        way.begin,
+        way.end,
+        way.unit_scratch_bytes,
+    )
+    passing, scratch = compute_padded_row_bytes(way), compute_gated_scratch_bytes(way)
 
     def body(a, thread, threads):
         rows, count, step, tickets = ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
-        mine, wide = ARGS.scratch(a) + thread * scratch, wide_of(ARGS.columns(a)) * COLUMNS
+        mine, wide = ARGS.scratch(a) + thread * scratch, wide_of(ARGS.columns(a)) * BLOCK_COLUMNS
         begin(mine)
-        spans = spans_of(count, many, threads)
+        spans = count_spans(count, many, threads)
         for turn in range(spans):
-            span = span_of(turn, spans, thread, threads)
-            start, last = span_at(count, many, span, spans), span_at(count, many, span + 1, spans)
-            drawn = tickets_of(tickets, span)
-            piece, ticket = 0, draw(drawn, 0)
+            span = choose_span(turn, spans, thread, threads)
+            start, last = compute_span_start(count, many, span, spans), compute_span_start(count, many, span + 1, spans)
+            drawn = select_span_queue(tickets, span)
+            piece, ticket = 0, take_work_item(drawn, 0)
             for chunk in range(start, last, many):
                 stop = min(last, chunk + many)
                 row = 0
@@ -220,78 +254,95 @@ def pair_many(dtype: DType, kind: str, rounding: int) -> Kernel:
                         if step == 0:
                             y, pace = mine + own, passing
                         units(a, mine, row, wide, chunk, stop, y, pace, threads * wide)
-                        blocks = (min(wide, rows - row) + COLUMNS - 1) // COLUMNS
+                        blocks = (min(wide, rows - row) + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
                         for i in range(chunk, stop):
                             for b in range(blocks):
-                                round_one(a, ROUNDING, i, row // COLUMNS + b, y + (i - chunk) * pace + b * BLOCK)
-                        ticket = draw(drawn, piece + 1)
+                                quantise_block_to_targets(
+                                    a,
+                                    ROUNDING_WORD,
+                                    i,
+                                    row // BLOCK_COLUMNS + b,
+                                    y + (i - chunk) * pace + b * BLOCK_BYTES,
+                                )
+                        ticket = take_work_item(drawn, piece + 1)
                     piece += 1
                     row += wide
-            settle(drawn, ticket, piece, threads)
+            finish_queue(drawn, ticket, piece, threads)
         end(mine)
         return 0
 
-    return Kernel(f"pairs_many.pair_many.{dtype}.{kind}" + TILES * (rounding in TERMS), body)
+    return Kernel(f"pairs_many.pair_many.{dtype}.{kind}" + TILE_SUFFIX * (rounding in TERMS_BY_KIND), body)
 
 
-def pace_of(way: Way) -> int:
+def compute_padded_row_bytes(way: GatedVariant) -> int:
     """Return the bytes from row to row of units that are not stored as float32.
 
     64 extra bytes spread the rows over the sets of the nearest cache.
     """
-    return way.widest * BLOCK + 64
+    return way.max_block_width * BLOCK_BYTES + 64
 
 
-def scratch_bytes(way: Way) -> int:
+def compute_gated_scratch_bytes(way: GatedVariant) -> int:
     """Return the scratch bytes of a thread: for the units, and blocks of units for each row of a chunk."""
-    return way.scratch + way.chunk * pace_of(way)
+    return way.unit_scratch_bytes + way.rows_per_chunk * compute_padded_row_bytes(way)
 
 
-def _pair_many(flow: Flow, number: int) -> Chain:
+def _fuse_gated_matmul_many(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse a gated matmul of many rows."""
-    pair = pair_of(flow, number)
-    w, x = pair.products[0].operand(0), pair.products[0].operand(1)
-    need(pair.products[0].op == "mul_mat" and math.prod(x.shape[:-1]) >= LEAST, "few rows use the unexpanded weight")
-    kind = tiled.kind_of(pair.products[0])
-    need(kind is not None, "activations are not rounded")
-    need(kind in TERMS or blocks_of(FORMATS[w.dtype]).groups == 2, "a tile is of one group")
-    return Chain(pair.numbers, partial(_add, pair=pair))
+    pair = match_gated_matmul(flow, number)
+    w, x = pair.matmuls[0].operand(0), pair.matmuls[0].operand(1)
+    require_supported(
+        pair.matmuls[0].op == "mul_mat" and math.prod(x.shape[:-1]) >= MIN_PREFILL_ROWS,
+        "few rows use the unexpanded weight",
+    )
+    kind = tiled.choose_activation_kind(pair.matmuls[0])
+    require_supported(kind is not None, "activations are not rounded")
+    require_supported(
+        kind in TERMS_BY_KIND or make_packed_tiling(FORMATS[w.dtype]).tile_groups == 2, "a tile is of one group"
+    )
+    return FusedBinding(pair.instruction_numbers, partial(_add_gated_matmul_many, pair=pair))
 
 
-def _add(steps: Steps, pair: Pair) -> None:
+def _add_gated_matmul_many(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     """Add the step of a gated matmul of many rows."""
-    first, wanted = pair.products[0], wanted_of(steps, pair.call)
+    first, wanted = pair.matmuls[0], find_result_consumers(steps, pair.unit)
     w, x = first.operand(0), first.operand(1)
-    rounding, dealt, (stride, _) = tiled.kind_of(first), is_dealt(steps, first), bytes_of(w)
+    rounding, dealt, (stride, _) = (
+        tiled.choose_activation_kind(first),
+        is_shared_by_threads(steps, first),
+        compute_weight_strides(w),
+    )
     assert rounding is not None
-    q = rounded(steps, x, rounding, for_all=dealt)[0]
-    records = wanted.records(steps, shared=True)
-    to = wanted.target(pair.call.out if wanted.floats else None, wanted.passing(steps)[0], records[0])
-    nbytes = scratch_bytes(way_of(w.dtype, pair.kind, rounding))
+    q = quantise_activations(steps, x, rounding, for_all=dealt)[0]
+    records = wanted.make_records(steps, shared=True)
+    to = wanted.make_target(
+        pair.unit.out if wanted.needs_floats else None, wanted.make_scratch_rows(steps)[0], records[0]
+    )
+    nbytes = compute_gated_scratch_bytes(make_gated_variant(w.dtype, pair.unit_kind, rounding))
     memory = steps.scratch(f"pair {nbytes}", nbytes * steps.threads)
 
-    def share(tickets: int) -> Share:
+    def share(tickets: int) -> ThreadWork:
         words = ARGS(
-            weights=pair.begins,
+            weights=pair.weight_addresses,
             stride=stride,
             rows=wanted.columns,
             columns=w.shape[-1],
             x=q.address,
-            pitch=rounded_bytes(1, w.shape[-1], rounding),
+            pitch=compute_quantised_bytes(1, w.shape[-1], rounding),
             count=wanted.rows,
-            y=to.floats.address,
-            step=to.step,
+            y=to.float_rows.address,
+            step=to.row_step_bytes,
             scratch=memory.address,
             tickets=tickets,
-            rounding=to.rounding,
+            rounding=to.rounding_words,
         )
-        return Share(words, [*(p.operand(0) for p in pair.products), q], to.writes)
+        return ThreadWork(words, [*(p.operand(0) for p in pair.matmuls), q], to.writes)
 
     if dealt:
-        steps.add_pieces(pair_many(w.dtype, pair.kind, rounding), share)
+        steps.add_queued(make_gated_matmul_many_kernel(w.dtype, pair.unit_kind, rounding), share)
     else:
-        steps.deal(pair_many(w.dtype, pair.kind, rounding), [share(0)])
-    wanted.remember(steps, records)
+        steps.add_per_thread(make_gated_matmul_many_kernel(w.dtype, pair.unit_kind, rounding), [share(0)])
+    wanted.remember_records(steps, records)
 
 
-FUSED: Mapping[str, tuple[Fused, ...]] = {"mul_mat": (_pair_many,)}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"mul_mat": (_fuse_gated_matmul_many,)}

@@ -10,80 +10,99 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from ....operands import Bound
-from ...compiler import Kernel, Part, part
+from ....operands import BoundInstruction
+from ...compiler import Kernel, Subroutine, subroutine
 from ...simd.vectors import load, load_int, store, store_int, zeros
-from ...steps import Share, Steps
-from ...words import words
-from ..amx import tiles
-from ..rows import put
-from ..tickets import draw, settle
-from .formats import COLUMNS
-from .grouped import ROWS, Slots, clear, is_dealt, row_of
-from .products import bytes_of
-from .rounding import LINE, TALL, Target, round_one, rounded, rounded_bytes
-from .tiled import CHUNK, MOST, SCRATCH, meet_of, put_of, squares_of
-from .tiled_weights import BLOCK, TiledWeight, tiled_weight
+from ...steps import StepTableBuilder, ThreadWork
+from ...words import declare_args
+from ..amx import select_tile_operations
+from ..rows import store_lanes
+from ..tickets import finish_queue, take_work_item
+from .formats import BLOCK_COLUMNS
+from .grouped import GROUP_ROWS, ExpertSlots, compute_activation_row, is_shared_by_threads, zero_remote_rows
+from .products import compute_weight_strides
+from .rounding import (
+    TILE_ROW_BYTES,
+    TILE_ROWS,
+    QuantisedTarget,
+    compute_quantised_bytes,
+    quantise_activations,
+    quantise_block_to_targets,
+)
+from .tiled import (
+    MAX_MATRICES,
+    ROWS_PER_CHUNK,
+    SCRATCH_BYTES,
+    compute_matrices_per_pass,
+    make_amx_multiply,
+    make_store_sums,
+)
+from .tiled_weights import BLOCK_BYTES, AmxWeight, make_amx_weight
 
-PACE = MOST * 2 * ROWS * 4 + 64
+RESULT_ROW_BYTES = MAX_MATRICES * 2 * GROUP_ROWS * 4 + 64
 """Bytes from row to row of the results; 64 extra bytes spread the rows over the sets of the nearest cache."""
-RESULTS, ROOM = SCRATCH, SCRATCH + CHUNK * PACE
+RESULTS_OFFSET, ROW_NUMBERS_OFFSET = SCRATCH_BYTES, SCRATCH_BYTES + ROWS_PER_CHUNK * RESULT_ROW_BYTES
 """Offsets into the scratch of a thread: the results, and the activation row of each row of the tiles."""
-GATHERED = ROOM + CHUNK * 4
+GATHERED_OFFSET = ROW_NUMBERS_OFFSET + ROWS_PER_CHUNK * 4
 """Offset of the gathered activation tiles in the scratch of a thread."""
 
-ARGS = words(
+ARGS = declare_args(
     "weights[2] stride between rows columns x pitch starts experts used shared y step scratch tickets rounding[*]"
 )
-ROUNDING = ARGS.start("rounding")
+ROUNDING_WORD = ARGS.first_word("rounding")
 """First word of `QuantisedTarget.rounding_words`."""
 
 
-@part
-def gather(a, mine, chunk, stop):
+@subroutine
+def gather_slot_rows(a, mine, chunk, stop):
     """Copy the activation rows of the sorted slots `chunk` to `stop` into tiles of the thread."""
     x, pitch, used, shared = ARGS.x(a), ARGS.pitch(a), ARGS.used(a), ARGS.shared(a)
-    slots, numbers = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), mine + ROOM
+    slots, numbers = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), mine + ROW_NUMBERS_OFFSET
     for i in range(chunk, stop):
-        store_int(numbers + 4 * (i - chunk), row_of(load_int(slots + 4 * i), used, shared))
-    for first in range(0, stop - chunk, TALL):
-        to = mine + GATHERED + first // TALL * pitch
-        for start in range(0, pitch, BLOCK):
-            for i in range(min(TALL, stop - chunk - first)):
+        store_int(numbers + 4 * (i - chunk), compute_activation_row(load_int(slots + 4 * i), used, shared))
+    for first in range(0, stop - chunk, TILE_ROWS):
+        to = mine + GATHERED_OFFSET + first // TILE_ROWS * pitch
+        for start in range(0, pitch, BLOCK_BYTES):
+            for i in range(min(TILE_ROWS, stop - chunk - first)):
                 row = load_int(numbers + 4 * (first + i))
-                store(to + start + i * LINE, load(x + row // TALL * pitch + row % TALL * LINE + start))
+                store(
+                    to + start + i * TILE_ROW_BYTES,
+                    load(x + row // TILE_ROWS * pitch + row % TILE_ROWS * TILE_ROW_BYTES + start),
+                )
 
 
-@part
-def scatter(a, mine, chunk, stop, first, count):
+@subroutine
+def scatter_slot_rows(a, mine, chunk, stop, first, count):
     """Store or quantise the results of these slots: `count` columns from column `first` on."""
     slots, y, step = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), ARGS.y(a), ARGS.step(a)
-    results = mine + RESULTS
+    results = mine + RESULTS_OFFSET
     for i in range(chunk, stop):
         slot = load_int(slots + 4 * i)
         if step != 0:
-            for c in range(0, count, ROWS):
-                put(y + slot * step + 4 * first, c, count, load(results + 4 * c))
-        for b in range((count + COLUMNS - 1) // COLUMNS):
-            round_one(a, ROUNDING, slot, first // COLUMNS + b, results + 4 * COLUMNS * b)
-        results += PACE
+            for c in range(0, count, GROUP_ROWS):
+                store_lanes(y + slot * step + 4 * first, c, count, load(results + 4 * c))
+        for b in range((count + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS):
+            quantise_block_to_targets(
+                a, ROUNDING_WORD, slot, first // BLOCK_COLUMNS + b, results + 4 * BLOCK_COLUMNS * b
+            )
+        results += RESULT_ROW_BYTES
 
 
-@part
-def leave_out(a, mine):
+@subroutine
+def zero_and_quantise_remote_rows(a, mine):
     """Zero the rows of slots of remote experts, in float32 and quantised."""
-    starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS
+    starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS_OFFSET
     slots = starts + 4 * (experts + 2)
     if ARGS.step(a) != 0:
-        clear(starts, experts, ARGS.y(a), ARGS.step(a), rows)
+        zero_remote_rows(starts, experts, ARGS.y(a), ARGS.step(a), rows)
     store(results, zeros())
     store(results + 64, zeros())
     for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
-        for b in range((rows + COLUMNS - 1) // COLUMNS):
-            round_one(a, ROUNDING, load_int(slots + 4 * i), b, results)
+        for b in range((rows + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS):
+            quantise_block_to_targets(a, ROUNDING_WORD, load_int(slots + 4 * i), b, results)
 
 
-def product_of(name: str, weight: TiledWeight, emit: Part, each: int) -> Kernel:
+def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: int) -> Kernel:
     """Make the kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``, or the gated unit of two such products.
 
     The kernel quantises the result for its consumers. It stores float32 only if `step`, the bytes from row to row of y,
@@ -96,73 +115,99 @@ def product_of(name: str, weight: TiledWeight, emit: Part, each: int) -> Kernel:
         emit: The epilogue of `tiled.make_amx_multiply`.
         each: Groups of a matrix that belong to the first weight: 1 for a gated unit, else 2.
     """
-    meet, configure, release = meet_of(weight, emit, each), tiles().configure, tiles().release
-    terms = weight.terms
+    meet, configure, release = (
+        make_amx_multiply(weight, emit, each),
+        select_tile_operations().configure,
+        select_tile_operations().release,
+    )
+    terms = weight.term_count
 
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         pitch, starts, tickets = ARGS.pitch(a), ARGS.starts(a), ARGS.tickets(a)
-        mine = ARGS.scratch(a) + thread * (GATHERED + CHUNK // TALL * pitch)
-        wide = squares_of(columns, terms) // 2 * 2 * each * ROWS
-        ahead, results = threads * wide * stride, mine + RESULTS
+        mine = ARGS.scratch(a) + thread * (GATHERED_OFFSET + ROWS_PER_CHUNK // TILE_ROWS * pitch)
+        wide = compute_matrices_per_pass(columns, terms) // 2 * 2 * each * GROUP_ROWS
+        ahead, results = threads * wide * stride, mine + RESULTS_OFFSET
         configure(mine)
-        piece, ticket, held = 0, draw(tickets, 0), -1
+        piece, ticket, held = 0, take_work_item(tickets, 0), -1
         for expert in range(ARGS.experts(a)):
             start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
-            for chunk in range(start, end, CHUNK):
-                stop = min(end, chunk + CHUNK)
+            for chunk in range(start, end, ROWS_PER_CHUNK):
+                stop = min(end, chunk + ROWS_PER_CHUNK)
                 row = 0
                 while row < rows:
                     if piece == ticket:
                         if held != chunk:
-                            gather(a, mine, chunk, stop)
+                            gather_slot_rows(a, mine, chunk, stop)
                             held = chunk
                         skipped, left = expert * between + row * stride, rows - row
                         w, v = ARGS.weights(a, 0) + skipped, ARGS.weights(a, 1) + skipped
-                        squares = (min(wide, left) + each * ROWS - 1) // (each * ROWS)
-                        x, count = mine + GATHERED, stop - chunk
-                        meet(mine, w, v, squares, left, stride, columns, x, pitch, 0, count, results, PACE, ahead)
-                        scatter(a, mine, chunk, stop, row, min(wide, left))
-                        ticket = draw(tickets, piece + 1)
+                        squares = (min(wide, left) + each * GROUP_ROWS - 1) // (each * GROUP_ROWS)
+                        x, count = mine + GATHERED_OFFSET, stop - chunk
+                        meet(
+                            mine,
+                            w,
+                            v,
+                            squares,
+                            left,
+                            stride,
+                            columns,
+                            x,
+                            pitch,
+                            0,
+                            count,
+                            results,
+                            RESULT_ROW_BYTES,
+                            ahead,
+                        )
+                        scatter_slot_rows(a, mine, chunk, stop, row, min(wide, left))
+                        ticket = take_work_item(tickets, piece + 1)
                     piece += 1
                     row += wide
-        settle(tickets, ticket, piece, threads)
+        finish_queue(tickets, ticket, piece, threads)
         release(mine)
         if thread == 0:
-            leave_out(a, mine)
+            zero_and_quantise_remote_rows(a, mine)
         return 0
 
     return Kernel(name, body)
 
 
-def scratch_bytes(pitch: int) -> int:
+def compute_moe_scratch_bytes(pitch: int) -> int:
     """Return the scratch bytes of a thread. `pitch` is the bytes of 32 activation rows."""
-    return GATHERED + CHUNK // TALL * pitch
+    return GATHERED_OFFSET + ROWS_PER_CHUNK // TILE_ROWS * pitch
 
 
 @cache
-def product(weight: TiledWeight) -> Kernel:
+def make_single_amx_moe_kernel(weight: AmxWeight) -> Kernel:
     """Make the kernel of one MoE product."""
-    return product_of(f"tiled_experts.product.{weight.dtype}", weight, put_of(), 2)
+    return make_amx_moe_kernel(f"tiled_experts.product.{weight.dtype}", weight, make_store_sums(), 2)
 
 
 # ----------------------------------------------------------------------------------------------------- binding
 
 
-def bind(steps: Steps, call: Bound, slots: Slots) -> None:
+def bind_amx_moe(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
     """Add the steps of an MoE product of many rows."""
     w, y = call.operand(0), call.out
-    second = w.address + ROWS * bytes_of(w)[0]
-    add(steps, product(tiled_weight(w.dtype)), [call], [w.address, second], slots, Target(y, [y]))
+    second = w.address + GROUP_ROWS * compute_weight_strides(w)[0]
+    add_amx_moe_step(
+        steps,
+        make_single_amx_moe_kernel(make_amx_weight(w.dtype)),
+        [call],
+        [w.address, second],
+        slots,
+        QuantisedTarget(y, [y]),
+    )
 
 
-def add(
-    steps: Steps,
+def add_amx_moe_step(
+    steps: StepTableBuilder,
     kernel: Kernel,
-    products: Sequence[Bound],
+    products: Sequence[BoundInstruction],
     begins: Sequence[int],
-    slots: Slots,
-    to: Target,
+    slots: ExpertSlots,
+    to: QuantisedTarget,
 ) -> None:
     """Add the step of MoE products of the same activations.
 
@@ -175,13 +220,17 @@ def add(
         to: The destination of the result rows.
     """
     w, x = products[0].operand(0), products[0].operand(1)
-    dealt, columns, (stride, between) = is_dealt(steps, products[0]), w.shape[-1], bytes_of(w)
-    kind = tiled_weight(w.dtype).rounding
-    tiled, pitch, rows = rounded(steps, x, kind, for_all=dealt)[0], rounded_bytes(1, columns, kind), to.floats.shape[-1]
-    nbytes = scratch_bytes(pitch)
+    dealt, columns, (stride, between) = is_shared_by_threads(steps, products[0]), w.shape[-1], compute_weight_strides(w)
+    kind = make_amx_weight(w.dtype).activation_kind
+    tiled, pitch, rows = (
+        quantise_activations(steps, x, kind, for_all=dealt)[0],
+        compute_quantised_bytes(1, columns, kind),
+        to.float_rows.shape[-1],
+    )
+    nbytes = compute_moe_scratch_bytes(pitch)
     memory = steps.scratch(f"experts {nbytes}", nbytes * steps.threads)
 
-    def share(tickets: int) -> Share:
+    def share(tickets: int) -> ThreadWork:
         words = ARGS(
             weights=begins,
             stride=stride,
@@ -191,18 +240,18 @@ def add(
             x=tiled.address,
             pitch=pitch,
             starts=slots.operand.address,
-            experts=slots.experts,
-            used=slots.used,
-            shared=slots.shared,
-            y=to.floats.address,
-            step=to.step,
+            experts=slots.expert_count,
+            used=slots.slots_per_token,
+            shared=slots.rows_per_token,
+            y=to.float_rows.address,
+            step=to.row_step_bytes,
             scratch=memory.address,
             tickets=tickets,
-            rounding=to.rounding,
+            rounding=to.rounding_words,
         )
-        return Share(words, [*(p.operand(0) for p in products), tiled, slots.operand], to.writes)
+        return ThreadWork(words, [*(p.operand(0) for p in products), tiled, slots.operand], to.writes)
 
     if dealt:
-        steps.add_pieces(kernel, share)
+        steps.add_queued(kernel, share)
     elif rows:
-        steps.deal(kernel, [share(0)])
+        steps.add_per_thread(kernel, [share(0)])

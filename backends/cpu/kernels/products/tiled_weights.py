@@ -13,27 +13,27 @@ from functools import cache, reduce
 
 from .....graph.dtypes import DType
 from .....graph.lazy_dataclass import dataclass
-from ...compiler import Part, part
-from ...simd.amx import TILE, WIDTH
-from ...simd.bf16 import store_weights
-from ...simd.order import turn_floats
-from ...simd.terms import store_ordered_terms
-from ...simd.vectors import LANES, load, load_half
-from ..amx import tiles
-from .formats import COLUMNS, FORMATS, UNIT, Format
-from .grouped import ROWS, fetch
-from .rounding import SPLIT, TERMS, TILED
+from ...compiler import Subroutine, subroutine
+from ...simd.amx import TILE_BYTES, TILE_ROW_BYTES
+from ...simd.bf16 import store_dequantised_bf16
+from ...simd.order import transpose_f32
+from ...simd.terms import store_ordered_bf16_terms
+from ...simd.vectors import LANES, load, load_f16
+from ..amx import select_tile_operations
+from .formats import BLOCK_COLUMNS, FORMATS, UNIT_BLOCKS, PackedFormat
+from .grouped import GROUP_ROWS, prefetch_lines
+from .rounding import SPLIT_KIND, TERMS_BY_KIND, TILED_KIND
 
-BLOCK = 2 * TILE
+BLOCK_BYTES = 2 * TILE_BYTES
 """Bytes of one term of 32 columns: of two groups, or of 32 activation rows."""
-AHEAD = 4096
+PREFETCH_BYTES = 4096
 """Prefetch distance in bytes while a packed weight is expanded."""
-SHOWN = 3
+FLOAT32_TERMS = 3
 """bfloat16 terms that hold a float32."""
 
 
 @dataclass(frozen=True, slots=True)
-class TiledWeight:
+class AmxWeight:
     """A weight type for AMX tiles.
 
     Attributes:
@@ -47,125 +47,134 @@ class TiledWeight:
     """
 
     dtype: DType
-    rounding: int
-    terms: int
-    least: int
-    expand: Part
+    activation_kind: int
+    term_count: int
+    min_activation_rows: int
+    expand_blocks: Subroutine
 
     @property
-    def block(self) -> int:
+    def block_bytes(self) -> int:
         """Bytes of 32 columns of two groups."""
-        return self.terms * BLOCK
+        return self.term_count * BLOCK_BYTES
 
     @property
-    def x_block(self) -> int:
+    def activation_block_bytes(self) -> int:
         """Bytes of 32 columns of 32 activation rows."""
-        return TERMS[self.rounding] * BLOCK
+        return TERMS_BY_KIND[self.activation_kind] * BLOCK_BYTES
 
 
 @cache
-def tiled_weight(dtype: DType) -> TiledWeight:
+def make_amx_weight(dtype: DType) -> AmxWeight:
     """Return the tile parameters of a weight type."""
     if dtype in FORMATS:
-        return TiledWeight(dtype, TILED, 1, 24, _packed(FORMATS[dtype]))
+        return AmxWeight(dtype, TILED_KIND, 1, 24, _make_expand_packed(FORMATS[dtype]))
     if dtype is DType.BF16:
-        return TiledWeight(dtype, SPLIT, 1, 7, _pairs)
-    terms, least = {DType.F16: (2, 7), DType.F32: (SHOWN, 96)}[dtype]
-    return TiledWeight(dtype, SPLIT, terms, least, _split(dtype, terms))
+        return AmxWeight(dtype, SPLIT_KIND, 1, 7, _expand_bf16)
+    terms, least = {DType.F16: (2, 7), DType.F32: (FLOAT32_TERMS, 96)}[dtype]
+    return AmxWeight(dtype, SPLIT_KIND, terms, least, _make_expand_split(dtype, terms))
 
 
-def _packed(form: Format) -> Part:
+def _make_expand_packed(form: PackedFormat) -> Subroutine:
     """Make `AmxWeight.expand_blocks` of a packed type."""
-    codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
-    high = form.planes[1] if len(form.planes) > 1 else 0
+    codes, scales, biases, nbytes, width = (
+        form.load_codes,
+        form.load_scales,
+        form.load_biases,
+        form.group_block_bytes,
+        form.plane_bits[0],
+    )
+    high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
     lines = -(-nbytes // 64)
 
     def expand(to, group, stride, left, first, last, n):
         for block in range(first, last):
-            fetch(group + block * nbytes, lines, AHEAD, AHEAD)
-            start = block // UNIT * UNIT
-            b, count, planes = block - start, min(UNIT, n - start), group + start * nbytes
+            prefetch_lines(group + block * nbytes, lines, PREFETCH_BYTES, PREFETCH_BYTES)
+            start = block // UNIT_BLOCKS * UNIT_BLOCKS
+            b, count, planes = block - start, min(UNIT_BLOCKS, n - start), group + start * nbytes
             second = planes + count * 64 * width
             behind = second + count * 64 * high
             d, e = scales(behind, b)
             m, o = biases(behind, b)
-            store_weights(to, codes(planes + b * 64 * width, second + b * 64 * high), d, e, m, o)
-            to += BLOCK
+            store_dequantised_bf16(to, codes(planes + b * 64 * width, second + b * 64 * high), d, e, m, o)
+            to += BLOCK_BYTES
 
-    return part(expand)
+    return subroutine(expand)
 
 
-@part
-def _pairs(to, group, stride, left, first, last, n):
+@subroutine
+def _expand_bf16(to, group, stride, left, first, last, n):
     """Expand bfloat16: pairs of columns are adjacent already."""
     for block in range(first, last):
-        turn_floats(group + block * WIDTH, stride, left, LANES, to)
-        to += BLOCK
+        transpose_f32(group + block * TILE_ROW_BYTES, stride, left, LANES, to)
+        to += BLOCK_BYTES
 
 
-def _split(dtype: DType, terms: int) -> Part:
+def _make_expand_split(dtype: DType, terms: int) -> Subroutine:
     """Make `AmxWeight.expand_blocks` of float16 or float32: transpose, and split into terms."""
     size = dtype.storage.itemsize
-    load_some, store = load_half if dtype is DType.F16 else load, store_ordered_terms(terms)
+    load_some, store = load_f16 if dtype is DType.F16 else load, store_ordered_bf16_terms(terms)
 
     def expand(to, group, stride, left, first, last, n):
         for block in range(first, last):
-            for row in range(ROWS):
-                at = group + min(row, left - 1) * stride + block * COLUMNS * size
-                store(to + row * WIDTH, BLOCK, load_some(at), load_some(at + LANES * size))
+            for row in range(GROUP_ROWS):
+                at = group + min(row, left - 1) * stride + block * BLOCK_COLUMNS * size
+                store(to + row * TILE_ROW_BYTES, BLOCK_BYTES, load_some(at), load_some(at + LANES * size))
             for _ in range(terms):
-                turn_floats(to, WIDTH, ROWS, LANES, to)
-                to += BLOCK
+                transpose_f32(to, TILE_ROW_BYTES, GROUP_ROWS, LANES, to)
+                to += BLOCK_BYTES
 
-    return part(expand)
+    return subroutine(expand)
 
 
 @cache
-def products_of_terms(weight: TiledWeight, tiles_of_x: int) -> Part:
+def make_multiply_terms(weight: AmxWeight, tiles_of_x: int) -> Subroutine:
     """Make ``(mine, x, block)``: add the products of 1 or 2 activation tiles and a weight block to four registers.
 
     An activation tile has 16 rows. Small terms are added first.
     """
-    of_x = TERMS[weight.rounding]
-    pairs = [(i, j) for i in reversed(range(weight.terms)) for j in reversed(range(of_x)) if i + j < SHOWN]
+    of_x = TERMS_BY_KIND[weight.activation_kind]
+    pairs = [(i, j) for i in reversed(range(weight.term_count)) for j in reversed(range(of_x)) if i + j < FLOAT32_TERMS]
     news = [k == 0 or pairs[k - 1][0] != i for k, (i, _) in enumerate(pairs)]
-    made = (_product(i * BLOCK, j * BLOCK, new, tiles_of_x == 2) for (i, j), new in zip(pairs, news, strict=True))
-    return reduce(_then, made)
+    made = (
+        _make_multiply_term(i * BLOCK_BYTES, j * BLOCK_BYTES, new, tiles_of_x == 2)
+        for (i, j), new in zip(pairs, news, strict=True)
+    )
+    return reduce(_chain_parts, made)
 
 
-def _product(i: int, j: int, new: bool, both: bool) -> Part:
+def _make_multiply_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
     """Make the product of weight term `i` and activation term `j`, both byte offsets.
 
     The weight term is loaded if it is `new`. `both` selects two activation tiles instead of the first.
     """
-    unit = tiles()
+    unit = select_tile_operations()
     load_x, load_y = unit.load[4:6]
-    load_u, load_v = unit.pass_by[6:]  # other matrices need the activations in the first cache next
+    load_u, load_v = unit.load_streaming[6:]  # other matrices need the activations in the first cache next
     multiply_0, multiply_1, multiply_2, multiply_3 = (
         unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
     )
 
     def product(mine, x, block):
-        load_x(mine, x + j, WIDTH)
+        load_x(mine, x + j, TILE_ROW_BYTES)
         if new:
-            load_u(mine, block + i, WIDTH)
+            load_u(mine, block + i, TILE_ROW_BYTES)
         multiply_0(mine)
         if new:
-            load_v(mine, block + i + TILE, WIDTH)
+            load_v(mine, block + i + TILE_BYTES, TILE_ROW_BYTES)
         multiply_1(mine)
         if both:
-            load_y(mine, x + j + TILE, WIDTH)
+            load_y(mine, x + j + TILE_BYTES, TILE_ROW_BYTES)
             multiply_2(mine)
             multiply_3(mine)
 
-    return part(product)
+    return subroutine(product)
 
 
-def _then(before: Part, after: Part) -> Part:
+def _chain_parts(before: Subroutine, after: Subroutine) -> Subroutine:
     """Return a part that runs `before`, then `after`."""
 
     def both(mine, x, block):
         before(mine, x, block)
         after(mine, x, block)
 
-    return part(both)
+    return subroutine(both)

@@ -14,33 +14,33 @@ from functools import cache
 
 import numpy as np
 
-from ....operands import Bound
-from ...compiler import Kernel, Part, part
+from ....operands import BoundInstruction
+from ...compiler import Kernel, Subroutine, subroutine
 from ...simd.vectors import (
     LANES,
     fma,
+    lane_sum,
     mul,
     splat_from,
     store_scalar,
-    total,
     zeros,
 )
-from ...steps import Steps
-from ...words import words
+from ...steps import StepTableBuilder
+from ...words import declare_args
 from ..functions import exp, softplus
-from ..packing import share
-from ..rows import lanes, put
-from .recurrent import address, head_strides
+from ..packing import compute_thread_range
+from ..rows import load_lanes, store_lanes
+from .recurrent import compute_head_address, compute_sequence_strides
 
 BLOCK_ROWS = 16
 """Rows of a state that see all tokens before the next rows do."""
-STEP_SIZES = words("sequences tokens heads dt[4] rates sizes decays")
-SCAN = words(
+STEP_SIZES = declare_args("sequences tokens heads dt[4] rates sizes decays")
+SCAN = declare_args(
     "sequences tokens heads groups channels columns x[4] b[4] c[4] out[4] rates sizes decays state new snapshots"
 )
 """A tensor of four words: its address, and bytes from sequence to sequence, token to token, and head to head. All other
 tensors are dense."""
-DT, X, B, C, OUT = STEP_SIZES.start("dt"), *(SCAN.start(name) for name in ("x", "b", "c", "out"))
+DT, X, B, C, OUT = STEP_SIZES.first_word("dt"), *(SCAN.first_word(name) for name in ("x", "b", "c", "out"))
 
 
 @cache
@@ -49,31 +49,36 @@ def step_sizes(per_head: bool) -> Kernel:
 
     def body(a, thread, threads):
         tokens, heads = STEP_SIZES.tokens(a), STEP_SIZES.heads(a)
-        first, last = share(STEP_SIZES.sequences(a) * tokens, thread, threads)
+        first, last = compute_thread_range(STEP_SIZES.sequences(a) * tokens, thread, threads)
         for i in range(first, last):
-            dt, to = address(a, DT, i // tokens, i % tokens, 0), 4 * heads * i
+            dt, to = compute_head_address(a, DT, i // tokens, i % tokens, 0), 4 * heads * i
             for h in range(0, heads, LANES):
-                size = softplus(lanes(dt, h, heads, 4))
-                put(STEP_SIZES.sizes(a) + to, h, heads, size)
+                size = softplus(load_lanes(dt, h, heads, 4))
+                store_lanes(STEP_SIZES.sizes(a) + to, h, heads, size)
                 if per_head:
-                    put(STEP_SIZES.decays(a) + to, h, heads, exp(mul(size, lanes(STEP_SIZES.rates(a), h, heads, 4))))
+                    store_lanes(
+                        STEP_SIZES.decays(a) + to,
+                        h,
+                        heads,
+                        exp(mul(size, load_lanes(STEP_SIZES.rates(a), h, heads, 4))),
+                    )
         return 0
 
     return Kernel(f"selective_scan.step_sizes.{'head' if per_head else 'column'}", body)
 
 
 @cache
-def decay_of(per_head: bool) -> Part:
+def decay_of(per_head: bool) -> Subroutine:
     """Return ``(size, decay, rates, column, columns)``: the decays of 16 columns of a row."""
 
     def decay_columns(size, decay, rates, column, columns):
-        return decay if per_head else exp(mul(size, lanes(rates, column, columns, 4)))
+        return decay if per_head else exp(mul(size, load_lanes(rates, column, columns, 4)))
 
-    return part(decay_columns)
+    return subroutine(decay_columns)
 
 
 @cache
-def update_row_of(per_head: bool) -> Part:
+def update_row_of(per_head: bool) -> Subroutine:
     """Return ``(old, new, columns, x, size, decay, rates, b, c, out)``: one row of the state sees one token.
 
     `x` is the address of the row's input, `out` the address of its output.
@@ -83,17 +88,17 @@ def update_row_of(per_head: bool) -> Part:
     def update_row(old, new, columns, x, size, decay, rates, b, c, out):
         write, y = mul(size, splat_from(x)), zeros()
         for i in range(0, columns, LANES):
-            decayed = mul(lanes(old, i, columns, 4), decay_columns(size, decay, rates, i, columns))
-            s = fma(write, lanes(b, i, columns, 4), decayed)
-            y = fma(s, lanes(c, i, columns, 4), y)
-            put(new, i, columns, s)
-        store_scalar(out, total(y))
+            decayed = mul(load_lanes(old, i, columns, 4), decay_columns(size, decay, rates, i, columns))
+            s = fma(write, load_lanes(b, i, columns, 4), decayed)
+            y = fma(s, load_lanes(c, i, columns, 4), y)
+            store_lanes(new, i, columns, s)
+        store_scalar(out, lane_sum(y))
 
-    return part(update_row)
+    return subroutine(update_row)
 
 
 @cache
-def update_four_rows_of(per_head: bool) -> Part:
+def update_four_rows_of(per_head: bool) -> Subroutine:
     """Return the same function for four neighbouring rows of one head, which read `b` and `c` once."""
     decay_columns = decay_of(per_head)
 
@@ -104,25 +109,25 @@ def update_four_rows_of(per_head: bool) -> Part:
         y_0, y_1, y_2, y_3 = zeros(), zeros(), zeros(), zeros()
         for i in range(0, columns, LANES):
             factor = decay_columns(size, decay, rates, i, columns)
-            key, query = lanes(b, i, columns, 4), lanes(c, i, columns, 4)
-            s = fma(write_0, key, mul(lanes(old, i, columns, 4), factor))
+            key, query = load_lanes(b, i, columns, 4), load_lanes(c, i, columns, 4)
+            s = fma(write_0, key, mul(load_lanes(old, i, columns, 4), factor))
             y_0 = fma(s, query, y_0)
-            put(new, i, columns, s)
-            s = fma(write_1, key, mul(lanes(old + row, i, columns, 4), factor))
+            store_lanes(new, i, columns, s)
+            s = fma(write_1, key, mul(load_lanes(old + row, i, columns, 4), factor))
             y_1 = fma(s, query, y_1)
-            put(new + row, i, columns, s)
-            s = fma(write_2, key, mul(lanes(old + 2 * row, i, columns, 4), factor))
+            store_lanes(new + row, i, columns, s)
+            s = fma(write_2, key, mul(load_lanes(old + 2 * row, i, columns, 4), factor))
             y_2 = fma(s, query, y_2)
-            put(new + 2 * row, i, columns, s)
-            s = fma(write_3, key, mul(lanes(old + 3 * row, i, columns, 4), factor))
+            store_lanes(new + 2 * row, i, columns, s)
+            s = fma(write_3, key, mul(load_lanes(old + 3 * row, i, columns, 4), factor))
             y_3 = fma(s, query, y_3)
-            put(new + 3 * row, i, columns, s)
-        store_scalar(out, total(y_0))
-        store_scalar(out + 4, total(y_1))
-        store_scalar(out + 8, total(y_2))
-        store_scalar(out + 12, total(y_3))
+            store_lanes(new + 3 * row, i, columns, s)
+        store_scalar(out, lane_sum(y_0))
+        store_scalar(out + 4, lane_sum(y_1))
+        store_scalar(out + 8, lane_sum(y_2))
+        store_scalar(out + 12, lane_sum(y_3))
 
-    return part(update_four_rows)
+    return subroutine(update_four_rows)
 
 
 @cache
@@ -137,7 +142,7 @@ def scan(per_head: bool) -> Kernel:
         block_channels, block_heads = min(channels, BLOCK_ROWS), max(1, BLOCK_ROWS // channels)
         in_head = (channels + block_channels - 1) // block_channels
         blocks = (heads + block_heads - 1) // block_heads * in_head
-        first_unit, last_unit = share(SCAN.sequences(a) * blocks, thread, threads)
+        first_unit, last_unit = compute_thread_range(SCAN.sequences(a) * blocks, thread, threads)
         for unit in range(first_unit, last_unit):
             n, block = unit // blocks, unit % blocks
             first_head, first = block // in_head * block_heads, block % in_head * block_channels
@@ -148,8 +153,8 @@ def scan(per_head: bool) -> Kernel:
                 at, old = 4 * heads * (n * tokens + t), state if t == 0 else new
                 for h in range(first_head, last_head):
                     group = h // heads_per_group
-                    x, out = address(a, X, n, t, h), address(a, OUT, n, t, h)
-                    b, c = address(a, B, n, t, group), address(a, C, n, t, group)
+                    x, out = compute_head_address(a, X, n, t, h), compute_head_address(a, OUT, n, t, h)
+                    b, c = compute_head_address(a, B, n, t, group), compute_head_address(a, C, n, t, group)
                     size, decay = splat_from(SCAN.sizes(a) + at + 4 * h), splat_from(SCAN.decays(a) + at + 4 * h)
                     rates, e = SCAN.rates(a) + row_bytes * h, first
                     while e < last:
@@ -167,13 +172,13 @@ def scan(per_head: bool) -> Kernel:
                         size_floats = columns * (last - first)
                         target = new + row_bytes * channels * heads * after + start
                         for i in range(0, size_floats, LANES):
-                            put(target, i, size_floats, lanes(new + start, i, size_floats, 4))
+                            store_lanes(target, i, size_floats, load_lanes(new + start, i, size_floats, 4))
         return 0
 
     return Kernel(f"selective_scan.scan.{'head' if per_head else 'column'}", body)
 
 
-def _is_compiled(call: Bound) -> bool:
+def _is_compiled(call: BoundInstruction) -> bool:
     """Return whether the kernels of this file compute a `ssm_scan`."""
     x, dt, rates, b, c, state = (call.operand(i) for i in range(6))
     out, new = call.dst
@@ -187,7 +192,7 @@ def _is_compiled(call: Bound) -> bool:
     )
 
 
-def _bind_ssm_scan(steps: Steps, call: Bound) -> bool:
+def _bind_ssm_scan(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not _is_compiled(call):
         return False
     x, dt, rates, b, c, state = (call.operand(i) for i in range(6))
@@ -201,7 +206,7 @@ def _bind_ssm_scan(steps: Steps, call: Bound) -> bool:
     memory = {"rates": rates.address, "sizes": sizes.address, "decays": decays.address}
     steps.add(
         step_sizes(per_head),
-        STEP_SIZES(**counts, dt=head_strides(dt, 2, batched), **memory),
+        STEP_SIZES(**counts, dt=compute_sequence_strides(dt, 2, batched), **memory),
         reads=[dt, rates],
         writes=[sizes, decays],
     )
@@ -212,7 +217,10 @@ def _bind_ssm_scan(steps: Steps, call: Bound) -> bool:
             groups=b.shape[-2],
             channels=channels,
             columns=columns,
-            **{name: head_strides(o, 3, batched) for name, o in {"x": x, "b": b, "c": c, "out": out}.items()},
+            **{
+                name: compute_sequence_strides(o, 3, batched)
+                for name, o in {"x": x, "b": b, "c": c, "out": out}.items()
+            },
             **memory,
             state=state.address,
             new=new.address,

@@ -7,73 +7,82 @@ from functools import cache
 from itertools import combinations, product
 
 from .....graph.dtypes import DType
-from ....chains import short_convolution
-from ....flow import Flow
-from ....operands import Bound, Operand, need
-from ...compiler import Kernel, kernel, part
+from ....chains import match_short_convolution
+from ....flow import Dataflow
+from ....operands import BoundInstruction, Operand, require_supported
+from ...compiler import Kernel, kernel, subroutine
 from ...simd.order import fourth_0, fourth_1, fourth_2, fourth_3
 from ...simd.vectors import (
     LANES,
     fma,
+    gather_lanes,
+    lane_indices,
     load,
-    load_apart,
     load_int,
     load_long,
     mul,
     mul_int,
-    numbers_from,
     splat,
     splat_int,
     store,
-    store_past,
+    store_streaming,
     zeros,
 )
-from ...steps import Chain, Fused, Steps
-from ...words import words
+from ...steps import FusedBinding, FusionMatcher, StepTableBuilder
+from ...words import declare_args
 from ..functions import silu
-from ..norms import FACTORS, kind_of, sum_of_squares
-from ..packing import NO_ROW, share
-from ..rows import lanes, put
+from ..norms import NORM_FACTORS, select_norm_kind, sum_of_squares
+from ..packing import INVALID_ROW, compute_thread_range
+from ..rows import load_lanes, store_lanes
 
-TAPS = 4
-TILE = 8
+TAP_COUNT = 4
+TILE_TOKENS = 8
 """Tokens per tile: their heads stay in the first cache from the convolution to the norm."""
 
 
-PLAIN = words("sequences tokens channels x x_between x_row w y y_between y_row")
+CONVOLUTION_ARGS = declare_args("sequences tokens channels x x_between x_row w y y_between y_row")
 
 
 @cache
-def convolution() -> Kernel:
+def make_convolution_kernel() -> Kernel:
     """Make the kernel of the convolution with four taps: ``y[t, c] = sum over j of w[c, j] * x[t + j, c]``.
 
     `w` is [channels, 4]. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row.
     """
 
     def body(a, thread, threads):
-        tokens, channels = PLAIN.tokens(a), PLAIN.channels(a)
+        tokens, channels = CONVOLUTION_ARGS.tokens(a), CONVOLUTION_ARGS.channels(a)
         blocks = (channels + LANES - 1) // LANES
-        lo, hi = share(PLAIN.sequences(a) * blocks, thread, threads)
+        lo, hi = compute_thread_range(CONVOLUTION_ARGS.sequences(a) * blocks, thread, threads)
         for unit in range(lo, hi):
             n, c = unit // blocks, unit % blocks * LANES
-            x, y = PLAIN.x(a) + n * PLAIN.x_between(a), PLAIN.y(a) + n * PLAIN.y_between(a)
-            w = PLAIN.w(a) + 16 * c
-            w0, w1 = lanes(w, 0, 4 * (channels - c), 4), lanes(w, LANES, 4 * (channels - c), 4)
-            w2, w3 = lanes(w, 2 * LANES, 4 * (channels - c), 4), lanes(w, 3 * LANES, 4 * (channels - c), 4)
+            x, y = (
+                CONVOLUTION_ARGS.x(a) + n * CONVOLUTION_ARGS.x_between(a),
+                CONVOLUTION_ARGS.y(a) + n * CONVOLUTION_ARGS.y_between(a),
+            )
+            w = CONVOLUTION_ARGS.w(a) + 16 * c
+            w0, w1 = load_lanes(w, 0, 4 * (channels - c), 4), load_lanes(w, LANES, 4 * (channels - c), 4)
+            w2, w3 = load_lanes(w, 2 * LANES, 4 * (channels - c), 4), load_lanes(w, 3 * LANES, 4 * (channels - c), 4)
             k0, k1 = fourth_0(w0, w1, w2, w3), fourth_1(w0, w1, w2, w3)
             k2, k3 = fourth_2(w0, w1, w2, w3), fourth_3(w0, w1, w2, w3)
-            step = PLAIN.x_row(a)
-            x0, x1, x2 = lanes(x, c, channels, 4), lanes(x + step, c, channels, 4), lanes(x + 2 * step, c, channels, 4)
+            step = CONVOLUTION_ARGS.x_row(a)
+            x0, x1, x2 = (
+                load_lanes(x, c, channels, 4),
+                load_lanes(x + step, c, channels, 4),
+                load_lanes(x + 2 * step, c, channels, 4),
+            )
             for t in range(tokens):
-                x3 = lanes(x + (t + 3) * step, c, channels, 4)
-                put(y + t * PLAIN.y_row(a), c, channels, fma(x0, k0, fma(x1, k1, fma(x2, k2, mul(x3, k3)))))
+                x3 = load_lanes(x + (t + 3) * step, c, channels, 4)
+                store_lanes(
+                    y + t * CONVOLUTION_ARGS.y_row(a), c, channels, fma(x0, k0, fma(x1, k1, fma(x2, k2, mul(x3, k3))))
+                )
                 x0, x1, x2 = x1, x2, x3
         return 0
 
     return Kernel("short_convolution.plain", body)
 
 
-TAPPED = words("sequences tokens channels x x_between x_row w w_row y y_between y_row taps scratch")
+TAPPED = declare_args("sequences tokens channels x x_between x_row w w_row y y_between y_row taps scratch")
 
 
 @kernel
@@ -82,23 +91,23 @@ def convolve_taps(a, thread, threads):
     tokens, channels, taps = TAPPED.tokens(a), TAPPED.channels(a), TAPPED.taps(a)
     columns = TAPPED.scratch(a) + thread * 4 * LANES * taps
     blocks = (channels + LANES - 1) // LANES
-    first, last = share(TAPPED.sequences(a) * blocks, thread, threads)
+    first, last = compute_thread_range(TAPPED.sequences(a) * blocks, thread, threads)
     for unit in range(first, last):
         n, c = unit // blocks, unit % blocks * LANES
         x, y = TAPPED.x(a) + n * TAPPED.x_between(a), TAPPED.y(a) + n * TAPPED.y_between(a)
-        rows = mul_int(numbers_from(c, channels), splat_int(TAPPED.w_row(a)))
+        rows = mul_int(lane_indices(c, channels), splat_int(TAPPED.w_row(a)))
         for j in range(taps):
-            store(columns + 4 * LANES * j, load_apart(TAPPED.w(a) + 4 * j, rows))
+            store(columns + 4 * LANES * j, gather_lanes(TAPPED.w(a) + 4 * j, rows))
         for t in range(tokens):
             total = zeros()
             for j in range(taps):
-                row = lanes(x + (t + j) * TAPPED.x_row(a), c, channels, 4)
+                row = load_lanes(x + (t + j) * TAPPED.x_row(a), c, channels, 4)
                 total = fma(row, load(columns + 4 * LANES * j), total)
-            put(y + t * TAPPED.y_row(a), c, channels, total)
+            store_lanes(y + t * TAPPED.y_row(a), c, channels, total)
     return 0
 
 
-def _convolution(steps: Steps, call: Bound) -> bool:
+def _bind_convolution(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add an unfused convolution with four taps; False for other shapes."""
     x, w, y = call.operand(0), call.operand(1), call.out
     plain = all(o.is_float and o.strides[-1] == 1 for o in (x, y)) and w.is_float and w.is_dense_along(-1)
@@ -118,8 +127,8 @@ def _convolution(steps: Steps, call: Bound) -> bool:
         "y_between": 4 * y.strides[0] if batched else 0,
         "y_row": 4 * y.strides[-2],
     }
-    if taps == TAPS and w.is_dense:
-        steps.add(convolution(), PLAIN(**shared), reads=[x, w], writes=[y])
+    if taps == TAP_COUNT and w.is_dense:
+        steps.add(make_convolution_kernel(), CONVOLUTION_ARGS(**shared), reads=[x, w], writes=[y])
         return True
     nbytes = 4 * LANES * taps * steps.threads
     scratch = steps.scratch(f"taps {nbytes}", nbytes)
@@ -128,15 +137,15 @@ def _convolution(steps: Steps, call: Bound) -> bool:
     return True
 
 
-@part
-def copied(x, y, n):
+@subroutine
+def copy_floats(x, y, n):
     """Copy `n` float32, a multiple of 16."""
     for c in range(0, n, LANES):
         store(y + 4 * c, load(x + 4 * c))
 
 
-@part
-def convolved(x, step, y, pace, first, last, w, old, size):
+@subroutine
+def convolve_tokens(x, step, y, pace, first, last, w, old, size):
     """Convolve tokens `first` to `last` of 16 channels, and apply SiLU.
 
     `old` holds the three rows before, `size` numbers apart; it receives the last three rows.
@@ -155,26 +164,26 @@ def convolved(x, step, y, pace, first, last, w, old, size):
     store(old + 8 * size, x2)
 
 
-@part
-def row_id(ids, nbytes, i):
+@subroutine
+def load_row_number(ids, nbytes, i):
     """Load row number `i`, of 4 or 8 bytes."""
     return load_int(ids + 4 * i) if nbytes == 4 else load_long(ids + 8 * i)
 
 
-@part
-def remembered(state, kept, old, ids, nbytes, x, step, channels, size):
+@subroutine
+def save_and_update_rows(state, kept, old, ids, nbytes, x, step, channels, size):
     """Save the three state rows of a head to `kept` and `old`, then overwrite them by the rows that `ids` name."""
     for j in range(3):
         for c in range(0, 4 * size, 4 * LANES):
             row = load(state + 4 * j * channels + c)
             store(old + 4 * j * size + c, row)
-            store_past(kept + 4 * j * channels + c, row)
+            store_streaming(kept + 4 * j * channels + c, row)
     for j in range(3):
-        row = row_id(ids, nbytes, j)
-        copied(old + 4 * row * size if row < 3 else x + (row - 3) * step, state + 4 * j * channels, size)
+        row = load_row_number(ids, nbytes, j)
+        copy_floats(old + 4 * row * size if row < 3 else x + (row - 3) * step, state + 4 * j * channels, size)
 
 
-HEADS = words(
+HEAD_ARGS = declare_args(
     "sequences tokens heads size state kept x x_between x_row w y y_between y_row "
     "ids id_bytes first[3] second[3] eps:f32 scratch"
 )
@@ -182,7 +191,7 @@ HEADS = words(
 
 
 @cache
-def heads(norm: str) -> Kernel:
+def make_head_convolution_kernel(norm: str) -> Kernel:
     """Make the kernel of convolution, SiLU and head norms. The state rows are saved and overwritten.
 
     Heads have `size` numbers. `state` is f32[sequences, 3, channels]; `kept` receives its copy. `w` is [channels, 4].
@@ -190,36 +199,41 @@ def heads(norm: str) -> Kernel:
     y. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row. Scratch of a thread: 3 rows,
     and `TILE_TOKENS` heads.
     """
-    factor = FACTORS[norm]
+    factor = NORM_FACTORS[norm]
 
     def body(a, thread, threads):
-        tokens, count, size = HEADS.tokens(a), HEADS.heads(a), HEADS.size(a)
-        channels, step, pace, ids = count * size, HEADS.x_row(a), HEADS.y_row(a), HEADS.ids(a)
-        for i in range(3 * HEADS.sequences(a)):
-            row = row_id(ids, HEADS.id_bytes(a), i)
+        tokens, count, size = HEAD_ARGS.tokens(a), HEAD_ARGS.heads(a), HEAD_ARGS.size(a)
+        channels, step, pace, ids = count * size, HEAD_ARGS.x_row(a), HEAD_ARGS.y_row(a), HEAD_ARGS.ids(a)
+        for i in range(3 * HEAD_ARGS.sequences(a)):
+            row = load_row_number(ids, HEAD_ARGS.id_bytes(a), i)
             if row < 0 or row >= tokens + 3:
-                return NO_ROW | row << 8
-        eps, tile = HEADS.eps(a), HEADS.scratch(a) + thread * (3 * channels + TILE * size) * 4
-        lo, hi = share(count, thread, threads)
-        for n in range(HEADS.sequences(a)):
-            x, out = HEADS.x(a) + n * HEADS.x_between(a), HEADS.y(a) + n * HEADS.y_between(a)
-            for first in range(0, tokens, TILE):
-                last = min(tokens, first + TILE)
+                return INVALID_ROW | row << 8
+        eps, tile = HEAD_ARGS.eps(a), HEAD_ARGS.scratch(a) + thread * (3 * channels + TILE_TOKENS * size) * 4
+        lo, hi = compute_thread_range(count, thread, threads)
+        for n in range(HEAD_ARGS.sequences(a)):
+            x, out = HEAD_ARGS.x(a) + n * HEAD_ARGS.x_between(a), HEAD_ARGS.y(a) + n * HEAD_ARGS.y_between(a)
+            for first in range(0, tokens, TILE_TOKENS):
+                last = min(tokens, first + TILE_TOKENS)
                 for head in range(lo, hi):
                     at = 4 * head * size
-                    old = tile + 4 * TILE * size + (3 * at if tokens > TILE else 0)
+                    old = tile + 4 * TILE_TOKENS * size + (3 * at if tokens > TILE_TOKENS else 0)
                     if first == 0:
-                        rows = ids + 3 * n * HEADS.id_bytes(a)
-                        state, kept = HEADS.state(a) + 12 * n * channels + at, HEADS.kept(a) + 12 * n * channels + at
-                        remembered(state, kept, old, rows, HEADS.id_bytes(a), x + at, step, channels, size)
-                    low, high, to = HEADS.first(a, 0), HEADS.first(a, 1), HEADS.first(a, 2)
+                        rows = ids + 3 * n * HEAD_ARGS.id_bytes(a)
+                        state, kept = (
+                            HEAD_ARGS.state(a) + 12 * n * channels + at,
+                            HEAD_ARGS.kept(a) + 12 * n * channels + at,
+                        )
+                        save_and_update_rows(
+                            state, kept, old, rows, HEAD_ARGS.id_bytes(a), x + at, step, channels, size
+                        )
+                    low, high, to = HEAD_ARGS.first(a, 0), HEAD_ARGS.first(a, 1), HEAD_ARGS.first(a, 2)
                     if head < low or high <= head:
-                        low, high, to = HEADS.second(a, 0), HEADS.second(a, 1), HEADS.second(a, 2)
+                        low, high, to = HEAD_ARGS.second(a, 0), HEAD_ARGS.second(a, 1), HEAD_ARGS.second(a, 2)
                     normed = low <= head and head < high
                     y, between = (tile - 4 * first * size, 4 * size) if normed else (out + at, pace)
                     for c in range(0, 4 * size, 4 * LANES):
-                        w = HEADS.w(a) + 4 * (at + c)
-                        convolved(x + at + c, step, y + c, between, first, last, w, old + c, size)
+                        w = HEAD_ARGS.w(a) + 4 * (at + c)
+                        convolve_tokens(x + at + c, step, y + c, between, first, last, w, old + c, size)
                     if normed:
                         many = high - low
                         z = to + 4 * size * (n * tokens * many + head - low)
@@ -233,44 +247,50 @@ def heads(norm: str) -> Kernel:
     return Kernel(f"short_convolution.heads.{norm}", body)
 
 
-def _heads(flow: Flow, number: int) -> Chain:
+def _fuse_head_convolution(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse the short convolution of a delta-net layer with its state, SiLU, and the norms of queries and keys."""
-    chain = short_convolution(flow, number)
-    need(chain.save is not None, "the state is not saved")
+    chain = match_short_convolution(flow, number)
+    require_supported(chain.save is not None, "the state is not saved")
     assert chain.save is not None
-    join, mix, active, keep, save = (flow.call(n) for n in (number, chain.mix, chain.active, chain.keep, chain.save))
-    norms = [flow.call(n) for n in chain.norms]
+    join, mix, active, keep, save = (
+        flow.bound_instruction(n) for n in (number, chain.convolution, chain.activation, chain.state_update, chain.save)
+    )
+    norms = [flow.bound_instruction(n) for n in chain.norms]
     state, new, kept, weights, ids = join.operand(0), join.operand(1), save.out, mix.operand(1), keep.operand(1)
     y, size = active.out, norms[0].out.shape[-1]
-    need(
+    require_supported(
         save.op == "cont" and state.tensor == save.operand(0).tensor == keep.out.tensor,
         "the saved state is another tensor",
     )
-    need(
+    require_supported(
         int(str(join.attrs["axis"])) % 3 == 1 and len(join.out.shape) == len(y.shape) == 3,
         "rows are not joined along axis 1 of 3",
     )
-    need(
-        state.shape == (y.shape[0], TAPS - 1, y.shape[2]) and weights.shape[-1] == TAPS,
+    require_supported(
+        state.shape == (y.shape[0], TAP_COUNT - 1, y.shape[2]) and weights.shape[-1] == TAP_COUNT,
         "the convolution needs four taps",
     )
-    need(ids.dtype in (DType.I32, DType.I64), "rows are numbered otherwise")
+    require_supported(ids.dtype in (DType.I32, DType.I64), "rows are numbered otherwise")
     floats = [state, new, kept, weights, y, *(n.out for n in norms)]
-    need(all(o.is_float for o in floats) and new.strides[-1] == 1, "operands are not rows of float32")
-    need(all(o.is_dense for o in (state, kept, weights, y, ids, *(n.out for n in norms))), "operands are not dense")
-    need(size % LANES == y.shape[2] % size == kept.address % 64 == 0, "heads are not whole vectors")
-    need(all(n.attrs == norms[0].attrs and n.out.shape[-1] == size for n in norms), "norms differ")
-    normed = [c for n in norms if (c := _columns(n.operand(0), y)) is not None and c[0] % size == c[1] % size == 0]
-    need(len(normed) == 2, "the normed columns are not whole heads")
-    others = [flow.call(n) for n in flow.readers_of(chain.active) if n not in chain.norms]
-    _need_apart(join, mix, active, keep, save, norms, others, normed)
-    kernel, eps = heads(kind_of(norms[0])), norms[0].float("eps")
+    require_supported(all(o.is_float for o in floats) and new.strides[-1] == 1, "operands are not rows of float32")
+    require_supported(
+        all(o.is_dense for o in (state, kept, weights, y, ids, *(n.out for n in norms))), "operands are not dense"
+    )
+    require_supported(size % LANES == y.shape[2] % size == kept.address % 64 == 0, "heads are not whole vectors")
+    require_supported(all(n.attrs == norms[0].attrs and n.out.shape[-1] == size for n in norms), "norms differ")
+    normed = [
+        c for n in norms if (c := _find_column_range(n.operand(0), y)) is not None and c[0] % size == c[1] % size == 0
+    ]
+    require_supported(len(normed) == 2, "the normed columns are not whole heads")
+    others = [flow.bound_instruction(n) for n in flow.require_readers(chain.activation) if n not in chain.norms]
+    _require_apart(join, mix, active, keep, save, norms, others, normed)
+    kernel, eps = make_head_convolution_kernel(select_norm_kind(norms[0])), norms[0].float_attribute_bits("eps")
     sequences, tokens, channels = y.shape
 
-    def bind(steps: Steps) -> None:
-        scratch = steps.scratch("convolved heads", 4 * steps.threads * (3 * channels + TILE * size))
+    def bind(steps: StepTableBuilder) -> None:
+        scratch = steps.scratch("convolved heads", 4 * steps.threads * (3 * channels + TILE_TOKENS * size))
         ranges = [(low // size, high // size, n.out.address) for (low, high), n in zip(normed, norms, strict=True)]
-        words = HEADS(
+        words = HEAD_ARGS(
             sequences=sequences,
             tokens=tokens,
             heads=channels // size,
@@ -291,14 +311,16 @@ def _heads(flow: Flow, number: int) -> Chain:
             first=ranges[0],
             second=ranges[1],
         )
-        steps.number = chain.keep
+        steps.instruction_number = chain.state_update
         writes = [y, state, kept, *(n.out for n in norms), scratch]
         steps.add(kernel, words, reads=[state, new, weights, ids], writes=writes, stops=True)
 
-    return Chain([number, chain.mix, chain.active, *chain.norms, chain.keep, chain.save], bind)
+    return FusedBinding(
+        [number, chain.convolution, chain.activation, *chain.norms, chain.state_update, chain.save], bind
+    )
 
 
-def _columns(x: Operand, y: Operand) -> tuple[int, int] | None:
+def _find_column_range(x: Operand, y: Operand) -> tuple[int, int] | None:
     """Find the column range of ``y`` [n, t, c] that a view [n, t, heads, numbers] shows; None for other views."""
     start = (x.address - y.address) // 4
     stop = start + x.shape[-1] * x.shape[-2] if len(x.shape) == 4 else -1
@@ -310,29 +332,36 @@ def _columns(x: Operand, y: Operand) -> tuple[int, int] | None:
     return (start, stop) if walked else None
 
 
-def _need_apart(
-    join: Bound,
-    mix: Bound,
-    active: Bound,
-    keep: Bound,
-    save: Bound,
-    norms: Sequence[Bound],
-    others: Sequence[Bound],
+def _require_apart(
+    join: BoundInstruction,
+    mix: BoundInstruction,
+    active: BoundInstruction,
+    keep: BoundInstruction,
+    save: BoundInstruction,
+    norms: Sequence[BoundInstruction],
+    others: Sequence[BoundInstruction],
     normed: Sequence[tuple[int, int]],
 ) -> None:
     """Require that only the norms read their columns, and that no result overlaps an operand or another result."""
     y, new = active.out, join.operand(1)
-    for seen in (o for call in others for o in call.src if o is not None and o.region.overlaps(y.region)):
-        low, high = _columns(seen, y) or (0, y.shape[-1])
-        need(not any(first < high and low < last for first, last in normed), "another op reads the normed heads")
-    need(normed[0][1] <= normed[1][0], "the norms read the same heads")
+    for seen in (
+        o for call in others for o in call.src if o is not None and o.region.can_overlap_collectives(y.region)
+    ):
+        low, high = _find_column_range(seen, y) or (0, y.shape[-1])
+        require_supported(
+            not any(first < high and low < last for first, last in normed), "another op reads the normed heads"
+        )
+    require_supported(normed[0][1] <= normed[1][0], "the norms read the same heads")
     written = [save.out, y, *(n.out for n in norms)]
     in_place = new.address == y.address and new.strides[1:] == y.strides[1:] and new.shape == y.shape
     read = [join.operand(0), mix.operand(1), keep.operand(1)] + ([] if in_place else [new])
     pairs = [*combinations(written, 2), *product(written, read)]
     pairs += [(o, new) for o in written if in_place and o is not y]
-    need(not any(a.region.overlaps(b.region) for a, b in pairs), "a result lies where something is still read")
+    require_supported(
+        not any(a.region.can_overlap_collectives(b.region) for a, b in pairs),
+        "a result lies where something is still read",
+    )
 
 
-FUSED: Mapping[str, tuple[Fused, ...]] = {"concat": (_heads,)}
-BINDINGS = {"ssm_conv": _convolution}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"concat": (_fuse_head_convolution,)}
+BINDINGS = {"ssm_conv": _bind_convolution}

@@ -18,18 +18,18 @@ from .....graph.attrs import Attrs
 from .....graph.dtypes import DType
 from .....ops.declaration.shape_rules import integers_attribute
 from ....base import contiguous_strides
-from ....flow import Flow
-from ....operands import Bound, Operand, float_bits, need
+from ....flow import Dataflow
+from ....operands import BoundInstruction, Operand, float_bits, require_supported
 from ...compiler import kernel
-from ...simd.vectors import LANES, load_apart, load_int, load_ints
-from ...steps import Chain, Fused, Steps
-from ...words import words
-from ..packing import share
+from ...simd.vectors import LANES, gather_lanes, load_int, load_ints
+from ...steps import FusedBinding, FusionMatcher, StepTableBuilder
+from ...words import declare_args
+from ..packing import compute_thread_range
 from ..products import matrices
-from ..rows import FILL_WORDS, add_rows, add_unary, can_copy, fill, put
+from ..rows import FILL_ARGS, add_row_step, add_unary, can_copy, fill, store_lanes
 
 Offsets = npt.NDArray[np.int32]
-ARGS = words("x images between count columns windows entries y")
+ARGS = declare_args("x images between count columns windows entries y")
 
 
 @kernel
@@ -39,28 +39,28 @@ def gather(a, thread, threads):
     There are `images` images, `between` bytes apart, with `count` windows of `columns` entries.
     """
     count, columns, entries = ARGS.count(a), ARGS.columns(a), ARGS.entries(a)
-    lo, hi = share(ARGS.images(a) * count, thread, threads)
+    lo, hi = compute_thread_range(ARGS.images(a) * count, thread, threads)
     for i in range(lo, hi):
         start = ARGS.x(a) + i // count * ARGS.between(a) + load_int(ARGS.windows(a) + 4 * (i % count))
         to = ARGS.y(a) + i * columns * 4
         for c in range(0, columns, LANES):
-            put(to, c, columns, load_apart(start, load_ints(entries + 4 * c)))
+            store_lanes(to, c, columns, gather_lanes(start, load_ints(entries + 4 * c)))
     return 0
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class WindowShape:
     """The shape of sliding windows: entries, strides and dilations along each axis, and the padding of the image."""
 
     size: Sequence[int]
     stride: Sequence[int]
     dilation: Sequence[int]
-    left: Sequence[int]
-    right: Sequence[int]
-    value: float
+    left_padding: Sequence[int]
+    right_padding: Sequence[int]
+    padding_value: float
 
     @classmethod
-    def of(cls, attrs: Attrs) -> Windows:
+    def from_attributes(cls, attrs: Attrs) -> WindowShape:
         """Return the shape that the attributes of a `windows` op describe."""
         value = attrs["value"]
         assert isinstance(value, int | float)
@@ -69,74 +69,74 @@ class Windows:
             size, stride, dilation, integers_attribute(attrs, "left"), integers_attribute(attrs, "right"), float(value)
         )
 
-    def image(self, steps: Steps, x: Operand, y: Operand) -> Operand:
+    def make_padded_image(self, steps: StepTableBuilder, x: Operand, y: Operand) -> Operand:
         """Return `x` with its padding. If needed, add steps that make a padded copy.
 
         A copy is needed for padding, and if `x` overlaps the result `y`.
         """
-        if not any((*self.left, *self.right)) and not x.region.overlaps(y.region):
+        if not any((*self.left_padding, *self.right_padding)) and not x.region.can_overlap_collectives(y.region):
             return x
-        shape = (*x.shape[:2], *self.padded(x.shape[2:]))
+        shape = (*x.shape[:2], *self.compute_padded_sizes(x.shape[2:]))
         nbytes = 4 * math.prod(shape)
-        whole, inner = _padded(steps.scratch(f"image {nbytes}", nbytes), x, self)
-        is_filled = add_rows(steps, (fill, FILL_WORDS, {"value": float_bits(self.value)}), [], whole)
+        whole, inner = _make_padded_operands(steps.scratch(f"image {nbytes}", nbytes), x, self)
+        is_filled = add_row_step(steps, (fill, FILL_ARGS, {"value": float_bits(self.padding_value)}), [], whole)
         is_copied = add_unary(steps, "copy", x, inner)
         assert (is_filled, is_copied) == (True, True), "`_can_read` has checked the walk"
         return whole
 
-    def starts(self, image: Operand) -> Offsets:
+    def compute_window_offsets(self, image: Operand) -> Offsets:
         """Compute the byte offset of each window in an image."""
-        counts = self.counts(image.shape[2:])
-        return _offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
+        counts = self.count_windows(image.shape[2:])
+        return _compute_offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
 
-    def entries(self, image: Operand, channels: int) -> Offsets:
+    def compute_entry_offsets(self, image: Operand, channels: int) -> Offsets:
         """Compute the byte offset of each entry of a window with `channels` channels."""
         taps = [step * d for step, d in zip(image.strides[2:], self.dilation, strict=True)]
-        return _offsets((channels, *self.size), (image.strides[1], *taps))
+        return _compute_offsets((channels, *self.size), (image.strides[1], *taps))
 
-    def counts(self, axes: Sequence[int]) -> list[int]:
+    def count_windows(self, axes: Sequence[int]) -> list[int]:
         """Count the windows along each axis of a padded image."""
         steps = zip(axes, self.size, self.stride, self.dilation, strict=True)
         return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in steps]
 
-    def padded(self, axes: Sequence[int]) -> tuple[int, ...]:
+    def compute_padded_sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
         """Compute the sizes of a padded image."""
-        return tuple(n + a + b for n, a, b in zip(axes, self.left, self.right, strict=True))
+        return tuple(n + a + b for n, a, b in zip(axes, self.left_padding, self.right_padding, strict=True))
 
 
-def _offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets:
+def _compute_offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets:
     """Compute the bytes to each entry of a grid in row-major order. The last entry repeats until vectors are full."""
     at = np.indices(shape).reshape(len(shape), -1)
     bytes_on = 4 * np.sum([i * step for i, step in zip(at, steps, strict=True)], axis=0)
     return np.pad(bytes_on, (0, -len(bytes_on) % LANES), mode="edge").astype(np.int32)
 
 
-def _padded(memory: Operand, x: Operand, windows: Windows) -> tuple[Operand, Operand]:
+def _make_padded_operands(memory: Operand, x: Operand, windows: WindowShape) -> tuple[Operand, Operand]:
     """Return memory as a padded image, and the part of it that holds `x`."""
-    shape = (*x.shape[:2], *windows.padded(x.shape[2:]))
+    shape = (*x.shape[:2], *windows.compute_padded_sizes(x.shape[2:]))
     tensor = replace(memory.tensor, shape=shape, strides=contiguous_strides(shape), dtype=DType.F32)
     whole = inner = Operand(memory.address, tensor)
-    for axis, (n, start) in enumerate(zip(x.shape[2:], windows.left, strict=True), 2):
-        inner = inner.part(axis, start, n)
+    for axis, (n, start) in enumerate(zip(x.shape[2:], windows.left_padding, strict=True), 2):
+        inner = inner.slice_axis(axis, start, n)
     return whole, inner
 
 
-def _can_read(x: Operand, windows: Windows) -> bool:
+def _can_read(x: Operand, windows: WindowShape) -> bool:
     """Return whether kernels can read windows of `x`, and copy `x` if needed."""
     if not x.is_float or not x.tensor.spec.size:
         return False
-    _, inner = _padded(x, x, windows)
+    _, inner = _make_padded_operands(x, x, windows)
     reach = 4 * sum(n * max(s, t) for n, s, t in zip(inner.shape, x.strides, inner.strides, strict=True))
     return can_copy(x, inner) and reach < 2**31
 
 
-def _windows(steps: Steps, call: Bound) -> bool:
+def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step that copies windows; False if kernels cannot read them."""
-    x, y, windows = call.operand(0), call.out, Windows.of(call.attrs)
+    x, y, windows = call.operand(0), call.out, WindowShape.from_attributes(call.attrs)
     if not (_can_read(x, windows) and y.is_float and y.is_dense):
         return False
-    image = windows.image(steps, x, y)
-    starts, entries = windows.starts(image), windows.entries(image, x.shape[1])
+    image = windows.make_padded_image(steps, x, y)
+    starts, entries = windows.compute_window_offsets(image), windows.compute_entry_offsets(image, x.shape[1])
     words = ARGS(
         x=image.address,
         images=x.shape[0],
@@ -151,37 +151,52 @@ def _windows(steps: Steps, call: Bound) -> bool:
     return True
 
 
-def _convolution(flow: Flow, number: int) -> Chain:
+def _fuse_convolution(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse windows and their product. A product may read some of the channels."""
-    slide, product = flow.call(number), flow.call(flow.reader(number, "mul_mat"))
-    w, x, windows = slide.out, slide.operand(0), Windows.of(slide.attrs)
-    need(_can_read(x, windows) and matrices.lie_well(product.operand(1), product.out), "operands have no rows")
-    need(not product.operand(1).region.overlaps(product.out.region), "a result lies where something is still read")
+    slide, product = flow.bound_instruction(number), flow.bound_instruction(flow.require_sole_reader(number, "mul_mat"))
+    w, x, windows = slide.out, slide.operand(0), WindowShape.from_attributes(slide.attrs)
+    require_supported(
+        _can_read(x, windows) and matrices.has_readable_rows(product.operand(1), product.out), "operands have no rows"
+    )
+    require_supported(
+        not product.operand(1).region.can_overlap_collectives(product.out.region),
+        "a result lies where something is still read",
+    )
     read, entries = product.operand(0), w.shape[3]
-    need(read.is_float and read.strides[-2:] == (w.strides[1], 1), "the product reads windows with other strides")
-    need(read.shape[-2] == w.shape[1] and read.shape[-1] % entries == 0, "the product reads parts of windows")
-    before = matrices.addresses_of(product)[:, 0] - w.address
-    need((before % (4 * w.strides[0]) % (4 * entries) == 0).all(), "a product begins within a window")
-    need((before % (4 * w.strides[0]) + 4 * read.shape[-1] <= 4 * w.strides[1]).all(), "a product ends within a window")
-    return Chain((number, flow.reader(number, "mul_mat")), partial(_add_convolution, slide=slide, product=product))
-
-
-def _add_convolution(steps: Steps, slide: Bound, product: Bound) -> None:
-    """Add the product. Each address in the windows, which are not written, becomes an address in the image."""
-    x, w, windows = slide.operand(0), slide.out, Windows.of(slide.attrs)
-    image, table = windows.image(steps, x, product.out), matrices.addresses_of(product)
-    number, within = np.divmod((table[:, 0] - w.address) // 4, w.strides[0])
-    table[:, 0] = image.address + 4 * (number * image.strides[0] + within // w.shape[3] * image.strides[1])
-    matrices.add_products(
-        steps,
-        matrices.product("windows", DType.F32, matrices.expand_windows),
-        product,
-        table,
-        [image, product.operand(1)],
-        windows=steps.constant(windows.starts(image)).address,
-        entries=steps.constant(windows.entries(image, product.operand(0).shape[-1] // w.shape[3])).address,
+    require_supported(
+        read.is_float and read.strides[-2:] == (w.strides[1], 1), "the product reads windows with other strides"
+    )
+    require_supported(
+        read.shape[-2] == w.shape[1] and read.shape[-1] % entries == 0, "the product reads parts of windows"
+    )
+    before = matrices.compute_matrix_addresses(product)[:, 0] - w.address
+    require_supported((before % (4 * w.strides[0]) % (4 * entries) == 0).all(), "a product begins within a window")
+    require_supported(
+        (before % (4 * w.strides[0]) + 4 * read.shape[-1] <= 4 * w.strides[1]).all(), "a product ends within a window"
+    )
+    return FusedBinding(
+        (number, flow.require_sole_reader(number, "mul_mat")), partial(_add_convolution, slide=slide, product=product)
     )
 
 
-BINDINGS = {"windows": _windows}
-FUSED: Mapping[str, tuple[Fused, ...]] = {"windows": (_convolution,)}
+def _add_convolution(steps: StepTableBuilder, slide: BoundInstruction, product: BoundInstruction) -> None:
+    """Add the product. Each address in the windows, which are not written, becomes an address in the image."""
+    x, w, windows = slide.operand(0), slide.out, WindowShape.from_attributes(slide.attrs)
+    image, table = windows.make_padded_image(steps, x, product.out), matrices.compute_matrix_addresses(product)
+    number, within = np.divmod((table[:, 0] - w.address) // 4, w.strides[0])
+    table[:, 0] = image.address + 4 * (number * image.strides[0] + within // w.shape[3] * image.strides[1])
+    matrices.add_batched_matmul_step(
+        steps,
+        matrices.make_batched_matmul_kernel("windows", DType.F32, matrices.expand_windows),
+        product,
+        table,
+        [image, product.operand(1)],
+        windows=steps.constant(windows.compute_window_offsets(image)).address,
+        entries=steps.constant(
+            windows.compute_entry_offsets(image, product.operand(0).shape[-1] // w.shape[3])
+        ).address,
+    )
+
+
+BINDINGS = {"windows": _bind_windows}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"windows": (_fuse_convolution,)}

@@ -10,8 +10,8 @@ import numpy as np
 
 from .....graph.dtypes import DType
 from ....base import contiguous_strides
-from ....operands import Bound, Operand
-from ...compiler import Kernel, Part, kernel, part
+from ....operands import BoundInstruction, Operand
+from ...compiler import Kernel, Subroutine, kernel, subroutine
 from ...simd.shorts import round_to_bf16, round_to_half
 from ...simd.vectors import (
     LANES,
@@ -22,31 +22,31 @@ from ...simd.vectors import (
     load_int,
     load_long,
     to_float,
-    truncated,
+    truncate_to_int,
 )
-from ...steps import Steps
-from ...words import words
-from ..packing import NO_ROW, share
-from ..rows import add_rows, add_unary, lanes, put, row_words
+from ...steps import StepTableBuilder
+from ...words import declare_args
+from ..packing import INVALID_ROW, compute_thread_range
+from ..rows import add_row_step, add_unary, load_lanes, make_row_args, store_lanes
 
-CAST = row_words("x y")
-BIAS = words("rows columns x x_row bias ids id_bytes experts first routed y y_row")
+CAST = make_row_args("x y")
+BIAS = declare_args("rows columns x x_row bias ids id_bytes experts first routed y y_row")
 """`experts` rows of `bias` belong to the ids from `first` on; `routed` is the number of all experts."""
 
 
-@part
+@subroutine
 def int_to_float(x):
     """Return the float32 of lanes that hold the bits of an int32."""
     return to_float(float_to_bits(x))
 
 
-@part
+@subroutine
 def float_to_int(x):
     """Return the bits of an int32, the number without its fraction."""
-    return bits_to_float(truncated(x))
+    return bits_to_float(truncate_to_int(x))
 
 
-CASTS: dict[tuple[DType, DType], Part | Intrinsic] = {
+CASTS: dict[tuple[DType, DType], Subroutine | Intrinsic] = {
     (DType.F32, DType.F16): round_to_half,
     (DType.F32, DType.BF16): round_to_bf16,
     (DType.I32, DType.F32): int_to_float,
@@ -62,11 +62,11 @@ def convert(source: DType, target: DType) -> Kernel:
 
     def body(a, thread, threads):
         n = CAST.columns(a)
-        first, last = share(CAST.rows(a), thread, threads)
+        first, last = compute_thread_range(CAST.rows(a), thread, threads)
         for i in range(first, last):
             x, y = CAST.x(a, i), CAST.y(a, i)
             for c in range(0, n, LANES):
-                put(y, c, n, function(lanes(x, c, n, 4)))
+                store_lanes(y, c, n, function(load_lanes(x, c, n, 4)))
         return 0
 
     return Kernel(f"arrangements.convert.{source}.{target}", body)
@@ -79,17 +79,17 @@ def add_expert_bias(a, thread, threads):
     An id outside all experts stops the run.
     """
     n, experts, first, size = BIAS.columns(a), BIAS.experts(a), BIAS.first(a), BIAS.id_bytes(a)
-    low, high = share(BIAS.rows(a), thread, threads)
+    low, high = compute_thread_range(BIAS.rows(a), thread, threads)
     for i in range(low, high):
         expert = load_int(BIAS.ids(a) + 4 * i) if size == 4 else load_long(BIAS.ids(a) + 8 * i)
         if expert < 0 or expert >= BIAS.routed(a):
-            return NO_ROW | expert << 8
+            return INVALID_ROW | expert << 8
         x, y, row = BIAS.x(a) + i * BIAS.x_row(a), BIAS.y(a) + i * BIAS.y_row(a), expert - first
         is_local = row >= 0 and row < experts
         bias = BIAS.bias(a) + 4 * n * row
         for c in range(0, n, LANES):
-            value = lanes(x, c, n, 4)
-            put(y, c, n, add(value, lanes(bias, c, n, 4)) if is_local else value)
+            value = load_lanes(x, c, n, 4)
+            store_lanes(y, c, n, add(value, load_lanes(bias, c, n, 4)) if is_local else value)
     return 0
 
 
@@ -102,7 +102,7 @@ def _as_words(operand: Operand) -> Operand:
     return replace(operand, tensor=replace(operand.tensor, dtype=DType.F32))
 
 
-def _bind_repeat(steps: Steps, call: Bound) -> bool:
+def _bind_repeat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Split each repeated axis of the result into (repetition, entry), and copy the operand with stride 0."""
     x, y = call.operand(0), call.out
     if not y.is_float or not x.is_float:
@@ -125,7 +125,7 @@ def _bind_repeat(steps: Steps, call: Bound) -> bool:
     return add_unary(steps, "copy", source, _with_axes(y, tuple(shape), tuple(to_strides)))
 
 
-def _bind_cast(steps: Steps, call: Bound) -> bool:
+def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, y, target = call.operand(0), call.out, call.attrs["dtype"]
     if not isinstance(target, DType) or y.dtype is not (DType.I32 if target is DType.I32 else DType.F32):
         return False
@@ -133,10 +133,10 @@ def _bind_cast(steps: Steps, call: Bound) -> bool:
         return add_unary(steps, "copy", x, y)
     if (x.dtype, target) not in CASTS:
         return False
-    return add_rows(steps, (convert(x.dtype, target), CAST, {}), [_as_words(x)], _as_words(y))
+    return add_row_step(steps, (convert(x.dtype, target), CAST, {}), [_as_words(x)], _as_words(y))
 
 
-def _bind_arange(steps: Steps, call: Bound) -> bool:
+def _bind_arange(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Copy numbers that are computed once."""
     y = call.out
     start, step = (np.float64(np.asarray(call.attrs[name])) for name in ("start", "step"))
@@ -146,10 +146,10 @@ def _bind_arange(steps: Steps, call: Bound) -> bool:
     return add_unary(steps, "copy", Operand(memory.address, tensor), y)
 
 
-def _bind_add_id(steps: Steps, call: Bound) -> bool:
+def _bind_add_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, bias, ids, y = (*(call.operand(i) for i in range(3)), call.out)
     id_bytes = {DType.I32: 4, DType.I64: 8}.get(ids.dtype)
-    floats = all(o.is_float and o.has_rows for o in (x, bias, y)) and bias.is_dense
+    floats = all(o.is_float and o.has_even_rows for o in (x, bias, y)) and bias.is_dense
     if id_bytes is None or not ids.is_dense or not floats:
         return False
     experts = bias.shape[0]
@@ -157,7 +157,7 @@ def _bind_add_id(steps: Steps, call: Bound) -> bool:
         rows=math.prod(x.shape[:-1]),
         columns=x.shape[-1],
         x=x.address,
-        x_row=x.row_step,
+        x_row=x.row_stride_bytes,
         bias=bias.address,
         ids=ids.address,
         id_bytes=id_bytes,
@@ -165,7 +165,7 @@ def _bind_add_id(steps: Steps, call: Bound) -> bool:
         first=int(np.asarray(call.attrs["first"])),
         routed=int(np.asarray(call.attrs["total"])) or experts,
         y=y.address,
-        y_row=y.row_step,
+        y_row=y.row_stride_bytes,
     )
     steps.add(add_expert_bias, block, reads=[x, bias, ids], writes=[y], stops=True)
     return True

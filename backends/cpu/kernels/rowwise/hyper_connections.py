@@ -11,35 +11,35 @@ from functools import cache
 import numpy as np
 
 from .....ops.declaration.attributes import float_attribute
-from ....operands import Bound, Operand, float_bits
+from ....operands import BoundInstruction, Operand, float_bits
 from ...compiler import Kernel, kernel
 from ...simd.vectors import (
     LANES,
     add,
     div,
     fma,
-    largest,
+    lane_max_without_nan,
+    lane_sum,
     load,
-    load_some,
+    load_first_lanes,
+    mask_with_negative_infinity,
     mul,
     splat,
     splat_from,
     store,
-    store_some,
+    store_first_lanes,
     sub,
-    total,
-    where_inside,
     zeros,
 )
-from ...steps import Steps
-from ...words import words
+from ...steps import StepTableBuilder
+from ...words import declare_args
 from ..functions import exp, sigmoid
-from ..packing import share
-from ..rows import lanes, put
+from ..packing import compute_thread_range
+from ..rows import load_lanes, store_lanes
 
-PRE = words("tokens streams columns x x_row weights weights_row y y_row scale:f32")
-POST = words("tokens streams columns x x_row residual residual_row post post_row comb comb_row y y_row scratch")
-COMB = words("tokens streams iterations mixes mixes_row scale base y eps:f32")
+PRE = declare_args("tokens streams columns x x_row weights weights_row y y_row scale:f32")
+POST = declare_args("tokens streams columns x x_row residual residual_row post post_row comb comb_row y y_row scratch")
+COMB = declare_args("tokens streams iterations mixes mixes_row scale base y eps:f32")
 """Rows of `x` (`PRE`) and of `residual` and `y` (`POST`) are streams of tokens; `..._row` are bytes from row to row."""
 
 
@@ -49,7 +49,7 @@ def combine_streams(gated: bool) -> Kernel:
 
     def body(a, thread, threads):
         streams, n, scale = PRE.streams(a), PRE.columns(a), splat(PRE.scale(a))
-        first, last = share(PRE.tokens(a), thread, threads)
+        first, last = compute_thread_range(PRE.tokens(a), thread, threads)
         for t in range(first, last):
             x, y = PRE.x(a) + t * streams * PRE.x_row(a), PRE.y(a) + t * PRE.y_row(a)
             weights = PRE.weights(a) + t * PRE.weights_row(a) * (streams if gated else 1)
@@ -57,11 +57,11 @@ def combine_streams(gated: bool) -> Kernel:
                 acc = zeros()
                 for h in range(streams):
                     if gated:
-                        weight = sigmoid(lanes(weights + h * PRE.weights_row(a), c, n, 4))
+                        weight = sigmoid(load_lanes(weights + h * PRE.weights_row(a), c, n, 4))
                     else:
                         weight = splat_from(weights + 4 * h)
-                    acc = fma(lanes(x + h * PRE.x_row(a), c, n, 4), weight, acc)
-                put(y, c, n, mul(scale, acc))
+                    acc = fma(load_lanes(x + h * PRE.x_row(a), c, n, 4), weight, acc)
+                store_lanes(y, c, n, mul(scale, acc))
         return 0
 
     return Kernel(f"hyper_connections.combine_streams.{'gated' if gated else 'plain'}", body)
@@ -77,15 +77,15 @@ def update_streams(mixes: bool) -> Kernel:
     def body(a, thread, threads):
         streams, n = POST.streams(a), POST.columns(a)
         block = POST.scratch(a) + thread * 4 * LANES * streams
-        first, last = share(POST.tokens(a), thread, threads)
+        first, last = compute_thread_range(POST.tokens(a), thread, threads)
         for t in range(first, last):
             x, post = POST.x(a) + t * POST.x_row(a), POST.post(a) + t * POST.post_row(a)
             residual = POST.residual(a) + t * streams * POST.residual_row(a)
             comb, y = POST.comb(a) + t * streams * POST.comb_row(a), POST.y(a) + t * streams * POST.y_row(a)
             for c in range(0, n, LANES):
-                new = lanes(x, c, n, 4)
+                new = load_lanes(x, c, n, 4)
                 for h in range(streams):
-                    store(block + 4 * LANES * h, lanes(residual + h * POST.residual_row(a), c, n, 4))
+                    store(block + 4 * LANES * h, load_lanes(residual + h * POST.residual_row(a), c, n, 4))
                 for to in range(streams):
                     acc = mul(new, splat_from(post + 4 * to))
                     if mixes:
@@ -95,7 +95,7 @@ def update_streams(mixes: bool) -> Kernel:
                             )
                     else:
                         acc = add(acc, load(block + 4 * LANES * to))
-                    put(y + to * POST.y_row(a), c, n, acc)
+                    store_lanes(y + to * POST.y_row(a), c, n, acc)
         return 0
 
     return Kernel(f"hyper_connections.update_streams.{'mixed' if mixes else 'apart'}", body)
@@ -106,32 +106,34 @@ def mixing_matrices(a, thread, threads):
     """Matrices of at most 16 streams: a softmax, then divisions by the sums of columns and rows in turn."""
     n, iterations, eps = COMB.streams(a), COMB.iterations(a), splat(COMB.eps(a))
     scale, base = splat_from(COMB.scale(a) + 8), COMB.base(a) + 8 * n
-    first, last = share(COMB.tokens(a), thread, threads)
+    first, last = compute_thread_range(COMB.tokens(a), thread, threads)
     for t in range(first, last):
         logits, y = COMB.mixes(a) + t * COMB.mixes_row(a) + 8 * n, COMB.y(a) + 4 * n * n * t
         for h in range(n):
-            x = where_inside(fma(load_some(logits + 4 * n * h, n), scale, load_some(base + 4 * n * h, n)), n)
-            e = exp(sub(x, splat(largest(x))))
-            store_some(y + 4 * n * h, add(div(e, splat(total(e))), eps), n)
+            x = mask_with_negative_infinity(
+                fma(load_first_lanes(logits + 4 * n * h, n), scale, load_first_lanes(base + 4 * n * h, n)), n
+            )
+            e = exp(sub(x, splat(lane_max_without_nan(x))))
+            store_first_lanes(y + 4 * n * h, add(div(e, splat(lane_sum(e))), eps), n)
         for i in range(iterations):
             if i > 0:
                 for h in range(n):
-                    x = load_some(y + 4 * n * h, n)
-                    store_some(y + 4 * n * h, div(x, add(splat(total(x)), eps)), n)
+                    x = load_first_lanes(y + 4 * n * h, n)
+                    store_first_lanes(y + 4 * n * h, div(x, add(splat(lane_sum(x)), eps)), n)
             sums = zeros()
             for h in range(n):
-                sums = add(sums, load_some(y + 4 * n * h, n))
+                sums = add(sums, load_first_lanes(y + 4 * n * h, n))
             sums = add(sums, eps)
             for h in range(n):
-                store_some(y + 4 * n * h, div(load_some(y + 4 * n * h, n), sums), n)
+                store_first_lanes(y + 4 * n * h, div(load_first_lanes(y + 4 * n * h, n), sums), n)
     return 0
 
 
 def _have_rows(*operands: Operand) -> bool:
-    return all(o.is_float and o.has_rows for o in operands)
+    return all(o.is_float and o.has_even_rows for o in operands)
 
 
-def _bind_pre(steps: Steps, call: Bound) -> bool:
+def _bind_pre(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, weights, y = call.operand(0), call.operand(1), call.out
     if not _have_rows(x, weights, y):
         return False
@@ -140,19 +142,19 @@ def _bind_pre(steps: Steps, call: Bound) -> bool:
         streams=x.shape[-2],
         columns=x.shape[-1],
         x=x.address,
-        x_row=x.row_step,
+        x_row=x.row_stride_bytes,
         weights=weights.address,
-        weights_row=weights.row_step,
+        weights_row=weights.row_stride_bytes,
         y=y.address,
-        y_row=y.row_step,
+        y_row=y.row_stride_bytes,
         scale=float_bits(float_attribute(call.attrs, "scale")),
     )
     steps.add(combine_streams(bool(call.attrs["gated"])), block, reads=[x, weights], writes=[y])
     return True
 
 
-def _bind_post(steps: Steps, call: Bound) -> bool:
-    x, residual, post, comb, y = (*(call.operand(i) for i in range(3)), call.optional(3), call.out)
+def _bind_post(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    x, residual, post, comb, y = (*(call.operand(i) for i in range(3)), call.optional_operand(3), call.out)
     operands = [x, residual, post] + ([] if comb is None else [comb])
     if not _have_rows(*operands, y):
         return False
@@ -163,22 +165,22 @@ def _bind_post(steps: Steps, call: Bound) -> bool:
         streams=residual.shape[-2],
         columns=x.shape[-1],
         x=x.address,
-        x_row=x.row_step,
+        x_row=x.row_stride_bytes,
         residual=residual.address,
-        residual_row=residual.row_step,
+        residual_row=residual.row_stride_bytes,
         post=post.address,
-        post_row=post.row_step,
+        post_row=post.row_stride_bytes,
         comb=0 if comb is None else comb.address,
-        comb_row=0 if comb is None else comb.row_step,
+        comb_row=0 if comb is None else comb.row_stride_bytes,
         y=y.address,
-        y_row=y.row_step,
+        y_row=y.row_stride_bytes,
         scratch=scratch.address,
     )
     steps.add(update_streams(comb is not None), block, reads=operands, writes=[y])
     return True
 
 
-def _bind_comb(steps: Steps, call: Bound) -> bool:
+def _bind_comb(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     mixes, scale, base, y = (*(call.operand(i) for i in range(3)), call.out)
     n = y.shape[-1]
     plain = _have_rows(mixes, scale, base) and y.is_float and y.is_dense
@@ -189,11 +191,11 @@ def _bind_comb(steps: Steps, call: Bound) -> bool:
         streams=n,
         iterations=int(np.asarray(call.attrs["n_iter"])),
         mixes=mixes.address,
-        mixes_row=mixes.row_step,
+        mixes_row=mixes.row_stride_bytes,
         scale=scale.address,
         base=base.address,
         y=y.address,
-        eps=call.float("eps"),
+        eps=call.float_attribute_bits("eps"),
     )
     steps.add(mixing_matrices, block, reads=[mixes, scale, base], writes=[y])
     return True

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from .....ops.declaration.attributes import float_attribute
-from ....operands import Bound, float_bits
-from ...compiler import kernel, part
+from ....operands import BoundInstruction, float_bits
+from ...compiler import kernel, subroutine
 from ...simd.vectors import LANES, add, at_least, at_most, div, fma, mul, splat, sub, where_less, zeros
-from ...steps import Steps
+from ...steps import StepTableBuilder
 from ..functions import exp, expm1
-from ..packing import share
-from ..rows import add_rows, lanes, put, row_words
+from ..packing import compute_thread_range
+from ..rows import add_row_step, load_lanes, make_row_args, store_lanes
 
-XIELU = row_words("x y", "positive:f32 negative:f32 beta:f32 eps:f32")
-LIMITED = row_words("gate up y", "alpha:f32 limit:f32 offset:f32")
+XIELU = make_row_args("x y", "positive:f32 negative:f32 beta:f32 eps:f32")
+LIMITED = make_row_args("gate up y", "alpha:f32 limit:f32 offset:f32")
 
 
 @kernel
@@ -22,17 +22,17 @@ def xielu(a, thread, threads):
     """``positive x^2 + beta x`` where x > 0, else ``negative (expm1(min(x, eps)) - x) + beta x``."""
     n, positive, negative = XIELU.columns(a), splat(XIELU.positive(a)), splat(XIELU.negative(a))
     beta, eps = splat(XIELU.beta(a)), splat(XIELU.eps(a))
-    first, last = share(XIELU.rows(a), thread, threads)
+    first, last = compute_thread_range(XIELU.rows(a), thread, threads)
     for i in range(first, last):
         source, target = XIELU.x(a, i), XIELU.y(a, i)
         for c in range(0, n, LANES):
-            x = lanes(source, c, n, 4)
+            x = load_lanes(source, c, n, 4)
             above, below = mul(positive, mul(x, x)), mul(negative, sub(expm1(at_most(x, eps)), x))
-            put(target, c, n, fma(beta, x, where_less(zeros(), x, above, below)))
+            store_lanes(target, c, n, fma(beta, x, where_less(zeros(), x, above, below)))
     return 0
 
 
-@part
+@subroutine
 def limited_unit(gate, up, alpha, limit, offset):
     """``g sigmoid(alpha g) (clip(up, -limit, limit) + offset)`` for ``g = min(gate, limit)``."""
     g = at_most(gate, limit)
@@ -45,35 +45,35 @@ def gate_with_limit(a, thread, threads):
     """`limited_unit` of each element. An offset of -0 keeps the sign of a zero."""
     n, gate_step, up_step = LIMITED.columns(a), LIMITED.gate_step(a), LIMITED.up_step(a)
     alpha, limit, offset = splat(LIMITED.alpha(a)), splat(LIMITED.limit(a)), splat(LIMITED.offset(a))
-    first, last = share(LIMITED.rows(a), thread, threads)
+    first, last = compute_thread_range(LIMITED.rows(a), thread, threads)
     for i in range(first, last):
         gate, up, y = LIMITED.gate(a, i), LIMITED.up(a, i), LIMITED.y(a, i)
         for c in range(0, n, LANES):
-            unit = limited_unit(lanes(gate, c, n, gate_step), lanes(up, c, n, up_step), alpha, limit, offset)
-            put(y, c, n, unit)
+            unit = limited_unit(load_lanes(gate, c, n, gate_step), load_lanes(up, c, n, up_step), alpha, limit, offset)
+            store_lanes(y, c, n, unit)
     return 0
 
 
-def _bind_xielu(steps: Steps, call: Bound) -> bool:
+def _bind_xielu(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     beta = float_attribute(call.attrs, "beta")
     negative = beta + float(np.logaddexp(0.0, float_attribute(call.attrs, "alpha_n")))
     positive = float(np.logaddexp(0.0, float_attribute(call.attrs, "alpha_p")))
     numbers = {"positive": positive, "negative": negative, "beta": beta, "eps": float_attribute(call.attrs, "eps")}
     bits = {name: float_bits(value) for name, value in numbers.items()}
-    return add_rows(steps, (xielu, XIELU, bits), [call.operand(0)], call.out)
+    return add_row_step(steps, (xielu, XIELU, bits), [call.operand(0)], call.out)
 
 
-def _bind_limited(steps: Steps, call: Bound, alpha: float, offset: float) -> bool:
+def _bind_limited(steps: StepTableBuilder, call: BoundInstruction, alpha: float, offset: float) -> bool:
     numbers = {"alpha": alpha, "limit": float_attribute(call.attrs, "limit"), "offset": offset}
     bits = {name: float_bits(value) for name, value in numbers.items()}
-    return add_rows(steps, (gate_with_limit, LIMITED, bits), [call.operand(0), call.operand(1)], call.out)
+    return add_row_step(steps, (gate_with_limit, LIMITED, bits), [call.operand(0), call.operand(1)], call.out)
 
 
-def _bind_swiglu_oai(steps: Steps, call: Bound) -> bool:
+def _bind_swiglu_oai(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return _bind_limited(steps, call, float_attribute(call.attrs, "alpha"), 1.0)
 
 
-def _bind_swiglu_clamp(steps: Steps, call: Bound) -> bool:
+def _bind_swiglu_clamp(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return _bind_limited(steps, call, 1.0, -0.0)
 
 

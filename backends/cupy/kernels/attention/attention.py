@@ -20,31 +20,41 @@ from .....graph.dtypes import DType
 from .....graph.spec import Spec
 from .....ops.declaration.attributes import float_attribute
 from .....ops.reduction.norms import alibi_slopes
-from ....operands import Bound, Operand, need
-from ...binding.axes import axes_of
-from ...binding.launches import Binding, Launches, Word, blocks
-from ..elementwise import CELLS, TYPES, as_float
-from .kinds import AROUND, CELLS_OF_FEW, FEW, OWN, THREADS, TILED, WARPS, Short, Tiled
+from ....operands import BoundInstruction, Operand, require_supported
+from ...binding.axes import build_iteration_axes
+from ...binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, as_float
+from .kinds import (
+    ATTENTION_THREADS,
+    ATTENTION_WARPS,
+    AUXILIARY_SOURCE,
+    CELL_ROWS,
+    CELL_SOURCES,
+    FEW_ROWS_SOURCES,
+    TILED_SOURCES,
+    PipelinedVariant,
+    TiledVariant,
+)
 from .kinds import SOURCES as SOURCES
 
-MANY = 64
+MIN_TILED_ROWS = 64
 """Rows per key head from which tiles are worth the split of keys and values into halves."""
-BLOCKS, MOST_SPLITS = 512, THREADS
+TARGET_BLOCKS, MAX_KEY_SPLITS = 512, ATTENTION_THREADS
 """Blocks that keep any device busy when blocks share keys; and the most splits: in the end a thread weighs each."""
-BLOCKS_OF_TILES = 96
+TARGET_WARPGROUP_BLOCKS = 96
 """Blocks that keep a device busy with warpgroup tiles. One such block fills a multiprocessor.
 
 On an H200, 512 tokens of 16 heads on 4 of 256 take 181 microseconds over 8,192 cells in 128 blocks, 245 in 512.
 """
-PROCESSORS = 132
+TARGET_MULTIPROCESSORS = 132
 """Multiprocessors of the GPU for which the work of few rows is balanced."""
-MOST_GRID = 65535
-MOST_WIDTH = 512
+MAX_GRID_SIZE = 65535
+MAX_VALUE_COLUMNS = 512
 """The most value columns that a block of few rows adds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AttentionShape:
     """The sizes of an attention instruction.
 
     `heads_per_key_head` query heads share one of `key_heads`. `key_count` keys have `key_columns` columns, and values
@@ -53,24 +63,24 @@ class Shape:
 
     batch: int
     tokens: int
-    shared: int
-    groups: int
-    keys: int
-    size: int
-    width: int
+    heads_per_key_head: int
+    key_heads: int
+    key_count: int
+    key_columns: int
+    value_columns: int
     mask_heads: int
 
     @property
     def rows(self) -> int:
         """Query rows of a key head."""
-        return self.tokens * self.shared
+        return self.tokens * self.heads_per_key_head
 
     @property
     def heads(self) -> int:
         """Query heads."""
-        return self.shared * self.groups
+        return self.heads_per_key_head * self.key_heads
 
-    def splits(self, row_blocks: int, keys: int, most: int = BLOCKS) -> int:
+    def choose_key_splits(self, row_blocks: int, keys: int, most: int = TARGET_BLOCKS) -> int:
         """Choose the number of blocks that share the keys.
 
         Args:
@@ -78,26 +88,26 @@ class Shape:
             keys: Keys that a block processes at once.
             most: Blocks that keep the device busy.
         """
-        wanted = blocks(most, max(1, self.batch * self.groups * row_blocks))
-        return max(1, min(MOST_SPLITS, wanted, blocks(self.keys, keys)))
+        wanted = count_blocks(most, max(1, self.batch * self.key_heads * row_blocks))
+        return max(1, min(MAX_KEY_SPLITS, wanted, count_blocks(self.key_count, keys)))
 
-    def even_splits(self, row_blocks: int, keys: int) -> int:
+    def choose_balanced_key_splits(self, row_blocks: int, keys: int) -> int:
         """Choose the number of splits that leaves the fewest multiprocessors idle at the end.
 
         The smallest candidate gives each multiprocessor two blocks, the largest has twice as many splits.
         """
-        count = max(1, self.batch * self.groups * row_blocks)
-        least = max(1, 2 * PROCESSORS // count)
-        least, most = (max(1, min(MOST_SPLITS, n * least, blocks(self.keys, keys))) for n in (1, 2))
+        count = max(1, self.batch * self.key_heads * row_blocks)
+        least = max(1, 2 * TARGET_MULTIPROCESSORS // count)
+        least, most = (max(1, min(MAX_KEY_SPLITS, n * least, count_blocks(self.key_count, keys))) for n in (1, 2))
 
         def idle(splits: int) -> float:
-            waves = splits * count / PROCESSORS
+            waves = splits * count / TARGET_MULTIPROCESSORS
             return round(math.ceil(waves) / waves, 2)
 
         return min(range(least, most + 1), key=idle)
 
 
-def rounding(q: Sequence[int], k: Spec, v: Spec) -> float | None:
+def find_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
     """Return the relative rounding error of queries and weights in the dtype of a 16-bit cache, or `None`.
 
     Only variants for many rows round them.
@@ -108,26 +118,28 @@ def rounding(q: Sequence[int], k: Spec, v: Spec) -> float | None:
         v: Spec of the values.
     """
     shared = q[-2] // k.shape[-2] if k.shape[-2] else 0
-    many = q[-3] * shared >= MANY and k.dtype is v.dtype
-    is_short = many and any(isinstance(t, Short) and t.takes(k.shape[-1], v.shape[-1], k.dtype) for t in TILED)
+    many = q[-3] * shared >= MIN_TILED_ROWS and k.dtype is v.dtype
+    is_short = many and any(
+        isinstance(t, PipelinedVariant) and t.can_take(k.shape[-1], v.shape[-1], k.dtype) for t in TILED_SOURCES
+    )
     return {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}[k.dtype] if is_short else None
 
 
-Operands = tuple[Operand, Operand, Operand, Operand | None, Operand]
+AttentionOperands = tuple[Operand, Operand, Operand, Operand | None, Operand]
 """q [n, t, h, d], k [n, s, h, d], v [n, s, h, e], mask [n, t, m, s] and out [n, t, h, e]."""
 
 
-def _attention(launches: Launches, call: Bound) -> None:
+def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
     q, k, v = as_float(launches, call.operand(0)), call.operand(1), call.operand(2)
-    if k.dtype is not v.dtype or k.dtype not in CELLS:
+    if k.dtype is not v.dtype or k.dtype not in CELL_DTYPES:
         k, v = as_float(launches, k), as_float(launches, v)
-    mask, sinks = (None if (o := call.optional(i)) is None else as_float(launches, o) for i in (3, 4))
+    mask, sinks = (None if (o := call.optional_operand(i)) is None else as_float(launches, o) for i in (3, 4))
     one_mask = call.attrs["mask_heads"] == "one"
     *leading, tokens, heads, size = q.shape
     if 0 in call.out.shape:
         return
     keys, groups, width = v.shape[-3:]
-    shape = Shape(
+    shape = AttentionShape(
         math.prod(leading),
         tokens,
         heads // groups,
@@ -137,12 +149,12 @@ def _attention(launches: Launches, call: Bound) -> None:
         width,
         1 if mask is None or one_mask else mask.shape[-3],
     )
-    mask = None if mask is None else _with_heads(mask) if one_mask else _swapped(mask, -3, -2)
-    bound = _Attention(launches, call, shape, sinks)
-    bound.add((q, k, v, mask, call.out), leading)
+    mask = None if mask is None else _add_head_axis(mask) if one_mask else _swap_axes(mask, -3, -2)
+    bound = _AttentionBinder(launches, call, shape, sinks)
+    bound.add_launches((q, k, v, mask, call.out), leading)
 
 
-def _with_heads(mask: Operand) -> Operand:
+def _add_head_axis(mask: Operand) -> Operand:
     """Return a mask [..., t, s] as [..., t, 1, s]."""
     t = mask.tensor
     return replace(
@@ -151,23 +163,23 @@ def _with_heads(mask: Operand) -> Operand:
     )
 
 
-def _swapped(x: Operand, one: int, other: int) -> Operand:
+def _swap_axes(x: Operand, one: int, other: int) -> Operand:
     shape, strides = list(x.shape), list(x.strides)
     for axes in (shape, strides):
         axes[one], axes[other] = axes[other], axes[one]
     return replace(x, tensor=replace(x.tensor, shape=tuple(shape), strides=tuple(strides)))
 
 
-def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
+def _iterate_batches(leading: Sequence[int], operands: AttentionOperands) -> Iterator[AttentionOperands]:
     """Yield operands with one leading axis, as often as their leading axes need."""
     there = [o for o in operands if o is not None]
     heads = [replace(o, tensor=replace(o.tensor, shape=o.shape[:-3], strides=o.strides[:-3])) for o in there]
-    axes = axes_of(leading, heads)
+    axes = build_iteration_axes(leading, heads)
     sizes = axes.sizes or (1,)
     for index in np.ndindex(sizes[:-1]):
         variants = iter(
-            _batch(o, sizes[-1], s[-1] if s else 0, sum(i * n for i, n in zip(index, s, strict=False)))
-            for o, s in zip(there, axes.steps, strict=True)
+            _slice_batch(o, sizes[-1], s[-1] if s else 0, sum(i * n for i, n in zip(index, s, strict=False)))
+            for o, s in zip(there, axes.operand_strides, strict=True)
         )
         q, k, v, mask, out = (None if o is None else next(variants) for o in operands)
         assert q is not None
@@ -177,33 +189,33 @@ def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
         yield q, k, v, mask, out
 
 
-def _batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
+def _slice_batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
     """Return one batch of an operand, with `count` entries along its leading axis, `step` elements apart."""
     t, skipped = x.tensor, x.dtype.bytes_of(skipped)
     tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
     return replace(x, address=x.address + skipped, tensor=tensor)
 
 
-def _view(x: Operand | None) -> list[Word]:
+def _make_view_fields(x: Operand | None) -> list[LaunchWord]:
     """Return the fields of a `View`."""
-    return [0] * 5 if x is None else [x, *_steps(x)]
+    return [0] * 5 if x is None else [x, *_compute_walk_strides(x)]
 
 
-def _steps(x: Operand) -> list[int]:
+def _compute_walk_strides(x: Operand) -> list[int]:
     """Return the strides of an operand, 0 along axes with one entry."""
     return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
 
 
-def _in_vectors(x: Operand, columns: int) -> bool:
+def _is_vector_loadable(x: Operand, columns: int) -> bool:
     """Return whether `columns` columns of any row can be loaded at once."""
-    *steps, last = _steps(x)
+    *steps, last = _compute_walk_strides(x)
     nbytes = min(16, x.dtype.bytes_of(columns))
     aligned = x.address % nbytes == 0 and all(x.dtype.bytes_of(s) % nbytes == 0 for s in steps)
     return last == 1 and x.shape[-1] % columns == 0 and aligned
 
 
 @dataclass(frozen=True, slots=True)
-class _Halves:
+class _SplitKeysValues:
     """Scratch for keys and values as two halves each, with one scale per row."""
 
     k: Operand
@@ -212,89 +224,113 @@ class _Halves:
     v_units: Operand
 
     @classmethod
-    def of(cls, launches: Launches, kind: Tiled, count: int) -> _Halves:
+    def allocate(cls, launches: LaunchBuilder, kind: TiledVariant, count: int) -> _SplitKeysValues:
         """Allocate the scratch for `count` rows."""
-        k, v = (launches.scratch((count, n)) for n in (kind.size, kind.width))
-        return cls(k, v, launches.scratch((count,)), launches.scratch((count,)))
+        k, v = (launches.allocate_scratch((count, n)) for n in (kind.size, kind.width))
+        return cls(k, v, launches.allocate_scratch((count,)), launches.allocate_scratch((count,)))
 
     @property
-    def words(self) -> list[Word]:
+    def words(self) -> list[LaunchWord]:
         """The fields of the split keys and values."""
         return [self.k, self.v, self.k_units, self.v_units]
 
 
-class _Attention:
+class _AttentionBinder:
     """Adds the launches of one instruction."""
 
-    def __init__(self, launches: Launches, call: Bound, shape: Shape, sinks: Operand | None) -> None:
+    def __init__(
+        self, launches: LaunchBuilder, call: BoundInstruction, shape: AttentionShape, sinks: Operand | None
+    ) -> None:
         self.launches, self.shape = launches, shape
         scale, cap = (float(float_attribute(call.attrs, n)) for n in ("scale", "softcap"))
         bias = float(float_attribute(call.attrs, "max_bias"))
-        slopes = launches.constant(alibi_slopes(shape.heads, bias).astype(np.float32)) if bias > 0 else 0
-        self._ahead: list[Word] = [0, 0] if sinks is None else [sinks, *_steps(sinks)]
-        self._ahead += [slopes, shape.tokens, shape.shared, shape.groups, shape.keys, shape.size, shape.width]
-        self._ahead += [shape.mask_heads]
-        self._behind: list[Word] = [scale / (cap or 1.0), cap]
+        slopes = launches.upload_constant(alibi_slopes(shape.heads, bias).astype(np.float32)) if bias > 0 else 0
+        self._leading_words: list[LaunchWord] = [0, 0] if sinks is None else [sinks, *_compute_walk_strides(sinks)]
+        self._leading_words += [
+            slopes,
+            shape.tokens,
+            shape.heads_per_key_head,
+            shape.key_heads,
+            shape.key_count,
+            shape.key_columns,
+            shape.value_columns,
+        ]
+        self._leading_words += [shape.mask_heads]
+        self._trailing_words: list[LaunchWord] = [scale / (cap or 1.0), cap]
 
-    def add(self, operands: Operands, leading: Sequence[int]) -> None:
+    def add_launches(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Add the launches of the tiled variant for many rows, or of a variant for few rows."""
         s, cells = self.shape, operands[1].dtype
         has_warpgroups = self.launches.limits.has_warpgroups
-        kinds = (t for t in TILED if has_warpgroups or not t.by_warpgroups)
-        tiled = next((t for t in kinds if t.takes(s.size, s.width, cells)), None)
-        if s.rows >= MANY and tiled is not None:
-            self._tiles(tiled, operands, leading)
+        kinds = (t for t in TILED_SOURCES if has_warpgroups or not t.uses_warpgroups)
+        tiled = next((t for t in kinds if t.can_take(s.key_columns, s.value_columns, cells)), None)
+        if s.rows >= MIN_TILED_ROWS and tiled is not None:
+            self._launch_tiled(tiled, operands, leading)
         else:
-            self._few(operands, leading)
+            self._launch_few_rows(operands, leading)
 
-    def _words(self, operands: Operands, splits: int, sums: list[Word]) -> list[Word]:
+    def _make_argument_words(
+        self, operands: AttentionOperands, splits: int, sums: list[LaunchWord]
+    ) -> list[LaunchWord]:
         """Return the fields of `Args`."""
-        return [*(w for o in operands for w in _view(o)), *self._ahead, splits, *self._behind, *sums]
+        return [
+            *(w for o in operands for w in _make_view_fields(o)),
+            *self._leading_words,
+            splits,
+            *self._trailing_words,
+            *sums,
+        ]
 
-    def _sums(self, splits: int) -> list[Word]:
+    def _allocate_partial_sums(self, splits: int) -> list[LaunchWord]:
         """Allocate scratch for the partial results of splits."""
         if splits == 1:
             return [0, 0]
         s = self.shape
         count = s.batch * s.tokens * s.heads * splits
-        return [self.launches.scratch((count, s.width)), self.launches.scratch((count, 2))]
+        return [self.launches.allocate_scratch((count, s.value_columns)), self.launches.allocate_scratch((count, 2))]
 
-    def _combine(self, batch: Operands, words: list[Word], splits: int) -> None:
+    def _launch_combine(self, batch: AttentionOperands, words: list[LaunchWord], splits: int) -> None:
         """Launch the combination of the splits, if there are several."""
         if splits > 1:
             count = batch[4].shape[0] * self.shape.tokens * self.shape.heads
-            few = count < 2 * PROCESSORS
-            kernel = AROUND["attention_combine_few" if few else "attention_combine"]
-            self.launches.add(kernel, (count, blocks(self.shape.width, 32) if few else 1), THREADS, words)
+            few = count < 2 * TARGET_MULTIPROCESSORS
+            kernel = AUXILIARY_SOURCE["attention_combine_few" if few else "attention_combine"]
+            self.launches.add_launch(
+                kernel, (count, count_blocks(self.shape.value_columns, 32) if few else 1), ATTENTION_THREADS, words
+            )
 
-    def _few(self, operands: Operands, leading: Sequence[int]) -> None:
+    def _launch_few_rows(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Launch a variant for few rows, and combine the splits of the keys."""
         s = self.shape
         cells = operands[1].dtype
-        fitting = [f for f in FEW if f.takes(s.size, s.width, cells)]
+        fitting = [f for f in FEW_ROWS_SOURCES if f.can_take(s.key_columns, s.value_columns, cells)]
         kind, anyhow = fitting[0], fitting[-1]
-        fast = next((c for c in CELLS_OF_FEW if c.takes(s.size, s.width, cells)), None)
+        fast = next((c for c in CELL_SOURCES if c.can_take(s.key_columns, s.value_columns, cells)), None)
         if fast is None:
-            splits = s.splits(blocks(s.rows, kind.together(s.rows)), 32 * WARPS)
+            splits = s.choose_key_splits(count_blocks(s.rows, kind.choose_rows_per_block(s.rows)), 32 * ATTENTION_WARPS)
         else:
-            splits = s.even_splits(blocks(s.rows, OWN), OWN * WARPS)
-        sums = self._sums(splits)
-        for batch in _batches(leading, operands):
+            splits = s.choose_balanced_key_splits(count_blocks(s.rows, CELL_ROWS), CELL_ROWS * ATTENTION_WARPS)
+        sums = self._allocate_partial_sums(splits)
+        for batch in _iterate_batches(leading, operands):
             q, k, v, _, out = batch
-            words = self._words(batch, splits, sums)
-            if fast is not None and _in_vectors(k, 8) and _in_vectors(v, 8):
-                row_blocks = blocks(s.rows, OWN) * s.groups
-                kernel, shared, more = CELLS_OF_FEW[fast][fast.name], fast.shared_bytes, [_in_vectors(q, 8)]
+            words = self._make_argument_words(batch, splits, sums)
+            if fast is not None and _is_vector_loadable(k, 8) and _is_vector_loadable(v, 8):
+                row_blocks = count_blocks(s.rows, CELL_ROWS) * s.key_heads
+                kernel, shared, more = CELL_SOURCES[fast][fast.name], fast.shared_bytes, [_is_vector_loadable(q, 8)]
             else:
-                used = kind if _in_vectors(k, 4) and _in_vectors(v, 4) else anyhow
-                rows, shared, more = used.together(s.rows), 0, []
-                row_blocks = blocks(s.rows, rows) * s.groups * blocks(s.width, MOST_WIDTH)
-                kernel = FEW[used][used.name(rows)]
-            need(max(row_blocks, out.shape[0]) <= MOST_GRID, f"{s.rows} rows of {out.shape[0]} batches are too many")
-            self.launches.add(kernel, (splits, row_blocks, out.shape[0]), THREADS, [*words, *more], shared_bytes=shared)
-            self._combine(batch, words, splits)
+                used = kind if _is_vector_loadable(k, 4) and _is_vector_loadable(v, 4) else anyhow
+                rows, shared, more = used.choose_rows_per_block(s.rows), 0, []
+                row_blocks = count_blocks(s.rows, rows) * s.key_heads * count_blocks(s.value_columns, MAX_VALUE_COLUMNS)
+                kernel = FEW_ROWS_SOURCES[used][used.format_name(rows)]
+            require_supported(
+                max(row_blocks, out.shape[0]) <= MAX_GRID_SIZE, f"{s.rows} rows of {out.shape[0]} batches are too many"
+            )
+            self.launches.add_launch(
+                kernel, (splits, row_blocks, out.shape[0]), ATTENTION_THREADS, [*words, *more], shared_bytes=shared
+            )
+            self._launch_combine(batch, words, splits)
 
-    def _tiles(self, kind: Tiled, operands: Operands, leading: Sequence[int]) -> None:
+    def _launch_tiled(self, kind: TiledVariant, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Launch a tiled variant for many rows.
 
         Before it, split float32 keys and values into halves, and find the tiles that the mask leaves visible. After it,
@@ -302,42 +338,81 @@ class _Attention:
         """
         s, launches = self.shape, self.launches
         row_tiles, row_blocks, tiles = (
-            blocks(*n) for n in ((s.rows, kind.seen_rows), (s.rows, kind.rows), (s.keys, kind.tile))
+            count_blocks(*n) for n in ((s.rows, kind.visibility_rows), (s.rows, kind.rows), (s.key_count, kind.tile))
         )
-        splits = s.splits(row_blocks, 4 * kind.tile, BLOCKS_OF_TILES if kind.by_warpgroups else BLOCKS)
-        sums = self._sums(splits)
-        copies = None if isinstance(kind, Short) else _Halves.of(launches, kind, s.batch * s.groups * tiles * kind.tile)
-        seen = None if operands[3] is None else launches.scratch((s.batch, s.groups, row_tiles, tiles), DType.I32)
-        for batch in _batches(leading, operands):
+        splits = s.choose_key_splits(
+            row_blocks, 4 * kind.tile, TARGET_WARPGROUP_BLOCKS if kind.uses_warpgroups else TARGET_BLOCKS
+        )
+        sums = self._allocate_partial_sums(splits)
+        copies = (
+            None
+            if isinstance(kind, PipelinedVariant)
+            else _SplitKeysValues.allocate(launches, kind, s.batch * s.key_heads * tiles * kind.tile)
+        )
+        seen = (
+            None
+            if operands[3] is None
+            else launches.allocate_scratch((s.batch, s.key_heads, row_tiles, tiles), DType.I32)
+        )
+        for batch in _iterate_batches(leading, operands):
             q, k, v, mask, out = batch
-            need(out.shape[0] * s.groups <= MOST_GRID, f"{out.shape[0]} batches are too many for a grid")
-            need(max(row_blocks, tiles) <= MOST_GRID, f"{s.rows} rows or {s.keys} keys are too many for a grid")
+            require_supported(
+                out.shape[0] * s.key_heads <= MAX_GRID_SIZE, f"{out.shape[0]} batches are too many for a grid"
+            )
+            require_supported(
+                max(row_blocks, tiles) <= MAX_GRID_SIZE, f"{s.rows} rows or {s.key_count} keys are too many for a grid"
+            )
             if copies is not None:
-                self._split(k, kind.size, kind.tile, copies.k, copies.k_units)
-                self._split(v, kind.width, kind.tile, copies.v, copies.v_units)
-            words = self._words(batch, splits, sums)
-            step = [0, 0] if mask is None else self._seen_steps(mask, row_tiles * tiles)
+                self._launch_split(k, kind.size, kind.tile, copies.k, copies.k_units)
+                self._launch_split(v, kind.width, kind.tile, copies.v, copies.v_units)
+            words = self._make_argument_words(batch, splits, sums)
+            step = [0, 0] if mask is None else self._compute_seen_strides(mask, row_tiles * tiles)
             with_tiles = [*words, *([0] * 4 if copies is None else copies.words), seen or 0, *step, tiles]
-            with_tiles += [kind.tile, kind.seen_rows, _in_vectors(q, 8), _in_vectors(k, 8) and _in_vectors(v, 8)]
+            with_tiles += [
+                kind.tile,
+                kind.visibility_rows,
+                _is_vector_loadable(q, 8),
+                _is_vector_loadable(k, 8) and _is_vector_loadable(v, 8),
+            ]
             if mask is not None:
-                masks = (out.shape[0] if step[0] else 1) * (s.groups if step[1] else 1)
-                launches.add(AROUND["attention_seen"], (tiles, row_tiles, masks), THREADS, with_tiles)
-            grid = (row_blocks, out.shape[0] * s.groups, splits)
-            launches.add(TILED[kind][kind.name], grid, kind.threads, with_tiles, shared_bytes=kind.shared_bytes)
-            self._combine(batch, words, splits)
+                masks = (out.shape[0] if step[0] else 1) * (s.key_heads if step[1] else 1)
+                launches.add_launch(
+                    AUXILIARY_SOURCE["attention_seen"], (tiles, row_tiles, masks), ATTENTION_THREADS, with_tiles
+                )
+            grid = (row_blocks, out.shape[0] * s.key_heads, splits)
+            launches.add_launch(
+                TILED_SOURCES[kind][kind.name], grid, kind.threads, with_tiles, shared_bytes=kind.shared_bytes
+            )
+            self._launch_combine(batch, words, splits)
 
-    def _seen_steps(self, mask: Operand, tiles: int) -> list[int]:
+    def _compute_seen_strides(self, mask: Operand, tiles: int) -> list[int]:
         """Return the strides of visible tiles between batches and between key heads, 0 where masks are equal."""
-        groups = self.shape.groups if self.shape.mask_heads > 1 else 1
-        return [tiles * groups if _steps(mask)[0] else 0, tiles if groups > 1 else 0]
+        groups = self.shape.key_heads if self.shape.mask_heads > 1 else 1
+        return [tiles * groups if _compute_walk_strides(mask)[0] else 0, tiles if groups > 1 else 0]
 
-    def _split(self, x: Operand, columns: int, tile: int, halves: Operand, units: Operand) -> None:
+    def _launch_split(self, x: Operand, columns: int, tile: int, halves: Operand, units: Operand) -> None:
         """Launch the split of keys or values into halves and their scales. `columns` includes padding."""
         s, lanes = self.shape, 8 if columns <= 64 else 16 if columns <= 128 else 32
-        count = x.shape[0] * s.groups * blocks(s.keys, tile) * tile
-        words = [*_view(x), halves, units, s.keys, s.groups, x.shape[-1], columns, blocks(s.keys, tile), tile, count]
-        words += [lanes, _in_vectors(x, 8)]
-        self.launches.add(AROUND[f"attention_split<{TYPES[x.dtype]}>"], blocks(count, THREADS // lanes), THREADS, words)
+        count = x.shape[0] * s.key_heads * count_blocks(s.key_count, tile) * tile
+        words = [
+            *_make_view_fields(x),
+            halves,
+            units,
+            s.key_count,
+            s.key_heads,
+            x.shape[-1],
+            columns,
+            count_blocks(s.key_count, tile),
+            tile,
+            count,
+        ]
+        words += [lanes, _is_vector_loadable(x, 8)]
+        self.launches.add_launch(
+            AUXILIARY_SOURCE[f"attention_split<{CUDA_TYPE_NAMES[x.dtype]}>"],
+            count_blocks(count, ATTENTION_THREADS // lanes),
+            ATTENTION_THREADS,
+            words,
+        )
 
 
-BINDINGS: Mapping[str, Binding] = {"attention": _attention}
+BINDINGS: Mapping[str, OpBinder] = {"attention": _bind_attention}

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .....graph.dtypes import DType
-from ...device.driver import Source
-from ..elementwise import CELLS, HALVES, TYPES
+from ...device.driver import KernelSource
+from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, HALF_DTYPES
 
-HEADERS = ("cells.cuh", "attention.cuh")
-OF_MANY = (*HEADERS, "attention_powers.cuh", "attention_many.cuh")
-THREADS, WARPS, ROWS = 128, 4, 64
-OWN = 16
+ATTENTION_HEADERS = ("cells.cuh", "attention.cuh")
+PREFILL_HEADERS = (*ATTENTION_HEADERS, "attention_powers.cuh", "attention_many.cuh")
+ATTENTION_THREADS, ATTENTION_WARPS, TILE_ROWS = 128, 4, 64
+CELL_ROWS = 16
 """Rows of a block of `attend_cells`, and keys that a warp processes at a time."""
-TERMS = {DType.F16: 2, DType.BF16: 3}
+TERMS_BY_DTYPE = {DType.F16: 2, DType.BF16: 3}
 """Terms of the cell dtype that together are as precise as float32."""
 
 
 @dataclass(frozen=True, slots=True)
-class Few:
+class FewRowsVariant:
     """`attend_few` for keys and values up to some sizes; 0 means any size.
 
     `lanes` lanes share a key. Each has `keys` groups of four columns of a key, and `values` groups of a value.
@@ -34,27 +34,27 @@ class Few:
         """Possible numbers of rows that a block processes together."""
         return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
 
-    def together(self, rows: int) -> int:
+    def choose_rows_per_block(self, rows: int) -> int:
         """Return how many of `rows` rows a block processes together."""
         return next((r for r in self.rows if r >= rows), self.rows[-1])
 
-    def name(self, rows: int) -> str:
+    def format_name(self, rows: int) -> str:
         """Return the C++ name of the kernel for `rows` rows."""
         sizes = f"{self.lanes}, {self.keys}, {self.values}, {rows}"
-        return f"attend_few<{sizes}, {str(self.keys > 0).lower()}, {TYPES[self.cells]}>"
+        return f"attend_few<{sizes}, {str(self.keys > 0).lower()}, {CUDA_TYPE_NAMES[self.cells]}>"
 
-    def source(self) -> Source:
+    def make_source(self) -> KernelSource:
         """Return the source with the kernels for all row counts."""
-        return Source("attention_few.cu", tuple(map(self.name, self.rows)), before=HEADERS)
+        return KernelSource("attention_few.cu", tuple(map(self.format_name, self.rows)), before=ATTENTION_HEADERS)
 
-    def takes(self, size: int, width: int, cells: DType) -> bool:
+    def can_take(self, size: int, width: int, cells: DType) -> bool:
         """Return whether the variant supports these key columns, value columns and cell dtype."""
         fits = size <= 4 * self.lanes * self.keys and width <= 4 * self.lanes * self.values
         return cells is self.cells and (fits or not self.keys)
 
 
 @dataclass(frozen=True, slots=True)
-class Tiled:
+class TiledVariant:
     """`attend_tiles` for keys and values of up to `size` and `width` columns, in tiles of `tile` keys.
 
     Queries are in registers (`has_register_queries`) or in shared memory. No block has more than 96 KiB of it.
@@ -63,23 +63,23 @@ class Tiled:
     size: int
     width: int
     tile: int
-    held: bool
-    rows: int = ROWS
-    threads: int = THREADS
+    has_register_queries: bool
+    rows: int = TILE_ROWS
+    threads: int = ATTENTION_THREADS
 
-    def takes(self, size: int, width: int, cells: DType) -> bool:
+    def can_take(self, size: int, width: int, cells: DType) -> bool:
         """Return whether the variant supports these key columns, value columns and cell dtype."""
         return size <= self.size and width <= self.width
 
     @property
-    def by_warpgroups(self) -> bool:
+    def uses_warpgroups(self) -> bool:
         """Whether the variant needs a device with warpgroup products."""
         return False
 
     @property
-    def seen_rows(self) -> int:
+    def visibility_rows(self) -> int:
         """Rows of a tile of the visibility table."""
-        return max(ROWS, self.rows)
+        return max(TILE_ROWS, self.rows)
 
     @property
     def file(self) -> str:
@@ -88,19 +88,19 @@ class Tiled:
     @property
     def name(self) -> str:
         """The C++ name of the kernel."""
-        return f"attend_tiles<{self.size}, {self.width}, {self.tile}, {str(self.held).lower()}>"
+        return f"attend_tiles<{self.size}, {self.width}, {self.tile}, {str(self.has_register_queries).lower()}>"
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return 4 * (self.tile * (self.size + self.width) + (0 if self.held else ROWS * self.size))
+        return 4 * (self.tile * (self.size + self.width) + (0 if self.has_register_queries else TILE_ROWS * self.size))
 
-    def source(self) -> Source:
-        return Source(self.file, (self.name,), before=(*HEADERS, "attention_scores.cuh"))
+    def make_source(self) -> KernelSource:
+        return KernelSource(self.file, (self.name,), before=(*ATTENTION_HEADERS, "attention_scores.cuh"))
 
 
 @dataclass(frozen=True, slots=True)
-class Wide(Tiled):
+class WideVariant(TiledVariant):
     """`attend_wide`. Queries pass through shared memory before keys and values do."""
 
     rows: int = 32
@@ -120,7 +120,7 @@ class Wide(Tiled):
 
 
 @dataclass(frozen=True, slots=True)
-class Short(Tiled):
+class PipelinedVariant(TiledVariant):
     """`attend_short` for 16-bit caches. It loads tiles of keys and values in stages, without conversion."""
 
     stages: int = 2
@@ -130,42 +130,42 @@ class Short(Tiled):
     def file(self) -> str:
         return "attention_short.cu"
 
-    def source(self) -> Source:
-        return Source(self.file, (self.name,), OF_MANY)
+    def make_source(self) -> KernelSource:
+        return KernelSource(self.file, (self.name,), PREFILL_HEADERS)
 
-    def takes(self, size: int, width: int, cells: DType) -> bool:
+    def can_take(self, size: int, width: int, cells: DType) -> bool:
         return size <= self.size and width <= self.width and cells is self.cells
 
     @property
     def name(self) -> str:
         sizes = f"{self.size}, {self.width}, {self.tile}, {self.stages}, {self.threads // 32}"
-        return f"attend_short<{TYPES[self.cells]}, {sizes}, {str(self.held).lower()}>"
+        return f"attend_short<{CUDA_TYPE_NAMES[self.cells]}, {sizes}, {str(self.has_register_queries).lower()}>"
 
     @property
     def shared_bytes(self) -> int:
         stages, queries = 2 * self.stages * self.tile * (self.size + self.width), 2 * self.rows * self.size
-        return 16 * self.rows + (max(stages, queries) if self.held else stages + queries)
+        return 16 * self.rows + (max(stages, queries) if self.has_register_queries else stages + queries)
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped(Short):
+class WarpgroupVariant(PipelinedVariant):
     """`attend_warpgroups`. Its operands in shared memory begin at a multiple of 1024."""
 
     @property
-    def by_warpgroups(self) -> bool:
+    def uses_warpgroups(self) -> bool:
         return True
 
     @property
     def file(self) -> str:
         return "attention_warpgroups.cu"
 
-    def source(self) -> Source:
-        return Source(self.file, (self.name,), (*OF_MANY, "wgmma.cuh"), architectures=("sm_90a",))
+    def make_source(self) -> KernelSource:
+        return KernelSource(self.file, (self.name,), (*PREFILL_HEADERS, "wgmma.cuh"), architectures=("sm_90a",))
 
     @property
     def name(self) -> str:
         sizes = f"{self.size}, {self.width}, {self.tile}, {self.threads // 32}"
-        return f"attend_warpgroups<{TYPES[self.cells]}, {sizes}>"
+        return f"attend_warpgroups<{CUDA_TYPE_NAMES[self.cells]}, {sizes}>"
 
     @property
     def shared_bytes(self) -> int:
@@ -173,7 +173,7 @@ class Grouped(Short):
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class CellVariant:
     """`attend_cells` for keys and values of up to `size` and `width` columns. Their rows support vector loads."""
 
     size: int
@@ -182,56 +182,63 @@ class Cells:
 
     @property
     def name(self) -> str:
-        return f"attend_cells<{TYPES[self.cells]}, {self.size}, {self.width}>"
+        return f"attend_cells<{CUDA_TYPE_NAMES[self.cells]}, {self.size}, {self.width}>"
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        queries, sums = 4 * TERMS[self.cells] * OWN * self.size, 4 * WARPS * self.width // 8 * (8 * OWN + 4)
+        queries, sums = (
+            4 * TERMS_BY_DTYPE[self.cells] * CELL_ROWS * self.size,
+            4 * ATTENTION_WARPS * self.width // 8 * (8 * CELL_ROWS + 4),
+        )
         return max(queries, sums)
 
-    def source(self) -> Source:
-        return Source("attention_cells.cu", (self.name,), before=(*HEADERS, "attention_powers.cuh"))
+    def make_source(self) -> KernelSource:
+        return KernelSource("attention_cells.cu", (self.name,), before=(*ATTENTION_HEADERS, "attention_powers.cuh"))
 
-    def takes(self, size: int, width: int, cells: DType) -> bool:
+    def can_take(self, size: int, width: int, cells: DType) -> bool:
         """Return whether the variant supports these key columns, value columns and cell dtype."""
         return size <= self.size and width <= self.width and cells is self.cells
 
 
-_FLOATS = (Few(8, 2, 2), Few(8, 4, 4), Few(16, 4, 4))
-_ALL = tuple(Few(32, fours, 4, cells) for fours in (5, 0) for cells in CELLS)
-FEW = {f: f.source() for f in (*_FLOATS, *_ALL)}
+_FLOAT_VARIANTS = (FewRowsVariant(8, 2, 2), FewRowsVariant(8, 4, 4), FewRowsVariant(16, 4, 4))
+_GENERAL_VARIANTS = tuple(FewRowsVariant(32, fours, 4, cells) for fours in (5, 0) for cells in CELL_DTYPES)
+FEW_ROWS_SOURCES = {f: f.make_source() for f in (*_FLOAT_VARIANTS, *_GENERAL_VARIANTS)}
 """Sources of variants for few rows. The first variant that supports the sizes is the best; the last supports any."""
-CELLS_OF_FEW = {
-    c: c.source()
-    for c in (Cells(*sizes, t) for t in HALVES for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)))
+CELL_SOURCES = {
+    c: c.make_source()
+    for c in (CellVariant(*sizes, t) for t in HALF_DTYPES for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)))
 }
-_SIZES = (
+_PIPELINED_SIZES = (
     (64, 64, 64, True, 128, 256, 3),
     (128, 128, 64, False, 128, 256, 2),
     (192, 128, 32, False, 128, 256, 2),
     (256, 256, 32, False, 64, 128, 2),
 )
-_GROUPED = (
+_WARPGROUP_SIZES = (
     (64, 64, 128, False, 128, 256),
     (128, 128, 128, False, 128, 256),
     (192, 128, 128, False, 128, 256),
     (256, 256, 64, False, 128, 256),
 )
-TILED = {
-    t: t.source()
+TILED_SOURCES = {
+    t: t.make_source()
     for t in (
-        *(Grouped(*sizes, cells=cells) for cells in HALVES for sizes in _GROUPED),
-        *(Short(*sizes, cells=cells) for cells in HALVES for sizes in _SIZES),
-        Tiled(64, 64, 64, True),
-        Tiled(128, 128, 32, True),
-        Tiled(192, 128, 32, False),
-        Tiled(256, 256, 16, False),
-        Wide(576, 512, 16, held=True),
+        *(WarpgroupVariant(*sizes, cells=cells) for cells in HALF_DTYPES for sizes in _WARPGROUP_SIZES),
+        *(PipelinedVariant(*sizes, cells=cells) for cells in HALF_DTYPES for sizes in _PIPELINED_SIZES),
+        TiledVariant(64, 64, 64, True),
+        TiledVariant(128, 128, 32, True),
+        TiledVariant(192, 128, 32, False),
+        TiledVariant(256, 256, 16, False),
+        WideVariant(576, 512, 16, has_register_queries=True),
     )
 }
 """Sources of tiled variants. The first variant that supports the sizes is the best."""
-_COMBINE = ("attention_combine", "attention_combine_few")
-_AROUND = ("attention_seen", *(f"attention_split<{TYPES[cells]}>" for cells in CELLS), *_COMBINE)
-AROUND = Source("attention_around.cu", _AROUND, before=HEADERS)
-SOURCES = (*FEW.values(), *CELLS_OF_FEW.values(), *TILED.values(), AROUND)
+_COMBINE_KERNELS = ("attention_combine", "attention_combine_few")
+_AUXILIARY_KERNELS = (
+    "attention_seen",
+    *(f"attention_split<{CUDA_TYPE_NAMES[cells]}>" for cells in CELL_DTYPES),
+    *_COMBINE_KERNELS,
+)
+AUXILIARY_SOURCE = KernelSource("attention_around.cu", _AUXILIARY_KERNELS, before=ATTENTION_HEADERS)
+SOURCES = (*FEW_ROWS_SOURCES.values(), *CELL_SOURCES.values(), *TILED_SOURCES.values(), AUXILIARY_SOURCE)

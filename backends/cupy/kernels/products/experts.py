@@ -9,90 +9,121 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ....chains import summed_experts, with_other
-from ....flow import Flow, apart, lies_as
-from ....operands import Bound, Operand, need
-from ...binding.chains import Fused
-from ...binding.launches import Launches
+from ....chains import match_expert_sum, match_expert_sum_with_shared
+from ....flow import Dataflow, has_same_elements, require_no_alias
+from ....operands import BoundInstruction, Operand, require_supported
+from ...binding.chains import FusionBinder
+from ...binding.launches import LaunchBuilder
 from . import dense, packed
-from .matmul import MOST, are_few_of_each, is_packed, is_read, launch_few, routed
-from .routes import UNITS, Products, Summed
-from .same_rows import by_row, gated, unit_of
+from .matmul import (
+    MAX_GRID_SIZE,
+    has_few_slots_per_expert,
+    is_gemv_readable,
+    is_packed,
+    launch_gemv,
+    make_routing_fields,
+)
+from .routes import GATED_UNIT_CODES, WeightedSum, WeightsAndResults
+from .same_rows import as_matrix, find_gated_unit, match_gated_products
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class _GatedUnit:
     """Two products of the same rows and their gated unit."""
 
     products: tuple[int, ...]
     unit: int
-    gate: Bound
-    up: Bound
+    gate: BoundInstruction
+    up: BoundInstruction
     out: Operand
 
     @classmethod
-    def of(cls, flow: Flow, product: int) -> _Unit:
+    def match_gated_unit(cls, flow: Dataflow, product: int) -> _GatedUnit:
         """Match two products and their gated unit, with equal operands; raise `NoKernelError` otherwise."""
-        products, unit = gated(flow, product)
-        gate, up = map(flow.call, products)
-        made = cls(products, unit, gate, up, flow.call(unit).out)
-        need(all(lies_as(up.operand(k), gate.operand(k)) for k in range(1, len(gate.src))), "rows or experts differ")
-        need(dict(gate.attrs) == dict(up.attrs), "experts differ")
+        products, unit = match_gated_products(flow, product)
+        gate, up = map(flow.bound_instruction, products)
+        made = cls(products, unit, gate, up, flow.bound_instruction(unit).out)
+        require_supported(
+            all(has_same_elements(up.operand(k), gate.operand(k)) for k in range(1, len(gate.src))),
+            "rows or experts differ",
+        )
+        require_supported(dict(gate.attrs) == dict(up.attrs), "experts differ")
         w, other = gate.operand(0), up.operand(0)
-        need(is_read(w) and is_read(other) and (other.shape, other.dtype) == (w.shape, w.dtype), "weights differ")
-        need(made.out.is_dense, "a result is not dense")
+        require_supported(
+            is_gemv_readable(w) and is_gemv_readable(other) and (other.shape, other.dtype) == (w.shape, w.dtype),
+            "weights differ",
+        )
+        require_supported(made.out.is_dense, "a result is not dense")
         return made
 
     @property
-    def numbers(self) -> list[int]:
+    def instruction_numbers(self) -> list[int]:
         """The two products and the unit."""
         return [*self.products, self.unit]
 
     @property
-    def made(self) -> Products:
+    def products_and_results(self) -> WeightsAndResults:
         """The weights with the results; the kernel writes the first result only."""
-        return [(self.gate.operand(0), by_row(self.out)), (self.up.operand(0), by_row(self.up.out))]
+        return [(self.gate.operand(0), as_matrix(self.out)), (self.up.operand(0), as_matrix(self.up.out))]
 
 
-def _launch_units(launches: Launches, flow: Flow, chosen: _Unit, other: _Unit | None = None) -> None:
+def _launch_gated_units(
+    launches: LaunchBuilder, flow: Dataflow, chosen: _GatedUnit, other: _GatedUnit | None = None
+) -> None:
     x, ids, w = chosen.gate.operand(1), chosen.gate.operand(2), chosen.gate.operand(0)
     slots, tokens = math.prod(ids.shape), 0
-    need(are_few_of_each(chosen.gate) and slots <= MOST // 2 and x.is_float, "slots are many")
-    apart(chosen.out, [x, ids])
+    require_supported(
+        has_few_slots_per_expert(chosen.gate) and slots <= MAX_GRID_SIZE // 2 and x.is_float, "slots are many"
+    )
+    require_no_alias(chosen.out, [x, ids])
     if other is not None:
         tokens, matrix = math.prod(x.shape[:-1]), other.gate.operand(0)
-        need((matrix.shape, matrix.dtype) == (w.shape[1:], w.dtype), "the other expert is of another kind")
-        need(x.is_dense and lies_as(other.gate.operand(1), x) and x.shape[-2] == 1, "rows differ")
-        need(flow.call(other.unit).op == flow.call(chosen.unit).op, "units differ")
-        apart(other.out, [x, ids, chosen.out])
+        require_supported((matrix.shape, matrix.dtype) == (w.shape[1:], w.dtype), "the other expert is of another kind")
+        require_supported(
+            x.is_dense and has_same_elements(other.gate.operand(1), x) and x.shape[-2] == 1, "rows differ"
+        )
+        require_supported(
+            flow.bound_instruction(other.unit).op == flow.bound_instruction(chosen.unit).op, "units differ"
+        )
+        require_no_alias(other.out, [x, ids, chosen.out])
     before, launches.number = launches.number, chosen.products[0]
-    spread, choice = routed(launches, chosen.gate)
+    spread, choice = make_routing_fields(launches, chosen.gate)
     launches.number = before
-    unit, others = UNITS[flow.call(chosen.unit).op], () if other is None else other.made
-    launch_few(launches, chosen.made, x, slots, 1, [*spread, *choice], unit, others, tokens)
+    unit, others = (
+        GATED_UNIT_CODES[flow.bound_instruction(chosen.unit).op],
+        () if other is None else other.products_and_results,
+    )
+    launch_gemv(launches, chosen.products_and_results, x, slots, 1, [*spread, *choice], unit, others, tokens)
 
 
-def _unit_of_experts(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+def _fuse_expert_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse two products with weights of chosen experts and their gated unit."""
-    chosen = _Unit.of(flow, number)
-    _launch_units(launches, flow, chosen)
-    return chosen.numbers
+    chosen = _GatedUnit.match_gated_unit(flow, number)
+    _launch_gated_units(launches, flow, chosen)
+    return chosen.instruction_numbers
 
 
-def _unit_of_all_experts(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+def _fuse_expert_and_shared_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the gated units of the chosen experts and of the shared expert."""
-    readers = [n for n in flow.readers_of(flow.maker(number, 1)) if unit_of(flow, n) is not None]
-    of_op = {flow.call(n).op: n for n in reversed(readers)}
-    need(of_op.keys() == {"mul_mat_id", "mul_mat"}, "there are no experts of both kinds")
-    chosen, other = (_Unit.of(flow, of_op[op]) for op in ("mul_mat_id", "mul_mat"))
-    numbers = [*chosen.numbers, *other.numbers]
-    need(number in numbers, "it is none of their products")
-    _launch_units(launches, flow, chosen, other)
+    readers = [
+        n for n in flow.require_readers(flow.require_producer(number, 1)) if find_gated_unit(flow, n) is not None
+    ]
+    of_op = {flow.bound_instruction(n).op: n for n in reversed(readers)}
+    require_supported(of_op.keys() == {"mul_mat_id", "mul_mat"}, "there are no experts of both kinds")
+    chosen, other = (_GatedUnit.match_gated_unit(flow, of_op[op]) for op in ("mul_mat_id", "mul_mat"))
+    numbers = [*chosen.instruction_numbers, *other.instruction_numbers]
+    require_supported(number in numbers, "it is none of their products")
+    _launch_gated_units(launches, flow, chosen, other)
     return numbers
 
 
-def _launch_sum(
-    launches: Launches, down: Bound, total: Bound, out: Operand, other: Bound | None = None, gate: Operand | None = None
+def _launch_expert_sum(
+    launches: LaunchBuilder,
+    down: BoundInstruction,
+    total: BoundInstruction,
+    out: Operand,
+    other: BoundInstruction | None = None,
+    gate: Operand | None = None,
 ) -> None:
     """Launch the sum of the products of chosen experts, times their shares, plus the product of the shared expert.
 
@@ -107,46 +138,59 @@ def _launch_sum(
     w, x, ids, shares = down.operand(0), down.operand(1), down.operand(2), total.operand(1)
     used, width, answers = ids.shape[-1], w.shape[-2], total.operand(0)
     tokens = math.prod(ids.shape) // used if used else 0
-    need(w.tensor.spec.size > 0, "a device may have nothing of the experts")
-    need(answers.shape[-2:] == (width, used) and answers.strides[-2] == 1, "answers are not added up")
-    need(
+    require_supported(w.tensor.spec.size > 0, "a device may have nothing of the experts")
+    require_supported(answers.shape[-2:] == (width, used) and answers.strides[-2] == 1, "answers are not added up")
+    require_supported(
         x.is_float and x.is_dense and x.shape[-2] == used and shares.is_float and shares.is_dense,
         "rows of x are shared",
     )
-    need(shares.shape[-2:] == (1, used) and shares.tensor.spec.size == tokens * used, "shares are of others")
-    need(is_read(w) and len(w.shape) == 3 and tokens and are_few_of_each(down), "slots are many")
-    need(out.is_dense and out.tensor.spec.size == tokens * width and tokens <= MOST, "results are not dense")
+    require_supported(
+        shares.shape[-2:] == (1, used) and shares.tensor.spec.size == tokens * used, "shares are of others"
+    )
+    require_supported(
+        is_gemv_readable(w) and len(w.shape) == 3 and tokens and has_few_slots_per_expert(down), "slots are many"
+    )
+    require_supported(
+        out.is_dense and out.tensor.spec.size == tokens * width and tokens <= MAX_GRID_SIZE, "results are not dense"
+    )
     matrix = other_x = None
     if other is not None:
         matrix, other_x = other.operand(0), other.operand(1)
-        need(is_read(matrix) and len(matrix.shape) == 2, "weights are not read so")
-        need(matrix.shape == w.shape[1:] and matrix.dtype is w.dtype, "the other expert is of another kind")
-        need(other_x.is_float and other_x.has_rows and math.prod(other_x.shape[:-1]) == tokens, "its rows are others")
-        need(gate is None or (gate.is_float and gate.has_rows and gate.tensor.spec.size == tokens), "shares differ")
-    apart(out, [x, ids, shares, other_x, gate])
+        require_supported(is_gemv_readable(matrix) and len(matrix.shape) == 2, "weights are not read so")
+        require_supported(
+            matrix.shape == w.shape[1:] and matrix.dtype is w.dtype, "the other expert is of another kind"
+        )
+        require_supported(
+            other_x.is_float and other_x.has_even_rows and math.prod(other_x.shape[:-1]) == tokens,
+            "its rows are others",
+        )
+        require_supported(
+            gate is None or (gate.is_float and gate.has_even_rows and gate.tensor.spec.size == tokens), "shares differ"
+        )
+    require_no_alias(out, [x, ids, shares, other_x, gate])
     by_token = replace(shares, tensor=replace(shares.tensor, shape=(tokens, used), strides=(used, 1)))
-    summed = Summed(by_token, routed(launches, down)[1], matrix, other_x, gate)
-    (packed if is_packed(w) else dense).summed(launches, w, x, by_row(out), summed)
+    summed = WeightedSum(by_token, make_routing_fields(launches, down)[1], matrix, other_x, gate)
+    (packed if is_packed(w) else dense).summed(launches, w, x, as_matrix(out), summed)
 
 
-def _sum_of_experts(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+def _fuse_expert_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the products of chosen experts and their weighted sum."""
-    chain = summed_experts(flow, number)
-    down, total = map(flow.call, chain)
-    _launch_sum(launches, down, total, total.out)
+    chain = match_expert_sum(flow, number)
+    down, total = map(flow.bound_instruction, chain)
+    _launch_expert_sum(launches, down, total, total.out)
     return chain
 
 
-def _sum_with_other(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+def _fuse_expert_and_shared_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the products of chosen experts and of the shared expert, and their sum."""
-    chain = with_other(flow, number)
-    down, total, both, other = (flow.call(n) for n in chain[:4] if n is not None)
-    gate = None if chain.logistic is None else flow.call(chain.logistic).operand(0)
-    _launch_sum(launches, down, total, both.out, other, gate)
-    return chain.numbers
+    chain = match_expert_sum_with_shared(flow, number)
+    down, total, both, other = (flow.bound_instruction(n) for n in chain[:4] if n is not None)
+    gate = None if chain.sigmoid is None else flow.bound_instruction(chain.sigmoid).operand(0)
+    _launch_expert_sum(launches, down, total, both.out, other, gate)
+    return chain.instruction_numbers
 
 
-FUSED: Mapping[str, Sequence[Fused]] = {
-    "mul_mat": (_unit_of_all_experts,),
-    "mul_mat_id": (_unit_of_experts, _unit_of_all_experts, _sum_of_experts, _sum_with_other),
+FUSED: Mapping[str, Sequence[FusionBinder]] = {
+    "mul_mat": (_fuse_expert_and_shared_units,),
+    "mul_mat_id": (_fuse_expert_units, _fuse_expert_and_shared_units, _fuse_expert_sum, _fuse_expert_and_shared_sum),
 }

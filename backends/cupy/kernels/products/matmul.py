@@ -17,49 +17,49 @@ import numpy as np
 import numpy.typing as npt
 
 from .....graph.dtypes import DType
-from ....operands import Bound, Operand, need
-from ...binding.launches import Binding, Launches, Word, blocks, rows_of
-from ...binding.packing import PACKINGS
-from ...device.driver import Source
+from ....operands import BoundInstruction, Operand, require_supported
+from ...binding.launches import LaunchBuilder, LaunchWord, OpBinder, compute_row_stride, count_blocks
+from ...binding.packing import PLANE_LAYOUTS
+from ...device.driver import KernelSource
 from ..elementwise import as_float
 from . import dense, packed, products, tiled
-from .routes import ALONE, Products
+from .routes import NO_UNIT, WeightsAndResults
 
-ROUTES = Source("routes.cu", ("routes",), ("routes.cuh",))
-SOURCES = (ROUTES, *dense.SOURCES, *packed.SOURCES, *tiled.SOURCES)
-FEW = 4
+ROUTES_SOURCE = KernelSource("routes.cu", ("routes",), ("routes.cuh",))
+SOURCES = (ROUTES_SOURCE, *dense.SOURCES, *packed.SOURCES, *tiled.SOURCES)
+MAX_GEMV_ROWS = 4
 """The most rows of x per matrix at which plain threads keep up with memory. Tensor cores multiply more rows."""
-MOST = 65535
+MAX_GRID_SIZE = 65535
 """The most entries or tiles of a launch."""
-Many = Callable[..., None]
+TiledLauncher = Callable[..., None]
 """A function that multiplies a table of tiles: x, out, tiles, route."""
 
 
 def is_packed(w: Operand) -> bool:
     """Return whether the operand is a complete packed weight."""
-    return w.dtype in PACKINGS and w.is_whole
+    return w.dtype in PLANE_LAYOUTS and w.is_whole_buffer
 
 
-def _as_stored(launches: Launches, w: Operand) -> Operand:
+def _as_readable_weight(launches: LaunchBuilder, w: Operand) -> Operand:
     """Return the weight in a form that these kernels read: packed, or floats with contiguous rows."""
     if is_packed(w):
         return w
-    return w if w.dtype in dense.BY_TYPE else as_float(launches, w)
+    return w if w.dtype in dense.GEMV_SOURCE_BY_DTYPE else as_float(launches, w)
 
 
-def is_read(w: Operand) -> bool:
+def is_gemv_readable(w: Operand) -> bool:
     """Return whether GEMV kernels read the weight as stored."""
-    return is_packed(w) or (w.dtype in dense.BY_TYPE and w.strides[-1] == 1)
+    return is_packed(w) or (w.dtype in dense.GEMV_SOURCE_BY_DTYPE and w.strides[-1] == 1)
 
 
-def _has_tiles(w: Operand) -> bool:
+def _has_tensor_core_kernel(w: Operand) -> bool:
     """Return whether tensor-core kernels multiply the weight."""
-    return is_packed(w) or w.dtype in tiled.FLOATS
+    return is_packed(w) or w.dtype in tiled.FLOAT_DTYPES
 
 
-def _tiles(
-    launches: Launches, call: Bound, w: Operand, entries: float, matrices: int, is_even: bool
-) -> tuple[int, Many]:
+def _choose_tiled_launcher(
+    launches: LaunchBuilder, call: BoundInstruction, w: Operand, entries: float, matrices: int, is_even: bool
+) -> tuple[int, TiledLauncher]:
     """Choose a tensor-core kernel.
 
     Args:
@@ -75,24 +75,24 @@ def _tiles(
     """
     is_exact = bool(call.attrs["exact"]) and not is_packed(w)
     if is_even and is_packed(w) and math.prod(w.shape[:-2]) == 1:
-        w = tiled.unpacked(launches, w, int(entries)) or w
-    if found := tiled.shape_of_tiles(launches, w, entries, matrices, is_even):
+        w = tiled.unpack_to_bf16(launches, w, int(entries)) or w
+    if found := tiled.choose_tile_shape(launches, w, entries, matrices, is_even):
         tile, shares = found
-        terms = tiled.terms_of(w.dtype, tile, is_exact)
-        return tile.entries, partial(tiled.many, launches, w, tile=tile, shares=shares, terms=terms)
-    shape = packed.shape_of_tiles(w, entries, matrices)
-    return 8 * shape[0], partial(packed.many, launches, w, shape=shape)
+        terms = tiled.count_activation_terms(w.dtype, tile, is_exact)
+        return tile.entries, partial(tiled.launch_tiled, launches, w, tile=tile, shares=shares, terms=terms)
+    shape = packed.choose_tile_shape(w, entries, matrices)
+    return 8 * shape[0], partial(packed.launch_tiled, launches, w, shape=shape)
 
 
-def launch_few(
-    launches: Launches,
-    products: Products,
+def launch_gemv(
+    launches: LaunchBuilder,
+    products: WeightsAndResults,
     x: Operand,
     n: int,
     tokens: int,
-    route: list[Word],
-    unit: int = ALONE,
-    others: Products = (),
+    route: list[LaunchWord],
+    unit: int = NO_UNIT,
+    others: WeightsAndResults = (),
     more: int = 0,
 ) -> None:
     """Multiply a few rows of x by packed or float weights; see `dense.launch_gemv`."""
@@ -102,7 +102,7 @@ def launch_few(
 # -------------------------------------------------------------------------------------------------------- mul_mat
 
 
-def _matrix_of(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
+def _compute_matrix_indices(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
     """Return the matrix index of each leading entry of `x`. Along every axis a matrix serves adjacent entries."""
     leading = x.shape[:-2]
     sizes = (1,) * (len(leading) - len(w.shape) + 2) + w.shape[:-2]
@@ -112,31 +112,35 @@ def _matrix_of(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
     return matrices.reshape(-1)
 
 
-def _mul_mat(launches: Launches, call: Bound) -> None:
-    w, x, out = _as_stored(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
-    matrices, tokens = _matrix_of(w, x), x.shape[-2]
+def _bind_mul_mat(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    w, x, out = _as_readable_weight(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
+    matrices, tokens = _compute_matrix_indices(w, x), x.shape[-2]
     if math.prod(w.shape[:-2]) == 1:
         matrices, tokens = np.zeros(1, np.int32), math.prod(x.shape[:-1])
-    even = w.strides[-1] == 1 and (len(w.shape) == 2 or _lies_evenly(w)) and len(matrices) <= MOST
-    if not is_packed(w) and (not even or not x.has_rows or (tokens > FEW and not _has_tiles(w))):
-        return products.launch_any(launches, w, x, out)
-    if tokens <= FEW:
-        need(len(matrices) <= MOST, f"{len(matrices)} matrices are too many for one launch")
+    even = (
+        w.strides[-1] == 1 and (len(w.shape) == 2 or _has_uniform_matrix_stride(w)) and len(matrices) <= MAX_GRID_SIZE
+    )
+    if not is_packed(w) and (
+        not even or not x.has_even_rows or (tokens > MAX_GEMV_ROWS and not _has_tensor_core_kernel(w))
+    ):
+        return products.launch_strided_matmul(launches, w, x, out)
+    if tokens <= MAX_GEMV_ROWS:
+        require_supported(len(matrices) <= MAX_GRID_SIZE, f"{len(matrices)} matrices are too many for one launch")
         count = math.prod(w.shape[:-2])
         # Every index is valid, so the fault fields stay 0.
-        route: list[Word] = [1, 1, launches.constant(matrices) if count > 1 else 0, 0, count, count, 0, 0]
-        return launch_few(launches, [(w, out)], x, len(matrices), tokens, route)
-    size, many = _tiles(launches, call, w, tokens, len(matrices), is_even=True)
+        route: list[LaunchWord] = [1, 1, launches.upload_constant(matrices) if count > 1 else 0, 0, count, count, 0, 0]
+        return launch_gemv(launches, [(w, out)], x, len(matrices), tokens, route)
+    size, many = _choose_tiled_launcher(launches, call, w, tokens, len(matrices), is_even=True)
     tiles = [
         (matrix, entry * tokens + first, min(size, tokens - first), 0)
         for entry, matrix in enumerate(matrices.tolist())
         for first in range(0, tokens, size)
     ]
-    need(len(tiles) <= MOST, f"{len(tiles)} tiles are too many for one launch")
-    many(x, out, launches.constant(np.array(tiles, np.int32).reshape(-1, 4)), route=[0, 1, 1])
+    require_supported(len(tiles) <= MAX_GRID_SIZE, f"{len(tiles)} tiles are too many for one launch")
+    many(x, out, launches.upload_constant(np.array(tiles, np.int32).reshape(-1, 4)), route=[0, 1, 1])
 
 
-def _lies_evenly(w: Operand) -> bool:
+def _has_uniform_matrix_stride(w: Operand) -> bool:
     """Return whether the matrices have a uniform stride."""
     axes = [(n, s) for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
     return all(outer == n * inner for (_, outer), (n, inner) in pairwise(axes))
@@ -145,42 +149,44 @@ def _lies_evenly(w: Operand) -> bool:
 # ----------------------------------------------------------------------------------------------------- mul_mat_id
 
 
-def _mul_mat_id(launches: Launches, call: Bound) -> None:
-    w, x, out = _as_stored(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
-    need(w.strides[-1] == 1 or w.shape[-1] == 1 or 0 in w.shape, "rows of experts are not dense")
-    rows_of(x), rows_of(out)
-    experts, total, slots = w.shape[0], _experts(call), math.prod(call.operand(2).shape)
-    spread, choice = routed(launches, call)
-    if are_few_of_each(call) or not _has_tiles(w):
-        need(slots <= MOST, f"{slots} slots are too many for one launch")
-        return launch_few(launches, [(w, out)], x, slots, 1, [*spread, *choice])
-    size, many = _tiles(launches, call, w, slots / total, experts, is_even=False)
+def _bind_mul_mat_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    w, x, out = _as_readable_weight(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
+    require_supported(w.strides[-1] == 1 or w.shape[-1] == 1 or 0 in w.shape, "rows of experts are not dense")
+    compute_row_stride(x), compute_row_stride(out)
+    experts, total, slots = w.shape[0], _count_experts(call), math.prod(call.operand(2).shape)
+    spread, choice = make_routing_fields(launches, call)
+    if has_few_slots_per_expert(call) or not _has_tensor_core_kernel(w):
+        require_supported(slots <= MAX_GRID_SIZE, f"{slots} slots are too many for one launch")
+        return launch_gemv(launches, [(w, out)], x, slots, 1, [*spread, *choice])
+    size, many = _choose_tiled_launcher(launches, call, w, slots / total, experts, is_even=False)
     count = experts + 1 + slots // size
-    need(count <= MOST, f"{count} tiles are too many for one launch")
-    tiles, order = launches.scratch((count, 4), DType.I32), launches.scratch((slots,), DType.I32)
-    threads = min(1024, blocks(max(slots, experts + 1), 32) * 32)
-    launches.add(ROUTES["routes"], 1, threads, [slots, size, count, tiles, order, *choice], 4 * (experts + 1))
+    require_supported(count <= MAX_GRID_SIZE, f"{count} tiles are too many for one launch")
+    tiles, order = launches.allocate_scratch((count, 4), DType.I32), launches.allocate_scratch((slots,), DType.I32)
+    threads = min(1024, count_blocks(max(slots, experts + 1), 32) * 32)
+    launches.add_launch(
+        ROUTES_SOURCE["routes"], 1, threads, [slots, size, count, tiles, order, *choice], 4 * (experts + 1)
+    )
     many(x, out, tiles, route=[order, *spread])
 
 
-def _experts(call: Bound) -> int:
+def _count_experts(call: BoundInstruction) -> int:
     """Return the number of experts on all devices."""
     return int(np.asarray(call.attrs["total"])) or call.operand(0).shape[0]
 
 
-def are_few_of_each(call: Bound) -> bool:
+def has_few_slots_per_expert(call: BoundInstruction) -> bool:
     """Return whether few slots share an expert."""
-    return math.prod(call.operand(2).shape) <= max(FEW, _experts(call) // 2)
+    return math.prod(call.operand(2).shape) <= max(MAX_GEMV_ROWS, _count_experts(call) // 2)
 
 
-def routed(launches: Launches, call: Bound) -> tuple[list[Word], list[Word]]:
+def make_routing_fields(launches: LaunchBuilder, call: BoundInstruction) -> tuple[list[LaunchWord], list[LaunchWord]]:
     """Return the fields that map slots to rows of x, and the fields of `Choice`."""
-    x, ids, total = call.operand(1), call.operand(2), _experts(call)
-    need(ids.is_dense, "ids of experts do not lie densely")
+    x, ids, total = call.operand(1), call.operand(2), _count_experts(call)
+    require_supported(ids.is_dense, "ids of experts do not lie densely")
     flat = replace(ids, tensor=replace(ids.tensor, shape=(math.prod(ids.shape),), strides=(1,)))
     first = int(np.asarray(call.attrs["first"]))
-    fault = launches.fault(f"id {{value}} is none of {total} experts")
+    fault = launches.add_fault(f"id {{value}} is none of {total} experts")
     return [ids.shape[-1], x.shape[-2]], [flat, first, call.operand(0).shape[0], total, *fault]
 
 
-BINDINGS: Mapping[str, Binding] = {"mul_mat": _mul_mat, "mul_mat_id": _mul_mat_id}
+BINDINGS: Mapping[str, OpBinder] = {"mul_mat": _bind_mul_mat, "mul_mat_id": _bind_mul_mat_id}

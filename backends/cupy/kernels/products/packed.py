@@ -8,98 +8,102 @@ from itertools import accumulate
 
 from .....graph.dtypes import DType
 from ....base import Tensor, contiguous_strides
-from ....operands import Bound, Operand, need
-from ...binding.axes import axes_of
-from ...binding.launches import Launches, Word, blocks, rows_of
-from ...binding.packing import PACKINGS, ROWS
-from ...device.driver import Source
-from ...device.limits import EVERYWHERE
-from .routes import ALONE, NOTHING_SUMMED, Products, Summed, filled
+from ....operands import BoundInstruction, Operand, require_supported
+from ...binding.axes import build_iteration_axes
+from ...binding.launches import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
+from ...binding.packing import PLANE_LAYOUTS, UNIT_ROWS
+from ...device.driver import KernelSource
+from ...device.limits import DEFAULT_SHARED_BYTES
+from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedSum, WeightsAndResults, pad_product_fields
 
-HEADERS = ("routes.cuh", "packed.cuh", "rounding.cuh")
-COLUMNS = 32
-CHUNK, ROUNDED = 4, 8
+PACKED_HEADERS = ("routes.cuh", "packed.cuh", "rounding.cuh")
+BLOCK_COLUMNS = 32
+STAGE_BLOCKS, QUANTISED_BLOCKS_PER_WARP = 4, 8
 """Column blocks of a prefill stage (twice as many where warps share columns); column blocks that a warp quantises."""
-WARPS, PIECE = 16, 16
+MAX_GEMV_WARPS, SHARED_ITEM_BYTES = 16, 16
 """The most warps of a GEMV block, and the bytes of an item of x in its shared memory."""
-TOGETHER = 2048
+MAX_BLOCK_RESULTS = 2048
 """The most results of a GEMV block."""
-SMALL, TALL, LARGE = (4, 1, 8), (4, 4, 2), (8, 4, 1)
+SMALL_TILE, TALL_TILE, LARGE_TILE = (4, 1, 8), (4, 4, 2), (8, 4, 1)
 """Prefill tiles: groups of 8 entries, units of 32 rows, and warps that share the columns."""
-BUSY, FULL = 48, 96
+MIN_LARGE_TILE_ENTRIES, FULL_DEVICE_BLOCKS = 48, 96
 """Entries of a matrix from which large tiles are better filled than tiles of half the size.
 
 `FULL_DEVICE_BLOCKS` is the number of blocks that fill a device; with fewer blocks, more warps share columns.
 """
-COUNTS = (1, 2, 4)
-IDS = {DType.I32: "i32", DType.I64: "i64"}
+TOKEN_COUNTS = (1, 2, 4)
+ID_TYPE_NAMES = {DType.I32: "i32", DType.I64: "i64"}
 
 
-def _of(dtype: DType) -> Source:
+def _make_packed_source(dtype: DType) -> KernelSource:
     name = dtype.name
-    tiles = (f"many<{name}, {', '.join(map(str, tile))}>" for tile in (SMALL, TALL, LARGE))
-    return Source("packed.cu", (*tiles, *(f"unpack<{name}, {i}>" for i in IDS.values())), HEADERS)
+    tiles = (f"many<{name}, {', '.join(map(str, tile))}>" for tile in (SMALL_TILE, TALL_TILE, LARGE_TILE))
+    return KernelSource(
+        "packed.cu", (*tiles, *(f"unpack<{name}, {i}>" for i in ID_TYPE_NAMES.values())), PACKED_HEADERS
+    )
 
 
-OWN_RECORDS = frozenset((*(dtype for dtype in PACKINGS if dtype.block == COLUMNS), DType.NVFP4))
+BLOCK_RECORD_DTYPES = frozenset((*(dtype for dtype in PLANE_LAYOUTS if dtype.block == BLOCK_COLUMNS), DType.NVFP4))
 """Dtypes with a separate record for each block of columns. A block of NVFP4 has two of them."""
-BY_TYPE = {dtype: _of(dtype) for dtype in PACKINGS}
-OF_FEW = {
-    t: Source("packed_few.cu", (*(f"few<{t.name}, {n}>" for n in COUNTS), f"summed<{t.name}>"), HEADERS)
-    for t in PACKINGS
+TILED_SOURCE_BY_DTYPE = {dtype: _make_packed_source(dtype) for dtype in PLANE_LAYOUTS}
+GEMV_SOURCE_BY_DTYPE = {
+    t: KernelSource(
+        "packed_few.cu", (*(f"few<{t.name}, {n}>" for n in TOKEN_COUNTS), f"summed<{t.name}>"), PACKED_HEADERS
+    )
+    for t in PLANE_LAYOUTS
 }
-SHARED = Source("packed.cu", ("round_rows",), HEADERS)
-SOURCES = (SHARED, *BY_TYPE.values(), *OF_FEW.values())
+SHARED_SOURCE = KernelSource("packed.cu", ("round_rows",), PACKED_HEADERS)
+SOURCES = (SHARED_SOURCE, *TILED_SOURCE_BY_DTYPE.values(), *GEMV_SOURCE_BY_DTYPE.values())
 
 
 # ---------------------------------------------------------------------------------------------------- operands
 
 
-def _whole(w: Operand) -> list[Word]:
+def _make_row_words(w: Operand) -> list[LaunchWord]:
     """Return the column blocks and the bytes of a row."""
-    assert w.is_whole
+    assert w.is_whole_buffer
     columns = w.shape[-1]
-    return [columns // COLUMNS, columns // w.dtype.block * w.dtype.block_bytes]
+    return [columns // BLOCK_COLUMNS, columns // w.dtype.block * w.dtype.block_bytes]
 
 
-def _rounded(launches: Launches, x: Operand) -> tuple[Operand, Operand]:
+def _quantise_activations(launches: LaunchBuilder, x: Operand) -> tuple[Operand, Operand]:
     """Quantise activations to int8; return codes and scales."""
-    count, step, columns = math.prod(x.shape[:-1]), rows_of(x), x.shape[-1]
-    per_row = columns // COLUMNS
-    codes = launches.scratch((count, columns), DType.I8)
-    scales = launches.scratch((count, per_row, 4))
-    grid = blocks(count * blocks(per_row, ROUNDED), 8)
-    launches.add(SHARED["round_rows"], grid, 256, [x, step, count, per_row, codes, scales])
+    count, step, columns = math.prod(x.shape[:-1]), compute_row_stride(x), x.shape[-1]
+    per_row = columns // BLOCK_COLUMNS
+    codes = launches.allocate_scratch((count, columns), DType.I8)
+    scales = launches.allocate_scratch((count, per_row, 4))
+    grid = count_blocks(count * count_blocks(per_row, QUANTISED_BLOCKS_PER_WARP), 8)
+    launches.add_launch(SHARED_SOURCE["round_rows"], grid, 256, [x, step, count, per_row, codes, scales])
     return codes, scales
 
 
-def _units(w: Operand) -> int:
-    return blocks(w.shape[-2], ROWS)
+def _count_row_units(w: Operand) -> int:
+    return count_blocks(w.shape[-2], UNIT_ROWS)
 
 
 # ----------------------------------------------------------------------------------------------------- products
 
 
-def _part(dtype: DType, tokens: int) -> tuple[int, int]:
+def _choose_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
     """Return the rows and the column blocks that a warp processes at a time; ``Part`` in the kernel."""
-    rows = 16 if dtype in OWN_RECORDS else 8
+    rows = 16 if dtype in BLOCK_RECORD_DTYPES else 8
     return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
 
 
-def _pieces(columns: int, tokens: int) -> int:
+def _count_shared_items(columns: int, tokens: int) -> int:
     """Return the shared-memory items of `columns` quantised column blocks of each token; ``place`` in the kernel."""
-    return (3 * tokens | 1) * columns + blocks(columns, 8)
+    return (3 * tokens | 1) * columns + count_blocks(columns, 8)
 
 
-def few(
-    launches: Launches,
-    products: Products,
+def launch_gemv(
+    launches: LaunchBuilder,
+    products: WeightsAndResults,
     x: Operand,
     entries: int,
     tokens: int,
-    route: list[Word],
-    unit: int = ALONE,
-    others: Products = (),
+    route: list[LaunchWord],
+    unit: int = NO_UNIT,
+    others: WeightsAndResults = (),
     more: int = 0,
 ) -> None:
     """Multiply a few rows of x by several packed weights in one launch.
@@ -115,30 +119,30 @@ def few(
         others: Weights of additional entries, which have one row each.
         more: The number of additional entries.
     """
-    count, w = next(n for n in COUNTS if n >= tokens), products[0][0]
-    rows, columns = _part(w.dtype, count)
-    groups = [blocks(matrix.shape[-2], rows) for matrix, _ in products]
+    count, w = next(n for n in TOKEN_COUNTS if n >= tokens), products[0][0]
+    rows, columns = _choose_warp_tile(w.dtype, count)
+    groups = [count_blocks(matrix.shape[-2], rows) for matrix, _ in products]
     first, step = [0 if unit else n for n in accumulate(groups, initial=0)], 2 if unit else 1
-    fields: list[list[Word]] = [
-        [w, out, n, _units(w), w.shape[-2], rows_of(out)]
+    fields: list[list[LaunchWord]] = [
+        [w, out, n, _count_row_units(w), w.shape[-2], compute_row_stride(out)]
         for (w, out), n in zip([*products, *others], [*first, 0], strict=False)
     ]
-    even = blocks(sum(groups), max(1, launches.processors // max(1, entries + more)))
-    of_block = max(step, blocks(min(even, TOGETHER // (count * rows)), step) * step)
-    all_chunks = max(1, blocks(w.shape[-1], COLUMNS * columns))
-    of_sums = 4 * count * rows * (WARPS + 2 * of_block)
-    fit = (EVERYWHERE - of_sums) // (PIECE * _pieces(8, count)) * 8 // columns
-    chunks = blocks(all_chunks, blocks(all_chunks, fit))
-    of_warp = blocks(of_block * chunks, WARPS)
-    warps = blocks(of_block * chunks, of_warp)
-    words = [*filled(fields), len(products), unit, x, *_whole(w), tokens, rows_of(x)]
-    words += [sum(groups), of_block, of_warp, chunks, *route, entries, *NOTHING_SUMMED]
-    kernel = OF_FEW[w.dtype][f"few<{w.dtype.name}, {count}>"]
-    shared = PIECE * _pieces(chunks * columns, count) + of_sums
-    launches.add(kernel, (blocks(sum(groups), of_block), entries + more), 32 * warps, words, shared)
+    even = count_blocks(sum(groups), max(1, launches.multiprocessor_count // max(1, entries + more)))
+    of_block = max(step, count_blocks(min(even, MAX_BLOCK_RESULTS // (count * rows)), step) * step)
+    all_chunks = max(1, count_blocks(w.shape[-1], BLOCK_COLUMNS * columns))
+    of_sums = 4 * count * rows * (MAX_GEMV_WARPS + 2 * of_block)
+    fit = (DEFAULT_SHARED_BYTES - of_sums) // (SHARED_ITEM_BYTES * _count_shared_items(8, count)) * 8 // columns
+    chunks = count_blocks(all_chunks, count_blocks(all_chunks, fit))
+    of_warp = count_blocks(of_block * chunks, MAX_GEMV_WARPS)
+    warps = count_blocks(of_block * chunks, of_warp)
+    words = [*pad_product_fields(fields), len(products), unit, x, *_make_row_words(w), tokens, compute_row_stride(x)]
+    words += [sum(groups), of_block, of_warp, chunks, *route, entries, *NO_SUM_FIELDS]
+    kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
+    shared = SHARED_ITEM_BYTES * _count_shared_items(chunks * columns, count) + of_sums
+    launches.add_launch(kernel, (count_blocks(sum(groups), of_block), entries + more), 32 * warps, words, shared)
 
 
-def summed(launches: Launches, w: Operand, x: Operand, out: Operand, summed: Summed) -> None:
+def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedSum) -> None:
     """Add the weighted products of each token in one launch.
 
     Args:
@@ -148,29 +152,45 @@ def summed(launches: Launches, w: Operand, x: Operand, out: Operand, summed: Sum
         out: Results [tokens, rows].
         summed: The factors, and a further weight.
     """
-    rows, columns = _part(w.dtype, 1)
-    tokens, entries, groups = out.shape[0], summed.entries, blocks(w.shape[-2], rows)
-    even = blocks(groups, max(1, launches.processors // tokens))
-    of_block = entries * max(1, min(even, TOGETHER // (rows * entries)))
-    chunks = blocks(w.shape[-1], COLUMNS * columns)
-    of_warp = blocks(of_block * chunks, WARPS)
-    warps = blocks(of_block * chunks, of_warp)
-    shared = PIECE * _pieces(entries * blocks(chunks * columns, 8) * 8, 1) + 4 * rows * (WARPS + 2 * of_block)
-    need(shared <= EVERYWHERE, "x of all entries is too long for shared memory")
+    rows, columns = _choose_warp_tile(w.dtype, 1)
+    tokens, entries, groups = out.shape[0], summed.entries, count_blocks(w.shape[-2], rows)
+    even = count_blocks(groups, max(1, launches.multiprocessor_count // tokens))
+    of_block = entries * max(1, min(even, MAX_BLOCK_RESULTS // (rows * entries)))
+    chunks = count_blocks(w.shape[-1], BLOCK_COLUMNS * columns)
+    of_warp = count_blocks(of_block * chunks, MAX_GEMV_WARPS)
+    warps = count_blocks(of_block * chunks, of_warp)
+    shared = SHARED_ITEM_BYTES * _count_shared_items(entries * count_blocks(chunks * columns, 8) * 8, 1) + 4 * rows * (
+        MAX_GEMV_WARPS + 2 * of_block
+    )
+    require_supported(shared <= DEFAULT_SHARED_BYTES, "x of all entries is too long for shared memory")
     products = [(w, out), *([] if summed.other is None else [(summed.other, out)])]
-    fields: list[list[Word]] = [[m, o, 0, _units(m), m.shape[-2], rows_of(o)] for m, o in products]
-    words = [*filled(fields), 1, ALONE, x, *_whole(w), 1, rows_of(x), groups * entries, of_block, of_warp, chunks]
+    fields: list[list[LaunchWord]] = [
+        [m, o, 0, _count_row_units(m), m.shape[-2], compute_row_stride(o)] for m, o in products
+    ]
+    words = [
+        *pad_product_fields(fields),
+        1,
+        NO_UNIT,
+        x,
+        *_make_row_words(w),
+        1,
+        compute_row_stride(x),
+        groups * entries,
+        of_block,
+        of_warp,
+        chunks,
+    ]
     words += [1, 1, *summed.choice, 0, *summed.words]
-    launches.add(
-        OF_FEW[w.dtype][f"summed<{w.dtype.name}>"],
-        (blocks(groups * entries, of_block), tokens),
+    launches.add_launch(
+        GEMV_SOURCE_BY_DTYPE[w.dtype][f"summed<{w.dtype.name}>"],
+        (count_blocks(groups * entries, of_block), tokens),
         32 * warps,
         words,
         shared,
     )
 
 
-def shape_of_tiles(w: Operand, entries: float, matrices: int) -> tuple[int, int, int]:
+def choose_tile_shape(w: Operand, entries: float, matrices: int) -> tuple[int, int, int]:
     """Choose the largest tile that fills a device.
 
     Args:
@@ -181,19 +201,24 @@ def shape_of_tiles(w: Operand, entries: float, matrices: int) -> tuple[int, int,
 
     def fills(tile: tuple[int, int, int]) -> bool:
         groups, units, _ = tile
-        return matrices * blocks(w.shape[-2], ROWS * units) * max(1.0, entries / (8 * groups)) >= FULL
+        return (
+            matrices * count_blocks(w.shape[-2], UNIT_ROWS * units) * max(1.0, entries / (8 * groups))
+            >= FULL_DEVICE_BLOCKS
+        )
 
-    return next(filter(fills, (LARGE, TALL) if entries >= BUSY else (TALL,)), SMALL)
+    return next(
+        filter(fills, (LARGE_TILE, TALL_TILE) if entries >= MIN_LARGE_TILE_ENTRIES else (TALL_TILE,)), SMALL_TILE
+    )
 
 
-def many(
-    launches: Launches,
+def launch_tiled(
+    launches: LaunchBuilder,
     w: Operand,
     x: Operand,
     out: Operand,
     tiles: Operand,
     shape: tuple[int, int, int],
-    route: list[Word],
+    route: list[LaunchWord],
 ) -> None:
     """Quantise x, then multiply a table of tiles.
 
@@ -206,37 +231,37 @@ def many(
         shape: The tile shape of `choose_tile_shape`.
         route: The fields of the routing.
     """
-    codes, scales = _rounded(launches, x)
+    codes, scales = _quantise_activations(launches, x)
     groups, warps_of_rows, sharing = shape
-    units = _units(w)
-    words = [w, codes, scales, out, *_whole(w), units, w.shape[-2], rows_of(out), tiles, *route]
-    chunk = CHUNK if sharing == 1 else 2 * CHUNK
+    units = _count_row_units(w)
+    words = [w, codes, scales, out, *_make_row_words(w), units, w.shape[-2], compute_row_stride(out), tiles, *route]
+    chunk = STAGE_BLOCKS if sharing == 1 else 2 * STAGE_BLOCKS
     stages, sums = 2 * 3 * 16 * chunk * 8 * groups, 4 * warps_of_rows * (sharing // 2) * 8 * groups * 32
-    grid = (blocks(units, warps_of_rows), tiles.shape[0])
-    kernel = BY_TYPE[w.dtype][f"many<{w.dtype.name}, {', '.join(map(str, shape))}>"]
-    launches.add(kernel, grid, 32 * warps_of_rows * sharing, words, shared_bytes=max(stages, sums))
+    grid = (count_blocks(units, warps_of_rows), tiles.shape[0])
+    kernel = TILED_SOURCE_BY_DTYPE[w.dtype][f"many<{w.dtype.name}, {', '.join(map(str, shape))}>"]
+    launches.add_launch(kernel, grid, 32 * warps_of_rows * sharing, words, shared_bytes=max(stages, sums))
 
 
 # --------------------------------------------------------------------------------------------------------- rows
 
 
-def get_rows(launches: Launches, call: Bound) -> None:
+def bind_packed_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     """Read rows of one complete packed table by number."""
     table, ids, out = call.operand(0), call.operand(1), call.out
-    need(ids.dtype in IDS, f"ids of type {ids.dtype} are missing")
-    fault = launches.fault(f"id {{value}} names no row of its table, which has {table.shape[0]}")
+    require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
+    fault = launches.add_fault(f"id {{value}} names no row of its table, which has {table.shape[0]}")
     _launch_unpack(launches, table, ids, out, fault)
 
 
-def expanded(launches: Launches, w: Operand) -> Operand:
+def dequantise_weight(launches: LaunchBuilder, w: Operand) -> Operand:
     """Dequantise a packed weight, or a view of one, to float32 in scratch.
 
     All of its buffer is dequantised, for kernels that cannot read packed weights.
     """
-    assert w.declared is not None
-    whole = replace(w, address=w.address - w.tensor.offset, tensor=_dense_tensor(w.tensor, w.declared.shape))
-    copy = launches.scratch(w.declared.shape)
-    rows = replace(copy, tensor=_dense_tensor(copy.tensor, (math.prod(copy.shape[:-1]), copy.shape[-1])))
+    assert w.declared_spec is not None
+    whole = replace(w, address=w.address - w.tensor.offset, tensor=_make_dense_tensor(w.tensor, w.declared_spec.shape))
+    copy = launches.allocate_scratch(w.declared_spec.shape)
+    rows = replace(copy, tensor=_make_dense_tensor(copy.tensor, (math.prod(copy.shape[:-1]), copy.shape[-1])))
     _launch_unpack(launches, whole, None, rows, [0, 0])
     skipped = w.tensor.offset // w.dtype.block_bytes * w.dtype.block
     place = copy.tensor.offset + 4 * skipped
@@ -247,19 +272,30 @@ def expanded(launches: Launches, w: Operand) -> Operand:
     )
 
 
-def _dense_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _make_dense_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     offset = 0 if tensor.dtype.is_quantised else tensor.offset
     return replace(tensor, offset=offset, shape=shape, strides=contiguous_strides(shape))
 
 
-def _launch_unpack(launches: Launches, table: Operand, ids: Operand | None, out: Operand, fault: list[Word]) -> None:
+def _launch_unpack(
+    launches: LaunchBuilder, table: Operand, ids: Operand | None, out: Operand, fault: list[LaunchWord]
+) -> None:
     """Launch the dequantisation of numbered rows, or of all rows of all matrices."""
     columns = table.shape[-1]
     count = math.prod(out.shape[:-1])
-    axes = axes_of((count,), []) if ids is None else axes_of(ids.shape, [ids])
-    walk: list[Word] = [0] * 11 if ids is None else axes.walk(0, ids)
-    words = [table, *_whole(table), table.shape[-2], _units(table), math.prod(table.shape[:-1]), rows_of(out)]
-    words += [*axes.words, *walk, out, *fault]
-    threads = min(256, blocks(max(1, columns // 8), 32) * 32)
-    kernel = BY_TYPE[table.dtype][f"unpack<{table.dtype.name}, {IDS[ids.dtype] if ids is not None else 'i32'}>"]
-    launches.add(kernel, count, threads, words)
+    axes = build_iteration_axes((count,), []) if ids is None else build_iteration_axes(ids.shape, [ids])
+    walk: list[LaunchWord] = [0] * 11 if ids is None else axes.make_walk_fields(0, ids)
+    words = [
+        table,
+        *_make_row_words(table),
+        table.shape[-2],
+        _count_row_units(table),
+        math.prod(table.shape[:-1]),
+        compute_row_stride(out),
+    ]
+    words += [*axes.axes_fields, *walk, out, *fault]
+    threads = min(256, count_blocks(max(1, columns // 8), 32) * 32)
+    kernel = TILED_SOURCE_BY_DTYPE[table.dtype][
+        f"unpack<{table.dtype.name}, {ID_TYPE_NAMES[ids.dtype] if ids is not None else 'i32'}>"
+    ]
+    launches.add_launch(kernel, count, threads, words)

@@ -7,44 +7,44 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .....graph.dtypes import DType
-from ....operands import Bound, Operand, need
-from ...binding.axes import Axes, axes_of, expanded
-from ...binding.launches import Binding, Launches, Word, blocks
-from ...device.driver import Source
-from ..elementwise import MOST_ELEMENTS, TYPES, as_float
+from ....operands import BoundInstruction, Operand, require_supported
+from ...binding.axes import IterationAxes, build_iteration_axes, split_tiled_axes
+from ...binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ...device.driver import KernelSource
+from ..elementwise import CUDA_TYPE_NAMES, MAX_ELEMENTS, as_float
 
-WEIGHTS = (DType.F32, DType.F16, DType.BF16)
-SOURCE = Source(
+WEIGHT_DTYPES = (DType.F32, DType.F16, DType.BF16)
+SOURCE = KernelSource(
     "products.cu",
     (
-        *(f"{kernel}<{TYPES[w]}>" for kernel in ("matvec", "across", "matmul") for w in WEIGHTS),
+        *(f"{kernel}<{CUDA_TYPE_NAMES[w]}>" for kernel in ("matvec", "across", "matmul") for w in WEIGHT_DTYPES),
         *("add_parts", "solve_triangular"),
     ),
 )
 SOURCES = (SOURCE,)
-FEW, ROWS = 16, 4
+MAX_MATVEC_ROWS, MATVEC_ROWS = 16, 4
 """The most rows of x that are multiplied one by one, and the number of rows of one launch block."""
-FEW_COLUMNS, THREADS = 64, 128
+MAX_THREAD_COLUMNS, MATVEC_THREADS = 64, 128
 """The most columns of w that one thread adds where rows of w are adjacent in memory; and threads of a block."""
-HIGH, WIDE, DEPTH = 64, 128, 16
+TILE_X_ROWS, TILE_W_ROWS, TILE_COLUMNS = 64, 128, 16
 """Rows of x, rows of w, and columns per step of a tile."""
-BUSY, MOST_SPLITS, SHORTEST = 192, 16, 8 * DEPTH
+TARGET_BLOCKS, MAX_K_SPLITS, MIN_K_PER_BLOCK = 192, 16, 8 * TILE_COLUMNS
 """Blocks that keep any device busy; the most blocks that share the sums of a tile; the fewest columns of each."""
-MOST_MATRICES = 65535
+MAX_MATRICES = 65535
 
 
-def matrix_heads(x: Operand) -> Operand:
+def as_matrix_starts(x: Operand) -> Operand:
     """Return the start of each matrix of `x`: all axes but the last two."""
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-2], strides=x.strides[:-2]))
 
 
-def grouped_axes(w: Operand, x: Operand, out: Operand) -> Axes:
+def build_matmul_axes(w: Operand, x: Operand, out: Operand) -> IterationAxes:
     """Build the leading axes of a matmul. Each matrix of `w` serves adjacent matrices of `x`."""
-    heads = [matrix_heads(o) for o in (w, x, out)]
-    return axes_of(*expanded(x.shape[:-2], heads, divides=0))
+    heads = [as_matrix_starts(o) for o in (w, x, out)]
+    return build_iteration_axes(*split_tiled_axes(x.shape[:-2], heads, divides=0))
 
 
-def launch_any(launches: Launches, w: Operand, x: Operand, out: Operand) -> None:
+def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand) -> None:
     """Multiply operands with any strides.
 
     Args:
@@ -53,46 +53,52 @@ def launch_any(launches: Launches, w: Operand, x: Operand, out: Operand) -> None
         x: Activations [..., m, k].
         out: Results [..., m, n].
     """
-    if w.dtype not in WEIGHTS:
+    if w.dtype not in WEIGHT_DTYPES:
         w = as_float(launches, w)
     m, k = x.shape[-2:]
     n = w.shape[-2]
-    axes = grouped_axes(w, x, out)
-    need(axes.count <= MOST_MATRICES, f"{axes.count} matrices are too many for one launch")
-    tiles = blocks(n, WIDE), blocks(m, HIGH)
+    axes = build_matmul_axes(w, x, out)
+    require_supported(axes.element_count <= MAX_MATRICES, f"{axes.element_count} matrices are too many for one launch")
+    tiles = count_blocks(n, TILE_W_ROWS), count_blocks(m, TILE_X_ROWS)
     # 16-bit weights come here because of strides of w or x. Scratch must not depend on strides.
-    alone = m <= FEW or w.dtype is not DType.F32
-    splits, run = (1, k) if alone else _shared_out(k, math.prod(tiles) * axes.count)
-    parts: Word = launches.scratch((axes.count, splits, m, n)) if splits > 1 else 0
-    words: list[Word] = [m, n, k, *w.strides[-2:], *x.strides[-2:], run, splits, parts, *axes.words]
-    words += [word for i, o in enumerate((w, x, out)) for word in axes.walk(i, o)]
-    if m <= FEW:
-        kernel, rows = ("across", THREADS) if k <= FEW_COLUMNS and w.strides[-2] == 1 else ("matvec", THREADS // 32)
-        grid = (blocks(n, rows), blocks(m, ROWS), axes.count)
-        return launches.add(SOURCE[f"{kernel}<{TYPES[w.dtype]}>"], grid, THREADS, words)
-    launches.add(SOURCE[f"matmul<{TYPES[w.dtype]}>"], (*tiles, axes.count * splits), 256, words)
+    alone = m <= MAX_MATVEC_ROWS or w.dtype is not DType.F32
+    splits, run = (1, k) if alone else _choose_k_split(k, math.prod(tiles) * axes.element_count)
+    parts: LaunchWord = launches.allocate_scratch((axes.element_count, splits, m, n)) if splits > 1 else 0
+    words: list[LaunchWord] = [m, n, k, *w.strides[-2:], *x.strides[-2:], run, splits, parts, *axes.axes_fields]
+    words += [word for i, o in enumerate((w, x, out)) for word in axes.make_walk_fields(i, o)]
+    if m <= MAX_MATVEC_ROWS:
+        kernel, rows = (
+            ("across", MATVEC_THREADS)
+            if k <= MAX_THREAD_COLUMNS and w.strides[-2] == 1
+            else ("matvec", MATVEC_THREADS // 32)
+        )
+        grid = (count_blocks(n, rows), count_blocks(m, MATVEC_ROWS), axes.element_count)
+        return launches.add_launch(SOURCE[f"{kernel}<{CUDA_TYPE_NAMES[w.dtype]}>"], grid, MATVEC_THREADS, words)
+    launches.add_launch(
+        SOURCE[f"matmul<{CUDA_TYPE_NAMES[w.dtype]}>"], (*tiles, axes.element_count * splits), 256, words
+    )
     if splits > 1:
-        added: list[Word] = [m * n, splits, parts, *axes.words, *axes.walk(2, out)]
-        launches.add(SOURCE["add_parts"], (blocks(m * n, 256), axes.count), 256, added)
+        added: list[LaunchWord] = [m * n, splits, parts, *axes.axes_fields, *axes.make_walk_fields(2, out)]
+        launches.add_launch(SOURCE["add_parts"], (count_blocks(m * n, 256), axes.element_count), 256, added)
     return None
 
 
-def _shared_out(k: int, tiles: int) -> tuple[int, int]:
+def _choose_k_split(k: int, tiles: int) -> tuple[int, int]:
     """Choose the number of blocks that share the sum over k, and the columns of each block."""
-    splits = max(1, min(MOST_SPLITS, round(BUSY / max(1, tiles)), k // SHORTEST))
-    run = blocks(blocks(k, splits), DEPTH) * DEPTH
-    return max(1, blocks(k, run)) if run else 1, run
+    splits = max(1, min(MAX_K_SPLITS, round(TARGET_BLOCKS / max(1, tiles)), k // MIN_K_PER_BLOCK))
+    run = count_blocks(count_blocks(k, splits), TILE_COLUMNS) * TILE_COLUMNS
+    return max(1, count_blocks(k, run)) if run else 1, run
 
 
-def _solve_tri(launches: Launches, call: Bound) -> None:
+def _bind_solve_tri(launches: LaunchBuilder, call: BoundInstruction) -> None:
     a, b, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     n, m = out.shape[-2:]
-    axes = axes_of(out.shape[:-2], [matrix_heads(o) for o in (a, b, out)])
-    count = axes.count * m
-    need(count < MOST_ELEMENTS, f"{count} columns are too many for one launch")
-    words: list[Word] = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.words]
-    words += [word for i, o in enumerate((a, b, out)) for word in axes.walk(i, o)]
-    launches.add(SOURCE["solve_triangular"], blocks(count, 64), 64, words)
+    axes = build_iteration_axes(out.shape[:-2], [as_matrix_starts(o) for o in (a, b, out)])
+    count = axes.element_count * m
+    require_supported(count < MAX_ELEMENTS, f"{count} columns are too many for one launch")
+    words: list[LaunchWord] = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.axes_fields]
+    words += [word for i, o in enumerate((a, b, out)) for word in axes.make_walk_fields(i, o)]
+    launches.add_launch(SOURCE["solve_triangular"], count_blocks(count, 64), 64, words)
 
 
-BINDINGS: Mapping[str, Binding] = {"solve_tri": _solve_tri}
+BINDINGS: Mapping[str, OpBinder] = {"solve_tri": _bind_solve_tri}

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ....base import contiguous_strides
-from ....chains import gated_unit
-from ....flow import Flow, apart, lies_as
-from ....operands import Operand, need
-from ...binding.chains import Fused
-from ...binding.launches import Launches, Word
-from .matmul import FEW, is_read, launch_few
-from .routes import ALONE, MOST_PRODUCTS, UNITS
+from ....chains import match_gated_unit
+from ....flow import Dataflow, has_same_elements, require_no_alias
+from ....operands import Operand, require_supported
+from ...binding.chains import FusionBinder
+from ...binding.launches import LaunchBuilder, LaunchWord
+from .matmul import MAX_GEMV_ROWS, is_gemv_readable, launch_gemv
+from .routes import GATED_UNIT_CODES, MAX_PRODUCTS, NO_UNIT
 
 
-def _launch_together(
-    launches: Launches, flow: Flow, numbers: Sequence[int], outs: Sequence[Operand], unit: int
+def _launch_same_rows(
+    launches: LaunchBuilder, flow: Dataflow, numbers: Sequence[int], outs: Sequence[Operand], unit: int
 ) -> None:
     """Launch matmuls of the same few rows.
 
@@ -28,70 +28,83 @@ def _launch_together(
         outs: The results that are written.
         unit: Code of the gated unit.
     """
-    calls = [flow.call(n) for n in numbers]
-    need(all(call.op == "mul_mat" for call in calls), "something else makes a result")
+    calls = [flow.bound_instruction(n) for n in numbers]
+    require_supported(all(call.op == "mul_mat" for call in calls), "something else makes a result")
     w, x = calls[0].operand(0), calls[0].operand(1)
     tokens = math.prod(x.shape[:-1])
-    need(x.is_float and x.has_rows and 0 < tokens <= FEW, "rows of x are many, or do not lie evenly")
+    require_supported(
+        x.is_float and x.has_even_rows and 0 < tokens <= MAX_GEMV_ROWS, "rows of x are many, or do not lie evenly"
+    )
     for call in calls:
         matrix = call.operand(0)
-        need(lies_as(call.operand(1), x), "other rows are multiplied")
-        need(matrix.dtype is w.dtype and matrix.shape[-1] == w.shape[-1] and len(matrix.shape) == 2, "weights differ")
-        need(is_read(matrix), "weights are not read so")
+        require_supported(has_same_elements(call.operand(1), x), "other rows are multiplied")
+        require_supported(
+            matrix.dtype is w.dtype and matrix.shape[-1] == w.shape[-1] and len(matrix.shape) == 2, "weights differ"
+        )
+        require_supported(is_gemv_readable(matrix), "weights are not read so")
     for out in outs:
-        need(out.is_dense, "results are not dense")
-        apart(out, [x])
-    route: list[Word] = [1, 1, 0, 0, 1, 1, 0, 0]
+        require_supported(out.is_dense, "results are not dense")
+        require_no_alias(out, [x])
+    route: list[LaunchWord] = [1, 1, 0, 0, 1, 1, 0, 0]
     # The kernel does not write the second result of a unit.
     results = [*outs, *[call.out for call in calls[len(outs) :]]]
-    products = [(call.operand(0), by_row(out)) for call, out in zip(calls, results, strict=True)]
-    launch_few(launches, products, x, 1, tokens, route, unit)
+    products = [(call.operand(0), as_matrix(out)) for call, out in zip(calls, results, strict=True)]
+    launch_gemv(launches, products, x, 1, tokens, route, unit)
 
 
-def by_row(out: Operand) -> Operand:
+def as_matrix(out: Operand) -> Operand:
     """Return a contiguous operand as a matrix."""
     shape = math.prod(out.shape[:-1]), out.shape[-1]
     return replace(out, tensor=replace(out.tensor, shape=shape, strides=contiguous_strides(shape)))
 
 
-def unit_of(flow: Flow, number: int) -> int | None:
+def find_gated_unit(flow: Dataflow, number: int) -> int | None:
     """Find the gated unit that is the only reader of a product."""
-    readers = flow.found(number)
-    return readers[0] if readers and len(readers) == 1 and flow.call(readers[0]).op in UNITS else None
+    readers = flow.find_readers(number)
+    return (
+        readers[0]
+        if readers and len(readers) == 1 and flow.bound_instruction(readers[0]).op in GATED_UNIT_CODES
+        else None
+    )
 
 
-def gated(flow: Flow, number: int) -> tuple[tuple[int, ...], int]:
+def match_gated_products(flow: Dataflow, number: int) -> tuple[tuple[int, ...], int]:
     """Match two products and the gated unit that joins them; raise `NoKernelError` otherwise."""
-    products, unit = gated_unit(flow, number, UNITS)
-    need(len(products) == 2 and all(flow.makes(p, unit, k) for k, p in enumerate(products)), "a part is read")
-    need(all(flow.call(p).out.shape == flow.call(unit).out.shape for p in products), "shapes differ")
+    products, unit = match_gated_unit(flow, number, GATED_UNIT_CODES)
+    require_supported(
+        len(products) == 2 and all(flow.is_operand_of(p, unit, k) for k, p in enumerate(products)), "a part is read"
+    )
+    require_supported(
+        all(flow.bound_instruction(p).out.shape == flow.bound_instruction(unit).out.shape for p in products),
+        "shapes differ",
+    )
     return products, unit
 
 
-def _gated_unit(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+def _fuse_gated_unit(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse two products and their gated unit."""
-    products, unit = gated(flow, number)
-    call = flow.call(unit)
-    _launch_together(launches, flow, products, [call.out], UNITS[call.op])
+    products, unit = match_gated_products(flow, number)
+    call = flow.bound_instruction(unit)
+    _launch_same_rows(launches, flow, products, [call.out], GATED_UNIT_CODES[call.op])
     return *products, unit
 
 
-def _of_the_same_rows(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+def _fuse_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse as many matmuls of the same rows as possible, except products of gated units."""
-    own = flow.call(number)
-    need(unit_of(flow, number) is None, "it belongs to a gated unit")
+    own = flow.bound_instruction(number)
+    require_supported(find_gated_unit(flow, number) is None, "it belongs to a gated unit")
     chosen = [number]
-    for other in flow.readers_of(flow.maker(number, 1)):
-        call = flow.call(other)
-        alike = other > number and call.op == "mul_mat" and lies_as(call.operand(1), own.operand(1))
-        if not alike or len(chosen) == MOST_PRODUCTS or unit_of(flow, other) is not None:
+    for other in flow.require_readers(flow.require_producer(number, 1)):
+        call = flow.bound_instruction(other)
+        alike = other > number and call.op == "mul_mat" and has_same_elements(call.operand(1), own.operand(1))
+        if not alike or len(chosen) == MAX_PRODUCTS or find_gated_unit(flow, other) is not None:
             continue
         same = call.operand(0).dtype is own.operand(0).dtype and len(call.operand(0).shape) == 2
-        if same and flow.can_meet([*chosen, other]):
+        if same and flow.can_group([*chosen, other]):
             chosen.append(other)
-    need(len(chosen) > 1, "no other product has these rows")
-    _launch_together(launches, flow, chosen, [flow.call(n).out for n in chosen], ALONE)
+    require_supported(len(chosen) > 1, "no other product has these rows")
+    _launch_same_rows(launches, flow, chosen, [flow.bound_instruction(n).out for n in chosen], NO_UNIT)
     return chosen
 
 
-FUSED: Mapping[str, Sequence[Fused]] = {"mul_mat": (_gated_unit, _of_the_same_rows)}
+FUSED: Mapping[str, Sequence[FusionBinder]] = {"mul_mat": (_fuse_gated_unit, _fuse_same_rows)}

@@ -14,105 +14,117 @@ import numpy as np
 
 from .....graph.dtypes import DType
 from ....operands import Operand
-from ...binding.launches import Launches, Word, blocks, rows_of
-from ...binding.packing import PACKINGS, ROWS
-from ...device.driver import Kernel, Source
-from ..elementwise import TYPES
+from ...binding.launches import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
+from ...binding.packing import PLANE_LAYOUTS, UNIT_ROWS
+from ...device.driver import KernelInstance, KernelSource
+from ..elementwise import CUDA_TYPE_NAMES
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class TileShape:
     """The weight rows and the entries of a block, and of a warp (`warp_rows`, `warp_entries`)."""
 
     rows: int
     entries: int
-    high: int
-    wide: int
+    warp_rows: int
+    warp_entries: int
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * (self.rows // self.high) * (self.entries // self.wide)
+        return 32 * (self.rows // self.warp_rows) * (self.entries // self.warp_entries)
 
     def __str__(self) -> str:
-        return f"Sizes<{self.rows}, {self.entries}, {self.high}, {self.wide}>"
+        return f"Sizes<{self.rows}, {self.entries}, {self.warp_rows}, {self.warp_entries}>"
 
 
-SMALL, LARGE, TALL = Tile(64, 64, 32, 32), Tile(128, 128, 64, 32), Tile(256, 128, 64, 64)
+SMALL_TILE, LARGE_TILE, TALL_TILE = TileShape(64, 64, 32, 32), TileShape(128, 128, 64, 32), TileShape(256, 128, 64, 64)
 """Tiles of plain warps. Packed weights use the large one."""
-GROUPED = Tile(256, 128, 256, 16)
+WARPGROUP_TILE = TileShape(256, 128, 256, 16)
 """The tile of warpgroups. It replaces the tall tile, and the large tile of packed weights."""
-CLUSTERED = Tile(128, 256, 16, 256)
+CLUSTER_TILE = TileShape(128, 256, 16, 256)
 """The tile of clusters of warpgroup blocks, for 16-bit weights. The blocks of a cluster share entries."""
-CLUSTERS = (4, 2, 1)
+CLUSTER_SIZES = (4, 2, 1)
 """Possible blocks of a cluster. For eight blocks with rows, at most one block may be without rows."""
-FULL, SHARES, SHARED_COLUMNS = 96, (1, 2, 4, 8), 512
+FULL_DEVICE_TILES, COLUMN_SPLITS, MIN_SPLIT_COLUMNS = 96, (1, 2, 4, 8), 512
 """Number of tiles that fill a device; possible numbers of blocks that share columns; and the fewest columns of each."""
-FEWEST, WORTH = 128, 32
+MIN_BF16_ENTRIES, MIN_BF16_TILES = 128, 32
 """Entries of a matrix, and large tiles, from which packed weights use bfloat16 tensor cores, not ``packed.cu``.
 
 In the time model of an H200, one large tile takes as long as 130 of them. Products of bytes take time proportional to
 their work.
 """
-UNPACKED, MOST_UNPACKED = 512, 512 << 20
+MIN_UNPACKED_ENTRIES, MAX_UNPACKED_BYTES = 512, 512 << 20
 """Entries from which a packed matrix is unpacked once for clusters, and the most bytes of the unpacked matrix.
 
 On an H100, 2,048 entries of 9216 x 2560 take 329 microseconds unpacked tile by tile, 201 as bfloat16.
 """
-STAGED = 64
+STAGE_COLUMNS = 64
 """Rows of terms are padded with zeros to a multiple of these columns."""
-FLOATS = (DType.F16, DType.BF16)
-HEADERS = ("columns.cuh", "routes.cuh", "packed.cuh")
+FLOAT_DTYPES = (DType.F16, DType.BF16)
+TILED_HEADERS = ("columns.cuh", "routes.cuh", "packed.cuh")
 
 
-def _of(*names: str) -> Source:
-    return Source("tiled.cu", names, HEADERS)
+def _make_tiled_source(*names: str) -> KernelSource:
+    return KernelSource("tiled.cu", names, TILED_HEADERS)
 
 
-def _grouped(*names: str) -> Source:
-    return Source("warpgroups.cu", names, (*HEADERS, "tiled.cu", "wgmma.cuh"), architectures=("sm_90a",))
+def _make_warpgroup_source(*names: str) -> KernelSource:
+    return KernelSource("warpgroups.cu", names, (*TILED_HEADERS, "tiled.cu", "wgmma.cuh"), architectures=("sm_90a",))
 
 
-def _clustered(t: DType) -> Source:
-    names = (f"{kernel}<{TYPES[t]}, {terms}>" for terms in (1, 2) for kernel in ("split_tiles", "clustered"))
-    before = (*HEADERS, "tiled.cu", "wgmma.cuh", "warpgroups.cu", "cluster.cuh")
-    return Source("clusters.cu", tuple(names), before, architectures=("sm_90a",))
+def _make_cluster_source(t: DType) -> KernelSource:
+    names = (f"{kernel}<{CUDA_TYPE_NAMES[t]}, {terms}>" for terms in (1, 2) for kernel in ("split_tiles", "clustered"))
+    before = (*TILED_HEADERS, "tiled.cu", "wgmma.cuh", "warpgroups.cu", "cluster.cuh")
+    return KernelSource("clusters.cu", tuple(names), before, architectures=("sm_90a",))
 
 
-BY_TYPE = {
+TILED_SOURCE_BY_DTYPE = {
     **{
-        t: _of(f"split_rows<{TYPES[t]}, 2>", *(f"tiled<{TYPES[t]}, {n}>" for n in (SMALL, LARGE, TALL))) for t in FLOATS
+        t: _make_tiled_source(
+            f"split_rows<{CUDA_TYPE_NAMES[t]}, 2>",
+            *(f"tiled<{CUDA_TYPE_NAMES[t]}, {n}>" for n in (SMALL_TILE, LARGE_TILE, TALL_TILE)),
+        )
+        for t in FLOAT_DTYPES
     },
-    **{t: _of(f"tiled_packed<{t.name}>") for t in PACKINGS},
+    **{t: _make_tiled_source(f"tiled_packed<{t.name}>") for t in PLANE_LAYOUTS},
 }
-BY_WARPGROUPS = {
-    **{t: _grouped(*(f"grouped<{TYPES[t]}, {terms}>" for terms in (1, 2))) for t in FLOATS},
-    **{t: _grouped(f"grouped_packed<{t.name}>", f"unpacked<{t.name}>") for t in PACKINGS},
+WARPGROUP_SOURCE_BY_DTYPE = {
+    **{
+        t: _make_warpgroup_source(*(f"grouped<{CUDA_TYPE_NAMES[t]}, {terms}>" for terms in (1, 2)))
+        for t in FLOAT_DTYPES
+    },
+    **{t: _make_warpgroup_source(f"grouped_packed<{t.name}>", f"unpacked<{t.name}>") for t in PLANE_LAYOUTS},
 }
-BY_CLUSTERS = {t: _clustered(t) for t in FLOATS}
-SHARED = _of(*(f"split_rows<{TYPES[t]}, 1>" for t in FLOATS), "add_shares")
-SOURCES = (SHARED, *BY_TYPE.values(), *BY_WARPGROUPS.values(), *BY_CLUSTERS.values())
+CLUSTER_SOURCE_BY_DTYPE = {t: _make_cluster_source(t) for t in FLOAT_DTYPES}
+SHARED_SOURCE = _make_tiled_source(*(f"split_rows<{CUDA_TYPE_NAMES[t]}, 1>" for t in FLOAT_DTYPES), "add_shares")
+SOURCES = (
+    SHARED_SOURCE,
+    *TILED_SOURCE_BY_DTYPE.values(),
+    *WARPGROUP_SOURCE_BY_DTYPE.values(),
+    *CLUSTER_SOURCE_BY_DTYPE.values(),
+)
 
 
-def _shared_bytes(dtype: DType, tile: Tile) -> int:
+def _compute_shared_bytes(dtype: DType, tile: TileShape) -> int:
     """Return the shared memory of the stages of a block: rows of weights and of terms.
 
     Rows have 8 additional columns, which puts them into different banks. Stages of warpgroups are swizzled, begin at a
     multiple of 1024, and are three for two terms or four for one term. Stages of clusters have two mbarriers each.
     """
-    is_float = dtype in FLOATS
-    if tile == CLUSTERED:
+    is_float = dtype in FLOAT_DTYPES
+    if tile == CLUSTER_TILE:
         columns, of_weights, of_x, more = 64, 4, 4, 1024 + 64
-    elif tile == GROUPED:
+    elif tile == WARPGROUP_TILE:
         columns, of_weights, of_x, more = (64, 3, 6, 1024) if is_float else (64, 4, 4, 1024)
     else:
         columns, of_weights, of_x, more = (40, 3, 6, 0) if is_float else (72, 2, 3, 0)
     return (of_weights * tile.rows + of_x * tile.entries) * columns * 2 + more
 
 
-def shape_of_tiles(
-    launches: Launches, w: Operand, entries: float, matrices: int, is_even: bool
-) -> tuple[Tile, int] | None:
+def choose_tile_shape(
+    launches: LaunchBuilder, w: Operand, entries: float, matrices: int, is_even: bool
+) -> tuple[TileShape, int] | None:
     """Choose a tile shape.
 
     Args:
@@ -126,28 +138,33 @@ def shape_of_tiles(
         The tile and the number of blocks that share its columns, or `None` where other kernels are better.
     """
 
-    def fills(tile: Tile, shares: int, many: int) -> bool:
+    def fills(tile: TileShape, shares: int, many: int) -> bool:
         """Return whether this many blocks have work, and a block has enough shared memory."""
-        tiles = blocks(w.shape[-2], tile.rows) * matrices * max(1.0, entries / tile.entries)
-        return launches.fits(_shared_bytes(w.dtype, tile)) and shares * tiles >= many
+        tiles = count_blocks(w.shape[-2], tile.rows) * matrices * max(1.0, entries / tile.entries)
+        return launches.has_shared_bytes(_compute_shared_bytes(w.dtype, tile)) and shares * tiles >= many
 
-    if not (w.dtype in PACKINGS or w.dtype in FLOATS):
+    if not (w.dtype in PLANE_LAYOUTS or w.dtype in FLOAT_DTYPES):
         return None
-    largest = GROUPED if launches.limits.has_warpgroups else TALL
-    most = 1 if not is_even else w.shape[-1] // SHARED_COLUMNS if largest == GROUPED else 2
-    shares = [n for n in SHARES if n <= max(1, most)]
+    largest = WARPGROUP_TILE if launches.limits.has_warpgroups else TALL_TILE
+    most = 1 if not is_even else w.shape[-1] // MIN_SPLIT_COLUMNS if largest == WARPGROUP_TILE else 2
+    shares = [n for n in COLUMN_SPLITS if n <= max(1, most)]
     tall = [(largest, n) for n in shares] if entries >= largest.entries else []
-    if w.dtype in FLOATS:
-        if largest == GROUPED and is_even and _shares_entries(w.shape[-2], int(entries)):
-            both = [*((CLUSTERED, n) for n in shares), *tall]
+    if w.dtype in FLOAT_DTYPES:
+        if largest == WARPGROUP_TILE and is_even and _is_cluster_faster(w.shape[-2], int(entries)):
+            both = [*((CLUSTER_TILE, n) for n in shares), *tall]
             tall = sorted(both, key=lambda choice: choice[1] > 2)  # above two only if no other choice fills a device
-        return next(((tile, shares) for tile, shares in (*tall, (LARGE, 1)) if fills(tile, shares, FULL)), (SMALL, 1))
-    if largest == GROUPED and (found := next((choice for choice in tall if fills(*choice, FULL)), None)):
+        return next(
+            ((tile, shares) for tile, shares in (*tall, (LARGE_TILE, 1)) if fills(tile, shares, FULL_DEVICE_TILES)),
+            (SMALL_TILE, 1),
+        )
+    if largest == WARPGROUP_TILE and (
+        found := next((choice for choice in tall if fills(*choice, FULL_DEVICE_TILES)), None)
+    ):
         return found
-    return (LARGE, 1) if entries >= FEWEST and fills(LARGE, 1, WORTH) else None
+    return (LARGE_TILE, 1) if entries >= MIN_BF16_ENTRIES and fills(LARGE_TILE, 1, MIN_BF16_TILES) else None
 
 
-def unpacked(launches: Launches, w: Operand, entries: int) -> Operand | None:
+def unpack_to_bf16(launches: LaunchBuilder, w: Operand, entries: int) -> Operand | None:
     """Unpack a packed matrix to bfloat16 in scratch, or return `None` where that is slower.
 
     Args:
@@ -157,93 +174,113 @@ def unpacked(launches: Launches, w: Operand, entries: int) -> Operand | None:
     """
     rows, columns = w.shape[-2:]
     copy = replace(w, tensor=replace(w.tensor, shape=(rows, columns), dtype=DType.BF16, strides=(columns, 1)))
-    is_worth = entries >= UNPACKED and 2 * rows * columns <= MOST_UNPACKED and launches.limits.has_warpgroups
-    if not is_worth or (choice := shape_of_tiles(launches, copy, entries, 1, True)) is None or choice[0] != CLUSTERED:
+    is_worth = (
+        entries >= MIN_UNPACKED_ENTRIES and 2 * rows * columns <= MAX_UNPACKED_BYTES and launches.limits.has_warpgroups
+    )
+    if (
+        not is_worth
+        or (choice := choose_tile_shape(launches, copy, entries, 1, True)) is None
+        or choice[0] != CLUSTER_TILE
+    ):
         return None
-    to = launches.scratch((rows, columns), DType.BF16)
-    words: list[Word] = [w, to, rows, columns // 32, columns // w.dtype.block * w.dtype.block_bytes]
-    kernel = BY_WARPGROUPS[w.dtype][f"unpacked<{w.dtype.name}>"]
-    launches.add(kernel, (blocks(columns, 512), blocks(rows, ROWS)), 128, words)
+    to = launches.allocate_scratch((rows, columns), DType.BF16)
+    words: list[LaunchWord] = [w, to, rows, columns // 32, columns // w.dtype.block * w.dtype.block_bytes]
+    kernel = WARPGROUP_SOURCE_BY_DTYPE[w.dtype][f"unpacked<{w.dtype.name}>"]
+    launches.add_launch(kernel, (count_blocks(columns, 512), count_blocks(rows, UNIT_ROWS)), 128, words)
     return to
 
 
-def _shares_entries(rows: int, entries: int) -> bool:
+def _is_cluster_faster(rows: int, entries: int) -> bool:
     """Return whether clusters are faster than warpgroup tiles of half the width.
 
     They are, if clusters of several blocks are possible and their tiles have room for at most 5/4 of the entries of the
     narrower tiles.
     """
-    room, half = (blocks(entries, tile.entries) * tile.entries for tile in (CLUSTERED, GROUPED))
-    return _cluster(blocks(rows, CLUSTERED.rows)) > 1 and 4 * room <= 5 * half
+    room, half = (count_blocks(entries, tile.entries) * tile.entries for tile in (CLUSTER_TILE, WARPGROUP_TILE))
+    return _choose_cluster_size(count_blocks(rows, CLUSTER_TILE.rows)) > 1 and 4 * room <= 5 * half
 
 
-def _cluster(row_blocks: int) -> int:
+def _choose_cluster_size(row_blocks: int) -> int:
     """Return the best number of blocks in a cluster that leaves almost no block without rows."""
-    return next(size for size in CLUSTERS if 8 * (-row_blocks % size) <= row_blocks)
+    return next(size for size in CLUSTER_SIZES if 8 * (-row_blocks % size) <= row_blocks)
 
 
-def terms_of(dtype: DType, tile: Tile, is_exact: bool) -> int:
+def count_activation_terms(dtype: DType, tile: TileShape, is_exact: bool) -> int:
     """Return the number of terms of x: one for packed weights, and for 16-bit weights that are not exact."""
-    return 1 if dtype in PACKINGS or (tile in (GROUPED, CLUSTERED) and not is_exact) else 2
+    return 1 if dtype in PLANE_LAYOUTS or (tile in (WARPGROUP_TILE, CLUSTER_TILE) and not is_exact) else 2
 
 
-def rounding(dtype: DType, is_exact: bool) -> float | None:
+def find_rounding_error(dtype: DType, is_exact: bool) -> float | None:
     """Return the relative rounding error of activations for weights of a dtype, or `None` without rounding."""
-    if dtype in FLOATS and is_exact:
+    if dtype in FLOAT_DTYPES and is_exact:
         return 2.0**-16
-    return 2.0**-8 if dtype in PACKINGS else {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}.get(dtype)
+    return 2.0**-8 if dtype in PLANE_LAYOUTS else {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}.get(dtype)
 
 
-def _split(launches: Launches, w: Operand, x: Operand, terms: int, tile: Tile, tiles: int) -> tuple[Operand, Word]:
+def _split_activations(
+    launches: LaunchBuilder, w: Operand, x: Operand, terms: int, tile: TileShape, tiles: int
+) -> tuple[Operand, LaunchWord]:
     """Split rows of x into terms, for clusters in the order of tiles.
 
     Returns:
         The terms, and the factors that undo the scales of rows (0: no scales).
     """
-    count, step, columns = math.prod(x.shape[:-1]), rows_of(x), x.shape[-1]
-    kind = w.dtype if w.dtype in FLOATS else DType.BF16
-    if tile == CLUSTERED:
-        kernel, room = BY_CLUSTERS[kind][f"split_tiles<{TYPES[kind]}, {terms}>"], tiles * tile.entries
-        tokens: list[Word] = [count if math.prod(w.shape[:-2]) == 1 else x.shape[-2]]
+    count, step, columns = math.prod(x.shape[:-1]), compute_row_stride(x), x.shape[-1]
+    kind = w.dtype if w.dtype in FLOAT_DTYPES else DType.BF16
+    if tile == CLUSTER_TILE:
+        kernel, room = (
+            CLUSTER_SOURCE_BY_DTYPE[kind][f"split_tiles<{CUDA_TYPE_NAMES[kind]}, {terms}>"],
+            tiles * tile.entries,
+        )
+        tokens: list[LaunchWord] = [count if math.prod(w.shape[:-2]) == 1 else x.shape[-2]]
     else:
-        kernel, room = (SHARED if terms == 1 else BY_TYPE[kind])[f"split_rows<{TYPES[kind]}, {terms}>"], count
+        kernel, room = (
+            (SHARED_SOURCE if terms == 1 else TILED_SOURCE_BY_DTYPE[kind])[
+                f"split_rows<{CUDA_TYPE_NAMES[kind]}, {terms}>"
+            ],
+            count,
+        )
         tokens = []
-    to = launches.scratch((room, terms, blocks(columns, STAGED) * STAGED), DType.BF16)
-    undo: Word = launches.scratch((count,)) if kind is DType.F16 else 0
+    to = launches.allocate_scratch((room, terms, count_blocks(columns, STAGE_COLUMNS) * STAGE_COLUMNS), DType.BF16)
+    undo: LaunchWord = launches.allocate_scratch((count,)) if kind is DType.F16 else 0
     # The block that scales a row reads all of the row.
-    grid, threads = ((count, 1), 1024) if kind is DType.F16 else ((count, blocks(columns, 1024)), 256)
-    launches.add(kernel, grid, threads, [x, step, columns, to, undo, *tokens])
+    grid, threads = ((count, 1), 1024) if kind is DType.F16 else ((count, count_blocks(columns, 1024)), 256)
+    launches.add_launch(kernel, grid, threads, [x, step, columns, to, undo, *tokens])
     return to, undo
 
 
-def _steps(w: Operand) -> list[Word]:
+def _make_weight_stride_words(w: Operand) -> list[LaunchWord]:
     """Return the strides between matrices and between rows."""
-    if w.dtype in PACKINGS:
-        return [blocks(w.shape[-2], ROWS), w.shape[-1] // w.dtype.block * w.dtype.block_bytes]
+    if w.dtype in PLANE_LAYOUTS:
+        return [count_blocks(w.shape[-2], UNIT_ROWS), w.shape[-1] // w.dtype.block * w.dtype.block_bytes]
     steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
     return [steps[-1] if steps else 0, w.strides[-2]]
 
 
-def _kernel(dtype: DType, tile: Tile, terms: int) -> Kernel:
+def _select_kernel(dtype: DType, tile: TileShape, terms: int) -> KernelInstance:
     """Return the kernel for a dtype, a tile and a number of terms."""
-    if tile == CLUSTERED:
-        return BY_CLUSTERS[dtype][f"clustered<{TYPES[dtype]}, {terms}>"]
-    if tile == GROUPED:
-        name = f"grouped<{TYPES[dtype]}, {terms}>" if dtype in FLOATS else f"grouped_packed<{dtype.name}>"
-        return BY_WARPGROUPS[dtype][name]
-    return BY_TYPE[dtype][f"tiled<{TYPES[dtype]}, {tile}>" if dtype in FLOATS else f"tiled_packed<{dtype.name}>"]
+    if tile == CLUSTER_TILE:
+        return CLUSTER_SOURCE_BY_DTYPE[dtype][f"clustered<{CUDA_TYPE_NAMES[dtype]}, {terms}>"]
+    if tile == WARPGROUP_TILE:
+        name = (
+            f"grouped<{CUDA_TYPE_NAMES[dtype]}, {terms}>" if dtype in FLOAT_DTYPES else f"grouped_packed<{dtype.name}>"
+        )
+        return WARPGROUP_SOURCE_BY_DTYPE[dtype][name]
+    return TILED_SOURCE_BY_DTYPE[dtype][
+        f"tiled<{CUDA_TYPE_NAMES[dtype]}, {tile}>" if dtype in FLOAT_DTYPES else f"tiled_packed<{dtype.name}>"
+    ]
 
 
-def many(
-    launches: Launches,
+def launch_tiled(
+    launches: LaunchBuilder,
     w: Operand,
     x: Operand,
     out: Operand,
     tiles: Operand,
-    tile: Tile,
+    tile: TileShape,
     shares: int,
     terms: int,
-    route: list[Word],
+    route: list[LaunchWord],
 ) -> None:
     """Split x, multiply a table of tiles, and add the partial results of blocks that share columns.
 
@@ -258,25 +295,31 @@ def many(
         terms: Terms of x.
         route: The fields of the routing.
     """
-    taken_apart, undo = _split(launches, w, x, terms, tile, tiles.shape[0])
+    taken_apart, undo = _split_activations(launches, w, x, terms, tile, tiles.shape[0])
     rows, count = w.shape[-2], math.prod(out.shape[:-1])
-    row_blocks = blocks(rows, tile.rows)
-    cluster = _cluster(row_blocks) if tile == CLUSTERED else 1
-    grid = (tiles.shape[0], blocks(row_blocks, cluster) * cluster, shares)
-    run = blocks(w.shape[-1], shares * STAGED) * STAGED
+    row_blocks = count_blocks(rows, tile.rows)
+    cluster = _choose_cluster_size(row_blocks) if tile == CLUSTER_TILE else 1
+    grid = (tiles.shape[0], count_blocks(row_blocks, cluster) * cluster, shares)
+    run = count_blocks(w.shape[-1], shares * STAGE_COLUMNS) * STAGE_COLUMNS
     parts = None
-    more: list[Word] = []
-    if tile in (GROUPED, CLUSTERED):
+    more: list[LaunchWord] = []
+    if tile in (WARPGROUP_TILE, CLUSTER_TILE):
         more = [0, 0]
         if shares > 1:
-            left = launches.scratch((math.prod(grid), tile.rows * tile.entries))
-            more = [left, launches.constant(np.zeros(grid[:2], np.int32))]  # kernels reset it to zeros
+            left = launches.allocate_scratch((math.prod(grid), tile.rows * tile.entries))
+            more = [left, launches.upload_constant(np.zeros(grid[:2], np.int32))]  # kernels reset it to zeros
     elif shares > 1:
-        parts = launches.scratch((shares, count, rows))
-    to: list[Word] = [parts or out, w.shape[-1], rows, *_steps(w), rows if parts else rows_of(out)]
+        parts = launches.allocate_scratch((shares, count, rows))
+    to: list[LaunchWord] = [
+        parts or out,
+        w.shape[-1],
+        rows,
+        *_make_weight_stride_words(w),
+        rows if parts else compute_row_stride(out),
+    ]
     words = [w, taken_apart, undo, *to, tiles, *route, run, count * rows, *more]
-    kernel, shared_bytes = _kernel(w.dtype, tile, terms), _shared_bytes(w.dtype, tile)
-    launches.add(kernel, grid, tile.threads, words, shared_bytes, (1, cluster, 1))
+    kernel, shared_bytes = _select_kernel(w.dtype, tile, terms), _compute_shared_bytes(w.dtype, tile)
+    launches.add_launch(kernel, grid, tile.threads, words, shared_bytes, (1, cluster, 1))
     if parts:
-        words = [parts, out, shares, count * rows, rows, rows_of(out)]
-        launches.add(SHARED["add_shares"], (count, blocks(rows, 1024)), 256, words)
+        words = [parts, out, shares, count * rows, rows, compute_row_stride(out)]
+        launches.add_launch(SHARED_SOURCE["add_shares"], (count, count_blocks(rows, 1024)), 256, words)

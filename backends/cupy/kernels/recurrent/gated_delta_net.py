@@ -16,50 +16,53 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from .....graph.dtypes import DType
-from ....chains import changed_state
-from ....flow import Flow, apart, lies_as
-from ....operands import Bound, Operand, need
-from ...binding.chains import Fused
-from ...binding.launches import Binding, Launches, Word, blocks
-from ...device.driver import Kernel, Source
+from ....chains import match_saved_state_update
+from ....flow import Dataflow, has_same_elements, require_no_alias
+from ....operands import BoundInstruction, Operand, require_supported
+from ...binding.chains import FusionBinder
+from ...binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ...device.driver import KernelInstance, KernelSource
 from ...device.limits import KIB
 from ..elementwise import as_float
-from .states import RECURRENT, STATES, Carried, carry, has_quads, rows
+from .states import RECURRENT_HEADER, STATES_SOURCE, StateOperands, bind_states, is_vector_aligned, make_rows_fields
 
-THREADS = 128
-TILE = 8
+DELTA_NET_THREADS = 128
+TOKENS_PER_TILE = 8
 """Tokens that a block loads into shared memory together."""
-FILLED = 264
+FULL_DEVICE_BLOCKS = 264
 """Blocks that fill the largest devices: two for each of 132 multiprocessors."""
 
-SHAPES: Mapping[int, tuple[int, int]] = MappingProxyType(
+LANES_AND_ROWS: Mapping[int, tuple[int, int]] = MappingProxyType(
     {16: (4, 1), 32: (8, 1), 64: (8, 1), 128: (8, 1), 256: (16, 2)}
 )
 """Warp lanes that share a row of a state, and rows of a lane, by key size."""
-PLAIN = (8, 1)
+FALLBACK_LANES_AND_ROWS = (8, 1)
 """The same for operands without 16-byte alignment, and for other key sizes."""
 
 
-def _flag(value: bool) -> str:
+def _to_cpp(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _step_name(size: int, channels: bool, whole: bool, shape: tuple[int, int]) -> str:
-    return f"delta_net<{size}, {_flag(channels)}, {_flag(whole)}, {shape[0]}, {shape[1]}>"
+def _format_step_name(size: int, channels: bool, whole: bool, shape: tuple[int, int]) -> str:
+    return f"delta_net<{size}, {_to_cpp(channels)}, {_to_cpp(whole)}, {shape[0]}, {shape[1]}>"
 
 
-def _step_names(size: int) -> tuple[str, ...]:
-    kinds = [(True, SHAPES[size])] + [(False, PLAIN)] * (size >= 32)
-    return tuple(_step_name(size, channels, *kind) for channels in (False, True) for kind in kinds)
+def _list_step_names(size: int) -> tuple[str, ...]:
+    kinds = [(True, LANES_AND_ROWS[size])] + [(False, FALLBACK_LANES_AND_ROWS)] * (size >= 32)
+    return tuple(_format_step_name(size, channels, *kind) for channels in (False, True) for kind in kinds)
 
 
-STEPS: Mapping[int, Source] = MappingProxyType(
-    {size: Source("gated_delta_net.cu", _step_names(size), before=(RECURRENT,)) for size in SHAPES}
+STEP_SOURCES: Mapping[int, KernelSource] = MappingProxyType(
+    {
+        size: KernelSource("gated_delta_net.cu", _list_step_names(size), before=(RECURRENT_HEADER,))
+        for size in LANES_AND_ROWS
+    }
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class DeltaRule:
     """The operands of the delta rule and its output.
 
     Without `has_tiled_heads`, adjacent value heads share a key head.
@@ -71,7 +74,7 @@ class Rule:
     g: Operand
     beta: Operand
     out: Operand
-    tiled: bool
+    has_tiled_heads: bool
 
     @property
     def tokens(self) -> int:
@@ -94,37 +97,42 @@ class Rule:
         return self.v.shape[-2]
 
     @property
-    def channels(self) -> bool:
+    def has_channel_decay(self) -> bool:
         """Whether each key channel has its own decay."""
         return self.g.shape[-1] != 1
 
     @property
-    def run(self) -> int:
+    def value_heads_per_key_head(self) -> int:
         """Adjacent value heads that share a key head; 0 with tiled heads."""
-        return 0 if self.tiled else self.value_heads // max(self.k.shape[-2], 1)
+        return 0 if self.has_tiled_heads else self.value_heads // max(self.k.shape[-2], 1)
 
     @property
     def scale(self) -> float:
         return 1.0 / math.sqrt(self.key_size)
 
     @property
-    def has_quads(self) -> bool:
+    def is_vector_aligned(self) -> bool:
         """Whether every row is contiguous and begins at a multiple of 16 bytes."""
-        read = (self.q, self.k, self.v, *([self.g] if self.channels else []))
-        return self.value_size % 4 == 0 and all(has_quads(x) for x in read)
+        read = (self.q, self.k, self.v, *([self.g] if self.has_channel_decay else []))
+        return self.value_size % 4 == 0 and all(is_vector_aligned(x) for x in read)
 
-    def part(self, start: int, count: int) -> Rule:
+    def slice_tokens(self, start: int, count: int) -> DeltaRule:
         """Return the operands of `count` tokens from `start`."""
 
         def cut(x: Operand, inner: int = 3) -> Operand:
-            return x.part(len(x.shape) - inner, start, count)
+            return x.slice_axis(len(x.shape) - inner, start, count)
 
         q, k, v, g, out = (cut(x) for x in (self.q, self.k, self.v, self.g, self.out))
         return replace(self, q=q, k=k, v=v, g=g, out=out, beta=cut(self.beta, 2))
 
 
-def launch_steps(
-    launches: Launches, rule: Rule, begin: Sequence[Word], carried: Carried, stored: int, saved: Operand | None = None
+def launch_token_steps(
+    launches: LaunchBuilder,
+    rule: DeltaRule,
+    begin: Sequence[LaunchWord],
+    carried: StateOperands,
+    stored: int,
+    saved: Operand | None = None,
 ) -> None:
     """Process all tokens one after the other.
 
@@ -136,44 +144,65 @@ def launch_steps(
         stored: Snapshots to write.
         saved: Receives the states before the first token.
     """
-    size = next((n for n in SHAPES if n >= rule.key_size), 0)
-    need(size, f"keys of {rule.key_size} are too long")
-    whole = size == rule.key_size and rule.has_quads
+    size = next((n for n in LANES_AND_ROWS if n >= rule.key_size), 0)
+    require_supported(size, f"keys of {rule.key_size} are too long")
+    whole = size == rule.key_size and rule.is_vector_aligned
     size = size if whole else max(size, 32)
-    lanes, held = SHAPES[size] if whole else PLAIN
-    block_rows = THREADS // lanes * held
-    tile = min(TILE, max(rule.tokens, 1))
-    token = 2 * size + (size if rule.channels else 0) + block_rows + 4
-    words = [*rows(rule.q), *rows(rule.k), *rows(rule.v), *rows(rule.g), *rows(rule.beta, 2), *rows(rule.out)]
-    words += [*begin, *carried.kept(), *carried.faults, rule.tokens, rule.k.shape[-2], rule.value_heads, rule.run]
+    lanes, held = LANES_AND_ROWS[size] if whole else FALLBACK_LANES_AND_ROWS
+    block_rows = DELTA_NET_THREADS // lanes * held
+    tile = min(TOKENS_PER_TILE, max(rule.tokens, 1))
+    token = 2 * size + (size if rule.has_channel_decay else 0) + block_rows + 4
+    words = [
+        *make_rows_fields(rule.q),
+        *make_rows_fields(rule.k),
+        *make_rows_fields(rule.v),
+        *make_rows_fields(rule.g),
+        *make_rows_fields(rule.beta, 2),
+        *make_rows_fields(rule.out),
+    ]
+    words += [
+        *begin,
+        *carried.make_snapshot_fields(),
+        *carried.fault_fields,
+        rule.tokens,
+        rule.k.shape[-2],
+        rule.value_heads,
+        rule.value_heads_per_key_head,
+    ]
     words += [rule.key_size, rule.value_size, carried.snapshots, stored, tile, rule.scale, saved or 0]
-    grid = blocks(rule.value_size, block_rows), rule.value_heads, rule.sequences
+    grid = count_blocks(rule.value_size, block_rows), rule.value_heads, rule.sequences
     shared = 4 * token * tile * (2 if rule.tokens > tile else 1)
-    launches.add(STEPS[size][_step_name(size, rule.channels, whole, (lanes, held))], grid, THREADS, words, shared)
+    launches.add_launch(
+        STEP_SOURCES[size][_format_step_name(size, rule.has_channel_decay, whole, (lanes, held))],
+        grid,
+        DELTA_NET_THREADS,
+        words,
+        shared,
+    )
 
 
-CHUNK_SIZES = (64, 128)
-LENGTH = 32
+CHUNKED_KEY_SIZES = (64, 128)
+CHUNK_TOKENS = 32
 """Tokens of a chunk."""
-CHUNKED = (25, 32)
+MIN_CHUNKED_TOKENS = (25, 32)
 """Tokens from which chunks are faster than single tokens on an H100: with a decay per head, and per channel."""
-SLICES = (64, 32, 16)
+SLICE_ROWS = (64, 32, 16)
 """Rows of a state that one block of the scan carries."""
-BLOCKS = 64
+MIN_SCAN_BLOCKS = 64
 """Blocks of the scan that remain with a longer slice.
 
 On an H100, 8,192 tokens of 32 heads take 731 microseconds in 64 blocks, 889 in 128 and 1,252 in 256. 8 heads take 398
 in 64, 408 in 32 and 614 in 16.
 """
-CLUSTERS = (8, 4, 2)
+CLUSTER_SIZES = (8, 4, 2)
 """Blocks of a cluster that share the prepared values of a head, on devices with clusters."""
-BLOCK_BYTES = 16 * 16 * 2
+PAIR_BLOCK_BYTES = 16 * 16 * 2
 """Bytes of bfloat16 numbers for 16 x 16 pairs of tokens."""
 CHUNKS_FILE, SCAN_FILE = "gated_delta_net_chunks.cuh", "gated_delta_net_scan.cu"
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChunkVariant:
     """A variant of the chunk kernels, by key size and by decays per key channel.
 
     With `is_exact`, bfloat16 operands are pairs (relative error 2^-16 instead of 2^-8). `Record` in the kernel has the
@@ -182,77 +211,88 @@ class Chunk:
 
     size: int
     channels: bool
-    exact: bool
+    is_exact: bool
 
     @property
     def keys_bytes(self) -> int:
-        return (3 if self.channels else 2) * (2 if self.exact else 1) * 2 * LENGTH * self.size
+        return (3 if self.channels else 2) * (2 if self.is_exact else 1) * 2 * CHUNK_TOKENS * self.size
 
     @property
     def heads_bytes(self) -> int:
-        factors, side = self.size if self.channels else 2 * LENGTH, LENGTH // 16
-        return 2 * (2 if self.exact else 1) * side * (side + 1) // 2 * BLOCK_BYTES + 4 * factors
+        factors, side = self.size if self.channels else 2 * CHUNK_TOKENS, CHUNK_TOKENS // 16
+        return 2 * (2 if self.is_exact else 1) * side * (side + 1) // 2 * PAIR_BLOCK_BYTES + 4 * factors
 
     @property
     def prepare_name(self) -> str:
         kernel = "delta_prepare_channels" if self.channels else "delta_prepare"
-        return f"{kernel}<{self.size}, {LENGTH}, {_flag(self.exact)}>"
+        return f"{kernel}<{self.size}, {CHUNK_TOKENS}, {_to_cpp(self.is_exact)}>"
 
-    def prepare_bytes(self, together: int) -> int:
+    def compute_prepare_bytes(self, together: int) -> int:
         """Return the shared memory of a block that prepares `together` value heads."""
-        square = 8 * LENGTH * (LENGTH + 4) + self.heads_bytes
+        square = 8 * CHUNK_TOKENS * (CHUNK_TOKENS + 4) + self.heads_bytes
         if self.channels:
-            return square + 4 * LENGTH + 16 * LENGTH * (self.size + 4)
-        return square + 8 * LENGTH * together + self.keys_bytes
+            return square + 4 * CHUNK_TOKENS + 16 * CHUNK_TOKENS * (self.size + 4)
+        return square + 8 * CHUNK_TOKENS * together + self.keys_bytes
 
-    def scan_name(self, values: int, cluster: int = 1) -> str:
+    def format_scan_name(self, values: int, cluster: int = 1) -> str:
         kernel = "delta_scan" if cluster == 1 else "delta_scan_clusters"
-        return f"{kernel}<{self.size}, {LENGTH}, {values}, {_flag(self.channels)}, {_flag(self.exact)}>"
+        return f"{kernel}<{self.size}, {CHUNK_TOKENS}, {values}, {_to_cpp(self.channels)}, {_to_cpp(self.is_exact)}>"
 
-    def scan_bytes(self, values: int, cluster: int = 1) -> int:
+    def compute_scan_bytes(self, values: int, cluster: int = 1) -> int:
         """Return the shared memory of a scan block. Clusters have as many stages as fit, with two mbarriers each."""
-        stage, sums = self.keys_bytes + self.heads_bytes + 4 * LENGTH * (values + 4), 12 * LENGTH * values
+        stage, sums = self.keys_bytes + self.heads_bytes + 4 * CHUNK_TOKENS * (values + 4), 12 * CHUNK_TOKENS * values
         if cluster > 1:
             stages = 4 if 4 * stage + sums <= 225 * KIB else 3
             return stages * (stage + 16) + sums
         return 2 * stage + sums
 
     @property
-    def prepare(self) -> Kernel:
-        return PREPARE[self][self.prepare_name]
+    def prepare_kernel(self) -> KernelInstance:
+        return PREPARE_SOURCES[self][self.prepare_name]
 
-    def scan(self, values: int, cluster: int) -> Kernel:
+    def select_scan_kernel(self, values: int, cluster: int) -> KernelInstance:
         """Return the scan kernel for slices of `values` rows and `cluster` blocks."""
-        return (SCAN if cluster == 1 else SCAN_BY_CLUSTERS)[self][self.scan_name(values, cluster)]
+        return (SCAN_SOURCES if cluster == 1 else CLUSTER_SCAN_SOURCES)[self][self.format_scan_name(values, cluster)]
 
 
-CHUNKS = tuple(Chunk(size, c, x) for size in CHUNK_SIZES for c in (False, True) for x in (True, False))
-_BEFORE = (RECURRENT, CHUNKS_FILE)
-PREPARE: Mapping[Chunk, Source] = MappingProxyType(
-    {c: Source("gated_delta_net_prepare.cu", (c.prepare_name,), before=_BEFORE) for c in CHUNKS}
+CHUNK_VARIANTS = tuple(
+    ChunkVariant(size, c, x) for size in CHUNKED_KEY_SIZES for c in (False, True) for x in (True, False)
 )
-SCAN: Mapping[Chunk, Source] = MappingProxyType(
-    {c: Source(SCAN_FILE, tuple(map(c.scan_name, SLICES)), before=_BEFORE) for c in CHUNKS}
+_CHUNK_HEADERS = (RECURRENT_HEADER, CHUNKS_FILE)
+PREPARE_SOURCES: Mapping[ChunkVariant, KernelSource] = MappingProxyType(
+    {c: KernelSource("gated_delta_net_prepare.cu", (c.prepare_name,), before=_CHUNK_HEADERS) for c in CHUNK_VARIANTS}
 )
-SCAN_BY_CLUSTERS: Mapping[Chunk, Source] = MappingProxyType(
+SCAN_SOURCES: Mapping[ChunkVariant, KernelSource] = MappingProxyType(
     {
-        c: Source(
+        c: KernelSource(SCAN_FILE, tuple(map(c.format_scan_name, SLICE_ROWS)), before=_CHUNK_HEADERS)
+        for c in CHUNK_VARIANTS
+    }
+)
+CLUSTER_SCAN_SOURCES: Mapping[ChunkVariant, KernelSource] = MappingProxyType(
+    {
+        c: KernelSource(
             "gated_delta_net_clusters.cu",
-            tuple(c.scan_name(values, CLUSTERS[0]) for values in SLICES),
-            before=(*_BEFORE, SCAN_FILE, "wgmma.cuh", "cluster.cuh"),
+            tuple(c.format_scan_name(values, CLUSTER_SIZES[0]) for values in SLICE_ROWS),
+            before=(*_CHUNK_HEADERS, SCAN_FILE, "wgmma.cuh", "cluster.cuh"),
             architectures=("sm_90a",),
         )
-        for c in CHUNKS
+        for c in CHUNK_VARIANTS
     }
 )
 
 
-def in_chunks(rule: Rule, tokens: int) -> bool:
+def uses_chunks(rule: DeltaRule, tokens: int) -> bool:
     """Return whether this many tokens use the chunk kernels."""
-    return tokens >= CHUNKED[rule.channels] and rule.key_size in CHUNK_SIZES and rule.value_size % SLICES[-1] == 0
+    return (
+        tokens >= MIN_CHUNKED_TOKENS[rule.has_channel_decay]
+        and rule.key_size in CHUNKED_KEY_SIZES
+        and rule.value_size % SLICE_ROWS[-1] == 0
+    )
 
 
-def chunk_memory(launches: Launches, rule: Rule, tokens: int, chunk: Chunk) -> tuple[Operand, Operand]:
+def allocate_chunk_scratch(
+    launches: LaunchBuilder, rule: DeltaRule, tokens: int, chunk: ChunkVariant
+) -> tuple[Operand, Operand]:
     """Allocate scratch for prepared chunks.
 
     Args:
@@ -264,18 +304,18 @@ def chunk_memory(launches: Launches, rule: Rule, tokens: int, chunk: Chunk) -> t
     Returns:
         Scratch for the keys, and for the heads.
     """
-    count = rule.sequences * blocks(tokens, LENGTH)
-    keyed = rule.value_heads if rule.channels else rule.k.shape[-2]
-    keys = launches.scratch((count * keyed * chunk.keys_bytes,), DType.I8)
-    return keys, launches.scratch((count * rule.value_heads * chunk.heads_bytes,), DType.I8)
+    count = rule.sequences * count_blocks(tokens, CHUNK_TOKENS)
+    keyed = rule.value_heads if rule.has_channel_decay else rule.k.shape[-2]
+    keys = launches.allocate_scratch((count * keyed * chunk.keys_bytes,), DType.I8)
+    return keys, launches.allocate_scratch((count * rule.value_heads * chunk.heads_bytes,), DType.I8)
 
 
 def launch_chunks(
-    launches: Launches,
-    rule: Rule,
-    carried: Carried,
+    launches: LaunchBuilder,
+    rule: DeltaRule,
+    carried: StateOperands,
     memory: tuple[Operand, Operand],
-    chunk: Chunk,
+    chunk: ChunkVariant,
     values: int | None = None,
 ) -> None:
     """Process all tokens by chunks. The final state becomes the oldest snapshot.
@@ -288,55 +328,67 @@ def launch_chunks(
         chunk: The kernel variant.
         values: One of `SLICE_ROWS`, or `None` for an automatic choice.
     """
-    count, heads, sequences = blocks(rule.tokens, LENGTH), rule.value_heads, rule.sequences
-    words = [*rows(rule.q), *rows(rule.k), *rows(rule.g), *rows(rule.beta, 2), *memory]
-    together = _together(rule)
-    words += [rule.tokens, rule.k.shape[-2], heads, rule.run, together, rule.scale]
+    count, heads, sequences = count_blocks(rule.tokens, CHUNK_TOKENS), rule.value_heads, rule.sequences
+    words = [
+        *make_rows_fields(rule.q),
+        *make_rows_fields(rule.k),
+        *make_rows_fields(rule.g),
+        *make_rows_fields(rule.beta, 2),
+        *memory,
+    ]
+    together = _choose_heads_per_block(rule)
+    words += [rule.tokens, rule.k.shape[-2], heads, rule.value_heads_per_key_head, together, rule.scale]
     grid = count, heads // together, sequences
-    launches.add(chunk.prepare, grid, 4 * LENGTH, words, chunk.prepare_bytes(together))
-    values = values or _slice(launches, rule, chunk)
-    keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.run)
-    words = [*memory, *rows(rule.v), *rows(rule.out), *carried.begin, *carried.kept(carried.snapshots - 1)]
-    words += [carried.snapshots, *carried.faults, rule.tokens, keyed, heads, run, rule.value_size]
+    launches.add_launch(chunk.prepare_kernel, grid, 4 * CHUNK_TOKENS, words, chunk.compute_prepare_bytes(together))
+    values = values or _choose_slice_rows(launches, rule, chunk)
+    keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.value_heads_per_key_head)
+    words = [
+        *memory,
+        *make_rows_fields(rule.v),
+        *make_rows_fields(rule.out),
+        *carried.begin_fields,
+        *carried.make_snapshot_fields(carried.snapshots - 1),
+    ]
+    words += [carried.snapshots, *carried.fault_fields, rule.tokens, keyed, heads, run, rule.value_size]
     slices = rule.value_size // values
-    cluster = _cluster(launches, slices)
-    shared, grid = chunk.scan_bytes(values, cluster), (slices, heads, sequences)
-    launches.add(chunk.scan(values, cluster), grid, 4 * values, words, shared, (cluster, 1, 1))
+    cluster = _choose_cluster_size(launches, slices)
+    shared, grid = chunk.compute_scan_bytes(values, cluster), (slices, heads, sequences)
+    launches.add_launch(chunk.select_scan_kernel(values, cluster), grid, 4 * values, words, shared, (cluster, 1, 1))
 
 
-def _cluster(launches: Launches, slices: int) -> int:
+def _choose_cluster_size(launches: LaunchBuilder, slices: int) -> int:
     """Return the number of blocks with slices of one state that form a cluster."""
-    return next((n for n in CLUSTERS if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
+    return next((n for n in CLUSTER_SIZES if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
 
 
-def _together(rule: Rule) -> int:
+def _choose_heads_per_block(rule: DeltaRule) -> int:
     """Return the value heads of a key head that one block prepares: all, if one block per key head fills a device."""
-    filled = blocks(rule.tokens, LENGTH) * rule.k.shape[-2] * rule.sequences >= FILLED
-    return rule.value_heads // rule.k.shape[-2] if filled and not rule.channels else 1
+    filled = count_blocks(rule.tokens, CHUNK_TOKENS) * rule.k.shape[-2] * rule.sequences >= FULL_DEVICE_BLOCKS
+    return rule.value_heads // rule.k.shape[-2] if filled and not rule.has_channel_decay else 1
 
 
-def _fits(launches: Launches, rule: Rule, chunk: Chunk) -> bool:
+def _has_shared_memory(launches: LaunchBuilder, rule: DeltaRule, chunk: ChunkVariant) -> bool:
     """Return whether the chunk kernels fit into the shared memory of the device."""
-    return launches.fits(chunk.prepare_bytes(_together(rule))) and launches.fits(
-        chunk.scan_bytes(_slice(launches, rule, chunk))
-    )
+    return launches.has_shared_bytes(
+        chunk.compute_prepare_bytes(_choose_heads_per_block(rule))
+    ) and launches.has_shared_bytes(chunk.compute_scan_bytes(_choose_slice_rows(launches, rule, chunk)))
 
 
-def _slice(launches: Launches, rule: Rule, chunk: Chunk) -> int:
+def _choose_slice_rows(launches: LaunchBuilder, rule: DeltaRule, chunk: ChunkVariant) -> int:
     """Return the longest slice that fits and leaves enough blocks. Each slice reads the prepared values once."""
-    possible = [n for n in SLICES if rule.value_size % n == 0]
-    fitting = [n for n in possible if launches.fits(chunk.scan_bytes(n))] or possible
+    possible = [n for n in SLICE_ROWS if rule.value_size % n == 0]
+    fitting = [n for n in possible if launches.has_shared_bytes(chunk.compute_scan_bytes(n))] or possible
     rows_of_all = rule.sequences * rule.value_heads * rule.value_size
-    return next((n for n in fitting if rows_of_all // n >= BLOCKS), fitting[-1])
+    return next((n for n in fitting if rows_of_all // n >= MIN_SCAN_BLOCKS), fitting[-1])
 
 
-def _gated_delta_net(launches: Launches, call: Bound) -> None:
+def _bind_gated_delta_net(launches: LaunchBuilder, call: BoundInstruction) -> None:
     q, k, v, g, beta = (as_float(launches, call.operand(i)) for i in range(5))
-    rule = Rule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
-    launch_rule(launches, call, rule, bool(call.attrs["exact"]))
+    rule = DeltaRule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
+    launch_delta_rule(launches, call, rule, bool(call.attrs["exact"]))
 
 
-def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> None:
+def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: DeltaRule, exact: bool) -> None:
     """Launch the delta rule with the states of an instruction.
 
     With snapshots, the last tokens go one by one.
@@ -347,38 +399,48 @@ def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> Non
         rule: The other operands.
         exact: Use pairs of bfloat16 operands in chunks.
     """
-    carried = carry(launches, call, rule.sequences, rule.tokens)
+    carried = bind_states(launches, call, rule.sequences, rule.tokens)
     last = carried.snapshots - 1
     first = rule.tokens - last
-    chunk = Chunk(rule.key_size, rule.channels, exact)
-    if in_chunks(rule, first) and _fits(launches, rule, chunk):
-        memory = chunk_memory(launches, rule, first, chunk)
-        if rule.has_quads:
-            launch_chunks(launches, rule.part(0, first), carried, memory, chunk)
+    chunk = ChunkVariant(rule.key_size, rule.has_channel_decay, exact)
+    if uses_chunks(rule, first) and _has_shared_memory(launches, rule, chunk):
+        memory = allocate_chunk_scratch(launches, rule, first, chunk)
+        if rule.is_vector_aligned:
+            launch_chunks(launches, rule.slice_tokens(0, first), carried, memory, chunk)
             if last:
-                launch_steps(launches, rule.part(first, last), carried.after(last), carried, last)
+                launch_token_steps(
+                    launches, rule.slice_tokens(first, last), carried.make_resume_fields(last), carried, last
+                )
             return
-    launch_steps(launches, rule, carried.begin, carried, carried.stored)
+    launch_token_steps(launches, rule, carried.begin_fields, carried, carried.stored_snapshots)
 
 
-def _with_save(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+def _fuse_state_save(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the save of a state and the delta rule that updates it in place."""
-    save, writer = flow.call(number), changed_state(flow, number, "gated_delta_net").change
-    state, call = save.operand(0), flow.call(writer)
-    need(call.optional(6) is None, "states are in slots")
-    need(len(call.dst) == 2 and lies_as(call.operand(5), call.dst[1]), "the state is not changed in place")
-    need(lies_as(state, call.operand(5)) and save.out.is_dense, "not all of the state is saved")
+    save, writer = flow.bound_instruction(number), match_saved_state_update(flow, number, "gated_delta_net").update
+    state, call = save.operand(0), flow.bound_instruction(writer)
+    require_supported(call.optional_operand(6) is None, "states are in slots")
+    require_supported(
+        len(call.dst) == 2 and has_same_elements(call.operand(5), call.dst[1]), "the state is not changed in place"
+    )
+    require_supported(has_same_elements(state, call.operand(5)) and save.out.is_dense, "not all of the state is saved")
     q, k, v, g, beta = sources = [call.operand(i) for i in range(5)]
-    need(all(x.is_float for x in sources), "operands are of other types")
-    rule = Rule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
-    need(not in_chunks(rule, rule.tokens), "prompts go by chunks")
-    apart(save.out, [*sources, state])
+    require_supported(all(x.is_float for x in sources), "operands are of other types")
+    rule = DeltaRule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
+    require_supported(not uses_chunks(rule, rule.tokens), "prompts go by chunks")
+    require_no_alias(save.out, [*sources, state])
     launches.number = writer
-    carried = carry(launches, call, rule.sequences, rule.tokens)
-    launch_steps(launches, rule, carried.begin, carried, carried.stored, save.out)
+    carried = bind_states(launches, call, rule.sequences, rule.tokens)
+    launch_token_steps(launches, rule, carried.begin_fields, carried, carried.stored_snapshots, save.out)
     return number, writer
 
 
-FUSED: Mapping[str, Sequence[Fused]] = MappingProxyType({"cont": (_with_save,)})
-BINDINGS: Mapping[str, Binding] = {"gated_delta_net": _gated_delta_net}
-SOURCES = (STATES, *STEPS.values(), *PREPARE.values(), *SCAN.values(), *SCAN_BY_CLUSTERS.values())
+FUSED: Mapping[str, Sequence[FusionBinder]] = MappingProxyType({"cont": (_fuse_state_save,)})
+BINDINGS: Mapping[str, OpBinder] = {"gated_delta_net": _bind_gated_delta_net}
+SOURCES = (
+    STATES_SOURCE,
+    *STEP_SOURCES.values(),
+    *PREPARE_SOURCES.values(),
+    *SCAN_SOURCES.values(),
+    *CLUSTER_SCAN_SOURCES.values(),
+)

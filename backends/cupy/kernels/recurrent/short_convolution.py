@@ -10,43 +10,55 @@ from types import MappingProxyType
 from .....graph.dtypes import DType
 from .....ops.declaration.attributes import float_attribute as attribute
 from ....base import contiguous_strides
-from ....chains import short_convolution
-from ....flow import Flow, apart, lies_as
-from ....operands import Bound, Operand, need
-from ...binding.chains import Fused
-from ...binding.launches import Binding, Launches, Word, blocks
-from ...device.driver import Source
+from ....chains import match_short_convolution
+from ....flow import Dataflow, has_same_elements, require_no_alias
+from ....operands import BoundInstruction, Operand, require_supported
+from ...binding.chains import FusionBinder
+from ...binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ...device.driver import KernelSource
 from ..elementwise import as_float
-from .states import RECURRENT, has_quads, rows
+from .states import RECURRENT_HEADER, is_vector_aligned, make_rows_fields
 
-THREADS = 256
-RUN = 16
+CONVOLUTION_THREADS = 256
+TOKENS_PER_THREAD = 16
 """Tokens that a thread processes one after the other."""
 INPUT_SIZES = (16, 32, 64, 128)
 NORM_SIZES = (*INPUT_SIZES, 256)
 
-CONVOLUTION = Source("short_convolution.cu", ("short_convolution",), before=(RECURRENT,))
-INPUTS = Source("short_convolution.cu", tuple(f"delta_inputs<{d}>" for d in INPUT_SIZES), before=(RECURRENT,))
-NORMS = Source("short_convolution.cu", tuple(f"gated_norm<{d}>" for d in NORM_SIZES), before=(RECURRENT,))
+CONVOLUTION_SOURCE = KernelSource("short_convolution.cu", ("short_convolution",), before=(RECURRENT_HEADER,))
+INPUTS_SOURCE = KernelSource(
+    "short_convolution.cu", tuple(f"delta_inputs<{d}>" for d in INPUT_SIZES), before=(RECURRENT_HEADER,)
+)
+NORM_SOURCE = KernelSource(
+    "short_convolution.cu", tuple(f"gated_norm<{d}>" for d in NORM_SIZES), before=(RECURRENT_HEADER,)
+)
 
 
-def _with_heads(x: Operand) -> Operand:
+def _add_head_axis(x: Operand) -> Operand:
     """Return x [..., rows, channels] as rows of one head."""
     t = x.tensor
     shape, strides = (*t.shape[:-1], 1, t.shape[-1]), (*t.strides[:-1], 0, t.strides[-1])
-    return Operand(x.address, type(t)(t.buffer, t.offset, shape, strides, t.dtype), x.declared, x.stored)
+    return Operand(x.address, type(t)(t.buffer, t.offset, shape, strides, t.dtype), x.declared_spec, x.stored_spec)
 
 
-def _ssm_conv(launches: Launches, call: Bound) -> None:
+def _bind_ssm_conv(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, w, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     *leading, tokens, channels = out.shape
-    words = [*rows(_with_heads(x)), *rows(_with_heads(out)), w, *w.strides, tokens, channels, w.shape[-1]]
-    grid = blocks(channels, THREADS), blocks(tokens, RUN), prod(leading)
-    launches.add(CONVOLUTION["short_convolution"], grid, THREADS, words)
+    words = [
+        *make_rows_fields(_add_head_axis(x)),
+        *make_rows_fields(_add_head_axis(out)),
+        w,
+        *w.strides,
+        tokens,
+        channels,
+        w.shape[-1],
+    ]
+    grid = count_blocks(channels, CONVOLUTION_THREADS), count_blocks(tokens, TOKENS_PER_THREAD), prod(leading)
+    launches.add_launch(CONVOLUTION_SOURCE["short_convolution"], grid, CONVOLUTION_THREADS, words)
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class DeltaNetInputs:
     """The operands of the delta rule, which one kernel computes.
 
     `q`, `k`: [B, T, key heads, size]. `v`: [B, T, value heads, size]. `g`, `beta`: log decays and learning rates [B, T,
@@ -59,12 +71,12 @@ class Made:
     v: Operand
     g: Operand
     beta: Operand
-    kept: Operand
-    saved: Operand | None = None
+    next_rows: Operand
+    saved_rows: Operand | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DeltaNetWeights:
     """The contiguous weights of a layer.
 
     `w`: the convolution [channels, 4]. `a`: -exp(A_log) [value heads]. `dt`: the bias of the steps [value heads].
@@ -75,18 +87,18 @@ class Layer:
     dt: Operand
 
 
-def launch_inputs(
-    launches: Launches,
+def launch_delta_inputs(
+    launches: LaunchBuilder,
     x: Operand,
     alpha: Operand,
     beta: Operand,
     valid: Operand | None,
     old: Operand,
-    layer: Layer,
-    made: Made,
+    layer: DeltaNetWeights,
+    made: DeltaNetInputs,
     eps: float,
     ids: Operand | None = None,
-    fault: Sequence[Word] = (0, 0),
+    fault: Sequence[LaunchWord] = (0, 0),
 ) -> None:
     """Launch the convolution with SiLU, norms of queries and keys, and gates.
 
@@ -106,18 +118,29 @@ def launch_inputs(
         fault: The fault words for wrong numbers.
     """
     size = made.k.shape[-1]
-    need(size in INPUT_SIZES and made.v.shape[-1] == size, f"heads of {size} are not convolved together")
+    require_supported(size in INPUT_SIZES and made.v.shape[-1] == size, f"heads of {size} are not convolved together")
     sequences, tokens, key_heads, _ = made.k.shape
     value_heads = made.v.shape[-2]
-    heads_of_block = THREADS * 4 // size
-    words = [*rows(_with_heads(x)), *rows(alpha), *rows(beta), alpha.shape[-1], layer.w, 0 if valid is None else valid]
-    words += [layer.a, layer.dt, old, ids or 0, made.kept, made.saved or 0, made.q, made.k, made.g, made.beta]
-    words += [*rows(made.v), *fault, tokens, key_heads, value_heads, eps]
-    grid = blocks(tokens, RUN), blocks(2 * key_heads + value_heads, heads_of_block) + 1, sequences
-    launches.add(INPUTS[f"delta_inputs<{size}>"], grid, THREADS, words)
+    heads_of_block = CONVOLUTION_THREADS * 4 // size
+    words = [
+        *make_rows_fields(_add_head_axis(x)),
+        *make_rows_fields(alpha),
+        *make_rows_fields(beta),
+        alpha.shape[-1],
+        layer.w,
+        0 if valid is None else valid,
+    ]
+    words += [layer.a, layer.dt, old, ids or 0, made.next_rows, made.saved_rows or 0, made.q, made.k, made.g, made.beta]
+    words += [*make_rows_fields(made.v), *fault, tokens, key_heads, value_heads, eps]
+    grid = (
+        count_blocks(tokens, TOKENS_PER_THREAD),
+        count_blocks(2 * key_heads + value_heads, heads_of_block) + 1,
+        sequences,
+    )
+    launches.add_launch(INPUTS_SOURCE[f"delta_inputs<{size}>"], grid, CONVOLUTION_THREADS, words)
 
 
-def launch_gated_norm(launches: Launches, x: Operand, z: Operand, w: Operand, out: Operand, eps: float) -> None:
+def launch_gated_norm(launches: LaunchBuilder, x: Operand, z: Operand, w: Operand, out: Operand, eps: float) -> None:
     """Launch ``rms_norm(x) * w * silu(z)`` over the last axis.
 
     Args:
@@ -129,19 +152,19 @@ def launch_gated_norm(launches: Launches, x: Operand, z: Operand, w: Operand, ou
         eps: Epsilon of the norm.
     """
     *leading, tokens, heads, size = x.shape
-    need(size in NORM_SIZES, f"heads of {size} have no gated norm")
+    require_supported(size in NORM_SIZES, f"heads of {size} have no gated norm")
     sequences = prod(leading)
     lanes = min(size // 4, 32)
-    words = [*rows(x), *rows(z), *rows(out), w, sequences, tokens, heads, eps]
-    grid = blocks(sequences * tokens * heads, THREADS // lanes)
-    launches.add(NORMS[f"gated_norm<{size}>"], grid, THREADS, words)
+    words = [*make_rows_fields(x), *make_rows_fields(z), *make_rows_fields(out), w, sequences, tokens, heads, eps]
+    grid = count_blocks(sequences * tokens * heads, CONVOLUTION_THREADS // lanes)
+    launches.add_launch(NORM_SOURCE[f"gated_norm<{size}>"], grid, CONVOLUTION_THREADS, words)
 
 
 # --------------------------------------------------------------------------------------------------------- fusions
 
 
 @dataclass(frozen=True, slots=True)
-class _Gates:
+class _GateInstructions:
     """The instructions that compute log decays and learning rates."""
 
     shifted: int
@@ -154,100 +177,142 @@ class _Gates:
     dense_beta: int | None
 
 
-def _gates(flow: Flow, rule: int) -> _Gates:
-    decay, beta = flow.maker(rule, 3), flow.maker(rule, 4)
-    rates, logistic = flow.maker(decay, 0), flow.maker(beta, 0)
-    steps = flow.maker(rates, 0)
-    shifted = flow.maker(steps, 0)
-    gates = _Gates(shifted, steps, rates, decay, logistic, beta, *(_dense_copy(flow, n) for n in (shifted, logistic)))
-    need(flow.reader(gates.shifted, "softplus") == steps, "the steps are made otherwise")
-    need(flow.reader(steps, "mul") == rates and flow.reader(rates, "mul") == decay, "decays are made otherwise")
-    need(flow.reader(logistic, "mul") == beta, "learning rates are made otherwise")
-    need(flow.call(gates.shifted).op == "add" and flow.call(logistic).op == "sigmoid", "gates are made otherwise")
+def _match_gates(flow: Dataflow, rule: int) -> _GateInstructions:
+    decay, beta = flow.require_producer(rule, 3), flow.require_producer(rule, 4)
+    rates, logistic = flow.require_producer(decay, 0), flow.require_producer(beta, 0)
+    steps = flow.require_producer(rates, 0)
+    shifted = flow.require_producer(steps, 0)
+    gates = _GateInstructions(
+        shifted, steps, rates, decay, logistic, beta, *(_find_dense_copy(flow, n) for n in (shifted, logistic))
+    )
+    require_supported(flow.require_sole_reader(gates.shifted, "softplus") == steps, "the steps are made otherwise")
+    require_supported(
+        flow.require_sole_reader(steps, "mul") == rates and flow.require_sole_reader(rates, "mul") == decay,
+        "decays are made otherwise",
+    )
+    require_supported(flow.require_sole_reader(logistic, "mul") == beta, "learning rates are made otherwise")
+    require_supported(
+        flow.bound_instruction(gates.shifted).op == "add" and flow.bound_instruction(logistic).op == "sigmoid",
+        "gates are made otherwise",
+    )
     return gates
 
 
-def _dense_copy(flow: Flow, reader: int) -> int | None:
+def _find_dense_copy(flow: Dataflow, reader: int) -> int | None:
     """Find the instruction that copies an operand to contiguous memory for this reader alone."""
-    maker = flow.maker(reader, 0)
-    return maker if flow.call(maker).op == "cont" and flow.found(maker) == [reader] else None
+    maker = flow.require_producer(reader, 0)
+    return maker if flow.bound_instruction(maker).op == "cont" and flow.find_readers(maker) == [reader] else None
 
 
-def _delta_inputs(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+def _fuse_delta_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse all instructions between the linear layers and the delta rule, except the rule."""
-    _, conv, silu, (q, k), last, save = short_convolution(flow, number)
-    rule = next((n for n in flow.readers_of(silu) if flow.call(n).op == "gated_delta_net"), silu)
-    need({*flow.readers_of(silu)} == {q, k, rule}, "the convolution is read otherwise")
-    need((flow.maker(rule, 0), flow.maker(rule, 1)) == (q, k), "queries do not come first")
-    both, kept, saved = flow.call(number), flow.call(last), None if save is None else flow.call(save)
-    gates, old = _gates(flow, rule), both.operand(0)
-    need(saved is None or (saved.op == "cont" and lies_as(saved.operand(0), old)), "a state is saved otherwise")
-    read = flow.call(rule)
-    made = Made(
+    _, conv, silu, (q, k), last, save = match_short_convolution(flow, number)
+    rule = next((n for n in flow.require_readers(silu) if flow.bound_instruction(n).op == "gated_delta_net"), silu)
+    require_supported({*flow.require_readers(silu)} == {q, k, rule}, "the convolution is read otherwise")
+    require_supported(
+        (flow.require_producer(rule, 0), flow.require_producer(rule, 1)) == (q, k), "queries do not come first"
+    )
+    both, kept, saved = (
+        flow.bound_instruction(number),
+        flow.bound_instruction(last),
+        None if save is None else flow.bound_instruction(save),
+    )
+    gates, old = _match_gates(flow, rule), both.operand(0)
+    require_supported(
+        saved is None or (saved.op == "cont" and has_same_elements(saved.operand(0), old)), "a state is saved otherwise"
+    )
+    read = flow.bound_instruction(rule)
+    made = DeltaNetInputs(
         read.operand(0),
         read.operand(1),
         read.operand(2),
-        flow.call(gates.decay).out,
-        flow.call(gates.beta).out,
+        flow.bound_instruction(gates.decay).out,
+        flow.bound_instruction(gates.beta).out,
         kept.out,
         None if saved is None else saved.out,
     )
     launches.number = last
-    fault = launches.fault(f"id {{value}} names no row of its table, which has {both.out.shape[-2]}")
+    fault = launches.add_fault(f"id {{value}} names no row of its table, which has {both.out.shape[-2]}")
     launches.number = number
-    _launch_chain(launches, flow, _Chain(both, flow.call(conv), kept, gates), made, (silu, q, k), fault)
-    chain = [number, last, conv, silu, q, k, *(getattr(gates, name) for name in _Gates.__slots__), save]
+    _launch_matched_inputs(
+        launches, flow, _MatchedCalls(both, flow.bound_instruction(conv), kept, gates), made, (silu, q, k), fault
+    )
+    chain = [number, last, conv, silu, q, k, *(getattr(gates, name) for name in _GateInstructions.__slots__), save]
     return [n for n in chain if n is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _MatchedCalls:
     """The instructions with operands that the kernel reads."""
 
-    both: Bound
-    conv: Bound
-    kept: Bound
-    gates: _Gates
+    both: BoundInstruction
+    conv: BoundInstruction
+    next_rows: BoundInstruction
+    gates: _GateInstructions
 
 
-def _launch_chain(
-    launches: Launches, flow: Flow, chain: _Chain, made: Made, normed: tuple[int, int, int], fault: Sequence[Word]
+def _launch_matched_inputs(
+    launches: LaunchBuilder,
+    flow: Dataflow,
+    chain: _MatchedCalls,
+    made: DeltaNetInputs,
+    normed: tuple[int, int, int],
+    fault: Sequence[LaunchWord],
 ) -> None:
     """Launch the fused kernel if all operands have the required layout."""
-    old, x, w, ids = chain.both.operand(0), chain.both.operand(1), chain.conv.operand(1), chain.kept.operand(1)
+    old, x, w, ids = chain.both.operand(0), chain.both.operand(1), chain.conv.operand(1), chain.next_rows.operand(1)
     sequences, tokens, key_heads, size = made.k.shape
     value_heads, channels = made.v.shape[-2], x.shape[-1]
     shifted, rates, decay, logistic, beta = (
-        flow.call(getattr(chain.gates, n)) for n in ("shifted", "rates", "decay", "logistic", "beta")
+        flow.bound_instruction(getattr(chain.gates, n)) for n in ("shifted", "rates", "decay", "logistic", "beta")
     )
-    valid, layer = decay.operand(1), Layer(w, rates.operand(1), shifted.operand(1))
+    valid, layer = decay.operand(1), DeltaNetWeights(w, rates.operand(1), shifted.operand(1))
     alpha, strength = (
-        _by_group((call if copy is None else flow.call(copy)).operand(0), sequences, tokens, value_heads)
+        _as_gate_groups(
+            (call if copy is None else flow.bound_instruction(copy)).operand(0), sequences, tokens, value_heads
+        )
         for call, copy in ((shifted, chain.gates.dense_alpha), (logistic, chain.gates.dense_beta))
     )
-    need(alpha.shape == strength.shape, "gates are in different groups")
-    need(len(x.shape) == 3 and x.shape[:2] == (sequences, tokens) and w.shape == (channels, 4), "shapes differ")
-    need(channels == (2 * key_heads + value_heads) * size and made.q.shape == made.k.shape, "heads differ in size")
-    need(lies_as(valid, beta.operand(1)) and valid.tensor.spec.size == sequences * tokens, "padding differs")
-    need(layer.a.tensor.spec.size == layer.dt.tensor.spec.size == value_heads, "heads share rates")
-    need(ids.dtype is DType.I32 and ids.shape == (sequences, 3), "rows are numbered otherwise")
-    dense = [old, valid, layer.w, layer.a, layer.dt, made.q, made.k, made.g, made.beta, made.kept, ids]
-    need(all(o.is_dense for o in dense) and (made.saved is None or made.saved.is_dense), "operands are not dense")
-    need(all(o.is_float for o in (*dense[:-1], x, alpha, strength, made.v)), "operands are not float32")
-    need(all(map(has_quads, (x, old, w, made.q, made.k, made.v, made.kept))), "operands are not aligned")
-    need(made.v.strides[-2] == size, "heads are not dense")
-    silu, q, k = map(flow.call, normed)
+    require_supported(alpha.shape == strength.shape, "gates are in different groups")
+    require_supported(
+        len(x.shape) == 3 and x.shape[:2] == (sequences, tokens) and w.shape == (channels, 4), "shapes differ"
+    )
+    require_supported(
+        channels == (2 * key_heads + value_heads) * size and made.q.shape == made.k.shape, "heads differ in size"
+    )
+    require_supported(
+        has_same_elements(valid, beta.operand(1)) and valid.tensor.spec.size == sequences * tokens, "padding differs"
+    )
+    require_supported(layer.a.tensor.spec.size == layer.dt.tensor.spec.size == value_heads, "heads share rates")
+    require_supported(ids.dtype is DType.I32 and ids.shape == (sequences, 3), "rows are numbered otherwise")
+    dense = [old, valid, layer.w, layer.a, layer.dt, made.q, made.k, made.g, made.beta, made.next_rows, ids]
+    require_supported(
+        all(o.is_dense for o in dense) and (made.saved_rows is None or made.saved_rows.is_dense),
+        "operands are not dense",
+    )
+    require_supported(all(o.is_float for o in (*dense[:-1], x, alpha, strength, made.v)), "operands are not float32")
+    require_supported(
+        all(map(is_vector_aligned, (x, old, w, made.q, made.k, made.v, made.next_rows))), "operands are not aligned"
+    )
+    require_supported(made.v.strides[-2] == size, "heads are not dense")
+    silu, q, k = map(flow.bound_instruction, normed)
     parts = [q.operand(0), k.operand(0), made.v]
     places = [silu.out.address + 4 * n * size for n in (0, key_heads, 2 * key_heads)]
-    need([p.address for p in parts] == places and silu.out.shape[-1] == channels, "heads lie otherwise")
-    need(not q.attrs["clamp"] and dict(q.attrs) == dict(k.attrs), "norms differ")
-    _need_apart(made, tokens, x, old, [w, ids, valid, layer.a, layer.dt], alpha, strength)
+    require_supported([p.address for p in parts] == places and silu.out.shape[-1] == channels, "heads lie otherwise")
+    require_supported(not q.attrs["clamp"] and dict(q.attrs) == dict(k.attrs), "norms differ")
+    _require_disjoint(made, tokens, x, old, [w, ids, valid, layer.a, layer.dt], alpha, strength)
     eps = float(attribute(q.attrs, "eps"))
-    launch_inputs(launches, x, alpha, strength, valid, old, layer, made, eps, ids, fault)
+    launch_delta_inputs(launches, x, alpha, strength, valid, old, layer, made, eps, ids, fault)
 
 
-def _need_apart(
-    made: Made, tokens: int, x: Operand, old: Operand, others: Sequence[Operand], alpha: Operand, beta: Operand
+def _require_disjoint(
+    made: DeltaNetInputs,
+    tokens: int,
+    x: Operand,
+    old: Operand,
+    others: Sequence[Operand],
+    alpha: Operand,
+    beta: Operand,
 ) -> None:
     """Require results that overlap no operand that other threads still read.
 
@@ -255,53 +320,68 @@ def _need_apart(
     over their own operands.
     """
     rest = [*others, alpha, beta]
-    apart(made.kept, [x, *rest], [old])
-    for out in (made.q, made.k, *([] if made.saved is None else [made.saved])):
-        apart(out, [x, old, *rest])
+    require_no_alias(made.next_rows, [x, *rest], [old])
+    for out in (made.q, made.k, *([] if made.saved_rows is None else [made.saved_rows])):
+        require_no_alias(out, [x, old, *rest])
     size, heads = made.v.shape[-1], made.v.shape[-2]
-    tail = x.part(2, x.shape[-1] - heads * size, heads * size)
+    tail = x.slice_axis(2, x.shape[-1] - heads * size, heads * size)
     tensor = replace(tail.tensor, shape=made.v.shape, strides=(*x.strides[:2], size, 1))
-    before = [x.part(2, 0, x.shape[-1] - heads * size), old, *rest]
+    before = [x.slice_axis(2, 0, x.shape[-1] - heads * size), old, *rest]
     own = replace(tail, tensor=tensor)
-    apart(made.v, before if tokens <= RUN else [x, *before], [own])
-    apart(made.g, [x, old, *others, beta], [alpha])
-    apart(made.beta, [x, old, *others, alpha], [beta])
+    require_no_alias(made.v, before if tokens <= TOKENS_PER_THREAD else [x, *before], [own])
+    require_no_alias(made.g, [x, old, *others, beta], [alpha])
+    require_no_alias(made.beta, [x, old, *others, alpha], [beta])
 
 
-def _by_group(x: Operand, sequences: int, tokens: int, heads: int) -> Operand:
+def _as_gate_groups(x: Operand, sequences: int, tokens: int, heads: int) -> Operand:
     """Return gates as [sequences, tokens, groups, heads of a group], contiguous or with adjacent heads per group."""
     if x.is_dense:
-        return _relaid(x, (sequences, tokens, 1, heads))
+        return _reshape_dense(x, (sequences, tokens, 1, heads))
     shape = sequences, tokens, *x.shape[-2:]
-    need(len(x.shape) == 3 and x.tensor.spec.size == prod(shape) and prod(shape[2:]) == heads, "gates lie otherwise")
+    require_supported(
+        len(x.shape) == 3 and x.tensor.spec.size == prod(shape) and prod(shape[2:]) == heads, "gates lie otherwise"
+    )
     strides = x.strides[0] * tokens, *x.strides
     return replace(x, tensor=replace(x.tensor, shape=shape, strides=strides))
 
 
-def _relaid(x: Operand, shape: tuple[int, ...]) -> Operand:
+def _reshape_dense(x: Operand, shape: tuple[int, ...]) -> Operand:
     """Return a contiguous operand with another shape."""
-    need(x.is_dense and x.tensor.spec.size == prod(shape), "gates do not lie by token")
+    require_supported(x.is_dense and x.tensor.spec.size == prod(shape), "gates do not lie by token")
     return replace(x, tensor=replace(x.tensor, shape=shape, strides=contiguous_strides(shape)))
 
 
-def _gated_norm(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+def _fuse_gated_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse ``rms_norm(x) * w * silu(z)``."""
-    factor = flow.reader(number, "mul")
-    gated = flow.reader(factor, "mul")
-    silu = flow.maker(gated, 1)
-    need(flow.call(silu).op == "silu" and flow.reader(silu, "mul", 1) == gated, "the gate is another")
-    x, w, out = flow.call(number).operand(0), flow.call(factor).operand(1), flow.call(gated).out
-    z = flow.call(gated).operand(1)
-    source = flow.call(silu).operand(0)
-    need(source.is_dense and z.is_dense and len(x.shape) == 4, "gates do not lie by head")
-    z = _relaid(source, x.shape)
-    need(z.shape == x.shape == out.shape and w.tensor.spec.size == x.shape[-1], "the gate differs in shape")
-    need(all(o.is_float and has_quads(o) for o in (x, z, out, w)) and w.is_dense, "rows are not aligned")
-    apart(out, [w], [x, z])
-    launch_gated_norm(launches, x, z, w, out, float(attribute(flow.call(number).attrs, "eps")))
+    factor = flow.require_sole_reader(number, "mul")
+    gated = flow.require_sole_reader(factor, "mul")
+    silu = flow.require_producer(gated, 1)
+    require_supported(
+        flow.bound_instruction(silu).op == "silu" and flow.require_sole_reader(silu, "mul", 1) == gated,
+        "the gate is another",
+    )
+    x, w, out = (
+        flow.bound_instruction(number).operand(0),
+        flow.bound_instruction(factor).operand(1),
+        flow.bound_instruction(gated).out,
+    )
+    z = flow.bound_instruction(gated).operand(1)
+    source = flow.bound_instruction(silu).operand(0)
+    require_supported(source.is_dense and z.is_dense and len(x.shape) == 4, "gates do not lie by head")
+    z = _reshape_dense(source, x.shape)
+    require_supported(
+        z.shape == x.shape == out.shape and w.tensor.spec.size == x.shape[-1], "the gate differs in shape"
+    )
+    require_supported(
+        all(o.is_float and is_vector_aligned(o) for o in (x, z, out, w)) and w.is_dense, "rows are not aligned"
+    )
+    require_no_alias(out, [w], [x, z])
+    launch_gated_norm(launches, x, z, w, out, float(attribute(flow.bound_instruction(number).attrs, "eps")))
     return number, factor, silu, gated
 
 
-FUSED: Mapping[str, Sequence[Fused]] = MappingProxyType({"concat": (_delta_inputs,), "rms_norm": (_gated_norm,)})
-BINDINGS: Mapping[str, Binding] = MappingProxyType({"ssm_conv": _ssm_conv})
-SOURCES = (CONVOLUTION, INPUTS, NORMS)
+FUSED: Mapping[str, Sequence[FusionBinder]] = MappingProxyType(
+    {"concat": (_fuse_delta_inputs,), "rms_norm": (_fuse_gated_norm,)}
+)
+BINDINGS: Mapping[str, OpBinder] = MappingProxyType({"ssm_conv": _bind_ssm_conv})
+SOURCES = (CONVOLUTION_SOURCE, INPUTS_SOURCE, NORM_SOURCE)

@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from .....graph.dtypes import DType
 from .....ops.declaration.attributes import float_attribute
 from ....base import contiguous_strides
-from ....operands import Bound, Operand, need
-from ...binding.launches import Launches, Word
-from ...device.driver import Source
+from ....operands import BoundInstruction, Operand, require_supported
+from ...binding.launches import LaunchBuilder, LaunchWord
+from ...device.driver import KernelSource
 from ..elementwise import launch_cast, launch_unary
 
-RECURRENT = "recurrent.cuh"
-STATES = Source("states.cu", ("shelter",), before=(RECURRENT,))
+RECURRENT_HEADER = "recurrent.cuh"
+STATES_SOURCE = KernelSource("states.cu", ("shelter",), before=(RECURRENT_HEADER,))
 SHELTER_THREADS = 256
 
 
-def rows(x: Operand, inner: int = 3) -> list[Word]:
+def make_rows_fields(x: Operand, inner: int = 3) -> list[LaunchWord]:
     """Return the fields of `Rows` for x [..., tokens, heads, elements]; with `inner` 2, x has no last axis."""
     if 0 in x.shape:
         return [x, 0, 0, 0, 0]
     lead = len(x.shape) - inner
     steps = x.strides[lead:] if inner == 3 else (*x.strides[lead:], 0)
-    return [x, _even(x.shape[:lead], x.strides[:lead]), *steps]
+    return [x, _compute_merged_stride(x.shape[:lead], x.strides[:lead]), *steps]
 
 
 def is_dense(x: Operand) -> bool:
@@ -34,26 +34,26 @@ def is_dense(x: Operand) -> bool:
     return 0 in x.shape or all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, wanted, strict=True))
 
 
-def has_quads(x: Operand) -> bool:
+def is_vector_aligned(x: Operand) -> bool:
     """Return whether every row is contiguous and begins at a multiple of 16 bytes."""
     *outer, elements = x.strides
     even = all(step % 4 == 0 for n, step in zip(x.shape, outer, strict=False) if n > 1)
     return x.address % 16 == 0 and elements == 1 and even
 
 
-def _even(sizes: Sequence[int], strides: Sequence[int]) -> int:
+def _compute_merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int:
     """Return the stride of several axes that are merged into one."""
     step, reach = 0, 0
     for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if n == 1:
             continue
-        need(reach in (0, stride), "its sequences do not lie at even distances")
+        require_supported(reach in (0, stride), "its sequences do not lie at even distances")
         step, reach = step or stride, stride * n
     return step
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class StateOperands:
     """The states of sequences: where each begins, and which snapshots are kept.
 
     Snapshot s of sequence n is row ``slots[n, s]`` of `new`, or row ``n * snapshots + s``. The first `stored_snapshots`
@@ -62,13 +62,13 @@ class Carried:
 
     sequences: int
     snapshots: int
-    stored: int
-    begin: tuple[Word, ...]
+    stored_snapshots: int
+    begin_fields: tuple[LaunchWord, ...]
     new: Operand
     slots: Operand | None
-    faults: tuple[Word, ...]
+    fault_fields: tuple[LaunchWord, ...]
 
-    def kept(self, snapshot: int = 0) -> list[Word]:
+    def make_snapshot_fields(self, snapshot: int = 0) -> list[LaunchWord]:
         """Return the fields of `States` from snapshot `snapshot` on.
 
         Its state ``n * snapshots`` is this snapshot of sequence n; newer snapshots in front of it are left out.
@@ -76,17 +76,19 @@ class Carried:
         left = self.snapshots - snapshot
         several = self.snapshots > 1
         if self.slots is None:
-            new = self.new.part(len(self.new.shape) - 4, snapshot, left) if several else self.new
+            new = self.new.slice_axis(len(self.new.shape) - 4, snapshot, left) if several else self.new
             return [new, 0, self.sequences * self.snapshots]
-        slots = self.slots.part(len(self.slots.shape) - 1, snapshot, left) if several else self.slots
+        slots = self.slots.slice_axis(len(self.slots.shape) - 1, snapshot, left) if several else self.slots
         return [self.new, slots, self.new.shape[0]]
 
-    def after(self, snapshot: int) -> list[Word]:
+    def make_resume_fields(self, snapshot: int) -> list[LaunchWord]:
         """Return the fields of `Beginning` to continue from a snapshot."""
-        return [*self.kept(snapshot), self.snapshots, 0, 0]
+        return [*self.make_snapshot_fields(snapshot), self.snapshots, 0, 0]
 
 
-def carry(launches: Launches, call: Bound, sequences: int, tokens: int, operand: int = 5) -> Carried:
+def bind_states(
+    launches: LaunchBuilder, call: BoundInstruction, sequences: int, tokens: int, operand: int = 5
+) -> StateOperands:
     """Bind the states of a recurrence and append the launches that prepare them.
 
     A pool that becomes another buffer is copied. In a pool with in-place updates, states that one sequence reads and
@@ -100,29 +102,29 @@ def carry(launches: Launches, call: Bound, sequences: int, tokens: int, operand:
         operand: The number of the state operand. Slots follow it.
     """
     state, new = call.operand(operand), call.dst[1]
-    slots_in, slots_out = call.optional(operand + 1), call.optional(operand + 2)
+    slots_in, slots_out = call.optional_operand(operand + 1), call.optional_operand(operand + 2)
     snapshots = int(float_attribute(call.attrs, "snapshots")) if "snapshots" in call.attrs else 1
-    need(state.is_float and is_dense(state) and is_dense(new), "states have to be dense and in float32")
+    require_supported(state.is_float and is_dense(state) and is_dense(new), "states have to be dense and in float32")
     for slots in (slots_in, slots_out):
-        need(slots is None or (is_dense(slots) and slots.dtype is DType.I32), "slots have to be dense")
+        require_supported(slots is None or (is_dense(slots) and slots.dtype is DType.I32), "slots have to be dense")
     size = math.prod(state.shape[-3:])
-    need(size < 2**31, "a state is too large for one launch")
+    require_supported(size < 2**31, "a state is too large for one launch")
     stored = min(snapshots, max(tokens, 1))
-    aside: tuple[Word, ...] = (0, 0)
+    aside: tuple[LaunchWord, ...] = (0, 0)
     if slots_out is not None:
         assert slots_in is not None
-        copies = launches.scratch((sequences, size)) if sequences > 1 else None
-        moved = launches.scratch((sequences,), DType.I32) if sequences > 1 else None
+        copies = launches.allocate_scratch((sequences, size)) if sequences > 1 else None
+        moved = launches.allocate_scratch((sequences,), DType.I32) if sequences > 1 else None
         if state.address != new.address:
             launch_cast(launches, state, new)
         elif copies is not None and moved is not None:
             aside = copies, moved
-            words: list[Word] = [state, slots_in, state.shape[0], new, slots_out, new.shape[0]]
+            words: list[LaunchWord] = [state, slots_in, state.shape[0], new, slots_out, new.shape[0]]
             words += [copies, moved, sequences, snapshots, stored, size]
-            launches.add(STATES["shelter"], sequences, SHELTER_THREADS, words)
+            launches.add_launch(STATES_SOURCE["shelter"], sequences, SHELTER_THREADS, words)
     elif snapshots > stored:
-        missing = new.part(len(new.shape) - 4, stored, snapshots - stored)
+        missing = new.slice_axis(len(new.shape) - 4, stored, snapshots - stored)
         launch_unary(launches, "fill", missing, missing, [0.0])
-    faults = launches.fault(f"slots number rows from 0 to {state.shape[0] - 1}, and one of them is {{value}}")
-    old: list[Word] = [state, 0, sequences] if slots_in is None else [state, slots_in, state.shape[0]]
-    return Carried(sequences, snapshots, stored, (*old, 1, *aside), new, slots_out, tuple(faults))
+    faults = launches.add_fault(f"slots number rows from 0 to {state.shape[0] - 1}, and one of them is {{value}}")
+    old: list[LaunchWord] = [state, 0, sequences] if slots_in is None else [state, slots_in, state.shape[0]]
+    return StateOperands(sequences, snapshots, stored, (*old, 1, *aside), new, slots_out, tuple(faults))
