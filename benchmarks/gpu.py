@@ -210,7 +210,8 @@ def format_tables(rows: list[ResultRow]) -> str:
     for name in dict.fromkeys(str(row["part"]) for row in rows):
         mine = [{k: v for k, v in row.items() if k != "part"} for row in rows if row["part"] == name]
         head = list(dict.fromkeys(k for row in mine for k in row))
-        text += f"## {name}\n\n{results.format_table(head, [[format_cell(row.get(k, '')) for k in head] for row in mine])}\n"
+        cells = [[format_cell(row.get(k, "")) for k in head] for row in mine]
+        text += f"## {name}\n\n{results.format_table(head, cells)}\n"
     lines = "".join(f"- {line}\n" for line in foretold.list_wrong_predictions(rows))
     return text + (f"## Predicted wrongly\n\n{lines}" if lines else "")
 

@@ -101,12 +101,14 @@ def format_choices(name: str, path: str) -> Iterator[str]:
                 describe_time_use(plan),
             )
             lacking = f", {format_bytes(short)} short" if (short := shortage(plan)) else ""
-            yield f"| {' | '.join(cells)} | {format_bytes(compute_stored_bytes(plan))}{lacking} | {(aside or ['-'])[0]} |"
+            stored = format_bytes(compute_stored_bytes(plan))
+            yield f"| {' | '.join(cells)} | {stored}{lacking} | {(aside or ['-'])[0]} |"
 
 
 def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterator[str]:
     """Yield the section that compares `auto` with all other modes on all numbers of devices."""
-    yield f"\n## Against choices by hand\n\nTimes of the first {COMPARED_LAYER_COUNT} layers alone: of one token, then of prompts and"
+    yield "\n## Against choices by hand\n"
+    yield f"Times of the first {COMPARED_LAYER_COUNT} layers alone: of one token, then of prompts and"
     yield "tokens of several sequences, with parts and micro-batches.  Choices that copy the weights to every device"
     yield "are left aside.\n\n| model | machine | for | auto | best by hand | which | ratio |"
     yield "|---|---|---|---|---|---|---|"

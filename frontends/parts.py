@@ -118,7 +118,10 @@ def explain_chunks(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> 
     elif not can_chunk(tokens):
         why = f"parts have {MIN_CHUNK_TOKENS} tokens at least"
     elif (times := estimate_pipeline_speedup(plan_of(1))) < MIN_PIPELINE_SPEEDUP:
-        why = f"steps that follow each other are {times:.2f} times as fast, and have to be {MIN_PIPELINE_SPEEDUP} times as fast"
+        why = (
+            f"steps that follow each other are {times:.2f} times as fast, "
+            f"and have to be {MIN_PIPELINE_SPEEDUP} times as fast"
+        )
     else:
         sizes = compute_chunk_sizes(tokens)
         predicted = Predicted(lambda count, cells: plan_of(count), (sizes[0], sizes[-1]), (tokens, tokens))

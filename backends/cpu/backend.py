@@ -171,8 +171,10 @@ class CpuBackend(NumpyBackend):
         if (kept := load_cached_replay(program, buffers, on, self._thread_pool, comm)) is not None:
             return kept
 
+        from .binding import bind_program  # imports all kernels
+
         tune_for_program(program, buffers)
-        return bound(program, buffers, on, self._thread_pool, comm, in_python)
+        return bind_program(program, buffers, on, self._thread_pool, comm, in_python)
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
         from ..numpy.table import locate_op_source

@@ -257,8 +257,8 @@ class _ProgramImporter:
                         and node.all_input_nodes[0].op == "call_function"
                     ):
                         raise ModelError(
-                            f"%{node.name} = {_format_target(node.target)}: it reads the memory of a result, and hocket lays "
-                            "results out in its own way"
+                            f"%{node.name} = {_format_target(node.target)}: it reads the memory of a result, and "
+                            "hocket lays results out in its own way"
                         )
                     missing[_format_target(node.target)] += 1
         if missing:

@@ -180,7 +180,7 @@ class BoundPlan:
         wide = RankGroup(self.device_placement, devices, patience, wire, teams, shares=shares)
         if wide.is_apart:
             return wide
-        near = CollectiveGroups(teams, patience, devices=alike, wire=wire, message_group=wide)
+        near = CollectiveGroups(teams, patience, devices=alike, wire=wire, letters=wide)
         world.register_wake(near.abort)
         return near
 

@@ -65,8 +65,8 @@ class SimulatedRun:
         for device, track in enumerate(self.events_by_device):
             waited = sum(s.idle_seconds for s in track)
             lines.append(
-                f"  {device}: {len(track)} steps, busy {self.compute_busy_share(device):.0%}, waited {waited * 1e6:.1f} us, "
-                f"{self.peak_bytes[device]} bytes"
+                f"  {device}: {len(track)} steps, busy {self.compute_busy_share(device):.0%}, "
+                f"waited {waited * 1e6:.1f} us, {self.peak_bytes[device]} bytes"
             )
         return "\n".join(lines)
 

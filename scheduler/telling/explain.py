@@ -305,7 +305,8 @@ class TimelineReasons:
         if stage.op == "all_gather":
             return f"{format_value_name(source)} lies in shards and is read whole{because}"
         whose = ", of which each keeps its own rows" if stage.op == "reduce_scatter" else ""
-        return f"{format_value_name(source)} is a sum over the devices{whose}{because}{self._describe_multi_machine_sum(lane, stage)}"
+        machines = self._describe_multi_machine_sum(lane, stage)
+        return f"{format_value_name(source)} is a sum over the devices{whose}{because}{machines}"
 
     def _describe_multi_machine_sum(self, lane: Lane, stage: TimelineEntry) -> str:
         """Return how a sum over several machines is computed, if it is first computed within each machine."""

@@ -74,8 +74,8 @@ Value
     index: a result that the node has
 Shard
     axis: an axis of the value
-    index_ranges: pairs within the axis, for each device, each entry on some device; the shard of each device follows from
-        them
+    index_ranges: pairs within the axis, for each device, each entry on some device; the shard of each device follows
+        from them
 Local
     devices: at least one, each a device of the plan
 PinnedNodes

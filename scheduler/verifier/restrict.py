@@ -421,7 +421,8 @@ def _map_linked_axis(
     piece = slice_index(index, start, start + here, link.start)
     if any(first < 0 or first + k > size for first, k in piece):
         raise RestrictionError(
-            f"entries {format_index(slice_index(index, start, start + here))} lie outside {link.start}:{link.start + size}"
+            f"entries {format_index(slice_index(index, start, start + here))} lie outside "
+            f"{link.start}:{link.start + size}"
         )
     return False, (piece, digits if n == size else ((1, size),) if digits == ((1, n),) else ())
 

@@ -179,7 +179,8 @@ class _RepetitionCheck:
         """
         for tensor in (*i.src, *i.dst):
             if tensor is not None and tensor.buffer and self.kind_by_buffer[tensor.buffer] not in (kind, PREAMBLE):
-                yield f"step %{quote_node_name(i.node)} of run {kind} uses a leaf of run {self.kind_by_buffer[tensor.buffer]}"
+                owner = self.kind_by_buffer[tensor.buffer]
+                yield f"step %{quote_node_name(i.node)} of run {kind} uses a leaf of run {owner}"
         for tensor in i.dst:
             if tensor.buffer and self.kind_by_buffer[tensor.buffer] != kind:
                 yield f"step %{quote_node_name(i.node)} of run {kind} writes a state of another run"

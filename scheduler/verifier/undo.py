@@ -115,7 +115,8 @@ class UndoCheck:
         _, held = self.contents.find_content(compute_byte_extent(state))
         earlier, leaf = self.saved_state_by_buffer.get(state.buffer), self.state_by_name.get(name)
         if earlier is None and held != leaf:
-            yield f"{where}: %{quote_node_name(name)} holds {format_content(held)} and no longer what it held before the step"
+            content = format_content(held)
+            yield f"{where}: %{quote_node_name(name)} holds {content} and no longer what it held before the step"
         if earlier is not None and (earlier.row_index is None or held == leaf or not isinstance(held, Value)):
             yield f"{where}: %{quote_node_name(name)} is saved a second time, and holds {format_content(held)}"
         index = i.src[1] if len(i.src) > 1 else None

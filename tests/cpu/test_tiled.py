@@ -15,7 +15,7 @@ from hocket.backends.cpu.kernels.products.rounding import (
     SPLIT_KIND,
     TERMS_BY_KIND,
     TILE_ROW_BYTES,
-    TILE_ROWS,
+    PANEL_ROWS,
     TILED_KIND,
     compute_quantised_bytes,
     round_rows,
@@ -40,8 +40,8 @@ def test_the_worked_example():
 def test_rows_are_rounded_side_by_side():
     x = RNG.standard_normal((37, 96)).astype(np.float32)
     x[3, 5], x[36, 95] = np.nan, -np.inf
-    tiles = target_of(x, TILED_KIND).view(np.uint16).reshape(2, 3, TILE_ROWS, TILE_ROW_BYTES // 2)
-    rows = tiles.transpose(0, 2, 1, 3).reshape(2 * TILE_ROWS, 96)[:37]
+    tiles = target_of(x, TILED_KIND).view(np.uint16).reshape(2, 3, PANEL_ROWS, TILE_ROW_BYTES // 2)
+    rows = tiles.transpose(0, 2, 1, 3).reshape(2 * PANEL_ROWS, 96)[:37]
     assert np.array_equal(bf16_to_f32(rows), round_to_bf16(x), equal_nan=True)
 
 
@@ -65,9 +65,9 @@ def test_three_terms_hold_what_float32_does():
     tiles = (
         target_of(x, SPLIT_KIND)
         .view(np.uint16)
-        .reshape(2, 3, TERMS_BY_KIND[SPLIT_KIND], TILE_ROWS, TILE_ROW_BYTES // 2)
+        .reshape(2, 3, TERMS_BY_KIND[SPLIT_KIND], PANEL_ROWS, TILE_ROW_BYTES // 2)
     )
-    terms = bf16_to_f32(tiles.transpose(2, 0, 3, 1, 4).reshape(TERMS_BY_KIND[SPLIT_KIND], 2 * TILE_ROWS, 96)[:, :37])
+    terms = bf16_to_f32(tiles.transpose(2, 0, 3, 1, 4).reshape(TERMS_BY_KIND[SPLIT_KIND], 2 * PANEL_ROWS, 96)[:, :37])
     x[1, 1] = np.inf
     assert np.array_equal(terms.sum(0, dtype=np.float64), x.astype(np.float64), equal_nan=True)
 

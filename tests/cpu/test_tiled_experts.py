@@ -5,7 +5,12 @@ import pytest
 
 from hocket.backends.cpu.kernels.products import pairs_experts, tiled_experts
 from hocket.backends.cpu.kernels.products.formats import FORMATS
-from hocket.backends.cpu.kernels.products.rounding import TILE_ROW_BYTES, TILE_ROWS, TILED_KIND, compute_quantised_bytes
+from hocket.backends.cpu.kernels.products.rounding import (
+    TILE_ROW_BYTES,
+    PANEL_ROWS,
+    TILED_KIND,
+    compute_quantised_bytes,
+)
 from hocket.backends.cpu.kernels.products.tiled_weights import make_amx_weight
 from hocket.backends.cpu.kernels.tickets import QUEUE_BYTES
 from hocket.graph.dtypes import DType
@@ -94,7 +99,7 @@ def test_units_of_slots_are_rounded_where_they_are_computed(dtype: DType, rows: 
     assert (np.abs(y - np.maximum(gate, 0) * up) <= bound).all()
     rounded = (
         tiles.view(np.uint16)
-        .reshape(-1, rows // 32, TILE_ROWS, TILE_ROW_BYTES // 2)
+        .reshape(-1, rows // 32, PANEL_ROWS, TILE_ROW_BYTES // 2)
         .transpose(0, 2, 1, 3)
         .reshape(-1, rows)
     )

@@ -97,7 +97,7 @@ def all_reduce(a, thread, threads):
         at, left = 4 * LANES * block, count - LANES * block
         total = sum_operand_lanes(board, devices, at, left)
         for d in range(devices):
-            store_first_lanes(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 8) + at, total, left)
+            store_up_to_16(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 8) + at, total, left)
     return wait_until_released(board, rank, devices, ARGS.patience(a))
 
 
@@ -117,7 +117,7 @@ def reduce_scatter(a, thread, threads):
     for row in range(SCATTER_GATHER_ARGS.outer(a)):
         at = 4 * (row * SCATTER_GATHER_ARGS.whole(a) + SCATTER_GATHER_ARGS.first(a))
         for i in range(0, own, LANES):
-            store_first_lanes(
+            store_up_to_16(
                 target + 4 * (row * own + i), sum_operand_lanes(board, devices, at + 4 * i, own - i), own - i
             )
     return wait_until_released(board, rank, devices, SCATTER_GATHER_ARGS.patience(a))
@@ -144,7 +144,7 @@ def all_gather(a, thread, threads):
         for i in range(0, own, LANES):
             some = load_lanes_or_zero(source + 4 * (row * own + i), own - i)
             for d in range(devices):
-                store_first_lanes(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 8) + at + 4 * i, some, own - i)
+                store_up_to_16(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 8) + at + 4 * i, some, own - i)
     return wait_until_released(board, rank, devices, SCATTER_GATHER_ARGS.patience(a))
 
 
@@ -157,7 +157,7 @@ def load_lanes_or_zero(p, left):
 
 
 @subroutine
-def store_first_lanes(p, value, left):
+def store_up_to_16(p, value, left):
     """Store up to 16 of `left` float32 at `p`."""
     if left >= LANES:
         store(p, value)
@@ -189,7 +189,7 @@ def all_reduce_slabs(a, thread, threads):
         slabs, some = SHARED_BUFFER_ARGS.floats(a) + 4 * slab * devices * turn, min(slab, count - first)
         for at in range(0, some, LANES):
             mine = load_first_lanes(source + 4 * (first + at), some - at)
-            store_first_lanes(slabs + 4 * (slab * rank + at), mine, some - at)
+            store_up_to_16(slabs + 4 * (slab * rank + at), mine, some - at)
         store_long(board + SLOTS_OFFSET + rank * SLOT_BYTES + 16 + 8 * turn, number + 1)
         status = wait_for_all(board, devices, SHARED_BUFFER_ARGS.patience(a))
         for d in range(devices):
@@ -201,7 +201,7 @@ def all_reduce_slabs(a, thread, threads):
             total = load_first_lanes(slabs + 4 * at, some - at)
             for d in range(1, devices):
                 total = add(total, load_first_lanes(slabs + 4 * (slab * d + at), some - at))
-            store_first_lanes(target + 4 * (first + at), total, some - at)
+            store_up_to_16(target + 4 * (first + at), total, some - at)
         first += some
     return 0
 

@@ -88,7 +88,8 @@ class LaunchBuilder:
         """
         require_supported(
             self.has_shared_bytes(shared_bytes),
-            f"{kernel} takes {shared_bytes} bytes of shared memory; a block has {self.limits.shared_bytes_per_block} here",
+            f"{kernel} takes {shared_bytes} bytes of shared memory; "
+            f"a block has {self.limits.shared_bytes_per_block} here",
         )
         if 0 in (shape := _as_dim3(grid)):
             return

@@ -214,7 +214,8 @@ def test_on_a_virtual_clock_sixteen_sequences_keep_four_stages_busy(group_size, 
     assert times[1] / times[4] == pytest.approx(4.0, rel=1e-3)
     assert str(micro_batches) == (
         f"16 sequences run in 4 micro-batches that follow each other through {through}, predicted to take "
-        f"{format_seconds(times[4])} a step; in 2 micro-batches {format_seconds(times[2])}, as one {format_seconds(times[1])}"
+        f"{format_seconds(times[4])} a step; in 2 micro-batches {format_seconds(times[2])}, "
+        f"as one {format_seconds(times[1])}"
     )
 
 

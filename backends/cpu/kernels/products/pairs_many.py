@@ -29,7 +29,13 @@ from .formats import BLOCK_COLUMNS, FORMATS, PackedFormat
 from .grouped import GROUP_ROWS, is_shared_by_threads, prefetch_section
 from .pairs import GatedMatmul, match_gated_matmul
 from .products import compute_weight_strides, find_result_consumers, make_packed_tiling
-from .rounding import TERMS_BY_KIND, TILE_ROWS, compute_quantised_bytes, quantise_activations, quantise_block_to_targets
+from .rounding import (
+    PANEL_ROWS,
+    TERMS_BY_KIND,
+    compute_quantised_bytes,
+    quantise_activations,
+    quantise_block_to_targets,
+)
 from .tiled import compute_matrices_per_pass
 from .tiled_weights import AmxWeight, make_amx_weight
 
@@ -114,7 +120,11 @@ def _make_block_width(weight: AmxWeight) -> Subroutine:
 
     If the activations of a chunk stay in the second cache, the width is one block: its units stay in the nearest cache.
     """
-    terms, x_block, tall = weight.term_count, weight.activation_block_bytes, tiled.ROWS_PER_CHUNK // TILE_ROWS
+    terms, x_block, tall = (
+        weight.term_count,
+        weight.activation_block_bytes,
+        tiled.ROWS_PER_CHUNK // PANEL_ROWS,
+    )
 
     def wide(columns):
         return (

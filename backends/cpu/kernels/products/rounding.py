@@ -60,7 +60,7 @@ MIN_SCALE, SCALE_RAISE_FACTOR = np.float32(1e-38), np.float32(2.0**64)
 TILED_KIND, SPLIT_KIND = -1, -2
 TERMS_BY_KIND = {TILED_KIND: 1, SPLIT_KIND: 3}
 """bfloat16 terms of each number in tiles, by kind of rounding."""
-TILE_ROWS, TILE_ROW_BYTES = 32, 2 * BLOCK_COLUMNS
+PANEL_ROWS, TILE_ROW_BYTES = 32, 2 * BLOCK_COLUMNS
 """Rows of activation tiles, and bytes of one row of a block in one term."""
 store_split_terms, SPLIT_TERMS = store_ordered_bf16_terms(TERMS_BY_KIND[SPLIT_KIND]), TERMS_BY_KIND[SPLIT_KIND]
 
@@ -124,11 +124,13 @@ def quantise_block_to_targets(a, at, i, b, x):
         to, pitch, kind = load_word(a, at + 1 + 3 * k), load_word(a, at + 2 + 3 * k), load_word(a, at + 3 + 3 * k)
         if kind == TILED_KIND:
             store_bf16(
-                to + i // TILE_ROWS * pitch + (b * TILE_ROWS + i % TILE_ROWS) * TILE_ROW_BYTES, load(x), load(x + 64)
+                to + i // PANEL_ROWS * pitch + (b * PANEL_ROWS + i % PANEL_ROWS) * TILE_ROW_BYTES,
+                load(x),
+                load(x + 64),
             )
         elif kind == SPLIT_KIND:
-            terms = to + i // TILE_ROWS * pitch + (b * SPLIT_TERMS * TILE_ROWS + i % TILE_ROWS) * TILE_ROW_BYTES
-            store_split_terms(terms, TILE_ROWS * TILE_ROW_BYTES, load(x), load(x + 64))
+            terms = to + i // PANEL_ROWS * pitch + (b * SPLIT_TERMS * PANEL_ROWS + i % PANEL_ROWS) * TILE_ROW_BYTES
+            store_split_terms(terms, PANEL_ROWS * TILE_ROW_BYTES, load(x), load(x + 64))
         else:
             quantise_block(x, to + i * pitch + b * RECORD_BYTES, kind)
 
@@ -139,7 +141,7 @@ def quantise_block_to_targets(a, at, i, b, x):
 def compute_quantised_bytes(rows: int, columns: int, kind: int) -> int:
     """Return the bytes of records [rows, columns / 32] or tiles [rows / 32, columns / 32]."""
     if kind in TERMS_BY_KIND:
-        return -(-rows // TILE_ROWS) * (columns // BLOCK_COLUMNS) * TERMS_BY_KIND[kind] * TILE_ROWS * TILE_ROW_BYTES
+        return -(-rows // PANEL_ROWS) * (columns // BLOCK_COLUMNS) * TERMS_BY_KIND[kind] * PANEL_ROWS * TILE_ROW_BYTES
     return rows * (columns // BLOCK_COLUMNS) * RECORD_BYTES
 
 

@@ -24,7 +24,7 @@ from ..rows import store_lanes
 from ..tickets import choose_span, compute_span_start, count_spans, finish_queue, select_span_queue, take_work_item
 from .formats import BLOCK_COLUMNS, FORMATS
 from .grouped import GROUP_ROWS, is_shared_by_threads, prefetch_section
-from .rounding import TILE_ROWS, compute_quantised_bytes, quantise_activations
+from .rounding import PANEL_ROWS, compute_quantised_bytes, quantise_activations
 from .tiled_weights import BLOCK_BYTES, AmxWeight, make_amx_weight, make_multiply_terms
 
 MATRIX_SUM_BYTES = 4 * TILE_BYTES
@@ -38,7 +38,7 @@ MIN_EXPANSION_ROWS = 256
 """Fewest activation rows of a span: fewer do not pay for expanding the weight."""
 EXPANDED_OFFSET, SUMS_OFFSET = TILE_MEMORY_BYTES, TILE_MEMORY_BYTES + MAX_EXPANDED_TERMS * BLOCK_BYTES
 """Offsets into the scratch of a thread: the expanded blocks behind the registers, and the sums of a chunk."""
-SCRATCH_BYTES = SUMS_OFFSET + ROWS_PER_CHUNK // TILE_ROWS * MAX_MATRICES * MATRIX_SUM_BYTES
+SCRATCH_BYTES = SUMS_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * MAX_MATRICES * MATRIX_SUM_BYTES
 
 
 def choose_activation_kind(call: BoundInstruction) -> int | None:
@@ -84,7 +84,7 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
     def meet(mine, w, v, squares, left, stride, columns, x, pitch, chunk, stop, to, step, ahead):
         n, apart = columns // BLOCK_COLUMNS, each * GROUP_ROWS * stride
         passes = (n + wide - 1) // wide
-        parts = passes * squares * ((stop - chunk + TILE_ROWS - 1) // TILE_ROWS)
+        parts = passes * squares * ((stop - chunk + PANEL_ROWS - 1) // PANEL_ROWS)
         next_w, next_v = w + ahead, v + ahead
         for number in range(passes):
             first, last = n * number // passes, n * (number + 1) // passes
@@ -95,8 +95,8 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
                 if there > 0:
                     expand(block + TILE_BYTES, v + k * apart, stride, there, first, last, n)
             sums = mine + SUMS_OFFSET
-            for i in range(chunk, stop, TILE_ROWS):
-                block, coming = mine + EXPANDED_OFFSET, x + (i // TILE_ROWS + 1) * pitch + first * x_block
+            for i in range(chunk, stop, PANEL_ROWS):
+                block, coming = mine + EXPANDED_OFFSET, x + (i // PANEL_ROWS + 1) * pitch + first * x_block
                 for k in range(squares):
                     next_w = prefetch_section(next_w, squares * GROUP_ROWS * stride, parts)
                     next_v = prefetch_section(next_v, squares * GROUP_ROWS * stride, parts)
@@ -110,7 +110,7 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
                         load_1(mine, sums + TILE_BYTES, TILE_ROW_BYTES)
                         load_2(mine, sums + 2 * TILE_BYTES, TILE_ROW_BYTES)
                         load_3(mine, sums + 3 * TILE_BYTES, TILE_ROW_BYTES)
-                    r = x + i // TILE_ROWS * pitch + first * x_block
+                    r = x + i // PANEL_ROWS * pitch + first * x_block
                     for _ in range(first, last):
                         for line in range(lines):
                             prefetch_l2(coming + 64 * line)
@@ -128,7 +128,7 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
                         store_3(mine, sums + 3 * TILE_BYTES, TILE_ROW_BYTES)
                     else:
                         place = to + (i - chunk) * step + k * each * TILE_ROW_BYTES
-                        emit(mine, sums, min(TILE_ROWS, stop - i), left - k * each * GROUP_ROWS, place, step)
+                        emit(mine, sums, min(PANEL_ROWS, stop - i), left - k * each * GROUP_ROWS, place, step)
                     sums += MATRIX_SUM_BYTES
 
     return subroutine(meet)
@@ -140,7 +140,7 @@ def make_store_sums() -> Subroutine:
     store_0, store_1, store_2, store_3 = unit.store[:4]
 
     def put_sums(mine, sums, rows, left, to, step):
-        if rows == TILE_ROWS and left >= 2 * GROUP_ROWS:
+        if rows == PANEL_ROWS and left >= 2 * GROUP_ROWS:
             store_0(mine, to, step)
             store_1(mine, to + TILE_ROW_BYTES, step)
             store_2(mine, to + 16 * step, step)
@@ -185,8 +185,8 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
         for turn in range(spans):
             span = choose_span(turn, spans, thread, threads)
             start, end = (
-                compute_span_start(count, TILE_ROWS, span, spans),
-                compute_span_start(count, TILE_ROWS, span + 1, spans),
+                compute_span_start(count, PANEL_ROWS, span, spans),
+                compute_span_start(count, PANEL_ROWS, span + 1, spans),
             )
             own = select_span_queue(tickets, span)
             piece, ticket = 0, take_work_item(own, 0)

@@ -22,8 +22,8 @@ from .formats import BLOCK_COLUMNS
 from .grouped import GROUP_ROWS, ExpertSlots, compute_activation_row, is_shared_by_threads, zero_remote_rows
 from .products import compute_weight_strides
 from .rounding import (
+    PANEL_ROWS,
     TILE_ROW_BYTES,
-    TILE_ROWS,
     QuantisedTarget,
     compute_quantised_bytes,
     quantise_activations,
@@ -60,14 +60,14 @@ def gather_slot_rows(a, mine, chunk, stop):
     slots, numbers = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), mine + ROW_NUMBERS_OFFSET
     for i in range(chunk, stop):
         store_int(numbers + 4 * (i - chunk), compute_activation_row(load_int(slots + 4 * i), used, shared))
-    for first in range(0, stop - chunk, TILE_ROWS):
-        to = mine + GATHERED_OFFSET + first // TILE_ROWS * pitch
+    for first in range(0, stop - chunk, PANEL_ROWS):
+        to = mine + GATHERED_OFFSET + first // PANEL_ROWS * pitch
         for start in range(0, pitch, BLOCK_BYTES):
-            for i in range(min(TILE_ROWS, stop - chunk - first)):
+            for i in range(min(PANEL_ROWS, stop - chunk - first)):
                 row = load_int(numbers + 4 * (first + i))
                 store(
                     to + start + i * TILE_ROW_BYTES,
-                    load(x + row // TILE_ROWS * pitch + row % TILE_ROWS * TILE_ROW_BYTES + start),
+                    load(x + row // PANEL_ROWS * pitch + row % PANEL_ROWS * TILE_ROW_BYTES + start),
                 )
 
 
@@ -125,7 +125,7 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: in
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         pitch, starts, tickets = ARGS.pitch(a), ARGS.starts(a), ARGS.tickets(a)
-        mine = ARGS.scratch(a) + thread * (GATHERED_OFFSET + ROWS_PER_CHUNK // TILE_ROWS * pitch)
+        mine = ARGS.scratch(a) + thread * (GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch)
         wide = compute_matrices_per_pass(columns, terms) // 2 * 2 * each * GROUP_ROWS
         ahead, results = threads * wide * stride, mine + RESULTS_OFFSET
         configure(mine)
@@ -175,7 +175,7 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: in
 
 def compute_moe_scratch_bytes(pitch: int) -> int:
     """Return the scratch bytes of a thread. `pitch` is the bytes of 32 activation rows."""
-    return GATHERED_OFFSET + ROWS_PER_CHUNK // TILE_ROWS * pitch
+    return GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch
 
 
 @cache
