@@ -12,10 +12,10 @@ import pytest
 from hocket.backends.cpu.kernels.products import tiled
 from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.kernels.products.rounding import (
+    PANEL_ROWS,
     SPLIT_KIND,
     TERMS_BY_KIND,
     TILE_ROW_BYTES,
-    PANEL_ROWS,
     TILED_KIND,
     compute_quantised_bytes,
     round_rows,

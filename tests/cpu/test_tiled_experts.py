@@ -6,8 +6,8 @@ import pytest
 from hocket.backends.cpu.kernels.products import pairs_experts, tiled_experts
 from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.kernels.products.rounding import (
-    TILE_ROW_BYTES,
     PANEL_ROWS,
+    TILE_ROW_BYTES,
     TILED_KIND,
     compute_quantised_bytes,
 )
