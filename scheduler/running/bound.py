@@ -24,7 +24,8 @@ from ..layout import Local, Shard
 from ..lowering.lane import teams_of
 from ..plan import Plan
 from .comm import CollectiveGroups, SingleDeviceComm, make_local_communicator_group
-from .store import LocalShard, Store, assemble_value
+from .state_view import LocalShard, assemble_value
+from .store import Store
 
 MAX_RANK_WAIT_SECONDS, MAX_RANK_SLOWDOWN = 6.0, 20.0
 """Maximum seconds of a wait for another process, plus this factor times the predicted seconds of a run."""

@@ -18,7 +18,8 @@ from .held import Fact
 from .indices import make_full_index
 from .runs import CarriedKey, DeviceRepetitions
 from .summands import check_complete_sum, make_contraction_sum
-from .trace import ValueNumbering, ValueTrace
+from .trace import ValueTrace
+from .value_numbering import ValueNumbering
 
 UNREACHABLE_INDEX = 1 << 62
 """A start above all axis sizes, so that terms of a contraction never equal terms of a carried partial sum."""

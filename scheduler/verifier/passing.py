@@ -11,7 +11,7 @@ from typing import Any
 
 from ...ops import REGISTRY
 from ...ops.declaration.op import Op
-from .restrict import OpInstance, RestrictedResult
+from .op_instances import OpInstance, RestrictedResult
 from .summands import NO_TERMS, OptionalPartialSum, PartialSum, make_linear_sum
 
 OperandValueNumbers = tuple[int | None, ...]

@@ -42,8 +42,9 @@ from .repeating import (
     make_short_plan,
 )
 from .restrict import format_index
-from .trace import ValueNumbering, ValueTrace
+from .trace import ValueTrace
 from .undo import list_save_nodes
+from .value_numbering import ValueNumbering
 
 
 def verify_plan(plan: Plan) -> None:

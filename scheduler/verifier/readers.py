@@ -14,7 +14,8 @@ from itertools import accumulate, islice
 from ...ops import REGISTRY
 from ...ops.collectives import as_integer
 from .indices import slice_index
-from .restrict import AttrItems, OpInstance, ValueEntries, list_local_attrs
+from .op_instances import AttrItems, OpInstance, ValueEntries
+from .restrict import list_local_attrs
 
 Consumer = tuple[OpInstance, tuple[int, ...]]
 """A node of the user's graph and the numbers of its results."""

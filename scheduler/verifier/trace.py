@@ -6,129 +6,35 @@ or a conversion that keeps the value. A value may have several facts: a slice of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, product
+from itertools import product
 from typing import TypeAlias
 
 import numpy as np
 
-from ...graph.attrs import attribute_key
 from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES, as_index_ranges, as_integer
 from .held import CONVERSION_OPS, Fact, clear_axis, infer_conversion_facts
 from .indices import (
-    Digits,
     IndexRanges,
     build_index,
     concatenate_indices,
     count_entries,
-    find_common_index,
     is_full_index,
     list_entries,
     make_full_index,
 )
+from .op_instances import OpInstance, make_op_instance
 from .passing import propagate_partial_sum
-from .readers import ConsumerTable
-from .restrict import (
-    OpInstance,
-    RestrictedResult,
-    ValueEntries,
-    format_index,
-    make_op_instance,
-    restrict_op,
-    select_positions,
-)
+from .restrict import format_index, restrict_op, select_positions
 from .summands import EMPTY_SUM, OptionalPartialSum, check_complete_sum
+from .value_numbering import ValueNumbering
 
-Key: TypeAlias = tuple[object, ...]
 MAX_COMBINATIONS_PER_VALUE = 64
 """Maximum operand combinations for one node, per value of the user's graph. A fault after this limit says so."""
-
-
-class ValueNumbering:
-    """The numbered values of the user's graph. Values that are computed alike, and copies, share a number."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.value_by_number: list[Value] = []
-        self.digits_by_number: list[tuple[Digits, ...]] = []
-        self.number_by_value: dict[Value, int] = {}
-        self.consumers: dict[Key, ConsumerTable] = {}
-        self._operand_numbers: dict[Key, list[tuple[int | None, ...]]] = {}
-        self.leaf_by_name: dict[tuple[str, str], Node] = {}
-        self._numbers_by_key: dict[Key, tuple[int, ...]] = {}
-        for node in graph.nodes:
-            if node.is_leaf:
-                self.leaf_by_name[node.op, node.name] = node
-            numbers = self._number_results(node)
-            self.number_by_value.update(zip(node.results, numbers, strict=True))
-
-    def _number_results(self, node: Node) -> tuple[int, ...]:
-        if node.op == "cont":
-            return (self.number_by_value[node.inputs[0]],)
-        sources = tuple(None if s is None else self.number_by_value[s] for s in node.src)
-        key = (node.op, attribute_key(node.attrs), sources, node.specs, node.name if node.is_leaf else "")
-        if key not in self._numbers_by_key:
-            numbers = tuple(range(len(self.value_by_number), len(self.value_by_number) + len(node.specs)))
-            self._numbers_by_key[key] = numbers
-            self.value_by_number += node.results
-            if node.is_leaf:
-                self.digits_by_number.append(((),) * len(node.specs[0].shape))
-            else:
-                here = make_op_instance(node)
-                self.digits_by_number += self._infer_digits(node.op, here, sources)
-                if (node.op, sources) not in self.consumers:
-                    self.consumers[node.op, sources] = ConsumerTable(node.op)
-                    for place in enumerate(sources):
-                        self._operand_numbers.setdefault((node.op, place), []).append(sources)
-                self.consumers[node.op, sources].add_consumer(here, numbers)
-        return self._numbers_by_key[key]
-
-    def find_operand_numbers(
-        self, op: str, choices: Sequence[Collection[int | None]]
-    ) -> Iterator[tuple[int | None, ...]]:
-        """Yield the operand numbers of nodes with the op `op` that have operand i in ``choices[i]``.
-
-        Only the readers of the operand with the fewest readers are compared.
-        """
-        if not choices and (op, ()) in self.consumers:
-            yield ()
-        none: list[tuple[int | None, ...]] = []
-        found = [[self._operand_numbers.get((op, (i, n)), none) for n in numbers] for i, numbers in enumerate(choices)]
-        fewest = min(found, key=lambda lists: sum(map(len, lists)), default=[])
-        for sources in chain.from_iterable(fewest):
-            if len(sources) == len(choices) and all(n in c for n, c in zip(sources, choices, strict=True)):
-                yield sources
-
-    def _infer_digits(self, op: str, here: OpInstance, sources: Sequence[int | None]) -> list[tuple[Digits, ...]]:
-        """Return for each axis of each result the digits on which the result does not depend."""
-        axes = tuple(
-            None if s is None or number is None else self.with_digits(number, tuple(map(make_full_index, s.shape)))
-            for s, number in zip(here.src, sources, strict=True)
-        )
-        made = restrict_op(op, here, here, axes)
-        if isinstance(made, RestrictedResult):
-            return [tuple(digits for _, digits in result) for result in made.axes]
-        return [((),) * len(r.shape) for r in here.results]
-
-    def with_digits(self, number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
-        return tuple(zip(indices, self.digits_by_number[number], strict=True))
-
-    def is_fact_of(self, held: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
-        """Return whether a fact says: these entries of `value`, no partial sum."""
-        number = self.number_by_value[value]
-        return (
-            held.value_number == number
-            and held.partial_sum is None
-            and self.has_equal_entries(number, held.axes, indices)
-        )
-
-    def has_equal_entries(self, number: int, one: Sequence[IndexRanges], two: Sequence[IndexRanges]) -> bool:
-        """Return whether two lists of entries are equal up to the digits of a value."""
-        digits = self.digits_by_number[number]
-        return all(find_common_index(a, d, b, d) is not None for a, b, d in zip(one, two, digits, strict=True))
 
 
 DeviceNode: TypeAlias = tuple[int, Node]

@@ -24,7 +24,7 @@ from hocket.ops import REGISTRY
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan_for_group
 from hocket.scheduler.layout import Replicate, Shard
-from hocket.scheduler.running.store import _slice_for_device, assemble_value
+from hocket.scheduler.running.state_view import assemble_value, slice_for_device
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import group_factors
 from hocket.scheduler.verifier.plan import find_plan_faults, verify_plan
@@ -62,7 +62,7 @@ def test_what_is_scattered_is_gathered_again(shape_and_layout, dtype):
     shape, layout = shape_and_layout
     spec = Spec(shape, DTYPE_BY_NAME[dtype])
     data = np.arange(spec.size).reshape(shape).astype(DTYPE_BY_NAME[dtype].storage)
-    parts = {d: _slice_for_device(data, spec, layout, d) for d in range(len(layout.runs))}
+    parts = {d: slice_for_device(data, spec, layout, d) for d in range(len(layout.runs))}
     np.testing.assert_array_equal(
         assemble_value(shape, layout, parts, DevicePlacement(World(None), [0] * len(parts))), data
     )
@@ -75,7 +75,7 @@ def test_rows_of_blocks_are_scattered_whole(dtype):
     spec = Spec((3, 6 * kind.block), kind)
     data = np.random.default_rng(0).integers(0, 255, (3, 6 * kind.block_bytes)).astype(np.uint8)
     layout = Shard(1, (((0, kind.block), (4 * kind.block, kind.block)), (), ((kind.block, 3 * kind.block),)))
-    parts = [_slice_for_device(data, spec, layout, d).reshape(3, -1, kind.block_bytes) for d in range(3)]
+    parts = [slice_for_device(data, spec, layout, d).reshape(3, -1, kind.block_bytes) for d in range(3)]
     blocks = data.reshape(3, 6, kind.block_bytes)
     np.testing.assert_array_equal(parts[0], blocks[:, [0, 4]])
     assert parts[1].size == 0
