@@ -11,7 +11,7 @@ from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.scheduler import plan_for_group
 
-from ..given.models.architectures import ALL, written
+from ..given.models.architectures import ALL, write_model
 
 
 @pytest.mark.long
@@ -19,7 +19,7 @@ from ..given.models.architectures import ALL, written
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_every_op_of_a_listed_architecture_has_a_compiled_kernel(name, tokens, tmp_path):
     backend = CpuBackend(1)
-    graph = load_model(open_gguf(written(name, tmp_path))).graph(Step(1, tokens, 64, 64, tokens))
+    graph = load_model(open_gguf(write_model(name, tmp_path))).graph(Step(1, tokens, 64, 64, tokens))
     (lane,) = plan_for_group(graph, [(backend, backend.device(0))]).lanes
     assert {lane.program.instructions[position].op for position in lane.stand_ins()} == set()
 
