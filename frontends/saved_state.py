@@ -248,11 +248,8 @@ def _select_rows_in_use(session: Session, name: str, lengths: Sequence[int]) -> 
 
     A window cache uses only the last tokens; a cache of token blocks uses only complete blocks.
     """
-    cells, window, tokens = (
-        session.cell_count(name),
-        session.model.window_tokens(name),
-        session.model.tokens_per_cell(name),
-    )
+    cells, window = session.cell_count(name), session.model.window_tokens(name)
+    tokens = session.model.tokens_per_cell(name)
     seen = [np.arange(max(0, n - window) if window else 0, n // tokens) for n in lengths]
     return np.concatenate([i * cells + positions % cells for i, positions in enumerate(seen)])
 

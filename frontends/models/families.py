@@ -8,11 +8,8 @@ from types import MappingProxyType
 
 from .family import FamilyTraits, WindowPattern
 
-ALL_LAYERS_WINDOWED, LAST_OF_FOUR_GLOBAL, WINDOWED_WITH_BASE_10000 = (
-    WindowPattern(),
-    WindowPattern(period=4),
-    WindowPattern(base=10000.0, uses_rope_scaling=False),
-)
+ALL_LAYERS_WINDOWED, LAST_OF_FOUR_GLOBAL = WindowPattern(), WindowPattern(period=4)
+WINDOWED_WITH_BASE_10000 = WindowPattern(base=10000.0, uses_rope_scaling=False)
 FIRST_OF_FOUR_GLOBAL = WindowPattern(period=4, is_global_first=True)
 LLAMA = FamilyTraits(rope="normal")
 LAYER_NORM = FamilyTraits(norm="layer")

@@ -198,10 +198,8 @@ class StepGraphBuilder:
 
     def position_in_block(self, ratio: int) -> Value:
         """Return the index of each token in its block of ``ratio`` tokens, i32[B*T]."""
-        pos, start = (
-            ops.cast(self.pos, dtype=DType.F32),
-            ops.scale(self.compute_position_quotient(ratio, 0.0), scale=float(ratio)),
-        )
+        pos = ops.cast(self.pos, dtype=DType.F32)
+        start = ops.scale(self.compute_position_quotient(ratio, 0.0), scale=float(ratio))
         return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.row_count,))
 
     def complete_block_mask(self, ratio: int) -> Value:

@@ -191,10 +191,8 @@ def slice_(
     ends: Any = None, axes: Any = None,
 ) -> Tensor:  # fmt: skip
     """Slice axes with steps; bounds and axes are inputs (newer opsets) or attributes (older ones)."""
-    begin, end = (
-        as_integers(first if starts is None else starts) or [],
-        as_integers(last if ends is None else ends) or [],
-    )
+    begin = as_integers(first if starts is None else starts) or []
+    end = as_integers(last if ends is None else ends) or []
     at = as_integers(over if axes is None else axes) or list(range(len(begin)))
     steps = as_integers(by) or [1] * len(begin)
     for a, i, j, step in zip(at, begin, end, steps, strict=True):

@@ -39,10 +39,8 @@ def with_scalar_support(row: OpConverter) -> OpConverter:
 
     @wraps(row)
     def call_row(x: Tensor, *args: Any, **more: Any) -> Any:
-        args, more = (
-            tuple(map(_add_axis_to_scalar, args)),
-            {name: _add_axis_to_scalar(value) for name, value in more.items()},
-        )
+        args = tuple(map(_add_axis_to_scalar, args))
+        more = {name: _add_axis_to_scalar(value) for name, value in more.items()}
         out = row(_add_axis_to_scalar(x), *args, **more)
         if x.rank:
             return out

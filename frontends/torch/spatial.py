@@ -33,11 +33,8 @@ def convolution(
     groups: int,
 ) -> Tensor:
     n = weight.rank - 2
-    steps, wide, pads = (
-        as_ints_per_axis(stride, n),
-        as_ints_per_axis(dilation, n),
-        as_symmetric_pads(as_ints_per_axis(padding, n)),
-    )
+    steps, wide = as_ints_per_axis(stride, n), as_ints_per_axis(dilation, n)
+    pads = as_symmetric_pads(as_ints_per_axis(padding, n))
     if transposed:
         more = as_ints_per_axis(output_padding, n)
         return convolutions.transposed_convolution(x, weight, bias, steps, pads, wide, groups, more)

@@ -61,12 +61,8 @@ class _IncrementalPropagation(LayoutPropagation):
         self, layer: IncrementalPropagator, chosen: frozenset[Factor], whole: frozenset[Value], base: ShardingAssignment
     ) -> None:
         super().__init__(layer.graph, layer.factors, chosen, layer.users_of_value, whole)
-        made, by, wants, dealt = (
-            dict(base.produced_layouts),
-            dict(base.node_layouts),
-            dict(base.operand_layouts),
-            dict(base.index_operands),
-        )
+        made, by, wants = dict(base.produced_layouts), dict(base.node_layouts), dict(base.operand_layouts)
+        dealt = dict(base.index_operands)
         self.assignment = ShardingAssignment(
             chosen, made, by, wants, dealt, replicated_weights=whole, base_assignment=base
         )

@@ -223,11 +223,8 @@ class _ChunkedGraph:
         """Return whether a conversion sums, scatters or gathers tokens, or is zeros in their place; store its token
         axis.
         """
-        axis, is_share, runs = (
-            self.token_axes[source],
-            source in self.sharded_values,
-            self.token_ranges.ranges_by_device,
-        )
+        axis, is_share = self.token_axes[source], source in self.sharded_values
+        runs = self.token_ranges.ranges_by_device
         kept = next(iter(runs[self.token_ranges.device]), (0, 0)) if runs else None
         deals = {
             "reduce_scatter": (axis, runs) == (node.attrs.get("axis"), node.attrs.get("runs")),

@@ -358,11 +358,8 @@ class _DeviceEmitter:
 
     def _emit_collective(self, value: Value, made: FactorLayout, state: FactorLayout) -> Value:
         """Emit the collective that converts `value` from layout `made` to layout `state`."""
-        mine, number, label = (
-            self.local_values[self.layouts.produced_forms[value]],
-            self.layouts.sequence_numbers[value, state],
-            self.layouts.node_names[value.node],
-        )
+        mine = self.local_values[self.layouts.produced_forms[value]]
+        number, label = self.layouts.sequence_numbers[value, state], self.layouts.node_names[value.node]
         before, after = self.layouts.layout_of(value, made), self.layouts.layout_of(value, state)
         if made.is_partial and state is REPLICATE:
             return all_reduce(mine, sequence=number, name=f"{label}.sum")

@@ -148,10 +148,8 @@ class _ImbalanceReasons:
 
     def _describe_shards(self, name: str, layout: Shard) -> str:
         """Return ``axis 0, 4 kv heads on 3 devices: 2, 1 and 1``."""
-        size, lengths = (
-            self.leaves[name].shape[layout.axis],
-            [layout.count_entries(d) for d in range(len(layout.index_ranges))],
-        )
+        size = self.leaves[name].shape[layout.axis]
+        lengths = [layout.count_entries(d) for d in range(len(layout.index_ranges))]
         if sum(lengths) > size:
             return f"axis {layout.axis}, a part of which is whole on several devices"
         own = self.factors.axes_of(self.leaves[name])[layout.axis]
@@ -196,10 +194,8 @@ class _ImbalanceReasons:
         then = self._propagate_sharding(chosen)
         if not isinstance(then.produced_layouts[weight], FactorShard):
             return math.inf, self._describe_whole_reader(weight, then)
-        now, cost = (
-            self.costs.estimate_run(self._propagate_sharding(self.sharded_factors)),
-            self.costs.estimate_run(then),
-        )
+        now = self.costs.estimate_run(self._propagate_sharding(self.sharded_factors))
+        cost = self.costs.estimate_run(then)
         longer, oftener = cost.total - now.total, cost.meetings - now.meetings
         said = f"{'longer' if longer >= 0 else 'shorter'}, with {abs(oftener)} {'more' if oftener >= 0 else 'fewer'}"
         return longer, f"a cut along axis {axis} would make a run {format_seconds(abs(longer))} {said} collectives"

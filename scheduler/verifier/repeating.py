@@ -123,10 +123,8 @@ def _find_output_and_update_faults(of: ShortenedGraph, place: Mapping[Node, int]
     """Yield outputs that belong to a repetition, and states that change differently in equal repetitions."""
 
     def changes(graph: Graph) -> dict[int, set[tuple[int, int, int]]]:
-        runs, found = (
-            (of.deep_repetitions if graph is of.deep_graph else of.short_repetitions),
-            defaultdict[int, set[tuple[int, int, int]]](set),
-        )
+        runs = of.deep_repetitions if graph is of.deep_graph else of.short_repetitions
+        found = defaultdict[int, set[tuple[int, int, int]]](set)
         for old, new in graph.updates.items():
             first = runs.first_node_of(runs.repetition_of(place[old.node]))
             found[runs.repetition_of(place[old.node])].add(

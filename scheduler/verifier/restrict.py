@@ -170,10 +170,8 @@ def _restrict_by_signature(
     4. Return the contracted dimensions as a partial sum.
     """
     attrs = user.attrs_by_name
-    sizes, local = (
-        declared.resolve_sizes(user.src, attrs).by_name,
-        declared.resolve_sizes(mine.src, mine.attrs_by_name).by_name,
-    )
+    sizes = declared.resolve_sizes(user.src, attrs).by_name
+    local = declared.resolve_sizes(mine.src, mine.attrs_by_name).by_name
     signature = declared.signature_for(attrs)
     kept_whole = declared.unsharded_dimensions(attrs) if declared.unsharded_dimensions else ()
     names, roles = _DimensionIndices(), dict[str, DimensionRole]()

@@ -199,10 +199,8 @@ class ValueTrace:
 
     def _is_complete_value(self, held: Fact) -> bool:
         """Return whether a fact is all of a value, not a partial sum."""
-        shape, digits = (
-            self.numbering.value_by_number[held.value_number].shape,
-            self.numbering.digits_by_number[held.value_number],
-        )
+        shape = self.numbering.value_by_number[held.value_number].shape
+        digits = self.numbering.digits_by_number[held.value_number]
         return held.partial_sum is None and all(map(is_full_index, held.axes, digits, shape))
 
     def _intern_facts(self, held: list[Fact]) -> list[Fact]:

@@ -105,10 +105,8 @@ def _make_multiply(c: int, x: int, w: int) -> Subroutine:
         for row in range(0, TILE_BYTES, TILE_ROW_BYTES):
             total = load(memory + sums + row)
             for k in range(TILE_ROWS):
-                value, weight = (
-                    splat_int(load_int(memory + rows + row + 4 * k)),
-                    load_ints(memory + pairs + k * TILE_ROW_BYTES),
-                )
+                value = splat_int(load_int(memory + rows + row + 4 * k))
+                weight = load_ints(memory + pairs + k * TILE_ROW_BYTES)
                 # sums[row, n] += x[row, 2 k] * w[2 k, n] + x[row, 2 k + 1] * w[2 k + 1, n]
                 total = fma(first_of_pairs(value), first_of_pairs(weight), total)
                 total = fma(second_of_pairs(value), second_of_pairs(weight), total)

@@ -101,10 +101,8 @@ def store_q4_0(row, c, x, y):
     d = div(where_less(sub(zeros(), low), high, high, low), splat(Q4_0_MIN_CODE))
     block, factor = row + c // BLOCK_ELEMENTS * 18, safe_reciprocal(d)
     store_f16(block, d)
-    x, y = (
-        minimum(round_to_zero(add(mul(x, factor), splat(Q4_0_CODE_OFFSET))), splat(Q4_0_MAX_CODE)),
-        minimum(round_to_zero(add(mul(y, factor), splat(Q4_0_CODE_OFFSET))), splat(Q4_0_MAX_CODE)),
-    )
+    x = minimum(round_to_zero(add(mul(x, factor), splat(Q4_0_CODE_OFFSET))), splat(Q4_0_MAX_CODE))
+    y = minimum(round_to_zero(add(mul(y, factor), splat(Q4_0_CODE_OFFSET))), splat(Q4_0_MAX_CODE))
     store_u8_lanes(block + SCALE_BYTES, or_int(truncate_to_int(x), shift_left(truncate_to_int(y), splat_int(4))))
 
 

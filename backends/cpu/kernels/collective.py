@@ -175,12 +175,8 @@ def all_reduce_slabs(a, thread, threads):
     `floats` holds the first shared buffers of all devices, then the second ones. After a barrier a device may write to
     the other buffer, because every device has finished reading it.
     """
-    board, rank, devices, slab = (
-        SHARED_BUFFER_ARGS.board(a),
-        SHARED_BUFFER_ARGS.rank(a),
-        SHARED_BUFFER_ARGS.devices(a),
-        SHARED_BUFFER_ARGS.slab(a),
-    )
+    board, rank, devices = SHARED_BUFFER_ARGS.board(a), SHARED_BUFFER_ARGS.rank(a), SHARED_BUFFER_ARGS.devices(a)
+    slab = SHARED_BUFFER_ARGS.slab(a)
     source, target, count = SHARED_BUFFER_ARGS.source(a), SHARED_BUFFER_ARGS.target(a), SHARED_BUFFER_ARGS.count(a)
     number = SHARED_BUFFER_ARGS.number(a)
     first = 0

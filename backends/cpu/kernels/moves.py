@@ -68,13 +68,8 @@ def make_move_rows_kernel(scatter: bool, dtype: DType = DType.F32) -> Kernel:
 
     def body(a, thread, threads):
         table, step, rows, columns = MOVE_ARGS.table(a), MOVE_ARGS.step(a), MOVE_ARGS.rows(a), MOVE_ARGS.columns(a)
-        ids, size, other, pace, count = (
-            MOVE_ARGS.ids(a),
-            MOVE_ARGS.id_bytes(a),
-            MOVE_ARGS.other(a),
-            MOVE_ARGS.pace(a),
-            MOVE_ARGS.count(a),
-        )
+        ids, size, other, pace = MOVE_ARGS.ids(a), MOVE_ARGS.id_bytes(a), MOVE_ARGS.other(a), MOVE_ARGS.pace(a)
+        count = MOVE_ARGS.count(a)
         lo, hi = compute_thread_range(count * MOVE_ARGS.tables(a), thread, threads)
         for i in range(lo, hi):
             mine = table + i // count * MOVE_ARGS.between(a)

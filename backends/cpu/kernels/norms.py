@@ -113,11 +113,8 @@ def scaled_rms_norm(a, thread, threads):
     n, step, eps = SCALED_NORM_ARGS.columns(a), SCALED_NORM_ARGS.w_step(a), SCALED_NORM_ARGS.eps(a)
     lo, hi = compute_thread_range(SCALED_NORM_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
-        x, w, y = (
-            SCALED_NORM_ARGS.x(a, i),
-            SCALED_NORM_ARGS.w(a, i),
-            SCALED_NORM_ARGS.y(a, i) + thread * SCALED_NORM_ARGS.between(a),
-        )
+        x, w = SCALED_NORM_ARGS.x(a, i), SCALED_NORM_ARGS.w(a, i)
+        y = SCALED_NORM_ARGS.y(a, i) + thread * SCALED_NORM_ARGS.between(a)
         f = splat(compute_rms_factor(sum_of_squares(x, n), n, eps))
         for c in range(0, n, LANES):
             store_lanes(y, c, n, mul(mul(load_lanes(x, c, n, 4), f), load_lanes(w, c, n, step)))

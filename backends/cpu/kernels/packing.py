@@ -49,10 +49,8 @@ def make_pack_kernel(form: PackedFormat) -> Kernel:
     """
     split, block, nbytes, width = form.split_scales, form.dtype.block, form.group_block_bytes, form.plane_bits[0]
     high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
-    low_bits, high_bits = (
-        _make_move_bits(form.load_four_codes, 0, width),
-        _make_move_bits(form.load_four_codes, width, high or width),
-    )
+    low_bits = _make_move_bits(form.load_four_codes, 0, width)
+    high_bits = _make_move_bits(form.load_four_codes, width, high or width)
 
     def body(a, thread, threads):
         source, stride, target, rows = PACK_ARGS.source(a), PACK_ARGS.stride(a), PACK_ARGS.target(a), PACK_ARGS.rows(a)
@@ -87,28 +85,15 @@ def make_unpack_kernel(form: PackedFormat) -> Kernel:
     `ids` are int32. `stride` is the bytes of a packed row, `step` the bytes from row to row of the target. Each thread
     has 1,024 bytes of scratch. An invalid id stops the run.
     """
-    codes, scales, biases, nbytes, width = (
-        form.load_codes,
-        form.load_scales,
-        form.load_biases,
-        form.group_block_bytes,
-        form.plane_bits[0],
-    )
+    codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.group_block_bytes
+    width = form.plane_bits[0]
     high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
 
     def body(a, thread, threads):
-        packed, stride, rows, columns = (
-            UNPACK_ARGS.packed(a),
-            UNPACK_ARGS.stride(a),
-            UNPACK_ARGS.rows(a),
-            UNPACK_ARGS.columns(a),
-        )
-        ids, target, step, scratch = (
-            UNPACK_ARGS.ids(a),
-            UNPACK_ARGS.target(a),
-            UNPACK_ARGS.step(a),
-            UNPACK_ARGS.scratch(a) + 1024 * thread,
-        )
+        packed, stride, rows = UNPACK_ARGS.packed(a), UNPACK_ARGS.stride(a), UNPACK_ARGS.rows(a)
+        columns = UNPACK_ARGS.columns(a)
+        ids, target, step = UNPACK_ARGS.ids(a), UNPACK_ARGS.target(a), UNPACK_ARGS.step(a)
+        scratch = UNPACK_ARGS.scratch(a) + 1024 * thread
         n = columns // BLOCK_COLUMNS
         lo, hi = compute_thread_range(UNPACK_ARGS.count(a), thread, threads)
         for i in range(lo, hi):

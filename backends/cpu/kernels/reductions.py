@@ -178,14 +178,8 @@ def top_k(a, thread, threads):
     16 elements are skipped at once if none of them can enter the k. `step` and `pace` are bytes from row to row of x
     and y.
     """
-    x, step, n, y, pace, k = (
-        TOP_K_ARGS.x(a),
-        TOP_K_ARGS.step(a),
-        TOP_K_ARGS.n(a),
-        TOP_K_ARGS.y(a),
-        TOP_K_ARGS.pace(a),
-        TOP_K_ARGS.k(a),
-    )
+    x, step, n, y, pace = TOP_K_ARGS.x(a), TOP_K_ARGS.step(a), TOP_K_ARGS.n(a), TOP_K_ARGS.y(a), TOP_K_ARGS.pace(a)
+    k = TOP_K_ARGS.k(a)
     lo, hi = compute_thread_range(TOP_K_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
         row, out = x + i * step, y + i * pace

@@ -49,12 +49,8 @@ def turns(a, thread, threads):
     """
     run, far, near, further = ANGLE_ARGS.run(a), ANGLE_ARGS.far(a), ANGLE_ARGS.near(a), ANGLE_ARGS.further(a)
     frequency, divisors = ANGLE_ARGS.frequency(a), ANGLE_ARGS.divisors(a)
-    pairs, magnitude, cosines, sines = (
-        ANGLE_ARGS.pairs(a),
-        ANGLE_ARGS.magnitude(a),
-        ANGLE_ARGS.cosines(a),
-        ANGLE_ARGS.sines(a),
-    )
+    pairs, magnitude, cosines = ANGLE_ARGS.pairs(a), ANGLE_ARGS.magnitude(a), ANGLE_ARGS.cosines(a)
+    sines = ANGLE_ARGS.sines(a)
     lo, hi = share_of(ANGLE_ARGS.count(a), thread, threads)
     for i in range(lo, hi):
         position = ANGLE_ARGS.positions(a) + i // run * far + i % run * near
@@ -146,12 +142,8 @@ def make_norm_and_rotate_kernel(neighbours: bool) -> Kernel:
 
     def body(a, thread, threads):
         n, step, eps = SCALED_ROTATION_ARGS.columns(a), SCALED_ROTATION_ARGS.w_step(a), SCALED_ROTATION_ARGS.eps(a)
-        cosines, sines, pairs, offset = (
-            SCALED_ROTATION_ARGS.cosines(a),
-            SCALED_ROTATION_ARGS.sines(a),
-            SCALED_ROTATION_ARGS.pairs(a),
-            SCALED_ROTATION_ARGS.offset(a),
-        )
+        cosines, sines = SCALED_ROTATION_ARGS.cosines(a), SCALED_ROTATION_ARGS.sines(a)
+        pairs, offset = SCALED_ROTATION_ARGS.pairs(a), SCALED_ROTATION_ARGS.offset(a)
         rows, first = SCALED_ROTATION_ARGS.rows_of_position(a), SCALED_ROTATION_ARGS.first(a)
         lo, hi = share_of(SCALED_ROTATION_ARGS.rows(a), thread, threads)
         for i in range(lo, hi):

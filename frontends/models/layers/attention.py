@@ -163,10 +163,8 @@ class Attention:
 
     def attend(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, q: Value, k: Value, v: Value) -> Value:
         """Return the weighted values f32[B, T, heads, value size]."""
-        biases, sinks = (
-            self.distance_biases(weights, block),
-            weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,)),
-        )
+        biases = self.distance_biases(weights, block)
+        sinks = weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,))
         return ops.attention(
             *(q, k, v, frame.attention_mask(self.attention_window, biases), sinks),
             mask_heads="one" if biases is None else "each",

@@ -55,16 +55,12 @@ class Mamba:
         block, heads, channels = f"blk.{layer}", self.heads, self.inner // self.heads
         z, inputs, dt, b, c = self.project_inputs(weights, frame, layer, x)
         b, c = (frame.rows_to_sequences(y, self.groups, self.state) for y in (b, c))
-        shut, inputs = (
-            ops.scale(frame.valid, scale=PADDING_STEP, bias=-PADDING_STEP),
-            frame.rows_to_sequences(inputs, heads, channels),
-        )
+        shut = ops.scale(frame.valid, scale=PADDING_STEP, bias=-PADDING_STEP)
+        inputs = frame.rows_to_sequences(inputs, heads, channels)
         steps = ops.add(frame.rows_to_sequences(dt, heads), shut, name=f"{block}.steps")
         rates = math.prod(weights.tensor_shape(f"{block}.ssm_a")) // heads
-        a, d = (
-            weights.leaf_in_shape(f"{block}.ssm_a", (heads, rates)),
-            weights.leaf_in_shape(f"{block}.ssm_d", (heads, 1)),
-        )
+        a = weights.leaf_in_shape(f"{block}.ssm_a", (heads, rates))
+        d = weights.leaf_in_shape(f"{block}.ssm_d", (heads, 1))
         old = frame.sequence_state(f"ssm_state.{layer}", heads, channels, self.state)
         y, new = ops.ssm_scan(inputs, steps, a, b, c, old, snapshots=frame.snapshot_count, name=f"{block}.ssm_scan")
         frame.set_state(old, new)

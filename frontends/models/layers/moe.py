@@ -257,10 +257,8 @@ def run_chosen_experts(
         tensor = f"{block}.ffn_{kind}_{suffix}"
         w = weights(f"{tensor}.weight", (count, n, y.shape[-1]))
         z = ops.mul_mat_id(w, y, ids, name=tensor)
-        scale, bias = (
-            weights.optional_leaf(f"{tensor}.scale", (count,)),
-            weights.optional_leaf(f"{tensor}.bias", (count, n)),
-        )
+        scale = weights.optional_leaf(f"{tensor}.scale", (count,))
+        bias = weights.optional_leaf(f"{tensor}.bias", (count, n))
         if scale is not None:
             rows = ops.reshape(ops.get_rows(ops.reshape(scale, shape=(count, 1)), _flatten(ids)), shape=(*ids.shape, 1))
             z = ops.mul(z, rows)

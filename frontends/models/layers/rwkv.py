@@ -146,11 +146,8 @@ class Rwkv7(Rwkv):
         taken = ops.l2_norm(self.split_heads(frame, ops.mul(k, weights(f"{name}_k_k.weight", (width,)))), eps=1e-12)
         slower = ops.mul(k, weights(f"{name}_k_a.weight", (width,)))
         k = self.split_heads(frame, ops.add(k, ops.sub(ops.mul(slower, rate), slower)))
-        r, v, given = (
-            self.split_heads(frame, r),
-            self.split_heads(frame, v),
-            ops.mul(taken, self.split_heads(frame, rate)),
-        )
+        r, v = self.split_heads(frame, r), self.split_heads(frame, v)
+        given = ops.mul(taken, self.split_heads(frame, rate))
         operands = r, decay, ops.mul(k, valid), v, ops.neg(taken), ops.mul(given, valid)
         y = self.norm_heads(weights, frame, f"{name}_ln", self.run_recurrence(frame, layer, ops.rwkv_wkv7, *operands))
         share = ops.reshape(weights(f"{name}_r_k.weight", (width,)), shape=(self.heads, self.size))

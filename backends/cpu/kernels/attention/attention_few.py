@@ -100,13 +100,8 @@ def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) ->
 def _make_key_products(cells: CacheCells, count: int) -> Subroutine:
     """Make the products of `count` queries with 16 keys from key `s` on: four partial sums each at `to`."""
     whole, some, rows, line = cells.load_16, cells.load_first, make_dot_tile(count, 1), CACHE_LINE_BYTES // cells.nbytes
-    rows_of, zeros, inner, folded, save = (
-        rows.row_addresses,
-        rows.zero_sums,
-        rows.add_inner_product,
-        rows.fold_four_tiles,
-        rows.spill,
-    )
+    rows_of, zeros, inner, folded = rows.row_addresses, rows.zero_sums, rows.add_inner_product, rows.fold_four_tiles
+    save = rows.spill
     nbytes = cells.nbytes
 
     def products(queries, pitch, key, step, s, keys, size, to, ahead):
@@ -137,13 +132,8 @@ def _make_key_products(cells: CacheCells, count: int) -> Subroutine:
 def _make_add_value_columns(cells: CacheCells, count: int, lines: int) -> Subroutine:
     """Make ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]`` for 64 columns."""
     whole, some, rows = cells.load_16, cells.load_first, make_dot_tile(count, VALUE_COLUMNS // LANES)
-    rows_of, outer, held, put, nbytes = (
-        rows.row_addresses,
-        rows.add_outer_product,
-        rows.load_rows,
-        rows.store_rows,
-        cells.nbytes,
-    )
+    rows_of, outer, held, put = rows.row_addresses, rows.add_outer_product, rows.load_rows, rows.store_rows
+    nbytes = cells.nbytes
 
     def values(scores, reach, value, pace, n, states, pitch, col, width, ahead):
         weights, to = rows_of(scores, reach, count), rows_of(states, pitch, count)
@@ -368,22 +358,15 @@ def _make_add_values(cells: CacheCells) -> Subroutine:
 
     @subroutine
     def add(a, value, left, scores, reach, states, pitch, memory):
-        step, width, rows, n = (
-            ARGS.v_step(a),
-            ARGS.width(a),
-            ARGS.tokens(a) * ARGS.shared(a),
-            min(KEYS_PER_VALUE_PASS, left),
-        )
+        step, width, rows = ARGS.v_step(a), ARGS.width(a), ARGS.tokens(a) * ARGS.shared(a)
+        n = min(KEYS_PER_VALUE_PASS, left)
         soon = PREFETCH_KEYS * step if left > PREFETCH_KEYS else 0
         for c in range(0, width, VALUE_COLUMNS):
             at, pace, col, end = some_values(value, step, n, soon, c, width, memory)
             row, ahead = 0, soon
             while row < rows:
-                several, p, to = (
-                    min(MAX_ROWS_PER_PASS, rows - row),
-                    scores + row * reach,
-                    states + row * pitch + PARTIAL_VALUES_OFFSET + 4 * c,
-                )
+                several, p = min(MAX_ROWS_PER_PASS, rows - row), scores + row * reach
+                to = states + row * pitch + PARTIAL_VALUES_OFFSET + 4 * c
                 if several == 4:
                     four(p, reach, at, pace, n, to, pitch, col, end, ahead)
                 elif several == 3:

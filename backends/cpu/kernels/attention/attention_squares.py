@@ -115,12 +115,8 @@ def make_begin_step() -> Subroutine:
     load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
 
     def start(mine, step):
-        a, b, to, how = (
-            load_long(step + STEP_LEFT),
-            load_long(step + STEP_RIGHT),
-            load_long(step + STEP_TARGET),
-            load_long(step + STEP_FLAGS),
-        )
+        a, b, to = load_long(step + STEP_LEFT), load_long(step + STEP_RIGHT), load_long(step + STEP_TARGET)
+        how = load_long(step + STEP_FLAGS)
         if how & CLEAR_SUMS:
             clear_0(mine)
             clear_1(mine)
@@ -187,10 +183,8 @@ def make_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
 
     def take_rows(source, step, rows, size, to, wide):
         for r in range(count):
-            row, at = (
-                source + r * step,
-                to + r // MATRIX_SIZE * wide * MATRIX_BYTES + r % MATRIX_SIZE * amx.TILE_ROW_BYTES,
-            )
+            row = source + r * step
+            at = to + r // MATRIX_SIZE * wide * MATRIX_BYTES + r % MATRIX_SIZE * amx.TILE_ROW_BYTES
             for c in range(0, wide * MATRIX_SIZE, MATRIX_SIZE):
                 x = some(row, c, size) if r < rows and c < size else zeros()
                 y = some(row, c + LANES, size) if r < rows and c + LANES < size else zeros()

@@ -204,12 +204,8 @@ def _make_list_scores(k: DType) -> Subroutine:
         queries = load_long(job + JOB_QUERIES)
         for half in range(load_long(job + JOB_FIRST), load_long(job + JOB_LAST)):
             for d in range(deep):
-                a, b, first, last = (
-                    keys + (half * deep + d) * MATRIX_BYTES,
-                    queries + d * QUERY_BYTES,
-                    d == 0,
-                    d == deep - 1,
-                )
+                a, b, first = keys + (half * deep + d) * MATRIX_BYTES, queries + d * QUERY_BYTES, d == 0
+                last = d == deep - 1
                 end = list_steps(
                     end, a, b, scores + half * MATRIX_BYTES, CLEAR_SUMS if first else 0, STORE_SUMS if last else 0
                 )
@@ -229,12 +225,8 @@ def _make_list_results(v: DType) -> Subroutine:
         store_long(begun, 1)
         for w in range(wide):
             for half in range(low, high):
-                a, b, first, last = (
-                    values + (w * TILE_HALVES + half) * MATRIX_BYTES,
-                    weights + half * WEIGHT_BYTES,
-                    half == low,
-                    half == high - 1,
-                )
+                a, b = values + (w * TILE_HALVES + half) * MATRIX_BYTES, weights + half * WEIGHT_BYTES
+                first, last = half == low, half == high - 1
                 end = list_steps(end, a, b, result + w * MATRIX_BYTES, begin if first else 0, STORE_SUMS if last else 0)
         return end
 

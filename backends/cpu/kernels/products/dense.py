@@ -115,11 +115,8 @@ def _make_multiply_few(dtype: DType, count: int) -> Subroutine:
 def make_float_tiling(dtype: DType) -> WeightTiling:
     """Make the tiling of a float weight type. A tile has as many rows and groups as registers can hold sums."""
     rows, groups = (8, 3) if count_vector_registers() == MANY_REGISTERS else (6, 1)
-    expand, add, few = (
-        _make_expand_rows(dtype),
-        _make_add_tile(make_dot_tile(rows, groups), groups),
-        partial(_make_multiply_few, dtype),
-    )
+    expand, add = _make_expand_rows(dtype), _make_add_tile(make_dot_tile(rows, groups), groups)
+    few = partial(_make_multiply_few, dtype)
     return WeightTiling(
         1,
         4,
@@ -158,10 +155,8 @@ def columns(a, thread, threads):
     lo, hi = compute_thread_range(COLUMN_MATMUL_ARGS.matrices(a) * count, thread, threads)
     for unit in range(lo, hi):
         b, i = unit // count, unit % count
-        w, x = (
-            COLUMN_MATMUL_ARGS.w(a) + b * COLUMN_MATMUL_ARGS.w_between(a),
-            COLUMN_MATMUL_ARGS.x(a) + b * COLUMN_MATMUL_ARGS.x_between(a) + i * COLUMN_MATMUL_ARGS.x_row(a),
-        )
+        w = COLUMN_MATMUL_ARGS.w(a) + b * COLUMN_MATMUL_ARGS.w_between(a)
+        x = COLUMN_MATMUL_ARGS.x(a) + b * COLUMN_MATMUL_ARGS.x_between(a) + i * COLUMN_MATMUL_ARGS.x_row(a)
         y = COLUMN_MATMUL_ARGS.y(a) + b * COLUMN_MATMUL_ARGS.y_between(a) + i * COLUMN_MATMUL_ARGS.y_row(a)
         for c in range(0, rows, LANES):
             acc = zeros()

@@ -182,21 +182,11 @@ def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
     `coming` to the second cache.
     """
     some = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
-    chosen, zeros, put, save, saved = (
-        some.row_addresses_by_slot,
-        some.zero_sums,
-        some.store_rows,
-        some.spill,
-        some.reload,
-    )
+    chosen, zeros, put, save = some.row_addresses_by_slot, some.zero_sums, some.store_rows, some.spill
+    saved = some.reload
     expand, add = blocks.expand_blocks, blocks.add_block
-    width, record, size, wide, span = (
-        blocks.block_columns,
-        blocks.record_bytes,
-        blocks.block_bytes,
-        blocks.blocks_per_pass,
-        blocks.group_bytes,
-    )
+    width, record, size, wide = blocks.block_columns, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
+    span = blocks.group_bytes
     tall, tile_groups = blocks.tile_rows, blocks.tile_groups
 
     def meet(a, expanded, matrix, group, chunk, stop, coming):
@@ -253,10 +243,8 @@ def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
             for expert in range(experts):
                 first = load_int(starts + 4 * expert)
                 count = load_int(starts + 4 * (expert + 1)) - first
-                start, end = (
-                    first + compute_span_start(count, many, span, spans),
-                    first + compute_span_start(count, many, span + 1, spans),
-                )
+                start = first + compute_span_start(count, many, span, spans)
+                end = first + compute_span_start(count, many, span + 1, spans)
                 matrix, last = w + expert * between, end
                 if end - start <= lying:
                     last = start

@@ -82,13 +82,8 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
     blocks = make_float_tiling(dtype)
     some = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
     tile_rows, zeros, put, save, saved = some.row_addresses, some.zero_sums, some.store_rows, some.spill, some.reload
-    add, record, size, wide, span = (
-        blocks.add_block,
-        blocks.record_bytes,
-        blocks.block_bytes,
-        blocks.blocks_per_pass,
-        blocks.group_bytes,
-    )
+    add, record, size, wide = blocks.add_block, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
+    span = blocks.group_bytes
     tall, tile_groups, scratch, many = blocks.tile_rows, blocks.tile_groups, blocks.scratch_bytes, blocks.rows_per_chunk
 
     def body(a, thread, threads):

@@ -137,10 +137,8 @@ def _add_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     wanted, dealt = find_result_consumers(steps, call), is_shared_by_threads(steps, first)
     slots = sort_slots_by_expert(steps, first) if first.op == "mul_mat_id" else make_sequential_slots(steps, x)
     q = quantise_activations(steps, x, form.zero_point, for_all=dealt)
-    records, bounds = (
-        wanted.make_records(steps, shared=True),
-        choose_thread_columns(call, 2 * GROUP_ROWS, steps.threads if dealt else 1),
-    )
+    records = wanted.make_records(steps, shared=True)
+    bounds = choose_thread_columns(call, 2 * GROUP_ROWS, steps.threads if dealt else 1)
     targets = wanted.make_targets(steps, records, bounds)
     count, rows = math.prod(y.shape[:-1]), max(end - start for start, end in pairwise(bounds))
     wide = 4 * -(-rows // GROUP_ROWS) * GROUP_ROWS

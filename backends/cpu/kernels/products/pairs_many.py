@@ -120,11 +120,7 @@ def _make_block_width(weight: AmxWeight) -> Subroutine:
 
     If the activations of a chunk stay in the second cache, the width is one block: its units stay in the nearest cache.
     """
-    terms, x_block, tall = (
-        weight.term_count,
-        weight.activation_block_bytes,
-        tiled.ROWS_PER_CHUNK // PANEL_ROWS,
-    )
+    terms, x_block, tall = weight.term_count, weight.activation_block_bytes, tiled.ROWS_PER_CHUNK // PANEL_ROWS
 
     def wide(columns):
         return (
@@ -173,13 +169,8 @@ def make_int8_units(form: PackedFormat, kind: str) -> Subroutine:
     both = make_dot_tile(blocks.tile_rows, 2)
     rows_of, zeros, save, saved = both.row_addresses, both.zero_sums, both.spill, both.reload
     expand, add = blocks.expand_blocks, blocks.add_block
-    width, record, size, wide, span = (
-        blocks.block_columns,
-        blocks.record_bytes,
-        blocks.block_bytes,
-        blocks.blocks_per_pass,
-        blocks.group_bytes,
-    )
+    width, record, size, wide = blocks.block_columns, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
+    span = blocks.group_bytes
     tall, nbytes = blocks.tile_rows, blocks.tile_rows * 2 * VECTOR_BYTES
 
     @subroutine
@@ -195,10 +186,8 @@ def make_int8_units(form: PackedFormat, kind: str) -> Subroutine:
                 expand(expanded + k * span, at, stride, left, columns, first, count)
             for i in range(chunk, stop, tall):
                 r = rows_of(x + i * pitch + first * record, pitch, stop - i)
-                gate, up = (
-                    prefetch_section(gate, GROUP_ROWS * stride, parts),
-                    prefetch_section(up, GROUP_ROWS * stride, parts),
-                )
+                gate = prefetch_section(gate, GROUP_ROWS * stride, parts)
+                up = prefetch_section(up, GROUP_ROWS * stride, parts)
                 acc = saved(sums) if first > 0 else zeros()
                 for b in range(count):
                     acc = add(acc, expanded + b * size, r, b * record)
@@ -235,14 +224,8 @@ def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Ker
         rounding: The kind of `rounding` of x.
     """
     way = make_gated_variant(dtype, kind, rounding)
-    units, wide_of, many, begin, end, own = (
-        way.compute_units,
-        way.block_width,
-        way.rows_per_chunk,
-        way.begin,
-        way.end,
-        way.unit_scratch_bytes,
-    )
+    units, wide_of, many, begin, end = way.compute_units, way.block_width, way.rows_per_chunk, way.begin, way.end
+    own = way.unit_scratch_bytes
     passing, scratch = compute_padded_row_bytes(way), compute_gated_scratch_bytes(way)
 
     def body(a, thread, threads):

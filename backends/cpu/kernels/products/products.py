@@ -35,13 +35,8 @@ EXPANDED_GROUP_BYTES = BLOCKS_PER_PASS * EXPANDED_BLOCK_BYTES
 
 def make_expand_group(form: PackedFormat) -> Subroutine:
     """Make `WeightTiling.expand_blocks`: codes become bytes, scales and biases become float32."""
-    codes, scales, biases, nbytes, width = (
-        form.load_codes,
-        form.load_scales,
-        form.load_biases,
-        form.group_block_bytes,
-        form.plane_bits[0],
-    )
+    codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.group_block_bytes
+    width = form.plane_bits[0]
     high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
     biased = form.zero_point == 0
 
@@ -89,10 +84,8 @@ def make_add_expanded_block(form: PackedFormat, rows: DotTile) -> Subroutine:
     add = make_add_block(form, rows)
 
     def add_one(acc, p, r, at):
-        scales, biases = (
-            (load(p + SCALES_OFFSET), load(p + SCALES_OFFSET + 64)),
-            (load(p + BIASES_OFFSET), load(p + BIASES_OFFSET + 64)),
-        )
+        scales = (load(p + SCALES_OFFSET), load(p + SCALES_OFFSET + 64))
+        biases = (load(p + BIASES_OFFSET), load(p + BIASES_OFFSET + 64))
         return add(acc, load_codes(p), scales, biases, r, at)
 
     return subroutine(add_one)
@@ -172,11 +165,8 @@ def make_multiply_few(form: PackedFormat, groups: int, count: int) -> Subroutine
     take longer than products here.
     """
     rows = make_dot_tile(count, groups, form.code_properties)
-    nbytes, width, high = (
-        form.group_block_bytes,
-        form.plane_bits[0],
-        form.plane_bits[1] if len(form.plane_bits) > 1 else 0,
-    )
+    nbytes, width = form.group_block_bytes, form.plane_bits[0]
+    high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
     zeros, put, meet = rows.zero_sums, rows.store_rows, make_multiply_block(form, groups, rows)
     lines = groups * (nbytes // 64)
     more = groups * (nbytes % 64 * UNIT_BLOCKS // 64)
@@ -207,10 +197,8 @@ def make_packed_tiling(form: PackedFormat) -> WeightTiling:
     """
     rows, groups = (4, 2) if count_vector_registers() == MANY_REGISTERS else (2, 1)
     some = make_dot_tile(rows, groups, form.code_properties)
-    add, slow = (
-        (make_add_expanded_pair if groups == 2 else make_add_expanded_block)(form, some),
-        form.has_half_block_scales or len(form.plane_bits) > 1,
-    )
+    add = (make_add_expanded_pair if groups == 2 else make_add_expanded_block)(form, some)
+    slow = form.has_half_block_scales or len(form.plane_bits) > 1
     lying = 8 if slow else 16  # slowly unpacked codes are expanded sooner
     expand, few = make_expand_group(form), partial(make_multiply_few, form, 1)
     two = partial(make_multiply_few, form, 2) if groups == 2 else None

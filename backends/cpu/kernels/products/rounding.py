@@ -158,11 +158,8 @@ def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_
     if (records := steps.find_derived(key)) is not None:
         return records
     rows, columns, name = math.prod(x.shape[:-1]), x.shape[-1], f"rounded {kind}"
-    nbytes, own, bounds = (
-        compute_quantised_bytes(rows, columns, kind),
-        steps.find_per_thread_values(x),
-        steps.find_column_bounds([x]),
-    )
+    nbytes, own = compute_quantised_bytes(rows, columns, kind), steps.find_per_thread_values(x)
+    bounds = steps.find_column_bounds([x])
     if bounds is not None and (rows > 1 or any(b % BLOCK_COLUMNS for b in bounds)):
         bounds = None
     if own is not None or (for_all and bounds is None and steps.is_repeated([x])):
@@ -261,10 +258,8 @@ class ResultConsumers:
         """
         records = []
         for kind in self.rounding_kinds:
-            nbytes, width = (
-                compute_quantised_bytes(self.rows, self.columns, kind),
-                compute_quantised_bytes(1, self.columns, kind) // 4,
-            )
+            nbytes = compute_quantised_bytes(self.rows, self.columns, kind)
+            width = compute_quantised_bytes(1, self.columns, kind) // 4
             own = steps.take_private_memory(f"rounded {kind} at once", nbytes, shared=shared)
             records.append([_as_float_operand(o, (nbytes // 4 // width, width), (width, 1)) for o in own])
         steps.invalidate_regions([self.value.region])

@@ -169,11 +169,8 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
     Words in bytes: `pitch` from 32 rows of activation tiles to the next, `stride` of a weight row, `step` from row to
     row of y. Each thread has `SCRATCH_BYTES`.
     """
-    meet, configure, release = (
-        make_amx_multiply(weight, make_store_sums(), 2),
-        select_tile_operations().configure,
-        select_tile_operations().release,
-    )
+    meet, configure = make_amx_multiply(weight, make_store_sums(), 2), select_tile_operations().configure
+    release = select_tile_operations().release
 
     terms = weight.term_count
 
@@ -184,10 +181,8 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
         configure(mine)
         for turn in range(spans):
             span = choose_span(turn, spans, thread, threads)
-            start, end = (
-                compute_span_start(count, PANEL_ROWS, span, spans),
-                compute_span_start(count, PANEL_ROWS, span + 1, spans),
-            )
+            start = compute_span_start(count, PANEL_ROWS, span, spans)
+            end = compute_span_start(count, PANEL_ROWS, span + 1, spans)
             own = select_span_queue(tickets, span)
             piece, ticket = 0, take_work_item(own, 0)
             for chunk in range(start, end, ROWS_PER_CHUNK):
@@ -196,11 +191,8 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
                     if piece == ticket:
                         squares = min(most, (rows - row + 2 * GROUP_ROWS - 1) // (2 * GROUP_ROWS))
                         w, to = ARGS.w(a) + row * stride, ARGS.y(a) + chunk * step + 4 * row
-                        v, stop, ahead = (
-                            w + GROUP_ROWS * stride,
-                            min(end, chunk + ROWS_PER_CHUNK),
-                            threads * most * 2 * GROUP_ROWS * stride,
-                        )
+                        v, stop = w + GROUP_ROWS * stride, min(end, chunk + ROWS_PER_CHUNK)
+                        ahead = threads * most * 2 * GROUP_ROWS * stride
                         meet(mine, w, v, squares, rows - row, stride, columns, x, pitch, chunk, stop, to, step, ahead)
                         ticket = take_work_item(own, piece + 1)
                     piece += 1

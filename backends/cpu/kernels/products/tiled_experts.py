@@ -115,11 +115,8 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: in
         emit: The epilogue of `tiled.make_amx_multiply`.
         each: Groups of a matrix that belong to the first weight: 1 for a gated unit, else 2.
     """
-    meet, configure, release = (
-        make_amx_multiply(weight, emit, each),
-        select_tile_operations().configure,
-        select_tile_operations().release,
-    )
+    meet, configure = make_amx_multiply(weight, emit, each), select_tile_operations().configure
+    release = select_tile_operations().release
     terms = weight.term_count
 
     def body(a, thread, threads):
@@ -222,11 +219,8 @@ def add_amx_moe_step(
     w, x = products[0].operand(0), products[0].operand(1)
     dealt, columns, (stride, between) = is_shared_by_threads(steps, products[0]), w.shape[-1], compute_weight_strides(w)
     kind = make_amx_weight(w.dtype).activation_kind
-    tiled, pitch, rows = (
-        quantise_activations(steps, x, kind, for_all=dealt)[0],
-        compute_quantised_bytes(1, columns, kind),
-        to.float_rows.shape[-1],
-    )
+    tiled, pitch = quantise_activations(steps, x, kind, for_all=dealt)[0], compute_quantised_bytes(1, columns, kind)
+    rows = to.float_rows.shape[-1]
     nbytes = compute_moe_scratch_bytes(pitch)
     memory = steps.scratch(f"experts {nbytes}", nbytes * steps.threads)
 

@@ -76,13 +76,8 @@ def make_amx_weight(dtype: DType) -> AmxWeight:
 
 def _make_expand_packed(form: PackedFormat) -> Subroutine:
     """Make `AmxWeight.expand_blocks` of a packed type."""
-    codes, scales, biases, nbytes, width = (
-        form.load_codes,
-        form.load_scales,
-        form.load_biases,
-        form.group_block_bytes,
-        form.plane_bits[0],
-    )
+    codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.group_block_bytes
+    width = form.plane_bits[0]
     high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
     lines = -(-nbytes // 64)
 

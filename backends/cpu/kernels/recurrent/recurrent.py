@@ -104,11 +104,8 @@ def make_one_token_part(per_channel: bool) -> Subroutine:
         after = ARGS.new(a, 0) + n * ARGS.new(a, 1) + t * ARGS.new(a, 2) + step * h * width
         before = after - ARGS.new(a, 2) if t > 0 else ARGS.state(a) + step * ((n * ARGS.heads(a) + h) * width)
         q, k = compute_head_address(a, Q_WORD, n, t, source), compute_head_address(a, K_WORD, n, t, source)
-        v, g, out = (
-            compute_head_address(a, V_WORD, n, t, h),
-            compute_head_address(a, G_WORD, n, t, h),
-            compute_head_address(a, OUT_WORD, n, t, h),
-        )
+        v, g = compute_head_address(a, V_WORD, n, t, h), compute_head_address(a, G_WORD, n, t, h)
+        out = compute_head_address(a, OUT_WORD, n, t, h)
         beta = load_scalar(compute_head_address(a, BETA_WORD, n, t, h))
         both, fade = zeros(), exp(splat_from(g))
         for c in range(0, step, 4 * LANES):
@@ -147,17 +144,12 @@ def make_two_token_part(per_channel: bool) -> Subroutine:
     def two(a, n, h, source, t, first, last, memory):
         size, width = ARGS.size(a), ARGS.width(a)
         scale, step = splat(np.float32(1.0 / math.sqrt(size))), 4 * size
-        fades, meeting, written = (
-            memory + DECAYS_OFFSET,
-            memory + DECAYS_OFFSET + step,
-            memory + DECAYS_OFFSET + 5 * step,
-        )
+        fades, meeting = memory + DECAYS_OFFSET, memory + DECAYS_OFFSET + step
+        written = memory + DECAYS_OFFSET + 5 * step
         state = ARGS.new(a, 0) + n * ARGS.new(a, 1) + step * h * width
         q, k = compute_head_address(a, Q_WORD, n, t, source), compute_head_address(a, K_WORD, n, t, source)
-        next_q, next_k = (
-            compute_head_address(a, Q_WORD, n, t + 1, source),
-            compute_head_address(a, K_WORD, n, t + 1, source),
-        )
+        next_q = compute_head_address(a, Q_WORD, n, t + 1, source)
+        next_k = compute_head_address(a, K_WORD, n, t + 1, source)
         g, next_g = compute_head_address(a, G_WORD, n, t, h), compute_head_address(a, G_WORD, n, t + 1, h)
         fade, then = exp(splat_from(g)), exp(splat_from(next_g))
         qk, ql, pk, pl = zeros(), zeros(), zeros(), zeros()
@@ -180,18 +172,12 @@ def make_two_token_part(per_channel: bool) -> Subroutine:
                 # sums[r, j] += S[row + r, c] * u[j, c] for u = f k, f q, f g k', f g q'
                 sums = add_16_columns(sums, state + row * step + c, step, meeting + c, step)
             store(memory + 4 * CROSS_ROWS * (row - first), reduce_products(sums))
-        own, next_own, key_first, key_last = (
-            splat(lane_sum(qk)),
-            splat(lane_sum(pl)),
-            splat(lane_sum(ql)),
-            splat(lane_sum(pk)),
-        )
+        own, next_own, key_first = splat(lane_sum(qk)), splat(lane_sum(pl)), splat(lane_sum(ql))
+        key_last = splat(lane_sum(pk))
         v, next_v = compute_head_address(a, V_WORD, n, t, h), compute_head_address(a, V_WORD, n, t + 1, h)
         out, next_out = compute_head_address(a, OUT_WORD, n, t, h), compute_head_address(a, OUT_WORD, n, t + 1, h)
-        beta, next_beta = (
-            splat_from(compute_head_address(a, BETA_WORD, n, t, h)),
-            splat_from(compute_head_address(a, BETA_WORD, n, t + 1, h)),
-        )
+        beta = splat_from(compute_head_address(a, BETA_WORD, n, t, h))
+        next_beta = splat_from(compute_head_address(a, BETA_WORD, n, t + 1, h))
         for row in range(first, last, LANES):
             at, left = memory + 4 * CROSS_ROWS * (row - first), last - row
             m0, m1, m2, m3 = load(at), load(at + 64), load(at + 128), load(at + 192)
@@ -236,10 +222,8 @@ def make_two_token_transposed_part(per_channel: bool) -> Subroutine:
         size = ARGS.size(a)
         scale, step, fades = splat(np.float32(1.0 / math.sqrt(size))), 4 * size, memory + DECAYS_OFFSET
         q, k = compute_head_address(a, Q_WORD, n, t, source), compute_head_address(a, K_WORD, n, t, source)
-        next_q, next_k = (
-            compute_head_address(a, Q_WORD, n, t + 1, source),
-            compute_head_address(a, K_WORD, n, t + 1, source),
-        )
+        next_q = compute_head_address(a, Q_WORD, n, t + 1, source)
+        next_k = compute_head_address(a, K_WORD, n, t + 1, source)
         g, next_g = compute_head_address(a, G_WORD, n, t, h), compute_head_address(a, G_WORD, n, t + 1, h)
         fade, then = exp(splat_from(g)), exp(splat_from(next_g))
         both, written = mul(fade, then), k
@@ -279,18 +263,12 @@ def make_two_token_transposed_part(per_channel: bool) -> Subroutine:
             at += bytes_per_step()
         own, last_own = splat(lane_sum(qk)), splat(lane_sum(pl))
         key_first, key_last = mul(then, splat(lane_sum(ql))), mul(then, splat(lane_sum(pk)))
-        v, next_v = (
-            compute_head_address(a, V_WORD, n, t, h) + 4 * first,
-            compute_head_address(a, V_WORD, n, t + 1, h) + 4 * first,
-        )
-        out, next_out = (
-            compute_head_address(a, OUT_WORD, n, t, h) + 4 * first,
-            compute_head_address(a, OUT_WORD, n, t + 1, h) + 4 * first,
-        )
-        beta, next_beta = (
-            splat_from(compute_head_address(a, BETA_WORD, n, t, h)),
-            splat_from(compute_head_address(a, BETA_WORD, n, t + 1, h)),
-        )
+        v = compute_head_address(a, V_WORD, n, t, h) + 4 * first
+        next_v = compute_head_address(a, V_WORD, n, t + 1, h) + 4 * first
+        out = compute_head_address(a, OUT_WORD, n, t, h) + 4 * first
+        next_out = compute_head_address(a, OUT_WORD, n, t + 1, h) + 4 * first
+        beta = splat_from(compute_head_address(a, BETA_WORD, n, t, h))
+        next_beta = splat_from(compute_head_address(a, BETA_WORD, n, t + 1, h))
         deltas = memory + DELTAS_OFFSET
         for c in range(0, 4 * BLOCK_ROWS, 4 * LANES):
             prefetch(out + 2 * (next_out - out) + c)

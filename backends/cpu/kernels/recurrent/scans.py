@@ -34,12 +34,8 @@ def make_key_major_scan_kernel(bonus: bool) -> Kernel:
     """
 
     def body(a, thread, threads):
-        tokens, heads, keys, values = (
-            BY_KEY_ARGS.tokens(a),
-            BY_KEY_ARGS.heads(a),
-            BY_KEY_ARGS.keys(a),
-            BY_KEY_ARGS.values(a),
-        )
+        tokens, heads, keys = BY_KEY_ARGS.tokens(a), BY_KEY_ARGS.heads(a), BY_KEY_ARGS.keys(a)
+        values = BY_KEY_ARGS.values(a)
         columns = values // LANES
         lo, hi = compute_thread_range(BY_KEY_ARGS.sequences(a) * heads * columns, thread, threads)
         for unit in range(lo, hi):
@@ -86,12 +82,8 @@ def make_key_major_scan_kernel(bonus: bool) -> Kernel:
 @kernel
 def by_value(a, thread, threads):
     """Compute with a state [value, key]: ``S = S * fading + (S taken) given^T + v k^T``, ``out = S r``."""
-    tokens, heads, keys, values = (
-        BY_VALUE_ARGS.tokens(a),
-        BY_VALUE_ARGS.heads(a),
-        BY_VALUE_ARGS.keys(a),
-        BY_VALUE_ARGS.values(a),
-    )
+    tokens, heads, keys = BY_VALUE_ARGS.tokens(a), BY_VALUE_ARGS.heads(a), BY_VALUE_ARGS.keys(a)
+    values = BY_VALUE_ARGS.values(a)
     blocks = (values + BLOCK_ROWS - 1) // BLOCK_ROWS
     lo, hi = compute_thread_range(BY_VALUE_ARGS.sequences(a) * heads * blocks, thread, threads)
     for unit in range(lo, hi):

@@ -56,21 +56,16 @@ def make_convolution_kernel() -> Kernel:
         lo, hi = compute_thread_range(CONVOLUTION_ARGS.sequences(a) * blocks, thread, threads)
         for unit in range(lo, hi):
             n, c = unit // blocks, unit % blocks * LANES
-            x, y = (
-                CONVOLUTION_ARGS.x(a) + n * CONVOLUTION_ARGS.x_between(a),
-                CONVOLUTION_ARGS.y(a) + n * CONVOLUTION_ARGS.y_between(a),
-            )
+            x = CONVOLUTION_ARGS.x(a) + n * CONVOLUTION_ARGS.x_between(a)
+            y = CONVOLUTION_ARGS.y(a) + n * CONVOLUTION_ARGS.y_between(a)
             w = CONVOLUTION_ARGS.w(a) + 16 * c
             w0, w1 = load_lanes(w, 0, 4 * (channels - c), 4), load_lanes(w, LANES, 4 * (channels - c), 4)
             w2, w3 = load_lanes(w, 2 * LANES, 4 * (channels - c), 4), load_lanes(w, 3 * LANES, 4 * (channels - c), 4)
             k0, k1 = fourth_0(w0, w1, w2, w3), fourth_1(w0, w1, w2, w3)
             k2, k3 = fourth_2(w0, w1, w2, w3), fourth_3(w0, w1, w2, w3)
             step = CONVOLUTION_ARGS.x_row(a)
-            x0, x1, x2 = (
-                load_lanes(x, c, channels, 4),
-                load_lanes(x + step, c, channels, 4),
-                load_lanes(x + 2 * step, c, channels, 4),
-            )
+            x0, x1 = load_lanes(x, c, channels, 4), load_lanes(x + step, c, channels, 4)
+            x2 = load_lanes(x + 2 * step, c, channels, 4)
             for t in range(tokens):
                 x3 = load_lanes(x + (t + 3) * step, c, channels, 4)
                 store_lanes(
@@ -219,10 +214,8 @@ def make_head_convolution_kernel(norm: str) -> Kernel:
                     old = tile + 4 * TILE_TOKENS * size + (3 * at if tokens > TILE_TOKENS else 0)
                     if first == 0:
                         rows = ids + 3 * n * HEAD_ARGS.id_bytes(a)
-                        state, kept = (
-                            HEAD_ARGS.state(a) + 12 * n * channels + at,
-                            HEAD_ARGS.kept(a) + 12 * n * channels + at,
-                        )
+                        state = HEAD_ARGS.state(a) + 12 * n * channels + at
+                        kept = HEAD_ARGS.kept(a) + 12 * n * channels + at
                         save_and_update_rows(
                             state, kept, old, rows, HEAD_ARGS.id_bytes(a), x + at, step, channels, size
                         )
