@@ -37,15 +37,9 @@ class RecurrentMixer(Protocol):
 
 RECURRENT_MIXERS: Mapping[str, type[RecurrentMixer]] = MappingProxyType(
     {
-        "convolution": ShortConvolution,
-        "delta": DeltaNet,
-        "kimi": KimiDeltaAttention,
-        "lightning": LightningAttention,
-        "mamba": Mamba,
-        "mamba2": Mamba2,
-        "plamo2": Plamo2,
-        "rwkv6": Rwkv6,
-        "rwkv7": Rwkv7,
+        **{"convolution": ShortConvolution, "delta": DeltaNet, "kimi": KimiDeltaAttention},
+        **{"lightning": LightningAttention, "mamba": Mamba, "mamba2": Mamba2, "plamo2": Plamo2},
+        **{"rwkv6": Rwkv6, "rwkv7": Rwkv7},
     }
 )
 

@@ -252,10 +252,8 @@ class _ProgramImporter:
                 if _is_constant_foldable(node) and all(n in known for n in node.all_input_nodes):
                     known.add(node)
                 elif not self.has_row(node):
-                    if (
-                        _find_aten_name(node.target) in MEMORY_READING_OPS
-                        and node.all_input_nodes[0].op == "call_function"
-                    ):
+                    is_result = node.all_input_nodes and node.all_input_nodes[0].op == "call_function"
+                    if _find_aten_name(node.target) in MEMORY_READING_OPS and is_result:
                         raise ModelError(
                             f"%{node.name} = {_format_target(node.target)}: it reads the memory of a result, and "
                             "hocket lays results out in its own way"

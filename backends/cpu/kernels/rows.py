@@ -131,8 +131,6 @@ LANE_STORERS: Mapping[DType, Subroutine] = MappingProxyType(
     {DType.F32: store_lanes, DType.F16: store_lanes_f16, DType.BF16: store_lanes_bf16}
 )
 """Functions that store up to 16 elements from column `c` of `n`, rounded to each type."""
-
-
 UNARY_ARGS = make_row_args("x y")
 
 
@@ -189,8 +187,6 @@ NUMBER_FUNCTIONS = {
     **{"scale": affine, "leaky_relu": leaky_relu},
     **{"clamp": clamp, "clamp_from_0": clamp_from_0, "clamp_to_0": clamp_to_0},
 }
-
-
 NUMBER_ARGS = make_row_args("x y", "first:f32 second:f32")
 
 
@@ -414,9 +410,8 @@ def _add_number_step(
 
 
 def _bind_scale(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    return _add_number_step(
-        steps, call, "scale", float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
-    )
+    scale, bias = (float_attribute(call.attrs, name) for name in ("scale", "bias"))
+    return _add_number_step(steps, call, "scale", scale, bias or -0.0)
 
 
 def _bind_clamp(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -446,13 +441,8 @@ def _bind_fill(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 BINDINGS = {
-    "scale": _bind_scale,
-    "clamp": _bind_clamp,
-    "fill": _bind_fill,
-    "leaky_relu": _bind_leaky_relu,
-    "compare": _bind_compare,
-    "where": _bind_where,
+    **{"scale": _bind_scale, "clamp": _bind_clamp, "fill": _bind_fill, "leaky_relu": _bind_leaky_relu},
+    **{"compare": _bind_compare, "where": _bind_where, "cont": _make_unary_binding("copy")},
     **{n: _make_unary_binding(n) for n in UNARY if n != "copy"},
     **{n: _make_binary_binding(n) for n in BINARY if n not in GATED and n not in COMPARISONS},
-    "cont": _make_unary_binding("copy"),
 }

@@ -428,9 +428,7 @@ def _make_format(
 _INTERLEAVED_BIASES = load_scales_next_to_biases, load_biases_next_to_scales
 _format_with_half_scales = partial(_make_format, halves=True)
 _format_with_iq4_codes = partial(_make_format, codes=decode_iq4_nl_codes, largest=IQ4_NL_MAX_CODE)
-
 _format_with_fp4_codes = partial(_make_format, codes=decode_fp4_codes, largest=FP4_MAX_CODE)
-
 _ALL_FORMATS = (
     _make_format(DType.Q4_0, (4,), load_q4_0_codes, _make_split_one_scale(18), load_f16_scales, 8),
     _make_format(DType.Q4_1, (4,), load_q4_1_codes, _make_split_scale_and_bias(20), *_INTERLEAVED_BIASES),
