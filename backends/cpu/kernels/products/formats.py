@@ -418,11 +418,9 @@ def _make_format(
 ) -> PackedFormat:
     """Make a format. `biases` is a number if the codes have a fixed zero point."""
     zero = biases if isinstance(biases, int) else 0
-    of_blocks = biases if isinstance(biases, Subroutine) else _make_zero_point_biases(scales, zero)
+    bias = biases if isinstance(biases, Subroutine) else _make_zero_point_biases(scales, zero)
     most = (1 << sum(widths)) - 1 if largest is None else largest
-    return PackedFormat(
-        dtype, widths, four, split, codes or make_code_loader(widths), scales, of_blocks, zero, halves, most
-    )
+    return PackedFormat(dtype, widths, four, split, codes or make_code_loader(widths), scales, bias, zero, halves, most)
 
 
 _INTERLEAVED_BIASES = load_scales_next_to_biases, load_biases_next_to_scales
