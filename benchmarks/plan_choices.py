@@ -18,7 +18,7 @@ from hocket.frontends.laying_out import make_workload
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open import open_model
 from hocket.graph import Graph
-from hocket.scheduler import Plan, Use, format_bytes, plan_for_group, shortage, simulate
+from hocket.scheduler import Plan, Workload, compute_missing_bytes, format_bytes, plan_for_group, simulate
 from hocket.scheduler.units import format_seconds
 
 CONTEXT_TOKENS = 4096
@@ -53,7 +53,7 @@ slowest device does in a run, and so why more devices help or do not: `work` is 
 
 
 def plan_on_machine(
-    graph: Graph, machine: str, mode: str = "auto", devices: int | None = None, use: Use | None = None
+    graph: Graph, machine: str, mode: str = "auto", devices: int | None = None, use: Workload | None = None
 ) -> Plan:
     """Plan a graph for a simulated machine, optionally for its first devices and for a workload."""
     simulation = simulate(machine)
@@ -62,19 +62,19 @@ def plan_on_machine(
     )
 
 
-def build_workload(model: Model, sequences: int) -> Use:
+def build_workload(model: Model, sequences: int) -> Workload:
     """Return the workload for which a session of `sequences` sequences chooses its layout."""
     return make_workload(
         lambda n, tokens: model.graph(Step(n, tokens, CONTEXT_TOKENS, CONTEXT_TOKENS, n)), sequences, CONTEXT_TOKENS
     )
 
 
-def predict_plan_seconds(plan: Plan, use: Use | None) -> float:
+def predict_plan_seconds(plan: Plan, use: Workload | None) -> float:
     """Return the predicted seconds of one run, or of a workload."""
     if use is None:
         return plan.cost.total
-    made = cache(lambda *asked: plan_for_group(use.graph_of(*asked), plan.group, hardware=plan.hardware, like=plan))
-    return use.judged(made)[0]
+    made = cache(lambda *asked: plan_for_group(use.build_graph(*asked), plan.group, hardware=plan.hardware, like=plan))
+    return use.score_plans(made)[0]
 
 
 def compute_stored_bytes(plan: Plan) -> int:
@@ -100,7 +100,7 @@ def format_choices(name: str, path: str) -> Iterator[str]:
                 format_seconds(plan.cost.total),
                 describe_time_use(plan),
             )
-            lacking = f", {format_bytes(short)} short" if (short := shortage(plan)) else ""
+            lacking = f", {format_bytes(short)} short" if (short := compute_missing_bytes(plan)) else ""
             stored = format_bytes(compute_stored_bytes(plan))
             yield f"| {' | '.join(cells)} | {stored}{lacking} | {(aside or ['-'])[0]} |"
 
@@ -116,7 +116,7 @@ def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterato
         model = open_model(shapes[name](folder / f"{name}-short.gguf", layers=COMPARED_LAYER_COUNT), header_only=True)
         for sequences in (0, 1, 16):
             use = build_workload(model, sequences) if sequences else None
-            graph = model.graph(STEPS["decode"]) if use is None else use.graph_of(sequences, 1)
+            graph = model.graph(STEPS["decode"]) if use is None else use.build_graph(sequences, 1)
             auto, most = plan_on_machine(graph, machine, use=use), len(simulate(machine).group)
             rivals: list[tuple[float, str]] = []
             for devices in sorted({1, 2, most}):
@@ -146,10 +146,10 @@ def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterato
 def main() -> None:
     root = Path(__file__).parents[1]
     sys.path.insert(0, str(root))
-    from hocket.scheduler.choosing.auto import COPIED, JOINED
+    from hocket.scheduler.choosing.auto import DOUBLED_DEVICES_PENALTY, FULL_COPY_PENALTY
     from tests.given.models.large_headers import SHAPES
 
-    print(PAGE_HEAD.format(context=CONTEXT_TOKENS, copied=COPIED, joined=JOINED), end="")
+    print(PAGE_HEAD.format(context=CONTEXT_TOKENS, copied=FULL_COPY_PENALTY, joined=DOUBLED_DEVICES_PENALTY), end="")
     with TemporaryDirectory() as folder:
         for name, write in SHAPES.items():
             print(*format_choices(name, write(Path(folder) / f"{name}.gguf")), sep="\n", flush=True)

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
 from hocket.graph import Graph
-from hocket.scheduler import Plan, format_bytes, plan_for_group, shortage, simulate
+from hocket.scheduler import Plan, compute_missing_bytes, format_bytes, plan_for_group, simulate
 from hocket.scheduler.units import format_seconds
 
 GPU_COUNTS = (1, 2, 4, 8, 16, 64, 1024)
@@ -91,7 +91,7 @@ def format_row(plan: Plan, sequences: int) -> str:
     """Return the cells of a plan: devices, seconds, tokens/s and bytes."""
     used = sum(bool(lane.program.instructions) for lane in plan.lanes)
     held = plan.memory()["weight"] + plan.memory()["state"]
-    lacking = f", {format_bytes(short)} short" if (short := shortage(plan)) else ""
+    lacking = f", {format_bytes(short)} short" if (short := compute_missing_bytes(plan)) else ""
     rate = sequences / plan.cost.total
     cells = (used, format_seconds(plan.cost.total), f"{rate:,.0f}", f"{rate / used:,.0f}", format_bytes(held) + lacking)
     return f"{' | '.join(map(str, cells))} | {describe_time_use(plan)} | {find_best_unused(plan, used)}"

@@ -19,7 +19,7 @@ from .models import Model, Step
 from .parts import compute_chunk_sizes
 
 if TYPE_CHECKING:
-    from ..scheduler import Use
+    from ..scheduler import Workload
     from ..scheduler.lowering.lane import Devices
 
 OFFLOAD_DEVICE = "cpu:0"
@@ -95,24 +95,24 @@ def plan_model_layout(
     )
     if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
         return first
-    from ..scheduler import shortage
+    from ..scheduler import compute_missing_bytes
 
     largest = graph_of(largest_step)
-    if not shortage(planned(largest, first.group, like=first)):
+    if not compute_missing_bytes(planned(largest, first.group, like=first)):
         return first
     spilled = options(largest, asked, tensor_split=on.tensor_split, host=host)
     return planned(one, spilled.group, like=spilled)
 
 
-def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Use:
+def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Workload:
     """Return the workload that a model layout is chosen for: sequences, each with a prompt and decoded tokens after it.
 
     ``graph_of(sequences, tokens)`` builds the graph of a step.
     """
-    from ..scheduler import Use
+    from ..scheduler import Workload
 
     prompt = min(ASSUMED_PROMPT_TOKENS, context)
-    return Use(cache(graph_of), compute_chunk_sizes(prompt), sequences, prompt, ASSUMED_NEW_TOKENS)
+    return Workload(cache(graph_of), compute_chunk_sizes(prompt), sequences, prompt, ASSUMED_NEW_TOKENS)
 
 
 def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[LoadProgress], None] | None) -> None:

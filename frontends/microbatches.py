@@ -23,7 +23,7 @@ from .rewinding import make_checkpoint, restore_checkpoint
 from .session import DEFAULT_BATCH, Session
 
 if TYPE_CHECKING:
-    from ..scheduler import Dealing, PipelinedRuns, Trace
+    from ..scheduler import MicroBatchChoice, PipelinedRuns, Trace
 
 
 class MicroBatchedSession:
@@ -32,7 +32,7 @@ class MicroBatchedSession:
     `choice` is the choice of micro-batches by predicted time.
     """
 
-    def __init__(self, sessions: Sequence[Session], dealing: Dealing) -> None:
+    def __init__(self, sessions: Sequence[Session], dealing: MicroBatchChoice) -> None:
         self.sessions, self.choice = tuple(sessions), dealing
         first = sessions[0]
         self.model: Model = first.model
@@ -236,7 +236,7 @@ def make_session(
         """Return the plan of one token per sequence with a full context."""
         return like.plan(replace(step, sequences=count, outputs=count))
 
-    from ..scheduler import dealing
+    from ..scheduler import choose_micro_batches
 
-    how = dealing(sequences, plan_of)
-    return of(sequences) if len(how.sizes) == 1 else MicroBatchedSession(list(map(of, how.sizes)), how)
+    how = choose_micro_batches(sequences, plan_of)
+    return of(sequences) if len(how.batch_sizes) == 1 else MicroBatchedSession(list(map(of, how.batch_sizes)), how)

@@ -85,15 +85,15 @@ def choose_pipelined_chunks(
         cells_of: The context bucket for a sequence length.
         plan_of: The plan of a run with a token count, after which a sequence has a given length.
     """
-    from ..scheduler import Predicted, in_parts
+    from ..scheduler import ChunkTimeModel, choose_prefill_chunks
 
     sizes = compute_chunk_sizes(most)
     ends = [behind + min(sizes[0], tokens), behind + tokens]
     cells = {cells_of(length): length for length in ends}
-    predicted = Predicted(
+    predicted = ChunkTimeModel(
         lambda count, seen: plan_of(count, cells[seen]), (sizes[0], sizes[-1]), (min(cells), max(cells))
     )
-    return in_parts(tokens, behind, sizes, predicted).sizes
+    return choose_prefill_chunks(tokens, behind, sizes, predicted).chunk_sizes
 
 
 def explain_chunks(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> str:
@@ -104,7 +104,7 @@ def explain_chunks(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> 
         whole: The plan that reads the whole prompt at once.
         plan_of: The plan that reads a given number of tokens.
     """
-    from ..scheduler import Predicted, format_seconds, in_parts
+    from ..scheduler import ChunkTimeModel, choose_prefill_chunks, format_seconds
     from ..scheduler.succession import (
         MIN_PIPELINE_SPEEDUP,
         count_pipeline_stages,
@@ -124,12 +124,12 @@ def explain_chunks(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> 
         )
     else:
         sizes = compute_chunk_sizes(tokens)
-        predicted = Predicted(lambda count, cells: plan_of(count), (sizes[0], sizes[-1]), (tokens, tokens))
-        way = in_parts(tokens, 0, sizes, predicted)
-        if len(way.sizes) > 1:
-            each = ", ".join(map(str, dict.fromkeys(way.sizes)))
+        predicted = ChunkTimeModel(lambda count, cells: plan_of(count), (sizes[0], sizes[-1]), (tokens, tokens))
+        way = choose_prefill_chunks(tokens, 0, sizes, predicted)
+        if len(way.chunk_sizes) > 1:
+            each = ", ".join(map(str, dict.fromkeys(way.chunk_sizes)))
             return (
-                f"{tokens} tokens are read in {len(way.sizes)} parts of {each}, "
+                f"{tokens} tokens are read in {len(way.chunk_sizes)} parts of {each}, "
                 f"that follow each other through {format_stage_count(stages, len(whole.lanes))}, "
                 f"predicted to take {format_seconds(way.seconds)}; as one {at_once}"
             )

@@ -13,17 +13,17 @@ from .plan import Plan as Plan
 
 if TYPE_CHECKING:
     from .at_once import run as run
-    from .choosing.fits import memory_problem as memory_problem
-    from .choosing.fits import shortage as shortage
-    from .choosing.microbatches import Dealing as Dealing
-    from .choosing.microbatches import dealing as dealing
-    from .choosing.parts import Predicted as Predicted
-    from .choosing.parts import in_parts as in_parts
-    from .choosing.uses import Use as Use
+    from .choosing.fits import compute_missing_bytes as compute_missing_bytes
+    from .choosing.fits import describe_memory_problem as describe_memory_problem
+    from .choosing.microbatches import MicroBatchChoice as MicroBatchChoice
+    from .choosing.microbatches import choose_micro_batches as choose_micro_batches
+    from .choosing.parts import ChunkTimeModel as ChunkTimeModel
+    from .choosing.parts import choose_prefill_chunks as choose_prefill_chunks
+    from .choosing.uses import Workload as Workload
     from .kept import plan_with_cache as plan_with_cache
     from .layout import Layout as Layout
     from .lowering.lane import Lane as Lane
-    from .lowering.lower import lower as lower
+    from .lowering.lower import lower_graph as lower_graph
     from .machines.hardware import CPU as CPU
     from .machines.hardware import Hardware as Hardware
     from .machines.simulated import simulate as simulate
@@ -59,14 +59,14 @@ if TYPE_CHECKING:
 
 _LAZY_NAMES = {
     "run": ".at_once",
-    **dict.fromkeys(("memory_problem", "shortage"), ".choosing.fits"),
-    **dict.fromkeys(("Dealing", "dealing"), ".choosing.microbatches"),
-    **dict.fromkeys(("Predicted", "in_parts"), ".choosing.parts"),
-    "Use": ".choosing.uses",
+    **dict.fromkeys(("describe_memory_problem", "compute_missing_bytes"), ".choosing.fits"),
+    **dict.fromkeys(("MicroBatchChoice", "choose_micro_batches"), ".choosing.microbatches"),
+    **dict.fromkeys(("ChunkTimeModel", "choose_prefill_chunks"), ".choosing.parts"),
+    "Workload": ".choosing.uses",
     "plan_with_cache": ".kept",
     "Layout": ".layout",
     "Lane": ".lowering.lane",
-    "lower": ".lowering.lower",
+    "lower_graph": ".lowering.lower",
     **dict.fromkeys(("CPU", "Hardware"), ".machines.hardware"),
     "simulate": ".machines.simulated",
     **dict.fromkeys(("plan", "plan_for_group"), ".planner"),

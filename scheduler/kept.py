@@ -19,7 +19,7 @@ from ..backends.cache import cache_folder, read_cached, write_cached
 from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
 from ..ops.registry import BUILTIN_OPS
-from .lowering.lane import Devices, Lane, first_alike
+from .lowering.lane import Devices, Lane, find_first_equal_devices
 from .machines.calibrated import hardware_of
 from .machines.hardware import Hardware
 from .plan import HostOffload, PinnedNodes, Plan
@@ -27,7 +27,7 @@ from .spelling import decompose_unsupported
 from .telling.as_data import layout_from_data, layout_to_data, program_from_data, program_to_data
 
 if TYPE_CHECKING:
-    from .choosing.uses import Use
+    from .choosing.uses import Workload
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 """The folder of the package `hocket`."""
@@ -54,7 +54,7 @@ def plan_with_cache(
     like: Plan | None = None,
     hardware: Hardware | None = None,
     host: HostOffload | None = None,
-    use: Use | None = None,
+    use: Workload | None = None,
 ) -> Plan:
     """Return the plan of `plan_for_group`, from the plan cache if an earlier process stored it there.
 
@@ -114,7 +114,7 @@ def plan_with_cache(
 
 def _name_programs(plan: Plan, file: Path) -> Plan:
     """Name the programs of a plan, so that the binding cache of a backend finds the bindings of each program."""
-    alike = first_alike(plan.lanes)
+    alike = find_first_equal_devices(plan.lanes)
     programs = {first: replace(plan.lanes[first].program) for first in alike}
     for first, program in programs.items():
         object.__setattr__(program, "cache_name", f"{file.stem}.{first}")
@@ -138,9 +138,13 @@ def _build_layout_key(like: Plan) -> object:
     return [*like.leaves.items()], sorted(like.cuts), like.shares, [v.node.name for v in like.graph.states]
 
 
-def _build_workload_key(use: Use) -> object:
+def _build_workload_key(use: Workload) -> object:
     """Return the part of the key that depends on a workload. Two workloads of one text may have different graphs."""
-    return str(use), use.sizes, [graph.digest() for graph in (use.graph_of(use.sequences, 1), use.evened)]
+    return (
+        str(use),
+        use.chunk_sizes,
+        [graph.digest() for graph in (use.build_graph(use.sequence_count, 1), use.balanced_graph)],
+    )
 
 
 def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
@@ -168,7 +172,7 @@ def _list_planner_sources() -> list[tuple[str, int, int]]:
 def _serialise_plan(plan: Plan, asked: Devices) -> bytes:
     """Return a plan as JSON. The graph of a device is left out if it equals the graph of the user."""
     own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(asked)}
-    alike = first_alike(plan.lanes)
+    alike = find_first_equal_devices(plan.lanes)
     document = {
         "lanes": [
             {

@@ -30,10 +30,10 @@ from ..graph.validation import (
 )
 from ..ops import verify
 from ..ops.collectives import COLLECTIVES
-from .choosing.planning import Chooser, Mode, Planning
-from .choosing.uses import Use
-from .choosing.ways import best_way
-from .lowering.lane import DEVICES, Devices
+from .choosing.planning import FactorChooser, PlanBuilder, SplitModeBuilder
+from .choosing.uses import Workload
+from .choosing.ways import choose_auto_plan
+from .lowering.lane import DEVICES_KIND, Devices
 from .machines.hardware import CPU, Hardware
 from .plan import SPLIT_MODE_NAMES, HostOffload, Plan
 from .sharding.pins import PlacementRules
@@ -100,11 +100,11 @@ def plan(
 
 @validate_arguments(
     PlanError,
-    group=DEVICES,
+    group=DEVICES_KIND,
     hardware=instance_of(Hardware),
     choose=CALLABLE | NONE,
     host=instance_of(HostOffload) | NONE,
-    use=instance_of(Use) | NONE,
+    use=instance_of(Workload) | NONE,
     **PLAN_ARGUMENT_KINDS,
 )
 @gc_paused()
@@ -117,9 +117,9 @@ def plan_for_group(
     place: PlacementRules = (),
     like: Plan | None = None,
     hardware: Hardware = CPU,
-    choose: Chooser | None = None,
+    choose: FactorChooser | None = None,
     host: HostOffload | None = None,
-    use: Use | None = None,
+    use: Workload | None = None,
 ) -> Plan:
     """Plan `graph` for backends and devices that exist already; `plan` is the same for names of devices.
 
@@ -152,21 +152,27 @@ def plan_for_group(
     if like is not None:
         group = _select_earlier_devices(like, graph, group)
     shares = _check_tensor_split(tensor_split, len(group))
-    planning = Planning(graph, tuple(group), shares if tensor_split else (), hardware, place, like, use)
-    made = planning.made(SPLIT_MODES[split_mode], like, choose, host)
+    planning = PlanBuilder(graph, tuple(group), shares if tensor_split else (), hardware, place, like, use)
+    made = planning.build_unverified(SPLIT_MODES[split_mode], like, choose, host)
     try:
         verify_plan(made)
     except PlanError as why:
         if all(lane.short is None for lane in made.lanes):
             raise
-        planning.doubt = (f"every run of layers is planned by itself, since of {why}",)
-        made = planning.made(SPLIT_MODES[split_mode], like, choose, host)
+        planning.unrepeated_reasons = (f"every run of layers is planned by itself, since of {why}",)
+        made = planning.build_unverified(SPLIT_MODES[split_mode], like, choose, host)
         verify_plan(made)
     return made
 
 
-SPLIT_MODE_BUILDERS = (Planning.alone, Planning.layers, Planning.shards, Planning.staged, best_way)
-SPLIT_MODES: Mapping[str, Mode] = dict(zip(SPLIT_MODE_NAMES, SPLIT_MODE_BUILDERS, strict=True))
+SPLIT_MODE_BUILDERS = (
+    PlanBuilder.build_single_device,
+    PlanBuilder.build_layer_split,
+    PlanBuilder.build_tensor_parallel,
+    PlanBuilder.build_hybrid,
+    choose_auto_plan,
+)
+SPLIT_MODES: Mapping[str, SplitModeBuilder] = dict(zip(SPLIT_MODE_NAMES, SPLIT_MODE_BUILDERS, strict=True))
 """The split modes by name. Each function answers a planning request for several devices."""
 
 

@@ -20,8 +20,8 @@ from ..backends.base import Instruction
 from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
 from ..ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_number
-from .lowering.alike import structure
-from .lowering.lane import Lane, first_alike, teams_of
+from .lowering.alike import make_program_key
+from .lowering.lane import Lane, find_collective_groups, find_first_equal_devices
 from .machines.hardware import Counts, Estimate, Hardware, Work, leaf_of
 from .machines.stand_ins import NUMPY_SLOWDOWNS
 
@@ -167,14 +167,14 @@ def compute_instruction_costs(
         whole: Bytes of each weight and state before sharding, by name.
     """
     prices: list[InstructionCosts] = []
-    counts, teams = Counts(), teams_of([lane.program for lane in lanes])
+    counts, teams = Counts(), find_collective_groups([lane.program for lane in lanes])
     launches: dict[Hashable, Sequence[float]] = {}  # by structure: structurally equal programs have equal launches
-    for number, first in enumerate(first_alike(lanes)):
+    for number, first in enumerate(find_first_equal_devices(lanes)):
         if first < number:
             prices.append(prices[first])
             continue
         lane = lanes[number]
-        key = (type(lane.backend), lane.device.kind, structure(lane.program))
+        key = (type(lane.backend), lane.device.kind, make_program_key(lane.program))
         if key not in launches:
             launches[key] = lane.launches()
         prices.append(InstructionCosts(lane, speeds[number], whole, counts, number, teams[number], launches[key]))
@@ -185,7 +185,7 @@ def build_timeline(lanes: Sequence[Lane], prices: Sequence[InstructionCosts]) ->
     """Return all entries of the timeline, in the order of the collectives."""
     goes_on = can_group_overlap([(lane.backend, lane.device) for lane in lanes])
     own: list[_ProgramSpans] = []
-    for number, first in enumerate(first_alike(lanes)):
+    for number, first in enumerate(find_first_equal_devices(lanes)):
         own.append(_ProgramSpans(lanes[number], prices[number], goes_on) if first == number else own[first])
     timeline: list[TimelineEntry] = []
     for number in sorted({n for p in own for n in p.collective_entries}):

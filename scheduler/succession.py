@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..graph.errors import PlanError
 from .acts import PipelineAction, PipelineOrder
-from .lowering.lane import teams_of
+from .lowering.lane import find_collective_groups
 from .plan import Plan
 from .stages import advance_clocks
 from .verifier.acts import find_global_collectives, find_pipeline_order_faults
@@ -55,7 +55,7 @@ def count_pipeline_stages(plan: Plan) -> int:
 
 def _list_stage_devices(plan: Plan) -> list[tuple[int, ...]]:
     """Return the devices of each pipeline stage, in the order of their numbers."""
-    teams = dict.fromkeys(teams_of([lane.program for lane in plan.lanes]))
+    teams = dict.fromkeys(find_collective_groups([lane.program for lane in plan.lanes]))
     return [(number,) for number in range(len(plan.lanes))] if len(teams) == 1 else [*teams]
 
 

@@ -14,7 +14,7 @@ from ...graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES, STATE_DTYPES, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import verify
-from ...scheduler import Lane, lower, verify_program
+from ...scheduler import Lane, lower_graph, verify_program
 from ..cases.case import Case
 from ..cases.grow_shapes import distinct_axes
 from ..cases.inputs import as_stored
@@ -87,6 +87,6 @@ def build_case_graph(case: Case) -> CaseGraph:
 def device_plan_for(graph: Graph, backend: Backend, device: Device) -> Lane:
     """The checked program of a graph on one device, without the search over several."""
     verify(graph)
-    lowered, program = lower(graph, backend, device)
+    lowered, program = lower_graph(graph, backend, device)
     verify_program(lowered, program, backend)
     return Lane(device, backend, lowered, program)

@@ -17,16 +17,16 @@ from ...scheduler import (
     HostOffload,
     Lane,
     Plan,
-    Use,
-    dealing,
+    Workload,
+    choose_micro_batches,
+    compute_missing_bytes,
+    describe_memory_problem,
     diff_plans,
     format_bytes,
     format_seconds,
-    memory_problem,
     plan_for_group,
     plan_from_json,
     plan_to_json,
-    shortage,
     simulate,
 )
 from ...scheduler.machines.calibrated import hardware_of, told_speeds
@@ -131,8 +131,8 @@ def run(args: argparse.Namespace) -> int:
             write_data("\n".join(simulate(args.simulate).told_speeds(graph)) + "\n")
         elif not args.json:
             write_data(f"speeds: {told_speeds(plan.hardware)}\n")
-    if problem := memory_problem(requested, context=context):
-        rest = "" if memory_problem(plan) else f"; in this plan the rest is on {plan.lanes[-1].device}"
+    if problem := describe_memory_problem(requested, context=context):
+        rest = "" if describe_memory_problem(plan) else f"; in this plan the rest is on {plan.lanes[-1].device}"
         write_log_line(f"hocket: does not fit: {as_flags(problem)}{rest}")
         return 1
     return 0
@@ -166,10 +166,10 @@ def describe_fit(
     fullest = max(plan.lanes, key=filling)
     needed, memory = format_bytes(sum(fullest.memory().values())), fullest.device.memory
     room = f"{needed} of {format_bytes(memory)} on {fullest.device}" if memory else f"{needed} on {fullest.device}"
-    if memory_problem(plan):
+    if describe_memory_problem(plan):
         fits = "does not fit"
     else:
-        fits = f"{'fits with the help of the host' if memory_problem(requested) else 'fits'}: {room}"
+        fits = f"{'fits with the help of the host' if describe_memory_problem(requested) else 'fits'}: {room}"
     if context is None:
         return f"{fits}; a run takes {format_seconds(plan.cost.total)}"
     decode = plan if is_decode else plan_with_layout_of(plan, graph_of(sequences=sequences, tokens=1)[0])
@@ -180,7 +180,9 @@ def describe_fit(
     return f"{fits}; {speed} tokens a second; first token of a prompt of {prompt} after {first}"
 
 
-def session_workload(args: argparse.Namespace, on: DeviceGroup, context: int | None, sequences: int = 1) -> Use | None:
+def session_workload(
+    args: argparse.Namespace, on: DeviceGroup, context: int | None, sequences: int = 1
+) -> Workload | None:
     """Return the workload that a session of a model assumes, or None for a graph."""
     if context is None:
         return None
@@ -200,7 +202,7 @@ def describe_pipelining(plan: Plan, plan_of: Callable[..., Plan], sequences: int
         prompt: Tokens of the prompt.
     """
     if sequences > 1:
-        return f"sequences: {dealing(sequences, lambda n: plan_of(sequences=n))}\n"
+        return f"sequences: {choose_micro_batches(sequences, lambda n: plan_of(sequences=n))}\n"
     if prompt and len(plan.lanes) > 1:
         return f"prompt: {explain_chunks(prompt, plan, lambda n: plan_of(tokens=n))}\n"
     return ""
@@ -241,7 +243,7 @@ def read_step_graph(
 
 
 def plan_and_session_plan(
-    graph: Graph, on: DeviceGroup, simulated: str | None = None, use: Use | None = None
+    graph: Graph, on: DeviceGroup, simulated: str | None = None, use: Workload | None = None
 ) -> tuple[Plan, Plan]:
     """Return the plan of `graph` for real or simulated devices, and the plan of a session.
 
@@ -262,7 +264,7 @@ def plan_and_session_plan(
         host = HostOffload(*simulation.host, simulation.host_hardware)
     options = partial(plan_for_group, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place, use=use)
     plan = options(graph, group, hardware=hardware)
-    return plan, options(graph, group, hardware=hardware, host=host) if shortage(plan) else plan
+    return plan, options(graph, group, hardware=hardware, host=host) if compute_missing_bytes(plan) else plan
 
 
 def plan_with_layout_of(plan: Plan, graph: Graph) -> Plan:

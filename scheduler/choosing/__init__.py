@@ -1,1 +1,1 @@
-"""The ways to answer a request for a plan, what speaks for each, and which is taken."""
+"""The candidates of a plan request, their estimated times, and the choice of the best one."""

@@ -1,4 +1,10 @@
-"""Which of several ways to plan is taken: the fastest, where memory and devices have their price."""
+"""The choice among candidates: the fastest plan, with penalties for memory and for devices.
+
+1. Take the candidate with the lowest estimated cost; a candidate that fits precedes one that does not fit.
+2. If the candidate has a plan, its plan is the result.
+3. Otherwise build its plan, replace the estimate by the seconds of the plan, and correct the estimates of similar
+   candidates. Continue with step 1.
+"""
 
 from __future__ import annotations
 
@@ -10,165 +16,200 @@ from ...graph.errors import GraphError, PlanError
 from ..plan import Plan
 from ..sharding.axes import Factor
 from ..units import format_bytes, format_seconds
-from .fits import shortage
+from .fits import compute_missing_bytes
 
-COPIED = 0.1
-"""The part of the time that a full copy of weights and states on every device has to save at least."""
-JOINED = 0.01
-"""The part of the time that twice as many devices have to save at least."""
+FULL_COPY_PENALTY = 0.1
+"""The least share of the time that a full copy of weights and states on every device must save."""
+DOUBLED_DEVICES_PENALTY = 0.01
+"""The least share of the time that twice as many devices must save."""
 
 
-Judge = Callable[[Plan], tuple[float, str]]
-"""Seconds that a plan is predicted to take for what it is wanted for, and how, if its runs follow each other."""
+PlanScorer = Callable[[Plan], tuple[float, str]]
+"""Return the predicted seconds of a plan for its workload, and a phrase about pipelined runs, empty without them."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to plan: in words, on so many devices, what is predicted of it, and what makes the plan.
+class Candidate:
+    """One way to plan: its kind, its device count, its estimates, and the function that builds its plan.
 
-    Runs may follow each other through so many `stages`; where that was counted on, it `follows`, and `how` says it.
-    `held` are the bytes of weights and states on all devices together, `lacking` those that do not fit.  Once there is
-    a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out: `off` is
-    how many times as long as promised it is taken to be, 0 if nobody knows.  Should all collectives turn out to be
-    hidden it still takes `least` seconds.  `cut` is how many devices cut what, all or those of each stage.
-
-    With `refine`, `seconds` is a lower bound of the ways that `refine` returns.  They replace the way, and ways of the
-    same kind that have no plan yet.
+    - `seconds`, `stored_bytes` and `missing_bytes` are estimates until `plan` is set. Then they are the values of the
+      plan.
+    - `stored_bytes` counts weights and states on all devices. `missing_bytes` counts the bytes that do not fit.
+    - `stage_count` is the number of pipeline stages of runs. With `assumes_pipelining` the estimate counts on pipelined
+      runs; `pipeline_description` describes them.
+    - `is_from_search` marks estimates of the factor search, which are too low, because the search ignores small costs.
+    - `correction_factor` is the assumed ratio of plan seconds to estimated seconds; 0 if it is unknown.
+    - `lower_bound_seconds` is the time if all collectives are overlapped.
+    - `group_sharding` has the number of devices of each stage and the factors that these devices shard.
+    - With `refine`, `seconds` is a lower bound of the candidates that `refine` returns. They replace the candidate, and
+      candidates of the same kind that have no plan yet.
     """
 
     kind: str
-    devices: int
+    device_count: int
     seconds: float
-    held: float
-    lacking: float
-    make: Callable[[], Plan]
+    stored_bytes: float
+    missing_bytes: float
+    build_plan: Callable[[], Plan]
     plan: Plan | None = None
-    searched: bool = False
-    stages: int = 1
-    how: str = ""
-    follows: bool = False
-    least: float = 0.0
-    off: float = 0.0
-    cut: tuple[int, frozenset[Factor]] | None = None
-    refine: Callable[[], Iterable[Way]] | None = None
+    is_from_search: bool = False
+    stage_count: int = 1
+    pipeline_description: str = ""
+    assumes_pipelining: bool = False
+    lower_bound_seconds: float = 0.0
+    correction_factor: float = 0.0
+    group_sharding: tuple[int, frozenset[Factor]] | None = None
+    refine: Callable[[], Iterable[Candidate]] | None = None
 
-    def promises_like(self, other: Way) -> bool:
-        """Whether it has no plan yet, and what it promises is too good where that of another way was.  Of runs that
-        follow each other through stages, promises are the better the fewer these are."""
-        if other.follows:
-            return self.plan is None and self.follows and self.stages >= other.stages
-        return self.plan is None and other.searched and self.searched
+    def has_same_bias_as(self, other: Candidate) -> bool:
+        """Return whether this candidate has no plan yet and its estimate has the same bias as the estimate of `other`.
 
-    def corrected(self, off: float) -> Way:
-        """The way, now that one like it was found to take so many times as long as promised, or longer."""
-        known = self.off or 1.0
-        return replace(self, seconds=self.seconds * off / known, off=off) if off < (self.off or math.inf) else self
+        Estimates of pipelined runs are more optimistic with fewer stages.
+        """
+        if other.assumes_pipelining:
+            return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
+        return self.plan is None and other.is_from_search and self.is_from_search
 
-    def hiding(self, seconds: float) -> Way:
-        """The way as it may be, if it hides as much as another one of so many `seconds`."""
-        return replace(self, seconds=min(self.seconds, max(self.least, seconds)))
+    def with_correction(self, off: float) -> Candidate:
+        """Return the candidate with a smaller correction factor, after a similar plan took `off` times its estimate."""
+        known = self.correction_factor or 1.0
+        return (
+            replace(self, seconds=self.seconds * off / known, correction_factor=off)
+            if off < (self.correction_factor or math.inf)
+            else self
+        )
 
-    def no_faster_than(self, made: Way) -> Way:
-        """The way, now that there is the plan of another one.  A run that nothing follows goes through stages in no
-        less time than through one of them that has all layers."""
-        is_one = made.stages == 1 and made.cut is not None and made.cut == self.cut
-        return replace(self, seconds=max(self.seconds, made.seconds)) if is_one and self.is_in_turn else self
+    def with_overlap_bound(self, seconds: float) -> Candidate:
+        """Return the candidate with at most `seconds`, the time of a similar overlapped plan, within its bound."""
+        return replace(self, seconds=min(self.seconds, max(self.lower_bound_seconds, seconds)))
+
+    def with_single_stage_bound(self, made: Candidate) -> Candidate:
+        """Return the candidate with at least the seconds of the plan of one of its stages.
+
+        A run without a successor goes through all stages in no less time than through one stage that has all layers.
+        """
+        is_one = (
+            made.stage_count == 1 and made.group_sharding is not None and made.group_sharding == self.group_sharding
+        )
+        return replace(self, seconds=max(self.seconds, made.seconds)) if is_one and self.is_sequential else self
 
     @property
-    def is_in_turn(self) -> bool:
-        """Whether it promises that stages run one after the other."""
-        return self.plan is None and self.stages > 1 and not self.follows
+    def is_sequential(self) -> bool:
+        """Whether the estimate assumes that stages run one after the other."""
+        return self.plan is None and self.stage_count > 1 and not self.assumes_pipelining
 
-    def made(self, judge: Judge) -> Way:
-        """The way with its plan."""
-        plan = self.make()
+    def with_plan(self, judge: PlanScorer) -> Candidate:
+        """Return the candidate with its plan, and with the values of this plan."""
+        plan = self.build_plan()
         seconds, how = judge(plan)
         memory = plan.memory()
         held = memory["weight"] + memory["state"]
         return replace(
-            self, plan=plan, devices=len(plan.lanes), seconds=seconds, held=held, lacking=shortage(plan), how=how
+            self,
+            plan=plan,
+            device_count=len(plan.lanes),
+            seconds=seconds,
+            stored_bytes=held,
+            missing_bytes=compute_missing_bytes(plan),
+            pipeline_description=how,
         )
 
-    def priced(self, once: float) -> float:
-        """Seconds with the price of devices and of memory; `once` is what one device alone would hold."""
-        if self.devices == 1:
+    def compute_penalised_seconds(self, once: float) -> float:
+        """Return the seconds with the penalties for devices and for memory; one device would store `once` bytes."""
+        if self.device_count == 1:
             return self.seconds
-        copied = min(1.0, max(0.0, self.held / max(once, 1.0) - 1) / (self.devices - 1))
-        return self.seconds / (1 - COPIED * copied) * (1 + JOINED * math.log2(self.devices))
+        copied = min(1.0, max(0.0, self.stored_bytes / max(once, 1.0) - 1) / (self.device_count - 1))
+        return (
+            self.seconds
+            / (1 - FULL_COPY_PENALTY * copied)
+            * (1 + DOUBLED_DEVICES_PENALTY * math.log2(self.device_count))
+        )
 
-    def told(self) -> str:
-        """What it is, and what it costs."""
+    def describe(self) -> str:
+        """Return the kind, the device count, the seconds and the bytes as one phrase."""
         about = "" if self.plan is not None else "about "
-        short = f", {format_bytes(int(self.lacking))} short" if self.lacking else ""
-        devices = f"{self.devices} device{'s' if self.devices > 1 else ''}"
-        held = format_bytes(int(self.held))
-        kind = f"{self.kind} ({self.how})" if self.how else self.kind
+        short = f", {format_bytes(int(self.missing_bytes))} short" if self.missing_bytes else ""
+        devices = f"{self.device_count} device{'s' if self.device_count > 1 else ''}"
+        held = format_bytes(int(self.stored_bytes))
+        kind = f"{self.kind} ({self.pipeline_description})" if self.pipeline_description else self.kind
         return f"{kind}, on {devices}: {about}{format_seconds(self.seconds)}, {held} held in all{short}"
 
 
-def by_cost(plan: Plan) -> tuple[float, str]:
-    """A plan judged by one run of it."""
+def score_by_run_time(plan: Plan) -> tuple[float, str]:
+    """Return the predicted seconds of one run of a plan, and no phrase."""
     return plan.cost.total, ""
 
 
-def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
-    """The plan of the way that fits, or lacks least, and costs least; its reasons say what was left aside and why.
+def choose_best_plan(ways: Sequence[Candidate], once: float, judge: PlanScorer = score_by_run_time) -> Plan:
+    """Return the plan of the candidate that fits, or misses fewest bytes, and has the lowest penalised seconds.
 
-    A plan is made only of ways that promise to be the best, where promises are taken for as much too good as that which
-    came nearest to the truth was so far.  No search knows what is hidden beside collectives: where a plan hides
-    something, others like it may be as fast.  A way whose plan cannot be built is left aside with the reason; the first
-    way already has its plan.
+    The reasons of the plan list the rejected candidates. A plan is built only for the candidate with the best estimate.
+    The smallest correction factor that was found so far applies to the estimates. The search does not know the overlap
+    of collectives: after a plan with overlap, similar candidates may be as fast. A candidate is rejected with the
+    reason if its plan cannot be built.
+
+    Args:
+        ways: The candidates. The first one has its plan.
+        once: Bytes of weights and states on one device.
+        judge: Returns the seconds of a plan.
     """
     left = list(ways)
     unbuilt: list[str] = []
 
-    alone_bytes = ways[0].held  # of a plan, which may store weights in another type
+    alone_bytes = ways[0].stored_bytes  # bytes of a plan, which may store weights with another dtype
 
-    def cost(way: Way) -> tuple[float, float]:
-        return way.lacking, way.priced(once if way.plan is None else alone_bytes)
+    def cost(way: Candidate) -> tuple[float, float]:
+        return way.missing_bytes, way.compute_penalised_seconds(once if way.plan is None else alone_bytes)
 
     while (best := min(left, key=cost)).plan is None:
         if best.refine is not None:
             left = _replace_refined(left, best, best.refine())
             continue
         try:
-            made = left[left.index(best)] = best.made(judge)
+            made = left[left.index(best)] = best.with_plan(judge)
         except (PlanError, GraphError) as why:
             left.remove(best)
-            unbuilt.append(f"left aside: {best.kind}, on {best.devices} devices; it cannot be built: {why}")
+            unbuilt.append(f"left aside: {best.kind}, on {best.device_count} devices; it cannot be built: {why}")
             continue
         if best.seconds > 0:
-            off = made.seconds / best.seconds * (best.off or 1.0)
-            left = [way.corrected(off) if way.promises_like(best) else way for way in left]
+            off = made.seconds / best.seconds * (best.correction_factor or 1.0)
+            left = [way.with_correction(off) if way.has_same_bias_as(best) else way for way in left]
         if made.plan is not None and made.plan.cost.hidden:
-            left = [w.hiding(made.seconds) if w.promises_like(best) else w for w in left]
-        left = [way.no_faster_than(made) for way in left]
+            left = [w.with_overlap_bound(made.seconds) if w.has_same_bias_as(best) else w for w in left]
+        left = [way.with_single_stage_bound(made) for way in left]
     left = [way for way in left if way.refine is None]
     others = sorted((way for way in left if way is not best), key=cost)
     first = {way.kind: way for way in reversed(others)}.values()
-    most = max(way.devices for way in left)
-    shown = [way for way in others if way in first or way.devices == most]
-    notes = [f"taken: {best.told()}", *(f"left aside: {way.told()}; {_why(way, best)}" for way in shown)]
+    most = max(way.device_count for way in left)
+    shown = [way for way in others if way in first or way.device_count == most]
+    notes = [
+        f"taken: {best.describe()}",
+        *(f"left aside: {way.describe()}; {_explain_rejection(way, best)}" for way in shown),
+    ]
     notes += [f"left aside: {len(others) - len(shown)} ways like these"] if len(others) > len(shown) else []
     notes = [*notes, *unbuilt] if others or unbuilt else []
     return replace(best.plan, reasons=(*best.plan.reasons, *notes))
 
 
-def _replace_refined(ways: Sequence[Way], bound: Way, refined: Iterable[Way]) -> list[Way]:
-    """Return `ways` with the `refined` ones in place of their `bound` and of like ways that have no plan."""
-    known = {(way.kind, way.devices) for way in ways if way.plan is not None}
-    fresh = [way for way in refined if (way.kind, way.devices) not in known]
-    known = {(way.kind, way.devices) for way in fresh}
-    return [*(way for way in ways if way is not bound and (way.kind, way.devices) not in known), *fresh]
+def _replace_refined(ways: Sequence[Candidate], bound: Candidate, refined: Iterable[Candidate]) -> list[Candidate]:
+    """Return `ways` with `refined` in place of `bound` and of candidates of the same kind that have no plan."""
+    known = {(way.kind, way.device_count) for way in ways if way.plan is not None}
+    fresh = [way for way in refined if (way.kind, way.device_count) not in known]
+    known = {(way.kind, way.device_count) for way in fresh}
+    return [*(way for way in ways if way is not bound and (way.kind, way.device_count) not in known), *fresh]
 
 
-def _why(other: Way, best: Way) -> str:
-    """Why it was not taken."""
-    if other.lacking > best.lacking:
+def _explain_rejection(other: Candidate, best: Candidate) -> str:
+    """Return the phrase that says why `other` was rejected in favour of `best`."""
+    if other.missing_bytes > best.missing_bytes:
         return "does not fit"
     gain = 1 - other.seconds / best.seconds if best.seconds else 0.0
     if gain < 0:
         return f"{-gain:.1%} slower"
-    dear = [f"{other.devices} devices"] if other.devices > best.devices else []
-    dear += [f"{format_bytes(int(other.held - best.held))} more"] if other.held > best.held else []
+    dear = [f"{other.device_count} devices"] if other.device_count > best.device_count else []
+    dear += (
+        [f"{format_bytes(int(other.stored_bytes - best.stored_bytes))} more"]
+        if other.stored_bytes > best.stored_bytes
+        else []
+    )
     return f"{gain:.1%} faster, too little for {' and '.join(dear) or 'another way'}"

@@ -1,7 +1,7 @@
-"""Independent branches of a graph on different devices: towers, ensembles, experts, a trunk that forks.
+"""The placement of independent branches of a graph on different devices, such as towers, ensembles or experts.
 
-Nodes that gain nothing from separate devices form clusters.  List scheduling places the clusters on devices (HEFT:
-Topcuoglu et al., 2002).  The cluster with the longest path to the end comes first.  It goes to the device that finishes
+Nodes that gain nothing from separate devices form clusters. List scheduling places the clusters on devices (HEFT:
+Topcuoglu et al., 2002). The cluster with the longest path to the end comes first. It goes to the device that finishes
 it first, messages included.
 """
 
@@ -18,19 +18,19 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ..machines.hardware import KEPT, Hardware, leaf_of
 from ..sharding.layers import Placement, order_by_hops
-from .clusters import Cluster, divide_cluster, find_clusters, link_clusters
+from .clusters import Cluster, find_clusters, link_clusters, split_cluster
 
-GAIN = 0.03
-"""The part of the time that branches on several devices have to save at least: no prediction is more exact."""
-PARTS = 4
-"""Parts into which a device's share of the work may be divided; a part takes at least as many latencies."""
-EFFORT = 100_000
+MIN_BRANCH_SAVING = 0.03
+"""The least share of the time that branches on several devices must save; predictions are not more exact."""
+MAX_PARTS_PER_DEVICE = 4
+"""The most parts into which the share of a device may be divided; a part takes at least as many latencies."""
+MAX_PREDICTED_NODES = 100_000
 """The largest number of nodes that the search for a better placement predicts."""
 
 
 @dataclass(frozen=True)
 class BranchSchedule:
-    """A placement of nodes on devices, an order in which nodes start, and the predicted `seconds` of a run.
+    """A placement of nodes on devices, the order in which nodes start, and the predicted seconds of a run.
 
     `leaf_bytes` has the bytes of weights and states on each device.
     """
@@ -41,36 +41,42 @@ class BranchSchedule:
     leaf_bytes: Sequence[float]
 
 
-class Branches:
-    """The branches of a graph.
+class BranchScheduler:
+    """The search for schedules of the independent branches of a graph.
 
     Args:
         graph: The graph to schedule.
         devices: The number of devices.
         hardware: The speeds of devices and links.
-        seconds: The time of each node on one device.
-        memory: The bytes that the smallest device has.
+        seconds: The seconds of each node on one device.
+        memory: The memory of the smallest device in bytes.
     """
 
     def __init__(
         self, graph: Graph, devices: int, hardware: Hardware, seconds: Mapping[Node, float], memory: float
     ) -> None:
-        self.graph, self.devices, self.hardware, self.seconds, self.memory = graph, devices, hardware, seconds, memory
-        self.nodes = [node for node in graph.nodes if not node.is_leaf]
-        self.total = sum(seconds.values())
-        self._messages: dict[tuple[int, bool], float] = {}
+        self.graph, self.device_count, self.hardware, self.node_seconds, self.device_memory_bytes = (
+            graph,
+            devices,
+            hardware,
+            seconds,
+            memory,
+        )
+        self.compute_nodes = [node for node in graph.nodes if not node.is_leaf]
+        self.total_seconds = sum(seconds.values())
+        self._message_seconds: dict[tuple[int, bool], float] = {}
 
     def compute_lower_bound(self, devices: int) -> float:
         """Return the least seconds of any placement of the nodes on `devices` devices."""
-        return max(self._critical_seconds, self.total / devices)
+        return max(self._critical_seconds, self.total_seconds / devices)
 
     @cached_property
     def _critical_seconds(self) -> float:
         """The seconds of the longest path."""
         ends: dict[Node, float] = {}
-        for node in self.nodes:
+        for node in self.compute_nodes:
             start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
-            ends[node] = start + self.seconds.get(node, 0.0)
+            ends[node] = start + self.node_seconds.get(node, 0.0)
         return max(ends.values(), default=0.0)
 
     def compute_cluster_bound(self, devices: int) -> float | None:
@@ -80,61 +86,76 @@ class Branches:
         """
         ends: dict[Node, float] = {}
         for cluster in self._clusters:
-            start = max((ends[source] for source in cluster.reads), default=0.0)
+            start = max((ends[source] for source in cluster.operand_reader_counts), default=0.0)
             ends[cluster.nodes[-1]] = start + cluster.seconds
-        bound = max(self.total / devices, *ends.values())
-        return bound if bound <= self.total * (1 - GAIN) else None
+        bound = max(self.total_seconds / devices, *ends.values())
+        return bound if bound <= self.total_seconds * (1 - MIN_BRANCH_SAVING) else None
 
     @cached_property
     def can_overlap(self) -> bool:
-        """Whether stages of all devices save `GAIN` by work at the same time; fewer stages save less."""
-        return self.estimate_overlap(self.devices) <= 1 - GAIN
+        """Whether pipeline stages on all devices save `MIN_BRANCH_SAVING` by concurrent work.
 
-    def estimate_overlap(self, stages: int) -> float:
-        """Return the part of the time that `stages` stages of consecutive nodes take.
+        Fewer stages save less.
+        """
+        return self.estimate_overlapped_share(self.device_count) <= 1 - MIN_BRANCH_SAVING
 
-        Stages that are independent of each other run at the same time.
+    def estimate_overlapped_share(self, stages: int) -> float:
+        """Return the share of the total time that `stages` stages of consecutive nodes take.
+
+        Independent stages run at the same time.
         """
         stage: dict[Node, int] = {}
         spent = 0.0
-        for node in self.nodes:
-            stage[node] = min(int(spent / self.total * stages), stages - 1) if self.total else 0
-            spent += self.seconds.get(node, 0.0)
+        for node in self.compute_nodes:
+            stage[node] = min(int(spent / self.total_seconds * stages), stages - 1) if self.total_seconds else 0
+            spent += self.node_seconds.get(node, 0.0)
         ends: dict[Node, float] = {}
         free = [0.0] * stages
         for node in order_by_hops(self.graph, stage):
             start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
-            free[stage[node]] = ends[node] = max(start, free[stage[node]]) + self.seconds.get(node, 0.0)
-        return max(free) / self.total if self.total else 1.0
+            free[stage[node]] = ends[node] = max(start, free[stage[node]]) + self.node_seconds.get(node, 0.0)
+        return max(free) / self.total_seconds if self.total_seconds else 1.0
 
     def find_schedules(self, devices: int) -> list[BranchSchedule]:
         """Return the best schedules found on `devices` devices; each saves at least `GAIN`."""
-        grain = max(self.total / devices / PARTS, PARTS * self.hardware.collective_seconds(0.0))
+        grain = max(
+            self.total_seconds / devices / MAX_PARTS_PER_DEVICE,
+            MAX_PARTS_PER_DEVICE * self.hardware.collective_seconds(0.0),
+        )
         whole = [Cluster([*cluster.nodes], cluster.seconds, {}) for cluster in self._clusters]
-        parts = [part for cluster in self._clusters for part in divide_cluster(cluster, self.seconds, grain)]
+        parts = [part for cluster in self._clusters for part in split_cluster(cluster, self.node_seconds, grain)]
         schedules = (schedule for division in (whole, parts) for schedule in self._schedule_clusters(division, devices))
-        return [schedule for schedule in schedules if schedule.seconds <= self.total * (1 - GAIN)]
+        return [schedule for schedule in schedules if schedule.seconds <= self.total_seconds * (1 - MIN_BRANCH_SAVING)]
 
     @cached_property
     def _clusters(self) -> Sequence[Cluster]:
         """The clusters of the graph."""
-        return find_clusters(self.nodes, self.seconds, self.estimate_message_of, self.hardware.collective_seconds(0.0))
+        return find_clusters(
+            self.compute_nodes,
+            self.node_seconds,
+            self.estimate_result_message_seconds,
+            self.hardware.collective_seconds(0.0),
+        )
 
     def _schedule_clusters(self, division: Sequence[Cluster], devices: int) -> Iterator[BranchSchedule]:
-        """Yield schedules of these clusters by list scheduling, and better ones that are like them."""
+        """Yield schedules of these clusters by list scheduling, and schedules that moves of clusters improved."""
         clusters, owner = link_clusters(division, self.hardware.collective_seconds(0.0))
         until_end: dict[Cluster, float] = defaultdict(float)
         for cluster in reversed(clusters):
             until_end[cluster] += cluster.seconds
-            for source in cluster.reads:
+            for source in cluster.operand_reader_counts:
                 read = owner[source]
-                until_end[read] = max(until_end[read], until_end[cluster] + self.estimate_message_of(source))
+                until_end[read] = max(
+                    until_end[read], until_end[cluster] + self.estimate_result_message_seconds(source)
+                )
         scheduler = _ListScheduler(self, devices)
         for cluster in sorted(clusters, key=until_end.__getitem__, reverse=True):
-            scheduler.place(cluster)
-        order = [node for cluster in sorted(clusters, key=scheduler.starts.__getitem__) for node in cluster.nodes]
+            scheduler.place_cluster(cluster)
+        order = [
+            node for cluster in sorted(clusters, key=scheduler.start_by_cluster.__getitem__) for node in cluster.nodes
+        ]
         yield from self._build_schedules(scheduler.placement, order)
-        if (better := self._move_clusters(clusters, scheduler.placement, order, devices)) is not None:
+        if (better := self._improve_placement(clusters, scheduler.placement, order, devices)) is not None:
             yield from self._build_schedules(better, order)
 
     def _build_schedules(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
@@ -147,12 +168,12 @@ class Branches:
         for each in (sorted(order, key=ends.__getitem__), order_by_hops(self.graph, placement)):
             yield BranchSchedule(placement, each, max(ends.values()), leaf_bytes)
 
-    def _move_clusters(
+    def _improve_placement(
         self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], devices: int
     ) -> Placement | None:
-        """Return a better placement, found by moves of one cluster each; None if all moves take longer."""
+        """Return a better placement, found by moves of single clusters; None if all moves take longer."""
         first = best = max(self._predict_ends(placement, order).values())
-        better, left = dict(placement), EFFORT // len(order)
+        better, left = dict(placement), MAX_PREDICTED_NODES // len(order)
         movable = [cluster for cluster in clusters if self.state_users.keys().isdisjoint(cluster.nodes)]
         before = math.inf
         while best < before and left > 0:
@@ -161,7 +182,7 @@ class Branches:
                 if device != better[cluster.nodes[0]] and left > 0:
                     moved, left = {**better, **dict.fromkeys(cluster.nodes, device)}, left - 1
                     seconds = max(self._predict_ends(moved, order).values())
-                    if seconds < best and self._count_leaf_bytes(moved)[device] <= self.memory:
+                    if seconds < best and self._count_leaf_bytes(moved)[device] <= self.device_memory_bytes:
                         best, better = seconds, moved
         return better if best < first else None
 
@@ -170,7 +191,7 @@ class Branches:
         leaves: dict[int, set[Value]] = defaultdict(set)
         for node, device in placement.items():
             leaves[device] |= find_stored_leaves(node)
-        return {device: sum_bytes(own) for device, own in leaves.items()}
+        return {device: sum_leaf_bytes(own) for device, own in leaves.items()}
 
     def _predict_ends(self, placement: Placement, order: Sequence[Node]) -> dict[Node, float]:
         """Return the predicted time of the end of each node, where each device executes its nodes in this order.
@@ -183,20 +204,20 @@ class Branches:
         for node in order:
             device = placement[node]
             start = free[device]
-            for value, at in self._reads[node]:
+            for value, at in self._operands_by_node[node]:
                 if (sender := placement[at]) != device:
                     if (value, device) not in arrivals:
-                        sent = self.estimate_message(value.spec.nbytes, sender, device)
+                        sent = self.estimate_message_seconds(value.spec.nbytes, sender, device)
                         arrivals[value, device] = ends.get(value.node, 0.0) + sent
                     start = max(start, arrivals[value, device])
-            free[device] = ends[node] = start + self.seconds.get(node, 0.0)
+            free[device] = ends[node] = start + self.node_seconds.get(node, 0.0)
         return ends
 
     @cached_property
     def state_users(self) -> dict[Node, set[Value]]:
         """The states that each node reads or replaces, of nodes with any."""
         states: dict[Node, set[Value]] = defaultdict(set)
-        for node in self.nodes:
+        for node in self.compute_nodes:
             if found := {leaf for leaf in find_stored_leaves(node) if leaf.node.op == "state"}:
                 states[node] |= found
         for state, new in self.graph.updates.items():
@@ -204,77 +225,77 @@ class Branches:
         return states
 
     @cached_property
-    def _reads(self) -> dict[Node, list[tuple[Value, Node]]]:
+    def _operands_by_node(self) -> dict[Node, list[tuple[Value, Node]]]:
         """For each node the values that it reads and that one device has, each with a node of that device."""
-        users, at = self.graph.users(), {node: node for node in self.nodes}
+        users, at = self.graph.users(), {node: node for node in self.compute_nodes}
         for state in self.graph.states:
             new = self.graph.updates.get(state)
             readers = [new.node] if new is not None and not new.node.is_leaf else users[state]
             at.update((state.node, reader) for reader in readers[:1])
-        return {node: [(s, at[s.node]) for s in node.inputs if s.node in at] for node in self.nodes}
+        return {node: [(s, at[s.node]) for s in node.inputs if s.node in at] for node in self.compute_nodes}
 
-    def estimate_message_of(self, node: Node, sender: int = 0, receiver: int = 1) -> float:
+    def estimate_result_message_seconds(self, node: Node, sender: int = 0, receiver: int = 1) -> float:
         """Return the seconds of a message with the results of a node."""
-        return self.estimate_message(sum(spec.nbytes for spec in node.specs), sender, receiver)
+        return self.estimate_message_seconds(sum(spec.nbytes for spec in node.specs), sender, receiver)
 
-    def estimate_message(self, nbytes: int, sender: int, receiver: int) -> float:
+    def estimate_message_seconds(self, nbytes: int, sender: int, receiver: int) -> float:
         """Return the seconds of a message of `nbytes` bytes."""
         machine = self.hardware.machine
         key = nbytes, machine > 0 and sender // machine != receiver // machine
-        if key not in self._messages:
-            self._messages[key] = self.hardware.collective("send", nbytes, (sender, receiver)).seconds
-        return self._messages[key]
+        if key not in self._message_seconds:
+            self._message_seconds[key] = self.hardware.collective("send", nbytes, (sender, receiver)).seconds
+        return self._message_seconds[key]
 
 
 class _ListScheduler:
-    """Places clusters on devices one by one, each behind the clusters that it reads."""
+    """A list scheduler: it places clusters on devices one by one, each after the clusters that it reads."""
 
-    def __init__(self, branches: Branches, devices: int) -> None:
+    def __init__(self, branches: BranchScheduler, devices: int) -> None:
         self.branches = branches
         self.placement: dict[Node, int] = {}
-        self.starts: dict[Cluster, float] = {}
-        self.ends: dict[Node, float] = {}
-        self.free = [0.0] * devices
-        self.leaves: list[set[Value]] = [set() for _ in range(devices)]
-        self.leaf_bytes = [0] * devices
-        self.state_homes: dict[Value, int] = {}
+        self.start_by_cluster: dict[Cluster, float] = {}
+        self.end_by_node: dict[Node, float] = {}
+        self.device_free_times = [0.0] * devices
+        self.leaves_by_device: list[set[Value]] = [set() for _ in range(devices)]
+        self.leaf_bytes_by_device = [0] * devices
+        self.device_by_state: dict[Value, int] = {}
 
-    def place(self, cluster: Cluster) -> None:
+    def place_cluster(self, cluster: Cluster) -> None:
         """Place a cluster on the device with room that starts it first, or on the device of a state that it uses."""
         leaves = {leaf for node in cluster.nodes for leaf in find_stored_leaves(node)}
         states = {state for node in cluster.nodes for state in self.branches.state_users.get(node, ())}
-        fixed = sorted({self.state_homes[state] for state in states if state in self.state_homes})[:1]
-        fresh = {d: sum_bytes(leaves - self.leaves[d]) for d in fixed or self._find_candidates()}
-        fitting = [d for d in fresh if self.leaf_bytes[d] + fresh[d] <= self.branches.memory]
-        starts = {d: self._find_start(cluster, d) for d in (fitting or fresh)}
+        fixed = sorted({self.device_by_state[state] for state in states if state in self.device_by_state})[:1]
+        fresh = {d: sum_leaf_bytes(leaves - self.leaves_by_device[d]) for d in fixed or self._list_candidate_devices()}
+        fitting = [d for d in fresh if self.leaf_bytes_by_device[d] + fresh[d] <= self.branches.device_memory_bytes]
+        starts = {d: self._compute_start(cluster, d) for d in (fitting or fresh)}
         device = min(starts, key=lambda d: (starts[d], d))
-        self.starts[cluster] = starts[device]
-        self.free[device] = end = starts[device] + cluster.seconds
+        self.start_by_cluster[cluster] = starts[device]
+        self.device_free_times[device] = end = starts[device] + cluster.seconds
         self.placement.update(dict.fromkeys(cluster.nodes, device))
-        self.ends.update(dict.fromkeys(cluster.nodes, end))
-        self.leaves[device] |= leaves
-        self.leaf_bytes[device] += fresh[device]
+        self.end_by_node.update(dict.fromkeys(cluster.nodes, end))
+        self.leaves_by_device[device] |= leaves
+        self.leaf_bytes_by_device[device] += fresh[device]
         for state in states:
-            self.state_homes.setdefault(state, device)
+            self.device_by_state.setdefault(state, device)
 
-    def _find_candidates(self) -> list[int]:
+    def _list_candidate_devices(self) -> list[int]:
         """Return the devices in use, and the first idle one of each machine."""
-        machine, seen = self.branches.hardware.machine or len(self.free), set[int]()
+        machine, seen = self.branches.hardware.machine or len(self.device_free_times), set[int]()
         devices = []
-        for device, free in enumerate(self.free):
-            if free or self.leaves[device] or device // machine not in seen:
+        for device, free in enumerate(self.device_free_times):
+            if free or self.leaves_by_device[device] or device // machine not in seen:
                 devices.append(device)
-            if not free and not self.leaves[device]:
+            if not free and not self.leaves_by_device[device]:
                 seen.add(device // machine)
         return devices
 
-    def _find_start(self, cluster: Cluster, device: int) -> float:
-        """Return when a device is free and has all values that the cluster reads."""
-        start = self.free[device]
-        for source in cluster.reads:
-            arrival, sender = self.ends[source], self.placement[source]
+    def _compute_start(self, cluster: Cluster, device: int) -> float:
+        """Return the time at which a device is free and has all values that the cluster reads."""
+        start = self.device_free_times[device]
+        for source in cluster.operand_reader_counts:
+            arrival, sender = self.end_by_node[source], self.placement[source]
             if sender != device:
-                arrival += self.branches.estimate_message_of(source, sender, device)
+                arrival += self.branches.estimate_result_message_seconds(source, sender, device)
             start = max(start, arrival)
         return start
 
@@ -285,6 +306,6 @@ def find_stored_leaves(node: Node) -> set[Value]:
     return {leaf.results[0] for leaf in leaves if leaf.op in KEPT}
 
 
-def sum_bytes(leaves: Iterable[Value]) -> int:
+def sum_leaf_bytes(leaves: Iterable[Value]) -> int:
     """Return the bytes of weights and states."""
     return sum(leaf.spec.nbytes for leaf in leaves)

@@ -12,32 +12,34 @@ from dataclasses import dataclass
 
 from ...graph.node import Node
 
-Seconds = Callable[[Node], float]
+NodeSeconds = Callable[[Node], float]
+"""Return the seconds of a node, or of a message with its results."""
 
 
 @dataclass(eq=False, slots=True)
 class Cluster:
-    """Nodes that stay together, and their `seconds`.
+    """Nodes that stay on one device, and the sum of their seconds.
 
-    `reads` are the nodes of other clusters that the cluster reads, each with the number of its readers in the cluster.
+    `operand_reader_counts` maps each node that the cluster reads from another cluster to the number of its readers
+    here.
     """
 
     nodes: list[Node]
     seconds: float
-    reads: dict[Node, int]
+    operand_reader_counts: dict[Node, int]
 
 
 def find_clusters(
-    nodes: Sequence[Node], seconds: Mapping[Node, float], message: Seconds, latency: float
+    nodes: Sequence[Node], seconds: Mapping[Node, float], message: NodeSeconds, latency: float
 ) -> list[Cluster]:
     """Return the clusters of `nodes`; each follows the clusters that it reads.
 
-    A cluster joins its only reader unless it runs at the same time as another operand of this reader, and that saves
-    more than `latency`.
+    A cluster joins its only reader. The exception is a cluster that can run at the same time as another operand of this
+    reader, if that saves more than `latency`.
 
     Args:
         nodes: Nodes that compute, in the order of a graph.
-        seconds: The time of each node on one device.
+        seconds: The seconds of each node on one device.
         message: Returns the seconds of a message with the results of a node.
         latency: The seconds of the shortest message.
     """
@@ -52,7 +54,7 @@ def find_clusters(
             return True
         for node in reads:
             other = by_exit[node]
-            if node is exit_node or node in one.reads or other.seconds <= latency:
+            if node is exit_node or node in one.operand_reader_counts or other.seconds <= latency:
                 continue
             saved = (
                 min(one.seconds - message(node), other.seconds),
@@ -65,12 +67,19 @@ def find_clusters(
     for node, read in operands.items():
         own = Cluster([node], seconds.get(node, 0.0), dict.fromkeys(read, 1))
         while (
-            found := next((n for n, k in own.reads.items() if k == readers[n] and can_join(n, own.reads)), None)
+            found := next(
+                (
+                    n
+                    for n, k in own.operand_reader_counts.items()
+                    if k == readers[n] and can_join(n, own.operand_reader_counts)
+                ),
+                None,
+            )
         ) is not None:
             one = by_exit.pop(found)
-            del own.reads[found]
-            for source, count in one.reads.items():
-                own.reads[source] = own.reads.get(source, 0) + count
+            del own.operand_reader_counts[found]
+            for source, count in one.operand_reader_counts.items():
+                own.operand_reader_counts[source] = own.operand_reader_counts.get(source, 0) + count
             own.seconds += one.seconds
             small, large = sorted((own.nodes, one.nodes), key=len)
             large += small
@@ -82,7 +91,7 @@ def find_clusters(
     return [*by_exit.values()]
 
 
-def divide_cluster(cluster: Cluster, seconds: Mapping[Node, float], grain: float) -> Iterator[Cluster]:
+def split_cluster(cluster: Cluster, seconds: Mapping[Node, float], grain: float) -> Iterator[Cluster]:
     """Yield consecutive parts of a cluster, each of at least `grain` seconds except the last one.
 
     Only one value passes from a part to the next.

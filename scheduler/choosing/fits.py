@@ -1,4 +1,4 @@
-"""Whether a plan fits into the memory of its devices, and what to do if not."""
+"""Memory fit: the check of a plan against the memory of its devices, and remedies if the plan does not fit."""
 
 from __future__ import annotations
 
@@ -12,125 +12,145 @@ from ..lowering.lane import Lane
 from ..plan import Plan
 from ..units import format_bytes
 
-STEP = 64
-"""Context sizes are suggested in multiples of this."""
-TRIES = 8
-"""Plans made in looking for the least that the host must take."""
+CONTEXT_STEP_CELLS = 64
+"""The suggested context sizes are multiples of this number of cells."""
+MAX_OFFLOAD_PLANS = 8
+"""The number of plans that the search for the smallest host offload builds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """Devices with one memory: each its own, unless it `is_shared`, as by parts of one device or machine."""
+class MemoryPool:
+    """The device plans that share one memory of `memory` bytes; several devices of one machine may share it."""
 
-    lanes: tuple[Lane, ...]
-    memory: int
+    device_plans: tuple[Lane, ...]
+    memory_bytes: int
     is_shared: bool = False
 
     @property
-    def needed(self) -> int:
-        return sum(sum(lane.memory().values()) for lane in self.lanes)
+    def needed_bytes(self) -> int:
+        """Bytes that the device plans need."""
+        return sum(sum(lane.memory().values()) for lane in self.device_plans)
 
     @property
-    def lacking(self) -> int:
+    def missing_bytes(self) -> int:
         """Bytes that do not fit."""
-        return max(0, self.needed - self.memory)
+        return max(0, self.needed_bytes - self.memory_bytes)
 
-    def held(self, names: frozenset[str]) -> int:
-        """Bytes of these leaves."""
-        buffers = [b for lane in self.lanes for b in lane.program.buffers if b.kind != "arena"]
+    def count_leaf_bytes(self, names: frozenset[str]) -> int:
+        """Return the bytes of the leaves with these names."""
+        buffers = [b for lane in self.device_plans for b in lane.program.buffers if b.kind != "arena"]
         return sum(b.nbytes for b in buffers if b.name in names)
 
 
-def pools(plan: Plan) -> list[Pool]:
-    """The memories of a plan; devices that do not say how much they have are left out."""
+def list_memory_pools(plan: Plan) -> list[MemoryPool]:
+    """Return the memories of a plan; devices that do not state their memory are left out."""
     groups: dict[str, list[Lane]] = {}
     for lane in plan.lanes:
         device = lane.device
         groups.setdefault(device.memory_of or f"{device.kind}:{device.index}@{device.rank}", []).append(lane)
     return [
-        Pool(tuple(lanes), min(known), bool(lanes[0].device.memory_of) or len(lanes) > 1)
+        MemoryPool(tuple(lanes), min(known), bool(lanes[0].device.memory_of) or len(lanes) > 1)
         for lanes in groups.values()
         if (known := [lane.device.memory for lane in lanes if lane.device.memory is not None])
     ]
 
 
-def shortage(plan: Plan) -> int:
-    """Bytes that do not fit, over all memories."""
-    return sum(pool.lacking for pool in pools(plan))
+def compute_missing_bytes(plan: Plan) -> int:
+    """Return the bytes that do not fit, summed over all memories."""
+    return sum(pool.missing_bytes for pool in list_memory_pools(plan))
 
 
-def memory_problem(plan: Plan, *, context: int | None = None) -> str | None:
-    """What does not fit where, and two ways out; None if all fits.  `context` is the number of cells of the caches."""
-    short = [pool for pool in pools(plan) if pool.lacking]
+def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | None:
+    """Describe the memory with the largest shortage and two remedies; None if all fits.
+
+    `context` is the number of cells of the caches.
+    """
+    short = [pool for pool in list_memory_pools(plan) if pool.missing_bytes]
     if not short:
         return None
-    worst = max(short, key=lambda pool: pool.lacking)
-    where = ", ".join(str(lane.device) for lane in worst.lanes)
-    parts = {kind: sum(lane.memory()[kind] for lane in worst.lanes) for kind in worst.lanes[0].memory()}
+    worst = max(short, key=lambda pool: pool.missing_bytes)
+    where = ", ".join(str(lane.device) for lane in worst.device_plans)
+    parts = {kind: sum(lane.memory()[kind] for lane in worst.device_plans) for kind in worst.device_plans[0].memory()}
     held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in parts.items() if n)
     others = f" (and {len(short) - 1} more devices)" if len(short) > 1 else ""
-    remedies = [r for r in (_context(short, plan, context), _devices(worst, plan), _split(worst, plan)) if r]
+    remedies = [
+        r
+        for r in (
+            _suggest_context(short, plan, context),
+            _suggest_device_count(worst, plan),
+            _suggest_split_mode(worst, plan),
+        )
+        if r
+    ]
     remedies += [f"use a model with fewer bits a weight (these take {format_bytes(parts['weight'])} there)"]
     remedies += ["use devices with more memory"]
     return (
-        f"{where}{others}: needs {format_bytes(worst.needed)} ({held}) but has {format_bytes(worst.memory)}; "
+        f"{where}{others}: needs {format_bytes(worst.needed_bytes)} ({held}) but has {format_bytes(worst.memory_bytes)}; "
         f"{remedies[0]}, or {remedies[1]}"
     )
 
 
-def _context(short: Sequence[Pool], plan: Plan, context: int | None) -> str | None:
-    """The largest context that would fit, where caches are what is too large."""
+def _suggest_context(short: Sequence[MemoryPool], plan: Plan, context: int | None) -> str | None:
+    """Suggest the largest context that fits, if smaller caches are enough."""
     if context is None:
         return None
     caches = frozenset(v.node.name for v in plan.graph.states if v.shape and v.shape[0] >= context)
     sizes = []
     for pool in short:
-        held = pool.held(caches)
-        if held <= pool.lacking:
+        held = pool.count_leaf_bytes(caches)
+        if held <= pool.missing_bytes:
             return None
-        sizes.append(context * (held - pool.lacking) / held)
-    fitting = int(min(sizes)) // STEP * STEP
+        sizes.append(context * (held - pool.missing_bytes) / held)
+    fitting = int(min(sizes)) // CONTEXT_STEP_CELLS * CONTEXT_STEP_CELLS
     return f"use context={fitting} or less" if fitting else None
 
 
-def _devices(pool: Pool, plan: Plan) -> str | None:
-    """How many devices like the worst would do: what is cut or placed gets less on each, the rest does not."""
+def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
+    """Suggest a number of equal devices; sharded or placed leaves become smaller on each, other leaves do not."""
     if pool.is_shared:
         return None
     leaves = {v.node.name for v in (*plan.graph.weights, *plan.graph.states)}
-    spread = frozenset(n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _is_cut(plan))
-    shared = sum(Pool((lane,), 0).held(spread) for lane in plan.lanes) if _is_cut(plan) else pool.held(spread)
-    room = pool.memory - (pool.needed - pool.held(spread))
+    spread = frozenset(n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _is_partitioned(plan))
+    shared = (
+        sum(MemoryPool((lane,), 0).count_leaf_bytes(spread) for lane in plan.lanes)
+        if _is_partitioned(plan)
+        else pool.count_leaf_bytes(spread)
+    )
+    room = pool.memory_bytes - (pool.needed_bytes - pool.count_leaf_bytes(spread))
     if room <= 0 or (count := math.ceil(shared / room * 1.02)) <= len(plan.lanes):
         return None
-    mode = "" if _is_cut(plan) else " with split_mode='tensor'"
+    mode = "" if _is_partitioned(plan) else " with split_mode='tensor'"
     return f"use {count} such devices{mode}"
 
 
-def _split(pool: Pool, plan: Plan) -> str | None:
-    """Another split mode, where there are devices and each holds everything, or whole layers."""
+def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
+    """Suggest another split mode, if several devices have full copies or whole layers."""
     if len(plan.lanes) == 1:
         return None
-    if not _is_cut(plan):
+    if not _is_partitioned(plan):
         return "use split_mode='tensor' or split_mode='layer'"
     placed = any(isinstance(layout, Local) for layout in plan.leaves.values())
     mode, needed = ("tensor" if placed else "layer"), sum(sum(lane.memory().values()) for lane in plan.lanes)
-    memory = sum(p.memory for p in pools(plan))
+    memory = sum(p.memory_bytes for p in list_memory_pools(plan))
     return f"use split_mode='{mode}'" if needed <= memory else None
 
 
-def _is_cut(plan: Plan) -> bool:
-    """Whether devices hold different parts."""
+def _is_partitioned(plan: Plan) -> bool:
+    """Return whether devices have different parts of the leaves."""
     return any(isinstance(layout, Shard | Local) for layout in plan.leaves.values())
 
 
-def spilled(lacking: float, plan_with: Callable[[float], Plan]) -> Plan | None:
-    """The plan that fits in which the host has least, found by halving; `plan_with` makes the one in which it has a
-    share of all weights and states, and `lacking` is the share that did not fit.  None if none was found."""
+def choose_host_offload(lacking: float, plan_with: Callable[[float], Plan]) -> Plan | None:
+    """Return the fitting plan with the smallest host share, found by bisection; None without a fitting plan.
+
+    Args:
+        lacking: The share of all weights and states that did not fit.
+        plan_with: Builds the plan in which the host has a given share of all weights and states.
+    """
     low, share, fitting = 0.0, min(1.0, lacking), None
-    for _ in range(TRIES):
+    for _ in range(MAX_OFFLOAD_PLANS):
         made = plan_with(share)
-        if not shortage(made):
+        if not compute_missing_bytes(made):
             fitting, high = made, share
         elif share >= 1.0:
             return None
@@ -140,7 +160,7 @@ def spilled(lacking: float, plan_with: Callable[[float], Plan]) -> Plan | None:
     return fitting
 
 
-def by_memory(devices: Sequence[Device]) -> list[float]:
-    """Proportions of a layer split that nobody asked for: the devices' memory, where it is known."""
+def memory_proportions(devices: Sequence[Device]) -> list[float]:
+    """Return the default proportions of a layer split: the memory of the devices, if all devices state it, else 1.0."""
     sizes = [float(device.memory or 0) for device in devices]
     return sizes if all(sizes) else [1.0] * len(sizes)

@@ -1,8 +1,9 @@
-"""Tokens of a prompt in parts, which follow each other through the devices of a model's layers.
+"""Prefill chunks: the tokens of a prompt in several runs that pass through the pipeline stages one after the other.
 
-While a part is on the second device the next one is on the first, so a prompt takes what one device does for all parts,
-and on the others one part more, that which takes longest.  Tokens that see more tokens before them take longer, so
-parts that take equally long become shorter; and each part reads all weights, so that many parts take longer in all.
+While the second stage computes a chunk, the first stage computes the next chunk. A prompt takes the time of one stage
+for all chunks, and on the other stages the time of the slowest chunk. A token that sees more tokens takes longer, so
+chunks of equal time become smaller towards the end. Each chunk reads all weights, so a large number of chunks takes
+longer in total.
 """
 
 from __future__ import annotations
@@ -15,104 +16,135 @@ from ...graph.lazy_dataclass import dataclass
 from ..plan import Plan
 from ..succession import StageTime, estimate_stage_times
 
-PlanOf = Callable[[int, int], Plan]
-"""The plan of a run of so many tokens that sees so many cells of a context."""
+PlanForChunk = Callable[[int, int], Plan]
+"""Return the plan of a run; the arguments are its token count and the number of visible cells of the context."""
 
 
-WORTH = 1.005
-"""How many times as long fewer parts may take as those that take least: each has costs that no plan knows.  At 1.03
-prompts of 2,048 tokens on two devices were read in 9 parts, and took 3 % longer than in 14 (Emerald Rapids)."""
+FEWER_CHUNKS_TOLERANCE = 1.005
+"""The largest ratio of the time of fewer chunks to the least time; each chunk has costs that no plan knows.
 
-SEEN = 0.75
-"""Of the cells that plans count for attention, those that tokens saw when its speed was measured."""
+With 1.03, prompts of 2,048 tokens on two devices were read in 9 chunks, and took 3 % longer than in 14 (Emerald
+Rapids).
+"""
+
+CALIBRATED_VISIBLE_SHARE = 0.75
+"""The share of the attention cells of a plan that tokens saw when the attention speed was measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """So many tokens in each part, one after the other, and the predicted seconds of all."""
+class PrefillChunks:
+    """The token counts of the chunks, in order, and the predicted seconds of all chunks."""
 
-    sizes: tuple[int, ...]
+    chunk_sizes: tuple[int, ...]
     seconds: float
 
 
-class Predicted:
-    """What runs are predicted to take on each device or team that they pass through.
+class ChunkTimeModel:
+    """A model of the seconds of a run on each pipeline stage, from four plans.
 
-    Plans say so of few and of many tokens, with few and with many cells; between these, time grows evenly with each.
+    The plans have few or many tokens, and few or many cells. Between them, the time is bilinear in tokens and cells.
     """
 
-    def __init__(self, plan_of: PlanOf, tokens: tuple[int, int], cells: tuple[int, int]) -> None:
-        self._few, self._more = tokens[0], max(1, tokens[1] - tokens[0])
-        self._short, self._longer = cells[0], max(1, cells[1] - cells[0])
+    def __init__(self, plan_of: PlanForChunk, tokens: tuple[int, int], cells: tuple[int, int]) -> None:
+        self._min_tokens, self._token_span = tokens[0], max(1, tokens[1] - tokens[0])
+        self._min_cells, self._cell_span = cells[0], max(1, cells[1] - cells[0])
         of = {asked: estimate_stage_times(plan_of(*asked)) for asked in {(t, c) for t in tokens for c in cells}}
         stops = [*zip(*(of[t, c] for c in cells for t in tokens), strict=True)]
-        self._letters = [_bilinear(*(leg.letters for leg in corners)) for corners in stops]
-        self._work = [_bilinear(*(leg.work for leg in corners)) for corners in stops]
+        self._message_coefficients = [
+            _compute_bilinear_coefficients(*(leg.letters for leg in corners)) for corners in stops
+        ]
+        self._work_coefficients = [_compute_bilinear_coefficients(*(leg.work for leg in corners)) for corners in stops]
 
-    def _terms(self, tokens: int, end: int) -> tuple[float, float]:
-        """How far a run of so many tokens, that a sequence of the length `end` has then, is from few tokens to many,
-        and from few cells to many: tokens see all before them, and on average half of each other."""
-        cells = (end - tokens / 2) / SEEN
-        return (tokens - self._few) / self._more, (cells - self._short) / self._longer
+    def _compute_interpolation_terms(self, tokens: int, end: int) -> tuple[float, float]:
+        """Return the relative positions of a run between few and many tokens, and between few and many cells.
 
-    def legs(self, tokens: int, end: int) -> list[StageTime]:
-        """Of a run of so many tokens that a sequence of the length `end` has then."""
-        m, n = self._terms(tokens, end)
+        The run has `tokens` tokens and ends at sequence length `end`. A token sees all cells before the run, and on
+        average half of the cells of the run.
+        """
+        cells = (end - tokens / 2) / CALIBRATED_VISIBLE_SHARE
+        return (tokens - self._min_tokens) / self._token_span, (cells - self._min_cells) / self._cell_span
+
+    def predict_stage_times(self, tokens: int, end: int) -> list[StageTime]:
+        """Return the stage times of a run of `tokens` tokens that ends at sequence length `end`."""
+        m, n = self._compute_interpolation_terms(tokens, end)
         letters, work = (
-            [max(0.0, a + b * m + c * n + d * m * n) for a, b, c, d in of] for of in (self._letters, self._work)
+            [max(0.0, a + b * m + c * n + d * m * n) for a, b, c, d in of]
+            for of in (self._message_coefficients, self._work_coefficients)
         )
         return [*map(StageTime, letters, work)]
 
-    def slowest(self, tokens: int, end: int) -> float:
-        """Seconds of the device that takes longest.  Asked for some hundred times before a prompt begins."""
-        m, n = self._terms(tokens, end)
-        return max(0.0, *(a + b * m + c * n + d * m * n for a, b, c, d in self._work))
+    def predict_slowest_stage_seconds(self, tokens: int, end: int) -> float:
+        """Return the seconds of the slowest stage; called some hundred times before a prompt begins."""
+        m, n = self._compute_interpolation_terms(tokens, end)
+        return max(0.0, *(a + b * m + c * n + d * m * n for a, b, c, d in self._work_coefficients))
 
 
-def _bilinear(few: float, more: float, few_longer: float, more_longer: float) -> tuple[float, float, float, float]:
-    """Of what grows evenly with each of two numbers from 0 to 1: the factors of 1, of either, and of their product."""
+def _compute_bilinear_coefficients(
+    few: float, more: float, few_longer: float, more_longer: float
+) -> tuple[float, float, float, float]:
+    """Return the coefficients of 1, x, y and x * y of the bilinear function with these four corner values."""
     return few, more - few, few_longer - few, more_longer - few_longer - more + few
 
 
-def in_parts(tokens: int, behind: int, sizes: Sequence[int], predicted: Predicted) -> Parts:
-    """As few parts of `sizes`, ascending, as are predicted to take about the least time for so many tokens behind
-    others; the last part may be shorter than any size, and takes as long as the next larger one.
+def choose_prefill_chunks(tokens: int, behind: int, sizes: Sequence[int], predicted: ChunkTimeModel) -> PrefillChunks:
+    """Split a prompt into the fewest chunks that are near the shortest predicted time.
 
-    Considered are parts as large as can be of which none takes longer than some time: that of a part of one of the
-    sizes at the beginning or at the end.
+    Each considered split has the largest chunks that take at most a time limit. The limits are the times of a chunk of
+    each size at the beginning and at the end of the prompt.
+
+    Args:
+        tokens: Tokens of the prompt that are not in the cache yet.
+        behind: Tokens that are already in the cache.
+        sizes: The chunk sizes, ascending. The last chunk may be smaller; it costs as much as the next size.
+        predicted: The model of the stage times.
     """
     end = behind + tokens
-    times = {predicted.slowest(size, cells) for size in sizes for cells in (behind + min(size, tokens), end)}
-    ways = {_no_longer_than(seconds, behind, end, sizes, predicted) for seconds in times}
-    told = [Parts(way, seconds_of(way, behind, sizes, predicted)) for way in ways]
-    most = WORTH * min(parts.seconds for parts in told)
+    times = {
+        predicted.predict_slowest_stage_seconds(size, cells)
+        for size in sizes
+        for cells in (behind + min(size, tokens), end)
+    }
+    ways = {_split_within_time(seconds, behind, end, sizes, predicted) for seconds in times}
+    told = [PrefillChunks(way, compute_pipelined_seconds(way, behind, sizes, predicted)) for way in ways]
+    most = FEWER_CHUNKS_TOLERANCE * min(parts.seconds for parts in told)
     good = [parts for parts in told if parts.seconds <= most]
-    return min(good, key=lambda parts: (len(parts.sizes), parts.seconds))
+    return min(good, key=lambda parts: (len(parts.chunk_sizes), parts.seconds))
 
 
-def _no_longer_than(
-    seconds: float, behind: int, end: int, sizes: Sequence[int], predicted: Predicted
+def _split_within_time(
+    seconds: float, behind: int, end: int, sizes: Sequence[int], predicted: ChunkTimeModel
 ) -> tuple[int, ...]:
-    """Parts of which none takes longer, but for those of the least size."""
+    """Return the largest chunks that take at most `seconds` each; a chunk of the smallest size may take longer."""
     way: list[int] = []
     while behind < end:
-        fitting = bisect_right(sizes, seconds, key=lambda size: predicted.slowest(size, min(behind + size, end)))
+        fitting = bisect_right(
+            sizes, seconds, key=lambda size: predicted.predict_slowest_stage_seconds(size, min(behind + size, end))
+        )
         way.append(min(sizes[max(0, fitting - 1)], end - behind))
         behind += way[-1]
     return tuple(way)
 
 
-def seconds_of(way: Sequence[int], behind: int, sizes: Sequence[int], predicted: Predicted) -> float:
-    """When the last part is done on the last device."""
+def compute_pipelined_seconds(
+    way: Sequence[int], behind: int, sizes: Sequence[int], predicted: ChunkTimeModel
+) -> float:
+    """Return the time at which the last stage has computed the last chunk.
+
+    Args:
+        way: The token counts of the chunks.
+        behind: Tokens that are already in the cache.
+        sizes: The chunk sizes, ascending.
+        predicted: The model of the stage times.
+    """
     done: list[float] = []
     for size, end in zip(way, accumulate(way, initial=behind), strict=False):
-        here, there = 0.0, predicted.legs(room(size, sizes), end + size)
+        here, there = 0.0, predicted.predict_stage_times(round_up_to_chunk_size(size, sizes), end + size)
         done = done or [0.0] * len(there)
         for at, leg in enumerate(there):
             here = done[at] = max(done[at], here + leg.message_seconds) + leg.compute_seconds
     return max(done, default=0.0)
 
 
-def room(tokens: int, sizes: Sequence[int]) -> int:
-    """The size of the run that reads so many tokens of a part."""
+def round_up_to_chunk_size(tokens: int, sizes: Sequence[int]) -> int:
+    """Return the smallest size of at least `tokens` tokens."""
     return sizes[bisect_left(sizes, tokens)]

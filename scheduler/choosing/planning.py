@@ -1,4 +1,8 @@
-"""One call of the planner, for some devices: the ways to answer it, each a plan that is not proven yet."""
+"""The builder of plans for one request of the planner; the plans are not verified yet.
+
+Each split mode is a function of a `PlanBuilder`. Methods for tensor parallelism start from a factor choice, methods for
+a layer split from a placement of nodes on devices. Both add pins until every device supports its nodes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...graph.repeated_runs import RepeatedRuns, find_repeated_runs
 from ..layout import REPLICATE, Layout, Local
-from ..lowering.lane import Devices, lanes_of
+from ..lowering.lane import Devices, build_device_plans
 from ..machines.hardware import Hardware
 from ..plan import HostOffload, Plan, ShardedFactors
 from ..sharding.axes import Factor
@@ -63,15 +67,20 @@ from ..sharding.teams import (
 )
 from ..spelling import decompose_unsupported
 from .branches import BranchSchedule
-from .fits import by_memory, shortage, spilled
-from .repeating import Repeated, repeated
-from .uses import Use
+from .fits import choose_host_offload, compute_missing_bytes, memory_proportions
+from .repeating import RepeatedPlan, plan_repeated_layers
+from .uses import Workload
 
-Chooser = Callable[[Graph, Factors], frozenset[Factor]]
+FactorChooser = Callable[[Graph, Factors], frozenset[Factor]]
+"""Return the factors to shard, chosen by the caller."""
 
 
-class Planning:
-    """One call of `plan_for`, checked: the ways to answer it."""
+class PlanBuilder:
+    """One checked request of `plan_for_group`, and the methods that build plans for it.
+
+    `earlier_layouts` are the layouts of an earlier plan, `user_pins` the pins of the placement rules.
+    `unrepeated_reasons` says why repeated layers are not planned once.
+    """
 
     def __init__(
         self,
@@ -81,73 +90,89 @@ class Planning:
         hardware: Hardware,
         place: PlacementRules = (),
         earlier: Plan | None = None,
-        use: Use | None = None,
+        use: Workload | None = None,
     ) -> None:
-        self.graph, self.group, self.hardware, self.use = graph, group, hardware, use
-        self.place = [(pattern, str(DeviceName.parse(device))) for pattern, device in place]
-        self.shares = shares or (() if earlier is None else earlier.shares)
-        self.lies = NO_LEAF_LAYOUTS if earlier is None else earlier.leaves
-        self.proportions = self.shares or [1.0] * len(group)
-        self.names = [str(device) for _, device in group]
-        self.wished = find_user_pins(graph, self.place, self.names, strict=earlier is None)
+        self.graph, self.group, self.hardware, self.workload = graph, group, hardware, use
+        self.placement_rules = [(pattern, str(DeviceName.parse(device))) for pattern, device in place]
+        self.tensor_split = shares or (() if earlier is None else earlier.shares)
+        self.earlier_layouts = NO_LEAF_LAYOUTS if earlier is None else earlier.leaves
+        self.proportions = self.tensor_split or [1.0] * len(group)
+        self.device_names = [str(device) for _, device in group]
+        self.user_pins = find_user_pins(graph, self.placement_rules, self.device_names, strict=earlier is None)
 
-        self.doubt: tuple[str, ...] = ()  # why runs are not repeated
+        self.unrepeated_reasons: tuple[str, ...] = ()
 
-    def made(self, mode: Mode, like: Plan | None, choose: Chooser | None, host: HostOffload | None) -> Plan:
-        """The plan, not yet proven."""
-        made = self.answer(mode, like, choose)
-        if host is not None and like is None and mode is not Planning.shards and shortage(made):
-            made = self.with_host(host, alone=mode is Planning.alone) or made
+    def build_unverified(
+        self, mode: SplitModeBuilder, like: Plan | None, choose: FactorChooser | None, host: HostOffload | None
+    ) -> Plan:
+        """Return the unverified plan, with host offload if it does not fit and a host is given.
+
+        Args:
+            mode: Builds the plan of the split mode.
+            like: An earlier plan; its layout is kept.
+            choose: Chooses the factors to shard instead of the search.
+            host: The host device for leaves that do not fit.
+        """
+        made = self.build_for_mode(mode, like, choose)
+        if (
+            host is not None
+            and like is None
+            and mode is not PlanBuilder.build_tensor_parallel
+            and compute_missing_bytes(made)
+        ):
+            made = self.build_with_host_offload(host, alone=mode is PlanBuilder.build_single_device) or made
         taken = {str(lane.device) for lane in made.lanes}
-        return replace(made, spare=tuple(name for name in self.names if name not in taken))
+        return replace(made, spare=tuple(name for name in self.device_names if name not in taken))
 
     @cached_property
-    def search(self) -> FactorSearch:
+    def factor_search(self) -> FactorSearch:
         return FactorSearch(self.graph, Factors(self.graph))
 
     @cached_property
-    def repeats(self) -> RepeatedRuns | None:
+    def repeated_layers(self) -> RepeatedRuns | None:
         return find_repeated_runs(self.graph)
 
     @property
     def factors(self) -> Factors:
-        return self.search.factors
+        return self.factor_search.factors
 
-    def answer(self, mode: Mode, like: Plan | None, choose: Chooser | None) -> Plan:
-        """The plan in `mode`, unless an earlier plan, a lack of choice or the caller decides."""
+    def build_for_mode(self, mode: SplitModeBuilder, like: Plan | None, choose: FactorChooser | None) -> Plan:
+        """Return the plan in `mode`, unless an earlier plan, a lack of choice or the caller decides."""
         if like is not None:
-            return self.like(like)
-        if len(self.group) == 1 and not self.place:
-            return self.whole()
+            return self.build_with_fixed_layout(like)
+        if len(self.group) == 1 and not self.placement_rules:
+            return self.build_unsharded()
         if choose is not None:
             chosen, why = choose(self.graph, self.factors), "chosen by the caller"
-            if mode is Planning.staged:
-                return self.in_teams(split_into_groups(self.machine, len(self.group)), FactorChoice(chosen, (why,)))
-            return self.given(chosen, why)
+            if mode is PlanBuilder.build_hybrid:
+                return self.build_with_groups(
+                    split_into_groups(self.devices_per_machine, len(self.group)), FactorChoice(chosen, (why,))
+                )
+            return self.build_with_factors(chosen, why)
         return mode(self)
 
-    def like(self, earlier: Plan) -> Plan:
-        """Over weights and states that lie on the devices already."""
+    def build_with_fixed_layout(self, earlier: Plan) -> Plan:
+        """Return the plan over weights and states with the layouts of an earlier plan."""
         if (teams := find_groups_of_programs([lane.program for lane in earlier.lanes])) is not None:
             where = stages_from_layouts(self.graph, earlier.leaves, teams)
-            return self._composed(where, teams, earlier.cuts, ("an earlier plan's layout",), earlier.leaves)
+            return self._build_hybrid_stages(where, teams, earlier.cuts, ("an earlier plan's layout",), earlier.leaves)
         held = pins_from_layouts(self.graph, earlier.leaves)
         stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
             where = placement_from_layouts(self.graph, earlier.leaves)
             base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
-            return self._placed(base, {v: lies for v, lies in held.leaves.items() if isinstance(lies, Local)})
-        if len(self.group) == 1 and not self.place and not held.leaves:
-            return self.whole("an earlier plan's layout")
+            return self._build_pinned(base, {v: lies for v, lies in held.leaves.items() if isinstance(lies, Local)})
+        if len(self.group) == 1 and not self.placement_rules and not held.leaves:
+            return self.build_unsharded("an earlier plan's layout")
         chosen = factors_from_description(self.graph, self.factors, earlier.cuts)
-        if self.graph.digest() != earlier.graph.digest():  # what stands at a place may be another factor
+        if self.graph.digest() != earlier.graph.digest():  # the same position may have another factor
             chosen = frozenset(f for f in chosen if f.can_be_sharded)
         choice = FactorChoice(chosen, ("an earlier plan's layout",))
-        if (short := self._once(choice, earlier.leaves)) is not None:
+        if (short := self._build_from_shortened_graph(choice, earlier.leaves)) is not None:
             return short
         while True:
             try:
-                plan = self.cut(choice, held)
+                plan = self.build_sharded(choice, held)
             except GraphError as why:
                 raise PlanError(
                     "this graph reads a weight in other pieces than an earlier plan has cut it, which cannot be put "
@@ -157,73 +182,99 @@ class Planning:
             if held == before:
                 return plan
 
-    def alone(self) -> Plan:
-        """All on the first device, but for what must run elsewhere; devices without work are left out.  While one
-        works, the others of the group wait."""
+    def build_single_device(self) -> Plan:
+        """Return the plan on the first device; only nodes that must run elsewhere use others.
+
+        Devices without work are left out.
+        """
         hardware = self.hardware if len(self.group) == 1 else self.hardware.alone
-        first = Planning(self.graph, self.group[:1], (), hardware)
-        first.doubt, first.repeats = self.doubt, self.repeats
-        if not self.wished and not find_unsupported([self.graph], [{}], self.group[:1]):
-            return first.whole()
+        first = PlanBuilder(self.graph, self.group[:1], (), hardware)
+        first.unrepeated_reasons, first.repeated_layers = self.unrepeated_reasons, self.repeated_layers
+        if not self.user_pins and not find_unsupported([self.graph], [{}], self.group[:1]):
+            return first.build_unsharded()
         base = {
             n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
         }
-        return self._placed(base, trim=True)
+        return self._build_pinned(base, trim=True)
 
-    def whole(self, *reasons: str) -> Plan:
-        """One device does all: there is nothing to find out about axes, which for a large graph takes most of the
-        time."""
+    def build_unsharded(self, *reasons: str) -> Plan:
+        """Return the plan of one device; it needs no factors, which take most of the time for a large graph."""
         if (
-            not self.doubt
-            and (short := repeated(self.graph, self.repeats, self.group, frozenset(), (1.0,), self.hardware))
+            not self.unrepeated_reasons
+            and (
+                short := plan_repeated_layers(
+                    self.graph, self.repeated_layers, self.group, frozenset(), (1.0,), self.hardware
+                )
+            )
             is not None
         ):
-            return Plan(self.graph, short.lanes, short.leaves, short.outputs, frozenset(), reasons, self.hardware)
+            return Plan(
+                self.graph,
+                short.device_plans,
+                short.leaf_layouts,
+                short.output_layouts,
+                frozenset(),
+                reasons,
+                self.hardware,
+            )
         leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
         same = {node: node for node in self.graph.nodes}
         sharded = PartitionedGraphs((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
-        return self._plan(self._able(sharded), frozenset(), reasons, {})
+        return self._assemble_plan(self._require_supported(sharded), frozenset(), reasons, {})
 
-    def layers(self) -> Plan:
-        """Consecutive nodes on each device, by the shares asked for or by the memory of the devices; where that is
-        equal and there is a use, so that they take equally long for it."""
+    def build_layer_split(self) -> Plan:
+        """Return the layer split by the tensor split or by device memory.
+
+        With a workload, equal memories and no tensor split, the stages are balanced for this workload.
+        """
         memory = [device.memory for _, device in self.group]
-        if self.use is not None and not self.shares and len(set(memory)) == 1:
-            return self._layers(compute_balanced_proportions(self.use.evened, len(memory)))
-        return self._layers(self.shares or by_memory([device for _, device in self.group]))
+        if self.workload is not None and not self.tensor_split and len(set(memory)) == 1:
+            return self._build_layers_by_shares(compute_balanced_proportions(self.workload.balanced_graph, len(memory)))
+        return self._build_layers_by_shares(
+            self.tensor_split or memory_proportions([device for _, device in self.group])
+        )
 
-    def _layers(self, shares: Sequence[float], *, trim: bool = False, last: str = "") -> Plan:
-        """Consecutive nodes on each device by their shares; `last` is why the last device takes part."""
-        where = split_layers(self.graph, shares, self.wished)
+    def _build_layers_by_shares(self, shares: Sequence[float], *, trim: bool = False, last: str = "") -> Plan:
+        """Return the layer split by `shares`; `last` is the reason for the last device."""
+        where = split_layers(self.graph, shares, self.user_pins)
         because = [f"layer split, with {share / sum(shares):.0%} of the weights and states" for share in shares]
         because[-1] = last or because[-1]
-        return self._placed({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
+        return self._build_pinned({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
 
-    def place_branches(self, schedule: BranchSchedule) -> Plan:
-        """Build the plan of independent branches on different devices."""
+    def build_branches(self, schedule: BranchSchedule) -> Plan:
+        """Return the plan of independent branches on different devices."""
         pins = {node: Pin(device, "it is in a branch of its own") for node, device in schedule.placement.items()}
-        return self._placed(pins, trim=True, order=schedule.order)
+        return self._build_pinned(pins, trim=True, order=schedule.order)
 
-    def with_host(self, host: HostOffload, *, alone: bool) -> Plan | None:
-        """A layer split in which one more device, the host, takes what does not fit on the others."""
+    def build_with_host_offload(self, host: HostOffload, *, alone: bool) -> Plan | None:
+        """Return a layer split with the host as one more device for leaves that do not fit.
+
+        With `alone` only the first device and the host have work. Returns None if the host is already in the group.
+        """
         if str(host.device) in {str(device) for _, device in self.group}:
             return None
-        wider = Planning(self.graph, (*self.group, (host.backend, host.device)), (), self.hardware, self.place)
-        shares = self.shares or by_memory([device for _, device in self.group])
+        wider = PlanBuilder(
+            self.graph, (*self.group, (host.backend, host.device)), (), self.hardware, self.placement_rules
+        )
+        shares = self.tensor_split or memory_proportions([device for _, device in self.group])
         if alone:
             shares = [1.0] + [0.0] * (len(self.group) - 1)
         why = f"weights that do not fit stay on {host.device}"
 
         def plan_with(share: float) -> Plan:
             rest = [(1 - share) * s / sum(shares) for s in shares]
-            made = wider._layers([*rest, share], trim=alone, last=why)
+            made = wider._build_layers_by_shares([*rest, share], trim=alone, last=why)
             return replace(made, host=host.hardware) if made.lanes[-1].device == host.device else made
 
-        first = self._layers(shares, trim=alone)
+        first = self._build_layers_by_shares(shares, trim=alone)
         total = sum(first.memory()[kind] for kind in ("weight", "state"))
-        return spilled(shortage(first) / max(total, 1), plan_with) if shortage(first) else first
+        return (
+            choose_host_offload(compute_missing_bytes(first) / max(total, 1), plan_with)
+            if compute_missing_bytes(first)
+            else first
+        )
 
-    def _placed(
+    def _build_pinned(
         self,
         base: Mapping[Node, Pin],
         held: Mapping[Value, Local] = NO_FIXED_VALUES,
@@ -231,62 +282,70 @@ class Planning:
         trim: bool = False,
         order: Sequence[Node] = (),
     ) -> Plan:
-        """Whole nodes on devices: `base`, but for pins; with `trim` only devices that have work.  They start in
-        `order`, if it is given."""
+        """Return the plan with the pins `base`, in which user pins take precedence, and with the fixed layouts `held`.
+
+        With `trim`, devices without work are left out. Nodes start in `order`, if it is given.
+        """
 
         def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
             where = {**base, **pins}
             placement = {n: p.device for n, p in where.items()}
             return where, place_nodes(self.graph, placement, len(self.group), held, order)
 
-        where, sharded = self._built(self.wished, build)
+        where, sharded = self._pin_until_supported(self.user_pins, build)
         if not trim:
-            return self._plan(sharded, frozenset(), (), where)
-        kept = {device for _, device in self.place}
-        used = sorted({0, *(p.device for p in where.values()), *(i for i, n in enumerate(self.names) if n in kept)})
-        few = Planning(self.graph, tuple(self.group[d] for d in used), (), self.hardware)
+            return self._assemble_plan(sharded, frozenset(), (), where)
+        kept = {device for _, device in self.placement_rules}
+        used = sorted(
+            {0, *(p.device for p in where.values()), *(i for i, n in enumerate(self.device_names) if n in kept)}
+        )
+        few = PlanBuilder(self.graph, tuple(self.group[d] for d in used), (), self.hardware)
         where = {n: replace(p, device=used.index(p.device)) for n, p in where.items()}
         placed = place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(used), order=order)
-        return few._plan(placed, frozenset(), (), where)
+        return few._assemble_plan(placed, frozenset(), (), where)
 
-    def given(self, chosen: frozenset[Factor], why: str) -> Plan:
-        """The plan in which these factors are cut, each where it can be; `why` is what explain shows."""
-        return self.cut(FactorChoice(chosen, (why,)))
+    def build_with_factors(self, chosen: frozenset[Factor], why: str) -> Plan:
+        """Return the plan in which these factors are sharded where possible; `why` is the reason in `explain`."""
+        return self.build_sharded(FactorChoice(chosen, (why,)))
 
-    def shards(self) -> Plan:
-        """Cut wherever kernels get shorter."""
-        return self.cut(self.search.choose_factors(len(self.group), self.hardware, eager=True))
+    def build_tensor_parallel(self) -> Plan:
+        """Return the plan with tensor parallelism wherever kernels get shorter."""
+        return self.build_sharded(self.factor_search.choose_factors(len(self.group), self.hardware, eager=True))
 
-    def staged(self) -> Plan:
-        """Consecutive nodes on each team of devices, cut among the team wherever kernels get shorter."""
-        teams = split_into_groups(self.machine, len(self.group))
-        return self.in_teams(teams, self.search.choose_factors(len(teams[0]), self.hardware, eager=True))
+    def build_hybrid(self) -> Plan:
+        """Return the hybrid split: layers over device groups, with tensor parallelism inside each group."""
+        teams = split_into_groups(self.devices_per_machine, len(self.group))
+        return self.build_with_groups(
+            teams, self.factor_search.choose_factors(len(teams[0]), self.hardware, eager=True)
+        )
 
     @property
-    def machine(self) -> int:
-        """How many devices each machine has; 0 where all are in one, or nobody knows."""
+    def devices_per_machine(self) -> int:
+        """The device count of each machine; 0 if one machine has all devices or the count is unknown."""
         ranks = [device.rank for _, device in self.group]
         counts = {ranks.count(rank) for rank in ranks}
         return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
 
-    def in_teams(self, teams: StageGroups, choice: FactorChoice) -> Plan:
-        """Consecutive nodes on each team, cut among it as chosen."""
-        if self.wished or pin_discrete_choices(self.graph, self.group):
+    def build_with_groups(self, teams: StageGroups, choice: FactorChoice) -> Plan:
+        """Return the hybrid split over these device groups; raise `PlanError` if nodes are pinned or nothing is
+        sharded.
+        """
+        if self.user_pins or pin_discrete_choices(self.graph, self.group):
             raise PlanError(
                 "split mode layer,tensor places no single nodes and mixes no backends; "
                 "leave --place out and name devices of one kind, or use layer or tensor"
             )
-        held = self.shares or by_memory([device for _, device in self.group])
+        held = self.tensor_split or memory_proportions([device for _, device in self.group])
         where = split_layers(self.graph, [sum(held[d] for d in team) for team in teams])
         cuts = describe_all_factors(self.graph, self.factors, choice.factors)
-        shown = [", ".join(self.names[d] for d in (team[0], team[-1])) for team in teams]
+        shown = [", ".join(self.device_names[d] for d in (team[0], team[-1])) for team in teams]
         notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(shown)]
-        plan = self._composed(where, teams, cuts, (*choice.alternatives, *notes))
+        plan = self._build_hybrid_stages(where, teams, cuts, (*choice.alternatives, *notes))
         if find_groups_of_programs([lane.program for lane in plan.lanes]) is None:
             raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
         return plan
 
-    def _composed(
+    def _build_hybrid_stages(
         self,
         where: Placement,
         teams: StageGroups,
@@ -294,7 +353,7 @@ class Planning:
         why: tuple[str, ...],
         earlier: Mapping[str, Layout] | None = None,
     ) -> Plan:
-        """The nodes in stages, each cut among its team."""
+        """Return the plan of nodes in stages, each sharded within its group; `where` is the stage of each node."""
 
         def composed(chunks: OverlapChunks = SINGLE_CHUNK) -> HybridGraphs:
             return partition_hybrid(self.graph, where, teams, cuts, self.proportions, self.hardware, earlier, chunks)
@@ -305,35 +364,43 @@ class Planning:
                 made.partitioned_graphs.graphs, made.partitioned_graphs.source_nodes, self.group
             ):
                 return None
-            return self._plan(made.partitioned_graphs, made.sharded_factors, (*why, note), {})
+            return self._assemble_plan(made.partitioned_graphs, made.sharded_factors, (*why, note), {})
 
         first = composed()
-        plan = self._plan(self._able(first.partitioned_graphs), first.sharded_factors, why, {})
-        return _in_chunks(plan, chunked) if first.has_chunks and can_group_overlap(self.group) else plan
+        plan = self._assemble_plan(self._require_supported(first.partitioned_graphs), first.sharded_factors, why, {})
+        return _choose_overlap_chunks(plan, chunked) if first.has_chunks and can_group_overlap(self.group) else plan
 
-    def first(self, devices: int) -> Planning:
-        """The same for the first devices of the group."""
+    def with_first_devices(self, devices: int) -> PlanBuilder:
+        """Return the same request for the first `devices` devices of the group."""
         if devices == len(self.group):
             return self
-        few = Planning(self.graph, self.group[:devices], (), self.hardware, use=self.use)
-        few.search, few.doubt, few.repeats = self.search, self.doubt, self.repeats
+        few = PlanBuilder(self.graph, self.group[:devices], (), self.hardware, workload=self.workload)
+        few.factor_search, few.unrepeated_reasons, few.repeated_layers = (
+            self.factor_search,
+            self.unrepeated_reasons,
+            self.repeated_layers,
+        )
         return few
 
-    def over(self, plan: Plan, graph: Graph) -> Plan:
-        """The plan of a graph over weights and states as they lie in one of these devices; it is not proven."""
+    def build_over_layout_of(self, plan: Plan, graph: Graph) -> Plan:
+        """Return the unverified plan of `graph` over the weights and states of `plan`."""
         if graph is self.graph:
             return plan
-        return Planning(decompose_unsupported(graph, self.group), plan.group, (), plan.hardware, self.place, plan).like(
-            plan
-        )
+        return PlanBuilder(
+            decompose_unsupported(graph, self.group), plan.group, (), plan.hardware, self.placement_rules, plan
+        ).build_with_fixed_layout(plan)
 
-    def cut(self, choice: FactorChoice, held: Pins | None = None) -> Plan:
-        """What is chosen is cut, but for what is placed or `held`."""
-        first = {**pin_discrete_choices(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
-        if held is None and (short := self._once(choice)) is not None:
+    def build_sharded(self, choice: FactorChoice, held: Pins | None = None) -> Plan:
+        """Return the plan in which the chosen factors are sharded, except nodes with pins and pins in `held`."""
+        first = {
+            **pin_discrete_choices(self.graph, self.group),
+            **({} if held is None else held.nodes),
+            **self.user_pins,
+        }
+        if held is None and (short := self._build_from_shortened_graph(choice)) is not None:
             return short
         asked = describe_factors(self.graph, self.factors, choice.factors, {})
-        shares = assign_shard_ranges(self.graph, self.factors, asked, self.proportions, self.lies)
+        shares = assign_shard_ranges(self.graph, self.factors, asked, self.proportions, self.earlier_layouts)
 
         def laying(nodes: Mapping[Node, Pin]) -> SequenceParallelOptions:
             pins = pin_leaves(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
@@ -345,12 +412,14 @@ class Planning:
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
             return nodes, partition_graph(self.graph, self.factors, laying(nodes).choose_fastest(), shares)
 
-        where, sharded = self._built(first, build)
+        where, sharded = self._pin_until_supported(first, build)
 
         def plan(sharded: PartitionedGraphs, *notes: str) -> Plan:
             cuts = describe_factors(self.graph, self.factors, choice.factors, sharded.leaves)
             note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
-            return self._plan(sharded, cuts, (*choice.alternatives, *note, *self.doubt, *notes), where)
+            return self._assemble_plan(
+                sharded, cuts, (*choice.alternatives, *note, *self.unrepeated_reasons, *notes), where
+            )
 
         made = plan(sharded)
         if not can_group_overlap(self.group):
@@ -374,33 +443,44 @@ class Planning:
                 else plan(graphs, note)
             )
 
-        return _in_chunks(made, chunked)
+        return _choose_overlap_chunks(made, chunked)
 
-    def _once(self, choice: FactorChoice, lies: Mapping[str, Layout] | None = None) -> Plan | None:
-        """The plan in which layers that are alike are planned once, if nothing is in the way."""
-        if self.wished or self.doubt or pin_discrete_choices(self.graph, self.group):
+    def _build_from_shortened_graph(
+        self, choice: FactorChoice, lies: Mapping[str, Layout] | None = None
+    ) -> Plan | None:
+        """Return the plan of a shortened graph; None if pins or differences between repetitions prevent it."""
+        if self.user_pins or self.unrepeated_reasons or pin_discrete_choices(self.graph, self.group):
             return None
         every = describe_all_factors(self.graph, self.factors, choice.factors)
-        made = repeated(self.graph, self.repeats, self.group, every, self.proportions, self.hardware, lies)
+        made = plan_repeated_layers(
+            self.graph, self.repeated_layers, self.group, every, self.proportions, self.hardware, lies
+        )
         if made is None:
             return None
-        cuts, shares = describe_factors(self.graph, self.factors, choice.factors, made.leaves), tuple(self.shares)
+        cuts, shares = (
+            describe_factors(self.graph, self.factors, choice.factors, made.leaf_layouts),
+            tuple(self.tensor_split),
+        )
 
-        def plan(of: Repeated, *notes: str) -> Plan:
+        def plan(of: RepeatedPlan, *notes: str) -> Plan:
             why = *choice.alternatives, *notes
-            return Plan(self.graph, of.lanes, of.leaves, of.outputs, cuts, why, self.hardware, shares=shares)
+            return Plan(
+                self.graph, of.device_plans, of.leaf_layouts, of.output_layouts, cuts, why, self.hardware, shares=shares
+            )
 
-        first, in_chunks = plan(made), made.in_chunks
+        first, in_chunks = plan(made), made.build_with_chunks
         if in_chunks is None:
             return first
-        return _in_chunks(first, lambda chunks, note: None if (of := in_chunks(chunks)) is None else plan(of, note))
+        return _choose_overlap_chunks(
+            first, lambda chunks, note: None if (of := in_chunks(chunks)) is None else plan(of, note)
+        )
 
-    def _built(
+    def _pin_until_supported(
         self,
         pins: Mapping[Node, Pin],
         build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], PartitionedGraphs]],
     ) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
-        """What `build` makes of the pins, more of which are added until every device can run what it is given."""
+        """Return the result of `build`, with more pins until every device supports its nodes."""
         pins = dict(pins)
         while True:
             where, sharded = build(extend_pins(self.graph, pins))
@@ -408,30 +488,29 @@ class Planning:
                 return where, sharded
             pins.update(relocate_unsupported(found, where, self.group))
 
-    def _able(self, sharded: PartitionedGraphs) -> PartitionedGraphs:
-        """The same.  Raises `PlanError` naming the first node that its device cannot run."""
+    def _require_supported(self, sharded: PartitionedGraphs) -> PartitionedGraphs:
+        """Return `sharded`; raise `PlanError` that names the first node without support on its device."""
         for found in find_unsupported(sharded.graphs, sharded.source_nodes, self.group):
-            raise PlanError(f"{found.local_node!r} cannot run on {self.names[found.device]}: {found.reason}")
+            raise PlanError(f"{found.local_node!r} cannot run on {self.device_names[found.device]}: {found.reason}")
         return sharded
 
-    def _plan(
+    def _assemble_plan(
         self, sharded: PartitionedGraphs, cuts: ShardedFactors, reasons: tuple[str, ...], where: Mapping[Node, Pin]
     ) -> Plan:
-        lanes = lanes_of(sharded.graphs, self.group)
+        lanes = build_device_plans(sharded.graphs, self.group)
         placed = list_pinned_nodes(self.graph, where)
-        shares = tuple(self.shares)
+        shares = tuple(self.tensor_split)
         return Plan(
             self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed, shares=shares
         )
 
 
-def _in_chunks(made: Plan, chunked: Callable[[OverlapChunks, str], Plan | None]) -> Plan:
-    """`made`, or one of the plans in which sums over devices are taken in chunks of tokens, if one costs less by more
-    than predictions are good for; in more chunks, as long as enough is left to be hidden.  ``chunked(chunks, note)`` is
-    such a plan, if there is one.
+def _choose_overlap_chunks(made: Plan, chunked: Callable[[OverlapChunks, str], Plan | None]) -> Plan:
+    """Return the fastest of `made` and the plans with overlap chunks that `chunked(chunks, note)` returns.
 
-    Where chunks are dealt, of each sum the reduce-scatter of the last one and the all-gather of the first have nothing
-    beside them: dealing has to save more than that takes.
+    A plan must save `MIN_GAIN`, because predictions are not more exact. The chunk count grows while enough unoverlapped
+    collective time is left. With reduce-scattered chunks, two collectives of each sum have no overlap: the
+    reduce-scatter of the last chunk and the all-gather of the first. Such a plan must save more than these take.
     """
     best, least = made, made.cost.total * (1 - MIN_GAIN)
     enough, waiting = made.cost.total - least, made.cost.collectives - made.cost.hidden
@@ -452,5 +531,5 @@ def _in_chunks(made: Plan, chunked: Callable[[OverlapChunks, str], Plan | None])
     return best
 
 
-Mode = Callable[[Planning], Plan]
-"""A way to answer a planning for several devices."""
+SplitModeBuilder = Callable[[PlanBuilder], Plan]
+"""Build the plan of a split mode for several devices."""

@@ -1,8 +1,8 @@
-"""Plans of graphs that repeat themselves, made from a short graph that has few of the runs.
+"""Plans of graphs with repeated layers, built from a shortened graph.
 
-The devices' shares come again after some runs, so that what a device does in a run is one of a few kinds of steps.
-Each kind is laid out, emitted and lowered once, and proven once (`verifier.repeating`); the lanes of the long graph
-are made of those of the short one when somebody looks at them.
+The shard ranges of the devices recur after some repetitions, so a device has few kinds of repetitions. Each kind is
+partitioned, lowered and verified once (`verifier.repeating`). The device plans of the deep graph are unrolled from the
+device plans of the short graph at the first access.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ...graph.node import Node, Value
 from ...graph.repeated_runs import PREAMBLE, RepeatedRuns, ShortenedGraph, shorten_graph, split_numbered_name
 from ...ops import op_of
 from ..layout import Layout
-from ..lowering.lane import Devices, Lane, lanes_from, lanes_of
-from ..lowering.unfold import kinds_of_steps
+from ..lowering.lane import Devices, Lane, build_device_plans, unroll_device_plans
+from ..lowering.unfold import find_kinds_of_instructions
 from ..machines.hardware import Hardware
 from ..plan import ShardedFactors
 from ..sharding.assign import ShardingAssignment
@@ -33,27 +33,30 @@ from ..sharding.rows import SequenceParallelOptions
 from ..sharding.search import assign_shard_ranges, factors_from_description
 from ..sharding.shares import ShardRanges
 
-WORTH = 2_000
-"""Nodes of all devices that a short graph has to save: making and proving so many takes a second or two."""
-KINDS, UNEVEN = (1, 2, 4, 8), 0.02
-"""Of how many kinds runs may be: as few as give each device what it is to have up to this part of it, or the most."""
+MIN_SAVED_NODES = 2_000
+"""The least number of nodes on all devices that a short graph must save; planning and proving them takes 1 to 2 s."""
+REPETITION_KIND_COUNTS, IMBALANCE_TOLERANCE = (1, 2, 4, 8), 0.02
+"""The numbers of repetition kinds to try, and the largest deviation from the wanted share of a device.
+
+The smallest number within the deviation is taken, else the largest number.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Repeated:
-    """What a plan has of a graph that repeats itself: lanes, and how leaves and outputs lie on them.
+class RepeatedPlan:
+    """The parts of a plan for a graph with repeated layers: device plans and the layouts of leaves and outputs.
 
-    Where sums over devices have enough tokens, ``in_chunks(chunks)`` is the same with them in chunks, or None if that
-    cannot be repeated.
+    `build_with_chunks(chunks)` returns the same parts with overlap chunks, or None if chunks cannot be repeated. It is
+    None if the sums over devices have too few tokens.
     """
 
-    lanes: tuple[Lane, ...]
-    leaves: Mapping[str, Layout]
-    outputs: Mapping[str, Layout]
-    in_chunks: Callable[[OverlapChunks], Repeated | None] | None = None
+    device_plans: tuple[Lane, ...]
+    leaf_layouts: Mapping[str, Layout]
+    output_layouts: Mapping[str, Layout]
+    build_with_chunks: Callable[[OverlapChunks], RepeatedPlan | None] | None = None
 
 
-def repeated(
+def plan_repeated_layers(
     graph: Graph,
     repeats: RepeatedRuns | None,
     group: Devices,
@@ -61,27 +64,35 @@ def repeated(
     proportions: Sequence[float],
     hardware: Hardware,
     lies: Mapping[str, Layout] | None = None,
-) -> Repeated | None:
-    """`graph` with these runs, cut over the devices as `cuts` says, by every leaf that has a factor, where weights and
-    states that lie already stay so; None where a short graph saves too little, or devices do not do the same in all
-    runs."""
+) -> RepeatedPlan | None:
+    """Plan `graph` from a shortened graph; None if that saves too few nodes or devices differ between repetitions.
+
+    Args:
+        graph: The deep graph.
+        repeats: The repeated layers of `graph`.
+        group: The devices.
+        cuts: The sharded factors, listed at every leaf that has them.
+        proportions: The share of each device.
+        hardware: The hardware model.
+        lies: The fixed layouts of weights and states; a plan with other layouts is rejected.
+    """
     kept = {} if lies is None else {v.node.name: lies.get(v.node.name) for v in (*graph.weights, *graph.states)}
-    if repeats is None or repeats.count * repeats.length * len(group) < WORTH:
+    if repeats is None or repeats.count * repeats.length * len(group) < MIN_SAVED_NODES:
         return None
-    for runs in (repeats, repeats.drop_first()):  # before the first, nothing may have been summed yet
+    for runs in (repeats, repeats.drop_first()):  # before the first repetition, no value may have been summed yet
         once = shorten_graph(graph, runs, 1)
-        if once is None or (own := _shortened(once, cuts)) is None:
+        if once is None or (own := _map_to_short_factors(once, cuts)) is None:
             continue
-        first = _Cut(once, group, hardware, cuts, proportions, own)
-        cut = first.of_kinds(min(_kinds_needed(first), runs.count - 1))
-        made = None if cut is None else _laid_out(cut)
-        if made is not None and all(made.leaves[name] == layout for name, layout in kept.items()):
+        first = _ShortSharding(once, group, hardware, cuts, proportions, own)
+        cut = first.with_kind_count(min(_choose_kind_count(first), runs.count - 1))
+        made = None if cut is None else _plan_shortened_graph(cut)
+        if made is not None and all(made.leaf_layouts[name] == layout for name, layout in kept.items()):
             return made
     return None
 
 
-class _Cut:
-    """A short graph, and what is cut of it for so many devices."""
+class _ShortSharding:
+    """A short graph with the factors that are sharded over a device group."""
 
     def __init__(
         self,
@@ -92,55 +103,59 @@ class _Cut:
         proportions: Sequence[float],
         own: ShardedFactors,
     ) -> None:
-        self.of, self.group, self.hardware = of, group, hardware
-        self.cuts, self.proportions, self.own = cuts, proportions, own
+        self.shortened_graph, self.group, self.hardware = of, group, hardware
+        self.sharded_factors, self.proportions, self.short_sharded_factors = cuts, proportions, own
         self.factors = Factors(of.short_graph)
-        self.chosen = factors_from_description(of.short_graph, self.factors, own)
+        self.chosen_factors = factors_from_description(of.short_graph, self.factors, own)
 
     @cached_property
-    def shares(self) -> ShardRanges:
-        return assign_shard_ranges(self.of.short_graph, self.factors, self.own, self.proportions)
-
-    def of_kinds(self, times: int) -> _Cut | None:
-        """The same with so many kinds of runs."""
-        return (
-            self
-            if times == self.of.short_count
-            else self._over(shorten_graph(self.of.deep_graph, self.of.deep_repetitions, times))
+    def shard_ranges(self) -> ShardRanges:
+        return assign_shard_ranges(
+            self.shortened_graph.short_graph, self.factors, self.short_sharded_factors, self.proportions
         )
 
-    def _over(self, of: ShortenedGraph | None) -> _Cut | None:
-        """The same cuts of another short graph."""
-        own = None if of is None else _shortened(of, self.cuts)
+    def with_kind_count(self, times: int) -> _ShortSharding | None:
+        """Return the same sharding with `times` kinds of repetitions; None without such a short graph."""
+        return (
+            self
+            if times == self.shortened_graph.short_count
+            else self._with_shortened_graph(
+                shorten_graph(self.shortened_graph.deep_graph, self.shortened_graph.deep_repetitions, times)
+            )
+        )
+
+    def _with_shortened_graph(self, of: ShortenedGraph | None) -> _ShortSharding | None:
+        """Return the same sharding of another short graph; None if its repetitions are sharded differently."""
+        own = None if of is None else _map_to_short_factors(of, self.sharded_factors)
         if of is None or own is None:
             return None
-        return _Cut(of, self.group, self.hardware, self.cuts, self.proportions, own)
+        return _ShortSharding(of, self.group, self.hardware, self.sharded_factors, self.proportions, own)
 
     @property
-    def kinds(self) -> int:
-        """How many kinds of devices there are, by their shares."""
-        shares = (self.shares.ranges_of(factor) for factor in self.chosen)
+    def device_kind_count(self) -> int:
+        """The number of kinds of devices, by the sizes of their shard ranges."""
+        shares = (self.shard_ranges.ranges_of(factor) for factor in self.chosen_factors)
         return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
 
     @cached_property
-    def laying(self) -> SequenceParallelOptions:
+    def sequence_parallel_options(self) -> SequenceParallelOptions:
         return SequenceParallelOptions(
-            self.of.short_graph, self.factors, self.chosen, NO_PINS, len(self.group), self.hardware
+            self.shortened_graph.short_graph, self.factors, self.chosen_factors, NO_PINS, len(self.group), self.hardware
         )
 
     @property
-    def plain(self) -> ShardingAssignment:
-        return self.laying.replicated_assignment
+    def replicated_assignment(self) -> ShardingAssignment:
+        return self.sequence_parallel_options.replicated_assignment
 
-    def emitted(self, laid: ShardingAssignment) -> PartitionedGraphs:
-        return partition_graph(self.of.short_graph, self.factors, laid, self.shares)
+    def build_partitioned_graphs(self, laid: ShardingAssignment) -> PartitionedGraphs:
+        return partition_graph(self.shortened_graph.short_graph, self.factors, laid, self.shard_ranges)
 
-    def repeated(self, sharded: PartitionedGraphs) -> Repeated | None:
-        """The long graph; None if devices cannot run the short one, or its runs cannot be repeated."""
-        of = self.of
+    def unroll_partitioned_graphs(self, sharded: PartitionedGraphs) -> RepeatedPlan | None:
+        """Return the plan of the deep graph; None if devices lack support or repetitions cannot be repeated."""
+        of = self.shortened_graph
         if find_unsupported(sharded.graphs, sharded.source_nodes, self.group):
             return None
-        lanes = lanes_of(sharded.graphs, self.group, of)
+        lanes = build_device_plans(sharded.graphs, self.group, of)
         if not all(_is_repeatable(lane, of) for lane in {id(lane.program): lane for lane in lanes}.values()):
             return None
         leaves = {
@@ -149,48 +164,59 @@ class _Cut:
             for name, layout in sharded.leaves.items()
             if of.kind_of_name(name) == kind
         }
-        return Repeated(lanes_from(lanes, of), leaves, sharded.outputs)
+        return RepeatedPlan(unroll_device_plans(lanes, of), leaves, sharded.outputs)
 
-    def in_chunks(self, chunks: OverlapChunks) -> Repeated | None:
-        """The same with sums over devices in chunks of tokens.  The last run is as those behind it: there sums may be
-        of a few tokens only.  Before the first nothing may have been dealt yet."""
-        inner = self.of.deep_repetitions.drop_last()
+    def build_with_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
+        """Return the plan with overlap chunks.
+
+        The last repetition is planned as a part behind the others, because its sums may have few tokens. A second try
+        does the same with the first one, because before it no sum may have been reduce-scattered yet.
+        """
+        inner = self.shortened_graph.deep_repetitions.drop_last()
         for runs in (inner, inner.drop_first()):
             cut = (
-                self._over(shorten_graph(self.of.deep_graph, runs, self.of.short_count))
-                if runs.count >= self.of.short_count
+                self._with_shortened_graph(
+                    shorten_graph(self.shortened_graph.deep_graph, runs, self.shortened_graph.short_count)
+                )
+                if runs.count >= self.shortened_graph.short_count
                 else None
             )
-            if cut is None or (tokens := find_token_factor(cut.plain, cut.factors)) is None:
+            if cut is None or (tokens := find_token_factor(cut.replicated_assignment, cut.factors)) is None:
                 return None
-            laid: ShardingAssignment | None = cut.plain
+            laid: ShardingAssignment | None = cut.replicated_assignment
             if chunks.required_saving_seconds is not None:
-                part = len(cut.of.short_graph.nodes) / len(cut.of.deep_graph.nodes)
-                laid = cut.laying.shard_if_saving(tokens, chunks.required_saving_seconds * part)
+                part = len(cut.shortened_graph.short_graph.nodes) / len(cut.shortened_graph.deep_graph.nodes)
+                laid = cut.sequence_parallel_options.shard_if_saving(tokens, chunks.required_saving_seconds * part)
             if laid is None:
                 return None
-            if _carries_alike(cut.of, laid):
+            if _has_uniform_carries(cut.shortened_graph, laid):
                 sharded = partition_in_chunks(
-                    cut.of.short_graph, cut.factors, laid, cut.shares, tokens, chunks.chunk_count
+                    cut.shortened_graph.short_graph, cut.factors, laid, cut.shard_ranges, tokens, chunks.chunk_count
                 )
-                return None if sharded is None else cut.repeated(sharded)
+                return None if sharded is None else cut.unroll_partitioned_graphs(sharded)
         return None
 
 
-def _laid_out(cut: _Cut) -> Repeated | None:
-    """The plan of the short graph, and what follows from it for the long one."""
-    of, group = cut.of, cut.group
-    if (of.deep_repetitions.count - of.short_count) * of.deep_repetitions.length * cut.kinds < WORTH:
+def _plan_shortened_graph(cut: _ShortSharding) -> RepeatedPlan | None:
+    """Plan the short graph and return the plan of the deep graph; None if too few nodes are saved."""
+    of, group = cut.shortened_graph, cut.group
+    if (
+        of.deep_repetitions.count - of.short_count
+    ) * of.deep_repetitions.length * cut.device_kind_count < MIN_SAVED_NODES:
         return None
-    laid = cut.laying.choose_fastest()
-    made = cut.repeated(cut.emitted(laid)) if _carries_alike(of, laid) else None
-    if made is None or not can_group_overlap(group) or find_token_factor(cut.plain, cut.factors) is None:
+    laid = cut.sequence_parallel_options.choose_fastest()
+    made = cut.unroll_partitioned_graphs(cut.build_partitioned_graphs(laid)) if _has_uniform_carries(of, laid) else None
+    if (
+        made is None
+        or not can_group_overlap(group)
+        or find_token_factor(cut.replicated_assignment, cut.factors) is None
+    ):
         return made
-    return replace(made, in_chunks=cut.in_chunks)
+    return replace(made, build_with_chunks=cut.build_with_chunks)
 
 
-def _shortened(of: ShortenedGraph, cuts: ShardedFactors) -> ShardedFactors | None:
-    """What is cut of the short graph; None if runs are not cut alike."""
+def _map_to_short_factors(of: ShortenedGraph, cuts: ShardedFactors) -> ShardedFactors | None:
+    """Return the sharded factors in terms of the short graph; None if repetitions are sharded differently."""
     number = {node.name: at for at, node in enumerate(of.deep_nodes) if node.is_leaf}
     by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
     for name, axis, segment, factor in cuts:
@@ -208,26 +234,28 @@ def _shortened(of: ShortenedGraph, cuts: ShardedFactors) -> ShardedFactors | Non
     return frozenset([*by_run[PREAMBLE], *by_run[of.deep_repetitions.count], *again])
 
 
-def _kinds_needed(once: _Cut) -> int:
-    """Of how many kinds runs are to be, so that rounding evens out over them."""
-    inner = frozenset(cut for cut in once.own if once.of.kind_of_name(cut[0]) == 0)
-    sizes = [factor.size for factor in factors_from_description(once.of.short_graph, once.factors, inner)]
+def _choose_kind_count(once: _ShortSharding) -> int:
+    """Return the number of repetition kinds over which the rounding of shard ranges evens out."""
+    inner = frozenset(cut for cut in once.short_sharded_factors if once.shortened_graph.kind_of_name(cut[0]) == 0)
+    sizes = [factor.size for factor in factors_from_description(once.shortened_graph.short_graph, once.factors, inner)]
     shares = ShardRanges(once.proportions)
     dealt: dict[int, list[int]] = {size: [0] * len(once.proportions) for size in sizes}
-    for times in range(1, KINDS[-1] + 1):
+    for times in range(1, REPETITION_KIND_COUNTS[-1] + 1):
         for size in sizes:
             dealt[size] = [
                 n + high - low for n, (low, high) in zip(dealt[size], shares.ranges_of(Factor(size)), strict=True)
             ]
         wanted = {size: [times * sizes.count(size) * size * p for p in shares.proportions] for size in sizes}
         pairs = (pair for size in sizes for pair in zip(dealt[size], wanted[size], strict=True))
-        if times in KINDS and all(abs(has - ideal) <= UNEVEN * ideal for has, ideal in pairs):
+        if times in REPETITION_KIND_COUNTS and all(
+            abs(has - ideal) <= IMBALANCE_TOLERANCE * ideal for has, ideal in pairs
+        ):
             return times
-    return KINDS[-1]
+    return REPETITION_KIND_COUNTS[-1]
 
 
-def _carries_alike(of: ShortenedGraph, laid: ShardingAssignment) -> bool:
-    """Whether what runs carry is in the same state on the devices before all runs, and behind each."""
+def _has_uniform_carries(of: ShortenedGraph, laid: ShardingAssignment) -> bool:
+    """Return whether carried values have the same layouts before all repetitions and after each repetition."""
     firsts = [of.short_repetitions.first_node_of(run) for run in range(PREAMBLE, of.short_count)]
     carried = [[of.short_nodes[first + place] for first in firsts] for place in of.deep_repetitions.carried_positions]
     return all(
@@ -236,9 +264,13 @@ def _carries_alike(of: ShortenedGraph, laid: ShardingAssignment) -> bool:
 
 
 def _is_repeatable(lane: Lane, of: ShortenedGraph) -> bool:
-    """Whether runs of the steps of a device may follow each other in any order: each kind comes by itself and in turn,
-    what it reads of the one before lies in the same place in all, and nothing is done for all runs at the end."""
-    kinds = kinds_of_steps(lane.graph, lane.program, of)
+    """Return whether repetitions of the instructions of a device may follow each other in any order.
+
+    - The instructions of each kind are consecutive, and the kinds are in order.
+    - A value that the next repetition reads has the same offset in all kinds.
+    - No state is copied at the end of all repetitions.
+    """
+    kinds = find_kinds_of_instructions(lane.graph, lane.program, of)
     copies = any(
         i.index < 0 and at not in lane.program.save_positions for at, i in enumerate(lane.program.instructions)
     )
@@ -249,7 +281,7 @@ def _is_repeatable(lane: Lane, of: ShortenedGraph) -> bool:
     lies = {lane.graph.nodes[i.index]: i.dst for i in lane.program.instructions if i.index >= 0}
     places: dict[tuple[int, str, int], set[int]] = defaultdict(set)
     run_of = of.kind_by_node(lane.graph)
-    for base in _read_later(lane.graph, run_of):
+    for base in _list_carried_values(lane.graph, run_of):
         if base.node in lies:
             number, ending = split_numbered_name(base.node.name)
             place = number - of.short_repetitions.first_node_of(run_of[base.node])
@@ -257,16 +289,17 @@ def _is_repeatable(lane: Lane, of: ShortenedGraph) -> bool:
     return all(len(found) == 1 for found in places.values())
 
 
-def _read_later(graph: Graph, run_of: Mapping[Node, int]) -> Iterator[Value]:
-    """Values that a run reads of the one before it, each as what has its memory."""
+def _list_carried_values(graph: Graph, run_of: Mapping[Node, int]) -> Iterator[Value]:
+    """Yield the values that a repetition reads of the one before it, each as the value that owns its memory."""
     for node in graph.nodes:
         for source in node.inputs:
-            base = _base(source)
+            base = _find_storage_value(source)
             if run_of[base.node] == run_of[node] - 1:
                 yield base
 
 
-def _base(value: Value) -> Value:
+def _find_storage_value(value: Value) -> Value:
+    """Return the value that owns the memory of `value`."""
     node: Node = value.node
     while not node.is_leaf and op_of(node).is_view:
         value = node.inputs[0]

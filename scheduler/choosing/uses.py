@@ -1,8 +1,7 @@
-"""What weights are laid out for: prompts and steps of several sequences, whose runs may follow each other through the
-devices of a layout.
+"""Workloads: the prompts and the decode steps of several sequences for which a layout is chosen.
 
-A layout is judged by all of this together, as the weights lie once: of two layouts one may be better for prompts and
-the other for the tokens behind them, and layers on several devices are fast only where these are kept busy.
+A layout is scored by the whole workload, because weights are stored once. One layout may be better for prompts and
+another for decode steps. A layer split is fast only where pipelined runs keep its devices busy.
 """
 
 from __future__ import annotations
@@ -15,112 +14,133 @@ from ..machines.hardware import Hardware
 from ..plan import Plan
 from ..sharding.cost import AssignmentCost
 from ..succession import MIN_PIPELINE_SPEEDUP, count_pipeline_stages, estimate_pipeline_speedup
-from .auto import Way
-from .microbatches import counts_of, dealing
-from .parts import Predicted, in_parts
+from .auto import Candidate
+from .microbatches import choose_micro_batches, list_micro_batch_counts
+from .parts import ChunkTimeModel, choose_prefill_chunks
 
-CountsOf = Callable[[int, int], Sequence[int]]
-PlanOf = Callable[[int, int], Plan]
-"""The plan of a run in which each of so many sequences gets so many tokens."""
+MicroBatchCounts = Callable[[int, int], Sequence[int]]
+PlanForRun = Callable[[int, int], Plan]
+"""Return the plan of a run; the arguments are the sequence count and the tokens of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """So many sequences, each of which reads a prompt of so many tokens and gets `new` ones.
+class Workload:
+    """A workload: `sequence_count` sequences, each with a prompt and with new tokens.
 
-    ``graph_of(sequences, tokens)`` is the graph of a run in which each of so many gets so many tokens, and `sizes` are
-    the numbers of tokens, ascending, that a part of a prompt may have.
+    `build_graph(sequences, tokens)` returns the graph of a run in which each of `sequences` sequences gets `tokens`
+    tokens. `chunk_sizes` are the token counts, ascending, that a prefill chunk may have.
     """
 
-    graph_of: Callable[[int, int], Graph]
-    sizes: Sequence[int]
-    sequences: int = 1
-    prompt: int = 0
-    new: int = 1
+    build_graph: Callable[[int, int], Graph]
+    chunk_sizes: Sequence[int]
+    sequence_count: int = 1
+    prompt_tokens: int = 0
+    new_tokens: int = 1
 
     def __str__(self) -> str:
-        """``16 sequences, each of a prompt of 512 tokens and 128 steps``."""
-        prompt = f"a prompt of {self.prompt} tokens" if self.prompt else ""
-        steps = f"{self.new} step{'s' if self.new > 1 else ''}" if self.new else ""
+        """Describe the workload: ``16 sequences, each of a prompt of 512 tokens and 128 steps``."""
+        prompt = f"a prompt of {self.prompt_tokens} tokens" if self.prompt_tokens else ""
+        steps = f"{self.new_tokens} step{'s' if self.new_tokens > 1 else ''}" if self.new_tokens else ""
         each = " and ".join(filter(None, (prompt, steps)))
-        return f"{self.sequences} sequences, each of {each}" if self.sequences > 1 else each
+        return f"{self.sequence_count} sequences, each of {each}" if self.sequence_count > 1 else each
 
     @property
-    def evened(self) -> Graph:
-        """The graph for which devices that follow each other are to take equally long."""
-        return self.graph_of(1, self.prompt) if self.prompt else self.graph_of(self.sequences, 1)
+    def balanced_graph(self) -> Graph:
+        """The graph for which the stages of a layer split are balanced."""
+        return (
+            self.build_graph(1, self.prompt_tokens) if self.prompt_tokens else self.build_graph(self.sequence_count, 1)
+        )
 
-    def judged(self, plan_of: PlanOf, counts_of: CountsOf = counts_of) -> tuple[float, str]:
-        """Seconds that all of it takes by plans of one layout, and how runs follow each other in them, if they do;
-        `counts_of` sequences and stages are the numbers of micro-batches to consider."""
-        dealt = dealing(self.sequences, lambda n: plan_of(n, 1), counts_of)
-        micro_batches = len(dealt.sizes)
-        read, parts = self._read(plan_of) if self.prompt else (0.0, 1)
+    def score_plans(
+        self, plan_of: PlanForRun, counts_of: MicroBatchCounts = list_micro_batch_counts
+    ) -> tuple[float, str]:
+        """Return the seconds of the workload with plans of one layout, and a phrase about pipelined runs.
+
+        Args:
+            plan_of: Returns the plan of a run.
+            counts_of: Returns the micro-batch counts to consider, from the sequence count and the stage count.
+        """
+        dealt = choose_micro_batches(self.sequence_count, lambda n: plan_of(n, 1), counts_of)
+        micro_batches = len(dealt.batch_sizes)
+        read, parts = self._estimate_prefill(plan_of) if self.prompt_tokens else (0.0, 1)
         how = [f"in {micro_batches} micro-batches"] if micro_batches > 1 else []
         how += [f"prompts in {parts} parts"] if parts > 1 else []
-        return self.new * dealt.seconds + self.sequences * read, ", ".join(how)
+        return self.new_tokens * dealt.step_seconds + self.sequence_count * read, ", ".join(how)
 
-    def _read(self, plan_of: PlanOf) -> tuple[float, int]:
-        """Seconds of one prompt, and in how many parts it is read."""
-        step = plan_of(self.sequences, 1)
+    def _estimate_prefill(self, plan_of: PlanForRun) -> tuple[float, int]:
+        """Return the seconds of one prompt, and the number of its prefill chunks."""
+        step = plan_of(self.sequence_count, 1)
         if count_pipeline_stages(step) > 1 and estimate_pipeline_speedup(step) >= MIN_PIPELINE_SPEEDUP:
-            ends = (self.sizes[0], self.sizes[-1])
-            predicted = Predicted(lambda tokens, cells: plan_of(1, tokens), ends, (self.prompt, self.prompt))
-            parts = in_parts(self.prompt, 0, self.sizes, predicted)
-            if len(parts.sizes) > 1:
-                return parts.seconds, len(parts.sizes)
-        return plan_of(1, self.prompt).cost.total, 1
+            ends = (self.chunk_sizes[0], self.chunk_sizes[-1])
+            predicted = ChunkTimeModel(
+                lambda tokens, cells: plan_of(1, tokens), ends, (self.prompt_tokens, self.prompt_tokens)
+            )
+            parts = choose_prefill_chunks(self.prompt_tokens, 0, self.chunk_sizes, predicted)
+            if len(parts.chunk_sizes) > 1:
+                return parts.seconds, len(parts.chunk_sizes)
+        return plan_of(1, self.prompt_tokens).cost.total, 1
 
 
-class Promises:
-    """What a use takes by layouts that are not planned yet, rather too little: by what nodes take on one device."""
+class OptimisticEstimate:
+    """Estimates of the time of a workload without a plan, rather too low, from the times of nodes on one device."""
 
-    def __init__(self, use: Use, hardware: Hardware) -> None:
-        self.use, self.hardware = use, hardware
-        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+    def __init__(self, use: Workload, hardware: Hardware) -> None:
+        self.workload, self.hardware = use, hardware
+        self._seconds_by_run: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def about(self, way: Way, alone: float) -> Way:
-        """Return the way as it promises to be for the use.
+    def estimate_candidate(self, way: Candidate, alone: float) -> Candidate:
+        """Return the candidate with estimates for the workload instead of estimates for one run.
 
-        A step of all sequences takes `alone` seconds on one device.  The devices of a team share all work of a prompt
-        except launches.
+        The devices of a group share all work of a prompt except launches.
+
+        Args:
+            way: The candidate, with estimates for one step of all sequences.
+            alone: The seconds of this step on one device.
         """
-        use, stages, speed, refine = self.use, way.stages, alone / way.seconds, way.refine
-        one = self._alone(use.sequences, 1)
-        step = min([one, *(self._step(n, stages) for n in self.counts_of(use.sequences, stages))])
+        use, stages, speed, refine = self.workload, way.stage_count, alone / way.seconds, way.refine
+        one = self._estimate_run_seconds(use.sequence_count, 1)
+        step = min(
+            [
+                one,
+                *(
+                    self._estimate_step_seconds(n, stages)
+                    for n in self.choose_micro_batch_counts(use.sequence_count, stages)
+                ),
+            ]
+        )
         read = 0.0
-        if use.prompt and (stages > 1 or way.cut is not None):
-            read = self._read(stages, way.devices // stages)
-        elif use.prompt:  # devices that share no node
-            read = self._alone(1, use.prompt) / speed
-        if stages > 1:  # one may work while the others wait
+        if use.prompt_tokens and (stages > 1 or way.group_sharding is not None):
+            read = self._estimate_prefill_seconds(stages, way.device_count // stages)
+        elif use.prompt_tokens:  # no node is sharded
+            read = self._estimate_run_seconds(1, use.prompt_tokens) / speed
+        if stages > 1:  # one device may work while the others wait
             read /= max(self.hardware.alone_flops, self.hardware.alone_bandwidth)
-        seconds = use.new * step / speed + use.sequences * read
-        least = use.new * step / speed * way.least / way.seconds + use.sequences * read
-        refined = None if refine is None else lambda: [self.about(one, alone) for one in refine()]
-        return replace(way, seconds=seconds, follows=stages > 1, least=least, refine=refined)
+        seconds = use.new_tokens * step / speed + use.sequence_count * read
+        least = use.new_tokens * step / speed * way.lower_bound_seconds / way.seconds + use.sequence_count * read
+        refined = None if refine is None else lambda: [self.estimate_candidate(one, alone) for one in refine()]
+        return replace(way, seconds=seconds, assumes_pipelining=stages > 1, lower_bound_seconds=least, refine=refined)
 
-    def counts_of(self, sequences: int, stages: int) -> list[int]:
-        """The number of micro-batches that promises most, if any is considered."""
-        counts = counts_of(sequences, stages)
-        return [min(counts, key=lambda n: self._step(n, stages))] if counts else []
+    def choose_micro_batch_counts(self, sequences: int, stages: int) -> list[int]:
+        """Return the micro-batch count with the lowest estimate; an empty list if no count is considered."""
+        counts = list_micro_batch_counts(sequences, stages)
+        return [min(counts, key=lambda n: self._estimate_step_seconds(n, stages))] if counts else []
 
-    def _step(self, micro_batches: int, stages: int) -> float:
-        """Seconds of a step in so many that follow each other through stages of one device."""
-        return micro_batches * self._alone(-(-self.use.sequences // micro_batches), 1) / stages
+    def _estimate_step_seconds(self, micro_batches: int, stages: int) -> float:
+        """Return the seconds of a step in `micro_batches` micro-batches through `stages` stages of one device."""
+        return micro_batches * self._estimate_run_seconds(-(-self.workload.sequence_count // micro_batches), 1) / stages
 
-    def _read(self, stages: int, team: int) -> float:
-        """Seconds of a prompt, as one or in parts, waiting for the first of these and for the last included."""
-        prompt = self.use.prompt
-        whole, sizes = self._alone(1, prompt, team), self.use.sizes if stages > 1 else ()
+    def _estimate_prefill_seconds(self, stages: int, team: int) -> float:
+        """Return the seconds of a prompt, as one run or in prefill chunks, including the filling of the pipeline."""
+        prompt = self.workload.prompt_tokens
+        whole, sizes = self._estimate_run_seconds(1, prompt, team), self.workload.chunk_sizes if stages > 1 else ()
         turns = {size: prompt / size + stages - 1 for size in sizes}
-        return min([whole, *(turns[size] * self._alone(1, size, team) / stages for size in sizes)])
+        return min([whole, *(turns[size] * self._estimate_run_seconds(1, size, team) / stages for size in sizes)])
 
-    def _alone(self, sequences: int, tokens: int, team: int = 1) -> float:
-        """Seconds of a run that so many devices share, each of whom launches all."""
-        if (sequences, tokens) not in self._known:
-            done = AssignmentCost(self.use.graph_of(sequences, tokens), 1, self.hardware).node_work.values()
+    def _estimate_run_seconds(self, sequences: int, tokens: int, team: int = 1) -> float:
+        """Return the seconds of a run on `team` devices: they share the work, but each launches all kernels."""
+        if (sequences, tokens) not in self._seconds_by_run:
+            done = AssignmentCost(self.workload.build_graph(sequences, tokens), 1, self.hardware).node_work.values()
             work = sum(self.hardware.compute_seconds(*each, launches=0.0) for each in done)
-            self._known[sequences, tokens] = work, len(done) * self.hardware.launch
-        work, launches = self._known[sequences, tokens]
+            self._seconds_by_run[sequences, tokens] = work, len(done) * self.hardware.launch
+        work, launches = self._seconds_by_run[sequences, tokens]
         return work / team + launches

@@ -1,4 +1,4 @@
-"""The ways to plan of which the mode ``auto`` takes the best: cut, in layers, or both, on ever more of the devices."""
+"""The candidates of split mode `auto`: tensor parallelism, a layer split, or both, on ever more devices."""
 
 from __future__ import annotations
 
@@ -13,148 +13,195 @@ from ..sharding.axes import Factor
 from ..sharding.cost import AssignmentCost
 from ..sharding.pins import pin_discrete_choices
 from ..sharding.teams import split_into_groups
-from .auto import Way, best_of, by_cost
-from .branches import GAIN, Branches
-from .planning import Planning
-from .uses import Promises
+from .auto import Candidate, choose_best_plan, score_by_run_time
+from .branches import MIN_BRANCH_SAVING, BranchScheduler
+from .planning import PlanBuilder
+from .uses import OptimisticEstimate
 
-BRANCHES = "independent branches"
+BRANCHES_KIND = "independent branches"
 
 
-def best_way(planning: Planning) -> Plan:
-    """The plan that takes least time, where memory and devices have their price, of all that fit; if none does, the one
-    that lacks least."""
-    alone, use, graph = planning.alone(), planning.use, planning.graph
+def choose_auto_plan(planning: PlanBuilder) -> Plan:
+    """Return the fitting plan with the least penalised time; if none fits, the plan that misses fewest bytes."""
+    alone, use, graph = planning.build_single_device(), planning.workload, planning.graph
     among = replace(alone, hardware=planning.hardware) if alone.hardware != planning.hardware else alone
     costs = AssignmentCost(graph, 1, planning.hardware)
-    hardware = _as_run(costs, among)
-    promises = None if use is None else Promises(use, hardware)
-    judge = by_cost if promises is None else partial(_judged, planning, promises)
+    hardware = _with_fitted_launch_cost(costs, among)
+    promises = None if use is None else OptimisticEstimate(use, hardware)
+    judge = score_by_run_time if promises is None else partial(_score_workload, planning, promises)
     once = float(sum(v.spec.nbytes for v in (*graph.weights, *graph.states)))
-    ways = [Way("whole", 1, 0.0, once, 0.0, lambda: alone).made(judge)]
+    ways = [Candidate("whole", 1, 0.0, once, 0.0, lambda: alone).with_plan(judge)]
     if len(planning.group) > 1:
-        others = _ways(planning, alone, once, hardware, costs)
+        others = _list_candidates(planning, alone, once, hardware, costs)
         if promises is not None:
-            others = [promises.about(way, among.cost.total) for way in others]
+            others = [promises.estimate_candidate(way, among.cost.total) for way in others]
         ways += others
-    best = best_of(ways, once, judge)
+    best = choose_best_plan(ways, once, judge)
     return best if use is None else replace(best, reasons=(f"judged by {use}", *best.reasons))
 
 
-def _judged(planning: Planning, promises: Promises, plan: Plan) -> tuple[float, str]:
-    """Seconds of what plans are wanted for, with weights as they lie in this one, and how runs follow each other."""
-    use = promises.use
-    over = cache(lambda sequences, tokens: planning.over(plan, use.graph_of(sequences, tokens)))
-    return use.judged(over, promises.counts_of)
+def _score_workload(planning: PlanBuilder, promises: OptimisticEstimate, plan: Plan) -> tuple[float, str]:
+    """Return the seconds of the workload with the layout of `plan`, and the phrase about pipelined runs."""
+    use = promises.workload
+    over = cache(lambda sequences, tokens: planning.build_over_layout_of(plan, use.build_graph(sequences, tokens)))
+    return use.score_plans(over, promises.choose_micro_batch_counts)
 
 
-def _ways(planning: Planning, alone: Plan, once: float, hardware: Hardware, costs: AssignmentCost) -> list[Way]:
-    """All that is not on one device alone, by single runs."""
+def _list_candidates(
+    planning: PlanBuilder, alone: Plan, once: float, hardware: Hardware, costs: AssignmentCost
+) -> list[Candidate]:
+    """Return all candidates of several devices, with estimates of single runs."""
     devices = len(planning.group)
     seconds = {node: hardware.compute_seconds(*work) for node, work in costs.node_work.items()}
-    branches = Branches(planning.graph, devices, hardware, seconds, _room(planning))
-    is_fixed = planning.shares or planning.wished or len(alone.lanes) > 1
+    branches = BranchScheduler(planning.graph, devices, hardware, seconds, _find_smallest_memory(planning))
+    is_fixed = planning.tensor_split or planning.user_pins or len(alone.lanes) > 1
     fewer = () if is_fixed else (2**i for i in range(1, devices.bit_length()))
-    ways: list[Way] = []
+    ways: list[Candidate] = []
     for count in sorted({*(n for n in fewer if n < devices), devices}):
-        first = planning.first(count)
-        ways += (_overlap_stages(way, branches) for way in _with_all(first, alone, once, hardware))
-        if _divides(hardware.machine, count) and not planning.wished:
-            ways += (_overlap_stages(way, branches) for way in _staged(first, hardware))
-        if not is_fixed and branches.total:
-            lacking, refine = max(0.0, once / count - branches.memory), partial(_bound_branches, first, branches, once)
+        first = planning.with_first_devices(count)
+        ways += (
+            _with_stage_overlap(way, branches) for way in _make_candidates_for_all_devices(first, alone, once, hardware)
+        )
+        if _can_form_groups(hardware.machine, count) and not planning.user_pins:
+            ways += (_with_stage_overlap(way, branches) for way in _make_hybrid_candidates(first, hardware))
+        if not is_fixed and branches.total_seconds:
+            lacking, refine = (
+                max(0.0, once / count - branches.device_memory_bytes),
+                partial(_make_bounded_branch_candidates, first, branches, once),
+            )
             ways.append(
-                Way(BRANCHES, count, branches.compute_lower_bound(count), once, lacking, first.alone, refine=refine)
+                Candidate(
+                    BRANCHES_KIND,
+                    count,
+                    branches.compute_lower_bound(count),
+                    once,
+                    lacking,
+                    first.build_single_device,
+                    refine=refine,
+                )
             )
     return ways
 
 
-def _bound_branches(planning: Planning, branches: Branches, once: float) -> Iterator[Way]:
-    """Yield independent branches on different devices, if there are any, with a better bound of their time."""
+def _make_bounded_branch_candidates(
+    planning: PlanBuilder, branches: BranchScheduler, once: float
+) -> Iterator[Candidate]:
+    """Yield the candidate of independent branches with a better lower bound of its time, if there is a bound."""
     count = len(planning.group)
     if (bound := branches.compute_cluster_bound(count)) is not None:
-        lacking, refine = max(0.0, once / count - branches.memory), partial(_schedule_branches, planning, branches)
-        yield Way(BRANCHES, count, bound, once, lacking, planning.alone, refine=refine)
+        lacking, refine = (
+            max(0.0, once / count - branches.device_memory_bytes),
+            partial(_make_branch_candidates, planning, branches),
+        )
+        yield Candidate(BRANCHES_KIND, count, bound, once, lacking, planning.build_single_device, refine=refine)
 
 
-def _schedule_branches(planning: Planning, branches: Branches) -> Iterator[Way]:
-    """Yield the schedules of independent branches on different devices."""
+def _make_branch_candidates(planning: PlanBuilder, branches: BranchScheduler) -> Iterator[Candidate]:
+    """Yield a candidate for each schedule of independent branches on different devices."""
     for schedule in branches.find_schedules(len(planning.group)):
-        leaf_bytes, make = schedule.leaf_bytes, partial(planning.place_branches, schedule)
-        lacking = sum(max(0.0, each - branches.memory) for each in leaf_bytes)
-        yield Way(BRANCHES, len(leaf_bytes), schedule.seconds, sum(leaf_bytes), lacking, make)
+        leaf_bytes, make = schedule.leaf_bytes, partial(planning.build_branches, schedule)
+        lacking = sum(max(0.0, each - branches.device_memory_bytes) for each in leaf_bytes)
+        yield Candidate(BRANCHES_KIND, len(leaf_bytes), schedule.seconds, sum(leaf_bytes), lacking, make)
 
 
-def _overlap_stages(way: Way, branches: Branches) -> Way:
-    """Return the way with its least seconds if its stages work on different branches at the same time."""
-    if way.stages == 1 or not branches.can_overlap or branches.estimate_overlap(way.stages) > 1 - GAIN:
+def _with_stage_overlap(way: Candidate, branches: BranchScheduler) -> Candidate:
+    """Return the candidate with its lower bound if its stages work on different branches at the same time."""
+    if (
+        way.stage_count == 1
+        or not branches.can_overlap
+        or branches.estimate_overlapped_share(way.stage_count) > 1 - MIN_BRANCH_SAVING
+    ):
         return way
-    part = branches.compute_lower_bound(way.stages) / branches.total
-    if way.searched:  # the gain of cuts may differ between stages
-        part = 1 / way.stages
-    return replace(way, seconds=way.seconds * part, searched=False, cut=None)
+    part = branches.compute_lower_bound(way.stage_count) / branches.total_seconds
+    if way.is_from_search:  # stages may gain differently from sharding
+        part = 1 / way.stage_count
+    return replace(way, seconds=way.seconds * part, is_from_search=False, group_sharding=None)
 
 
-def _with_all(planning: Planning, alone: Plan, once: float, hardware: Hardware) -> Iterator[Way]:
-    """The ways to plan for all devices; `alone` is the plan of one, and `hardware` is as `_as_run` says."""
-    count, room = len(planning.group), _room(planning)
+def _make_candidates_for_all_devices(
+    planning: PlanBuilder, alone: Plan, once: float, hardware: Hardware
+) -> Iterator[Candidate]:
+    """Yield the candidates for all devices: two factor searches and a layer split.
+
+    Args:
+        planning: The request, for all devices.
+        alone: The plan of one device.
+        once: Bytes of weights and states on one device.
+        hardware: The hardware that `_with_fitted_launch_cost` returned.
+    """
+    count, room = len(planning.group), _find_smallest_memory(planning)
     seen = {frozenset[Factor]()}
     for eager, kind in ((False, "cut where that saves time"), (True, "cut wherever kernels get shorter")):
-        choice = planning.search.choose_factors(count, hardware, eager=eager)
+        choice = planning.factor_search.choose_factors(count, hardware, eager=eager)
         if choice.factors not in seen:
             seen.add(choice.factors)
-            lacking, make = max(0.0, choice.stored_bytes - room), partial(planning.cut, choice)
+            lacking, make = max(0.0, choice.stored_bytes - room), partial(planning.build_sharded, choice)
             least, cut = choice.seconds - choice.communication_seconds, (count, choice.factors)
-            yield Way(
+            yield Candidate(
                 kind,
                 count,
                 choice.seconds,
                 count * choice.stored_bytes,
                 lacking,
                 make,
-                searched=True,
-                least=least,
-                cut=cut,
+                is_from_search=True,
+                lower_bound_seconds=least,
+                group_sharding=cut,
             )
-    seconds = alone.cost.total + _passed_on(hardware, count, 1)
-    yield Way("layers", count, seconds, once, max(0.0, once / count - room), planning.layers, stages=count)
+    seconds = alone.cost.total + _estimate_stage_transfer_seconds(hardware, count, 1)
+    yield Candidate(
+        "layers", count, seconds, once, max(0.0, once / count - room), planning.build_layer_split, stage_count=count
+    )
 
 
-def _divides(machine: int, devices: int) -> bool:
-    """Whether so many devices are teams of several: whole machines, or halves of one."""
+def _can_form_groups(machine: int, devices: int) -> bool:
+    """Return whether `devices` devices form several groups: whole machines, or halves of one machine."""
     return devices % machine == 0 if 0 < machine < devices else devices >= 4 and devices % 2 == 0
 
 
-def _staged(planning: Planning, hardware: Hardware) -> Iterator[Way]:
-    """Layers across machines, or halves of one, cut within each."""
+def _make_hybrid_candidates(planning: PlanBuilder, hardware: Hardware) -> Iterator[Candidate]:
+    """Yield the hybrid split: layers across machines, or across halves of one, and tensor parallelism within each."""
     if pin_discrete_choices(planning.graph, planning.group):
         return
     teams = split_into_groups(hardware.machine, len(planning.group))
-    choice = planning.search.choose_factors(len(teams[0]), hardware, eager=True)
+    choice = planning.factor_search.choose_factors(len(teams[0]), hardware, eager=True)
     held = choice.stored_bytes / len(teams)
-    lacking = max(0.0, held - _room(planning))
-    seconds = choice.seconds + _passed_on(hardware, len(teams), len(teams[0]))
+    lacking = max(0.0, held - _find_smallest_memory(planning))
+    seconds = choice.seconds + _estimate_stage_transfer_seconds(hardware, len(teams), len(teams[0]))
     count = len(planning.group)
     across = f"{len(teams)} machines" if 0 < hardware.machine < count else f"{len(teams)} teams"
     kind = f"layers across {across}, cut within each"
-    make = partial(planning.in_teams, teams, choice)
+    make = partial(planning.build_with_groups, teams, choice)
     least, cut, stages = choice.seconds - choice.communication_seconds, (len(teams[0]), choice.factors), len(teams)
-    yield Way(kind, count, seconds, count * held, lacking, make, searched=True, stages=stages, least=least, cut=cut)
+    yield Candidate(
+        kind,
+        count,
+        seconds,
+        count * held,
+        lacking,
+        make,
+        is_from_search=True,
+        stage_count=stages,
+        lower_bound_seconds=least,
+        group_sharding=cut,
+    )
 
 
-def _passed_on(hardware: Hardware, stages: int, devices: int) -> float:
-    """Seconds that what goes from stage to stage takes, each of so many devices, at least."""
+def _estimate_stage_transfer_seconds(hardware: Hardware, stages: int, devices: int) -> float:
+    """Return the least seconds of the transfers between `stages` stages of `devices` devices each."""
     ends = ((s * devices - 1, s * devices) for s in range(1, stages))
     return sum(hardware.collective_seconds(0.0, hardware.machines(pair)) for pair in ends)
 
 
-def _room(planning: Planning) -> float:
-    """The memory of the smallest device in bytes, as far as devices tell it."""
+def _find_smallest_memory(planning: PlanBuilder) -> float:
+    """Return the memory of the smallest device in bytes; infinity if no device states it."""
     return min((device.memory for _, device in planning.group if device.memory is not None), default=math.inf)
 
 
-def _as_run(costs: AssignmentCost, alone: Plan) -> Hardware:
-    """The hardware with the launch of a node by which the graph takes as long as its program on one device of those
-    that work, where chains are launched together and states are saved."""
+def _with_fitted_launch_cost(costs: AssignmentCost, alone: Plan) -> Hardware:
+    """Return the hardware with a launch time that makes the graph as long as its program on one device.
+
+    In the program, fused chains share one launch, and state saves add launches. `alone` is the plan of one device.
+    """
     work = sum(costs.hardware.compute_seconds(*done, launches=0.0) for done in costs.node_work.values())
     return replace(costs.hardware, launch=max(0.0, alone.cost.total - work) / max(1, len(costs.node_work)))

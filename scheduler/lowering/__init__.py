@@ -1,1 +1,1 @@
-"""From one device's graph to its program: strides, order, memory, and what undoes a step that fails."""
+"""Lowering of a device graph to a program: strided views, execution order, memory, state saves and unrolling."""

@@ -1,7 +1,7 @@
-"""Graphs that are alike: they differ in names only, and in whom they meet under which numbers.
+"""Structural equality of graphs: equality except names, and except devices and numbers of collectives.
 
-Stages of equal layers, and the devices of a team, have such graphs.  One of them is lowered, with numbers in place of
-names, and what comes of it is called by the names of each.
+Pipeline stages of equal layers, and devices of a collective group, have such graphs. One of them is lowered, with
+numbers as names. The result is copied with the names of each graph.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ from ...graph.node import Node, Value
 from ...graph.repeated_runs import split_numbered_name
 from ...ops.collectives import COLLECTIVES, find_collective_number
 
-MEETING = frozenset({"sequence", "to", "source", "rank"})
-"""Attributes of a collective that say when it comes, and who meets whom: no kernel's place in memory follows from
-them, but for the order of the numbers."""
+COMMUNICATION_ATTRS = frozenset({"sequence", "to", "source", "rank"})
+"""Attributes of a collective with its number and its devices.
+
+The memory of a kernel does not depend on them, except on the order of the numbers.
+"""
 
 
-def pattern(graph: Graph) -> Hashable:
-    """Equal for graphs that are alike."""
+def make_structural_key(graph: Graph) -> Hashable:
+    """Return a key that is equal for structurally equal graphs."""
     place = {node: at for at, node in enumerate(graph.nodes)}
 
     def refs(values: tuple[Value | None, ...]) -> tuple[Hashable, ...]:
         return tuple([None if v is None else (place[v.node], v.index) for v in values])
 
-    nodes = [(n.op, refs(n.src), _terms(n.op, n.attrs), n.specs) for n in graph.nodes]
+    nodes = [(n.op, refs(n.src), _list_distinguishing_attrs(n.op, n.attrs), n.specs) for n in graph.nodes]
     numbers = [number for n in graph.nodes if (number := find_collective_number(n.op, n.attrs)) is not None]
     ranks = {number: at for at, number in enumerate(sorted(set(numbers)))}
     ends = len(graph.outputs), refs(graph.roots())
     return tuple(nodes), tuple(ranks[number] for number in numbers), ends
 
 
-def skeleton(graph: Graph) -> Hashable:
-    """Equal for graphs of the same ops on each other's results, if the same axes are empty, single or longer.
+def make_size_class_key(graph: Graph) -> Hashable:
+    """Return a key that is equal for graphs of the same ops and operands with the same size class of each axis.
 
-    Kernels are chosen by that, and an empty result has no kernel.
+    The size classes are 0, 1 and larger. Kernels are chosen by them, and an empty result has no kernel.
     """
     place = {node: at for at, node in enumerate(graph.nodes)}
 
@@ -52,44 +54,55 @@ def skeleton(graph: Graph) -> Hashable:
     return tuple([(node.op, reads(node), sizes(node)) for node in graph.nodes])
 
 
-def identity(graph: Graph) -> Hashable:
-    """Equal for graphs that are alike and mean the same: leaves and outputs have the same names, meetings the same
-    numbers."""
+def make_identity_key(graph: Graph) -> Hashable:
+    """Return a key that is equal for structurally equal graphs with equal leaf names, output names and collectives."""
     met = tuple(tuple(n.attrs.items()) for n in graph.nodes if n.op in COLLECTIVES)
     return tuple(n.name for n in graph.nodes if n.is_leaf), met, tuple(graph.outputs)
 
 
-def structure(program: Program) -> Hashable:
-    """Equal for programs of graphs that are alike: the same kernels on the same bytes."""
-    steps = [(i.op, i.src, i.dst, _terms(i.op, i.attrs), i.scratch, i.index) for i in program.instructions]
+def make_program_key(program: Program) -> Hashable:
+    """Return a key that is equal for programs with the same kernels on the same bytes."""
+    steps = [
+        (i.op, i.src, i.dst, _list_distinguishing_attrs(i.op, i.attrs), i.scratch, i.index)
+        for i in program.instructions
+    ]
     undo = [(at, i.op, i.src, i.dst) for at, i in program.undo]
     buffers = [(b.kind, b.nbytes, b.declared_spec, b.stored_spec) for b in program.buffers]
     return tuple(steps), tuple(undo), tuple(buffers), tuple(program.inputs.values()), tuple(program.outputs.values())
 
 
-def _terms(op: str, attrs: Attrs) -> tuple[Hashable, ...]:
-    """The attributes of a node by which it is told from others."""
-    return tuple([item for item in attrs.items() if item[0] not in MEETING]) if op in COLLECTIVES else (*attrs.items(),)
+def _list_distinguishing_attrs(op: str, attrs: Attrs) -> tuple[Hashable, ...]:
+    """Return the attributes of a node that matter for structural equality."""
+    return (
+        tuple([item for item in attrs.items() if item[0] not in COMMUNICATION_ATTRS])
+        if op in COLLECTIVES
+        else (*attrs.items(),)
+    )
 
 
-def numbered(graph: Graph) -> Graph:
-    """The same graph in which nodes and outputs are called by their numbers."""
+def with_numbered_names(graph: Graph) -> Graph:
+    """Return the graph with numbers as names of nodes and outputs."""
     became: dict[Node, tuple[Value, ...]] = {}
     for at, node in enumerate(graph.nodes):
-        became[node] = Node(node.op, _moved(node, became), node.attrs, node.specs, str(at)).results
-    return _ended(graph, became, [str(at) for at in range(len(graph.outputs))])
+        became[node] = Node(node.op, _map_operands(node, became), node.attrs, node.specs, str(at)).results
+    return _rebuild_graph(graph, became, [str(at) for at in range(len(graph.outputs))])
 
 
-def named(lowered: Graph, program: Program, graph: Graph) -> tuple[Graph, Program]:
-    """What lowering made of a numbered graph, called by the names of `graph`, which is like it, and with its
-    meetings."""
+def with_graph_names(lowered: Graph, program: Program, graph: Graph) -> tuple[Graph, Program]:
+    """Return the lowered form of a numbered graph with the names and the collectives of `graph`.
+
+    Args:
+        lowered: The lowered graph, with numbers as names.
+        program: The program of `lowered`.
+        graph: A graph that is structurally equal to the one that was lowered.
+    """
     became: dict[Node, tuple[Value, ...]] = {}
     for node in lowered.nodes:
         at, suffix = split_numbered_name(node.name)
         own = graph.nodes[at]
         name, attrs = (f"{own.name or own.op}{suffix}", node.attrs) if suffix else (own.name, own.attrs)
-        became[node] = Node(node.op, _moved(node, became), attrs, node.specs, name).results
-    renamed = _ended(lowered, became, list(graph.outputs))
+        became[node] = Node(node.op, _map_operands(node, became), attrs, node.specs, name).results
+    renamed = _rebuild_graph(lowered, became, list(graph.outputs))
     called = assign_names(renamed)
 
     def leaf(text: str) -> str:
@@ -112,12 +125,12 @@ def named(lowered: Graph, program: Program, graph: Graph) -> tuple[Graph, Progra
     )
 
 
-def _moved(node: Node, became: dict[Node, tuple[Value, ...]]) -> tuple[Value | None, ...]:
+def _map_operands(node: Node, became: dict[Node, tuple[Value, ...]]) -> tuple[Value | None, ...]:
     return tuple([None if s is None else became[s.node][s.index] for s in node.src])
 
 
-def _ended(graph: Graph, became: dict[Node, tuple[Value, ...]], outputs: list[str]) -> Graph:
-    """The graph of the nodes that took the place of those of `graph`."""
+def _rebuild_graph(graph: Graph, became: dict[Node, tuple[Value, ...]], outputs: list[str]) -> Graph:
+    """Return the graph with the outputs and updates of `graph` in terms of the replaced nodes."""
     values = [became[v.node][v.index] for v in graph.outputs.values()]
     updates = {became[old.node][old.index]: became[new.node][new.index] for old, new in graph.updates.items()}
     return Graph(dict(zip(outputs, values, strict=True)), updates)

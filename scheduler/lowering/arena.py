@@ -1,4 +1,4 @@
-"""Lifetimes to offsets: which bytes of a device's arena each value occupies, and from when to when."""
+"""The arena planner: it turns lifetimes of values into byte offsets in the arena of a device."""
 
 from __future__ import annotations
 
@@ -12,71 +12,80 @@ from ...graph.lazy_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """`nbytes` needed from step `first` to step `last`, both inclusive."""
+    """`nbytes` bytes that are needed from `first_step` to `last_step`, both inclusive."""
 
     nbytes: int
-    first: int
-    last: int
+    first_step: int
+    last_step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """An offset for each lifetime, in the order given, and the bytes needed in all."""
+    """The byte offset of each lifetime, in the given order, and the total bytes."""
 
     offsets: tuple[int, ...]
     nbytes: int
 
 
-def aligned(nbytes: int) -> int:
+def round_up_to_alignment(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def place(lifetimes: Iterable[Lifetime]) -> Arena:
-    """Offsets such that no two lifetimes share a byte at any step: best fit among the free gaps, step by step."""
+def assign_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
+    """Return offsets without overlaps between lifetimes: best fit among the free gaps, step by step."""
     wanted = list(lifetimes)
     offsets = [0] * len(wanted)
     free: list[tuple[int, int]] = []  # (offset, bytes), by offset, no two adjacent
     ending: list[tuple[int, int]] = []  # (last step, index), by step
     top = 0
-    for index in sorted(range(len(wanted)), key=lambda i: (wanted[i].first, -wanted[i].nbytes)):
-        need = aligned(wanted[index].nbytes)
-        while ending and ending[0][0] < wanted[index].first:
+    for index in sorted(range(len(wanted)), key=lambda i: (wanted[i].first_step, -wanted[i].nbytes)):
+        need = round_up_to_alignment(wanted[index].nbytes)
+        while ending and ending[0][0] < wanted[index].first_step:
             done = ending.pop(0)[1]
-            free = _release(free, offsets[done], aligned(wanted[done].nbytes))
-        offsets[index], top = _take(free, need, top)
-        insort(ending, (wanted[index].last, index))
+            free = _free_gap(free, offsets[done], round_up_to_alignment(wanted[done].nbytes))
+        offsets[index], top = _take_gap(free, need, top)
+        insort(ending, (wanted[index].last_step, index))
     return Arena(tuple(offsets), top)
 
 
-def place_by_runs(lifetimes: Iterable[Lifetime], run_of: Sequence[int]) -> Arena:
-    """Offsets such that runs of steps may be repeated in any order, but for the first, -1, and the last: step s is of
-    run ``run_of[s]``.
+def assign_offsets_by_repetition(lifetimes: Iterable[Lifetime], run_of: Sequence[int]) -> Arena:
+    """Return offsets that stay valid if repetitions of steps are repeated in any order, except the first and the last.
 
-    What is needed in several runs lies at the bottom; above it lies what one run needs alone, in the same bytes as that
-    of the others; and above that what the runs between the first and the last keep to the end, in their order.
+    The arena has three regions, from the bottom:
+
+    1. values of several repetitions;
+    2. values of one repetition, in the same bytes for each repetition;
+    3. values that inner repetitions keep to the end, in their order.
+
+    Args:
+        lifetimes: The lifetimes of the values.
+        run_of: The repetition of each step; -1 is the part before all repetitions.
     """
     wanted, end, most = list(lifetimes), len(run_of), run_of[-1]
-    bounds = [(run_of[w.first] if w.first >= 0 else -1, run_of[w.last] if w.last < end else most) for w in wanted]
+    bounds = [
+        (run_of[w.first_step] if w.first_step >= 0 else -1, run_of[w.last_step] if w.last_step < end else most)
+        for w in wanted
+    ]
     groups: dict[int | str, list[int]] = defaultdict(list)
     for number, (lifetime, (first, last)) in enumerate(zip(wanted, bounds, strict=True)):
-        is_kept = lifetime.last == end and -1 < first < most
+        is_kept = lifetime.last_step == end and -1 < first < most
         groups["kept" if is_kept else first if first == last else "lasting"].append(number)
     offsets, bottom, top = [0] * len(wanted), 0, 0
     alone: list[int | str] = [group for group in groups if isinstance(group, int)]
     for group in ("lasting", *alone):
-        arena = place(wanted[number] for number in groups[group])
+        arena = assign_offsets(wanted[number] for number in groups[group])
         for number, offset in zip(groups[group], arena.offsets, strict=True):
             offsets[number] = bottom + offset
         top = max(top, bottom + arena.nbytes)
         bottom = top if group == "lasting" else bottom
-    for number in sorted(groups["kept"], key=lambda number: wanted[number].first):
+    for number in sorted(groups["kept"], key=lambda number: wanted[number].first_step):
         offsets[number] = top
-        top += aligned(wanted[number].nbytes)
+        top += round_up_to_alignment(wanted[number].nbytes)
     return Arena(tuple(offsets), top)
 
 
-def _take(free: list[tuple[int, int]], need: int, top: int) -> tuple[int, int]:
-    """Cut `need` bytes from the tightest gap, or from the end; returns the offset and the new top."""
+def _take_gap(free: list[tuple[int, int]], need: int, top: int) -> tuple[int, int]:
+    """Take `need` bytes from the smallest sufficient gap, or from the end; return the offset and the new top."""
     fitting = [(size, offset) for offset, size in free if size >= need]
     if fitting:
         size, offset = min(fitting)
@@ -84,14 +93,14 @@ def _take(free: list[tuple[int, int]], need: int, top: int) -> tuple[int, int]:
         if size > need:
             insort(free, (offset + need, size - need))
         return offset, top
-    if free and sum(free[-1]) == top:  # the last gap touches the end: grow it
+    if free and sum(free[-1]) == top:  # the last gap is at the end and can grow
         offset, _ = free.pop()
         return offset, offset + need
     return top, top + need
 
 
-def _release(free: list[tuple[int, int]], offset: int, size: int) -> list[tuple[int, int]]:
-    """`free` with one more gap, merged with its neighbours."""
+def _free_gap(free: list[tuple[int, int]], offset: int, size: int) -> list[tuple[int, int]]:
+    """Return `free` with one more gap, merged with its neighbours."""
     if not size:
         return free
     insort(free, (offset, size))

@@ -1,4 +1,4 @@
-"""One device's part of a plan: the graph that it runs, lowered to a program."""
+"""Device plans: the graph and the program of one device of a plan."""
 
 from __future__ import annotations
 
@@ -17,55 +17,59 @@ from ...graph.node import Node
 from ...graph.repeated_runs import DeviceRepetitions, ShortenedGraph, split_numbered_name
 from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
 from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_number
-from .alike import identity, named, numbered, pattern
-from .lower import Gathered, lower_with_saves
-from .unfold import called_again, unfolded
+from .alike import make_identity_key, make_structural_key, with_graph_names, with_numbered_names
+from .lower import FusedGroups, lower_with_state_saves
+from .unfold import unroll_kernel_calls, unroll_program
 
 Devices = Sequence[tuple[Backend, Device]]
-DEVICES = list_of(
+DEVICES_KIND = list_of(
     pair_of(ArgumentKind("a backend", lambda b: hasattr(b, "compile")), instance_of(Device)),
     "a sequence of pairs of a backend and a Device",
 )
-"""The devices of a plan, each with the backend that runs it."""
+"""The devices of a plan, each with its backend."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """One device's part of a plan: `graph` is what it runs, with local shapes and the `cont` nodes kernels needed.
+    """The device plan of one device: its graph with local shapes and `cont` nodes, and its program.
 
-    Instructions of `program` say by number which node of `graph` they compute.  Both are made when somebody asks for
-    them where the lane is that of a `short` one, whose runs it repeats.
+    Each instruction of `program` has the number of the node of `graph` that it computes. A device plan with a `short`
+    program builds `graph` and `program` at the first access, by unrolling.
     """
 
     device: Device
     backend: Backend
     graph: Graph
     program: Program
-    short: Short | None = field(default=None, init=False, compare=False, repr=False)
+    short: UnrollableProgram | None = field(default=None, init=False, compare=False, repr=False)
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("graph", "program") or self.short is None:
             raise AttributeError(name)
-        for own, made in zip(("graph", "program"), self.short.unfolded, strict=True):
+        for own, made in zip(("graph", "program"), self.short.unrolled_graph_and_program, strict=True):
             object.__setattr__(self, own, made)
         return vars(self)[name]
 
     @cached_property
     def calls(self) -> Sequence[KernelCall] | None:
-        """The kernels that the program will call and where they are written, as far as that is known before there is
-        memory for it; None where the backend cannot say."""
+        """The predicted kernel calls of the program with their buffers; None if the backend cannot predict them.
+
+        Calls that depend on allocated memory are left out.
+        """
         backend, device, short = self.backend, self.device, self.short
         if not isinstance(backend, ListsKernels):
             return None
         if short is not None:
-            known = called_again(short.graph, short.program, short.of, backend.list_kernels(short.program, device))
+            known = unroll_kernel_calls(
+                short.graph, short.program, short.shortened_graph, backend.list_kernels(short.program, device)
+            )
             if known is not None:
                 return known
         return backend.list_kernels(self.program, device)
 
     @cached_property
     def meanwhile(self) -> Mapping[int, Sequence[int]]:
-        """For each collective beside which the device can compute, by position, the instructions that run beside it."""
+        """For each overlapped collective, by position, the numbers of the instructions that run at the same time."""
         if not can_group_overlap([(self.backend, self.device)]):
             return {}
         together = {
@@ -77,8 +81,10 @@ class Lane:
         )
 
     def launches(self) -> Sequence[float]:
-        """How many launches each instruction takes: those of a chain are shared by its instructions; one each where the
-        backend cannot say what is called."""
+        """Return the number of launches of each instruction.
+
+        Instructions of one fused launch share it. Without a prediction of the backend, each instruction has one launch.
+        """
         if self.calls is None:
             return [1.0] * len(self.program.instructions)
         launches = [0.0] * len(self.program.instructions)
@@ -94,52 +100,54 @@ class Lane:
         )
 
     def memory(self) -> dict[str, int]:
-        """Bytes on the device: weights, states and constants as stored, and the arena of intermediate values."""
+        """Return the bytes on the device by kind: stored weights, states, constants, and the arena."""
         return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
 
 
 @dataclass(frozen=True, eq=False)
-class Short:
-    """Graph and program of a short graph on a device, and the long graph that it stands for."""
+class UnrollableProgram:
+    """The graph and the program of a short graph on a device, and the deep graph that it represents."""
 
     graph: Graph
     program: Program
-    of: ShortenedGraph
+    shortened_graph: ShortenedGraph
 
     @cached_property
-    def unfolded(self) -> tuple[Graph, Program]:
-        """What the device runs of the long graph."""
-        return unfolded(self.graph, self.program, self.of)
+    def unrolled_graph_and_program(self) -> tuple[Graph, Program]:
+        """The graph and the program of the deep graph on the device."""
+        return unroll_program(self.graph, self.program, self.shortened_graph)
 
 
-def repeating(device: Device, backend: Backend, short: Short) -> Lane:
-    """A lane whose graph and program are those that `short` stands for."""
+def make_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> Lane:
+    """Make a device plan that unrolls the graph and the program of `short` at the first access."""
     lane: Lane = object.__new__(Lane)
     for name, value in {"device": device, "backend": backend, "short": short}.items():
         object.__setattr__(lane, name, value)
     return lane
 
 
-def lanes_from(lanes: Sequence[Lane], of: ShortenedGraph) -> tuple[Lane, ...]:
-    """The lanes of a long graph from those of the short one that stands for it."""
-    shorts: dict[tuple[int, int], Short] = {}
+def unroll_device_plans(lanes: Sequence[Lane], of: ShortenedGraph) -> tuple[Lane, ...]:
+    """Return the device plans of a deep graph from the device plans of its short graph."""
+    shorts: dict[tuple[int, int], UnrollableProgram] = {}
     for lane in lanes:
-        shorts.setdefault((id(lane.graph), id(lane.program)), Short(lane.graph, lane.program, of))
-    return tuple(repeating(lane.device, lane.backend, shorts[id(lane.graph), id(lane.program)]) for lane in lanes)
+        shorts.setdefault((id(lane.graph), id(lane.program)), UnrollableProgram(lane.graph, lane.program, of))
+    return tuple(
+        make_unrolled_device_plan(lane.device, lane.backend, shorts[id(lane.graph), id(lane.program)]) for lane in lanes
+    )
 
 
-def first_alike(lanes: Sequence[Lane]) -> list[int]:
-    """For each lane the number of the first one that runs the same program: its own, if none does."""
+def find_first_equal_devices(lanes: Sequence[Lane]) -> list[int]:
+    """Return for each device plan the number of the first one with the same program, which may be its own."""
     first: dict[int, int] = {}
     return [first.setdefault(id(lane.program), number) for number, lane in enumerate(lanes)]
 
 
-def teams_of(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
-    """For each device those whom it meets in collectives, itself among them: they are in one team.
+def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
+    """Return for each device its collective group: the devices, itself included, that call the same collectives.
 
-    Whoever has a meeting of the same number comes to it.  The verifier sees to it that all meetings of a device are of
-    one team; letters go from any device to any other.  Where nobody meets, all are one team, whose letters go the
-    shortest way.
+    Devices with a collective of the same number call it together. The verifier checks that all collectives of a device
+    have one group. Messages pass between any two devices. Without collectives, all devices are one group, and its
+    messages take the shortest path.
     """
     numbers: list[int | None] = []
     known: dict[int, int | None] = {}
@@ -156,44 +164,52 @@ def teams_of(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
     return tuple((d,) if number is None else tuple(members[number]) for d, number in enumerate(numbers))
 
 
-def lanes_of(graphs: Sequence[Graph], group: Devices, of: ShortenedGraph | None = None) -> tuple[Lane, ...]:
-    """The lane of each device from its graph; equal graphs on devices of one kind have one program, and of graphs that
-    are alike one is lowered; devices can run all of it.  Where they are `of` a short graph, its runs may be repeated.
+def build_device_plans(graphs: Sequence[Graph], group: Devices, of: ShortenedGraph | None = None) -> tuple[Lane, ...]:
+    """Build the device plan of each device from its graph.
 
-    A device that cannot run how another saves its states has a program of its own.
+    1. Structurally equal graphs on devices of one kind are lowered once, with numbers as names.
+    2. Each of these graphs gets a copy of the program with its own names. Equal graphs share the copy.
+    3. A device that does not support the state saves of another device gets a program of its own.
+
+    Args:
+        graphs: The graph of each device; the device supports all of its nodes.
+        group: The backend and the device of each graph.
+        of: The shortened graph, if the graphs are of a short graph and their repetitions may be unrolled.
     """
-    numbers: dict[Hashable, int] = {}  # in the place of patterns: each lookup of one hashes all nodes of a graph
+    numbers: dict[Hashable, int] = {}  # instead of structural keys: a lookup of one hashes all nodes of a graph
     patterns: dict[Graph, int] = {}
     for graph in set(graphs):
-        its = pattern(graph), None if of is None else tuple(of.kind_by_node(graph).values())
+        its = make_structural_key(graph), None if of is None else tuple(of.kind_by_node(graph).values())
         patterns[graph] = numbers.setdefault(its, len(numbers))
     alone = {known for known, times in Counter(patterns.values()).items() if times == 1}
-    identities = {graph: identity(graph) for graph in patterns}
+    identities = {graph: make_identity_key(graph) for graph in patterns}
     lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
     known: dict[Hashable, tuple[Graph, Program]] = {}
-    gathered: dict[Hashable, Gathered] = defaultdict(dict)
+    gathered: dict[Hashable, FusedGroups] = defaultdict(dict)
     lanes = []
     for graph, (backend, device) in zip(graphs, group, strict=True):
         kind: Hashable = (type(backend), backend.name, device.kind, patterns[graph])
         made = lowered.get(kind)
         own = made is None or not all(backend.supports(node, device).ok for node in made[2])
-        is_alone = patterns[graph] in alone  # no other graph would take what comes of numbers in place of names
+        is_alone = patterns[graph] in alone  # no other graph shares its program, so names need no numbers
         if made is None or own:
             of_its_kind = gathered[type(backend), backend.name, device.kind]
-            own_names = graph if is_alone else numbered(graph)
-            made = lower_with_saves(own_names, backend, device, _runs(graph, is_alone, of), of_its_kind)
+            own_names = graph if is_alone else with_numbered_names(graph)
+            made = lower_with_state_saves(
+                own_names, backend, device, _find_device_repetitions(graph, is_alone, of), of_its_kind
+            )
             lowered.setdefault(kind, made)
         key = (kind, identities[graph])
         twin = known.get(key)
         if twin is None or own:
-            twin = made[:2] if is_alone else named(made[0], made[1], graph)
+            twin = made[:2] if is_alone else with_graph_names(made[0], made[1], graph)
             known.setdefault(key, twin)
         lanes.append(Lane(device, backend, *twin))
     return tuple(lanes)
 
 
-def _runs(graph: Graph, is_alone: bool, of: ShortenedGraph | None) -> DeviceRepetitions | None:
-    """The runs of what is made of `graph`, whose nodes are called by their places in it unless it is alone."""
+def _find_device_repetitions(graph: Graph, is_alone: bool, of: ShortenedGraph | None) -> DeviceRepetitions | None:
+    """Return the repetitions of the lowered `graph`; unless `is_alone`, its nodes have numbers as names."""
     if of is None or is_alone:
         return None if of is None else DeviceRepetitions(of)
 

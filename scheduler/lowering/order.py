@@ -1,4 +1,7 @@
-"""The order of execution, and which new state may be written straight into the memory of the old one."""
+"""The execution order, and the states that are updated in place.
+
+A new state may be written into the memory of the old state if all readers of the old state can run before the writer.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,35 @@ from ...graph.spec import Spec
 from ...ops import cont, op_of
 from ...ops.collectives import COLLECTIVES, find_collective_number
 from ...ops.registry import find_inplace_operand
-from .strides import Strided
+from .strides import StridedView
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """Nodes in order; `donated` maps a result to the state whose memory it is written into, `over` to what lies there
-    until then: the state, or a result that was written there before; `copied` maps a state to the value that is copied
-    over it at the end."""
+class ExecutionOrder:
+    """Nodes in execution order, and how states are updated.
+
+    - `inplace_states` maps a result to the state that gives it its memory.
+    - `overwritten_values` maps such a result to the value that it overwrites: the state, or an earlier result there.
+    - `copied_states` maps a state to the value that is copied into it at the end.
+    """
 
     nodes: tuple[Node, ...]
-    donated: Mapping[Value, Value]
-    over: Mapping[Value, Value]
-    copied: Mapping[Value, Value]
+    inplace_states: Mapping[Value, Value]
+    overwritten_values: Mapping[Value, Value]
+    copied_states: Mapping[Value, Value]
 
-    def allows(self, nodes: Iterable[Node], views: Mapping[Value, Strided]) -> bool:
-        """Whether these nodes, all that compute, may run in this other order.
+    def allows_order(self, nodes: Iterable[Node], views: Mapping[Value, StridedView]) -> bool:
+        """Return whether these nodes, all nodes that compute, may run in this other order.
 
-        Each node has to follow the nodes that it reads, no node may read a state after its overwriting, and collectives
-        have to keep their sequence.
+        - Each node follows the nodes that it reads.
+        - No node reads a state after it is overwritten.
+        - Collectives keep their sequence.
         """
         place = {node: at for at, node in enumerate(nodes)}
         meetings = [number for node in place if (number := find_collective_number(node.op, node.attrs)) is not None]
         if meetings != sorted(meetings):
             return False
-        overwritten = {victim: place[result.node] for result, victim in self.over.items()}
+        overwritten = {victim: place[result.node] for result, victim in self.overwritten_values.items()}
         for node, at in place.items():
             for base in (views[source].base for source in node.inputs):
                 if place.get(base.node, -1) >= at or overwritten.get(base, at) < at:
@@ -46,60 +53,70 @@ class Schedule:
         return True
 
 
-def schedule(
-    graph: Graph, views: Mapping[Value, Strided], kept: Callable[[Value], Spec], overlaps: bool = False
-) -> Schedule:
-    """Order `graph` so that as many states as possible are updated in place; where the device `overlaps`, with what
-    may run beside a collective straight behind it.
+def choose_execution_order(
+    graph: Graph, views: Mapping[Value, StridedView], kept: Callable[[Value], Spec], overlaps: bool = False
+) -> ExecutionOrder:
+    """Order `graph` so that as many states as possible are updated in place.
 
-    A node may write a state's memory if that holds the new value as it is `kept`, and every other reader of the old
-    one can run before it.  Where that would be a cycle the new value gets memory of its own and is copied at the end:
-    slower, never wrong.  A state that is changed several times in a run is so each time in place, if all can.
+    A node may write the memory of a state if the stored dtypes are equal and all other readers can run before it. If
+    that would be a cycle, the new value gets its own memory and is copied at the end, which is slower. A state that is
+    changed several times in a run is changed in place each time, if all changes can be.
+
+    Args:
+        graph: The graph with dense copies.
+        views: The strided view of each value.
+        kept: Returns the stored spec of a value.
+        overlaps: Place nodes that can overlap a collective directly after it.
     """
     readers: dict[Value, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if not node.is_leaf and not op_of(node).is_view:
             for base in dict.fromkeys(views[s].base for s in node.inputs):
                 readers[base].append(node)
-    waits = _Waits(graph)
+    waits = _ExtraDependences(graph)
     lasting = {views[v].base for v in (*graph.outputs.values(), *graph.updates.values())}
     over: dict[Value, Value] = {}
     donated: dict[Value, Value] = {}
     copied: dict[Value, Value] = {}
 
     def lie_there(line: Sequence[Value]) -> bool:
-        """Whether each of these values may be written where the one before it lies, the first a state."""
+        """Return whether each value may overwrite the value before it; the first one is a state."""
         for victim, result in pairwise(line):
             before = [n for n in readers[victim] if n is not result.node]
             if (
                 result in donated
                 or kept(result).dtype is not kept(line[0]).dtype
-                or not may_overwrite(result, victim, views)
-                or waits.reaches(result.node, set(before))
+                or not can_overwrite(result, victim, views)
+                or waits.is_needed_by_any(result.node, set(before))
             ):
                 return False
-            waits.add(result.node, before)
+            waits.add_predecessors(result.node, before)
         return True
 
     for state, new in graph.updates.items():
         if new == state:
-            continue  # it is there, and stays
-        lines = _lines(state, new, views, lasting) if views[new].covers_base else ()
+            continue  # the state stays
+        lines = _list_inplace_chains(state, new, views, lasting) if views[new].covers_base else ()
         line = next(filter(lie_there, lines), None)
         if line is None:
             copied[state] = new
         else:
             donated.update(dict.fromkeys(line[1:], state))
             over.update((result, victim) for victim, result in pairwise(line))
-    order = _order(graph, waits.later, in_turn=overlaps)
-    return Schedule(_meeting_first(order, waits.later) if overlaps else order, donated, over, copied)
+    order = _order_nodes(graph, waits.extra_predecessors, in_turn=overlaps)
+    return ExecutionOrder(
+        _move_collectives_earlier(order, waits.extra_predecessors) if overlaps else order, donated, over, copied
+    )
 
 
-def _lines(
-    state: Value, new: Value, views: Mapping[Value, Strided], lasting: Container[Value]
+def _list_inplace_chains(
+    state: Value, new: Value, views: Mapping[Value, StridedView], lasting: Container[Value]
 ) -> Iterator[Sequence[Value]]:
-    """A state and what may be written there one after the other, up to the new one: all results on the way to it that
-    change it in place, unless they are `lasting`; else the last alone."""
+    """Yield chains of values that may be written one after the other into the memory of a state.
+
+    The first chain has all results on the path to the new state that change the state in place, unless one is in
+    `lasting`. The last chain has only the state and the new value.
+    """
     last = views[new].base
     line = [last]
     while (into := find_inplace_operand(line[-1])) is not None and views[into].covers_base:
@@ -112,11 +129,11 @@ def _lines(
     yield state, last
 
 
-def settle(graph: Graph) -> Graph:
-    """Give each new state that is only another leaf, and each output that is an old state, a copy of its own; also each
-    output that is a quantised weight, whose elements have no addresses.
+def add_required_copies(graph: Graph) -> Graph:
+    """Add a copy for each new state that is another leaf, and for each output that is an old state or a quantised leaf.
 
-    Afterwards no leaf is read once the last node has run, so updates cannot disturb each other or an output.
+    Elements of a quantised leaf have no addresses. Afterwards no leaf is read after the last node. So state updates
+    change neither each other nor an output.
     """
 
     def base(value: Value) -> Node:
@@ -137,9 +154,11 @@ def settle(graph: Graph) -> Graph:
     return Graph(outputs, updates)
 
 
-def may_overwrite(result: Value, victim: Value, views: Mapping[Value, Strided]) -> bool:
-    """Whether the node of `result` may write it over `victim`: it does not read it, or reads it as its in-place
-    operand and nowhere else."""
+def can_overwrite(result: Value, victim: Value, views: Mapping[Value, StridedView]) -> bool:
+    """Return whether the node of `result` may write it over `victim`.
+
+    The node may do so if it does not read `victim`, or reads it only as its in-place operand.
+    """
     node, declared = result.node, op_of(result.node)
     allowed = {name for index, name in declared.inplace_pairs(node.attrs) if index == result.index}
     for name, source in zip(declared.operand_names, node.src, strict=False):
@@ -149,55 +168,65 @@ def may_overwrite(result: Value, victim: Value, views: Mapping[Value, Strided]) 
         twin = any(v == source for n, v in zip(declared.operand_names, node.src, strict=False) if n in allowed)
         if not dense or (name not in allowed and not twin):
             return False
-        if name not in allowed and not _elementwise(node):
+        if name not in allowed and not _is_elementwise(node):
             return False
     return True
 
 
-def _elementwise(node: Node) -> bool:
-    """Whether element i of the result needs only element i of operands of the same shape."""
+def _is_elementwise(node: Node) -> bool:
+    """Return whether element i of the result needs only element i of operands of the same shape."""
     return all(not o.dims for o in op_of(node).signature_for(node.attrs).operands)
 
 
-class _Waits:
-    """Nodes that must come after others though they read nothing of them; collectives keep their sequence."""
+class _ExtraDependences:
+    """Extra dependences: nodes that must follow nodes that they do not read. Collectives keep their sequence."""
 
     def __init__(self, graph: Graph) -> None:
-        self.place = {node: i for i, node in enumerate(graph.nodes)}
-        self.lowest = len(self.place)
+        self.node_positions = {node: i for i, node in enumerate(graph.nodes)}
+        self.lowest_irregular_position = len(self.node_positions)
         """Below this place every node waits only for nodes at lower ones."""
-        self.later: dict[Node, list[Node]] = defaultdict(list)
+        self.extra_predecessors: dict[Node, list[Node]] = defaultdict(list)
         meetings = [(number, n) for n in graph.nodes if (number := find_collective_number(n.op, n.attrs)) is not None]
         for (_, first), (_, second) in pairwise(sorted(meetings, key=lambda m: m[0])):
-            self.add(second, [first])
+            self.add_predecessors(second, [first])
 
-    def add(self, node: Node, before: list[Node]) -> None:
-        self.later[node] += before
-        if any(self.place[n] > self.place[node] for n in before):
-            self.lowest = min(self.lowest, self.place[node])
+    def add_predecessors(self, node: Node, before: list[Node]) -> None:
+        self.extra_predecessors[node] += before
+        if any(self.node_positions[n] > self.node_positions[node] for n in before):
+            self.lowest_irregular_position = min(self.lowest_irregular_position, self.node_positions[node])
 
-    def reaches(self, start: Node, targets: set[Node]) -> bool:
-        """Whether any of `targets` needs a result of `start`, that is, whether `start` is among what they wait for."""
-        stack, seen, floor = list(targets), set(targets), min(self.place[start], self.lowest)
+    def is_needed_by_any(self, start: Node, targets: set[Node]) -> bool:
+        """Return whether any node of `targets` depends on `start`."""
+        stack, seen, floor = (
+            list(targets),
+            set(targets),
+            min(self.node_positions[start], self.lowest_irregular_position),
+        )
         while stack:
             node = stack.pop()
             if node is start:
                 return True
-            if self.place[node] < floor:
+            if self.node_positions[node] < floor:
                 continue
-            for source in (*(v.node for v in node.inputs), *self.later.get(node, ())):
+            for source in (*(v.node for v in node.inputs), *self.extra_predecessors.get(node, ())):
                 if source not in seen:
                     seen.add(source)
                     stack.append(source)
         return False
 
 
-def _order(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = False) -> tuple[Node, ...]:
-    """Graph order, but each writer of a state after the readers of its old value, and what only a new state needs
-    straight behind the last that it reads: at the end, where the graph has it, all that would still be kept.  A value
-    is sent at once, since another device waits for it.  Nodes that depend on a message come last.  With `in_turn` a
-    collective comes before what only the next one needs.  Raises `PlanError` where meetings are numbered against what
-    they read."""
+def _order_nodes(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = False) -> tuple[Node, ...]:
+    """Return the nodes in execution order.
+
+    - A writer of a state follows the readers of the old state.
+    - A node that only a new state needs directly follows the last value that it reads, so that less memory is needed.
+    - A value is sent at once, because another device waits for it.
+    - Nodes that depend on a message come last.
+    - With `in_turn`, a collective precedes nodes that only the next collective needs.
+
+    Raises:
+        PlanError: The numbers of collectives contradict the dependences between them.
+    """
     done: dict[Node, None] = {}
     begun: set[Node] = set()
     for root in _order_by_messages(graph):
@@ -234,9 +263,11 @@ def _order_by_messages(graph: Graph) -> Sequence[Node]:
     return sorted(nodes, key=last_message.__getitem__)
 
 
-def _meeting_first(order: Sequence[Node], later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
-    """Each collective as soon as what it needs is there, and behind it first what needs nothing of it.  A `receive`,
-    for which all that follows waits, stays where it is."""
+def _move_collectives_earlier(order: Sequence[Node], later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
+    """Move each collective directly after its operands, and independent nodes directly after the collective.
+
+    A `receive` keeps its position, because all later nodes wait for it.
+    """
     placed: list[Node] = []
     waiting: dict[Node, None] = {}
     met: Node | None = None

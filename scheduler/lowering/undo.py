@@ -1,8 +1,8 @@
-"""What a step overwrites in its states, and how that is put back if the step fails.
+"""State saves: copies of the state entries that a run overwrites, for rollback if the run fails.
 
-Before a node writes over a state, what it will change is saved: the rows that one of its operands numbers, where the op
-declares that it changes no others, else the whole state.  What is saved stays in the arena, and the numbers of the rows
-stay where they are, until the step has ended.
+Before a node overwrites a state, its changes are saved. If the op declares that it changes only the rows that an index
+operand numbers, these rows are saved, else the whole state. The saves and the row numbers stay in memory until the run
+has ended.
 """
 
 from __future__ import annotations
@@ -16,79 +16,83 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
 from ...ops.registry import find_inplace_operand, find_storage_kind
-from .order import Schedule
-from .strides import Strided, through_view, whole
+from .order import ExecutionOrder
+from .strides import StridedView, apply_view, make_dense_view
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """Run `keep` before `writer` writes over `state` (None: before the copies at the end); `back` undoes that.
+class StateSave:
+    """Run `save_node` before `writer` overwrites `state`; `restore_node` restores the state.
 
-    `views` are the values of the two that the graph does not have.
+    A `writer` of None stands for the copies at the end. `views` has the views of values that are not in the graph.
     """
 
     state: Value
     make_writer: Node | None
-    keep: Node
-    back: Node
-    views: Mapping[Value, Strided]
+    save_node: Node
+    restore_node: Node
+    views: Mapping[Value, StridedView]
 
 
-def saves(order: Schedule, views: Mapping[Value, Strided], backend: Backend, on: Device) -> tuple[Save, ...]:
-    """A save for every state that the step changes."""
-    changes: list[Save] = []
-    whole: set[Value] = set()  # of these the first save holds all, whatever is written later
-    for result, state in order.donated.items():
+def build_state_saves(
+    order: ExecutionOrder, views: Mapping[Value, StridedView], backend: Backend, on: Device
+) -> tuple[StateSave, ...]:
+    """Return a state save for every state that the run changes."""
+    changes: list[StateSave] = []
+    whole: set[Value] = set()  # states with a complete first save, which covers later writes
+    for result, state in order.inplace_states.items():
         if state.spec.size and state not in whole:
-            save = _of_rows(result, state, order, views, backend, on)
+            save = _make_changed_rows_save(result, state, order, views, backend, on)
             whole |= {state} if save is None else set()
-            changes.append(save or _of_all(result.node, state, order.over[result]))
-    return (*changes, *(_of_all(None, state) for state in order.copied if state.spec.size))
+            changes.append(save or _make_whole_state_save(result.node, state, order.overwritten_values[result]))
+    return (*changes, *(_make_whole_state_save(None, state) for state in order.copied_states if state.spec.size))
 
 
-def _of_all(writer: Node | None, state: Value, victim: Value | None = None) -> Save:
-    """A save of all that lies in the memory of `state`: of `victim`, if a result lies there already."""
+def _make_whole_state_save(writer: Node | None, state: Value, victim: Value | None = None) -> StateSave:
+    """Make a save of the whole memory of `state`; `victim` is an earlier result there."""
     kept = cont(state if victim is None else victim)
     back = cont(kept)
-    return Save(state, writer, kept.node, back.node, {kept: whole(kept), back: whole(back)})
+    return StateSave(state, writer, kept.node, back.node, {kept: make_dense_view(kept), back: make_dense_view(back)})
 
 
-def _of_rows(
-    new: Value, state: Value, order: Schedule, views: Mapping[Value, Strided], backend: Backend, on: Device
-) -> Save | None:
-    """A save of the rows in which `new` differs from what lies in the memory of `state` before; None if that may be
-    all, or rows or their numbers cannot be kept."""
-    rows = _rows(new, order.over[new], views)
+def _make_changed_rows_save(
+    new: Value, state: Value, order: ExecutionOrder, views: Mapping[Value, StridedView], backend: Backend, on: Device
+) -> StateSave | None:
+    """Make a save of the rows in which `new` differs from the previous content of `state`.
+
+    Returns None if all rows may differ, or if the rows or their numbers cannot be saved.
+    """
+    rows = _find_changed_rows(new, order.overwritten_values[new], views)
     if rows is None:
         return None
     table, index = rows
     seen = {}
     for view in (table, index):
         if view not in views:
-            strided = through_view(view.node, views[view.node.inputs[0]])
+            strided = apply_view(view.node, views[view.node.inputs[0]])
             if strided is None:
                 return None
             seen[view] = strided
     numbers = {**views, **seen}[index].base
-    if not numbers.node.is_leaf and numbers in order.over.values():
+    if not numbers.node.is_leaf and numbers in order.overwritten_values.values():
         return None
     kept = get_rows(table, index)
     back = set_rows(table, kept, index)
-    seen.update({kept: whole(kept), back: whole(back)})
+    seen.update({kept: make_dense_view(kept), back: make_dense_view(back)})
     dense = {**views, **seen}[index].is_dense
     for node, position in ((kept.node, 1), (back.node, 2)):
         if not backend.supports(node, on).ok or not (dense or backend.reads_strided(node, position)):
             return None
-    return Save(state, new.node, kept.node, back.node, seen) if _exact(state, kept, backend) else None
+    return StateSave(state, new.node, kept.node, back.node, seen) if _is_lossless(state, kept, backend) else None
 
 
-def _rows(new: Value, state: Value, views: Mapping[Value, Strided]) -> tuple[Value, Value] | None:
-    """`state` as a table ``[..., rows, width]``, and the numbers of the rows in which `new` differs from it."""
+def _find_changed_rows(new: Value, state: Value, views: Mapping[Value, StridedView]) -> tuple[Value, Value] | None:
+    """Return `state` as a table ``[..., rows, width]``, and the numbers of the rows in which `new` differs."""
     writer, declared = new.node, op_of(new.node)
     changed = declared.overwritten_entries(writer.attrs)
     operands = dict(zip(declared.operand_names, writer.src, strict=False))
     into = find_inplace_operand(new)
-    if changed is None or into is None or views[into].base != state:  # a state that it does not read it writes whole
+    if changed is None or into is None or views[into].base != state:  # a node that does not read a state writes all
         return None
     index, axis = operands[changed[0]], changed[1] % len(into.shape)
     assert index is not None, "the operand is declared to say what changes"
@@ -101,7 +105,7 @@ def _rows(new: Value, state: Value, views: Mapping[Value, Strided]) -> tuple[Val
     return (table, index) if index.shape[:-1] == ahead else None
 
 
-def _exact(state: Value, kept: Value, backend: Backend) -> bool:
-    """Whether rows of `state` come back with the same bits from where they are kept."""
+def _is_lossless(state: Value, kept: Value, backend: Backend) -> bool:
+    """Return whether rows of `state` keep their bits in a save."""
     was, now = (backend.stored(value.spec, find_storage_kind(value)).dtype for value in (state, kept))
     return was is now or (now is DType.F32 and was in STATE_DTYPES)

@@ -21,7 +21,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, TEXT, mapping_of, require
 from ...ops.quantisation import decode_array, encode_array
 from ..layout import Local, Shard
-from ..lowering.lane import teams_of
+from ..lowering.lane import find_collective_groups
 from ..plan import Plan
 from .comm import CollectiveGroups, SingleDeviceComm, make_local_communicator_group
 from .state_view import LocalShard, assemble_value
@@ -170,7 +170,7 @@ class BoundPlan:
             follow: Whether runs are pipelined.
         """
         lanes, world = self.plan.lanes, self.device_placement.world
-        devices, teams = [lane.device for lane in lanes], teams_of([lane.program for lane in lanes])
+        devices, teams = [lane.device for lane in lanes], find_collective_groups([lane.program for lane in lanes])
         shares = not follow or len(set(teams)) > 1
         alike = devices if shares and len({type(lane.backend) for lane in lanes}) == 1 else []
         if world.size == 1:

@@ -22,7 +22,7 @@ from ...graph.spec import Spec
 from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, validate_arguments
 from ...ops.quantisation import encode_array
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape
-from ..lowering.lane import DEVICES, Devices, Lane
+from ..lowering.lane import DEVICES_KIND, Devices, Lane
 from ..plan import Plan
 from ..units import format_bytes
 from .copies import Arena, WeightCopies
@@ -41,7 +41,7 @@ class Store:
     device memory is full, and `PlanError` for a device of a missing process.
     """
 
-    @validate_arguments(PlanError, group=DEVICES)
+    @validate_arguments(PlanError, group=DEVICES_KIND)
     def __init__(self, group: Devices, world: World = SINGLE_PROCESS, packed: PackedWeightFiles | None = None) -> None:
         self.group: tuple[tuple[Backend, Device], ...] = tuple(group)
         self.backends: tuple[Backend, ...] = tuple(backend for backend, _ in self.group)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ...backends.base import Comm
 from ...graph.errors import PlanError
-from ..lowering.lane import teams_of
+from ..lowering.lane import find_collective_groups
 from ..plan import Plan
 from .comm import SingleDeviceComm, make_local_communicator_group
 
@@ -81,7 +81,7 @@ def simulate_run(plan: Plan, on: ClockBackend | None = None) -> SimulatedRun:
     clocks = [b for b in backends if isinstance(b, ClockBackend)]
     if len(clocks) < len(plan.lanes):
         raise PlanError(f"{plan.lanes[0].device} keeps no virtual clock; plan for null:0, …, or give a null backend")
-    meeting = make_local_communicator_group(teams_of([lane.program for lane in plan.lanes]))
+    meeting = make_local_communicator_group(find_collective_groups([lane.program for lane in plan.lanes]))
     comms: list[Comm] = [meeting.member(i) for i in range(len(clocks))] if len(clocks) > 1 else [SingleDeviceComm()]
     runs = []
     for clock, lane, comm in zip(clocks, plan.lanes, comms, strict=True):

@@ -20,7 +20,7 @@ from ...graph.node import Node, Value, input
 from ...graph.rewrite import rewrite_graph
 from ...ops.collectives import COLLECTIVES, find_collective_number, receive, send
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard
-from ..lowering.lane import teams_of
+from ..lowering.lane import find_collective_groups
 from ..machines.hardware import Hardware
 from .assign import ShardingAssignment
 from .chunks import SINGLE_CHUNK, OverlapChunks, find_token_factor, partition_in_chunks
@@ -75,7 +75,7 @@ def split_into_groups(machine: int, devices: int) -> list[list[int]]:
 
 def find_groups_of_programs(programs: Sequence[Program]) -> list[list[int]] | None:
     """Return the groups of programs with several pipeline stages of several devices; None for other programs."""
-    devices, teams = len(programs), teams_of(programs)
+    devices, teams = len(programs), find_collective_groups(programs)
     if not any(1 < len(team) < devices for team in teams):
         return None
     size = next(len(team) for team in teams if len(team) > 1)

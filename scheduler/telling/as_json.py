@@ -23,7 +23,7 @@ from ...graph.spec import Spec
 from ...graph.validation import TEXT, instance_of, validate_arguments
 from ...ops import verify
 from ..layout import Layout, Local, Shard, compute_local_shape
-from ..lowering.lane import Lane, first_alike
+from ..lowering.lane import Lane, find_first_equal_devices
 from ..machines.catalogue import MACHINES, Machine
 from ..machines.hardware import BUILT_IN, Hardware
 from ..machines.simulated import SIMULATED, SimulatedBackend, simulated
@@ -104,7 +104,7 @@ def _executed_to_data(plan: Plan) -> dict[str, Any]:
     The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
     numbers of unnamed nodes.
     """
-    alike = first_alike(plan.lanes)
+    alike = find_first_equal_devices(plan.lanes)
     own = {first: place for place, first in enumerate(dict.fromkeys(alike))}
     programs = [
         {"graph": json.loads(graph_to_json(plan.lanes[first].graph)), **program_to_data(plan.lanes[first].program)}

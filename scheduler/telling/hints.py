@@ -16,7 +16,7 @@ from ...graph.graph import assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ..layout import Replicate
-from ..lowering.lane import Lane, first_alike
+from ..lowering.lane import Lane, find_first_equal_devices
 from ..machines.hardware import Counts, leaf_of
 from ..plan import Plan
 from ..sharding.pins import extend_pins, find_user_pins
@@ -74,7 +74,7 @@ class _PlacementChange:
         self.weight_bytes = [
             {b.name: b.nbytes for b in lane.program.buffers if b.kind == "weight"} for lane in plan.lanes
         ]
-        alike = first_alike(plan.lanes)
+        alike = find_first_equal_devices(plan.lanes)
         runs = {first: _list_node_times(plan.lanes[first], plan.prices[first]) for first in set(alike)}
         self.node_times = [runs[first] for first in alike]
 

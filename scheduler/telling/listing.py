@@ -21,7 +21,7 @@ from ...graph.graph import Graph, assign_names, format_graph
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ..layout import Layout, Shard
-from ..lowering.lower import ARENA
+from ..lowering.lower import ARENA_BUFFER
 from ..plan import Plan
 from ..sharding.axes import Factor
 from ..sharding.factors import Factors
@@ -170,7 +170,7 @@ def format_memory(program: Program) -> str:
         first, last = max(life.first_step, 0) // scale, min(life.last_step, steps - 1) // scale
         bar = "." * first + "#" * (last - first + 1)
         rows.append((str(life.offset), str(life.nbytes), bar.ljust(-(-steps // scale), "."), life.name + life.note))
-    arena = program.buffers[ARENA].nbytes
+    arena = program.buffers[ARENA_BUFFER].nbytes
     return "\n".join([f"arena of {arena} bytes", *format_table(rows, "rrll"), "", *_format_buffers(program)])
 
 
@@ -185,14 +185,14 @@ def find_arena_lifetimes(program: Program) -> list[ArenaLifetime]:
 
     def at(tensor: Tensor) -> ArenaLifetime | None:
         before = bisect_right(there, tensor.offset, key=_offset_of) - 1
-        holds = tensor.buffer == ARENA and before >= 0 and tensor.offset < there[before].end_byte
+        holds = tensor.buffer == ARENA_BUFFER and before >= 0 and tensor.offset < there[before].end_byte
         return there[before] if holds else None
 
     for step, i in enumerate(program.instructions):
         read = [life for t in i.src if t is not None and (life := at(t)) is not None]
         for life in read:
             life.last_step = step
-        for tensor in (t for t in (*i.dst, i.scratch) if t is not None and t.buffer == ARENA and t.spec.nbytes):
+        for tensor in (t for t in (*i.dst, i.scratch) if t is not None and t.buffer == ARENA_BUFFER and t.spec.nbytes):
             name = (
                 format_node_reference(i.node)
                 if tensor is not i.scratch
@@ -243,7 +243,7 @@ def _format_buffers(program: Program) -> list[str]:
             writes[tensor.buffer].append(str(step))
     rows: list[tuple[str, ...]] = [("buffer", "", "bytes", "kept as", "read in", "written in")]
     for number, b in enumerate(program.buffers):
-        if number != ARENA:
+        if number != ARENA_BUFFER:
             steps = (join_with_rest(list(dict.fromkeys(found[number]))) or "-" for found in (reads, writes))
             rows.append((b.kind, format_node_reference(b.name), str(b.nbytes), str(b.stored_spec), *steps))
     return format_table(rows, "llrlll")

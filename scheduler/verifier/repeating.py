@@ -36,7 +36,11 @@ def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
     """Return the shortened graph of a plan; None if each instruction of the plan is to be checked."""
     shorts = [lane.short for lane in plan.lanes]
     first = shorts[0] if shorts else None
-    return first.of if first is not None and all(s is not None and s.of is first.of for s in shorts) else None
+    return (
+        first.shortened_graph
+        if first is not None and all(s is not None and s.shortened_graph is first.shortened_graph for s in shorts)
+        else None
+    )
 
 
 def make_short_plan(plan: Plan, of: ShortenedGraph) -> Plan:

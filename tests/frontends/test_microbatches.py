@@ -22,7 +22,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import StepError
-from hocket.scheduler import Dealing
+from hocket.scheduler import MicroBatchChoice
 
 from ..given.devices.faulty import FaultyCpu
 from ..given.models.goldens import TINY, nmse, path_of, tokens_of
@@ -38,7 +38,7 @@ MODELS = ["llama", "qwen35", "qwen3moe"]
 def in_batches(root, *sizes):
     """Return micro-batches of these sizes, even where they are slower."""
     sessions = [Session(root.model, like=root, sequences=size, context=64, batch=16) for size in sizes]
-    return MicroBatchedSession(sessions, Dealing(sizes, ((1, 2.0), (len(sizes), 1.0)), 2, 2))
+    return MicroBatchedSession(sessions, MicroBatchChoice(sizes, ((1, 2.0), (len(sizes), 1.0)), 2, 2))
 
 
 def make_root_session(name, on=LAYERS):

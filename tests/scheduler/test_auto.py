@@ -14,7 +14,7 @@ from hocket.backends.numpy.backend import NumpyBackend
 from hocket.frontends.commands.plan import read_step_graph
 from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.scheduler import plan_for_group
-from hocket.scheduler.choosing.auto import Way, best_of
+from hocket.scheduler.choosing.auto import Candidate, choose_best_plan
 from hocket.scheduler.machines.hardware import CPU, Estimate
 from hocket.scheduler.machines.simulated import simulate
 
@@ -34,7 +34,7 @@ def make_candidate(kind, devices, seconds, weight_bytes, lacking=0.0):
         )
         return plan
 
-    return Way(kind, devices, seconds, weight_bytes, lacking, make), built
+    return Candidate(kind, devices, seconds, weight_bytes, lacking, make), built
 
 
 @pytest.mark.parametrize(
@@ -49,16 +49,16 @@ def make_candidate(kind, devices, seconds, weight_bytes, lacking=0.0):
 )
 def test_time_is_weighed_against_memory_and_devices(seconds, weight_bytes, taken):
     one, many = (
-        Way(kind, n, s, h, 0.0, lambda: None)
+        Candidate(kind, n, s, h, 0.0, lambda: None)
         for kind, n, s, h in [("one", 1, 1, 1), ("many", 8, seconds, weight_bytes)]
     )
-    assert min(one, many, key=lambda w: w.priced(1.0)).kind == taken
+    assert min(one, many, key=lambda w: w.compute_penalised_seconds(1.0)).kind == taken
 
 
 @pytest.mark.parametrize(("seconds", "taken"), [(0.995, 8), (0.98, 16)])
 def test_machines_are_joined_only_where_that_helps(seconds, taken):
-    candidates = [Way("way", n, s, 1.0, 0.0, lambda: None) for n, s in [(8, 1.0), (16, seconds)]]
-    assert min(candidates, key=lambda w: w.priced(1.0)).devices == taken
+    candidates = [Candidate("way", n, s, 1.0, 0.0, lambda: None) for n, s in [(8, 1.0), (16, seconds)]]
+    assert min(candidates, key=lambda w: w.compute_penalised_seconds(1.0)).device_count == taken
 
 
 def test_plans_are_built_of_the_best_candidates_until_one_reaches_its_estimate():
@@ -67,7 +67,7 @@ def test_plans_are_built_of_the_best_candidates_until_one_reaches_its_estimate()
         make_candidate("quick", 2, 0.0, 1.0),
         make_candidate("short", 2, 0.0, 1.0, lacking=5.0),
     )
-    plan = best_of([slow[0], plain[0], short[0]], 1.0)
+    plan = choose_best_plan([slow[0], plain[0], short[0]], 1.0)
     assert (slow[1], plain[1], short[1]) == ([], ["quick"], [])
     assert plan.reasons[-3].startswith("taken: quick, on 2 devices: ")
     assert plan.reasons[-2].startswith("left aside: slow, on 2 devices: about 1 s")
@@ -81,7 +81,7 @@ def test_a_candidate_that_cannot_be_built_is_left_aside_with_its_reason():
     def refuse_candidate():
         raise PlanError("stages go back")
 
-    taken = best_of([one, Way("many", 4, 0.1, 1.0, 0.0, refuse_candidate)], 1.0)
+    taken = choose_best_plan([one, Candidate("many", 4, 0.1, 1.0, 0.0, refuse_candidate)], 1.0)
     assert "left aside: many, on 4 devices; it cannot be built: stages go back" in taken.reasons
 
 
@@ -127,26 +127,32 @@ def test_a_device_of_any_kind_may_be_left_free(kind, mode, monkeypatch):
 def test_estimates_are_corrected_by_the_error_of_the_first_one():
     """Check a search with an estimate of a thousandth of the plan's time: the other estimates are scaled likewise."""
     (first, one), (second, two) = make_candidate("first", 2, 1e-9, 1.0), make_candidate("second", 2, 1.01e-9, 1.0)
-    plan = best_of([replace(first, searched=True), replace(second, searched=True)], 1.0)
+    plan = choose_best_plan([replace(first, is_from_search=True), replace(second, is_from_search=True)], 1.0)
     assert (one, two) == (["first"], [])
     assert plan.reasons[-1].startswith("left aside: second, on 2 devices: about")
     assert plan.reasons[-1].endswith("1.0% slower")
-    best_of([replace(first, searched=True), second], 1.0)  # other estimates are taken at their word
+    choose_best_plan([replace(first, searched=True), second], 1.0)  # other estimates are taken at their word
     assert two == ["second"]
 
 
 @pytest.mark.parametrize(("stages", "planned"), [(2, ["few"]), (4, [])])
 def test_what_many_stages_did_not_keep_says_nothing_of_few(stages, planned):
     (many, _), (few, built) = make_candidate("many", 4, 1e-9, 1.0), make_candidate("few", 4, 2e-9, 1.0)
-    best_of([replace(many, follows=True, stages=4), replace(few, follows=True, stages=stages)], 1.0)
+    choose_best_plan(
+        [
+            replace(many, assumes_pipelining=True, stage_count=4),
+            replace(few, assumes_pipelining=True, stage_count=stages),
+        ],
+        1.0,
+    )
     assert built == planned
 
 
 @pytest.mark.parametrize(("devices", "follows", "planned"), [(4, False, []), (4, True, ["all"]), (2, False, ["all"])])
 def test_stages_in_turn_take_no_less_than_one_that_has_all_layers(devices, follows, planned):
     (one, _), (stages, built) = make_candidate("one", 4, 1e-9, 1.0), make_candidate("all", 8, 2e-9, 1.0)
-    one = replace(one, cut=(4, frozenset()))
-    best_of([one, replace(stages, stages=2, follows=follows, cut=(devices, frozenset()))], 1.0)
+    one = replace(one, group_sharding=(4, frozenset()))
+    choose_best_plan([one, replace(stages, stages=2, follows=follows, group_sharding=(devices, frozenset()))], 1.0)
     assert built == planned
 
 
@@ -159,10 +165,10 @@ def test_layers_across_halves_of_a_machine_are_considered(tmp_path):
 
 def test_a_candidate_is_planned_after_one_with_overlap_only_if_full_overlap_would_suffice():
     (first, one), (second, two) = make_candidate("first", 4, 0.9, 1.0), make_candidate("second", 2, 3.0, 1.0)
-    hidden = replace(first, searched=True, make=lambda: with_hidden(first.make(), 0.5))
-    best_of([hidden, replace(second, searched=True, least=2.0)], 1.0)
+    hidden = replace(first, is_from_search=True, make=lambda: with_hidden(first.make(), 0.5))
+    choose_best_plan([hidden, replace(second, is_from_search=True, lower_bound_seconds=2.0)], 1.0)
     assert (one, two) == (["first"], [])
-    best_of([hidden, replace(second, searched=True, least=0.5)], 1.0)
+    choose_best_plan([hidden, replace(second, is_from_search=True, lower_bound_seconds=0.5)], 1.0)
     assert two == ["second"]
 
 

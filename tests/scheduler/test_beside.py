@@ -16,7 +16,7 @@ from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import StepError
 from hocket.ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from hocket.scheduler import plan_for_group
-from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.running.timeline import simulate_run
 from hocket.scheduler.stages import COMPUTE, TimelineEntry, estimate_run_time
 from hocket.scheduler.telling.critical import find_critical_path
@@ -201,5 +201,5 @@ def test_messages_are_waited_for_at_once():
 
 def test_one_device_alone_has_nothing_beside_which_to_compute():
     backend = Overlapping()
-    _, program = lower(two_branches(), backend, backend.device(0))
+    _, program = lower_graph(two_branches(), backend, backend.device(0))
     assert find_overlapped_instructions(program) == {}

@@ -11,7 +11,7 @@ import hocket
 from hocket.backends.base import find_devices
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.scheduler import Executor, Plan, Store, kept, plan_with_cache, planner
-from hocket.scheduler.choosing.uses import Use
+from hocket.scheduler.choosing.uses import Workload
 from hocket.scheduler.telling.as_json import plan_to_json
 
 from ..given.graphs.random_graphs import seeded_graph
@@ -69,7 +69,7 @@ def test_a_plan_for_one_use_is_not_taken_for_another_in_the_same_words(plans):
     group, graphs = find_devices(["cpu:0", "cpu:1"]), [seeded_graph(seed) for seed in (3, 4)]
 
     def use(graph, part):
-        return Use(lambda sequences, tokens: graph, (part,), prompt=64, new=8)
+        return Workload(lambda sequences, tokens: graph, (part,), prompt_tokens=64, new_tokens=8)
 
     uses = [use(graphs[0], 64), use(graphs[0], 64), use(graphs[0], 32), use(graphs[1], 64)]
     assert len({str(each) for each in uses}) == 1

@@ -9,7 +9,7 @@ import pytest
 from hocket.backends.base import find_device
 from hocket.graph import DType
 from hocket.scheduler import plan_for_group
-from hocket.scheduler.choosing.uses import Use
+from hocket.scheduler.choosing.uses import Workload
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.probing.probe_graphs import build_matmul_graph
 from hocket.scheduler.stages import COMPUTE, TimelineEntry, is_sequential
@@ -37,7 +37,7 @@ def test_two_devices_that_share_one_processor_are_left_for_one_that_has_all_of_i
 
 def test_a_workload_is_scored_by_the_device_that_has_all_to_itself():
     graph = decoder(4)
-    use = Use(lambda sequences, tokens: graph, (), new=8)
+    use = Workload(lambda sequences, tokens: graph, (), new_tokens=8)
     taken = {
         times: plan_for_group(
             graph, GROUP, use=use, hardware=replace(SHARED, alone_flops=times, alone_bandwidth=times), split_mode="auto"

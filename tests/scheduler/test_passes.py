@@ -17,7 +17,7 @@ from hocket.frontends.gguf import Gguf, open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.graph import Graph, format_graph
 from hocket.scheduler import plan_for_group
-from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.machines.simulated import simulate
 from hocket.scheduler.sharding.assign import propagate_layouts
 from hocket.scheduler.sharding.emit import partition_graph
@@ -71,7 +71,7 @@ def passes(graph: Graph) -> Iterator[tuple[str, str]]:
     yield "3-sharded", format_layouts(sharded.leaves, sharded.outputs) + "\n\n" + format_device_graphs(sharded.graphs)
     placed = emit_placed_graphs(graph, split_layers(graph, [1, 1]), 2)
     yield "4-placed", format_layouts(placed.leaves, placed.outputs) + "\n\n" + format_device_graphs(placed.graphs)
-    lowered, program = lower(sharded.graphs[0], backend, device)
+    lowered, program = lower_graph(sharded.graphs[0], backend, device)
     yield "5-lowered", changes(sharded.graphs[0], lowered)
     yield "6-memory", format_memory(program)
     yield "7-program", format_program(program)

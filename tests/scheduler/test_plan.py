@@ -17,7 +17,7 @@ from hocket.cli import main
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
 from hocket.graph.layer_folding import find_repetitions
 from hocket.scheduler import load, plan, plan_for_group
-from hocket.scheduler.choosing.fits import memory_problem, pools
+from hocket.scheduler.choosing.fits import describe_memory_problem, list_memory_pools
 from hocket.scheduler.machines.hardware import CPU
 from hocket.scheduler.machines.simulated import simulate
 from hocket.scheduler.sharding.condense import collapse_repeats
@@ -327,27 +327,29 @@ def test_names_of_layers_are_joined_in_one_range():
 
 
 def test_what_fits_is_no_problem():
-    assert memory_problem(plan_for_group(mlp(), simulate("h200:2").group)) is None
+    assert describe_memory_problem(plan_for_group(mlp(), simulate("h200:2").group)) is None
 
 
 def test_a_plan_that_does_not_fit_comes_with_two_remedies():
     graph = mlp(columns=2**19, rows=2**13)  # two weights of 16 GiB each
-    problem = memory_problem(plan_for_group(graph, simulate("rtx3090:1").group))
+    problem = describe_memory_problem(plan_for_group(graph, simulate("rtx3090:1").group))
     assert "rtx3090:0: needs 32" in problem
     assert "use 2 such devices with split_mode='tensor', or use a model with fewer bits" in problem
 
 
 def test_virtual_devices_of_a_machine_share_its_memory():
     new_plan = plan(mlp(), "cpu:0,cpu:1,cpu:2")
-    (pool,) = pools(new_plan)
+    (pool,) = list_memory_pools(new_plan)
     assert pool.is_shared
-    assert pool.needed == sum(new_plan.memory().values())
-    assert len(pools(plan_for_group(mlp(), simulate("cpu:3").group, split_mode="tensor"))) == 3
+    assert pool.needed_bytes == sum(new_plan.memory().values())
+    assert len(list_memory_pools(plan_for_group(mlp(), simulate("cpu:3").group, split_mode="tensor"))) == 3
 
 
 def test_auto_shards_a_model_that_does_not_fit_on_one_device():
     graph = mlp(columns=2**19, rows=2**13)
-    assert memory_problem(plan_for_group(graph, simulate("rtx3090:2,ethernet").group, split_mode="auto")) is None
+    assert (
+        describe_memory_problem(plan_for_group(graph, simulate("rtx3090:2,ethernet").group, split_mode="auto")) is None
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- command line

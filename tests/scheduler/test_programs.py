@@ -16,8 +16,8 @@ from hocket.backends import find_device
 from hocket.graph import Graph, PlanError, constant, input, state, weight
 from hocket.ops.collectives import COLLECTIVES, all_reduce
 from hocket.scheduler import Executor, Store, load, plan, plan_for_group
-from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, place, place_by_runs
-from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, assign_offsets, assign_offsets_by_repetition
+from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.verifier.plan import find_plan_faults
 from hocket.scheduler.verifier.program import find_program_faults, verify_program
 
@@ -101,7 +101,7 @@ def test_runs_share_bytes_and_keep_theirs_in_turn_above_what_lasts():
         Lifetime(384, 3, 7),  # saved by run 1
         Lifetime(128, 0, 0),  # earlier values
     ]
-    arena = place_by_runs(expected, [-1, 0, 0, 1, 1, 2, 2])
+    arena = assign_offsets_by_repetition(expected, [-1, 0, 0, 1, 1, 2, 2])
     assert arena.offsets == (0, 256, 256, 256 + 640, 256 + 640 + 128, 256)
     assert arena.nbytes == 256 + 640 + 128 + 384
 
@@ -112,7 +112,7 @@ def test_collectives_that_are_numbered_against_their_operands_are_refused(backen
     second = all_reduce(ops.silu(first), sequence=0, name="early")
     on = find_device(f"{backend}:0")
     with pytest.raises(PlanError, match=r"%late = all_reduce.* would wait for itself: meetings come in the order"):
-        lower(Graph({"y": second}), *on)
+        lower_graph(Graph({"y": second}), *on)
 
 
 def test_a_program_with_collectives_numbered_against_its_steps_is_refused():
@@ -252,7 +252,7 @@ LIFETIMES = st.lists(
 @given(LIFETIMES)
 @settings(deadline=None, derandomize=True)
 def test_no_two_live_values_share_a_byte(lifetimes):
-    arena = place(lifetimes)
+    arena = assign_offsets(lifetimes)
     for i, (a, at) in enumerate(zip(lifetimes, arena.offsets, strict=True)):
         assert at % ALIGNMENT == 0
         assert at + a.nbytes <= arena.nbytes or not a.nbytes

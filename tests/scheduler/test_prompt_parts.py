@@ -8,7 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from hocket.scheduler.choosing import parts
-from hocket.scheduler.choosing.parts import Predicted, in_parts, room, seconds_of
+from hocket.scheduler.choosing.parts import (
+    ChunkTimeModel,
+    choose_prefill_chunks,
+    compute_pipelined_seconds,
+    round_up_to_chunk_size,
+)
 from hocket.scheduler.succession import StageTime
 
 SIZES = (64, 96, 128, 192, 256, 384, 512)
@@ -25,13 +30,13 @@ def fake_time_model(monkeypatch, *, run=0.0, token=1.0, seen=0.0, devices=2, mes
         return [StageTime(message_seconds, each * (last if d == devices - 1 else 1)) for d in range(devices)]
 
     monkeypatch.setattr(parts, "estimate_stage_times", stage_times)
-    return Predicted(lambda tokens, cells: SimpleNamespace(tokens=tokens, cells=cells), (64, 512), (256, 2048))
+    return ChunkTimeModel(lambda tokens, cells: SimpleNamespace(tokens=tokens, cells=cells), (64, 512), (256, 2048))
 
 
 def test_between_plans_time_grows_evenly_with_tokens_and_with_cells(monkeypatch):
     of = fake_time_model(monkeypatch, run=3.0, seen=0.01, message_seconds=2.0, last=3.0)
     for tokens, end in product((64, 100, 512, 600), (600, 1000, 4096)):
-        each = 3 + tokens * (1 + 0.01 * (end - tokens / 2) / parts.SEEN)
+        each = 3 + tokens * (1 + 0.01 * (end - tokens / 2) / parts.CALIBRATED_VISIBLE_SHARE)
         assert [stage.work for stage in of.legs(tokens, end)] == pytest.approx([each, 3 * each])
         assert [stage.letters for stage in of.legs(tokens, end)] == pytest.approx([2, 2])
         assert of.slowest(tokens, end) == pytest.approx(3 * each)
@@ -40,47 +45,54 @@ def test_between_plans_time_grows_evenly_with_tokens_and_with_cells(monkeypatch)
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_equal_parts_take_the_work_of_one_device_and_one_part_more_on_each_other(monkeypatch, devices):
     of = fake_time_model(monkeypatch, run=8.0, devices=devices)
-    assert seconds_of([128] * 16, 0, SIZES, of) == pytest.approx((16 + devices - 1) * 136)
+    assert compute_pipelined_seconds([128] * 16, 0, SIZES, of) == pytest.approx((16 + devices - 1) * 136)
 
 
 def test_messages_are_waited_for_once_by_each_device(monkeypatch):
     of = fake_time_model(monkeypatch, devices=3, message_seconds=5.0)
-    assert seconds_of([64, 64], 0, SIZES, of) == pytest.approx(4 * 64 + 3 * 5)
+    assert compute_pipelined_seconds([64, 64], 0, SIZES, of) == pytest.approx(4 * 64 + 3 * 5)
 
 
 def test_parts_take_equally_long_where_later_ones_see_more(monkeypatch):
     of = fake_time_model(monkeypatch, run=30.0, seen=0.003)
-    best = in_parts(2048, 0, SIZES, of)
-    assert sum(best.sizes) == 2048
-    assert best.sizes[0] > best.sizes[-2]
-    assert list(best.sizes[:-1]) == sorted(best.sizes[:-1], reverse=True)
-    assert best.seconds == pytest.approx(seconds_of(best.sizes, 0, SIZES, of))
-    assert best.seconds < min(seconds_of([size] * (2048 // size), 0, SIZES, of) for size in (64, 128, 256, 512))
+    best = choose_prefill_chunks(2048, 0, SIZES, of)
+    assert sum(best.chunk_sizes) == 2048
+    assert best.chunk_sizes[0] > best.chunk_sizes[-2]
+    assert list(best.chunk_sizes[:-1]) == sorted(best.chunk_sizes[:-1], reverse=True)
+    assert best.seconds == pytest.approx(compute_pipelined_seconds(best.chunk_sizes, 0, SIZES, of))
+    assert best.seconds < min(
+        compute_pipelined_seconds([size] * (2048 // size), 0, SIZES, of) for size in (64, 128, 256, 512)
+    )
 
 
 @pytest.mark.parametrize("run", [0.0, 10.0, 100.0, 1000.0])
 def test_no_equal_parts_are_much_faster(monkeypatch, run):
     of = fake_time_model(monkeypatch, run=run)
-    equal = [seconds_of([size] * (2048 // size), 0, SIZES, of) for size in (64, 128, 256, 512)]
-    assert in_parts(2048, 0, SIZES, of).seconds <= parts.WORTH * min(equal)
+    equal = [compute_pipelined_seconds([size] * (2048 // size), 0, SIZES, of) for size in (64, 128, 256, 512)]
+    assert choose_prefill_chunks(2048, 0, SIZES, of).seconds <= parts.FEWER_CHUNKS_TOLERANCE * min(equal)
 
 
 def test_what_each_run_takes_makes_parts_few(monkeypatch):
-    counts = [len(in_parts(2048, 0, SIZES, fake_time_model(monkeypatch, run=run)).sizes) for run in (0.0, 20.0, 3000.0)]
+    counts = [
+        len(choose_prefill_chunks(2048, 0, SIZES, fake_time_model(monkeypatch, run=run)).chunk_sizes)
+        for run in (0.0, 20.0, 3000.0)
+    ]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[1] > counts[2]
 
 
 def test_a_prompt_behind_many_tokens_is_split_as_those_need(monkeypatch):
     of = fake_time_model(monkeypatch, run=30.0, seen=0.01)
-    short_past, long_past = (in_parts(1024, behind, SIZES, of) for behind in (0, 8192))
+    short_past, long_past = (choose_prefill_chunks(1024, behind, SIZES, of) for behind in (0, 8192))
     assert long_past.seconds > short_past.seconds
-    assert long_past.sizes[0] <= short_past.sizes[0]
+    assert long_past.chunk_sizes[0] <= short_past.chunk_sizes[0]
 
 
 def test_the_last_part_may_be_short_and_takes_as_long_as_a_larger_one(monkeypatch):
     of = fake_time_model(monkeypatch)
-    best = in_parts(1000, 0, SIZES, of)
-    assert sum(best.sizes) == 1000
-    assert room(best.sizes[-1], SIZES) in SIZES
-    assert seconds_of([64, 1], 0, SIZES, of) == pytest.approx(seconds_of([64, 64], 0, SIZES, of))
+    best = choose_prefill_chunks(1000, 0, SIZES, of)
+    assert sum(best.chunk_sizes) == 1000
+    assert round_up_to_chunk_size(best.chunk_sizes[-1], SIZES) in SIZES
+    assert compute_pipelined_seconds([64, 1], 0, SIZES, of) == pytest.approx(
+        compute_pipelined_seconds([64, 64], 0, SIZES, of)
+    )

@@ -11,8 +11,8 @@ from hocket.backends.abilities import KernelCall, SourceLocation
 from hocket.backends.base import find_device
 from hocket.scheduler import Plan, plan_for_group, simulate
 from hocket.scheduler.choosing import repeating
-from hocket.scheduler.lowering.lane import lanes_of
-from hocket.scheduler.lowering.unfold import called_again, kinds_of_steps
+from hocket.scheduler.lowering.lane import build_device_plans
+from hocket.scheduler.lowering.unfold import find_kinds_of_instructions, unroll_kernel_calls
 from hocket.scheduler.verifier.plan import find_plan_faults
 
 from ..given.graphs.layered import KV, D, decoder, perceptron
@@ -35,7 +35,7 @@ def plan_graph(name: str, backend: str = "cpu") -> Plan:
 
 @pytest.fixture(autouse=True)
 def allow_any_gain(monkeypatch):
-    monkeypatch.setattr(repeating, "WORTH", 1)
+    monkeypatch.setattr(repeating, "MIN_SAVED_NODES", 1)
 
 
 def step_by_step(plan: Plan) -> Plan:
@@ -75,7 +75,7 @@ def test_a_plan_over_weights_that_lie_already_repeats_itself_too(name):
 def test_a_plan_lowered_step_by_step_takes_the_shares_of_loaded_weights(name, monkeypatch):
     """Check that shares of repeated runs recur sooner than rounding evens out."""
     plan = plan_graph(name)
-    monkeypatch.setattr(repeating, "WORTH", float("inf"))
+    monkeypatch.setattr(repeating, "MIN_SAVED_NODES", float("inf"))
     again = plan_for_group(plan.graph, plan.group, hardware=SLOW, like=plan)
     assert all(device_plan.short is None for device_plan in again.lanes)
     assert again.leaves == plan.leaves
@@ -94,19 +94,19 @@ def test_leaves_lie_as_the_programs_of_the_long_plan_have_them():
 
 def test_a_device_regains_in_later_runs_the_rows_that_rounding_takes():
     plan = plan_graph("more layers than kinds")
-    assert plan.lanes[0].short.of.short_count == 8
+    assert plan.lanes[0].short.shortened_graph.short_count == 8
     caches = [layout for name, layout in plan.leaves.items() if name.endswith("cache_k")]
     heads = [sum(layout.length(device) for layout in caches) / D for device in range(3)]
     assert all(abs(n - 14 * KV * share / 11) < 2.5 for n, share in zip(heads, (5, 4, 2), strict=True))
 
 
 def test_a_plan_that_saves_little_is_lowered_step_by_step(monkeypatch):
-    monkeypatch.setattr(repeating, "WORTH", 20_000)
+    monkeypatch.setattr(repeating, "MIN_SAVED_NODES", 20_000)
     assert all(device_plan.short is None for device_plan in plan_graph("decoder").lanes)
 
 
 def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_why(monkeypatch):
-    monkeypatch.setattr(repeating, "lanes_of", lambda graphs, group, of: lanes_of(graphs, group))
+    monkeypatch.setattr(repeating, "build_device_plans", lambda graphs, group, of: build_device_plans(graphs, group))
     monkeypatch.setattr(repeating, "_is_repeatable", lambda device_plan, of: True)
     plan = plan_graph("decoder")
     assert all(device_plan.short is None for device_plan in plan.lanes)
@@ -125,23 +125,27 @@ def test_kernels_of_repeated_runs_are_those_of_a_plan_lowered_step_by_step(name,
     long = plan.lanes[0].backend.list_kernels(plan.lanes[0].program, plan.lanes[0].device)
     assert calls == [(call.kernel, call.numbers) for call in long]
     assert any(len(numbers) > 1 for _, numbers in calls) == (name == "decoder")
-    monkeypatch.setattr(repeating, "WORTH", float("inf"))
+    monkeypatch.setattr(repeating, "MIN_SAVED_NODES", float("inf"))
     assert plan.cost == pytest.approx(plan_for_group(graph, group, split_mode="tensor").cost)
 
 
 def test_a_kernel_of_two_runs_is_predicted_by_the_long_program():
     short = plan_graph("decoder").lanes[0].short
-    kinds = kinds_of_steps(short.graph, short.program, short.of)
+    kinds = find_kinds_of_instructions(short.graph, short.program, short.shortened_graph)
     first, last = kinds.index(0), len(kinds) - 1
     calls = [KernelCall("one", SourceLocation(""), (n,)) for n in range(len(kinds))]
-    assert len(called_again(short.graph, short.program, short.of, calls)) == len(short.unfolded[1].instructions)
+    assert len(unroll_kernel_calls(short.graph, short.program, short.shortened_graph, calls)) == len(
+        short.unrolled_graph_and_program[1].instructions
+    )
     assert (
-        called_again(short.graph, short.program, short.of, [KernelCall("two", SourceLocation(""), (first, last))])
+        unroll_kernel_calls(
+            short.graph, short.program, short.shortened_graph, [KernelCall("two", SourceLocation(""), (first, last))]
+        )
         is None
     )
 
 
 def test_memory_for_intermediate_values_grows_little(monkeypatch):
     short = plan_graph("decoder").memory()["arena"]
-    monkeypatch.setattr(repeating, "WORTH", float("inf"))
+    monkeypatch.setattr(repeating, "MIN_SAVED_NODES", float("inf"))
     assert short <= 1.1 * plan_graph("decoder").memory()["arena"]

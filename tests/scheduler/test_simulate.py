@@ -14,7 +14,7 @@ from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
 from hocket.graph import BackendError, Graph, PlanError, input, weight
 from hocket.scheduler import load, plan_for_group
-from hocket.scheduler.choosing.fits import memory_problem
+from hocket.scheduler.choosing.fits import describe_memory_problem
 from hocket.scheduler.machines.catalogue import LINKS, MACHINES
 from hocket.scheduler.machines.simulated import simulate
 
@@ -44,7 +44,7 @@ def test_auto_predicts_for_eight_devices_no_more_than_for_one(kind, tmp_path):
     simulation = simulate("h200:8,nvlink")
     one = plan_for_group(graph, simulation.group[:1], hardware=simulation.hardware)
     many = plan_for_group(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
-    assert memory_problem(one) is None
+    assert describe_memory_problem(one) is None
     assert many.cost.total <= one.cost.total * (1 + 1e-9)
 
 
@@ -56,7 +56,7 @@ def test_auto_never_predicts_more_than_one_device_where_that_fits(devices, tmp_p
         simulation = simulate(devices)
         one = plan_for_group(graph, simulation.group[:1], hardware=simulation.hardware)
         many = plan_for_group(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
-        assert memory_problem(one) is None
+        assert describe_memory_problem(one) is None
         assert many.cost.total <= one.cost.total * (1 + 1e-9)
 
 

@@ -22,7 +22,7 @@ def layout(tmp_path, machine, sequences, mode="auto", devices=None, layers=4):
     """The plan of a step, and the use that it was made for."""
     model = open_model(llama_8b(tmp_path / "model.gguf", layers=layers), header_only=True)
     use = make_workload(lambda n, tokens: model.graph(Step(n, tokens, CONTEXT, CONTEXT, n)), sequences, CONTEXT)
-    graph, simulation = use.graph_of(sequences, 1), simulate(machine)
+    graph, simulation = use.build_graph(sequences, 1), simulate(machine)
     hardware = simulation.hardware_for(graph)
     return plan_for_group(graph, simulation.group[:devices], split_mode=mode, hardware=hardware, use=use), use
 

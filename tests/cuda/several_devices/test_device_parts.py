@@ -18,7 +18,7 @@ from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import Graph, input, weight
 from hocket.graph.errors import BackendError, PlanError
 from hocket.scheduler import load, plan, plan_for_group
-from hocket.scheduler.choosing.fits import memory_problem, pools
+from hocket.scheduler.choosing.fits import describe_memory_problem, list_memory_pools
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from ...given.devices.devices_meet import CASES, CollectiveRig, all_reduce_case, same, through_the_host
@@ -72,19 +72,19 @@ def test_a_device_named_twice_gets_a_hint_about_parts():
 
 def test_parts_share_the_memory_of_their_device(backend):
     plan = plan_for_group(mlp(), [*parts_of(backend, 2), (backend, backend.device(1))], split_mode="tensor")
-    shared, own = pools(plan)
-    assert [str(lane.device) for lane in shared.lanes] == ["cuda:0.0", "cuda:0.1"]
-    assert shared.memory == own.memory == 1 << 30
-    assert shared.needed == sum(sum(lane.memory().values()) for lane in plan.lanes[:2])
+    shared, own = list_memory_pools(plan)
+    assert [str(lane.device) for lane in shared.device_plans] == ["cuda:0.0", "cuda:0.1"]
+    assert shared.memory_bytes == own.memory_bytes == 1 << 30
+    assert shared.needed_bytes == sum(sum(lane.memory().values()) for lane in plan.lanes[:2])
 
 
 def test_what_does_not_fit_on_two_parts_does_not_fit(backend):
     """Cut in two, each of 0.75 GiB."""
     graph = mlp(2**13, 3 * 2**14)
     plan = plan_for_group(graph, parts_of(backend, 2), split_mode="tensor")
-    assert "cuda:0.0, cuda:0.1: needs 3" in memory_problem(plan)
+    assert "cuda:0.0, cuda:0.1: needs 3" in describe_memory_problem(plan)
     four = [(backend, backend.device(index)) for index in range(4)]
-    assert memory_problem(plan_for_group(graph, four, split_mode="tensor")) is None
+    assert describe_memory_problem(plan_for_group(graph, four, split_mode="tensor")) is None
 
 
 def test_a_plan_for_parts_comes_back_from_json(monkeypatch):

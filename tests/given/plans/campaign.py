@@ -15,7 +15,7 @@ from hocket.backends.base import Program, Tensor
 from hocket.graph import Graph, HocketError, Node, Value, input, state, weight
 from hocket.graph.errors import PlanError
 from hocket.scheduler import HostOffload, Plan, Store, plan_for_group
-from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.verifier.plan import find_plan_faults
 
@@ -249,7 +249,7 @@ def _with_node(plan: Plan, number: int, node: Node, src: Any, attrs: Any, *, bot
     device_plans = list(plan.lanes)
     for at, device_plan in enumerate(plan.lanes):
         if at == number or (both and device_plan.graph is graph):
-            new_graph, program = lower(changed, device_plan.backend, device_plan.device)
+            new_graph, program = lower_graph(changed, device_plan.backend, device_plan.device)
             device_plans[at] = dataclasses.replace(device_plan, graph=new_graph, program=program)
     return dataclasses.replace(plan, lanes=tuple(device_plans))
 

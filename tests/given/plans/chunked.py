@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hocket import ops
 from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler import Plan
-from hocket.scheduler.lowering.lane import Devices, lanes_of
+from hocket.scheduler.lowering.lane import Devices, build_device_plans
 from hocket.scheduler.sharding.assign import propagate_layouts
 from hocket.scheduler.sharding.chunks import find_token_factor, partition_in_chunks
 from hocket.scheduler.sharding.emit import PartitionedGraphs
@@ -45,5 +45,11 @@ def chunked_plan(
     )
     assert isinstance(sharded, PartitionedGraphs)
     return Plan(
-        graph, lanes_of(sharded.graphs, group), sharded.leaves, sharded.outputs, cuts, (), shares=tuple(map(float, own))
+        graph,
+        build_device_plans(sharded.graphs, group),
+        sharded.leaves,
+        sharded.outputs,
+        cuts,
+        (),
+        shares=tuple(map(float, own)),
     )

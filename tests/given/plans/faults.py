@@ -15,7 +15,7 @@ from hocket import ops
 from hocket.backends.base import Support, find_device
 from hocket.graph import Graph, Node, PlanError, Value, input, state, weight
 from hocket.scheduler import Plan, plan_for_group
-from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.verifier.plan import find_plan_faults, verify_plan
 
@@ -138,7 +138,7 @@ def on(plan: Plan, *devices: int, graph: Callable[[Graph], Graph]) -> Plan:
     device_plans = list(plan.lanes)
     for device in devices:
         device_plan = device_plans[device]
-        lowered, program = lower(graph(device_plan.graph), device_plan.backend, device_plan.device)
+        lowered, program = lower_graph(graph(device_plan.graph), device_plan.backend, device_plan.device)
         device_plans[device] = dataclasses.replace(device_plan, graph=lowered, program=program)
     return dataclasses.replace(plan, lanes=tuple(device_plans))
 

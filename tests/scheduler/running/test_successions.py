@@ -13,7 +13,7 @@ from hocket import ops
 from hocket.backends.null.backend import ClockEvent as NullStep
 from hocket.backends.null.backend import NullBackend
 from hocket.graph import Graph, PlanError, StepError, input, weight
-from hocket.scheduler import Executor, PipelinedPlan, PipelinedRuns, Plan, dealing, plan_for_group
+from hocket.scheduler import Executor, PipelinedPlan, PipelinedRuns, Plan, choose_micro_batches, plan_for_group
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.units import format_seconds
 
@@ -204,13 +204,13 @@ IDEAL = replace(BUSY, link_bandwidth=1e15, across_bandwidth=1e15, across_latency
 @pytest.mark.parametrize(("group_size", "through"), [(1, "4 devices"), (2, "4 teams of 2 devices")])
 def test_on_a_virtual_clock_sixteen_sequences_keep_four_stages_busy(group_size, through):
     backend, plan_of = sequences_on(4, IDEAL, group_size)
-    micro_batches = dealing(16, plan_of)
-    assert micro_batches.sizes == (4, 4, 4, 4)
+    micro_batches = choose_micro_batches(16, plan_of)
+    assert micro_batches.batch_sizes == (4, 4, 4, 4)
     following = measure_on_clock(backend, in_groups(plan_of(4), 4), 32)
     backend.tracks.clear()
     at_once = measure_on_clock(backend, in_groups(plan_of(16), 1), 32)
     assert at_once / following == pytest.approx(4 * 128 / (128 + 3), rel=1e-3), "they fill and empty once"
-    times = dict(micro_batches.considered)
+    times = dict(micro_batches.seconds_of_counts)
     assert times[1] / times[4] == pytest.approx(4.0, rel=1e-3)
     assert str(micro_batches) == (
         f"16 sequences run in 4 micro-batches that follow each other through {through}, predicted to take "
@@ -221,8 +221,8 @@ def test_on_a_virtual_clock_sixteen_sequences_keep_four_stages_busy(group_size, 
 
 def test_sequences_are_not_split_where_weights_would_be_read_again_for_nothing():
     _, plan_of = sequences_on(4, replace(BUSY, flops=1e15, bandwidth=1e9))
-    micro_batches = dealing(16, plan_of)
-    assert micro_batches.sizes == (16,)
+    micro_batches = choose_micro_batches(16, plan_of)
+    assert micro_batches.batch_sizes == (16,)
     assert str(micro_batches) == (
         "16 sequences run as one, predicted to take 18.4 ms a step; in 4 micro-batches 17.2 ms, in 2 micro-batches "
         "17.6 ms; several have to be 1.1 times as fast"
@@ -231,7 +231,7 @@ def test_sequences_are_not_split_where_weights_would_be_read_again_for_nothing()
 
 def test_sequences_are_not_split_where_all_devices_run_collectives():
     plan = tensor_plan()
-    assert str(dealing(16, lambda _: plan)) == (
+    assert str(choose_micro_batches(16, lambda _: plan)) == (
         f"16 sequences run as one, predicted to take {format_seconds(plan.cost.total)} a step; "
         "all devices meet, so that none can begin with other sequences"
     )
@@ -239,4 +239,4 @@ def test_sequences_are_not_split_where_all_devices_run_collectives():
 
 @pytest.mark.parametrize(("sequences", "sizes"), [(1, (1,)), (2, (1, 1)), (3, (1, 1, 1)), (6, (2, 2, 1, 1))])
 def test_as_many_micro_batches_as_there_are_devices_or_sequences(sequences, sizes):
-    assert dealing(sequences, sequences_on(4, BUSY)[1]).sizes == sizes
+    assert choose_micro_batches(sequences, sequences_on(4, BUSY)[1]).batch_sizes == sizes

@@ -96,9 +96,9 @@ def test_chunks_give_the_bits_of_the_whole(devices):
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("devices", [2, 3])
 def test_repeated_layers_have_the_chunks_of_a_plan_lowered_step_by_step(devices, monkeypatch):
-    monkeypatch.setattr(repeating, "WORTH", 1)
+    monkeypatch.setattr(repeating, "MIN_SAVED_NODES", 1)
     short = plan_layers(Overlapping(), devices, layers=9)
-    monkeypatch.setattr(repeating, "WORTH", float("inf"))
+    monkeypatch.setattr(repeating, "MIN_SAVED_NODES", float("inf"))
     long = plan_layers(Overlapping(), devices, layers=9)
     assert all(device_plan.short is not None for device_plan in short.lanes)
     assert all(device_plan.short is None for device_plan in long.lanes)
@@ -132,7 +132,7 @@ def test_distributed_chunks_of_repeated_layers_are_those_of_a_plan_lowered_step_
     plans, known = [], SequenceParallelOptions.shard_if_saving
     monkeypatch.setattr(SequenceParallelOptions, "shard_if_saving", lambda options, rows, _: known(options, rows, 0.0))
     for min_gain in (1, float("inf")):
-        monkeypatch.setattr(repeating, "WORTH", min_gain)
+        monkeypatch.setattr(repeating, "MIN_SAVED_NODES", min_gain)
         plans.append(plan_layers(Overlapping(), 4, WORK_ON_ROWS, layers=9))
     short, long = plans
     assert all(device_plan.short is not None for device_plan in short.lanes)

@@ -15,7 +15,7 @@ from hocket.frontends.models import load_model
 from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import BackendError, Graph, input, weight
 from hocket.scheduler import HostOffload, load, plan, plan_for_group
-from hocket.scheduler.choosing.fits import memory_problem, shortage
+from hocket.scheduler.choosing.fits import compute_missing_bytes, describe_memory_problem
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from ...given.models.goldens import FLOAT_CACHES, nmse, path_of, tokens_of
@@ -66,7 +66,7 @@ def test_weights_that_do_not_fit_stay_on_the_host(mode):
     graph = tower()
     new_plan = plan_for_group(graph, small_group(45_000), split_mode=mode, host=HOST)
     assert weight_pages(new_plan) == {"small:0": 10, "numpy:0": 6}
-    assert not shortage(new_plan)
+    assert not compute_missing_bytes(new_plan)
     assert "weights that do not fit stay on numpy:0" in new_plan.explain()
     data = {v.node.name: np.random.default_rng(1).standard_normal(v.shape) for v in graph.weights}
     feed = {"x": np.ones((1, 32))}
@@ -94,7 +94,7 @@ def test_what_fits_does_without_the_host():
 
 def test_shards_are_not_moved_to_the_host():
     plan = plan_for_group(tower(), small_group(20_000, 20_000), split_mode="tensor", host=HOST)
-    assert memory_problem(plan)
+    assert describe_memory_problem(plan)
 
 
 def test_weights_that_exceed_devices_and_host_are_reported_for_the_devices():
@@ -102,7 +102,7 @@ def test_weights_that_exceed_devices_and_host_are_reported_for_the_devices():
     poor = HostOffload(tiny, Device("host", 0, 20_000))
     plan = plan_for_group(tower(), small_group(30_000), split_mode="none", host=poor)
     assert [str(device_plan.device) for device_plan in plan.lanes] == ["small:0"]
-    problem = memory_problem(plan)
+    problem = describe_memory_problem(plan)
     assert problem
     assert "small:0: needs" in problem
 
@@ -119,7 +119,7 @@ def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
         }
     )
     asked, plan = plan_and_session_plan(graph, DeviceGroup(split_mode="auto"), "rtx3090:1")
-    assert memory_problem(asked)
+    assert describe_memory_problem(asked)
     assert [str(device_plan.device) for device_plan in plan.lanes] == ["rtx3090:0", "cpu:0"]
     assert plan.host is not None
     assert plan.host.bandwidth < plan.hardware.bandwidth

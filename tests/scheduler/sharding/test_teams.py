@@ -12,7 +12,7 @@ from hocket.backends.base import find_devices
 from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.scheduler import plan_for_group, plan_from_json, plan_to_json, simulate
 from hocket.scheduler.layout import Local, Shard
-from hocket.scheduler.lowering.lane import teams_of
+from hocket.scheduler.lowering.lane import find_collective_groups
 from hocket.scheduler.running.timeline import simulate_run
 from hocket.scheduler.sharding.teams import split_into_groups
 from hocket.scheduler.verifier.plan import find_plan_faults
@@ -53,7 +53,9 @@ def test_sharded_stages_give_the_results_of_one_device(make, devices, shares):
     graph = make()
     values = values_of(graph, 1)
     plan = plan_stages(graph, "reference", devices, tensor_split=shares)
-    assert {len(members) for members in teams_of([device_plan.program for device_plan in plan.lanes])} == {devices // 2}
+    assert {
+        len(members) for members in find_collective_groups([device_plan.program for device_plan in plan.lanes])
+    } == {devices // 2}
     assert not compare_results(results(plan, values), results(plan_for_group(graph, group("reference", 1)), values))
 
 
@@ -74,7 +76,7 @@ def test_a_state_that_no_node_reads_stays_with_its_group():
 
 def test_devices_that_only_send_messages_are_one_group_and_still_run_collectives_in_their_memory():
     plan = plan_for_group(decoder(), group("reference", 3), split_mode="layer")
-    assert teams_of([device_plan.program for device_plan in plan.lanes]) == ((0, 1, 2),) * 3
+    assert find_collective_groups([device_plan.program for device_plan in plan.lanes]) == ((0, 1, 2),) * 3
 
 
 def test_compiled_code_sums_in_groups():

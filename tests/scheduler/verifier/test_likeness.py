@@ -56,7 +56,7 @@ def test_equal_layers_are_lowered_and_verified_once(monkeypatch):
 
 def test_what_is_stamped_is_what_lowering_gives():
     for one in layers_on(LAYERS).lanes:
-        graph, program = lower.lower(one.graph, one.backend, one.device)
+        graph, program = lower.lower_graph(one.graph, one.backend, one.device)
         assert graph.digest() == one.graph.digest()
         assert program == one.program
 
@@ -66,10 +66,10 @@ def test_a_graph_like_no_other_is_lowered_as_a_stamped_one_would_be(monkeypatch)
     group = find_devices([f"reference:{d}" for d in range(3)], None)
     plan = plan_for_group(tower(), group, split_mode="tensor", tensor_split=(4, 3, 1), hardware=SLOW)
     assert not stamped
-    assert len({alike.structure(one.program) for one in plan.lanes}) == 3
+    assert len({alike.make_program_key(one.program) for one in plan.lanes}) == 3
     for one in plan.lanes:
-        lowered = lower.lower(alike.numbered(one.graph), one.backend, one.device)
-        graph, program = alike.named(*lowered, one.graph)
+        lowered = lower.lower_graph(alike.with_numbered_names(one.graph), one.backend, one.device)
+        graph, program = alike.with_graph_names(*lowered, one.graph)
         assert graph.digest() == one.graph.digest()
         assert program == one.program
 

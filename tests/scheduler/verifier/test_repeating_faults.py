@@ -15,9 +15,9 @@ from hocket.graph.repeated_runs import RepeatedRuns, ShortenedGraph
 from hocket.graph.rewrite import rewrite_graph
 from hocket.scheduler import Plan, plan_for_group
 from hocket.scheduler.choosing import repeating
-from hocket.scheduler.lowering.lane import Short
-from hocket.scheduler.lowering.lane import repeating as lane_of
-from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.lowering.lane import UnrollableProgram
+from hocket.scheduler.lowering.lane import make_unrolled_device_plan as lane_of
+from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.verifier.plan import find_plan_faults
 from hocket.scheduler.verifier.runs import find_device_repetition_faults
 
@@ -30,17 +30,17 @@ LAYERS, DEVICE = 14, 1
 @cache
 def plan_graph() -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeating, "WORTH", 1)
+        patch.setattr(repeating, "MIN_SAVED_NODES", 1)
         group = [find_device(f"cpu:{d}") for d in range(3)]
         plan = plan_for_group(decoder(LAYERS), group, split_mode="tensor", tensor_split=(5, 4, 2), hardware=SLOW)
     return plan
 
 
-def shorts(plan: Plan) -> list[Short]:
+def shorts(plan: Plan) -> list[UnrollableProgram]:
     return [device_plan.short for device_plan in plan.lanes if device_plan.short is not None]
 
 
-def with_shorts(plan: Plan, shorts: list[Short], **changes: Any) -> Plan:
+def with_shorts(plan: Plan, shorts: list[UnrollableProgram], **changes: Any) -> Plan:
     device_plans = [
         lane_of(device_plan.device, device_plan.backend, short)
         for device_plan, short in zip(plan.lanes, shorts, strict=True)
@@ -51,7 +51,7 @@ def with_shorts(plan: Plan, shorts: list[Short], **changes: Any) -> Plan:
 def with_program_change(change: Callable[[Program], Program]) -> Plan:
     """The plan in which the short program of one device is changed."""
     parts = shorts(plan_graph())
-    parts[DEVICE] = Short(parts[DEVICE].graph, change(parts[DEVICE].program), parts[DEVICE].of)
+    parts[DEVICE] = UnrollableProgram(parts[DEVICE].graph, change(parts[DEVICE].program), parts[DEVICE].shortened_graph)
     return with_shorts(plan_graph(), parts)
 
 
@@ -67,21 +67,23 @@ def with_step_change(at: Callable[[Instruction], bool], change: Callable[[Instru
 
 def at_node(kind: int, place: int, ending: str = "") -> Callable[[Instruction], bool]:
     """The step of a node by its place in a run."""
-    number = shorts(plan_graph())[DEVICE].of.short_repetitions.first_node_of(kind) + place
+    number = shorts(plan_graph())[DEVICE].shortened_graph.short_repetitions.first_node_of(kind) + place
     return lambda i: i.node == f"{number}{ending}"
 
 
 def place_of(name: str, run: int = 0) -> int:
     """Where in a run a node of the user's graph is."""
-    of = shorts(plan_graph())[DEVICE].of
+    of = shorts(plan_graph())[DEVICE].shortened_graph
     (at,) = (at for at, node in enumerate(of.deep_nodes) if node.name == name)
     return at - of.deep_repetitions.first_node_of(run)
 
 
 def of_another(change: Callable[[ShortenedGraph], ShortenedGraph], **changes: Any) -> Plan:
     """Return the plan with device plans that repeat another graph, or other runs."""
-    of = change(shorts(plan_graph())[0].of)
-    return with_shorts(plan_graph(), [Short(s.graph, s.program, of) for s in shorts(plan_graph())], **changes)
+    of = change(shorts(plan_graph())[0].shortened_graph)
+    return with_shorts(
+        plan_graph(), [UnrollableProgram(s.graph, s.program, of) for s in shorts(plan_graph())], **changes
+    )
 
 
 def shift_tensor(t: Tensor, **changes: Any) -> Tensor:
@@ -99,7 +101,7 @@ def wrong_leaf() -> Plan:
 
 
 def called_number(kind: int, place: int) -> int:
-    return shorts(plan_graph())[DEVICE].of.short_repetitions.first_node_of(kind) + place
+    return shorts(plan_graph())[DEVICE].shortened_graph.short_repetitions.first_node_of(kind) + place
 
 
 def without_a_step() -> Plan:
@@ -134,15 +136,17 @@ def with_exchanged_collectives() -> Plan:
         i if i.index < 0 else dataclasses.replace(i, attrs=nodes[i.index].attrs) for i in short.program.instructions
     )
     parts = shorts(plan_graph())
-    parts[DEVICE] = Short(graph, dataclasses.replace(short.program, instructions=tuple(steps)), short.of)
+    parts[DEVICE] = UnrollableProgram(
+        graph, dataclasses.replace(short.program, instructions=tuple(steps)), short.shortened_graph
+    )
     return with_shorts(plan_graph(), parts)
 
 
 def lowered_as_if_nothing_came_again() -> Plan:
     """A program that runs the short graph, but keeps values of the next run where this one still needs them."""
     device_plan, parts = plan_graph().lanes[DEVICE], shorts(plan_graph())
-    graph, program = lower(parts[DEVICE].graph, device_plan.backend, device_plan.device)
-    parts[DEVICE] = Short(graph, program, parts[DEVICE].of)
+    graph, program = lower_graph(parts[DEVICE].graph, device_plan.backend, device_plan.device)
+    parts[DEVICE] = UnrollableProgram(graph, program, parts[DEVICE].shortened_graph)
     return with_shorts(plan_graph(), parts)
 
 
@@ -199,7 +203,7 @@ def another_name() -> Plan:
         short.graph, lambda n: dataclasses.replace(n, name="gate").results if n.name == name else None
     )
     parts = shorts(plan_graph())
-    parts[DEVICE] = Short(graph, short.program, short.of)
+    parts[DEVICE] = UnrollableProgram(graph, short.program, short.shortened_graph)
     return with_shorts(plan_graph(), parts)
 
 
@@ -238,7 +242,7 @@ FAULTS: dict[str, tuple[Callable[[], Plan], str]] = {
     "a node has another name": (another_name, "is called by no number"),
     "runs behind the graph": (lambda: with_repeats(start=10_000), "which the graph"),
     "runs begin a node later": (
-        lambda: with_repeats(start=shorts(plan_graph())[0].of.deep_repetitions.start + 1),
+        lambda: with_repeats(start=shorts(plan_graph())[0].shortened_graph.deep_repetitions.start + 1),
         "run",
     ),
 }
@@ -261,12 +265,18 @@ def test_a_program_that_is_right_alone_may_be_no_program_to_repeat():
     assert (
         list(
             find_device_repetition_faults(
-                device_plan.short.graph, device_plan.short.program, device_plan.backend, device_plan.short.of
+                device_plan.short.graph,
+                device_plan.short.program,
+                device_plan.backend,
+                device_plan.short.shortened_graph,
             )
         )
         == []
     )
-    assert list(find_device_repetition_faults(broken.graph, broken.program, device_plan.backend, broken.of)) != []
+    assert (
+        list(find_device_repetition_faults(broken.graph, broken.program, device_plan.backend, broken.shortened_graph))
+        != []
+    )
 
 
 @pytest.mark.parametrize("name", ["lowered as if nothing came again", "a result lies elsewhere"])
