@@ -31,7 +31,7 @@ class DeltaNetShape:
     decays_per_channel: bool = False
 
     def __str__(self) -> str:
-        return f"{self.key_heads}/{self.heads}×{self.size}{' KDA' if self.channels else ''}"
+        return f"{self.key_heads}/{self.heads}×{self.size}{' KDA' if self.decays_per_channel else ''}"
 
     @property
     def state_bytes(self) -> int:

@@ -85,8 +85,8 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
     remedies += [f"use a model with fewer bits a weight (these take {format_bytes(parts['weight'])} there)"]
     remedies += ["use devices with more memory"]
     return (
-        f"{where}{others}: needs {format_bytes(worst.needed_bytes)} ({held}) but has {format_bytes(worst.memory_bytes)}; "
-        f"{remedies[0]}, or {remedies[1]}"
+        f"{where}{others}: needs {format_bytes(worst.needed_bytes)} ({held}) but has "
+        f"{format_bytes(worst.memory_bytes)}; {remedies[0]}, or {remedies[1]}"
     )
 
 

@@ -51,7 +51,7 @@ class ChunkTimeModel:
         of = {asked: estimate_stage_times(plan_of(*asked)) for asked in {(t, c) for t in tokens for c in cells}}
         stops = [*zip(*(of[t, c] for c in cells for t in tokens), strict=True)]
         self._message_coefficients = [
-            _compute_bilinear_coefficients(*(leg.letters for leg in corners)) for corners in stops
+            _compute_bilinear_coefficients(*(leg.message_seconds for leg in corners)) for corners in stops
         ]
         self._work_coefficients = [_compute_bilinear_coefficients(*(leg.work for leg in corners)) for corners in stops]
 

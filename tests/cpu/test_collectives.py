@@ -45,7 +45,7 @@ def compare(graph: Graph, shares: tuple[float, ...], collectives: list[str], **v
 def test_columns_of_rows_are_gathered(rows: int, shares: tuple[float, ...]):
     w = weight("w", (50, 24))
     graph = Graph({"y": ops.rms_norm(ops.mul_mat(w, input("x", (rows, 24))))})
-    compare(graph, shares, ["all_gather"], choose=lambda g, f: frozenset(f.axes(w)[0][0]))
+    compare(graph, shares, ["all_gather"], choose=lambda g, f: frozenset(f.axes_of(w)[0][0]))
 
 
 @pytest.mark.parametrize("shares", [(1, 1), (3, 1, 2), (1, 0, 1)])

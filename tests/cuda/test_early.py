@@ -160,7 +160,7 @@ def test_every_kernel_waits_for_earlier_launches_before_all_else():
 )
 def test_machine_code_asks_for_weights_before_it_waits(source, name, asks):
     needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
-    code = disassembly.run_disassembler(nvrtc.compile(source[name].alone, "sm_90a").image)
+    code = disassembly.run_disassembler(nvrtc.compile(source[name].single_kernel_source, "sm_90a").image)
     order = [word for line in code.splitlines() for word in (asks, "ACQBULK", "PREEXIT") if f" {word} " in line]
     asked = order.index(asks)
     assert "PREEXIT" in order[:asked], "the launches before choose its experts"

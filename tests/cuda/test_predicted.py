@@ -256,7 +256,7 @@ def test_a_plan_is_scored_by_the_rates_of_its_weights():
 def seconds(simulation, graph):
     """Return the predicted seconds of the node of the result, without its launch."""
     node = graph.outputs["y"].node
-    return simulation.hardware_for(graph).compute(*Counts().of(node), launches=0.0)
+    return simulation.hardware_for(graph).compute_seconds(*Counts().of(node), launches=0.0)
 
 
 def test_an_op_without_weights_is_scored_by_its_own_rates():

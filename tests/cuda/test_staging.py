@@ -136,7 +136,7 @@ def words_after_write(driver, tensors, arrays):
     whole = driver.view(buffer, Tensor(0, 0, (256,), (1,), DType.I32))
     whole[...] = np.full(256, -1, np.int32)
     driver.view(driver.alloc(1024, ON), Tensor(0, 0, (256,), (1,), DType.I32))[...] = np.full(256, 3, np.int32)
-    write = driver.writer([buffer], tensors)
+    write = driver.make_writer([buffer], tensors)
     assert write(arrays) is None
     assert all((np.array(driver.view(buffer, t)) == a).all() for t, a in zip(tensors, arrays, strict=True))
     return np.asarray(whole)
@@ -172,7 +172,7 @@ def test_what_was_written_may_change_at_once_and_comes_in_order_with_launches(dr
     tensors = tensors_of((0, (4,), None), (64, (4,), None))
     buffer, arrays = driver.alloc(1024, ON), [np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32)]
     seen = []
-    write, view = driver.writer([buffer], tensors), driver.view(buffer, tensors[1])
+    write, view = driver.make_writer([buffer], tensors), driver.view(buffer, tensors[1])
     driver.stream(ON).put(lambda: seen.append(view.array.held.tolist()))
     write(arrays)
     driver.stream(ON).put(lambda: seen.append(view.array.held.tolist()))
@@ -187,7 +187,7 @@ def results(driver, limit=3):
     """Reads two arrays that hold a number, once it has been put there."""
     tensors, buffer = tensors_of((0, (limit, 2), None), (64, (4,), (3,))), driver.alloc(1024, ON)
     views = [driver.view(buffer, t) for t in tensors]
-    read = driver.reader([buffer], tensors)
+    read = driver.make_reader([buffer], tensors)
 
     def of(number):
         for view in views:
@@ -199,7 +199,7 @@ def results(driver, limit=3):
 
 def test_results_are_read_after_one_wait_for_those_that_are_dense(driver, monkeypatch):
     tensors, buffer = tensors_of((0, (3, 2), None), (64, (4,), None)), driver.alloc(1024, ON)
-    read, waits, wait = driver.reader([buffer], tensors), [], Stream.synchronize
+    read, waits, wait = driver.make_reader([buffer], tensors), [], Stream.synchronize
     monkeypatch.setattr(Stream, "synchronize", lambda stream: (waits.append(stream), wait(stream)))
     assert [array.shape for array in read()] == [(3, 2), (4,)]
     assert len(waits) == 1
@@ -225,4 +225,4 @@ def test_results_larger_than_the_pinned_memory_arrive_whole(driver):
     tensor, values = Tensor(0, 0, (200,), (1,), DType.I32), np.arange(200, dtype=np.int32)
     buffer = driver.alloc(1024, ON)
     driver.view(buffer, tensor)[...] = values
-    assert (driver.reader([buffer], [tensor])()[0] == values).all()
+    assert (driver.make_reader([buffer], [tensor])()[0] == values).all()

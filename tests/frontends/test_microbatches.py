@@ -85,7 +85,7 @@ def test_each_micro_batch_gives_the_bits_that_it_gives_alone(name, on):
     root = make_root_session(name, on)
     both = in_batches(root, 2, 2)
     results = read_by(both, prompts, new)
-    for place in both.places:
+    for place in both.sequence_ranges:
         alone = Session(root.model, like=root, sequences=2, context=64, batch=16)
         own = slice(place.start, place.stop)
         expected = read_by(alone, prompts[own], new[own])

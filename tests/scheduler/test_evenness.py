@@ -26,7 +26,7 @@ def layer(rows=60, heads=3):
 
 def by_heads(graph, factors):
     """The factor of the heads, as the caller's choice: so small a graph is not worth it."""
-    (heads,) = factors.axes(graph.weights[0])[1][0][:1]
+    (heads,) = factors.axes_of(graph.weights[0])[1][0][:1]
     return {heads}
 
 

@@ -37,7 +37,7 @@ def weights(plan):
 def costs_by_node(plan):
     """The predicted seconds of each node, for each device."""
     pairs = zip((device_plan.program.instructions for device_plan in plan.lanes), plan.prices, strict=True)
-    return [{i.node: prices.of(at).seconds for at, i in enumerate(p)} for p, prices in pairs]
+    return [{i.node: prices.cost_of(at).seconds for at, i in enumerate(p)} for p, prices in pairs]
 
 
 def seconds_in_order_of(plan, placed, to):

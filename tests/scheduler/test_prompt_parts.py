@@ -38,7 +38,7 @@ def test_between_plans_time_grows_evenly_with_tokens_and_with_cells(monkeypatch)
     for tokens, end in product((64, 100, 512, 600), (600, 1000, 4096)):
         each = 3 + tokens * (1 + 0.01 * (end - tokens / 2) / parts.CALIBRATED_VISIBLE_SHARE)
         assert [stage.work for stage in of.legs(tokens, end)] == pytest.approx([each, 3 * each])
-        assert [stage.letters for stage in of.legs(tokens, end)] == pytest.approx([2, 2])
+        assert [stage.message_seconds for stage in of.legs(tokens, end)] == pytest.approx([2, 2])
         assert of.slowest(tokens, end) == pytest.approx(3 * each)
 
 

@@ -89,14 +89,14 @@ def test_leaves_lie_as_the_programs_of_the_long_plan_have_them():
     for device, device_plan in enumerate(plan.lanes):
         rows = {b.name: b.declared_spec.shape[0] for b in device_plan.program.buffers if b.name.endswith("gate")}
         assert len(rows) == 14
-        assert rows == {name: plan.leaves[name].length(device) for name in rows}
+        assert rows == {name: plan.leaves[name].count_entries(device) for name in rows}
 
 
 def test_a_device_regains_in_later_runs_the_rows_that_rounding_takes():
     plan = plan_graph("more layers than kinds")
     assert plan.lanes[0].short.shortened_graph.short_count == 8
     caches = [layout for name, layout in plan.leaves.items() if name.endswith("cache_k")]
-    heads = [sum(layout.length(device) for layout in caches) / D for device in range(3)]
+    heads = [sum(layout.count_entries(device) for layout in caches) / D for device in range(3)]
     assert all(abs(n - 14 * KV * share / 11) < 2.5 for n, share in zip(heads, (5, 4, 2), strict=True))
 
 

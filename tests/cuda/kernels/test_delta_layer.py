@@ -70,13 +70,13 @@ def compute_expected(p: Parts) -> dict[str, np.ndarray]:
     valid = a["valid"][..., None]
     alpha, beta = (np.float64(p[name]).reshape(*valid.shape[:2], p.value_heads) for name in ("alpha", "beta"))
     g = np.logaddexp(0, alpha + a["dt"]) * a["a"] * valid
-    return {"q": q, "k": k, "v": v, "g": g, "beta": valid / (1 + np.exp(-beta)), "kept": rows[:, -3:]}
+    return {"q": q, "k": k, "v": v, "g": g, "beta": valid / (1 + np.exp(-beta)), "next_rows": rows[:, -3:]}
 
 
 def bind_inputs(p: Parts, in_place: bool = False) -> tuple[list, dict[str, np.ndarray]]:
     outputs = {name: copy_aligned(np.full(x.shape, NOTHING, np.float32)) for name, x in compute_expected(p).items()}
     if in_place:
-        outputs["kept"] = p["old"]
+        outputs["next_rows"] = p["old"]
     launches = LaunchBuilder(upload_array=lambda array: array.ctypes.data)
     layer = DeltaNetWeights(operand(p["w"]), operand(p["a"]), operand(p["dt"]))
     source = (operand(p[name]) for name in ("x", "alpha", "beta", "valid", "old"))

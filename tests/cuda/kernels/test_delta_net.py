@@ -271,7 +271,7 @@ def test_the_distribution_of_values_over_blocks_changes_no_bit(size: int, exact:
 
         def launch(launches, call, rule, exact, values=values):
             carried = binding.bind_states(launches, call, rule.sequences, rule.tokens)
-            chunk = binding.ChunkVariant(rule.key_size, rule.channels, exact)
+            chunk = binding.ChunkVariant(rule.key_size, rule.has_channel_decay, exact)
             memory = binding.allocate_chunk_scratch(launches, rule, rule.tokens, chunk)
             binding.launch_chunks(launches, rule, carried, memory, chunk, values)
 

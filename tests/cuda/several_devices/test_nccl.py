@@ -338,7 +338,7 @@ def test_nccl_that_does_not_load_is_reported(monkeypatch):
 
 def test_nccl_that_refuses_a_device_is_one_line(monkeypatch):
     backend, _ = backend_of(monkeypatch, False)
-    nccl = backend.driver.library([Device("cuda", 0), Device("cuda", 1)])
+    nccl = backend.driver.find_collective_library([Device("cuda", 0), Device("cuda", 1)])
 
     class Refused(SimpleNamespace):
         NcclError = RuntimeError

@@ -116,7 +116,7 @@ def choose_manual_shards(model):
 
     def choose(graph, factors):
         styles = {w: read_manual_style(model, w.node.name) for w in graph.weights}
-        axes = {w: factors.axes(w)[-2 if "colwise" in how else -1] for w, how in styles.items() if how}
+        axes = {w: factors.axes_of(w)[-2 if "colwise" in how else -1] for w, how in styles.items() if how}
         return frozenset(part[0] for parts in axes.values() for part in parts)
 
     return choose

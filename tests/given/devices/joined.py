@@ -52,7 +52,7 @@ class JoinedDevice:
     """One of them; letters go between two that are a group of their own.  A library sums in an order of its own."""
 
     def __init__(self, place, rank):
-        self.keeps_order = isinstance(place.backend.driver.library(place.devices), str)
+        self.keeps_order = isinstance(place.backend.driver.find_collective_library(place.devices), str)
         self.place, self.rank, self.devices, self.size = place, rank, place.devices, len(place.devices)
 
     def _run_collective(self, into, part, runs=()):

@@ -18,7 +18,7 @@ def find_resource_regressions(now, before):
     """Return the resources in which a row is worse than the recorded one."""
     if now.registers > before.registers + SLACK:
         yield f"{now.registers} registers in place of {before.registers}"
-    if now.shared != before.shared:
+    if now.shared_bytes != before.shared_bytes:
         yield f"{now.shared} bytes of shared memory in place of {before.shared}"
     if now.loop > before.loop * MORE + SLACK:
         yield f"a loop of {now.loop} instructions in place of {before.loop}"

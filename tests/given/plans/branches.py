@@ -18,7 +18,7 @@ def two_branches() -> Graph:
 
 def columns(graph, factors):
     """Each device has some columns of the weights, so that products are sums."""
-    return frozenset(factors.axes(graph.weights[0])[1][0])
+    return frozenset(factors.axes_of(graph.weights[0])[1][0])
 
 
 def branches_on(backend):

@@ -84,7 +84,7 @@ def test_a_sharded_state_of_bf16_is_assigned_and_read_whole(make_backend):
     built = Graph({"y": ops.scale(cache, scale=1.0)}, {cache: ops.scale(cache, scale=2.0)})
 
     def columns(graph, factors):
-        return frozenset(f for v in graph.states for f in factors.of(v) if f.size == 6)
+        return frozenset(f for v in graph.states for f in factors.factors_of(v) if f.size == 6)
 
     sharded_plan = plan_for_group(built, group, choose=columns)
     assert sharded_plan.cuts

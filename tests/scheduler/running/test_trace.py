@@ -169,7 +169,9 @@ def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
     _, trace = run_with_trace("reference", mode)
     events = save_trace(trace, path := tmp_path / "trace.json")["traceEvents"]
     count = Counter(e["ph"] for e in events)
-    steps = sorted((2 + d, s.kernel, s.numbers) for run in trace.runs for d, own in enumerate(run.steps) for s in own)
+    steps = sorted(
+        (2 + d, s.kernel, s.instruction_numbers) for run in trace.runs for d, own in enumerate(run.steps) for s in own
+    )
     with browser(tmp_path / "profile") as page:
         found = run_queries(
             page,

@@ -205,7 +205,7 @@ def test_devices_that_do_one_thing_at_a_time_have_no_chunks():
 
 def swap_chunks(self, value, number):
     """Each chunk in the place of another."""
-    return PLAIN(self, value, self.count - 1 - number if value in self.chunks else number)
+    return PLAIN(self, value, self.count - 1 - number if value in self.chunk_values else number)
 
 
 def shift_tokens(self, value, number):

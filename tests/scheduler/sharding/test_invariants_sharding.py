@@ -62,7 +62,7 @@ def test_what_is_scattered_is_gathered_again(shape_and_layout, dtype):
     shape, layout = shape_and_layout
     spec = Spec(shape, DTYPE_BY_NAME[dtype])
     data = np.arange(spec.size).reshape(shape).astype(DTYPE_BY_NAME[dtype].storage)
-    parts = {d: slice_for_device(data, spec, layout, d) for d in range(len(layout.runs))}
+    parts = {d: slice_for_device(data, spec, layout, d) for d in range(len(layout.index_ranges))}
     np.testing.assert_array_equal(
         assemble_value(shape, layout, parts, DevicePlacement(World(None), [0] * len(parts))), data
     )

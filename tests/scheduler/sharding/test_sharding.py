@@ -162,7 +162,7 @@ def test_a_quantised_row_is_never_split_inside_a_block():
     (width,) = (f for f in Factors(graph).factors_of(ops_value(graph, "up")) if f.size == 3)
 
     def choose(g, factors):
-        return frozenset(f for f in factors.of(ops_value(g, "up")) if f.size == width.size)
+        return frozenset(f for f in factors.factors_of(ops_value(g, "up")) if f.size == width.size)
 
     plan = plan_for_group(graph, [find_device(name) for name in devices(4)], choose=choose)
     layout = plan.leaves["w"]

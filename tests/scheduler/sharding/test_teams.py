@@ -45,7 +45,7 @@ def blocks(layers, width=8, name="b"):
 
 def widths(graph, factors):
     """The inner width of each block."""
-    return frozenset(f for w in graph.weights if w.node.name.endswith("up") for f in factors.axes(w)[0][0])
+    return frozenset(f for w in graph.weights if w.node.name.endswith("up") for f in factors.axes_of(w)[0][0])
 
 
 @pytest.mark.parametrize(("make", "devices", "shares"), [(decoder, 4, ()), (lambda: blocks(3), 6, (3, 1, 1, 2, 1, 1))])
@@ -69,7 +69,7 @@ def test_a_state_that_no_node_reads_stays_with_its_group():
     }
     graph = Graph(outputs, {old_state: new})
     values = {**values_of(graph, 3), "i": np.array([0, 6, 2])}
-    plan = plan_stages(graph, "reference", choose=lambda g, f: frozenset(f.axes(wide)[1][0]))
+    plan = plan_stages(graph, "reference", choose=lambda g, f: frozenset(f.axes_of(wide)[1][0]))
     assert plan.leaves["kept"] == Local((2, 3)), "the graph has to be one whose new value is made before"
     assert not compare_results(results(plan, values), results(plan_for_group(graph, group("reference", 1)), values))
 

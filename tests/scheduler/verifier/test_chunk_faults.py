@@ -28,7 +28,7 @@ def summed_plan() -> Plan:
     graph = Graph({"a": a, "b": b, "y": ops.rms_norm(ops.mul(a, b, name="product"), name="y")})
 
     def terms(graph, factors):
-        return frozenset(f for v in graph.weights for f in factors.of(v) if f.size == K)
+        return frozenset(f for v in graph.weights for f in factors.factors_of(v) if f.size == K)
 
     return plan_for_group(graph, [find_device("cpu:0"), find_device("cpu:1")], choose=terms)
 

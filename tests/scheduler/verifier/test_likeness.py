@@ -48,7 +48,10 @@ def count_calls(monkeypatch, module, name):
 
 
 def test_equal_layers_are_lowered_and_verified_once(monkeypatch):
-    lowered, proven = count_calls(monkeypatch, lane, "lower_with_saves"), count_calls(monkeypatch, verifier, "faults")
+    lowered, proven = (
+        count_calls(monkeypatch, lane, "lower_with_saves"),
+        count_calls(monkeypatch, verifier, "find_program_faults"),
+    )
     plan = layers_on(LAYERS)
     assert len({id(one.program) for one in plan.lanes}) == LAYERS
     assert len(lowered) == len(proven) == 4  # the first two are cut elsewhere, the last gives the output

@@ -96,7 +96,9 @@ def launch_gemv(
     more: int = 0,
 ) -> None:
     """Multiply a few rows of x by packed or float weights; see `dense.launch_gemv`."""
-    (packed if is_packed(products[0][0]) else dense).few(launches, products, x, n, tokens, route, unit, others, more)
+    (packed if is_packed(products[0][0]) else dense).launch_gemv(
+        launches, products, x, n, tokens, route, unit, others, more
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- mul_mat

@@ -1,0 +1,224 @@
+"""Plans with sharded factors: from a factor choice to the graphs of all devices, with pins and overlap chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+from ...backends.abilities import can_group_overlap
+from ...backends.base import DeviceName
+from ...graph.errors import PlanError
+from ...graph.graph import Graph
+from ...graph.node import Node
+from ...graph.repeated_runs import RepeatedRuns, find_repeated_runs
+from ..layout import Layout
+from ..lowering.lane import Devices, build_device_plans
+from ..machines.hardware import Hardware
+from ..plan import Plan, ShardedFactors
+from ..sharding.chunks import CHUNK_COUNTS, OverlapChunks, find_token_factor, partition_in_chunks
+from ..sharding.emit import PartitionedGraphs, partition_graph
+from ..sharding.factors import Factors
+from ..sharding.pins import (
+    NO_PINS,
+    Pin,
+    Pins,
+    PlacementRules,
+    extend_pins,
+    find_unsupported,
+    find_user_pins,
+    list_pinned_nodes,
+    pin_discrete_choices,
+    pin_leaves,
+    relocate_unsupported,
+)
+from ..sharding.rows import MIN_GAIN, SequenceParallelOptions
+from ..sharding.search import (
+    NO_LEAF_LAYOUTS,
+    FactorChoice,
+    FactorSearch,
+    assign_shard_ranges,
+    describe_all_factors,
+    describe_factors,
+)
+from .repeating import RepeatedPlan, plan_repeated_layers
+from .uses import Workload
+
+
+class ShardedPlanBuilder:
+    """One checked request of the planner, and the plan in which the factors of a choice are sharded.
+
+    `earlier_layouts` are the layouts of an earlier plan, `user_pins` the pins of the placement rules.
+    `unrepeated_reasons` says why repeated layers are not planned once.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        group: Devices,
+        shares: Sequence[float],
+        hardware: Hardware,
+        place: PlacementRules = (),
+        earlier: Plan | None = None,
+        use: Workload | None = None,
+    ) -> None:
+        self.graph, self.group, self.hardware, self.workload = graph, group, hardware, use
+        self.placement_rules = [(pattern, str(DeviceName.parse(device))) for pattern, device in place]
+        self.tensor_split = shares or (() if earlier is None else earlier.shares)
+        self.earlier_layouts = NO_LEAF_LAYOUTS if earlier is None else earlier.leaves
+        self.proportions = self.tensor_split or [1.0] * len(group)
+        self.device_names = [str(device) for _, device in group]
+        self.user_pins = find_user_pins(graph, self.placement_rules, self.device_names, strict=earlier is None)
+
+        self.unrepeated_reasons: tuple[str, ...] = ()
+
+    @cached_property
+    def factor_search(self) -> FactorSearch:
+        return FactorSearch(self.graph, Factors(self.graph))
+
+    @cached_property
+    def repeated_layers(self) -> RepeatedRuns | None:
+        return find_repeated_runs(self.graph)
+
+    @property
+    def factors(self) -> Factors:
+        return self.factor_search.factors
+
+    def build_sharded(self, choice: FactorChoice, held: Pins | None = None) -> Plan:
+        """Return the plan in which the chosen factors are sharded, except nodes with pins and pins in `held`."""
+        first = {
+            **pin_discrete_choices(self.graph, self.group),
+            **({} if held is None else held.nodes),
+            **self.user_pins,
+        }
+        if held is None and (short := self._build_from_shortened_graph(choice)) is not None:
+            return short
+        asked = describe_factors(self.graph, self.factors, choice.factors, {})
+        shares = assign_shard_ranges(self.graph, self.factors, asked, self.proportions, self.earlier_layouts)
+
+        def laying(nodes: Mapping[Node, Pin]) -> SequenceParallelOptions:
+            pins = pin_leaves(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
+            given = pins if nodes or pins.leaves else NO_PINS
+            return SequenceParallelOptions(
+                self.graph, self.factors, choice.factors, given, len(self.group), self.hardware
+            )
+
+        def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
+            return nodes, partition_graph(self.graph, self.factors, laying(nodes).choose_fastest(), shares)
+
+        where, sharded = self._pin_until_supported(first, build)
+
+        def plan(sharded: PartitionedGraphs, *notes: str) -> Plan:
+            cuts = describe_factors(self.graph, self.factors, choice.factors, sharded.leaves)
+            note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
+            return self._assemble_plan(
+                sharded, cuts, (*choice.alternatives, *note, *self.unrepeated_reasons, *notes), where
+            )
+
+        made = plan(sharded)
+        if not can_group_overlap(self.group):
+            return made
+        of = laying(where)
+        if (tokens := find_token_factor(of.replicated_assignment, self.factors)) is None:
+            return made
+
+        def chunked(chunks: OverlapChunks, note: str) -> Plan | None:
+            laid = (
+                of.replicated_assignment
+                if chunks.required_saving_seconds is None
+                else of.shard_if_saving(tokens, chunks.required_saving_seconds)
+            )
+            if laid is None:
+                return None
+            graphs = partition_in_chunks(self.graph, self.factors, laid, shares, tokens, chunks.chunk_count)
+            return (
+                None
+                if graphs is None or find_unsupported(graphs.graphs, graphs.source_nodes, self.group)
+                else plan(graphs, note)
+            )
+
+        return choose_overlap_chunks(made, chunked)
+
+    def _build_from_shortened_graph(
+        self, choice: FactorChoice, lies: Mapping[str, Layout] | None = None
+    ) -> Plan | None:
+        """Return the plan of a shortened graph; None if pins or differences between repetitions prevent it."""
+        if self.user_pins or self.unrepeated_reasons or pin_discrete_choices(self.graph, self.group):
+            return None
+        every = describe_all_factors(self.graph, self.factors, choice.factors)
+        made = plan_repeated_layers(
+            self.graph, self.repeated_layers, self.group, every, self.proportions, self.hardware, lies
+        )
+        if made is None:
+            return None
+        cuts, shares = (
+            describe_factors(self.graph, self.factors, choice.factors, made.leaf_layouts),
+            tuple(self.tensor_split),
+        )
+
+        def plan(of: RepeatedPlan, *notes: str) -> Plan:
+            why = *choice.alternatives, *notes
+            return Plan(
+                self.graph, of.device_plans, of.leaf_layouts, of.output_layouts, cuts, why, self.hardware, shares=shares
+            )
+
+        first, in_chunks = plan(made), made.build_with_chunks
+        if in_chunks is None:
+            return first
+        return choose_overlap_chunks(
+            first, lambda chunks, note: None if (of := in_chunks(chunks)) is None else plan(of, note)
+        )
+
+    def _pin_until_supported(
+        self,
+        pins: Mapping[Node, Pin],
+        build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], PartitionedGraphs]],
+    ) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
+        """Return the result of `build`, with more pins until every device supports its nodes."""
+        pins = dict(pins)
+        while True:
+            where, sharded = build(extend_pins(self.graph, pins))
+            if not (found := find_unsupported(sharded.graphs, sharded.source_nodes, self.group)):
+                return where, sharded
+            pins.update(relocate_unsupported(found, where, self.group))
+
+    def _require_supported(self, sharded: PartitionedGraphs) -> PartitionedGraphs:
+        """Return `sharded`; raise `PlanError` that names the first node without support on its device."""
+        for found in find_unsupported(sharded.graphs, sharded.source_nodes, self.group):
+            raise PlanError(f"{found.local_node!r} cannot run on {self.device_names[found.device]}: {found.reason}")
+        return sharded
+
+    def _assemble_plan(
+        self, sharded: PartitionedGraphs, cuts: ShardedFactors, reasons: tuple[str, ...], where: Mapping[Node, Pin]
+    ) -> Plan:
+        lanes = build_device_plans(sharded.graphs, self.group)
+        placed = list_pinned_nodes(self.graph, where)
+        shares = tuple(self.tensor_split)
+        return Plan(
+            self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed, shares=shares
+        )
+
+
+def choose_overlap_chunks(made: Plan, chunked: Callable[[OverlapChunks, str], Plan | None]) -> Plan:
+    """Return the fastest of `made` and the plans with overlap chunks that `chunked(chunks, note)` returns.
+
+    A plan must save `MIN_GAIN`, because predictions are not more exact. The chunk count grows while enough unoverlapped
+    collective time is left. With reduce-scattered chunks, two collectives of each sum have no overlap: the
+    reduce-scatter of the last chunk and the all-gather of the first. Such a plan must save more than these take.
+    """
+    best, least = made, made.cost.total * (1 - MIN_GAIN)
+    enough, waiting = made.cost.total - least, made.cost.collectives - made.cost.hidden
+    for count in CHUNK_COUNTS:
+        if (
+            waiting < enough
+            or (one := chunked(OverlapChunks(count), note := f"tokens go in {count} chunks from sum to sum")) is None
+        ):
+            break
+        waiting = one.cost.collectives - one.cost.hidden
+        if one.cost.total < least:
+            best, least = one, one.cost.total
+        saving = max(0.0, one.cost.total - waiting + one.cost.collectives / count - least)
+        if (dealt := chunked(OverlapChunks(count, saving), f"{note}, each dealt to the devices")) is None:
+            continue
+        if dealt.cost.total < least:
+            best, least = dealt, dealt.cost.total
+    return best
