@@ -39,8 +39,8 @@ BufferSpec
     kind: the kind of a leaf, each leaf once; the first is the arena
     name: the name of the leaf
     nbytes: the bytes of the stored leaf; for the arena the end of its last value, in multiples of `ALIGNMENT`
-    declared: the leaf's spec on the device
-    stored: the spec in which the backend stores the leaf
+    declared_spec: the leaf's spec on the device
+    stored_spec: the spec in which the backend stores the leaf
 Instruction
     op: the op of the node
     src: the node's operands as views, dense where the kernel needs it
