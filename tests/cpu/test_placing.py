@@ -22,7 +22,7 @@ pytestmark = [
     ),
 ]
 SYMBOL = "wanted"
-TEXT = """
+C_SOURCE = """
 long labs(long); long strtol(const char *, char **, int);
 static const long powers[] = {1, 10, 100, 1000};
 static const char digits[] = "1234";
@@ -47,7 +47,7 @@ def call_code(code, *arguments):
 
 @pytest.mark.parametrize("optimised", ["-O0", "-O2"])
 def test_code_calls_the_system_and_its_own_parts_and_reads_its_constants(tmp_path, optimised):
-    code = compile_code(TEXT, tmp_path, *LARGE, optimised)
+    code = compile_code(C_SOURCE, tmp_path, *LARGE, optimised)
     assert placing.is_loadable(code)
     assert call_code(code, -5, 2, 3) == 5 + 100 + 1234 + 1000
     assert call_code(code, 7, 0, 1) == 7 + 1 + 1234 + 10, "of another copy"
@@ -71,7 +71,7 @@ def test_what_kernels_do_not_have_is_refused(text, why, tmp_path):
 
 
 def test_other_code_is_left_to_llvm(tmp_path, monkeypatch):
-    code = compile_code(TEXT, tmp_path, *LARGE)
+    code = compile_code(C_SOURCE, tmp_path, *LARGE)
     of_arm = code[:18] + (183).to_bytes(2, "little") + code[20:]
     for other in (b"", code[:40], b"MZ" + code[2:], of_arm):
         assert not placing.is_loadable(other)

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 WIDTH, LAYERS = 512, 4
 SMALL = (64, 64)
-LARGE = (16384, 64), (64, 1 << 18)
+LARGE_SIZES = (16384, 64), (64, 1 << 18)
 """Columns of the feed-forward and tokens: many large matrices, and one that is nearly all of the file."""
 MAX_RATIO = 1.25
 
@@ -69,7 +69,7 @@ def write_llama(path: Path, inner: int, words: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM of /proc/self/status, which only Linux has")
-@pytest.mark.parametrize("sizes", LARGE, ids=str)
+@pytest.mark.parametrize("sizes", LARGE_SIZES, ids=str)
 def test_a_quantised_model_takes_no_more_than_a_quarter_more_memory_than_its_file(
     tmp_path: Path, sizes: tuple[int, int]
 ) -> None:

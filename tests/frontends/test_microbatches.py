@@ -30,7 +30,7 @@ from ..given.ranks.thread_link import in_threads
 
 LAYERS = DeviceGroup(("cpu:0", "cpu:1"), "layer", threads=1)
 STAGES_OF_GROUPS = DeviceGroup(("cpu:0", "cpu:1", "cpu:2", "cpu:3"), "layer,tensor", threads=1)
-SPLITS = pytest.mark.parametrize("on", [LAYERS, STAGES_OF_GROUPS], ids=["layer", "layer,tensor"])
+ON_SPLIT_LAYERS = pytest.mark.parametrize("on", [LAYERS, STAGES_OF_GROUPS], ids=["layer", "layer,tensor"])
 GREEDY = Sampling(temperature=0)
 MODELS = ["llama", "qwen35", "qwen3moe"]
 
@@ -68,7 +68,7 @@ def read_by(session, prompts, new):
     return [np.concatenate(own) for own in rows]
 
 
-@SPLITS
+@ON_SPLIT_LAYERS
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_results_are_those_of_one_device(name, on):
     prompts, new = texts_of(name, 5)
@@ -78,7 +78,7 @@ def test_exact_results_are_those_of_one_device(name, on):
     assert all(nmse(one, two) <= 1e-10 for one, two in zip(results, expected, strict=True))
 
 
-@SPLITS
+@ON_SPLIT_LAYERS
 @pytest.mark.parametrize("name", MODELS)
 def test_each_micro_batch_gives_the_bits_that_it_gives_alone(name, on):
     prompts, new = texts_of(name, 4)
@@ -130,7 +130,7 @@ def broken_batches(monkeypatch, on):
     return backend, in_batches(make_root_session("qwen35", on), 2, 2)
 
 
-@SPLITS
+@ON_SPLIT_LAYERS
 def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch, on):
     backend, broken = broken_batches(monkeypatch, on)
     prompts, new = texts_of("qwen35", 4)
@@ -155,7 +155,7 @@ def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch, on):
     assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(results, expected, strict=True))
 
 
-@SPLITS
+@ON_SPLIT_LAYERS
 def test_returned_results_stay_when_a_later_step_fails(monkeypatch, on):
     backend, broken = broken_batches(monkeypatch, on)
     last = broken.sessions[0].group[-1][1]

@@ -23,8 +23,8 @@ from hocket.scheduler.shared_speeds import agree_on_speeds
 from ..given.models.goldens import FIXTURES
 from ..given.ranks.thread_link import in_threads
 
-SLOW = Speeds({"f32": 20e9}, {"f32": 0.1 + 0.2}, 3e-6, 5e9, 7e-6, 1e9, 1.25, 1.5, 2e9, 3e9, {"f32": 8e9})
-QUICK = replace(SLOW, flops={"f32": 4e9}, bandwidth={"f32": 10e9})
+SLOW_SPEEDS = Speeds({"f32": 20e9}, {"f32": 0.1 + 0.2}, 3e-6, 5e9, 7e-6, 1e9, 1.25, 1.5, 2e9, 3e9, {"f32": 8e9})
+QUICK = replace(SLOW_SPEEDS, flops={"f32": 4e9}, bandwidth={"f32": 10e9})
 GRAPH = build_matmul_graph(DType.F32, 1, 8)
 
 
@@ -66,8 +66,8 @@ def make_saved_speeds(speeds, count=2):
     [
         ((QUICK, None), QUICK),
         ((None, QUICK), QUICK),
-        ((QUICK, SLOW), SLOW),
-        ((SLOW, QUICK), SLOW),
+        ((QUICK, SLOW_SPEEDS), SLOW_SPEEDS),
+        ((SLOW_SPEEDS, QUICK), SLOW_SPEEDS),
         ((None, None), None),
     ],
     ids=["first", "second", "second is slower", "first is slower", "neither"],
@@ -95,7 +95,7 @@ def test_machines_are_each_asked_for_the_speeds_of_their_own_devices(ranks_with)
 
     One has two devices on two ranks, the other has one. The link between them has no measured speed.
     """
-    saved = [make_saved_speeds(QUICK), make_saved_speeds(replace(SLOW, launch=9e-6), 1), None]
+    saved = [make_saved_speeds(QUICK), make_saved_speeds(replace(SLOW_SPEEDS, launch=9e-6), 1), None]
     hardware = ranks_with(
         saved, lambda world: agree_on_speeds(pair((0, 1, 2)), world).hardware_for_graph(GRAPH), hosts=2
     )
@@ -110,10 +110,10 @@ def test_a_rank_names_its_own_devices_by_its_own_threads(ranks_with):
     def group(rank):
         return [(backend.with_threads(rank + 1), device) for backend, device in pair(name="cpu")]
 
-    saved = [{group_name(group(rank)[:1]): speeds} for rank, speeds in enumerate((QUICK, SLOW))]
+    saved = [{group_name(group(rank)[:1]): speeds} for rank, speeds in enumerate((QUICK, SLOW_SPEEDS))]
     assert saved[0].keys() != saved[1].keys()
     shared = ranks_with(saved, lambda world: agree_on_speeds(group(world.rank), world).slowest_speeds, hosts=2)
-    assert shared == [SLOW, SLOW]
+    assert shared == [SLOW_SPEEDS, SLOW_SPEEDS]
 
 
 def test_other_devices_than_were_measured_are_estimated(ranks_with):

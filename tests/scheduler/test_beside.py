@@ -27,7 +27,7 @@ from ..given.plans.faults import decoder
 from ..given.plans.grouped import everything_that_fits, make_binder
 from ..given.plans.interleaved import InterleavedPlan
 
-SEEDS = (1, 11, 13, 14, 16, 20, 30, 32, 34, 41, 42, 43, 45, 46, 51, 53, 54, 57)
+OVERLAP_SEEDS = (1, 11, 13, 14, 16, 20, 30, 32, 34, 41, 42, 43, 45, 46, 51, 53, 54, 57)
 """Random graphs with plans that overlap a collective."""
 
 
@@ -98,7 +98,7 @@ def test_what_a_collective_reads_is_not_written_over_before_the_wait():
         assert max(low, begin) >= min(high, end)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", OVERLAP_SEEDS)
 def test_a_collective_that_comes_as_late_as_it_may_gives_the_same_bits(seed):
     plan = random_sharded_plan(seed, Overlapping())
     late = as_late(plan)
@@ -116,7 +116,7 @@ def test_a_wait_that_comes_too_late_is_seen(monkeypatch):
 
     monkeypatch.setattr(module, "has_access_conflict", disturbs)
     seen = 0
-    for seed in SEEDS:
+    for seed in OVERLAP_SEEDS:
         plan = random_sharded_plan(seed, Overlapping())
         want, _ = outputs_of(plan, seed)
         try:

@@ -95,7 +95,7 @@ def test_the_largest_of_a_vocabulary_take_three_launches_and_its_order_eight():
 # ---------------------------------------------------------------------------------------------------- planted mistakes
 
 
-def is_right(shape, k, backend):
+def sorts_right(shape, k, backend):
     x = rows(shape)
     want = np.argsort(-x, axis=-1, kind="stable")[..., :k]
     node = ops.top_k(input("x", shape), k=k)
@@ -105,7 +105,7 @@ def is_right(shape, k, backend):
         return False
 
 
-SORTED, MERGED = partial(is_right, (2, 600), 600), partial(is_right, (1, 5000), 5000)
+SORTED, MERGED = partial(sorts_right, (2, 600), 600), partial(sorts_right, (1, 5000), 5000)
 PLANTS = {
     "steps of other warps are not waited for": (
         "sorting.cu",
@@ -148,7 +148,7 @@ PLANTS = {
         "sorting.cu",
         "run + 1 < a.runs ? a.length : 0",
         "a.length",
-        partial(is_right, (1, 5000), 4999),
+        partial(sorts_right, (1, 5000), 4999),
     ),
 }
 

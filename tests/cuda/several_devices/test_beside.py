@@ -124,7 +124,7 @@ def test_devices_of_two_backends_hide_nothing():
 # ------------------------------------------------------------------------------------------------ order of accesses
 
 
-def disorders():
+def find_disorders_beside():
     driver = AccessLogDriver()
     _, run = running(AccessLogBackend(driver))
     faults = []
@@ -135,7 +135,7 @@ def disorders():
 
 
 def test_all_accesses_beside_a_sum_are_in_order():
-    assert disorders() == []
+    assert find_disorders_beside() == []
 
 
 def fork_of(edit):
@@ -174,7 +174,7 @@ MISSING = {
 def test_an_event_that_is_missing_or_wrong_leaves_accesses_in_no_order(what, monkeypatch):
     queued = ordered.queue_launches
     monkeypatch.setattr(ordered, "queue_launches", lambda steps: MISSING[what](queued(steps)))
-    assert disorders()
+    assert find_disorders_beside()
 
 
 # --------------------------------------------------------------------------------------------- events of real devices

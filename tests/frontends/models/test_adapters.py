@@ -70,14 +70,14 @@ def logits(model: Model, devices: str = "reference:0", mode: str = "none") -> Ar
     return session.evaluate([TOKENS], every_position=True)[0]
 
 
-FEW = ("token_embd", "blk.1.attn_q", "blk.1.ffn_up_exps", "blk.1.ffn_down_exps")
+FEW_TENSORS = ("token_embd", "blk.1.attn_q", "blk.1.ffn_up_exps", "blk.1.ffn_down_exps")
 """A table, a matrix dealt by rows, and experts dealt either way."""
 
 
 @pytest.mark.parametrize(
     ("name", "groups", "chosen"),
     [
-        ("llama-moe", DEVICE_GROUPS[:1], FEW),
+        ("llama-moe", DEVICE_GROUPS[:1], FEW_TENSORS),
         *(pytest.param(name, DEVICE_GROUPS, (), marks=pytest.mark.long()) for name in ("llama", "llama-moe", "qwen35")),
     ],
 )
