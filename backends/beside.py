@@ -67,4 +67,4 @@ def _find_region(program: Program, t: Tensor) -> Region:
 
 
 def _has_overlap(some: Iterable[Region], others: Sequence[Region]) -> bool:
-    return any(a.can_overlap_collectives(b) for a in some for b in others)
+    return any(a.overlaps(b) for a in some for b in others)

@@ -79,7 +79,7 @@ class Dataflow:
         writers = self.reader_table.list_writes(region.buffer)
         first, last = (bisect_left(writers, n, key=itemgetter(0)) for n in (number + 1, later))
         require_supported(
-            not any(written.can_overlap_collectives(region) for _, written in writers[first:last]),
+            not any(written.overlaps(region) for _, written in writers[first:last]),
             "something else lies there",
         )
         return later
@@ -98,7 +98,7 @@ class Dataflow:
         writers = self.reader_table.list_writes(region.buffer)
         for at in range(bisect_left(writers, number, key=itemgetter(0)) - 1, -1, -1):
             earlier, written = writers[at]
-            if written.can_overlap_collectives(region):
+            if written.overlaps(region):
                 return earlier
         raise NoKernelError("an operand comes from outside")
 
@@ -119,9 +119,7 @@ class Dataflow:
     def list_state_writers(self, state: Operand, after: int) -> list[int]:
         """Return the instructions after `after` that write into the memory of a state."""
         writers = self.reader_table.list_writes(state.region.buffer)
-        return list(
-            dict.fromkeys(n for n, region in writers if n > after and region.can_overlap_collectives(state.region))
-        )
+        return list(dict.fromkeys(n for n, region in writers if n > after and region.overlaps(state.region)))
 
     # ---------------------------------------------------------------------------------------------------------- order
 
@@ -194,7 +192,7 @@ class Dataflow:
             touched[n] = touched[n][0], []
             for reader in readers:
                 read, written = touched[reader]
-                touched[reader] = [region for region in read if not region.can_overlap_collectives(out)], written
+                touched[reader] = [region for region in read if not region.overlaps(out)], written
         return touched
 
     def _find_own_accesses(self, number: int) -> AccessedRegions:
@@ -217,7 +215,7 @@ class Dataflow:
 
 
 def _has_overlap(some: Iterable[Region], others: Sequence[Region]) -> bool:
-    return any(a.can_overlap_collectives(b) for a in some for b in others)
+    return any(a.overlaps(b) for a in some for b in others)
 
 
 def _find_scratch_regions(scratch: Tensor | None) -> list[Region]:
@@ -237,11 +235,11 @@ def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iter
     """
     for source in sources:
         require_supported(
-            source is None or not source.region.can_overlap_collectives(out.region),
+            source is None or not source.region.overlaps(out.region),
             "a result lies where something is still read",
         )
     for source in same:
-        free = source is None or has_same_elements(source, out) or not source.region.can_overlap_collectives(out.region)
+        free = source is None or has_same_elements(source, out) or not source.region.overlaps(out.region)
         require_supported(free, "a result lies across what is still read")
 
 

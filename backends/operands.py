@@ -26,7 +26,7 @@ class Region:
     pitch: int = 0
     width: int = 0
 
-    def can_overlap_collectives(self, other: Region) -> bool:
+    def overlaps(self, other: Region) -> bool:
         if self.buffer != other.buffer or self.low >= other.high or other.low >= self.high:
             return False
         if not self.pitch or self.pitch != other.pitch:

@@ -172,7 +172,7 @@ class StepTableBuilder:
 
     def _needs_barrier(self, read: ThreadRegions, written: ThreadRegions) -> bool:
         return any(
-            (thread != other or thread == ALL_THREADS) and region.can_overlap_collectives(before)
+            (thread != other or thread == ALL_THREADS) and region.overlaps(before)
             for mine, theirs in (
                 (read, self._written_regions),
                 (written, self._written_regions),
@@ -256,12 +256,12 @@ class StepTableBuilder:
 
     def invalidate_regions(self, written: Sequence[Region]) -> None:
         """Forget the registered operands and column bounds that these regions overlap."""
-        for region in [r for r in self._column_bounds if any(w.can_overlap_collectives(r) for w in written)]:
+        for region in [r for r in self._column_bounds if any(w.overlaps(r) for w in written)]:
             del self._column_bounds[region]
         gone = [
             k
             for k, (_, regions) in self._derived_operands.items()
-            if any(w.can_overlap_collectives(r) for w in written for r in regions)
+            if any(w.overlaps(r) for w in written for r in regions)
         ]
         for key in gone:
             del self._derived_operands[key]

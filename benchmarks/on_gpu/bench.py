@@ -162,7 +162,7 @@ class BenchmarkDevice:
         for run in runs:
             run()
         self.driver.synchronise(self.on)
-        taken: list[float] = self.driver.timed([runs[i % len(runs)] for i in range(repeats)], self.on)
+        taken: list[float] = self.driver.run_timed([runs[i % len(runs)] for i in range(repeats)], self.on)
         return taken
 
     def measure_time(self, runs: Sequence[Run], each: int = 1) -> MeasuredTime:

@@ -28,7 +28,7 @@ def make_peer_cases(bench: BenchmarkDevice) -> Iterator[Case]:
     for tokens in bench.select_size((512, 2048, 4096, 8192, 16384, 32768), (65,)):
         yield Case(f"flash-linear-attention, {tokens} tokens", partial(_compare_fla_prefill, bench, 1, tokens))
     yield Case(
-        "flash-linear-attention, 4 × 8192 tokens", partial(_compare_fla_prefill, bench, 4, bench.choose(8192, 65))
+        "flash-linear-attention, 4 × 8192 tokens", partial(_compare_fla_prefill, bench, 4, bench.select_size(8192, 65))
     )
     for batch in bench.select_size((1, 8, 32, 64, 256), (1,)):
         yield Case(f"flash-linear-attention, 1 token, batch {batch}", partial(_compare_fla_decode, bench, batch))

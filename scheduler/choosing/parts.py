@@ -53,7 +53,9 @@ class ChunkTimeModel:
         self._message_coefficients = [
             _compute_bilinear_coefficients(*(leg.message_seconds for leg in corners)) for corners in stops
         ]
-        self._work_coefficients = [_compute_bilinear_coefficients(*(leg.work for leg in corners)) for corners in stops]
+        self._work_coefficients = [
+            _compute_bilinear_coefficients(*(leg.compute_seconds for leg in corners)) for corners in stops
+        ]
 
     def _compute_interpolation_terms(self, tokens: int, end: int) -> tuple[float, float]:
         """Return the relative positions of a run between few and many tokens, and between few and many cells.

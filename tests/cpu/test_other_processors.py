@@ -29,10 +29,10 @@ if base.startswith("x86") and features:  # Numba makes machine code of each part
 target = processor._make_target("other", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
 processor.find_compile_target = lambda: target
 from hocket.backends.cpu.kernels.products.formats import FORMATS
-from hocket.backends.cpu.kernels.products.products import product
+from hocket.backends.cpu.kernels.products.products import make_packed_matmul_kernel
 
 for dtype in (DType.Q8_0, DType.Q4_K, DType.IQ4_NL):
-    module, machine = compiler._translate_to_llvm(product(FORMATS[dtype]))
+    module, machine = compiler._translate_to_llvm(make_packed_matmul_kernel(FORMATS[dtype]))
     print(machine.emit_assembly(module))
 """
 """The assembly of some products."""

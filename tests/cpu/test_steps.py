@@ -261,8 +261,8 @@ def test_no_thread_writes_a_state_before_it_is_certain_that_no_other_has_stopped
 
 
 def test_what_may_stop_the_run_and_what_writes_a_state_are_apart_unless_one_thread_does_both():
-    assert RUN_STATUS_REGION.can_overlap_collectives(RUN_STATUS_REGION)
-    assert not RUN_STATUS_REGION.can_overlap_collectives(Region(0, 0, 1 << 40))
+    assert RUN_STATUS_REGION.overlaps(RUN_STATUS_REGION)
+    assert not RUN_STATUS_REGION.overlaps(Region(0, 0, 1 << 40))
     steps = StepTableBuilder(2)
     memory = [steps.allocate_memory(64) for _ in range(2)]
     steps.add(make_unary_kernel("copy"), [], reads=[], writes=[memory[0]], stops=True)
@@ -302,9 +302,9 @@ def test_a_step_in_work_items_waits_for_errors_that_may_stop_the_run():
 
 def test_bands_of_the_same_rows_overlap_only_where_their_columns_do():
     band = Region(0, 100, 1000, 64, 16)
-    assert not band.can_overlap_collectives(Region(0, 116, 1016, 64, 48))
-    assert not band.can_overlap_collectives(Region(0, 52, 1000, 64, 48))
-    assert band.can_overlap_collectives(Region(0, 52, 1000, 64, 49))
-    assert band.can_overlap_collectives(Region(0, 115, 1015, 64, 4))
-    assert band.can_overlap_collectives(Region(0, 120, 130))
-    assert not band.can_overlap_collectives(Region(1, 100, 1000, 64, 16))
+    assert not band.overlaps(Region(0, 116, 1016, 64, 48))
+    assert not band.overlaps(Region(0, 52, 1000, 64, 48))
+    assert band.overlaps(Region(0, 52, 1000, 64, 49))
+    assert band.overlaps(Region(0, 115, 1015, 64, 4))
+    assert band.overlaps(Region(0, 120, 130))
+    assert not band.overlaps(Region(1, 100, 1000, 64, 16))

@@ -165,5 +165,5 @@ def test_machine_code_asks_for_weights_before_it_waits(source, name, asks):
     asked = order.index(asks)
     assert "PREEXIT" in order[:asked], "the launches before choose its experts"
     assert order[asked:].index("ACQBULK") < order[asked:].index("PREEXIT")
-    before = disassembly.run_disassembler(nvrtc.compile(source[name].alone, "sm_89").image)
+    before = disassembly.run_disassembler(nvrtc.compile(source[name].single_kernel_source, "sm_89").image)
     assert not {"ACQBULK", "PREEXIT"} & set(before.split())

@@ -34,7 +34,7 @@ def _short(monkeypatch):
 
 def copy_written_states(session):
     """Return the parts of states that tokens have written, without the spare row for padding."""
-    return {name: np.asarray(session.store.state(name))[:-1] for name in session.states if session.is_cache(name)}
+    return {name: np.asarray(session.store.state(name))[:-1] for name in session.state_names if session.is_cache(name)}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen35", "qwen3moe"])

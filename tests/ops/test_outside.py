@@ -70,7 +70,7 @@ def test_the_kit_passes_its_kernels_and_finds_a_fault_in_them(package_folder, ba
     site = shutil.copytree(package_folder, tmp_path / "site")
     file, right, wrong = {
         "numpy": ("numpy_kernel.py", "np.subtract, x, means", "np.subtract, means, x"),
-        "cpu": ("cpu_kernel.py", "lanes(x, c, n, 4))  # beyond", "lanes(x, 0, n, 4))  # beyond"),
+        "cpu": ("cpu_kernel.py", "load_lanes(x, c, n, 4))  # beyond", "load_lanes(x, 0, n, 4))  # beyond"),
         "cuda-emulated": ("centre.cu", "sum += x[c]", "sum += x[0]"),
     }[backend]
     path = site / "hocket_centre" / file

@@ -131,7 +131,7 @@ def test_estimates_are_corrected_by_the_error_of_the_first_one():
     assert (one, two) == (["first"], [])
     assert plan.reasons[-1].startswith("left aside: second, on 2 devices: about")
     assert plan.reasons[-1].endswith("1.0% slower")
-    choose_best_plan([replace(first, searched=True), second], 1.0)  # other estimates are taken at their word
+    choose_best_plan([replace(first, is_from_search=True), second], 1.0)  # other estimates are taken at their word
     assert two == ["second"]
 
 
@@ -152,7 +152,9 @@ def test_what_many_stages_did_not_keep_says_nothing_of_few(stages, planned):
 def test_stages_in_turn_take_no_less_than_one_that_has_all_layers(devices, follows, planned):
     (one, _), (stages, built) = make_candidate("one", 4, 1e-9, 1.0), make_candidate("all", 8, 2e-9, 1.0)
     one = replace(one, group_sharding=(4, frozenset()))
-    choose_best_plan([one, replace(stages, stages=2, follows=follows, group_sharding=(devices, frozenset()))], 1.0)
+    choose_best_plan(
+        [one, replace(stages, stage_count=2, assumes_pipelining=follows, group_sharding=(devices, frozenset()))], 1.0
+    )
     assert built == planned
 
 
@@ -165,7 +167,7 @@ def test_layers_across_halves_of_a_machine_are_considered(tmp_path):
 
 def test_a_candidate_is_planned_after_one_with_overlap_only_if_full_overlap_would_suffice():
     (first, one), (second, two) = make_candidate("first", 4, 0.9, 1.0), make_candidate("second", 2, 3.0, 1.0)
-    hidden = replace(first, is_from_search=True, make=lambda: with_hidden(first.make(), 0.5))
+    hidden = replace(first, is_from_search=True, build_plan=lambda: with_hidden(first.build_plan(), 0.5))
     choose_best_plan([hidden, replace(second, is_from_search=True, lower_bound_seconds=2.0)], 1.0)
     assert (one, two) == (["first"], [])
     choose_best_plan([hidden, replace(second, is_from_search=True, lower_bound_seconds=0.5)], 1.0)

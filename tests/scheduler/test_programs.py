@@ -259,7 +259,7 @@ def test_no_two_live_values_share_a_byte(lifetimes):
         for b, bt in list(zip(lifetimes, arena.offsets, strict=True))[:i]:
             alive_together = a.first <= b.last and b.first <= a.last
             assert not alive_together or at + a.nbytes <= bt or bt + b.nbytes <= at or not (a.nbytes and b.nbytes)
-    live = [sum(x.nbytes for x in lifetimes if x.first <= t <= x.last) for t in range(30)]
+    live = [sum(x.nbytes for x in lifetimes if x.first_step <= t <= x.last) for t in range(30)]
     assert arena.nbytes >= max(live)
     assert arena.nbytes <= sum(-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in lifetimes)
 

@@ -123,7 +123,7 @@ def test_kernels_of_repeated_runs_are_those_of_a_plan_lowered_step_by_step(name,
     calls = [(call.kernel, call.instruction_numbers) for call in plan.lanes[0].calls]
     assert "program" not in vars(plan.lanes[0])
     long = plan.lanes[0].backend.list_kernels(plan.lanes[0].program, plan.lanes[0].device)
-    assert calls == [(call.kernel, call.numbers) for call in long]
+    assert calls == [(call.kernel, call.instruction_numbers) for call in long]
     assert any(len(numbers) > 1 for _, numbers in calls) == (name == "decoder")
     monkeypatch.setattr(repeating, "MIN_SAVED_NODES", float("inf"))
     assert plan.cost == pytest.approx(plan_for_group(graph, group, split_mode="tensor").cost)

@@ -29,8 +29,8 @@ def layout(tmp_path, machine, sequences, mode="auto", devices=None, layers=4):
 
 def score_plan(plan, use):
     """By plans that are proven."""
-    return use.judged(
-        cache(lambda *asked: plan_for_group(use.graph_of(*asked), plan.group, hardware=plan.hardware, like=plan))
+    return use.score_plans(
+        cache(lambda *asked: plan_for_group(use.build_graph(*asked), plan.group, hardware=plan.hardware, like=plan))
     )
 
 
@@ -48,7 +48,7 @@ def test_models_are_sharded_where_links_are_fast(tmp_path):
 
 def test_without_a_workload_a_layout_is_scored_by_one_run(tmp_path):
     _, use = layout(tmp_path, "a100:2,ethernet", 16)
-    graph, simulation = use.graph_of(16, 1), simulate("a100:2,ethernet")
+    graph, simulation = use.build_graph(16, 1), simulate("a100:2,ethernet")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
     assert not any("judged by" in reason or "micro-batches" in reason for reason in plan.reasons)
 

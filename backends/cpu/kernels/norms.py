@@ -189,12 +189,7 @@ def _add_quantised_norm(
     if not wanted.quantised_tensors or shares_columns:
         return False
     own = make_thread_copies(steps, product) if each and wanted.needs_floats else None
-    if (
-        each
-        and wanted.needs_floats
-        and own is None
-        and any(y.region.can_overlap_collectives(o.region) for o in (x, factors))
-    ):
+    if each and wanted.needs_floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
         return False  # a thread would overwrite operands of other threads
     records, passing = wanted.make_records(steps, shared=not each), wanted.make_scratch_rows(steps)
     alone: Sequence[Operand | None] = [y if wanted.needs_floats else None, *[None] * (steps.threads - 1)]

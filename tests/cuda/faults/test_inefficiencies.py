@@ -46,7 +46,7 @@ class Planting(CountingDriver):
         kernel = launch.kernel
         if self.file not in kernel.source.files:
             return launch
-        return replace(launch, kernel=replace_in_source(kernel.alone, *self.texts)[kernel.name])
+        return replace(launch, kernel=replace_in_source(kernel.single_kernel_source, *self.texts)[kernel.name])
 
 
 def launches_of(driver, case):

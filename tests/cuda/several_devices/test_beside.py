@@ -84,7 +84,7 @@ def test_launches_beside_a_sum_are_timed_as_all_others():
         timed = [*pool.map(lambda replay: replay.run_timed(), loaded._program_runners.values())]
     order = [i.node for i in plan.lanes[0].program.instructions]
     for times in timed:
-        seen = [order[n] for t in times for n in t.numbers]
+        seen = [order[n] for t in times for n in t.instruction_numbers]
         assert [*dict.fromkeys(seen)] == order
 
 
@@ -105,7 +105,7 @@ def test_a_sum_through_memory_of_the_host_hides_nothing_in_the_clock_as_in_the_r
     run()
     assert not [step for steps in backend.recorded for step in steps if isinstance(step, CollectiveOverlap)]
     assert plan.cost.hidden == 0 < plan.cost.collectives
-    assert not any(stage.beside and stage.count for stage in plan.stages)
+    assert not any(stage.is_overlapped and stage.count for stage in plan.stages)
     assert "devices compute beside" not in plan.explain()
     assert branches_on(EmulatedBackend()).cost.hidden > 0
 

@@ -348,4 +348,4 @@ def test_nccl_that_refuses_a_device_is_one_line(monkeypatch):
 
     nccl.nccl = Refused()
     with pytest.raises(BackendError, match=r"^cuda:1 cannot join a group of 2 devices with NCCL 2\.27\.3: unhandled"):
-        nccl.join(np.zeros(128, np.int64), 1, 2, Device("cuda", 1))
+        nccl.join_group(np.zeros(128, np.int64), 1, 2, Device("cuda", 1))

@@ -205,12 +205,12 @@ def test_devices_that_do_one_thing_at_a_time_have_no_chunks():
 
 def swap_chunks(self, value, number):
     """Each chunk in the place of another."""
-    return PLAIN(self, value, self.count - 1 - number if value in self.chunk_values else number)
+    return PLAIN(self, value, self.chunk_count - 1 - number if value in self.chunk_values else number)
 
 
 def shift_tokens(self, value, number):
     """Read a value without chunks at the tokens of another chunk."""
-    return PLAIN(self, value, number if value in self.chunks else 0)
+    return PLAIN(self, value, number if value in self.chunk_values else 0)
 
 
 PLAIN = chunks._ChunkedGraph._slice_chunk
@@ -239,7 +239,7 @@ def exchanged_numbers(self, node, number=None):
 
 LOCAL, NODE = chunks._ChunkedGraph._localise_attributes, chunks._ChunkedGraph._build_node
 DISTRIBUTED_ROWS = {
-    "_local": (exchanged_shares,),
+    "_localise_attributes": (exchanged_shares,),
     "_node": (exchanged_numbers,),
     "_chunk": (swap_chunks,),
 }

@@ -262,7 +262,7 @@ def _can_read_thread_copies(call: BoundInstruction, y: Operand) -> bool:
     x = call.optional_operand(1)
     if x is None or x.region != y.region or not x.is_dense or not has_matmul_kernel(call):
         return False
-    return not any(o is not None and o is not x and o.region.can_overlap_collectives(y.region) for o in call.src)
+    return not any(o is not None and o is not x and o.region.overlaps(y.region) for o in call.src)
 
 
 def has_matmul_kernel(call: BoundInstruction) -> bool:

@@ -337,9 +337,7 @@ def _require_apart(
 ) -> None:
     """Require that only the norms read their columns, and that no result overlaps an operand or another result."""
     y, new = active.out, join.operand(1)
-    for seen in (
-        o for call in others for o in call.src if o is not None and o.region.can_overlap_collectives(y.region)
-    ):
+    for seen in (o for call in others for o in call.src if o is not None and o.region.overlaps(y.region)):
         low, high = _find_column_range(seen, y) or (0, y.shape[-1])
         require_supported(
             not any(first < high and low < last for first, last in normed), "another op reads the normed heads"
@@ -351,7 +349,7 @@ def _require_apart(
     pairs = [*combinations(written, 2), *product(written, read)]
     pairs += [(o, new) for o in written if in_place and o is not y]
     require_supported(
-        not any(a.region.can_overlap_collectives(b.region) for a, b in pairs),
+        not any(a.region.overlaps(b.region) for a, b in pairs),
         "a result lies where something is still read",
     )
 

@@ -74,7 +74,7 @@ class WindowShape:
 
         A copy is needed for padding, and if `x` overlaps the result `y`.
         """
-        if not any((*self.left_padding, *self.right_padding)) and not x.region.can_overlap_collectives(y.region):
+        if not any((*self.left_padding, *self.right_padding)) and not x.region.overlaps(y.region):
             return x
         shape = (*x.shape[:2], *self.compute_padded_sizes(x.shape[2:]))
         nbytes = 4 * math.prod(shape)
@@ -159,7 +159,7 @@ def _fuse_convolution(flow: Dataflow, number: int) -> FusedBinding:
         _can_read(x, windows) and matrices.has_readable_rows(product.operand(1), product.out), "operands have no rows"
     )
     require_supported(
-        not product.operand(1).region.can_overlap_collectives(product.out.region),
+        not product.operand(1).region.overlaps(product.out.region),
         "a result lies where something is still read",
     )
     read, entries = product.operand(0), w.shape[3]
