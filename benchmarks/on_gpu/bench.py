@@ -81,7 +81,7 @@ class MeasuredTime:
             flops: Floating-point operations, for TFLOP/s.
             copy: Bandwidth of a copy in bytes/s, for the share of it that is reached.
         """
-        figures: ResultRow = {"µs": self.seconds * 1e6, "±µs": self.spread * 1e6}
+        figures: ResultRow = {"µs": self.seconds * 1e6, "±µs": self.spread_seconds * 1e6}
         if nbytes:
             figures["GB/s"] = nbytes / self.seconds / 1e9
         if nbytes and copy:

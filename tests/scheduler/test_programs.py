@@ -257,9 +257,9 @@ def test_no_two_live_values_share_a_byte(lifetimes):
         assert at % ALIGNMENT == 0
         assert at + a.nbytes <= arena.nbytes or not a.nbytes
         for b, bt in list(zip(lifetimes, arena.offsets, strict=True))[:i]:
-            alive_together = a.first <= b.last and b.first <= a.last
+            alive_together = a.first_step <= b.last_step and b.first_step <= a.last_step
             assert not alive_together or at + a.nbytes <= bt or bt + b.nbytes <= at or not (a.nbytes and b.nbytes)
-    live = [sum(x.nbytes for x in lifetimes if x.first_step <= t <= x.last) for t in range(30)]
+    live = [sum(x.nbytes for x in lifetimes if x.first_step <= t <= x.last_step) for t in range(30)]
     assert arena.nbytes >= max(live)
     assert arena.nbytes <= sum(-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in lifetimes)
 

@@ -37,7 +37,9 @@ def test_between_plans_time_grows_evenly_with_tokens_and_with_cells(monkeypatch)
     of = fake_time_model(monkeypatch, run=3.0, seen=0.01, message_seconds=2.0, last=3.0)
     for tokens, end in product((64, 100, 512, 600), (600, 1000, 4096)):
         each = 3 + tokens * (1 + 0.01 * (end - tokens / 2) / parts.CALIBRATED_VISIBLE_SHARE)
-        assert [stage.work for stage in of.predict_stage_times(tokens, end)] == pytest.approx([each, 3 * each])
+        assert [stage.compute_seconds for stage in of.predict_stage_times(tokens, end)] == pytest.approx(
+            [each, 3 * each]
+        )
         assert [stage.message_seconds for stage in of.legs(tokens, end)] == pytest.approx([2, 2])
         assert of.slowest(tokens, end) == pytest.approx(3 * each)
 

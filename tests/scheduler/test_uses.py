@@ -56,7 +56,7 @@ def test_without_a_workload_a_layout_is_scored_by_one_run(tmp_path):
 def test_the_predicted_time_of_a_workload_is_the_time_of_verified_plans(tmp_path):
     plan, use = layout(tmp_path, "a100:2,ethernet", 16, mode="layer")
     seconds, how = score_plan(plan, use)
-    step = plan_for_group(use.graph_of(8, 1), plan.group, hardware=plan.hardware, like=plan).cost.total
+    step = plan_for_group(use.build_graph(8, 1), plan.group, hardware=plan.hardware, like=plan).cost.total
     assert re.fullmatch("in 2 micro-batches, prompts in [5-8] parts", how), how
     assert seconds > 128 * step, "two micro-batches on two devices take as long as one of them by itself, or longer"
 

@@ -241,7 +241,7 @@ LOCAL, NODE = chunks._ChunkedGraph._localise_attributes, chunks._ChunkedGraph._b
 DISTRIBUTED_ROWS = {
     "_localise_attributes": (exchanged_shares,),
     "_node": (exchanged_numbers,),
-    "_chunk": (swap_chunks,),
+    "_slice_chunk": (swap_chunks,),
 }
 
 
