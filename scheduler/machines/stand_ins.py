@@ -14,5 +14,5 @@ NUMPY_SLOWDOWNS: Mapping[str, float] = MappingProxyType(
 )
 """How many times longer NumPy takes than a compiled kernel is predicted to take, by op; other ops take about as long.
 
-`benchmarks/stand_ins.py` measured them (benchmarks/results/2026-11-29-zen3-stand-ins.md).
+`benchmarks/stand_ins.py` measured them (benchmarks/results/2026-11-29-zen5-stand-ins.md).
 """
