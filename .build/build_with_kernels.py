@@ -3,7 +3,7 @@ compiler in the first minute.
 
 For the processor at hand these are the kernels of the model that comes with hocket, and of decoders with the types of
 weights that most files have.  ``HOCKET_BUILD_KERNELS=all`` makes a wheel for other machines, with kernels for every
-type and each of `hocket.backends.cpu.processor.SHIPPED`; ``0`` leaves them out: then they are compiled when they are
+type and each of `hocket.backends.cpu.processor.PRECOMPILED_TARGETS`; ``0`` leaves them out: then they are compiled when they are
 first needed, as any that are not there.
 """
 
