@@ -1,10 +1,10 @@
 """The build of hocket: that of setuptools, after kernels were compiled into the package.  So nobody waits for a
 compiler in the first minute.
 
-For the processor at hand these are the kernels of the model that comes with hocket, and of decoders with the types of
-weights that most files have.  ``HOCKET_BUILD_KERNELS=all`` makes a wheel for other machines, with kernels for every
-type and each of `hocket.backends.cpu.processor.PRECOMPILED_TARGETS`; ``0`` leaves them out: then they are compiled when they are
-first needed, as any that are not there.
+For the processor at hand these are the kernels of the embedded model, and of decoders with the weight types that most
+files have. ``HOCKET_BUILD_KERNELS=all`` makes a wheel for other machines, with kernels for every type and each of
+`hocket.backends.cpu.processor.PRECOMPILED_TARGETS`. With ``0`` no kernel is compiled in advance; then each is compiled
+at its first use.
 """
 
 from __future__ import annotations

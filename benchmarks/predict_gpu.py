@@ -197,7 +197,7 @@ def make_prompt_shape(
         **dict.fromkeys(("split_tiles", "split_rows"), (tokens / wide, longer)),
         "add_shares": (many, 1.0),
     }
-    chosen = ((tiled, "FULL", full), (tiled, "WORTH", 1))
+    chosen = ((tiled, "FULL_DEVICE_TILES", full), (tiled, "MIN_BF16_TILES", 1))
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * tokens * (rows + columns)
     name = f"{dtype} {rows}×{columns}, {tokens} tokens" + ("" if is_exact else ", fast")
     case = f"mul_mat(w={dtype}[{high},4096], x=f32[{wide},4096], exact={str(is_exact).lower()})"
@@ -231,7 +231,8 @@ def make_delta_prompt_shape(key_heads: int, is_exact: bool, asked: float | None 
     times = dict.fromkeys(("delta_prepare", "delta_scan", "delta_scan_clusters"), (16, 1.0))
     nbytes, flops = tokens * (32 * (2 * 128 + 2) + 2 * key_heads * 128) * 4, tokens * 32 * DELTA_FLOPS_PER_TOKEN
     name = f"{key_heads}/{DELTA_PROMPT_SHAPE}, {'exact' if is_exact else 'fast'}"
-    chosen, more = ((gated_delta_net, "BLOCKS", 8), (gated_delta_net, "FILLED", 1)), (tokens - short) / (long - short)
+    chosen = ((gated_delta_net, "MIN_SCAN_BLOCKS", 8), (gated_delta_net, "FULL_DEVICE_BLOCKS", 1))
+    more = (tokens - short) / (long - short)
     return KernelShape(name, case, times, nbytes, flops, asked, chosen, longer_case=(longer, more))
 
 
@@ -292,7 +293,7 @@ def make_shapes(processors: int) -> tuple[KernelShape, ...]:
             2 * 65536 * 8 * 128 * 2,
             4 * 65536 * 32 * 128,
             0.8,
-            ((attention, "MOST_SPLITS", 4),),
+            ((attention, "MAX_KEY_SPLITS", 4),),
         ),
         make_attention_prompt_shape(),
         make_row_shape("add 4096×4096", "add(a=f32[8,4096], b=f32[8,4096])", "binary", 512),

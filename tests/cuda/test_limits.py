@@ -185,7 +185,11 @@ def test_memory_that_a_driver_refuses_is_one_line(cupy):
     [
         ("getDeviceProperties", lambda driver: driver.device(0), "cuda:0 cannot say what it is"),
         ("memcpyAsync", lambda driver: load_tensors(driver), "cuda:0 cannot copy from the host"),
-        ("hostRegister", lambda driver: driver.share(np.ones(1), True), "cuda devices cannot share memory of the host"),
+        (
+            "hostRegister",
+            lambda driver: driver.map_host_memory(np.ones(1), True),
+            "cuda devices cannot share memory of the host",
+        ),
     ],
     ids=["properties", "copies", "pinning"],
 )

@@ -40,8 +40,8 @@ def test_between_plans_time_grows_evenly_with_tokens_and_with_cells(monkeypatch)
         assert [stage.compute_seconds for stage in of.predict_stage_times(tokens, end)] == pytest.approx(
             [each, 3 * each]
         )
-        assert [stage.message_seconds for stage in of.legs(tokens, end)] == pytest.approx([2, 2])
-        assert of.slowest(tokens, end) == pytest.approx(3 * each)
+        assert [stage.message_seconds for stage in of.predict_stage_times(tokens, end)] == pytest.approx([2, 2])
+        assert of.predict_slowest_stage_seconds(tokens, end) == pytest.approx(3 * each)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

@@ -268,7 +268,7 @@ EXPECTED_LAUNCHES = {
         40,
         ("_fuse_routing", "_fuse_expert_and_shared_units", "_fuse_expert_and_shared_sum", "_fuse_attention_heads"),
     ),
-    "qwen3moe": (27, ("_route", "_fuse_expert_units", "_fuse_expert_sum")),
-    "llama": (23, ("_gated_unit", "_heads_of_attention", "_norm_and_factor")),
+    "qwen3moe": (27, ("_fuse_routing", "_fuse_expert_units", "_fuse_expert_sum")),
+    "llama": (23, ("_fuse_gated_unit", "_fuse_attention_heads", "_fuse_scaled_norm")),
 }
 """By model: the launches of a decoded token, and the chains that each save some of them."""

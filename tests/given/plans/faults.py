@@ -78,7 +78,7 @@ def gather_plan() -> Plan:
     graph = Graph({"y": ops.mul_mat(weight("w2", (5, 6)), ops.rms_norm(h, name="n"), name="y")})
 
     def columns(graph, factors):
-        return frozenset(f for v in graph.weights if v.node.name == "w1" for f in factors.of(v) if f.size == 6)
+        return frozenset(f for v in graph.weights if v.node.name == "w1" for f in factors.factors_of(v) if f.size == 6)
 
     return plan_for_group(graph, [find_device("cpu:0"), find_device("cpu:1")], choose=columns)
 
@@ -103,7 +103,7 @@ def experts_plan(*shares: float) -> Plan:
     """The mixture on two devices, each with some of the experts."""
 
     def choose_whole_experts(graph, factors):
-        return frozenset(f for v in graph.weights for f in factors.of(v) if factors.word(f) == "experts")
+        return frozenset(f for v in graph.weights for f in factors.factors_of(v) if factors.word(f) == "experts")
 
     return plan_for_group(
         experts(), [find_device("cpu:0"), find_device("cpu:1")], choose=choose_whole_experts, tensor_split=shares

@@ -234,13 +234,13 @@ def exchanged_numbers(self, node, number=None):
     new_node = NODE(self, node, number)
     if node.op != "reduce_scatter" or number is None:
         return new_node
-    return NODE(self, node, self.count - 1 - number)
+    return NODE(self, node, self.chunk_count - 1 - number)
 
 
 LOCAL, NODE = chunks._ChunkedGraph._localise_attributes, chunks._ChunkedGraph._build_node
 DISTRIBUTED_ROWS = {
     "_localise_attributes": (exchanged_shares,),
-    "_node": (exchanged_numbers,),
+    "_build_node": (exchanged_numbers,),
     "_slice_chunk": (swap_chunks,),
 }
 
