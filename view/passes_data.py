@@ -19,7 +19,7 @@ from .intern_table import InternTable
 
 
 def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, Any]:
-    """Return the factors of each axis of the nodes of each distinct block and of the leaves that they read.
+    """Return the sharding factors by node and axis, for one block of each kind and its leaves.
 
     ``a b`` is a product of two factors, ``a | b`` means segments. Each factor has its size, whether it is sharded, and
     whether it must not be.

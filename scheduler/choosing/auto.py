@@ -99,7 +99,7 @@ class Candidate:
         return self.plan is None and self.stage_count > 1 and not self.assumes_pipelining
 
     def with_plan(self, judge: PlanScorer) -> Candidate:
-        """Return the candidate with its plan, and with the values of this plan."""
+        """Return the candidate with its built plan, and with the seconds and bytes of the plan instead of estimates."""
         plan = self.build_plan()
         seconds, how = judge(plan)
         memory = plan.memory()

@@ -55,7 +55,10 @@ def make_size_class_key(graph: Graph) -> Hashable:
 
 
 def make_identity_key(graph: Graph) -> Hashable:
-    """Return a key that is equal for structurally equal graphs with equal leaf names, output names and collectives."""
+    """Return the names of the leaves and outputs and the attributes of collectives.
+
+    Two graphs with equal structural keys and equal identity keys have the same program.
+    """
     met = tuple(tuple(n.attrs.items()) for n in graph.nodes if n.op in COLLECTIVES)
     return tuple(n.name for n in graph.nodes if n.is_leaf), met, tuple(graph.outputs)
 

@@ -94,9 +94,9 @@ def partition_in_chunks(
 def split_into_chunks(
     sharded: PartitionedGraphs, factors: Factors, tokens: Factor, count: int, dealt: Sequence[tuple[int, int]] = ()
 ) -> PartitionedGraphs | None:
-    """Split the work before and after each sum over devices into `count` chunks.
+    """Split the nodes around each all-reduce into `count` chunks of tokens, so that chunks overlap its communication.
 
-    None is the result if a device needs its shards of all chunks at once.
+    Returns None if a node needs the tokens of all chunks of a device together.
 
     Args:
         sharded: The graphs of all devices.

@@ -181,7 +181,10 @@ class _LayoutTable:
         self.node_templates = {node: self._build_template(node) for node in graph.nodes if not node.is_leaf}
 
     def make_form(self, value: Value, state: FactorLayout) -> _ValueForm:
-        """Return the form of `value` in `state` on a device that has it."""
+        """Return the pair of `value` and its layout on a device, interned.
+
+        A local value is complete on its device. A partial sum gets the layout in which its node produces it.
+        """
         if isinstance(state, Local):
             state = REPLICATE  # whole on that device
         elif state is PARTIAL and self.assignment.produced_layouts[value].is_partial:

@@ -74,7 +74,7 @@ def split_into_groups(machine: int, devices: int) -> list[list[int]]:
 
 
 def find_groups_of_programs(programs: Sequence[Program]) -> list[list[int]] | None:
-    """Return the groups of programs with several pipeline stages of several devices; None for other programs."""
+    """Return the device numbers of each pipeline stage; None unless there are several stages of several devices."""
     devices, teams = len(programs), find_collective_groups(programs)
     if not any(1 < len(team) < devices for team in teams):
         return None

@@ -67,7 +67,7 @@ def find_pipeline_order_faults(programs: Sequence[Sequence[Program]], order: Pip
 
 
 def find_global_collectives(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield one collective that joins all devices, if the programs of the devices have one."""
+    """Yield a message about the first collective that joins all devices, if the programs have one."""
     return _find_calls_of_all_devices(_list_calls_with_participants(programs))
 
 

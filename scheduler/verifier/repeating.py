@@ -62,7 +62,10 @@ def make_short_plan(plan: Plan, of: ShortenedGraph) -> Plan:
 
 
 def find_length_faults(plan: Plan, of: ShortenedGraph) -> Iterator[str]:
-    """Yield why the plan's graph is not the short graph with more repetitions, or has other layouts in some of them."""
+    """Yield the differences between the plan's graph and the short graph with more repetitions.
+
+    The function compares nodes, operands, and the layouts of leaves and outputs in each repetition.
+    """
     runs, left_out = of.deep_repetitions, (of.deep_repetitions.count - of.short_count) * of.deep_repetitions.length
     sizes = len(of.deep_graph.nodes), len(of.short_graph.nodes)
     if plan.graph is not of.deep_graph or plan.placed:

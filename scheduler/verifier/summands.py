@@ -150,7 +150,11 @@ def _check_linear_sum(
     known: Mapping[tuple[int, ...], object],
     seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
-    """Check each operand of a linear op. A device with the whole sum, or with zeros, has the same of each operand."""
+    """Return why the partial sums of a linear op's result are incomplete, or None.
+
+    Each operand of the op is checked by itself. A device that has the complete result counts as one with the complete
+    operand; a device that has zeros counts as one with zeros.
+    """
     forms = {(s.linear_operands, len(s.operand_sums)) for s in summands if s is not None and s.kind == "linear"}
     kinds = {s.kind for s in summands if s is not None}
     if len(forms) > 1 or "terms" in kinds:

@@ -99,7 +99,10 @@ class DotProducts:
         return (absolute_bytes.body(self.b, less), less) if self._pair_instructions else (less, None)
 
     def add(self, place: Any, weight: tuple[Any, Any], s: Any) -> None:
-        """Add to each lane four products of a weight and activations."""
+        """Add ``weight[4 i + k] * s[4 i + k]`` for k = 0 to 3 to each 32-bit lane i of the sum at `place`.
+
+        `weight` is a pair: the 8-bit factors and their signs. `s` has the 8-bit activations.
+        """
         b, (factors, signs) = self.b, weight
         if self._pair_instructions is None:
             if has_dot4() or not self._uses_dot4:

@@ -210,7 +210,10 @@ def _find_row_save(flow: Dataflow, store: int) -> int | None:
 
 
 def _is_row_save(save: BoundInstruction, store: BoundInstruction) -> bool:
-    """Return whether `save` saves the one row that `store` sets. Of several rows, two may be the same."""
+    """Return whether `save` copies the old row that `store` will overwrite.
+
+    Only a single row qualifies: two of several rows may be the same.
+    """
     ids, there = store.operand(2), save.optional_operand(1)
     same = there is not None and has_same_elements(there, ids) and has_same_elements(save.operand(0), store.operand(0))
     return save.op == "get_rows" and same and ids.tensor.spec.size == 1

@@ -197,7 +197,10 @@ def find_visible_halves(union):
 
 
 def _make_list_scores(k: DType) -> Subroutine:
-    """Make ``(end, job, keys, scores, deep)``: append the steps of the scores of a job; return the end of the list."""
+    """Make ``(end, job, keys, scores, deep)``: append the AMX products of a job's scores to the list at `end`.
+
+    `deep` is the number of matrices along the head size. The result is the new end of the list.
+    """
     list_steps = make_list_matmul_steps(count_terms(k), QUERY_TERMS)
 
     def list_scores(end, job, keys, scores, deep):
