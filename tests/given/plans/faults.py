@@ -103,7 +103,8 @@ def experts_plan(*shares: float) -> Plan:
     """The mixture on two devices, each with some of the experts."""
 
     def choose_whole_experts(graph, factors):
-        return frozenset(f for v in graph.weights for f in factors.factors_of(v) if factors.word(f) == "experts")
+        every = (factor for value in graph.weights for factor in factors.factors_of(value))
+        return frozenset(factor for factor in every if factors.describe_factor(factor) == "experts")
 
     return plan_for_group(
         experts(), [find_device("cpu:0"), find_device("cpu:1")], choose=choose_whole_experts, tensor_split=shares

@@ -75,7 +75,7 @@ PROGRAMS: Mapping[str, PlannedFault] = {
     ),
     "the arena is too small": (r"\(%attended\): its scratch: .* lies outside its buffer of 768 bytes", small_arena),
     "a buffer is for the whole weight": (
-        r"device 1: .*declared=f32\[8,16\].* is for weight %wo: f32\[8,8\]",
+        r"device 1: .*declared_spec=f32\[8,16\].* is for weight %wo: f32\[8,8\]",
         other_buffer,
     ),
     "a view is read at another offset": (
