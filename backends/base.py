@@ -9,7 +9,7 @@ from dataclasses import field, replace
 from functools import lru_cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from ..graph.dtypes import DType
 from ..graph.errors import BackendError, HocketError, StepError
 from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
+from ..graph.old_names import make_module_getattr
 from ..graph.spec import Spec
 from ..graph.validation import NONE, TEXT, did_you_mean, format_value, integer_between, list_of, validate_arguments
 from .once import call_once
@@ -35,8 +36,7 @@ BUILTIN_BACKENDS: Mapping[str, str] = MappingProxyType(
         "cuda-emulated": "hocket.backends.cupy.emulation.emulated_driver:EmulatedBackend",
         "hip": "hocket.backends.cupy.hip:HipBackend",
         "hip-emulated": "hocket.backends.cupy.emulation.emulated_driver:EmulatedHipBackend",
-        "null": "hocket.backends.null.backend:NullBackend",
-        "numpy": "hocket.backends.numpy.backend:NumpyBackend",
+        **{"null": "hocket.backends.null.backend:NullBackend", "numpy": "hocket.backends.numpy.backend:NumpyBackend"},
         "reference": "hocket.backends.reference.backend:ReferenceBackend",
     }
 )
@@ -430,10 +430,7 @@ THREADS_KIND = integer_between(1, 1 << 16) | NONE
 
 @validate_arguments(BackendError, names=list_of(TEXT, "a sequence of texts"), threads=THREADS_KIND)
 def find_devices(names: Sequence[str], threads: int | None = None) -> list[tuple[Backend, Device]]:
-    """Return backends and devices by name, each with `threads` threads; by default the devices share the processors.
-
-    Raises `BackendError`.
-    """
+    """Return backends and devices by name. By default the devices share the processors. Raises `BackendError`."""
     count = compute_threads_per_device(len(names), threads)
     return [(backend.with_threads(count), device) for backend, device in map(find_device, names)]
 
@@ -441,3 +438,13 @@ def find_devices(names: Sequence[str], threads: int | None = None) -> list[tuple
 def compute_threads_per_device(devices: int, asked: int | None = None) -> int:
     """Return the threads of each of `devices` devices of this machine: `asked`, or an equal share of the processors."""
     return asked or max(1, (os.cpu_count() or 1) // max(1, devices))
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(
+        globals(),
+        find="find_device",
+        group_of="find_devices",
+        load="load_backend",
+        registered="find_registered_backends",
+    )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ..graph.attrs import Attrs
 from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
+from ..graph.old_names import make_module_getattr
 from ..ops import Op
 from .abilities import TimedKernel
 from .base import Array, Comm, Device, Program, run_calls
@@ -141,3 +142,7 @@ class Replay:
         for number, calls in groupby(times, key=lambda call: call[0]):
             (_, start, end), *more = calls
             yield TimedKernel(self.program.instructions[number].op, (number,), start, more[-1][2] if more else end)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Call="HostInstruction")

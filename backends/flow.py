@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
+from ..graph.old_names import make_module_getattr
 from ..ops.collectives import COLLECTIVES
 from .base import Program, Tensor
 from .liveness import AccessedRegions, ReaderTable
@@ -248,3 +250,7 @@ def has_same_elements(one: Operand, other: Operand) -> bool:
     alike = (one.shape, one.strides) == (other.shape, other.strides)
     dense = one.is_dense and other.is_dense and one.tensor.spec.size == other.tensor.spec.size
     return one.address == other.address and (alike or dense)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Flow="Dataflow", apart="require_no_alias")

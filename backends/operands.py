@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError
 from ..graph.lazy_dataclass import dataclass
+from ..graph.old_names import make_module_getattr
 from ..graph.spec import Spec
 from .base import Tensor, contiguous_strides
 
@@ -191,3 +193,7 @@ def require_supported(condition: object, why: str) -> None:
     """Raise `NoKernelError` unless the condition holds."""
     if not condition:
         raise NoKernelError(why)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Bound="BoundInstruction", need="require_supported")

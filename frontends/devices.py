@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..backends.abilities import SupportsExactMode
 from ..backends.base import THREADS_KIND, Backend, Device, DeviceName, compute_threads_per_device, find_device
@@ -13,6 +14,7 @@ from ..backends.cache import cache_folder
 from ..distributed import SINGLE_PROCESS, World
 from ..graph.dtypes import STATE_DTYPES, DType
 from ..graph.lazy_dataclass import dataclass
+from ..graph.old_names import make_module_getattr
 from ..graph.validation import BOOL, NONE, TEXT, ArgumentKind, list_of, number_between, pair_of, require
 from ..scheduler.running.packed import PackedWeightFiles
 from .errors import ModelError
@@ -148,3 +150,7 @@ def resolve_device_name(device: str, on: DeviceGroup) -> str:
     """Return the name of a device in a group: with exact results ``cpu:1`` is ``numpy:1``."""
     name = DeviceName.parse(device)
     return str(replace(name, kind="numpy") if on.exact and name.kind == "cpu" else name)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Group="DeviceGroup")

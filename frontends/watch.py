@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from ..backends.base import Array
 from ..graph.lazy_dataclass import dataclass
+from ..graph.old_names import make_module_getattr
 from ..graph.validation import CALLABLE, TEXT, require
 from ..scheduler import Statistics
 from ..scheduler.units import format_table
@@ -50,3 +52,7 @@ class ValueWatch:
     def __post_init__(self) -> None:
         require(ModelError, "Watch", "pattern", self.pattern, TEXT)
         require(ModelError, "ValueWatch", "see", self.see, CALLABLE)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Watch="ValueWatch")

@@ -6,6 +6,7 @@
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 from .plan import SPLIT_MODE_NAMES as SPLIT_MODE_NAMES
 from .plan import HostOffload as HostOffload
@@ -90,7 +91,23 @@ _LAZY_NAMES = {
 globals().pop("plan")  # removes the module `plan`, so that the name gives the function
 
 
+_OLD_NAMES = {
+    **{"kept_plan": "plan_with_cache", "plan_for": "plan_for_group", "Alone": "SingleDeviceComm"},
+    **{"InterruptsKept": "DeferredInterrupts", "Pipeline": "PipelinedPlan", "Succession": "PipelinedRuns"},
+    **{"in_turn": "run_pipelined", "even_shares": "compute_balanced_proportions", "followed": "count_pipeline_stages"},
+    **{"gain": "estimate_pipeline_speedup", "stages_text": "format_stage_count", "difference": "diff_plans"},
+    **{"PASSES": "PASS_DUMPS", "nbytes_text": "format_bytes", "time_text": "format_seconds", "check": "verify_program"},
+    **{"memory_problem": "describe_memory_problem", "shortage": "compute_missing_bytes", "Dealing": "MicroBatchChoice"},
+    **{"dealing": "choose_micro_batches", "Predicted": "ChunkTimeModel", "in_parts": "choose_prefill_chunks"},
+    **{"Use": "Workload", "lower": "lower_graph"},
+}
+"""The new name of each export that was renamed; the old ones work until 0.3."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _OLD_NAMES:
+        warn(f"{__name__}.{name} is now called {_OLD_NAMES[name]}; the old name goes in 0.3", DeprecationWarning, 2)
+        name = _OLD_NAMES[name]
     if name not in _LAZY_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY_NAMES[name], __name__), name)

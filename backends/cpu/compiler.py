@@ -24,6 +24,7 @@ import llvmlite
 
 from ...graph.errors import BackendError
 from ...graph.lazy_dataclass import dataclass
+from ...graph.old_names import make_module_getattr
 from ..cache import (
     COMPILED_MESSAGE,
     COMPILING_MESSAGE,
@@ -380,3 +381,7 @@ _WRAPPERS_BY_OPERAND_COUNT: tuple[Callable[[Any], KernelBody], ...] = (
 
 KERNEL_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 """The C signature of kernels, for calls from Python; the GIL is released during the call."""
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), part="subroutine")

@@ -6,13 +6,14 @@ import ctypes
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
+from ...graph.old_names import make_module_getattr
 from ..base import Comm, Tensor
 from ..flow import Dataflow
 from ..operands import BoundInstruction, Operand, Region
@@ -309,3 +310,7 @@ FusionMatcher = Callable[[Dataflow, int], FusedBinding]
 
 Intermediate values that only the fused instructions read are not written.
 """
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Steps="StepTableBuilder", Chain="FusedBinding")

@@ -19,9 +19,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...graph.lazy_dataclass import dataclass
+from ...graph.old_names import make_module_getattr
 from .simd.vectors import ADDRESS, FLOAT, Intrinsic, load_float_word, load_word
 
 FIELD_PATTERN = re.compile(r"(?P<name>[a-z]\w*)(\[(?P<count>\d+|\*)\])?(?P<float>:f32)?")
@@ -106,3 +107,7 @@ def _make_argument_loader(start: int, alone: bool, as_float: bool) -> Intrinsic:
         return load.body(b, block, b.add(index, block.type(start)))
 
     return Intrinsic(result, (ADDRESS,), one) if alone else Intrinsic(result, (ADDRESS, ADDRESS), one_of)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), words="declare_args")

@@ -114,7 +114,7 @@ def _compile_sources(bench: BenchmarkDevice, sources: tuple[KernelSource, ...]) 
     def compiled(source: KernelSource) -> ResultRow | None:
         kernel, start = source[source.names[0]], time.perf_counter()
         try:
-            bench.driver.prepare(kernel, bench.on)
+            bench.driver.prepare_kernel(kernel, bench.on)
         except Exception as why:  # compilers and drivers may raise anything; the other sources go on
             return {"source": str(kernel), "error": f"{type(why).__name__}: {why}"}
         taken = time.perf_counter() - start

@@ -9,8 +9,10 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ...graph.lazy_dataclass import dataclass
+from ...graph.old_names import make_module_getattr
 from ..gguf.hyperparameter_keys import ArchitectureKeys
 from ..gguf.metadata import MetadataArray
 
@@ -210,3 +212,7 @@ def require_defaults(keys: ArchitectureKeys) -> None:
         if keys.has(short) and (value := keys.gguf.metadata[f"{keys.architecture}.{short}"]) not in accepted:
             value_text = repr(value) if isinstance(value, MetadataArray) else reprlib.repr(value)
             raise keys.error(short, f"is {value_text}; hocket computes {', '.join(map(repr, accepted))} alone")
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), KEYS="METADATA_KEYS")

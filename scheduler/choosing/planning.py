@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ...backends.abilities import can_group_overlap
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
+from ...graph.old_names import make_module_getattr
 from ..layout import REPLICATE, Layout, Local
 from ..plan import HostOffload, Plan, ShardedFactors
 from ..sharding.axes import Factor
@@ -339,3 +341,7 @@ class PlanBuilder(ShardedPlanBuilder):
 
 SplitModeBuilder = Callable[[PlanBuilder], Plan]
 """Build the plan of a split mode for several devices."""
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Planning="PlanBuilder")

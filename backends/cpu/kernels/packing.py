@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
+from ....graph.old_names import make_module_getattr
 from ..compiler import Kernel, Subroutine, subroutine
 from ..simd.tiles import store_codes
 from ..simd.vectors import load_byte, load_int, load_scalar, store, store_int, store_scalar
@@ -123,3 +125,7 @@ def make_unpack_kernel(form: PackedFormat) -> Kernel:
         return 0
 
     return Kernel(f"packing.unpack.{form.dtype}", body)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), share="compute_thread_range")

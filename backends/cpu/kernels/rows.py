@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ....graph.dtypes import DType
+from ....graph.old_names import make_module_getattr
 from ....ops.declaration.attributes import float_attribute
 from ...base import contiguous_strides
 from ...operands import BoundInstruction, Operand, float_bits
@@ -53,21 +54,13 @@ def make_row_args(operands: str, more: str = "") -> KernelArgs:
     names = operands.split()
     parts = {"columns": load_row_length, "rows": load_row_count}
     for index, name in enumerate(names):
-        parts |= {
-            name: _make_row_address(HEADER_WORDS + OPERAND_WORDS * index),
-            f"{name}_step": _make_element_step(HEADER_WORDS + OPERAND_WORDS * index),
-        }
+        first = HEADER_WORDS + OPERAND_WORDS * index
+        parts |= {name: _make_row_address(first), f"{name}_step": _make_element_step(first)}
     return declare_args(f"walk[{HEADER_WORDS + OPERAND_WORDS * len(names)}] {more}", parts)
 
 
-@subroutine
-def load_row_length(a):
-    return load_word(a, 0)
-
-
-@subroutine
-def load_row_count(a):
-    return load_word(a, 1) * load_word(a, 2) * load_word(a, 3)
+load_row_length = subroutine(lambda a: load_word(a, 0))
+load_row_count = subroutine(lambda a: load_word(a, 1) * load_word(a, 2) * load_word(a, 3))
 
 
 def _make_row_address(at: int) -> Subroutine:
@@ -127,9 +120,7 @@ def store_lanes_bf16(p, c, n, value):
     store_first_bf16(p + 2 * c, value, n - c)
 
 
-LANE_STORERS: Mapping[DType, Subroutine] = MappingProxyType(
-    {DType.F32: store_lanes, DType.F16: store_lanes_f16, DType.BF16: store_lanes_bf16}
-)
+LANE_STORERS = {DType.F32: store_lanes, DType.F16: store_lanes_f16, DType.BF16: store_lanes_bf16}
 """Functions that store up to 16 elements from column `c` of `n`, rounded to each type."""
 UNARY_ARGS = make_row_args("x y")
 
@@ -446,3 +437,14 @@ BINDINGS = {
     **{n: _make_unary_binding(n) for n in UNARY if n != "copy"},
     **{n: _make_binary_binding(n) for n in BINARY if n not in GATED and n not in COMPARISONS},
 }
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(
+        globals(),
+        lanes="load_lanes",
+        put="store_lanes",
+        row_words="make_row_args",
+        rows_of="make_row_walk",
+        ELEMENTS="ELEMENT_STRIDE_WORDS",
+    )

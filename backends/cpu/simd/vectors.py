@@ -9,11 +9,12 @@ builder before the values, ``store.body(b, p, v)``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
+from ....graph.old_names import make_module_getattr
 from ..processor import find_target_features, is_native
 
 ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"
@@ -430,3 +431,7 @@ bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))
 float_to_bits = intrinsic(INTS, FLOATS)(lambda b, x: b.bitcast(x, _I))
 lane_0 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 0)))
 mul_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.mul(x, y))
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), total="lane_sum")

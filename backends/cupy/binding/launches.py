@@ -5,12 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ....graph.dtypes import DType
+from ....graph.old_names import make_module_getattr
 from ...base import Tensor, contiguous_strides
 from ...operands import BoundInstruction, Operand, require_supported
 from ..device.driver import SINGLE_BLOCK_CLUSTER, AddressSpan, Dim3, KernelInstance, Launch, SingleStep
@@ -168,3 +169,7 @@ def compute_row_stride(x: Operand) -> int:
     is_empty = 0 in x.shape
     require_supported(x.is_float and (x.has_even_rows or is_empty), "rows do not lie evenly")
     return x.shape[-1] if is_empty else x.row_stride_bytes // 4
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Launches="LaunchBuilder")

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
+from ....graph.old_names import make_module_getattr
 from ...base import Array, Device, Tensor
 from .limits import Limits
 
@@ -291,3 +292,7 @@ class Driver(Protocol):
 
     def synchronise(self, on: Device) -> None:
         """Wait until all launches have ended. Raises `BackendError` if one failed."""
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Source="KernelSource")

@@ -1,0 +1,33 @@
+"""Old names of renamed definitions work with a warning, and other names are no attributes."""
+
+from __future__ import annotations
+
+import pytest
+
+import hocket.backends.base
+import hocket.scheduler
+from hocket.graph.old_names import make_module_getattr
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [(hocket.backends.base, "find", "find_device"), (hocket.scheduler, "plan_for", "plan_for_group")],
+    ids=["backends", "scheduler"],
+)
+def test_an_old_name_gives_the_renamed_definition_with_a_warning(module, old, new):
+    with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}"):
+        assert getattr(module, old) is getattr(module, new)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        module.nothing_like_it  # noqa: B018  (the access is the test)
+
+
+def test_every_old_name_stands_for_a_definition():
+    getter = make_module_getattr({"__name__": "module", "new": 1}, old="new")
+    with pytest.warns(DeprecationWarning):
+        assert getter("old") == 1
+
+
+@pytest.mark.parametrize("old", sorted(hocket.scheduler._OLD_NAMES))
+def test_every_old_export_of_the_scheduler_is_there(old):
+    with pytest.warns(DeprecationWarning):
+        assert getattr(hocket.scheduler, old) is not None
