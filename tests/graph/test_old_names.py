@@ -23,11 +23,11 @@ def test_an_old_name_gives_the_renamed_definition_with_a_warning(module, old, ne
 
 def test_every_old_name_stands_for_a_definition():
     getter = make_module_getattr({"__name__": "module", "new": 1}, old="new")
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="old is now called new"):
         assert getter("old") == 1
 
 
 @pytest.mark.parametrize("old", sorted(hocket.scheduler._OLD_NAMES))
 def test_every_old_export_of_the_scheduler_is_there(old):
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="is now called"):
         assert getattr(hocket.scheduler, old) is not None
