@@ -88,6 +88,11 @@ class Conversation:
                 self.messages += [message, {"role": "assistant", "content": "".join(pieces)}]
                 self.timing = self.timing + timing
 
+    answer = reply
+    """The old name of `reply`, until 0.3."""
+
+    known = property(lambda self: self.tokens, doc="The old name of `tokens`, until 0.3.")
+
     def _encode_new_text(self, prompt: str) -> list[int]:
         """Return the tokens of `prompt` after the rendered text; all tokens if the template changed earlier text."""
         if self.rendered_text and self.tokens and prompt.startswith(self.rendered_text):

@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from ...graph.old_names import make_module_getattr
 from ...graph.validation import (
     BOOL,
     NONE,
@@ -121,3 +122,7 @@ def resolve_options(
         None if tokenizer is None else tokenizer.n_tokens,
     )
     return params, (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), settled="resolve_options")
