@@ -22,8 +22,12 @@ def make_module_getattr(namespace: Mapping[str, Any], **new_names: str) -> Calla
     def find_by_old_name(name: str) -> Any:
         if name not in new_names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        new = new_names[name]
-        warnings.warn(f"{module}.{name} is now called {new}; the old name goes in 0.3", DeprecationWarning, 2)
-        return namespace[new]
+        warn_of_old_name(module, name, new_names[name])
+        return namespace[new_names[name]]
 
     return find_by_old_name
+
+
+def warn_of_old_name(module: str, old: str, new: str) -> None:
+    """Warn the code that asks for the attribute `old` of `module`. Call it from the module's ``__getattr__`` alone."""
+    warnings.warn(f"{module}.{old} is now called {new}; the old name goes in 0.3", DeprecationWarning, stacklevel=3)

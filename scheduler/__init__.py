@@ -6,8 +6,8 @@
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from warnings import warn
 
+from ..graph.old_names import warn_of_old_name
 from .plan import SPLIT_MODE_NAMES as SPLIT_MODE_NAMES
 from .plan import HostOffload as HostOffload
 from .plan import Plan as Plan
@@ -106,7 +106,7 @@ _OLD_NAMES = {
 
 def __getattr__(name: str) -> Any:
     if name in _OLD_NAMES:
-        warn(f"{__name__}.{name} is now called {_OLD_NAMES[name]}; the old name goes in 0.3", DeprecationWarning, 2)
+        warn_of_old_name(__name__, name, _OLD_NAMES[name])
         name = _OLD_NAMES[name]
     if name not in _LAZY_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

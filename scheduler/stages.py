@@ -21,7 +21,7 @@ from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
 from ..ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_number
 from .lowering.alike import make_program_key
-from .lowering.lane import Lane, find_collective_groups, find_first_equal_devices
+from .lowering.lane import KernelUse, Lane, find_collective_groups, find_first_equal_devices
 from .machines.hardware import Counts, Estimate, Hardware, Work, leaf_of
 from .machines.stand_ins import NUMPY_SLOWDOWNS
 
@@ -81,7 +81,7 @@ class InstructionCosts:
         counts: Counts,
         number: int = 0,
         team: Sequence[int] = (0,),
-        launches: Sequence[float] | None = None,
+        kernel_use: KernelUse | None = None,
     ) -> None:
         """Store the inputs of the prediction; costs are computed at first use.
 
@@ -92,11 +92,10 @@ class InstructionCosts:
             counts: The work estimates of nodes, shared by several device plans.
             number: The number of the device.
             team: The devices that call the same collectives, this device included.
-            launches: The launches of each instruction; without them the device plan is asked.
+            kernel_use: The use of kernels; by default the device plan is asked.
         """
         self.graph_nodes, self.program = lane.graph.nodes, lane.program
-        self.launch_counts = lane.launches() if launches is None else launches
-        self.stand_ins = lane.stand_ins()
+        self.launch_counts, self.stand_ins = kernel_use or lane.kernel_use()
         self.hardware, self.unsharded_bytes, self.work_estimates, self.device_number, self.collective_group = (
             hardware,
             whole,
@@ -168,16 +167,16 @@ def compute_instruction_costs(
     """
     prices: list[InstructionCosts] = []
     counts, teams = Counts(), find_collective_groups([lane.program for lane in lanes])
-    launches: dict[Hashable, Sequence[float]] = {}  # by structure: structurally equal programs have equal launches
+    uses: dict[Hashable, KernelUse] = {}  # by structure: structurally equal programs call the same kernels
     for number, first in enumerate(find_first_equal_devices(lanes)):
         if first < number:
             prices.append(prices[first])
             continue
         lane = lanes[number]
         key = (type(lane.backend), lane.device.kind, make_program_key(lane.program))
-        if key not in launches:
-            launches[key] = lane.launches()
-        prices.append(InstructionCosts(lane, speeds[number], whole, counts, number, teams[number], launches[key]))
+        if key not in uses:
+            uses[key] = lane.kernel_use()
+        prices.append(InstructionCosts(lane, speeds[number], whole, counts, number, teams[number], uses[key]))
     return prices
 
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...backends.abilities import STAND_IN, KernelCall, ListsKernels, can_group_overlap
 from ...backends.base import Backend, Device, Program
@@ -27,6 +27,13 @@ DEVICES_KIND = list_of(
     "a sequence of pairs of a backend and a Device",
 )
 """The devices of a plan, each with its backend."""
+
+
+class KernelUse(NamedTuple):
+    """The number of launches of each instruction, and the positions of those that NumPy computes."""
+
+    launches: Sequence[float]
+    stand_ins: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +105,10 @@ class Lane:
         return frozenset(
             n for called in self.calls or () if called.kernel == STAND_IN for n in called.instruction_numbers
         )
+
+    def kernel_use(self) -> KernelUse:
+        """Return the launches and the stand-ins. Programs with equal structure have the same."""
+        return KernelUse(self.launches(), self.stand_ins())
 
     def memory(self) -> dict[str, int]:
         """Return the bytes on the device by kind: stored weights, states, constants, and the arena."""

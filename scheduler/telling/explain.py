@@ -158,8 +158,8 @@ def format_pipelining_lines(plan: Plan) -> list[str]:
 def stand_in_lines(plan: Plan) -> list[str]:
     """Return a line for each kind of device with ops that have no compiled kernel, so that NumPy computes them."""
     nodes: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for lane in plan.lanes:
-        for position in lane.stand_ins():
+    for lane, costs in zip(plan.lanes, plan.prices, strict=True):
+        for position in costs.stand_ins:
             instruction = lane.program.instructions[position]
             nodes[lane.device.kind][instruction.op].add(instruction.index)
     lines = []

@@ -126,9 +126,9 @@ UNARY_ARGS = make_row_args("x y")
 
 
 @cache
-def make_unary_kernel(name: str) -> Kernel:
-    """Make the kernel ``y = f(x)`` for one of `UNARY`."""
-    function = UNARY[name]
+def make_unary_kernel(name: str, function: Subroutine | None = None) -> Kernel:
+    """Make the kernel ``y = f(x)`` of a function of 16 lanes; by default the one of `UNARY` with this name."""
+    compute = function or UNARY[name]
 
     def body(a, thread, threads):
         n = UNARY_ARGS.columns(a)
@@ -136,7 +136,7 @@ def make_unary_kernel(name: str) -> Kernel:
         for i in range(lo, hi):
             x, y = UNARY_ARGS.x(a, i), UNARY_ARGS.y(a, i)
             for c in range(0, n, LANES):
-                store_lanes(y, c, n, function(load_lanes(x, c, n, 4)))
+                store_lanes(y, c, n, compute(load_lanes(x, c, n, 4)))
         return 0
 
     return Kernel(f"rows.unary.{name}", body)

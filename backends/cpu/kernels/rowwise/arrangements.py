@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 
 from .....graph.dtypes import DType
 from ....base import contiguous_strides
 from ....operands import BoundInstruction, Operand
-from ...compiler import Kernel, Subroutine, kernel, subroutine
+from ...compiler import kernel, subroutine
 from ...simd.shorts import round_to_bf16, round_to_half
 from ...simd.vectors import (
     LANES,
-    Intrinsic,
     add,
     bits_to_float,
     float_to_bits,
@@ -27,9 +25,8 @@ from ...simd.vectors import (
 from ...steps import StepTableBuilder
 from ...words import declare_args
 from ..packing import INVALID_ROW, compute_thread_range
-from ..rows import add_row_step, add_unary, load_lanes, make_row_args, store_lanes
+from ..rows import UNARY_ARGS, add_row_step, add_unary, load_lanes, make_unary_kernel, store_lanes
 
-CAST = make_row_args("x y")
 BIAS = declare_args("rows columns x x_row bias ids id_bytes experts first routed y y_row")
 """`experts` rows of `bias` belong to the ids from `first` on; `routed` is the number of all experts."""
 
@@ -46,30 +43,13 @@ def float_to_int(x):
     return bits_to_float(truncate_to_int(x))
 
 
-CASTS: dict[tuple[DType, DType], Subroutine | Intrinsic] = {
-    (DType.F32, DType.F16): round_to_half,
-    (DType.F32, DType.BF16): round_to_bf16,
+CASTS = {
+    (DType.F32, DType.F16): subroutine(lambda x: round_to_half(x)),
+    (DType.F32, DType.BF16): subroutine(lambda x: round_to_bf16(x)),
     (DType.I32, DType.F32): int_to_float,
     (DType.F32, DType.I32): float_to_int,
 }
 """The conversion of 16 lanes by the dtype of the operand and the attribute `dtype`; floats are stored as f32."""
-
-
-@cache
-def convert(source: DType, target: DType) -> Kernel:
-    """Return the kernel that converts each element from `source` to `target`."""
-    function = CASTS[source, target]
-
-    def body(a, thread, threads):
-        n = CAST.columns(a)
-        first, last = compute_thread_range(CAST.rows(a), thread, threads)
-        for i in range(first, last):
-            x, y = CAST.x(a, i), CAST.y(a, i)
-            for c in range(0, n, LANES):
-                store_lanes(y, c, n, function(load_lanes(x, c, n, 4)))
-        return 0
-
-    return Kernel(f"arrangements.convert.{source}.{target}", body)
 
 
 @kernel
@@ -133,7 +113,8 @@ def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         return add_unary(steps, "copy", x, y)
     if (x.dtype, target) not in CASTS:
         return False
-    return add_row_step(steps, (convert(x.dtype, target), CAST, {}), [_as_words(x)], _as_words(y))
+    cast_kernel = make_unary_kernel(f"{x.dtype}_to_{target}", CASTS[x.dtype, target])
+    return add_row_step(steps, (cast_kernel, UNARY_ARGS, {}), [_as_words(x)], _as_words(y))
 
 
 def _bind_arange(steps: StepTableBuilder, call: BoundInstruction) -> bool:
