@@ -30,7 +30,7 @@ DEVICES_KIND = list_of(
 
 
 class KernelUse(NamedTuple):
-    """The number of launches of each instruction, and the positions of those that NumPy computes."""
+    """The number of launches of each instruction, and the positions of the instructions that NumPy computes."""
 
     launches: Sequence[float]
     stand_ins: frozenset[int]
