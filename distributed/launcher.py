@@ -17,7 +17,7 @@ import time
 from typing import NoReturn
 
 from ..graph.lazy_dataclass import dataclass
-from .presence import detect_rank
+from .presence import await_local_ranks, detect_rank
 from .world import FAILED_RANK_LINGER_SECONDS, SHUTDOWN_GRACE_SECONDS, SILENCE_TIMEOUT_SECONDS
 
 START_TIMEOUT_SECONDS = 60.0
@@ -77,4 +77,6 @@ def _supervise(child: int, reading: int, launch: LaunchInfo) -> NoReturn:
         # The child ended without a notice. The other ranks find out and print it before the launcher ends them.
         time.sleep(SILENCE_TIMEOUT_SECONDS + SHUTDOWN_GRACE_SECONDS + FAILED_RANK_LINGER_SECONDS)
         code = 128 - code
+    if code:  # mpiexec kills a rank that has not finalized MPI when another ends with an error
+        await_local_ranks(FAILED_RANK_LINGER_SECONDS)
     os._exit(code)

@@ -138,6 +138,24 @@ def _find_sibling_ranks() -> Iterator[tuple[int, int]]:
                     yield int(rank), pid
 
 
+def await_local_ranks(seconds: float) -> None:
+    """Wait at most `seconds` until the ranks of this machine, which are children of the launched processes, have ended."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        supervisors = {str(pid) for _, pid in _find_sibling_ranks()}
+        if not supervisors & set(_list_living_parents()):
+            return
+        time.sleep(POLL_SECONDS / 10)
+
+
+def _list_living_parents() -> Iterator[str]:
+    """Yield the parent of each process of this machine that runs."""
+    for entry in PROC.glob("[0-9]*"):
+        state, _, rest = _read_process_state(int(entry.name)).partition(" ")
+        if state not in ("", "Z", "X"):
+            yield rest.partition(" ")[0]
+
+
 def _read_note(pid: int) -> str | None:
     """Return the note of a process, or None."""
     with suppress(OSError):

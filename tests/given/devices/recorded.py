@@ -19,7 +19,7 @@ def find_resource_regressions(now, before):
     if now.registers > before.registers + SLACK:
         yield f"{now.registers} registers in place of {before.registers}"
     if now.shared_bytes != before.shared_bytes:
-        yield f"{now.shared} bytes of shared memory in place of {before.shared}"
+        yield f"{now.shared_bytes} bytes of shared memory in place of {before.shared_bytes}"
     if now.loop > before.loop * MORE + SLACK:
         yield f"a loop of {now.loop} instructions in place of {before.loop}"
     if now.warps < before.warps:
