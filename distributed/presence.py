@@ -139,7 +139,7 @@ def _find_sibling_ranks() -> Iterator[tuple[int, int]]:
 
 
 def await_local_ranks(seconds: float) -> None:
-    """Wait at most `seconds` until the ranks of this machine, which are children of the launched processes, have ended."""
+    """Wait at most `seconds` until the ranks of this machine, children of the launched processes, have ended."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         supervisors = {str(pid) for _, pid in _find_sibling_ranks()}
