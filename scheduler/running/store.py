@@ -32,6 +32,10 @@ from .state_view import LocalShard, StateView, slice_for_device
 from .turns import DeviceLock
 
 
+PART_ALIGNMENT = 16
+"""The bytes to which the parts of a state are aligned, so that kernels read them as they read a buffer."""
+
+
 class Store:
     """Weights and states of a group of devices, shared by all plans on them; states begin as zeros.
 
@@ -133,6 +137,36 @@ class Store:
         for number, mine in self._device_buffers.items():
             other._device_buffers[number].arena = mine.arena
         return other
+
+    def view_sequences(self, first: int, count: int, total: int) -> Store:
+        """Return a store in turn with this one whose states are those of `count` sequences, from sequence `first` on.
+
+        Every present state of this store must have `total` equal parts along its first axis, one per sequence. The new
+        store reads and writes the same memory.
+
+        Raises:
+            PlanError: A state has no such parts, is sharded along its first axis, or a part begins at an address that
+                kernels cannot use.
+        """
+        other = self.in_turn()
+        for name in self._states:
+            spec, layout = self._layouts[name]
+            if spec.shape[0] % total or (isinstance(layout, Shard) and layout.axis == 0):
+                raise PlanError(f"state %{name}: {spec} {layout} has no equal parts for {total} sequences")
+            part = _resize_first_axis(spec, count, total)
+            other._layouts[name], other._states[name] = (part, layout), None
+            for number, device in self._device_buffers.items():
+                if ("state", name) in device.buffer_by_leaf:
+                    theirs = device.view_parts("state", name, first, count, total)
+                    other._device_buffers[number].buffer_by_leaf["state", name] = theirs
+        return other
+
+    @validate_arguments(PlanError, name=TEXT)
+    def copy_state_rows(self, name: str, source: int, target: int, count: int) -> None:
+        """Copy `count` rows of a state, within the memory of each device; the row ranges must not overlap."""
+        with self.turn:
+            for part in self.state(name).parts.values():
+                part.memory_view[target : target + count] = part.memory_view[source : source + count]
 
     @validate_arguments(PlanError, name=TEXT)
     def state(self, name: str) -> StateView:
@@ -275,6 +309,17 @@ class _DeviceBuffers:
         shape, dtype = spec.stored_spec.shape, spec.stored_spec.dtype
         return LocalShard(self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), dtype)), dtype)
 
+    def view_parts(self, kind: str, name: str, first: int, count: int, total: int) -> tuple[BufferSpec, Any]:
+        """Return the specification and the buffer of parts `first` to `first + count` of `total` parts of a buffer."""
+        spec, buffer = self.buffer_by_leaf[kind, name]
+        assert spec.declared_spec is not None and spec.stored_spec is not None
+        part_bytes = spec.nbytes // total
+        if spec.nbytes % total or part_bytes % PART_ALIGNMENT:
+            raise PlanError(f"{kind} %{name}: a sequence has {part_bytes} bytes, no multiple of {PART_ALIGNMENT}")
+        declared, stored = (_resize_first_axis(one, count, total) for one in (spec.declared_spec, spec.stored_spec))
+        view = buffer[first * part_bytes : (first + count) * part_bytes]
+        return BufferSpec(kind, name, count * part_bytes, declared, stored), view
+
     def compute_bytes_by_kind(self) -> dict[str, int]:
         total = {"weight": 0, "state": 0, "arena": self.arena.nbytes}
         for (kind, _), (spec, _) in self.buffer_by_leaf.items():
@@ -306,6 +351,11 @@ class _DeviceBuffers:
                 f"{spec.kind} %{spec.name} is {held.declared_spec} in the store but {spec.declared_spec} in the plan"
             )
         return buffer
+
+
+def _resize_first_axis(spec: Spec, count: int, total: int) -> Spec:
+    """Return the spec of `count` of the `total` equal parts along the first axis."""
+    return Spec((spec.shape[0] // total * count, *spec.shape[1:]), spec.dtype)
 
 
 def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
