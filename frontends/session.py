@@ -186,9 +186,7 @@ class Session:
             if len(sizes) == 1:  # the path of every decoded token
                 return self._run_chunk(given, every_position, hidden, reversible)
             if reversible and longest:
-                raise ModelError(
-                    f"{longest} tokens are more than a batch of {self.batch}; only a batch can be taken back"
-                )
+                raise ModelError(f"{longest} tokens are more than a batch of {self.batch}; only a batch can be rewound")
             parts = split_tokens(given, sizes)
             runs: Iterable[list[F32]] = (self._run_chunk(part, every_position, hidden, False) for part in parts)
             if self._can_pipeline_chunks(longest):

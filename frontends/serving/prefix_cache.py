@@ -88,6 +88,11 @@ class PrefixCache:
         self._branch_points: list[int] = [0] * memory.slots
         """Per slot the position at which its present prompt leaves the tokens of a slot."""
 
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes of all saved states."""
+        return self._saved_bytes
+
     def count_tokens(self, slot: int) -> int:
         """Return the number of tokens that a slot keeps."""
         return len(self._tokens[slot])
