@@ -160,6 +160,21 @@ def test_a_failed_device_ends_only_the_request_that_fails():
         assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
 
 
+def test_the_cells_of_a_failed_request_are_not_reused():
+    pool = FakePool(1)
+    engine = make_engine(pool)
+    request = make_request("a", BASE, limit=6, seed=3)
+    engine.submit(request)
+    engine.step()
+    engine.step()
+    pool.failing = {0}
+    assert run_all(engine)[-1].reason == "error"
+    pool.failing = set()
+    assert pool.cells == [[]]
+    engine.submit(request)
+    assert tokens_of(run_all(engine), "a") == generate_alone(request, pool.context)[0]
+
+
 def test_requests_that_cannot_run_are_refused_at_once():
     engine = make_engine(FakePool(1, context=32), queue_size=2)
     with pytest.raises(ModelError, match="the prompt is empty"):
