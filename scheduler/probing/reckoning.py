@@ -170,7 +170,7 @@ class Reckoning:
 
         Args:
             name: Name of the probe.
-            seconds: Seconds of another run of this probe; None for those of the fit.
+            seconds: Seconds of another run of this probe; None for the seconds of the fit.
         """
         total = self.seconds[name] if seconds is None else seconds
         return max(total - self.launch * self.launches[name], total / 10)
