@@ -28,7 +28,8 @@ class Statistics:
     """Statistics of the elements of one value.
 
     `minimum`, `maximum` and `mean` omit NaN elements; they are NaN if no element is left. `norm` is the square root of
-    the sum of squares, without NaN elements. `nan_count` is the number of NaN elements.
+    the sum of squares, without NaN elements; it is NaN if all elements are NaN. `nan_count` is the number of NaN
+    elements.
     """
 
     shape: tuple[int, ...]
