@@ -223,8 +223,8 @@ class Judge:
     def _difference(self, name: str, copies: Sequence[Array], expected: Array) -> Difference:
         """Return the difference of the copy with the largest error; `copies` has one array per device."""
         value, limit = self.values[name], self._limit(self.values[name])
-        error, at, copy = max(((*_error(copy, expected), copy) for copy in copies), key=lambda scored: scored[0])
-        return Difference(self.plan.graph, name, value.node, error, limit, at, float(copy[at]), float(expected[at]))
+        error, at, worst = max(((*_error(copy, expected), copy) for copy in copies), key=lambda scored: scored[0])
+        return Difference(self.plan.graph, name, value.node, error, limit, at, float(worst[at]), float(expected[at]))
 
     def _limit(self, value: Value) -> float:
         """Return the largest allowed error of a value relative to its norm; 0 for integers."""
