@@ -1,8 +1,13 @@
-"""Every value of a run against another device: the first that differs, judged by itself.
+"""Compare every value of a run with the result of the same node on a reference device.
 
-Errors of an early node reach all later ones, so values of two whole runs cannot be compared one by one.  Here the other
-device computes each node alone, from what the first device really had for its sources: what differs is what this node
-did.  The graph is taken in portions, so that neither its values nor its weights need to fit into memory at once.
+Errors of an early node reach all later nodes, so a comparison of two complete runs does not locate the fault. Therefore
+the reference device computes each node alone, from the operands that the compared devices had:
+
+1. Split the graph into portions, because neither its values nor its weights need to fit into memory at once.
+2. Run the plan with the values of a portion as further outputs.
+3. Compute each value of the portion on the reference device. The observed values are the inputs.
+4. Yield the difference of each value. A difference above the limit is an error of this node.
+5. Run the plan without observed values, in order to find faults of fused kernels.
 """
 
 from __future__ import annotations
@@ -28,24 +33,28 @@ from ..running.store import Store
 from .observing import observed, taken, values_of
 
 PORTION = 1 << 28
-"""Bytes of float64 that the values and weights of a portion take on the other device, unless one node needs more."""
+"""The largest number of float64 bytes of the values and weights of a portion; a single node may need more."""
 ROUNDED = 8.0
-"""A row may be off by this many times the relative error that a backend says its arithmetic has ..."""
+"""The allowed error of a row, as a multiple of the relative error that a backend declares for its arithmetic."""
 EXACT = 1e-4
-"""... and by this share of its norm where it says nothing: arithmetic in float32."""
+"""The smallest allowed error of a row, relative to its norm. It holds for float32 arithmetic without a declaration."""
 Copies = Mapping[str, list[Array]]
-"""Values by name, from each device that has all of it."""
+"""Arrays by value name: one array from each device that has the whole value."""
 SMALL = 1e-3
-"""A row whose norm is a smaller share of that of the average row is judged as if it had this share."""
+"""The smallest row norm for relative errors, as a share of the root mean square of all row norms."""
 
 LONGEST = 300
-"""Characters of a node that are printed."""
+"""The largest number of characters that are printed of a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far a value is off: `error` is the norm of the difference over that of the value, in the worst row of the
-    last axis; `index`, `got` and `want` are of the worst entry in all."""
+    """The difference of a value from its reference.
+
+    `error` is the norm of the difference divided by the norm of the reference, in the row of the last axis where it is
+    largest. `limit` is the largest allowed error. `index` is the position of the entry with the largest absolute
+    difference, `actual` is its number and `expected` the number of the reference.
+    """
 
     graph: Graph
     name: str
@@ -58,16 +67,17 @@ class Difference:
 
     @property
     def is_wrong(self) -> bool:
+        """Whether the error exceeds the limit or is NaN."""
         return not self.error <= self.limit
 
     @property
     def share(self) -> float:
-        """The error as a share of what is allowed."""
+        """The error divided by the limit; for a limit of 0 the error itself."""
         return self.error / self.limit if self.limit else self.error
 
     @property
     def around(self) -> str:
-        """The lines of a dump around the node."""
+        """The lines of a graph dump around the node."""
         return surroundings(self.graph, self.node)
 
     def __str__(self) -> str:
@@ -79,7 +89,7 @@ class Difference:
 
 
 class Judge:
-    """Runs of one plan against another device, node by node."""
+    """A comparison of the runs of one plan with a reference device, node by node."""
 
     plan: Plan
     store: Store
@@ -97,26 +107,37 @@ class Judge:
         *,
         place: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """`weights` gives arrays by name as files hold them, which are asked for when they are needed."""
+        """Split the graph of the plan into portions.
+
+        Args:
+            plan: The plan to compare.
+            store: Weights and states of the devices of the plan.
+            weights: Arrays by name in the format of the model file. Each array is read when a portion needs it.
+            other: The backend and the device that compute the references.
+            place: The placement rules of the plan, for the plans of the portions.
+        """
         self.plan, self.store, self.weights, self.other, self.place = plan, store, weights, other, place
         self.values: Mapping[str, Value] = values_of(plan.graph)
         self._portions = [(names, *self._torn(names)) for names in _portions(plan.graph)]
 
     @validate_arguments(PlanError, inputs=mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays"))
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> Iterator[Difference]:
-        """Run once; the difference of every computed value, in order, and then those of outputs when nobody looks at
-        other values.  States advance when all have been asked for."""
+        """Run one step, and yield the difference of every computed value in order.
+
+        The differences of the outputs follow, from a run without observed values. The limit of an output is the largest
+        limit of all values. States advance when the caller has asked for all differences.
+        """
         plain = Executor(self.plan, self.store)
         before = {v.node.name: np.array(self.store.state(v.node.name)) for v in self.plan.graph.states}
         outputs: Copies = {}
         seen: Copies = {}
         agree = True
-        for names, graph, torn in self._portions:
+        for names, graph, isolated in self._portions:
             outputs = self._seen(graph, inputs, before)
             seen = taken(outputs)
-            want = self._wanted(torn, {**inputs, **{name: copies[0] for name, copies in seen.items()}}, before)
+            expected = self._wanted(isolated, {**inputs, **{name: copies[0] for name, copies in seen.items()}}, before)
             for name in names:
-                yield (found := self._difference(name, seen[name], want[name]))
+                yield (found := self._difference(name, seen[name], expected[name]))
                 agree = agree and not found.is_wrong
         self._restore(before)
         loosest = max((self._limit(self.values[name]) for names, *_ in self._portions for name in names), default=EXACT)
@@ -131,10 +152,14 @@ class Judge:
     def _fused(
         self, inputs: Mapping[str, npt.ArrayLike], before: Mapping[str, Array], seen: Copies, limit: float
     ) -> Difference | None:
-        """The first value that is wrong if nobody looks at the others: what kernels do that compute several nodes at
-        once, and do not if values in between are wanted."""
+        """Return the first value that is wrong if it is the only observed value, or None.
 
-        def alone(name: str) -> Difference:
+        Such a fault comes from a fused kernel, which computes several nodes at once. A backend does not fuse nodes if a
+        value between them is observed. The binary search compares each value with its result from the run in which all
+        values were observed.
+        """
+
+        def observe_alone(name: str) -> Difference:
             graph = observed(self.plan.graph, {name: self.values[name]})
             got = taken(self._seen(graph, inputs, before))[name]
             return replace(self._difference(name, got, seen[name][0]), limit=limit)
@@ -143,12 +168,12 @@ class Judge:
         low, high = 0, len(names) - 1
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if alone(names[middle]).is_wrong else (middle + 1, high)
-        found = alone(names[low])
+            low, high = (low, middle) if observe_alone(names[middle]).is_wrong else (middle + 1, high)
+        found = observe_alone(names[low])
         return found if found.is_wrong else None
 
     def _seen(self, graph: Graph, inputs: Mapping[str, npt.ArrayLike], before: Mapping[str, Array]) -> Copies:
-        """What an observed graph gives out, from the states before the run."""
+        """Run a graph with observed values from the states `before`, and return its outputs from each device."""
         self._restore(before)
         run = Executor(plan_for_group(graph, self.plan.group, place=self.place, like=self.plan), self.store)
         return {name: run.copies(name) for name in run.run(inputs)}
@@ -158,98 +183,112 @@ class Judge:
             self.store.state(name)[...] = array
 
     def _torn(self, names: Sequence[str]) -> tuple[Graph, Graph]:
-        """The graph that gives out some values and what they are computed from; and that which computes each of them
-        from inputs."""
+        """Return two graphs for the values of a portion.
+
+        The first is the graph of the plan with these values and their operands as further outputs. The second graph
+        computes each value of the portion from inputs, which have the names of the operands.
+        """
         graph = self.plan.graph
         known = {value: name for name, value in self.values.items()}
         asked = frozenset(names)
-        torn: dict[str, Value] = {}
+        outputs: dict[str, Value] = {}
         became: dict[Value, Value] = {}
         for node in graph.nodes:
             if node.is_leaf:
                 became[node.results[0]] = node.results[0]
                 continue
-            made = node.with_src(tuple(None if s is None else became[s] for s in node.src))
-            for old, value in zip(node.results, made.results, strict=True):
+            copy = node.with_src(tuple(None if s is None else became[s] for s in node.src))
+            for old, value in zip(node.results, copy.results, strict=True):
                 if known[old] in asked:
-                    torn[known[old]] = value
+                    outputs[known[old]] = value
                 became[old] = value if op_of(node).is_view else input(known[old], old.shape, old.dtype)
-        cut = Graph(torn)
-        read = {v.node.name for v in cut.inputs}
+        isolated = Graph(outputs)
+        read = {v.node.name for v in isolated.inputs}
         values = {name: value for value, name in known.items() if name in asked or name in read}
-        return observed(graph, values), cut
+        return observed(graph, values), isolated
 
     def _wanted(
         self, graph: Graph, inputs: Mapping[str, npt.ArrayLike], states: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """What the other device makes of each value of a portion."""
-        made = plan_for_group(graph, [self.other])
+        """Return the values of a portion as the reference device computes them."""
+        plan = plan_for_group(graph, [self.other])
         store = Store([self.other])
         for value in graph.weights:
             store.bind(value.node.name, self.weights[value.node.name], value.spec)
-        run = Executor(made, store)
+        run = Executor(plan, store)
         for value in graph.states:
             store.state(value.node.name)[...] = states[value.node.name]
         return run.run({v.node.name: inputs[v.node.name] for v in graph.inputs})
 
-    def _difference(self, name: str, copies: Sequence[Array], want: Array) -> Difference:
-        """Of the copy that is worst, where each device has one."""
+    def _difference(self, name: str, copies: Sequence[Array], expected: Array) -> Difference:
+        """Return the difference of the copy with the largest error; `copies` has one array per device."""
         value, limit = self.values[name], self._limit(self.values[name])
-        error, at, got = max(((*_error(copy, want), copy) for copy in copies), key=lambda judged: judged[0])
-        return Difference(self.plan.graph, name, value.node, error, limit, at, float(got[at]), float(want[at]))
+        error, at, worst = max(((*_error(copy, expected), copy) for copy in copies), key=lambda scored: scored[0])
+        return Difference(self.plan.graph, name, value.node, error, limit, at, float(worst[at]), float(expected[at]))
 
     def _limit(self, value: Value) -> float:
-        """How far a value may be off: integers not at all."""
+        """Return the largest allowed error of a value relative to its norm; 0 for integers."""
         if value.dtype.is_integer:
             return 0.0
-        backends = {lane.backend for lane in self.plan.lanes} | {self.other[0]}
-        rounded = [b.tolerance(value.node) or 0.0 for b in backends if isinstance(b, DeclaresTolerance)]
-        return max([EXACT, *(ROUNDED * r for r in rounded)])
+        backends = {device_plan.backend for device_plan in self.plan.lanes} | {self.other[0]}
+        tolerances = [b.tolerance(value.node) or 0.0 for b in backends if isinstance(b, DeclaresTolerance)]
+        return max([EXACT, *(ROUNDED * tolerance for tolerance in tolerances)])
 
 
 def _portions(graph: Graph) -> list[list[str]]:
-    """Names of values whose nodes are judged together, views left out, which compute nothing."""
+    """Return the value names of each portion of a graph, in order.
+
+    Views and empty values are omitted, because they compute nothing.
+    """
     portions: list[list[str]] = [[]]
-    held, room = set[Value](), PORTION
+    counted, free_bytes = set[Value](), PORTION
     for name, value in values_of(graph).items():
         if op_of(value.node).is_view or not value.spec.size:
             continue
-        needed = {value, *value.node.inputs} - held
+        needed = {value, *value.node.inputs} - counted
         nbytes = sum(8 * v.spec.size for v in needed)
-        if nbytes > room and portions[-1]:
+        if nbytes > free_bytes and portions[-1]:
             portions.append([])
-            held, room = set(), PORTION
+            counted, free_bytes = set(), PORTION
             nbytes = sum(8 * v.spec.size for v in {value, *value.node.inputs})
-        held |= needed
-        room -= nbytes
+        counted |= needed
+        free_bytes -= nbytes
         portions[-1].append(name)
     return [names for names in portions if names]
 
 
-def _error(got: Array, want: Array) -> tuple[float, tuple[int, ...]]:
-    """The error of the worst row, and where the worst entry is."""
-    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+def _error(actual: Array, expected: Array) -> tuple[float, tuple[int, ...]]:
+    """Return the largest relative error of a row, and the index of the entry with the largest absolute difference.
+
+    Equal infinities, and NaN in both arrays, count as equal. NaN in one array only is an infinite difference.
+    """
+    actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
     with np.errstate(all="ignore"):
-        off = np.abs(got - want)
-        same = (got == want) | (np.isnan(got) & np.isnan(want))
-    off[same] = 0.0
-    off[np.isnan(off)] = np.inf
-    index = np.unravel_index(int(off.argmax()), off.shape) if off.ndim else ()
-    finite = np.where(np.isfinite(want), want, 0.0)
-    rows = np.sqrt((np.atleast_1d(finite) ** 2).sum(-1))
-    floor = max(SMALL * float(np.sqrt((rows**2).mean())), float(np.finfo(np.float32).tiny))
-    errors = np.sqrt((np.atleast_1d(off) ** 2).sum(-1)) / np.maximum(rows, floor)
+        difference = np.abs(actual - expected)
+        same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+    difference[same] = 0.0
+    difference[np.isnan(difference)] = np.inf
+    index = np.unravel_index(int(difference.argmax()), difference.shape) if difference.ndim else ()
+    finite = np.where(np.isfinite(expected), expected, 0.0)
+    norms = np.sqrt((np.atleast_1d(finite) ** 2).sum(-1))
+    floor = max(SMALL * float(np.sqrt((norms**2).mean())), float(np.finfo(np.float32).tiny))
+    errors = np.sqrt((np.atleast_1d(difference) ** 2).sum(-1)) / np.maximum(norms, floor)
     return float(errors.max()), tuple(int(i) for i in index)
 
 
 def surroundings(graph: Graph, node: Node, reach: int = 2) -> str:
-    """The lines of a dump around a node, which is marked: what it is computed from, up to `reach` nodes away, and who
-    reads it."""
-    near, edge = {node}, {node}
+    """Return the lines of a graph dump around a node, which is marked with ``>``.
+
+    Args:
+        graph: The graph of the node.
+        node: The marked node.
+        reach: Largest distance of the printed operands from the node, in nodes. Direct users are printed too.
+    """
+    printed, edge = {node}, {node}
     for _ in range(reach):
         edge = {s.node for n in edge for s in n.inputs}
-        near |= edge
+        printed |= edge
     users = graph.users()
-    near |= {user for value in node.results for user in users[value]}
+    printed |= {user for value in node.results for user in users[value]}
     lines = zip(graph.nodes, dump(graph).splitlines(), strict=False)  # outputs and updates follow
-    return "\n".join(f"{'>' if n is node else ' '} {line:.{LONGEST}}" for n, line in lines if n in near)
+    return "\n".join(f"{'>' if n is node else ' '} {line:.{LONGEST}}" for n, line in lines if n in printed)

@@ -1,8 +1,12 @@
-"""What the seconds of probes say: the speeds by which plans predict seconds.
+"""Speed fit: compute the speeds of the cost model from the seconds of probe runs.
 
-A run takes the seconds of its launches, of its arithmetic and of what it reads.  Each probe is mostly about one of
-them.  The others are known from other probes, and what they take is subtracted: a product of a vector with weights of
-64 MiB in 2.7 ms, with launches of 0.1 ms and arithmetic of 0.3 ms, reads them in 2.3 ms.
+The seconds of a run are the sum of its launches, its arithmetic and its reads. One of these parts dominates each probe.
+The fit computes the other parts from other probes and subtracts them. Example for a matrix-vector product with 64 MiB
+of weights:
+
+1. The run takes 2.7 ms.
+2. Its launches take 0.1 ms and its arithmetic takes 0.3 ms, by the results of other probes.
+3. The remaining 2.3 ms are the time of reading 64 MiB.
 """
 
 from __future__ import annotations
@@ -19,8 +23,10 @@ from .probe_graphs import LONG, SHORT
 
 
 class Reckoning:
-    """Speeds of so many devices from the plans of probes and the seconds of their runs, by name; `again` names the
-    probes of products with a vector that were run in turn, so that caches hold a share of what these read."""
+    """Speeds of a device group, computed from the plans and the seconds of its probes.
+
+    The properties are seconds per unit of work. `compute_speeds` returns their inverses.
+    """
 
     def __init__(
         self,
@@ -30,13 +36,23 @@ class Reckoning:
         devices: int,
         again: Mapping[str, Sequence[str]],
     ) -> None:
+        """Store the probes, and compute the seconds of a launch and the work of each probe.
+
+        Args:
+            plans: The plan of each probe by name.
+            seconds: The seconds of one run of each probe by name.
+            kinds: Names of the dtypes of weights that were measured.
+            devices: Number of devices that worked at once.
+            again: Groups of matrix-vector probes that ran in turn, by name. A cache holds a share of the weights of a
+                group.
+        """
         self.plans, self.seconds, self.kinds, self.devices, self.again = plans, seconds, kinds, devices, again
         self.launches = {name: sum(plan.lanes[0].launches()) for name, plan in plans.items()}
         self.launch = seconds["launches"] / self.launches["launches"]
         self.work = {name: _work(plan) for name, plan in plans.items()}
 
     def speeds(self) -> Speeds:
-        """Of devices; of sums and messages if there are several."""
+        """Return the speeds of the devices, and of collectives and messages if there are several devices."""
         own = Speeds(
             {kind: 1 / seconds for kind, seconds in self.far.items()},
             {kind: 1 / seconds for kind, seconds in self.flop.items()},
@@ -57,34 +73,35 @@ class Reckoning:
 
     @property
     def plain(self) -> float:
-        """Seconds of a FLOP without weights."""
+        """The seconds of a FLOP of ops without weights."""
         return self.plain_and_value[0]
 
     @property
     def value(self) -> float:
-        """Seconds of a byte that ops hand on."""
+        """The seconds of a byte of activations."""
         return self.plain_and_value[1]
 
     @cached_property
     def plain_and_value(self) -> tuple[float, float]:
+        """The seconds of a FLOP without weights and of a byte of activations, solved from two probes."""
         names = ("attention", "values")
         return _each([(self.work[name].flops, self.work[name].nbytes, self.beyond(name)) for name in names])
 
     @property
     def recurrent(self) -> float:
-        """Seconds of a FLOP of tokens that follow each other; a run after another finds in caches what it reads."""
+        """The seconds of a FLOP of a recurrence; repeated runs read their operands from caches."""
         work = self.work["recurrence"]
         return self.each("recurrence", work.flops, work.nbytes * self.value)
 
     @property
     def state(self) -> float:
-        """Seconds of a byte of states."""
+        """The seconds of a byte of states."""
         work = self.work["states"]
         return self.each("states", work.kept, work.flops * self.plain + (work.nbytes - work.kept) * self.value)
 
     @cached_property
     def of_many(self) -> dict[str, tuple[float, float]]:
-        """Seconds of a FLOP and of a byte of weights where these are multiplied with many vectors."""
+        """The seconds of a FLOP and of a weight byte in matrix products with many rows, by dtype."""
 
         def of(kind: str) -> tuple[float, float]:
             names = (f"rows {kind}", f"few {kind}")
@@ -94,34 +111,40 @@ class Reckoning:
 
     @property
     def flop(self) -> dict[str, float]:
+        """The seconds of a FLOP in matrix products with many rows, by dtype."""
         return {kind: flop for kind, (flop, _) in self.of_many.items()}
 
     @cached_property
     def far(self) -> dict[str, float]:
-        """Seconds of a byte of weights that come from memory, multiplied with one vector."""
+        """The seconds of a weight byte that a matrix-vector product reads from memory, by dtype."""
         return {kind: self.each_byte(f"read {kind}", kind) for kind in self.kinds}
 
     @cached_property
     def near(self) -> dict[str, float]:
-        """Those of a byte that caches hold."""
+        """The seconds of a weight byte that a matrix-vector product reads from a cache, by dtype."""
         return {kind: min(self.far[kind], self.each_byte(f"cached {kind}", kind)) for kind in self.kinds}
 
     @property
     def held(self) -> dict[str, float]:
-        """The share of what runs read again that they find in caches, by the bytes that all devices read; it is never
-        more of more."""
-        least, shares = 1.0, {}
+        """The share of repeatedly read bytes that come from caches, by the bytes that all devices read.
+
+        The share never grows with the number of bytes.
+        """
+        share, shares = 1.0, {}
         for name, probes in self.again.items():
-            kept = [(self.work[probe].kept, probe.split()[1]) for probe in probes]
-            beside = sum(self.beside(probe, kind) for probe, (_, kind) in zip(probes, kept, strict=True))
-            reading = self.seconds[name] - self.launch * sum(self.launches[probe] for probe in probes) - beside
-            far, near = (sum(nbytes * each[kind] for nbytes, kind in kept) for each in (self.far, self.near))
-            least = min(least, max(0.0, (far - reading) / (far - near))) if far > near else 0.0
-            shares[str(self.devices * sum(nbytes for nbytes, _ in kept))] = least
+            weights = [(self.work[probe].kept, probe.split()[1]) for probe in probes]
+            others = sum(self.beside(probe, kind) for probe, (_, kind) in zip(probes, weights, strict=True))
+            reading = self.seconds[name] - self.launch * sum(self.launches[probe] for probe in probes) - others
+            memory, cache = (sum(nbytes * each[kind] for nbytes, kind in weights) for each in (self.far, self.near))
+            share = min(share, max(0.0, (memory - reading) / (memory - cache))) if memory > cache else 0.0
+            shares[str(self.devices * sum(nbytes for nbytes, _ in weights))] = share
         return shares
 
     def links(self) -> tuple[float, float]:
-        """Bytes/s of messages between two devices, and seconds in which these meet."""
+        """Return the bytes/s of messages between two devices, and the seconds of one all-reduce of theirs.
+
+        Each is the difference of two probes: with communication and without. The bandwidth is at most 1e13 bytes/s.
+        """
         short, long, latency = (
             max(0.0, self.seconds[with_it] - self.seconds[without]) / max(1, self.plans[with_it].cost.meetings)
             for with_it, without in (*((f"there {n}", f"here {n}") for n in (SHORT, LONG)), ("sums", "summands"))
@@ -130,7 +153,10 @@ class Reckoning:
         return moved / max(long - short, moved / 1e13), latency
 
     def alone(self) -> tuple[float, float]:
-        """How many times as fast a device computes whose fellows wait, and reads memory."""
+        """Return how many times as fast a device computes, and reads memory, while all other devices wait.
+
+        Each factor is the median over the dtypes that were measured on one device too, and at least 1.
+        """
         names = [name.partition(" ")[2] for name in self.seconds if name.startswith("alone ")]
         ratios = {name: self.beyond(name) / self.beyond(name, self.seconds[f"alone {name}"]) for name in names}
         computes, reads = (
@@ -140,33 +166,56 @@ class Reckoning:
         return computes, reads
 
     def beyond(self, name: str, seconds: float | None = None) -> float:
-        """The seconds that are no launches; at least a tenth."""
-        whole = self.seconds[name] if seconds is None else seconds
-        return max(whole - self.launch * self.launches[name], whole / 10)
+        """Return the seconds of a probe without its launches, and at least a tenth of its seconds.
+
+        Args:
+            name: Name of the probe.
+            seconds: Seconds of another run of this probe; None for the seconds of the fit.
+        """
+        total = self.seconds[name] if seconds is None else seconds
+        return max(total - self.launch * self.launches[name], total / 10)
 
     def each(self, name: str, count: float, others: float) -> float:
-        """Seconds of one of so many that a run is mostly about; `others` are those of all else, which are few."""
+        """Return the seconds of one item of the work that dominates a probe.
+
+        At least a tenth of the seconds without launches count as the time of these items.
+
+        Args:
+            name: Name of the probe.
+            count: Number of items, for example FLOPs or bytes.
+            others: Seconds of the other work of the probe, launches excluded.
+        """
         return max(self.beyond(name) - others, self.beyond(name) / 10) / count
 
     def each_byte(self, name: str, kind: str) -> float:
+        """Return the seconds in which a matrix-vector probe reads a byte of weights of dtype `kind`."""
         return self.each(name, self.work[name].kept, self.beside(name, kind))
 
     def beside(self, name: str, kind: str) -> float:
-        """Seconds of products with a vector that are not those of reading weights."""
+        """Return the seconds of a matrix-vector probe except launches and weight reads.
+
+        These are the longer of two times: arithmetic and activations. A product loads activations during arithmetic.
+        """
         work = self.work[name]
         return max(work.flops * self.flop[kind], (work.nbytes - work.kept) * self.value)
 
 
 def _work(plan: Plan) -> Work:
-    """What the first device does in all."""
+    """Return the FLOPs, the bytes, and the bytes of weights and states of all nodes of the graph of a plan."""
     counts = Counts()
-    each = [counts.of(node) for node in plan.graph.nodes if not node.is_leaf]
-    return Work(sum(w.flops for w in each), sum(w.nbytes for w in each), sum(w.kept for w in each))
+    works = [counts.of(node) for node in plan.graph.nodes if not node.is_leaf]
+    return Work(sum(w.flops for w in works), sum(w.nbytes for w in works), sum(w.kept for w in works))
 
 
 def _each(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Seconds of one of a first thing and of one of a second, where so many of them take so many seconds together; the
-    first equation is mostly about the first thing, the other about the second, whose tenth each takes at least."""
+    """Solve two equations ``a * x + b * y = seconds`` for the seconds per unit `x` and `y` of two kinds of work.
+
+    `x` dominates the first equation and `y` the second one. At least a tenth of the seconds of each equation counts as
+    the time of its dominant kind.
+
+    Args:
+        equations: Two tuples of `a`, `b` and `seconds`.
+    """
     (a, b, s), (c, d, t) = equations
     first, second = (s * d - t * b) / (a * d - c * b), (t * a - s * c) / (a * d - c * b)
     return max(first, s / a / 10), max(second, t / d / 10)
