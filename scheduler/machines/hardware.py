@@ -44,10 +44,10 @@ class Work(NamedTuple):
     Attributes:
         flops: Floating-point operations.
         nbytes: Bytes read and written.
-        kept: Bytes of weights and states among `nbytes`.
-        judged_as: Keys of the speed, most specific first: the op, then classes of ops. The first key with a known
+        stored_bytes: Bytes of weights and states among `nbytes`.
+        cost_classes: Keys of the speed, most specific first: the op, then classes of ops. The first key with a known
             speed counts.
-        rows: Activation rows that each weight is multiplied with; 0 without weights.
+        activation_rows: Activation rows that each weight is multiplied with; 0 without weights.
     """
 
     flops: float
@@ -236,10 +236,10 @@ class Collective:
     """The predicted cost of one collective.
 
     Attributes:
-        moved: Bytes that each device sends.
-        inside: Seconds of the parts within machines.
-        across: Seconds of the parts between machines.
-        machines: The number of machines with at least one device of the collective.
+        bytes_sent: Bytes that each device sends.
+        inside_machine_seconds: Seconds of the parts within machines.
+        across_machines_seconds: Seconds of the parts between machines.
+        machine_count: The number of machines with at least one device of the collective.
     """
 
     moved: float
