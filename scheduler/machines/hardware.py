@@ -228,7 +228,7 @@ class Hardware:
 
 
 CPU = Hardware()
-"""The guessed speeds of virtual CPU devices on one machine. `hocket calibrate` replaces them by measured speeds."""
+"""The guessed speeds of virtual CPU devices on one machine. ``hocket calibrate`` replaces them by measured speeds."""
 
 
 @dataclass(frozen=True, slots=True)

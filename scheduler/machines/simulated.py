@@ -38,9 +38,11 @@ from .speeds import Speeds
 
 TERA = 1e12
 SIMULATED = "simulated"
+"""The name of the backends of simulated devices, as in plans in JSON."""
 DATA_SHEET = "data sheet"
 """The `Hardware.source` of speeds from the data sheets of the makers."""
 MOST_DEVICES = 1024
+"""The largest number of devices of a simulated group."""
 HOST_LINK = ("pcie4",)
 """The link between simulated devices and their host."""
 
