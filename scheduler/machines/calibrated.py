@@ -32,7 +32,8 @@ UNFIT = "%s is damaged, or of another processor or version of hocket, so times a
 def hardware_of(graph: Graph, group: Devices) -> Hardware:
     """Return the measured speeds of the devices of `group`, or built-in speeds without a measurement."""
     if any(device.rank is not None for _, device in group):
-        return CPU  # all processes need the same plan, but each may have other measurements; see `shared_speeds`
+        # all processes need the same plan, but each may have other measurements; see `shared_speeds`
+        return CPU
     speeds = speeds_here(group)
     return built_in(group) if speeds is None else replace(speeds.hardware(graph), source=calibrated_source())
 
@@ -41,7 +42,8 @@ def built_in(group: Devices) -> Hardware:
     """Return the built-in speeds of a group; `DEFAULT_HARDWARE` is one device with all processors of a machine.
 
     Virtual devices share the processors and the memory of their machine. The speed of a device is proportional to its
-    threads: two devices are together as fast as one device with the threads of both.
+    threads: two devices are together as fast as one device with the threads of both. All devices of a group have the
+    speed of the device with the fewest threads. Devices without a thread count have the speeds of `DEFAULT_HARDWARE`.
     """
     threads = [backend.threads for backend, _ in group if isinstance(backend, SupportsThreads)]
     if not threads or len(threads) < len(group):
@@ -90,13 +92,13 @@ def speeds_file() -> Path:
     return cache_folder() / "speeds" / "speeds.json"
 
 
-def keep_speeds(known: Mapping[str, Speeds], note: str = "") -> Path:
-    """Replace the saved speeds by `known`, by group key, and return the path of the file.
+def keep_speeds(speeds_by_key: Mapping[str, Speeds], note: str = "") -> Path:
+    """Replace the saved speeds of all groups, and return the path of the file.
 
-    Plans name today's date and `note` as the source of these speeds.
+    Keys are of `format_group_key`. Plans name today's date and `note` as the source of these speeds.
     """
     day = f"{date.today()}{note and ', '}{note}"
-    of = {name: speeds_data(speeds) for name, speeds in known.items()}
+    of = {name: speeds_data(speeds) for name, speeds in speeds_by_key.items()}
     write_cached(
         speeds_file(),
         json.dumps({"of": _here(), "date": day, "speeds": of}, allow_nan=False, indent=1).encode(),
@@ -127,8 +129,9 @@ def speeds_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
 
 
 def _is_possible(s: Speeds) -> bool:
-    """Whether speeds from a file are usable: every speed is valid, and the cache shares are ascending by size."""
-    each = replace(s.machine, op_flops=s.flops, op_bandwidth=s.bandwidth)  # speeds by dtype are checked as speeds by op
+    """Return whether speeds from a file are usable: speeds are valid, and cache shares are ascending by size."""
+    # speeds by dtype are checked as speeds by op
+    each = replace(s.machine, op_flops=s.flops, op_bandwidth=s.bandwidth)
     others = (s.machine.op_bandwidth, s.unpacking, s.cached)
     cache_shares = [(float(size), share) for size, share in s.held.items()]
     return (

@@ -185,14 +185,14 @@ class Hardware:
             return weights + rest + launches * self.launch
         return max(flops / speed, nbytes / bandwidth) + launches * self.launch
 
-    def collective_seconds(self, nbytes: float, machines: int = 1) -> float:
-        """Return the seconds of a collective in which each device sends `nbytes` bytes, over `machines` machines.
+    def collective_seconds(self, nbytes: float, machine_count: int = 1) -> float:
+        """Return the seconds of a collective in which each device sends `nbytes` bytes.
 
-        Over several machines the latency counts ceil(log2(machines)) times. With each message, the number of machines
-        that have a value doubles.
+        Over several machines the latency counts ceil(log2(machine count)) times, because each message doubles the
+        number of machines that have a value.
         """
-        if machines > 1:
-            return math.ceil(math.log2(machines)) * self.across_latency + nbytes / self.across_bandwidth
+        if machine_count > 1:
+            return math.ceil(math.log2(machine_count)) * self.across_latency + nbytes / self.across_bandwidth
         return self.link_latency + nbytes / self.link_bandwidth
 
     def collective(self, op: str, nbytes: float, devices: Sequence[int]) -> Collective:
@@ -275,15 +275,15 @@ class Estimate:
         return self.compute + self.collectives - self.hidden
 
 
-def sent_bytes(op: str, nbytes: float, devices: int) -> float:
-    """Return the bytes that each of `devices` devices sends in a collective over a value of `nbytes` bytes.
+def sent_bytes(op: str, nbytes: float, device_count: int) -> float:
+    """Return the bytes that each device sends in a collective over a value of `nbytes` bytes.
 
     A ring of N devices sends (N-1)/N of the bytes for an all-gather or a reduce-scatter. An all-reduce consists of
     both, and sends twice as much. A message sends all bytes.
     """
     if op in ("send", "receive"):
         return nbytes
-    return (2 if op == "all_reduce" else 1) * (devices - 1) / devices * nbytes
+    return (2 if op == "all_reduce" else 1) * (device_count - 1) / device_count * nbytes
 
 
 class Counts:

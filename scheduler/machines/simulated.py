@@ -56,8 +56,8 @@ class SimulatedBackend:
 
     name = SIMULATED
 
-    def __init__(self, kind: str, machine: Machine) -> None:
-        self.kind, self.machine = kind, machine
+    def __init__(self, kind: str, data_sheet: Machine) -> None:
+        self.kind, self.machine = kind, data_sheet
 
     def with_threads(self, threads: int) -> SimulatedBackend:
         return self
@@ -110,13 +110,13 @@ class SimulatedBackend:
 class SimulatedGpu(SimulatedBackend):
     """A simulated backend for GPUs that answers the planner by the rules of the real backend."""
 
-    def __init__(self, kind: str, machine: Machine) -> None:
-        super().__init__(kind, machine)
-        backend = load_backend(machine.backend)
+    def __init__(self, kind: str, data_sheet: Machine) -> None:
+        super().__init__(kind, data_sheet)
+        backend = load_backend(data_sheet.backend)
         assert isinstance(backend, SupportsSimulation)
-        self._rules = backend.make_simulated_backend(machine.capability)
-        known = backend.predict_speeds(machine.like or kind)
-        self._reached = None if known is None else scale_predicted(known, machine)
+        self._rules = backend.make_simulated_backend(data_sheet.capability)
+        known = backend.predict_speeds(data_sheet.like or kind)
+        self._reached = None if known is None else scale_predicted(known, data_sheet)
 
     @property
     def reached(self) -> PredictedSpeeds | None:
@@ -146,27 +146,27 @@ class SimulatedGpu(SimulatedBackend):
         return self._rules.list_fused_groups(program, on)
 
 
-def simulated(kind: str, machine: Machine | None = None) -> SimulatedBackend:
-    """Return the simulated backend for devices of `kind`; without `machine` the kind is a built-in one.
+def simulated(kind: str, data_sheet: Machine | None = None) -> SimulatedBackend:
+    """Return the simulated backend for devices of `kind`; without `data_sheet` the kind is a built-in one.
 
     Raises:
         PlanError: The kind is unknown; the message lists the known kinds.
     """
-    if machine is None and kind not in MACHINES:
+    if data_sheet is None and kind not in MACHINES:
         raise PlanError(f"there is no hardware {kind!r} to simulate; known: {', '.join(MACHINES)}")
-    machine = machine or MACHINES[kind]
-    return SimulatedGpu(kind, machine) if machine.capability else SimulatedBackend(kind, machine)
+    data_sheet = data_sheet or MACHINES[kind]
+    return SimulatedGpu(kind, data_sheet) if data_sheet.capability else SimulatedBackend(kind, data_sheet)
 
 
-def scale_predicted(known: PredictedSpeeds, machine: Machine) -> PredictedSpeeds:
-    """Return predicted speeds for `machine`, scaled from the predicted speeds `known` of `machine.like`.
+def scale_predicted(known: PredictedSpeeds, data_sheet: Machine) -> PredictedSpeeds:
+    """Return predicted speeds for `data_sheet`, scaled from the predicted speeds `known` of the kind `data_sheet.like`.
 
-    Kernels reach the same shares of the data sheet as there. Without `machine.like`, `known` is returned.
+    Kernels reach the same shares of the data sheet on both kinds. Without `data_sheet.like`, `known` is returned.
     """
-    if not machine.like:
+    if not data_sheet.like:
         return known
-    sheet = MACHINES[machine.like]
-    reads, computes = machine.bandwidth / sheet.bandwidth, machine.flops / sheet.flops
+    base = MACHINES[data_sheet.like]
+    reads, computes = data_sheet.bandwidth / base.bandwidth, data_sheet.flops / base.flops
 
     def scale(of: KernelSpeeds) -> KernelSpeeds:
         return replace(
@@ -184,7 +184,7 @@ class Simulation:
 
     Attributes:
         group: The backend and the device of each simulated device.
-        hardware: The speeds of the slowest device, from the data sheets.
+        hardware: The lowest speeds of the devices, from the data sheets.
         host: The backend and the device of the host.
         host_hardware: The speeds of the host.
     """
@@ -261,7 +261,7 @@ def _told(kind: str, sheet: Machine, name: str, reached: KernelSpeeds) -> str:
 def simulate(text: str) -> Simulation:
     """Parse the description of a machine, such as ``h200:8,nvlink``, into a group of simulated devices.
 
-    A group with several kinds of devices has the speeds of the slowest kind.
+    A group with several kinds of devices has the lowest of their speeds.
 
     Args:
         text: One of three forms.
@@ -296,11 +296,11 @@ def _simulate(text: str, known: Catalogue) -> Simulation:
     return replace(one, hardware=hardware)
 
 
-def _machine(text: str, described: str, times: int, known: Catalogue) -> Simulation:
-    """Return the group of `times` machines that `described`, a part of `text`, describes."""
+def _machine(text: str, description: str, machine_count: int, known: Catalogue) -> Simulation:
+    """Return the group of `machine_count` equal machines; `description` is the part of `text` about one machine."""
     counts: dict[str, int] = {}
     links: list[str] = []
-    for part in described.split(","):
+    for part in description.split(","):
         kind, _, number = part.strip().partition(":")
         if kind in known.links and not number:
             links.append(kind)
@@ -308,12 +308,12 @@ def _machine(text: str, described: str, times: int, known: Catalogue) -> Simulat
             counts[kind] = counts.get(kind, 0) + int(number or 1)
         else:
             raise PlanError(_unknown(text, part, known))
-    if not counts or len(links) > 1 or times * sum(counts.values()) > MOST_DEVICES:
+    if not counts or len(links) > 1 or machine_count * sum(counts.values()) > MOST_DEVICES:
         raise PlanError(_unknown(text, text, known))
     backends = {kind: simulated(kind, known.machines[kind]) for kind in counts}
     group = tuple(
         (backends[kind], backends[kind].device(machine * n + i))
-        for machine in range(times)
+        for machine in range(machine_count)
         for kind, n in counts.items()
         for i in range(n)
     )
@@ -322,16 +322,16 @@ def _machine(text: str, described: str, times: int, known: Catalogue) -> Simulat
     return Simulation(group, hardware, (host, host.device(0)), _slowest([host.machine], HOST_LINK, known))
 
 
-def _slowest(machines: Sequence[Machine], links: Sequence[str], known: Catalogue) -> Hardware:
+def _slowest(data_sheets: Sequence[Machine], links: Sequence[str], known: Catalogue) -> Hardware:
     """Return the lowest speeds of several kinds of devices; without `links` the links of the kinds count."""
-    joined = [known.links[name] for name in (links or [m.link for m in machines])]
+    joined = [known.links[name] for name in (links or [sheet.link for sheet in data_sheets])]
     return Hardware(
-        flops=min(m.flops for m in machines),
-        bandwidth=min(m.bandwidth for m in machines),
-        launch=max(m.launch for m in machines),
+        flops=min(sheet.flops for sheet in data_sheets),
+        bandwidth=min(sheet.bandwidth for sheet in data_sheets),
+        launch=max(sheet.launch for sheet in data_sheets),
         link_bandwidth=min(link.bandwidth for link in joined),
         link_latency=max(link.latency for link in joined),
-        source=BUILT_IN if MACHINES["cpu"] in machines else DATA_SHEET,
+        source=BUILT_IN if MACHINES["cpu"] in data_sheets else DATA_SHEET,
     )
 
 

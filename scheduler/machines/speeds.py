@@ -19,7 +19,7 @@ from ...graph.lazy_dataclass import dataclass
 from .hardware import CPU, Hardware, read_by
 
 RUNS = 64
-"""The number of consecutive runs that share the caches. They read some rows of a table, but all experts."""
+"""The number of consecutive runs that share the caches. Together they read some rows of a table, and all experts."""
 
 
 @dataclass(frozen=True, slots=True)
