@@ -153,7 +153,7 @@ class Hardware:
         nbytes: float,
         stored_bytes: float = 0.0,
         cost_classes: Sequence[str] = (),
-        rows: float = 0.0,
+        activation_rows: float = 0.0,
         *,
         launches: float = 1.0,
     ) -> float:
@@ -164,8 +164,8 @@ class Hardware:
             nbytes: Bytes read and written.
             stored_bytes: Bytes of weights and states among `nbytes`.
             cost_classes: The op and its classes, most specific first. The first class with a known speed counts.
-            rows: Activation rows that each weight is multiplied with. From 1 to `FULL_UNPACK_ROWS` rows, a linearly
-                rising share of the unpack time counts.
+            activation_rows: Activation rows that each weight is multiplied with. From 1 to `FULL_UNPACK_ROWS` rows, a
+                linearly rising share of the unpack time counts.
             launches: Kernel launches; below 1 if several nodes share a launch.
         """
         speed, bandwidth = self.flops, self.bandwidth
@@ -177,11 +177,11 @@ class Hardware:
             speed, bandwidth = self.op_flops.get(op, speed), self.op_bandwidth.get(op, bandwidth)
         if self.value_bandwidth:
             values, weights = (nbytes - stored_bytes) / self.value_bandwidth, stored_bytes / bandwidth
-            if self.unpack_bandwidth and rows > 1:
+            if self.unpack_bandwidth and activation_rows > 1:
                 longer = max(0.0, stored_bytes / self.unpack_bandwidth - weights)
-                weights += min(1.0, (rows - 1) / (MANY - 1)) * longer
+                weights += min(1.0, (activation_rows - 1) / (MANY - 1)) * longer
             arithmetic = flops / speed
-            rest = max(arithmetic, values) if rows else arithmetic + values
+            rest = max(arithmetic, values) if activation_rows else arithmetic + values
             return weights + rest + launches * self.launch
         return max(flops / speed, nbytes / bandwidth) + launches * self.launch
 
