@@ -1,8 +1,8 @@
-"""Known devices and links by name, with the speeds of their data sheets.
+"""Known kinds of devices and links by name, with the speeds of their data sheets.
 
-FLOP/s are dense and in 16 bits with tensor cores; for AMD in 32 bits by vectors, as kernels use no matrix cores there.
-Bandwidths are bytes per second: of memory, and of a link in one direction.
-Source: the data sheets of the makers, as of November 2026.
+FLOP/s are for dense 16-bit products on tensor cores. For AMD they are for 32-bit vector arithmetic, because kernels use
+no matrix cores there. Bandwidths are in bytes/s: for memory, and for one direction of a link.
+Source: the data sheets of the makers, as of November 2026. The entry ``cpu`` is a guess.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One kind of device.
+    """The figures of one kind of device.
 
     Attributes:
-        flops: floating-point operations per second.
-        bandwidth: bytes per second of its memory.
-        memory: bytes of its memory.
-        link: the name of the link that joins several of them, unless another is named.
-        capability: of a GPU the compute capability (``90``) or the architecture (``gfx942``); empty otherwise.
-        backend: the backend that would run on such a GPU.
-        launch: seconds that the start of a kernel takes.
-        like: a built-in kind; kernels reach the same shares of the data sheet as there; empty for none.
+        flops: Floating-point operations per second.
+        bandwidth: Bytes per second of the device memory.
+        memory: Bytes of the device memory.
+        link: The name of the default link between devices of this kind.
+        capability: The compute capability (``90``) or the architecture (``gfx942``) of a GPU; empty otherwise.
+        backend: The backend that runs on a real GPU of this kind.
+        launch: Seconds to launch one kernel.
+        like: A built-in kind on which kernels reach the same shares of the data sheet; empty for none.
     """
 
     flops: float
@@ -41,7 +41,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Seconds until a message arrives, and bytes per second in one direction."""
+    """The speed of one kind of link: seconds until a message arrives, and bytes/s in one direction."""
 
     latency: float
     bandwidth: float
@@ -49,7 +49,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Kinds of devices and links by name."""
+    """The known kinds of devices and links, by name."""
 
     machines: Mapping[str, Machine]
     links: Mapping[str, Link]
@@ -72,6 +72,7 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         "cpu": Machine(100e9, 20e9, 64 * GIB, "memory"),
     }
 )
+"""The built-in kinds of devices."""
 LINKS: Mapping[str, Link] = MappingProxyType(
     {
         "nvlink5": Link(5e-6, 900e9),
@@ -87,4 +88,6 @@ LINKS: Mapping[str, Link] = MappingProxyType(
         "memory": Link(5e-6, 10e9),
     }
 )
+"""The built-in kinds of links."""
 CATALOGUE = Catalogue(MACHINES, LINKS)
+"""All built-in kinds of devices and links."""

@@ -1,10 +1,10 @@
-"""Machines of one's own for ``--simulate FILE.toml``: kinds of devices and links that no data sheet here has.
+"""Reads the description of a user's machine for ``--simulate FILE.toml``: its own kinds of devices and links.
 
 ```toml
-simulate = "server:4,cable"  # the machine, by the grammar of --simulate
+simulate = "server:4,cable"  # the machine, as after --simulate
 
 [kinds.server]
-like = "rtx4090"             # a built-in kind; keys that are missing are as there
+like = "rtx4090"             # a built-in kind, with the figures of the missing keys
 memory_gib = 48
 
 [links.cable]
@@ -29,11 +29,17 @@ from ...graph.validation import TEXT, ArgumentKind, number_between, require
 from .catalogue import CATALOGUE, GIB, Catalogue, Link, Machine
 
 MAX_FILE_BYTES = 1 << 20
+"""The largest accepted size of a machine file, in bytes."""
 
 
 class Key(NamedTuple):
-    """A key of a table: the field it sets, the values it may have, and the factor to the unit of the field; None
-    for a text."""
+    """The rule for one key of a table.
+
+    Attributes:
+        field_name: The field that the key sets.
+        allowed_values: The test of the value.
+        unit_factor: The factor from the unit of the key to the unit of the field; None for a value without a unit.
+    """
 
     field: str
     values: ArgumentKind
@@ -41,10 +47,12 @@ class Key(NamedTuple):
 
 
 def _match_text(description: str, pattern: str) -> ArgumentKind:
+    """Return the argument kind of texts that match the whole of a regular expression."""
     return ArgumentKind(description, lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v, re.ASCII)))
 
 
 def _one_of(names: Mapping[str, object]) -> ArgumentKind:
+    """Return the argument kind of the texts that are keys of `names`."""
     return ArgumentKind(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
 
 
@@ -52,12 +60,14 @@ TABLE = ArgumentKind("a table", lambda v: isinstance(v, dict))
 FILE_KEYS: Mapping[str, Key] = MappingProxyType(
     {"simulate": Key("simulate", TEXT), "kinds": Key("kinds", TABLE), "links": Key("links", TABLE)}
 )
+"""Keys of the file."""
 LINK_KEYS: Mapping[str, Key] = MappingProxyType(
     {
         "gb_per_s": Key("bandwidth", number_between(1e-6, 1e6), 1e9),
         "latency_us": Key("latency", number_between(1e-3, 1e9), 1e-6),
     }
 )
+"""Keys of a link; all of them are required."""
 FIGURES: Mapping[str, Key] = MappingProxyType(
     {
         "memory_gib": Key("memory", number_between(1e-3, 1e6), GIB),
@@ -65,7 +75,7 @@ FIGURES: Mapping[str, Key] = MappingProxyType(
         "tflops": Key("flops", number_between(1e-6, 1e9), 1e12),
     }
 )
-"""Keys of a kind; one without `like` needs all of them."""
+"""Keys that a kind without ``like`` needs."""
 KIND_KEYS: Mapping[str, Key] = MappingProxyType(
     {
         "like": Key("like", _one_of(CATALOGUE.machines)),
@@ -76,16 +86,17 @@ KIND_KEYS: Mapping[str, Key] = MappingProxyType(
         "backend": Key("backend", _match_text("'cuda' or 'hip'", "cuda|hip")),
     }
 )
+"""Keys of a kind of device."""
 BASE = Machine(flops=100e9, bandwidth=20e9, memory=64 * GIB, link="memory")
-"""The figures of a kind without `like`, until the file replaces them."""
+"""The figures of a kind without ``like``; the file replaces the required ones."""
 
 
 def read_machine_file(path: Path) -> tuple[str, Catalogue]:
-    """Return the spec of the machine, and all kinds and links, built-in ones and own ones.
+    """Return the description of the machine, and the catalogue with the built-in and the user's kinds and links.
 
     Raises:
-        PlanError: with the file and the key, if the file cannot be read, is no TOML, has an unknown key, or a value
-            that no machine can have.
+        PlanError: The file cannot be read or is no TOML, a key is unknown or missing, or a value is out of range. The
+            message names the file and the key.
     """
     document = _load(path)
     _read_keys(path, "", document, FILE_KEYS)
@@ -101,6 +112,7 @@ def read_machine_file(path: Path) -> tuple[str, Catalogue]:
 
 
 def _load(path: Path) -> dict[str, Any]:
+    """Read a TOML file, or raise `PlanError` if it is missing, too large or malformed."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -117,7 +129,18 @@ def _load(path: Path) -> dict[str, Any]:
 def _read_keys(
     path: Path, where: str, table: Mapping[str, Any], known: Mapping[str, Key], needed: Mapping[str, Key] | None = None
 ) -> dict[str, Any]:
-    """Return the fields that a table sets; each key is one of `known`, and none of `needed` is missing."""
+    """Return the values of the fields that a table sets, in the units of the fields.
+
+    Args:
+        path: The file, for messages.
+        where: The name of the table with a final dot, for messages.
+        table: The table.
+        known: The rules of the allowed keys.
+        needed: Keys that must be present.
+
+    Raises:
+        PlanError: A key is unknown or missing, or a value is wrong.
+    """
     for key, value in table.items():
         if key not in known:
             raise PlanError(f"{path}: {where}{key[:60]!r} is unknown; known: {', '.join(known)}")
@@ -130,7 +153,11 @@ def _read_keys(
 
 
 def _list_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the tables ``[kinds.NAME]`` or ``[links.NAME]`` with their names."""
+    """Return the tables ``[kinds.NAME]`` or ``[links.NAME]`` of a document with their names.
+
+    Raises:
+        PlanError: A name is malformed or built in, or an entry is no table.
+    """
     for name, table in document.get(group, {}).items():
         if not DEVICE_KIND_PATTERN.fullmatch(name):
             raise PlanError(
@@ -143,6 +170,7 @@ def _list_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tu
 
 
 def _read_kind(path: Path, where: str, table: Mapping[str, Any], known: Catalogue) -> Machine:
+    """Return the figures of a kind from its table; the figures of ``like`` stand for missing keys."""
     fields = _read_keys(path, where, table, KIND_KEYS, None if "like" in table else FIGURES)
     machine = replace(CATALOGUE.machines[table["like"]] if "like" in table else BASE, **fields)
     require(PlanError, str(path), f"{where}link", machine.link, _one_of(known.links))

@@ -1,11 +1,10 @@
-"""Devices that are not there: known hardware by name, so that a plan can be made for it and judged before it is bought.
+"""Simulated devices: known hardware by name, for plans and predicted times before the hardware is bought.
 
-GPUs are planned for by the rules of the backend that would run them: what it keeps in which type, what memory kernels
-ask for, and which instructions one launch computes.
+Plans for simulated GPUs follow the rules of the real backend: stored dtypes, scratch bytes and fused instructions.
 
-The speeds are in `catalogue`.  On a GPU of NVIDIA the share that kernels reach is predicted from their machine code:
-products by the type of the weights, others by op.  Kernels that are too small to fill a device reach less, so
-predictions are lower bounds.
+The peak speeds are in `catalogue`. For NVIDIA GPUs, the share of the peak that kernels reach is predicted from their
+machine code: matrix products by the dtype of the weights, other ops by op. Kernels that are too small to fill a device
+reach less, so predicted times are lower bounds.
 """
 
 from __future__ import annotations
@@ -39,28 +38,33 @@ from .speeds import Speeds
 
 TERA = 1e12
 SIMULATED = "simulated"
+"""The name of the backends of simulated devices, as in plans in JSON."""
 DATA_SHEET = "data sheet"
-"""The source of speeds that makers tell."""
+"""The `Hardware.source` of speeds from the data sheets of the makers."""
 MOST_DEVICES = 1024
+"""The largest number of devices of a simulated group."""
 HOST_LINK = ("pcie4",)
-"""How the host of simulated devices reaches them."""
+"""The link between simulated devices and their host."""
 
 
 class SimulatedBackend:
-    """A backend that plans can be made for and nothing runs on: values keep their dtypes, kernels need no scratch, and
-    each instruction is one launch."""
+    """A backend for plans only; nothing runs on it.
+
+    Values keep their dtypes, kernels need no scratch, and each instruction is one launch. `kind` is the device kind,
+    such as ``h200``. `data_sheet` has its figures.
+    """
 
     name = SIMULATED
 
-    def __init__(self, kind: str, machine: Machine) -> None:
-        self.kind, self.machine = kind, machine
+    def __init__(self, kind: str, data_sheet: Machine) -> None:
+        self.kind, self.machine = kind, data_sheet
 
     def with_threads(self, threads: int) -> SimulatedBackend:
         return self
 
     @property
     def reached(self) -> PredictedSpeeds | None:
-        """What kernels should reach; None if nothing is known beside the data sheet."""
+        """The speeds that kernels should reach; None if only the data sheet is known."""
         return None
 
     def devices(self) -> Sequence[Device]:
@@ -99,19 +103,20 @@ class SimulatedBackend:
         self._refuse(f"run a program on {on}")
 
     def _refuse(self, what: str) -> NoReturn:
+        """Raise an error for an action that needs a real device; `what` is the action, such as "load a weight"."""
         raise BackendError(f"{self.kind} is simulated and cannot {what}; plan for devices that are there to run")
 
 
 class SimulatedGpu(SimulatedBackend):
-    """GPUs on which nothing runs: what plans need to know of them the backend says that would run there."""
+    """A simulated backend for GPUs that answers the planner by the rules of the real backend."""
 
-    def __init__(self, kind: str, machine: Machine) -> None:
-        super().__init__(kind, machine)
-        backend = load_backend(machine.backend)
+    def __init__(self, kind: str, data_sheet: Machine) -> None:
+        super().__init__(kind, data_sheet)
+        backend = load_backend(data_sheet.backend)
         assert isinstance(backend, SupportsSimulation)
-        self._rules = backend.make_simulated_backend(machine.capability)
-        known = backend.predict_speeds(machine.like or kind)
-        self._reached = None if known is None else scale_predicted(known, machine)
+        self._rules = backend.make_simulated_backend(data_sheet.capability)
+        known = backend.predict_speeds(data_sheet.like or kind)
+        self._reached = None if known is None else scale_predicted(known, data_sheet)
 
     @property
     def reached(self) -> PredictedSpeeds | None:
@@ -130,7 +135,7 @@ class SimulatedGpu(SimulatedBackend):
         return self._rules.reads_strided(node, operand)
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
-        """The kernels that the program would launch, in order."""
+        """Return the kernels that the program would launch, in order."""
         return self._rules.list_kernels(program, on) if isinstance(self._rules, ListsKernels) else ()
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
@@ -141,21 +146,27 @@ class SimulatedGpu(SimulatedBackend):
         return self._rules.list_fused_groups(program, on)
 
 
-def simulated(kind: str, machine: Machine | None = None) -> SimulatedBackend:
-    """The backend for hardware of a kind, which is a built-in one without `machine`.  Raises `PlanError` with what is
-    known."""
-    if machine is None and kind not in MACHINES:
+def simulated(kind: str, data_sheet: Machine | None = None) -> SimulatedBackend:
+    """Return the simulated backend for devices of `kind`; without `data_sheet` the kind is a built-in one.
+
+    Raises:
+        PlanError: The kind is unknown; the message lists the known kinds.
+    """
+    if data_sheet is None and kind not in MACHINES:
         raise PlanError(f"there is no hardware {kind!r} to simulate; known: {', '.join(MACHINES)}")
-    machine = machine or MACHINES[kind]
-    return SimulatedGpu(kind, machine) if machine.capability else SimulatedBackend(kind, machine)
+    data_sheet = data_sheet or MACHINES[kind]
+    return SimulatedGpu(kind, data_sheet) if data_sheet.capability else SimulatedBackend(kind, data_sheet)
 
 
-def scale_predicted(known: PredictedSpeeds, machine: Machine) -> PredictedSpeeds:
-    """Return the speeds at which kernels reach the same shares of the data sheet of `machine` as on `machine.like`."""
-    if not machine.like:
+def scale_predicted(known: PredictedSpeeds, data_sheet: Machine) -> PredictedSpeeds:
+    """Return predicted speeds for `data_sheet`, scaled from the predicted speeds `known` of the kind `data_sheet.like`.
+
+    Kernels reach the same shares of the data sheet on both kinds. Without `data_sheet.like`, `known` is returned.
+    """
+    if not data_sheet.like:
         return known
-    sheet = MACHINES[machine.like]
-    reads, computes = machine.bandwidth / sheet.bandwidth, machine.flops / sheet.flops
+    base = MACHINES[data_sheet.like]
+    reads, computes = data_sheet.bandwidth / base.bandwidth, data_sheet.flops / base.flops
 
     def scale(of: KernelSpeeds) -> KernelSpeeds:
         return replace(
@@ -169,7 +180,14 @@ def scale_predicted(known: PredictedSpeeds, machine: Machine) -> PredictedSpeeds
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A group of simulated devices and the speeds that predict their time; the host they are in, and its speeds."""
+    """A group of simulated devices with its host.
+
+    Attributes:
+        group: The backend and the device of each simulated device.
+        hardware: The lowest speeds of the devices, from the data sheets.
+        host: The backend and the device of the host.
+        host_hardware: The speeds of the host.
+    """
 
     group: tuple[tuple[SimulatedBackend, Device], ...]
     hardware: Hardware
@@ -177,7 +195,7 @@ class Simulation:
     host_hardware: Hardware
 
     def hardware_for(self, graph: Graph) -> Hardware:
-        """`hardware` with the speeds that the slowest of the devices should reach with the weights of `graph`."""
+        """Return `hardware` with the speeds that the slowest device should reach with the weights of `graph`."""
         known = [of.products for of in self.reached.values()]
         speeds = [Speeds(reached.bandwidth, reached.flops, self.hardware.launch).hardware(graph) for reached in known]
         ops = [of.ops for of in self.reached.values()]
@@ -191,7 +209,7 @@ class Simulation:
 
     @property
     def reached(self) -> Mapping[str, PredictedSpeeds]:
-        """What is known of each kind of device beside its data sheet."""
+        """The predicted speeds of each kind of device for which more than the data sheet is known."""
         return {kind: reached for kind, backend in self.kinds.items() if (reached := backend.reached) is not None}
 
     @property
@@ -200,8 +218,11 @@ class Simulation:
         return {backend.kind: backend for backend, _ in self.group}
 
     def told_speeds(self, graph: Graph) -> Iterator[str]:
-        """The speeds of a plan in words; for each dtype of the graph's weights, and for each of its ops whose speed is
-        known, what sets them, and what share that is of the data sheet."""
+        """Return the speeds of a plan for `graph` as lines of text.
+
+        The first line has the source of the speeds, and the speeds of matrix products. One line follows for each dtype
+        of weights, and for each op with a known speed: the speed, its share of the data sheet, and the bottleneck.
+        """
         used = self.hardware_for(graph)
         kernels = ", kernels by their machine code" if self.reached.keys() == self.kinds.keys() else ""
         read, multiplied = used.bandwidth / TERA, used.flops / TERA
@@ -216,29 +237,40 @@ class Simulation:
 
 
 def _least(speeds: Sequence[Mapping[str, float]], sheet: float) -> Mapping[str, float]:
-    """The least speed of each op among several kinds of devices, some of which may reach that of their data sheet."""
+    """Return the lowest speed of each op over several kinds of devices; no speed exceeds `sheet`.
+
+    `sheet` is the speed of the slowest data sheet. It also stands for devices without predicted speeds.
+    """
     return {op: min([sheet, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
 
 
-def _told(kind: str, most: Machine, name: str, reached: KernelSpeeds) -> str:
-    """What products with such weights, or such ops, reach as shares of the data sheet, and what sets that."""
+def _told(kind: str, sheet: Machine, name: str, reached: KernelSpeeds) -> str:
+    """Return a line with the speeds of a dtype or an op, their shares of the data sheet, and the bottlenecks."""
     bandwidth, flops = reached.bandwidth[name], reached.flops.get(name)
     few, many = (
         f", set by {limits[name]}" if name in limits else ""
         for limits in (reached.vector_limits, reached.prompt_limits)
     )
     tokens = " with few tokens" if flops else ""
-    memory = f"{bandwidth / TERA:.3g} TB/s{tokens}, {bandwidth / most.bandwidth:.0%} of the data sheet{few}"
-    work = f"; {flops / TERA:.3g} TFLOP/s with many, {flops / most.flops:.0%}{many}" if flops else ""
+    memory = f"{bandwidth / TERA:.3g} TB/s{tokens}, {bandwidth / sheet.bandwidth:.0%} of the data sheet{few}"
+    work = f"; {flops / TERA:.3g} TFLOP/s with many, {flops / sheet.flops:.0%}{many}" if flops else ""
     return f"  {kind}, {name}: {memory}{work}"
 
 
 @validate_arguments(PlanError, text=TEXT)
 def simulate(text: str) -> Simulation:
-    """The group that ``h200:8,nvlink`` or ``cpu:2`` or ``rtx4090:1,rtx3090:1,pcie4`` describes; several such machines,
-    and the link between them, as ``h200:8,nvlink x 4,ib400``; or the path of a file ``NAME.toml`` that describes them.
+    """Parse the description of a machine, such as ``h200:8,nvlink``, into a group of simulated devices.
 
-    Devices of several kinds are judged by the slowest of them.  Raises `PlanError` with what is known.
+    A group with several kinds of devices has the lowest of their speeds.
+
+    Args:
+        text: One of three forms.
+            - Devices and at most one link: ``h200:8,nvlink``, ``cpu:2`` or ``rtx4090:1,rtx3090:1,pcie4``.
+            - Several such machines and the link between them: ``h200:8,nvlink x 4,ib400``.
+            - The path of a file ``NAME.toml`` that describes them.
+
+    Raises:
+        PlanError: The text or the file is wrong; the message lists the known kinds and links.
     """
     path = Path(text)
     spec, catalogue = read_machine_file(path) if path.suffix == ".toml" else (text, CATALOGUE)
@@ -246,6 +278,7 @@ def simulate(text: str) -> Simulation:
 
 
 def _simulate(text: str, known: Catalogue) -> Simulation:
+    """Parse a description of one machine, or of several equal machines with the link between them."""
     machine, times, rest = text.partition(" x ")
     if not times:
         return _machine(text, text, 1, known)
@@ -263,11 +296,11 @@ def _simulate(text: str, known: Catalogue) -> Simulation:
     return replace(one, hardware=hardware)
 
 
-def _machine(text: str, described: str, times: int, known: Catalogue) -> Simulation:
-    """So many machines, each as `described`, which is a part of `text`."""
+def _machine(text: str, description: str, machine_count: int, known: Catalogue) -> Simulation:
+    """Return the group of `machine_count` equal machines; `description` is the part of `text` about one machine."""
     counts: dict[str, int] = {}
     links: list[str] = []
-    for part in described.split(","):
+    for part in description.split(","):
         kind, _, number = part.strip().partition(":")
         if kind in known.links and not number:
             links.append(kind)
@@ -275,12 +308,12 @@ def _machine(text: str, described: str, times: int, known: Catalogue) -> Simulat
             counts[kind] = counts.get(kind, 0) + int(number or 1)
         else:
             raise PlanError(_unknown(text, part, known))
-    if not counts or len(links) > 1 or times * sum(counts.values()) > MOST_DEVICES:
+    if not counts or len(links) > 1 or machine_count * sum(counts.values()) > MOST_DEVICES:
         raise PlanError(_unknown(text, text, known))
     backends = {kind: simulated(kind, known.machines[kind]) for kind in counts}
     group = tuple(
         (backends[kind], backends[kind].device(machine * n + i))
-        for machine in range(times)
+        for machine in range(machine_count)
         for kind, n in counts.items()
         for i in range(n)
     )
@@ -289,19 +322,21 @@ def _machine(text: str, described: str, times: int, known: Catalogue) -> Simulat
     return Simulation(group, hardware, (host, host.device(0)), _slowest([host.machine], HOST_LINK, known))
 
 
-def _slowest(machines: Sequence[Machine], links: Sequence[str], known: Catalogue) -> Hardware:
-    joined = [known.links[name] for name in (links or [m.link for m in machines])]
+def _slowest(data_sheets: Sequence[Machine], links: Sequence[str], known: Catalogue) -> Hardware:
+    """Return the lowest speeds of several kinds of devices; without `links` the links of the kinds count."""
+    joined = [known.links[name] for name in (links or [sheet.link for sheet in data_sheets])]
     return Hardware(
-        flops=min(m.flops for m in machines),
-        bandwidth=min(m.bandwidth for m in machines),
-        launch=max(m.launch for m in machines),
+        flops=min(sheet.flops for sheet in data_sheets),
+        bandwidth=min(sheet.bandwidth for sheet in data_sheets),
+        launch=max(sheet.launch for sheet in data_sheets),
         link_bandwidth=min(link.bandwidth for link in joined),
         link_latency=max(link.latency for link in joined),
-        source=BUILT_IN if MACHINES["cpu"] in machines else DATA_SHEET,
+        source=BUILT_IN if MACHINES["cpu"] in data_sheets else DATA_SHEET,
     )
 
 
 def _unknown(text: str, part: str, known: Catalogue) -> str:
+    """Return the error message for a description `text` that is wrong at `part`."""
     return (
         f"cannot simulate {text[:80]!r} (at {part[:80]!r}); give kinds with numbers and at most one link, as "
         f"h200:8,nvlink, and how many such machines with what link, as h200:8,nvlink x 4,ib400; "

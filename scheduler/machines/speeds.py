@@ -1,4 +1,9 @@
-"""How fast devices are with weights of each dtype, measured or predicted."""
+"""The speeds of a device group for weights of each dtype, measured or predicted, and the `Hardware` of a graph.
+
+A graph may have weights of several dtypes. Its bandwidth is the total bytes divided by the total seconds of all
+dtypes, and likewise the arithmetic speed. Caches hold a share of the weights that consecutive runs read again. This
+share depends on the bytes of all weights and states.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +19,28 @@ from ...graph.lazy_dataclass import dataclass
 from .hardware import CPU, Hardware, read_by
 
 RUNS = 64
-"""What is read within so many runs stays in caches or goes: of a table it is some rows, of experts all."""
+"""The number of consecutive runs that share the caches. Together they read some rows of a table, and all experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of a group of devices at work together, in bytes/s, FLOP/s and seconds; what is 0 or empty is not known.
+    """Speeds of a device group at work together, in bytes/s, FLOP/s and seconds; 0 or an empty mapping is unknown.
 
-    By dtype of weights: `bandwidth`, in which a vector is multiplied with those that come from memory, and `cached`
-    with those that caches hold; `flops` of many vectors, and `unpacking`, in which weights are unpacked for these.
-    `held` is the share of what runs read again and again that they find in caches, by the bytes that all devices read.
-
-    By what reads no weights: `plain_flops`; `recurrent_flops` of tokens that follow each other through a state;
-    `state_bandwidth`, in which states are read; `value_bandwidth` of values that ops hand on.
-
-    Of devices: `launch`; `link_bandwidth` of a message between two, and `link_latency`, in which they meet;
-    `alone_flops` and `alone_bandwidth`, how many times as fast one of them computes, and reads memory, while the others
-    wait.
+    Attributes:
+        bandwidth: Weight bytes from memory in products with one vector, by dtype of the weights.
+        flops: Arithmetic of products with many vectors, by dtype of the weights.
+        launch: Seconds to launch one kernel.
+        link_bandwidth: A message between two devices.
+        link_latency: Latency of a collective of two devices, in seconds.
+        plain_flops: Arithmetic of ops without weights.
+        alone_flops, alone_bandwidth: Factors of the arithmetic speed and the memory bandwidth of one device while the
+            other devices are idle.
+        value_bandwidth: Activations between ops.
+        recurrent_flops: Arithmetic of tokens that depend on each other through a state.
+        unpacking: Weight bytes that are unpacked for many vectors, by dtype of the weights.
+        cached: Weight bytes from caches in products with one vector, by dtype of the weights.
+        held: The cached share of bytes that each run reads again, by the bytes that all devices read. Keys ascend.
+        state_bandwidth: Bytes of states.
     """
 
     bandwidth: Mapping[str, float]
@@ -49,7 +59,7 @@ class Speeds:
     state_bandwidth: float = 0.0
 
     def hardware(self, graph: Graph) -> Hardware:
-        """Speeds for the mixture of weights that `graph` has; a dtype that was not measured counts as the slowest."""
+        """Return the speeds for the weights of `graph`. A dtype without a measurement counts as the slowest dtype."""
         nbytes: dict[str, float] = defaultdict(float)
         numbers: dict[str, float] = defaultdict(float)
         for v in graph.weights:
@@ -63,7 +73,10 @@ class Speeds:
         )
 
     def _reading(self, graph: Graph) -> float:
-        """Bytes/s of the weights of `graph` in runs one after the other, which find some of them in caches."""
+        """Return the bytes/s of the weights of `graph` in consecutive runs, which find a share of them in caches.
+
+        For each dtype: 1 / (share / cache speed + (1 - share) / memory speed).
+        """
         read = read_by(graph)
         share = self.held_share(sum(min(leaf.specs[0].nbytes, RUNS * nbytes) for leaf, nbytes in read.items()))
         speeds = {
@@ -77,8 +90,11 @@ class Speeds:
         return _mixed(speeds, amounts)
 
     def held_share(self, nbytes: float) -> float:
-        """The share that caches hold of so many bytes that runs read again; of more than were measured they hold no
-        more bytes."""
+        """Return the share of `nbytes` bytes that caches hold, if each run reads these bytes again.
+
+        The share is interpolated linearly between the measured sizes. Above the largest size, the number of cached
+        bytes is constant. Without a measurement the share is 0.
+        """
         if not self.held:
             return 0.0
         sizes, shares = [0.0, *map(float, self.held)], [1.0, *self.held.values()]
@@ -86,7 +102,7 @@ class Speeds:
 
     @property
     def machine(self) -> Hardware:
-        """What does not depend on weights."""
+        """The speeds that do not depend on the weights of a graph."""
         return Hardware(
             launch=self.launch,
             link_bandwidth=self.link_bandwidth,
@@ -101,7 +117,10 @@ class Speeds:
 
 
 def _mixed(speeds: Mapping[str, float], amounts: Mapping[str, float]) -> float:
-    """The speed at which all amounts, each at its own, take as long."""
+    """Return the total amount divided by the total seconds: the harmonic mean of `speeds`, weighted by `amounts`.
+
+    An amount without a speed has the slowest speed. Without amounts, the slowest speed is returned.
+    """
     slowest = min(speeds.values())
     seconds = sum(amount / speeds.get(name, slowest) for name, amount in amounts.items())
     return sum(amounts.values()) / seconds if seconds else slowest

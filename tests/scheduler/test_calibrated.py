@@ -272,10 +272,12 @@ def test_measured_times_of_reading_and_arithmetic_add_up():
     )
     assert added.compute_seconds(9e9, 3e9, 3e9) == pytest.approx(0.01 + 0.2)
     assert added.compute_seconds(9e9, 3e9, 1.5e9) == pytest.approx(0.01 + 0.1 + 0.03), "values are nearer than weights"
-    assert added.compute_seconds(9e9, 3e9, 2.5e9, rows=1) == pytest.approx(2.5 / 15 + 0.01), (
+    assert added.compute_seconds(9e9, 3e9, 2.5e9, activation_rows=1) == pytest.approx(2.5 / 15 + 0.01), (
         "a product's arithmetic hides them"
     )
-    assert added.compute_seconds(9e9, 3e9, 1.5e9, rows=1) == pytest.approx(0.1 + 0.03), "as far as it takes as long"
+    assert added.compute_seconds(9e9, 3e9, 1.5e9, activation_rows=1) == pytest.approx(0.1 + 0.03), (
+        "as far as it takes as long"
+    )
 
 
 def test_weights_are_unpacked_for_many_rows_and_in_part_for_few():
