@@ -232,7 +232,7 @@ class PlanBuilder(ShardedPlanBuilder):
         trim: bool = False,
         order: Sequence[Node] = (),
     ) -> Plan:
-        """Return the plan with the pins `base`, in which user pins take precedence, and with the layouts of `fixed_values`.
+        """Return the plan with the pins `base`, in which user pins take precedence, and the layouts of `fixed_values`.
 
         With `trim`, devices without work are left out. Nodes start in `order`, if it is given.
         """

@@ -140,7 +140,7 @@ def format_overlap_lines(plan: Plan) -> list[str]:
     if not (hidden := plan.cost.hidden):
         return []
     lanes = {id(lane.program): lane for lane in plan.lanes}.values()
-    steps = [lane.program.instructions[at] for lane in lanes for at in lane.meanwhile]
+    steps = [lane.program.instructions[at] for lane in lanes for at in lane.overlapped_instructions]
     met = {find_collective_number(i.op, i.attrs) for i in steps}
     return [
         f"devices compute beside {len(met)} of {plan.cost.meetings} collectives, which saves {format_seconds(hidden)}"
