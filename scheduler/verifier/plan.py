@@ -249,9 +249,8 @@ class _PlanCheck:
             yield f"input %{node.label} is given whole to every device, and the plan says {layout}"
             return
         number = self.numbering.number_by_value[value]
-        fact_by_entries = {
-            a: Fact(number, a) for a in {*axes} if a is not None
-        }  # devices with the same entries share one fact
+        # Devices with the same entries share one fact.
+        fact_by_entries = {a: Fact(number, a) for a in {*axes} if a is not None}
         leaves.update({(d, node.name): fact_by_entries[a] for d, a in enumerate(axes) if a is not None})
 
     # ------------------------------------------------------------------------------------------------------- ends

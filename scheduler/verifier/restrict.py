@@ -7,16 +7,16 @@ Example: The user multiplies a weight of 6 rows by 3 vectors of 8. A device with
 computes the columns 2 and 3 of the product. A device with the columns 0 to 3 of both operands computes all of the
 product as a partial sum of 4 of 8 terms.
 
->>> def make_entries(*runs: tuple[int, int]) -> ValueEntries:
+>>> def entries(*runs: tuple[int, int]) -> ValueEntries:
 ...     return tuple(((run,), ()) for run in runs)
 >>> user = OpInstance((), (Spec((6, 8)), Spec((3, 8))), (Spec((3, 6)),))
 >>> rows = OpInstance((), (Spec((2, 8)), Spec((3, 8))), (Spec((3, 2)),))
->>> restrict_op("mul_mat", user, rows, (make_entries((2, 2), (0, 8)), make_entries((0, 3), (0, 8)))).axes
+>>> restrict_op("mul_mat", user, rows, (entries((2, 2), (0, 8)), entries((0, 3), (0, 8)))).axes
 (((((0, 3),), ()), (((2, 2),), ())),)
 >>> columns = OpInstance((), (Spec((6, 4)), Spec((3, 4))), (Spec((3, 6)),))
->>> restrict_op("mul_mat", user, columns, (make_entries((0, 6), (0, 4)), make_entries((0, 3), (0, 4)))).partial_sum.index_box
+>>> restrict_op("mul_mat", user, columns, (entries((0, 6), (0, 4)), entries((0, 3), (0, 4)))).partial_sum.index_box
 (((0, 4),),)
->>> restrict_op("mul_mat", user, columns, (make_entries((0, 6), (0, 4)), make_entries((0, 3), (4, 4))))
+>>> restrict_op("mul_mat", user, columns, (entries((0, 6), (0, 4)), entries((0, 3), (4, 4))))
 'operands hold different entries of k: [0:4] and [4:8]'
 """
 
