@@ -120,7 +120,7 @@ class Plan:
     @property
     def group(self) -> list[tuple[Backend, Device]]:
         """The backend and the device of each device plan, for further plans over the same weights and states."""
-        return [(lane.backend, lane.device) for lane in self.lanes]
+        return [(device_plan.backend, device_plan.device) for device_plan in self.lanes]
 
     @property
     def speeds(self) -> tuple[Hardware, ...]:
@@ -160,7 +160,7 @@ class Plan:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes by kind of memory, summed over the devices."""
-        return {kind: sum(lane.memory()[kind] for lane in self.lanes) for kind in self.lanes[0].memory()}
+        return {kind: sum(device_plan.memory()[kind] for device_plan in self.lanes) for kind in self.lanes[0].memory()}
 
     def flops(self) -> int:
         """Return the floating-point operations of one run of the unsharded graph on one device."""
@@ -203,7 +203,7 @@ class Plan:
         return self.view()._repr_html_()
 
     def __repr__(self) -> str:
-        devices = ", ".join(str(lane.device) for lane in self.lanes)
+        devices = ", ".join(str(device_plan.device) for device_plan in self.lanes)
         return f"Plan({len(self.graph.nodes)} nodes on {devices}, {format_bytes(sum(self.memory().values()))})"
 
     def __str__(self) -> str:

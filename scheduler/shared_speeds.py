@@ -50,9 +50,9 @@ def agree_on_speeds(group: Devices, world: World) -> RankSpeeds:
     """
     hosts = [world.hosts[device.rank or 0] for _, device in group]
     own = [one for one, host in zip(group, hosts, strict=True) if host == world.hosts[world.rank]]
-    kept = speeds_here(own)
-    said = world.all_gather_bytes(json.dumps(None if kept is None else speeds_data(kept)).encode())
-    known = [Speeds(**data) for data in map(json.loads, said) if data is not None]
+    own_speeds = speeds_here(own)
+    messages = world.all_gather_bytes(json.dumps(None if own_speeds is None else speeds_data(own_speeds)).encode())
+    known = [Speeds(**data) for data in map(json.loads, messages) if data is not None]
     slowest = min(known, key=lambda speeds: min(speeds.flops.values()), default=None)
     default = built_in(group) if world.size == 1 else CPU  # threads of other ranks are not known
     source = calibrated_source() if world.size == 1 else "calibrated"

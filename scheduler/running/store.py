@@ -59,8 +59,8 @@ class Store:
         self._states: dict[str, None] = {}
 
     def __repr__(self) -> str:
-        held = sum(sum(device.values()) for device in self.nbytes())
-        return f"Store({', '.join(str(device) for _, device in self.group)}, {format_bytes(held)})"
+        stored_bytes = sum(sum(device.values()) for device in self.nbytes())
+        return f"Store({', '.join(str(device) for _, device in self.group)}, {format_bytes(stored_bytes)})"
 
     @validate_arguments(
         PlanError,
@@ -99,7 +99,7 @@ class Store:
                 if isinstance(layout, Local) and number not in layout.devices:
                     continue
                 shape = compute_local_shape(spec.shape, layout, number)
-                wanted = BufferSpec("weight", name, 0, Spec(shape, spec.dtype))
+                declared_buffer = BufferSpec("weight", name, 0, Spec(shape, spec.dtype))
 
                 def share(number: int = number) -> Array:
                     part = slice_for_device(stored, spec, layout, number)
@@ -112,9 +112,9 @@ class Store:
                     place = PackedFileKey(self._packed_files, origin, f"{spec} {which}")
                 if copies is not None:
                     runs = (layout.axis, layout.index_ranges[number]) if isinstance(layout, Shard) else None
-                    digest = device.share_weight(wanted, share, runs, copies)
+                    digest = device.share_weight(declared_buffer, share, runs, copies)
                 else:
-                    digest = device.load_weight(wanted, share, release, place)
+                    digest = device.load_weight(declared_buffer, share, release, place)
                 if self.loaded_bytes.is_own_rank_checked:
                     self.loaded_bytes.add_digest(name, layout, number, digest)
             for number in self.loaded_bytes.list_other_devices(layout):
@@ -126,7 +126,9 @@ class Store:
         other = Store(self.group, self.between.world, self._packed_files)
         for number, mine in self._device_buffers.items():
             theirs = other._device_buffers[number]
-            theirs.buffer_by_leaf.update({key: kept for key, kept in mine.buffer_by_leaf.items() if key[0] == "weight"})
+            theirs.buffer_by_leaf.update(
+                {key: entry for key, entry in mine.buffer_by_leaf.items() if key[0] == "weight"}
+            )
         weights = {name for name in self._layouts if name not in self._states}
         other._layouts.update({name: layout for name, layout in self._layouts.items() if name in weights})
         return other
@@ -210,13 +212,16 @@ class Store:
         """
         self.require_devices(plan)
         for leaf in (*plan.graph.weights, *plan.graph.states):
-            name, wanted = leaf.node.name, (leaf.spec, plan.leaves[leaf.node.name])
+            name, planned_entry = leaf.node.name, (leaf.spec, plan.leaves[leaf.node.name])
             if leaf.node.op == "state":
-                self._layouts.setdefault(name, wanted)
+                self._layouts.setdefault(name, planned_entry)
                 self._states.setdefault(name)
-            if self._layouts.get(name, wanted) != wanted:
-                held = self._layouts[name]
-                raise PlanError(f"%{name} is {held[0]} {held[1]} in the store but {wanted[0]} {wanted[1]} in the plan")
+            if self._layouts.get(name, planned_entry) != planned_entry:
+                stored_entry = self._layouts[name]
+                raise PlanError(
+                    f"%{name} is {stored_entry[0]} {stored_entry[1]} in the store "
+                    f"but {planned_entry[0]} {planned_entry[1]} in the plan"
+                )
         return {
             number: device.list_program_buffers(plan.lanes[number]) for number, device in self._device_buffers.items()
         }
@@ -244,7 +249,7 @@ class _DeviceBuffers:
 
     def load_weight(
         self,
-        wanted: BufferSpec,
+        declared_buffer: BufferSpec,
         data: Callable[[], Array],
         release: Callable[[], object],
         place: PackedFileKey | None = None,
@@ -253,9 +258,11 @@ class _DeviceBuffers:
 
         `data` reads the weight, unless a packed file at `place` has it.
         """
-        assert wanted.declared_spec is not None
-        stored = self.backend.stored(wanted.declared_spec, wanted.kind)
-        spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, wanted.declared_spec, stored)
+        assert declared_buffer.declared_spec is not None
+        stored = self.backend.stored(declared_buffer.declared_spec, declared_buffer.kind)
+        spec = BufferSpec(
+            declared_buffer.kind, declared_buffer.name, stored.nbytes, declared_buffer.declared_spec, stored
+        )
         packing = (
             self.backend.compute_packing_id()
             if stored.dtype.is_quantised and isinstance(self.backend, PacksWeights)
@@ -263,28 +270,28 @@ class _DeviceBuffers:
         )
         if place is None or packing is None:
             buffer, part = self.backend.alloc(spec.nbytes, self.device, lasting=True), data()
-            self._load_in_slices(buffer, wanted.declared_spec, part, release)
+            self._load_in_slices(buffer, declared_buffer.declared_spec, part, release)
             self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
             return lambda: compute_digest(part, release)
-        kept = place.packed_files.map_existing_file(place.origin, packing, place.share_text, spec.nbytes)
-        if kept is None:
+        mapped_weight = place.packed_files.map_existing_file(place.origin, packing, place.share_text, spec.nbytes)
+        if mapped_weight is None:
             packed, part = self.backend.alloc(spec.nbytes, self.device), data()
-            self._load_in_slices(packed, wanted.declared_spec, part, release)
-            kept = place.packed_files.write_and_map(
+            self._load_in_slices(packed, declared_buffer.declared_spec, part, release)
+            mapped_weight = place.packed_files.write_and_map(
                 place.origin, packing, place.share_text, packed, compute_digest(part, release)
             )
-        buffer, digest = kept
+        buffer, digest = mapped_weight
         self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
         return lambda: digest
 
     def share_weight(
-        self, wanted: BufferSpec, data: Callable[[], Array], share: object, copies: WeightCopies
+        self, declared_buffer: BufferSpec, data: Callable[[], Array], share: object, copies: WeightCopies
     ) -> Callable[[], bytes]:
         """Bind a weight to its source memory if the backend reads it, else to a shared copy; return its digest."""
-        assert wanted.declared_spec is not None
-        declared = wanted.declared_spec
-        stored = self.backend.stored(declared, wanted.kind)
-        spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, declared, stored)
+        assert declared_buffer.declared_spec is not None
+        declared = declared_buffer.declared_spec
+        stored = self.backend.stored(declared, declared_buffer.kind)
+        spec = BufferSpec(declared_buffer.kind, declared_buffer.name, stored.nbytes, declared, stored)
         buffer = None
         if copies.is_source_lasting and isinstance(self.backend, SupportsZeroCopyWeights):
             buffer = self.backend.as_buffer(data(), declared)
@@ -299,8 +306,8 @@ class _DeviceBuffers:
 
     def _load_in_slices(self, buffer: Any, declared: Spec, data: Array, release: Callable[[], object]) -> None:
         whole = (data, declared, buffer)
-        for piece in self.splitting_backend.split_weight(*whole) if self.splitting_backend else (whole,):
-            self.backend.load(*piece)
+        for weight_slice in self.splitting_backend.split_weight(*whole) if self.splitting_backend else (whole,):
+            self.backend.load(*weight_slice)
             release()
 
     def view_shard(self, kind: str, name: str) -> LocalShard:
@@ -326,8 +333,8 @@ class _DeviceBuffers:
             total[kind] += spec.nbytes
         return total
 
-    def list_program_buffers(self, lane: Lane) -> list[Any]:
-        return [self._find_or_allocate_buffer(spec, lane.graph) for spec in lane.program.buffers]
+    def list_program_buffers(self, device_plan: Lane) -> list[Any]:
+        return [self._find_or_allocate_buffer(spec, device_plan.graph) for spec in device_plan.program.buffers]
 
     def _find_or_allocate_buffer(self, spec: BufferSpec, graph: Graph) -> Any:
         if spec.kind == "arena":
@@ -345,10 +352,11 @@ class _DeviceBuffers:
                     f"weight %{spec.name}: {spec.declared_spec} is not bound; pass it when loading the plan"
                 )
             self.buffer_by_leaf[key] = (spec, self.backend.alloc(spec.nbytes, self.device, lasting=True))
-        held, buffer = self.buffer_by_leaf[key]
-        if held != spec:
+        known_spec, buffer = self.buffer_by_leaf[key]
+        if known_spec != spec:
             raise PlanError(
-                f"{spec.kind} %{spec.name} is {held.declared_spec} in the store but {spec.declared_spec} in the plan"
+                f"{spec.kind} %{spec.name} is {known_spec.declared_spec} in the store "
+                f"but {spec.declared_spec} in the plan"
             )
         return buffer
 
