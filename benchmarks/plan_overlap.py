@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from hocket.frontends.commands.plan import read_step_graph
 from hocket.graph import Graph
-from hocket.scheduler import Plan, plan_for_group, simulate
+from hocket.scheduler import Plan, parse_simulated_group, plan_for_group
 from hocket.scheduler.machines.simulated import SimulatedGpu
 from hocket.scheduler.units import format_seconds
 
@@ -33,7 +33,7 @@ Simulated processors wait: their threads are the collective.
 
 def plan_with_overlap(graph: Graph, machine: str, *, beside: bool) -> Plan:
     """Plan for simulated devices that overlap compute with collectives (`beside`), or do not."""
-    simulation = simulate(machine)
+    simulation = parse_simulated_group(machine)
     with patch.object(
         SimulatedGpu, "can_overlap_collectives", SimulatedGpu.can_overlap_collectives if beside else lambda *_: False
     ):

@@ -43,7 +43,7 @@ from hocket.conformance.checks.case_graph import build_case_graph
 from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType
 from hocket.ops import op_of
-from hocket.scheduler.machines.catalogue import MACHINES
+from hocket.scheduler.machines.catalogue import DATA_SHEETS
 
 TABLE = Path(__file__).parent / "kernels_cuda_times.md"
 TIMES = TABLE.with_suffix(".json")
@@ -149,7 +149,7 @@ class KernelShape:
 
     def compute_share(self, seconds: float, kind: str) -> float:
         """Return the time that the data sheet allows, as a share of `seconds`."""
-        return max(self.nbytes / MACHINES[kind].bandwidth, self.flops / MACHINES[kind].flops) / seconds
+        return max(self.nbytes / DATA_SHEETS[kind].bandwidth, self.flops / DATA_SHEETS[kind].flops) / seconds
 
 
 def make_vector_shape(

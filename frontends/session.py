@@ -48,7 +48,7 @@ from .text_limits import require_room
 from .watch import ValueWatch
 
 if TYPE_CHECKING:
-    from ..scheduler import Difference, PipelinedPlan, Trace
+    from ..scheduler import PipelinedPlan, Trace, ValueDifference
 
 F32 = npt.NDArray[np.float32]
 MIN_CONTEXT_BUCKET = 256
@@ -367,17 +367,17 @@ class Session:
         return self._plans[step]
 
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
-    def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[Difference]:
+    def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[ValueDifference]:
         """Append tokens in one step, and compare each value with the same op on another device."""
         given = as_token_ids(0, tokens)
         with self.store.turn:
             self.require_valid_tokens([given])
             step = self.make_step(len(given), self.lengths[0] + len(given))
             raw = {name: tensor.raw for name, tensor in self.model.tensors.items()}
-            from ..scheduler import Judge
+            from ..scheduler import NodeComparer
 
-            judge = Judge(self.plan(step), self.store, raw, find_device(device), place=self._rules)
-            yield from judge.run(self.model.inputs(step, Batch([given], self.lengths, None, self.recent)))
+            judge = NodeComparer(self.plan(step), self.store, raw, find_device(device), place=self._rules)
+            yield from judge.compare_values(self.model.inputs(step, Batch([given], self.lengths, None, self.recent)))
             self.advance_by([given])
 
     @validate_arguments(ModelError, step=instance_of(Step))

@@ -56,21 +56,21 @@ class ValueWatch:
 
     def require_match(self, graph: Graph) -> None:
         """Raise `PlanError` unless the graph has a value of such a name."""
-        from ..scheduler import matching
+        from ..scheduler import select_matching_values
 
-        matching(graph, self.pattern)
+        select_matching_values(graph, self.pattern)
 
     def add_outputs(self, graph: Graph) -> Graph:
         """Return the graph with the watched values as further outputs."""
-        from ..scheduler import matching, observed
+        from ..scheduler import select_matching_values, with_observed_values
 
-        return observed(graph, matching(graph, self.pattern))
+        return with_observed_values(graph, select_matching_values(graph, self.pattern))
 
     def report_step(self, outputs: Mapping[str, Array], first: int, tokens: int) -> None:
         """Call `see` with the statistics of the watched values among the outputs of a step."""
-        from ..scheduler import taken
+        from ..scheduler import select_observed_outputs
 
-        self.see(StepStatistics.from_arrays(taken(outputs), first, tokens))
+        self.see(StepStatistics.from_arrays(select_observed_outputs(outputs), first, tokens))
 
 
 if not TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
 from ..ops.registry import BUILTIN_OPS
 from .lowering.lane import Devices, Lane, find_first_equal_devices
-from .machines.calibrated import hardware_of
+from .machines.calibrated import choose_hardware
 from .machines.hardware import Hardware
 from .plan import HostOffload, PinnedNodes, Plan
 from .spelling import decompose_unsupported
@@ -69,7 +69,7 @@ def plan_with_cache(
         host: The device that takes the weights and states that exceed the memory of the group.
         use: The workload for which split mode ``auto`` optimises.
     """
-    hardware = hardware_of(graph, group) if hardware is None else hardware
+    hardware = choose_hardware(graph, group) if hardware is None else hardware
     graph = decompose_unsupported(graph, group)
     asked = [*group, *([] if host is None else [(host.backend, host.device)])]
     options = (

@@ -30,7 +30,7 @@ from ..ops import REGISTRY
 from ..ops.collectives import COLLECTIVES
 from .layout import Layout
 from .lowering.lane import Lane as Lane
-from .machines.hardware import CPU, Estimate, Hardware
+from .machines.hardware import DEFAULT_HARDWARE, Estimate, Hardware
 from .stages import (
     InstructionCosts,
     TimelineEntry,
@@ -111,7 +111,7 @@ class Plan:
     outputs: Mapping[str, Layout]
     cuts: ShardedFactors
     reasons: tuple[str, ...]
-    hardware: Hardware = CPU
+    hardware: Hardware = DEFAULT_HARDWARE
     placed: tuple[PinnedNodes, ...] = ()
     host: Hardware | None = None
     shares: tuple[float, ...] = ()
@@ -133,7 +133,7 @@ class Plan:
 
         Where the devices work one after another, each is predicted with the speeds of a device that works alone.
         """
-        alone = [speeds.alone for speeds in self.speeds]
+        alone = [speeds.solo_hardware for speeds in self.speeds]
         if len(self.lanes) == 1 or alone == [*self.speeds] or not is_sequential(self.together, len(self.lanes)):
             return self._compute_instruction_costs(self.speeds)
         return self._compute_instruction_costs(alone)

@@ -34,7 +34,7 @@ from .choosing.planning import FactorChooser, PlanBuilder, SplitModeBuilder
 from .choosing.uses import Workload
 from .choosing.ways import choose_auto_plan
 from .lowering.lane import DEVICES_KIND, Devices
-from .machines.hardware import CPU, Hardware
+from .machines.hardware import DEFAULT_HARDWARE, Hardware
 from .plan import SPLIT_MODE_NAMES, HostOffload, Plan
 from .sharding.pins import PlacementRules
 from .spelling import decompose_unsupported
@@ -116,7 +116,7 @@ def plan_for_group(
     tensor_split: Sequence[float] = (),
     place: PlacementRules = (),
     like: Plan | None = None,
-    hardware: Hardware = CPU,
+    hardware: Hardware = DEFAULT_HARDWARE,
     choose: FactorChooser | None = None,
     host: HostOffload | None = None,
     use: Workload | None = None,

@@ -22,7 +22,7 @@ from ..graph.node import Node
 from ..ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_number
 from .lowering.alike import make_program_key
 from .lowering.lane import KernelUse, Lane, find_collective_groups, find_first_equal_devices
-from .machines.hardware import Counts, Estimate, Hardware, Work, leaf_of
+from .machines.hardware import Estimate, Hardware, WorkCounter, WorkEstimate, find_viewed_node
 from .machines.stand_ins import NUMPY_SLOWDOWNS
 
 COMPUTE = "work"
@@ -78,7 +78,7 @@ class InstructionCosts:
         device_plan: Lane,
         hardware: Hardware,
         whole: Mapping[str, int],
-        counts: Counts,
+        counts: WorkCounter,
         number: int = 0,
         collective_group: Sequence[int] = (0,),
         kernel_use: KernelUse | None = None,
@@ -114,21 +114,23 @@ class InstructionCosts:
 
     def _compute_cost(self, at: int, i: Instruction) -> InstructionCost:
         if find_collective_number(i.op, i.attrs) is not None:
-            collective_cost = self.hardware.collective(i.op, count_collective_bytes(i), self._list_participants(i))
-            return InstructionCost(0.0, 0.0, collective_cost.moved, collective_cost.seconds)
+            collective_cost = self.hardware.estimate_collective(
+                i.op, count_collective_bytes(i), self._list_participants(i)
+            )
+            return InstructionCost(0.0, 0.0, collective_cost.bytes_sent, collective_cost.seconds)
         if i.index < 0:  # a copy of a state, for its update or for a rollback
-            copied = Work(0.0, _count_copied_bytes(i), _count_copied_bytes(i), (OTHER_OPS,))
+            copied = WorkEstimate(0.0, _count_copied_bytes(i), _count_copied_bytes(i), (OTHER_OPS,))
             return InstructionCost(
                 0.0, copied.nbytes, 0.0, self.hardware.compute_seconds(*copied, launches=self.launch_counts[at])
             )
         node = self.graph_nodes[i.index]
-        own = self.work_estimates.of(node)
+        own = self.work_estimates.count_work(node)
         times, more = self._compute_unsharded_excess(node)
         more = min(own.nbytes * (times - 1), more)
-        whole = own._replace(flops=own.flops * times, nbytes=own.nbytes + more, kept=own.kept + more)
+        whole = own._replace(flops=own.flops * times, nbytes=own.nbytes + more, stored_bytes=own.stored_bytes + more)
         slowdown = NUMPY_SLOWDOWNS.get(i.op, 1.0) if at in self.stand_ins else 1.0
 
-        def seconds(work: Work) -> float:
+        def seconds(work: WorkEstimate) -> float:
             return slowdown * self.hardware.compute_seconds(*work, launches=self.launch_counts[at])
 
         return InstructionCost(own.flops, own.nbytes, 0.0, seconds(own), seconds(whole) if more else None)
@@ -146,7 +148,7 @@ class InstructionCosts:
         """
         times, missing = 1.0, 0.0
         for source in node.inputs:
-            leaf = leaf_of(source)
+            leaf = find_viewed_node(source)
             if leaf.name in self.unsharded_bytes and leaf.op in ("weight", "state"):
                 whole, own = self.unsharded_bytes[leaf.name], leaf.specs[0].nbytes
                 if 0 < own < whole:
@@ -166,7 +168,7 @@ def compute_instruction_costs(
         whole: Bytes of each weight and state before sharding, by name.
     """
     prices: list[InstructionCosts] = []
-    counts, groups = Counts(), find_collective_groups([device_plan.program for device_plan in device_plans])
+    counts, groups = WorkCounter(), find_collective_groups([device_plan.program for device_plan in device_plans])
     uses: dict[Hashable, KernelUse] = {}  # by structure: structurally equal programs call the same kernels
     for number, first in enumerate(find_first_equal_devices(device_plans)):
         if first < number:

@@ -356,7 +356,7 @@ class Engine:
 
     def _count(self, **added: float) -> None:
         """Add to the sums of `status`."""
-        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in added.items()})  # type: ignore[arg-type]  # the fields are int or float
+        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in added.items()})
 
     def predict_queue_seconds(self) -> float:
         """Return the time until a place in the queue is free, from the mean time of a request."""

@@ -137,7 +137,7 @@ class PlanBuilder(ShardedPlanBuilder):
 
         Devices without work are left out.
         """
-        hardware = self.hardware if len(self.group) == 1 else self.hardware.alone
+        hardware = self.hardware if len(self.group) == 1 else self.hardware.solo_hardware
         first = PlanBuilder(self.graph, self.group[:1], (), hardware)
         first.unrepeated_reasons, first.repeated_layers = self.unrepeated_reasons, self.repeated_layers
         if not self.user_pins and not find_unsupported([self.graph], [{}], self.group[:1]):

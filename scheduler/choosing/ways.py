@@ -197,7 +197,7 @@ def _make_hybrid_candidates(planning: PlanBuilder, hardware: Hardware) -> Iterat
 def _estimate_stage_transfer_seconds(hardware: Hardware, stages: int, devices: int) -> float:
     """Return the least seconds of the transfers between `stages` stages of `devices` devices each."""
     ends = ((s * devices - 1, s * devices) for s in range(1, stages))
-    return sum(hardware.collective_seconds(0.0, hardware.machines(pair)) for pair in ends)
+    return sum(hardware.collective_seconds(0.0, hardware.count_machines(pair)) for pair in ends)
 
 
 def _find_smallest_memory(planning: PlanBuilder) -> float:

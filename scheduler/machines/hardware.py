@@ -23,22 +23,22 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...ops import op_of
 
-KEPT = ("weight", "state")
+STORED_LEAF_OPS = ("weight", "state")
 """Ops of the leaves that a run reads from memory, because other reads have filled the caches since the last run."""
-RECURRENT = "recurrent"
+RECURRENT_OPS = "recurrent"
 """Cost class of ops without weights that process one token after another through a state.
 
 `OTHER_OPS` is the cost class of all ops without weights.
 """
-MANY = 64
+FULL_UNPACK_ROWS = 64
 """Activation rows from which the full time to unpack weights counts. One row is multiplied with packed weights."""
 
 
-BUILT_IN = "built in"
+BUILT_IN_SOURCE = "built in"
 """The `Hardware.source` of speeds that are a guess."""
 
 
-class Work(NamedTuple):
+class WorkEstimate(NamedTuple):
     """The work estimate of one op call.
 
     Attributes:
@@ -52,9 +52,9 @@ class Work(NamedTuple):
 
     flops: float
     nbytes: float
-    kept: float = 0.0
-    judged_as: tuple[str, ...] = ()
-    rows: float = 0.0
+    stored_bytes: float = 0.0
+    cost_classes: tuple[str, ...] = ()
+    activation_rows: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ class Hardware:
     unpack_bandwidth: float = 0.0
     op_flops: Mapping[str, float] = field(default_factory=dict)
     op_bandwidth: Mapping[str, float] = field(default_factory=dict)
-    source: str = BUILT_IN
+    source: str = BUILT_IN_SOURCE
 
     @property
-    def alone(self) -> Hardware:
+    def solo_hardware(self) -> Hardware:
         """The speeds of one device while the other devices are idle."""
         if self.alone_flops == self.alone_bandwidth == 1.0:
             return self
@@ -118,7 +118,7 @@ class Hardware:
         )
 
     @property
-    def is_possible(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether every figure is finite and in its range.
 
         Speeds are positive. Latencies, launch seconds and optional speeds are at least 0. No device is slower alone,
@@ -139,13 +139,13 @@ class Hardware:
         known = known and all(1 <= times < math.inf for times in (self.alone_flops, self.alone_bandwidth))
         return known and all(0 < s < math.inf for s in (*speeds, *of_ops)) and all(0 <= t < math.inf for t in others)
 
-    def by_machine(self, devices: Iterable[int]) -> list[int]:
+    def count_devices_per_machine(self, devices: Iterable[int]) -> list[int]:
         """Return the number of `devices` in each machine that has at least one of them."""
         return list(Counter(device // self.machine if self.machine else 0 for device in devices).values())
 
-    def machines(self, devices: Iterable[int]) -> int:
+    def count_machines(self, devices: Iterable[int]) -> int:
         """Return the number of machines that have at least one of `devices`."""
-        return len(self.by_machine(devices))
+        return len(self.count_devices_per_machine(devices))
 
     def compute_seconds(
         self,
@@ -171,7 +171,7 @@ class Hardware:
         speed, bandwidth = self.flops, self.bandwidth
         if OTHER_OPS in cost_classes:
             speed = self.plain_flops or speed
-        if RECURRENT in cost_classes:
+        if RECURRENT_OPS in cost_classes:
             speed = self.recurrent_flops or speed
         for op in reversed(cost_classes):
             speed, bandwidth = self.op_flops.get(op, speed), self.op_bandwidth.get(op, bandwidth)
@@ -179,7 +179,7 @@ class Hardware:
             values, weights = (nbytes - stored_bytes) / self.value_bandwidth, stored_bytes / bandwidth
             if self.unpack_bandwidth and activation_rows > 1:
                 longer = max(0.0, stored_bytes / self.unpack_bandwidth - weights)
-                weights += min(1.0, (activation_rows - 1) / (MANY - 1)) * longer
+                weights += min(1.0, (activation_rows - 1) / (FULL_UNPACK_ROWS - 1)) * longer
             arithmetic = flops / speed
             rest = max(arithmetic, values) if activation_rows else arithmetic + values
             return weights + rest + launches * self.launch
@@ -195,7 +195,7 @@ class Hardware:
             return math.ceil(math.log2(machine_count)) * self.across_latency + nbytes / self.across_bandwidth
         return self.link_latency + nbytes / self.link_bandwidth
 
-    def collective(self, op: str, nbytes: float, devices: Sequence[int]) -> Collective:
+    def estimate_collective(self, op: str, nbytes: float, devices: Sequence[int]) -> CollectiveCost:
         """Estimate the cost of a collective of `devices` over a value of `nbytes` bytes; the cheaper algorithm counts.
 
         An all-reduce over several machines with equal device counts has two algorithms. The first one is a single
@@ -213,26 +213,28 @@ class Hardware:
             nbytes: Bytes of the whole value.
             devices: Numbers of the devices that take part.
         """
-        each = self.by_machine(devices)
+        each = self.count_devices_per_machine(devices)
         machines, count = len(each), len(devices)
-        moved = sent_bytes(op, nbytes, count)
+        moved = compute_bytes_sent(op, nbytes, count)
         if machines == 1:
-            return Collective(moved, self.collective_seconds(moved) if count > 1 else 0.0, 0.0, machines)
-        flat = Collective(moved, 0.0, self.collective_seconds(moved, machines), machines)
+            return CollectiveCost(moved, self.collective_seconds(moved) if count > 1 else 0.0, 0.0, machines)
+        flat = CollectiveCost(moved, 0.0, self.collective_seconds(moved, machines), machines)
         if op != "all_reduce" or len(set(each)) > 1 or each[0] == 1:
             return flat
-        within = sent_bytes("all_gather", nbytes, each[0])
-        slice_bytes = sent_bytes(op, nbytes / each[0], machines)
+        within = compute_bytes_sent("all_gather", nbytes, each[0])
+        slice_bytes = compute_bytes_sent(op, nbytes / each[0], machines)
         inside, across = 2 * self.collective_seconds(within), self.collective_seconds(slice_bytes, machines)
-        return min(flat, Collective(2 * within + slice_bytes, inside, across, machines), key=lambda cost: cost.seconds)
+        return min(
+            flat, CollectiveCost(2 * within + slice_bytes, inside, across, machines), key=lambda cost: cost.seconds
+        )
 
 
-CPU = Hardware()
+DEFAULT_HARDWARE = Hardware()
 """The guessed speeds of virtual CPU devices on one machine. ``hocket calibrate`` replaces them by measured speeds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CollectiveCost:
     """The predicted cost of one collective.
 
     Attributes:
@@ -242,15 +244,15 @@ class Collective:
         machine_count: The number of machines with at least one device of the collective.
     """
 
-    moved: float
-    inside: float
-    across: float
-    machines: int
+    bytes_sent: float
+    inside_machine_seconds: float
+    across_machines_seconds: float
+    machine_count: int
 
     @property
     def seconds(self) -> float:
         """The seconds of all parts."""
-        return self.inside + self.across
+        return self.inside_machine_seconds + self.across_machines_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,7 @@ class Estimate:
         return self.compute + self.collectives - self.hidden
 
 
-def sent_bytes(op: str, nbytes: float, device_count: int) -> float:
+def compute_bytes_sent(op: str, nbytes: float, device_count: int) -> float:
     """Return the bytes that each device sends in a collective over a value of `nbytes` bytes.
 
     A ring of N devices sends (N-1)/N of the bytes for an all-gather or a reduce-scatter. An all-reduce consists of
@@ -286,46 +288,52 @@ def sent_bytes(op: str, nbytes: float, device_count: int) -> float:
     return (2 if op == "all_reduce" else 1) * (device_count - 1) / device_count * nbytes
 
 
-class Counts:
+class WorkCounter:
     """Counts the FLOPs and bytes of nodes. Layers repeat, so equal nodes are counted once."""
 
     def __init__(self) -> None:
-        self._known: dict[object, Work] = {}
+        self._work_by_key: dict[object, WorkEstimate] = {}
 
-    def of(self, node: Node) -> Work:
+    def count_work(self, node: Node) -> WorkEstimate:
         """Return the work estimate of `node`."""
-        homes = tuple(home_of(source).op for source in node.inputs)
+        homes = tuple(find_storage_node(source).op for source in node.inputs)
         read = tuple(None if s is None else s.spec for s in node.src)
         declared = op_of(node)
         key = (homes, node.op, read, node.specs, tuple(node.attrs.items()), declared.active_fraction(node))
-        if (work := self._known.get(key)) is None:
+        if (work := self._work_by_key.get(key)) is None:
             nbytes = float(declared.count_bytes(node))
-            stored_bytes = sum(s.spec.nbytes for s, home in zip(node.inputs, homes, strict=True) if home in KEPT)
+            stored_bytes = sum(
+                s.spec.nbytes for s, home in zip(node.inputs, homes, strict=True) if home in STORED_LEAF_OPS
+            )
             plain = "weight" not in homes
             weights = sum(s.spec.size for s, home in zip(node.inputs, homes, strict=True) if home == "weight")
-            cost_classes = (node.op, *[RECURRENT] * (plain and bool(declared.sequential)), *[OTHER_OPS] * plain)
+            cost_classes = (node.op, *[RECURRENT_OPS] * (plain and bool(declared.sequential)), *[OTHER_OPS] * plain)
             flops = float(declared.count_flops(node))
             rows = flops / 2 / weights if weights else 0.0
-            work = self._known[key] = Work(flops, nbytes, min(nbytes, stored_bytes), cost_classes, rows)
+            work = self._work_by_key[key] = WorkEstimate(flops, nbytes, min(nbytes, stored_bytes), cost_classes, rows)
         return work
 
 
-def read_by(graph: Graph) -> dict[Node, float]:
+def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
     """Return the bytes that a run of `graph` reads of each weight and state.
 
     Of a table only the selected rows count, and of experts only the experts that tokens use.
     """
-    counts, read = Counts(), defaultdict[Node, float](float)
+    counts, read = WorkCounter(), defaultdict[Node, float](float)
     for node in graph.nodes:
-        sizes = [(home, source.spec.nbytes) for source in node.inputs if (home := home_of(source)).op in KEPT]
-        if sizes and (stored_bytes := counts.of(node).kept):
+        sizes = [
+            (home, source.spec.nbytes)
+            for source in node.inputs
+            if (home := find_storage_node(source)).op in STORED_LEAF_OPS
+        ]
+        if sizes and (stored_bytes := counts.count_work(node).stored_bytes):
             whole = sum(size for _, size in sizes)
             for home, size in sizes:
                 read[home] += stored_bytes * size / whole
     return read
 
 
-def leaf_of(value: Value) -> Node:
+def find_viewed_node(value: Value) -> Node:
     """Return the node that computes or holds the memory of `value`, behind all views."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
@@ -333,7 +341,7 @@ def leaf_of(value: Value) -> Node:
     return node
 
 
-def home_of(value: Value) -> Node:
+def find_storage_node(value: Value) -> Node:
     """Return the leaf that holds the memory of `value`, behind views and updates of some entries.
 
     Example: the storage of a KV cache with new rows is the state of the cache, because most rows are unchanged. For a

@@ -16,9 +16,9 @@ import numpy as np
 from ...backends.abilities import OTHER_OPS
 from ...graph import Graph
 from ...graph.lazy_dataclass import dataclass
-from .hardware import CPU, Hardware, read_by
+from .hardware import DEFAULT_HARDWARE, Hardware, compute_read_bytes_by_leaf
 
-RUNS = 64
+CACHE_WINDOW_RUNS = 64
 """The number of consecutive runs that share the caches. Together they read some rows of a table, and all experts."""
 
 
@@ -46,8 +46,8 @@ class Speeds:
     bandwidth: Mapping[str, float]
     flops: Mapping[str, float]
     launch: float
-    link_bandwidth: float = CPU.link_bandwidth
-    link_latency: float = CPU.link_latency
+    link_bandwidth: float = DEFAULT_HARDWARE.link_bandwidth
+    link_latency: float = DEFAULT_HARDWARE.link_latency
     plain_flops: float = 0.0
     alone_flops: float = 1.0
     alone_bandwidth: float = 1.0
@@ -58,7 +58,7 @@ class Speeds:
     held: Mapping[str, float] = field(default_factory=dict)
     state_bandwidth: float = 0.0
 
-    def hardware(self, graph: Graph) -> Hardware:
+    def hardware_for(self, graph: Graph) -> Hardware:
         """Return the speeds for the weights of `graph`. A dtype without a measurement counts as the slowest dtype."""
         nbytes: dict[str, float] = defaultdict(float)
         numbers: dict[str, float] = defaultdict(float)
@@ -66,19 +66,21 @@ class Speeds:
             nbytes[str(v.dtype)] += v.spec.nbytes
             numbers[str(v.dtype)] += v.spec.size
         return replace(
-            self.machine,
-            flops=_mixed(self.flops, numbers),
-            bandwidth=self._reading(graph),
-            unpack_bandwidth=_mixed(self.unpacking, nbytes) if self.unpacking else 0.0,
+            self.weight_independent_hardware,
+            flops=_compute_harmonic_mean_speed(self.flops, numbers),
+            bandwidth=self._estimate_weight_bandwidth(graph),
+            unpack_bandwidth=_compute_harmonic_mean_speed(self.unpacking, nbytes) if self.unpacking else 0.0,
         )
 
-    def _reading(self, graph: Graph) -> float:
+    def _estimate_weight_bandwidth(self, graph: Graph) -> float:
         """Return the bytes/s of the weights of `graph` in consecutive runs, which find a share of them in caches.
 
         For each dtype: 1 / (share / cache speed + (1 - share) / memory speed).
         """
-        read = read_by(graph)
-        share = self.held_share(sum(min(leaf.specs[0].nbytes, RUNS * nbytes) for leaf, nbytes in read.items()))
+        read = compute_read_bytes_by_leaf(graph)
+        share = self.estimate_cached_share(
+            sum(min(leaf.specs[0].nbytes, CACHE_WINDOW_RUNS * nbytes) for leaf, nbytes in read.items())
+        )
         speeds = {
             kind: 1 / (share / max(far, self.cached.get(kind, far)) + (1 - share) / far)
             for kind, far in self.bandwidth.items()
@@ -87,9 +89,9 @@ class Speeds:
         for leaf, nbytes in read.items():
             if leaf.op == "weight":
                 amounts[str(leaf.specs[0].dtype)] += nbytes
-        return _mixed(speeds, amounts)
+        return _compute_harmonic_mean_speed(speeds, amounts)
 
-    def held_share(self, nbytes: float) -> float:
+    def estimate_cached_share(self, nbytes: float) -> float:
         """Return the share of `nbytes` bytes that caches hold, if each run reads these bytes again.
 
         The share is interpolated linearly between the measured sizes. Above the largest size, the number of cached
@@ -101,7 +103,7 @@ class Speeds:
         return float(np.interp(nbytes, sizes, shares)) * min(1.0, sizes[-1] / max(nbytes, 1.0))
 
     @property
-    def machine(self) -> Hardware:
+    def weight_independent_hardware(self) -> Hardware:
         """The speeds that do not depend on the weights of a graph."""
         return Hardware(
             launch=self.launch,
@@ -116,7 +118,7 @@ class Speeds:
         )
 
 
-def _mixed(speeds: Mapping[str, float], amounts: Mapping[str, float]) -> float:
+def _compute_harmonic_mean_speed(speeds: Mapping[str, float], amounts: Mapping[str, float]) -> float:
     """Return the total amount divided by the total seconds: the harmonic mean of `speeds`, weighted by `amounts`.
 
     An amount without a speed has the slowest speed. Without amounts, the slowest speed is returned.

@@ -19,7 +19,7 @@ from ...graph.node import Value
 from ...graph.validation import ANY, TEXT, instance_of, validate_arguments
 
 T = TypeVar("T")
-OBSERVED = "observed "
+OBSERVED_PREFIX = "observed "
 """The prefix of the output names of observed values."""
 
 
@@ -59,7 +59,7 @@ class Statistics:
         return f"[{shape}] {' '.join(f'{k} {v:.6g}' for k, v in numbers.items())} NaN {self.nans}"
 
 
-def values_of(graph: Graph) -> dict[str, Value]:
+def collect_computed_values(graph: Graph) -> dict[str, Value]:
     """Return the results of all nodes except leaves in graph order, by the names of a graph dump.
 
     A node with several results has names such as ``name#1``.
@@ -74,7 +74,7 @@ def values_of(graph: Graph) -> dict[str, Value]:
 
 
 @validate_arguments(PlanError, graph=instance_of(Graph), pattern=TEXT)
-def matching(graph: Graph, pattern: str) -> dict[str, Value]:
+def select_matching_values(graph: Graph, pattern: str) -> dict[str, Value]:
     """Return the computed values with a name in which the regular expression is found, in graph order.
 
     Raises:
@@ -84,7 +84,7 @@ def matching(graph: Graph, pattern: str) -> dict[str, Value]:
         expression = re.compile(pattern)
     except re.error as why:
         raise PlanError(f"{pattern!r:.80} is no regular expression: {why}") from None
-    computed = values_of(graph)
+    computed = collect_computed_values(graph)
     matches = {name: value for name, value in computed.items() if expression.search(name)}
     if not matches:
         some = ", ".join([name for name in computed if not name.isdecimal()][:3]) or "none has a name"
@@ -92,11 +92,13 @@ def matching(graph: Graph, pattern: str) -> dict[str, Value]:
     return matches
 
 
-def observed(graph: Graph, values: Mapping[str, Value]) -> Graph:
+def with_observed_values(graph: Graph, values: Mapping[str, Value]) -> Graph:
     """Return the graph with `values` as further outputs, which `select_observed_outputs` finds in the results."""
-    return Graph({**graph.outputs, **{OBSERVED + name: value for name, value in values.items()}}, graph.updates)
+    return Graph({**graph.outputs, **{OBSERVED_PREFIX + name: value for name, value in values.items()}}, graph.updates)
 
 
-def taken(outputs: Mapping[str, T]) -> dict[str, T]:
+def select_observed_outputs(outputs: Mapping[str, T]) -> dict[str, T]:
     """Return the observed values by name from the outputs of a graph of `with_observed_values`."""
-    return {name.removeprefix(OBSERVED): value for name, value in outputs.items() if name.startswith(OBSERVED)}
+    return {
+        name.removeprefix(OBSERVED_PREFIX): value for name, value in outputs.items() if name.startswith(OBSERVED_PREFIX)
+    }

@@ -31,7 +31,6 @@ from .packed import PackedWeightFiles, WeightOrigin
 from .state_view import LocalShard, StateView, slice_for_device
 from .turns import DeviceLock
 
-
 PART_ALIGNMENT = 16
 """The bytes to which the parts of a state are aligned, so that kernels read them as they read a buffer."""
 
@@ -319,7 +318,8 @@ class _DeviceBuffers:
     def view_parts(self, kind: str, name: str, first: int, count: int, total: int) -> tuple[BufferSpec, Any]:
         """Return the specification and the buffer of parts `first` to `first + count` of `total` parts of a buffer."""
         spec, buffer = self.buffer_by_leaf[kind, name]
-        assert spec.declared_spec is not None and spec.stored_spec is not None
+        assert spec.declared_spec is not None
+        assert spec.stored_spec is not None
         part_bytes = spec.nbytes // total
         if spec.nbytes % total or part_bytes % PART_ALIGNMENT:
             raise PlanError(f"{kind} %{name}: a sequence has {part_bytes} bytes, no multiple of {PART_ALIGNMENT}")

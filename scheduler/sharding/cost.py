@@ -8,7 +8,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.movement.sharded_tables import estimate_busiest_count
-from ..machines.hardware import KEPT, Counts, Estimate, Hardware, home_of
+from ..machines.hardware import STORED_LEAF_OPS, Estimate, Hardware, WorkCounter, find_storage_node
 from .assign import LayoutConversion, ShardingAssignment
 from .early import find_early_sums
 from .states import FactorShard
@@ -22,8 +22,8 @@ class AssignmentCost:
 
     def __init__(self, graph: Graph, devices: int, hardware: Hardware, times: Mapping[Node, int] | None = None) -> None:
         self.device_count, self.hardware, self.node_multiplicity = devices, hardware, times or {}
-        counts = Counts()
-        self.node_work = {n: counts.of(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
+        counts = WorkCounter()
+        self.node_work = {n: counts.count_work(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
         self.stored_values = [n.results[0] for n in graph.nodes if n.op in ("weight", "state")]
         self._item_positions = {
             node: at for at, node in enumerate((*self.node_work, *(v.node for v in self.stored_values)))
@@ -90,8 +90,10 @@ class AssignmentCost:
             read = [v for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, FactorShard)]
             uncut = read + [v for v in node.results if not isinstance(layouts[v], FactorShard)]
             nbytes = _estimate_device_bytes(work.nbytes, uncut, max_share)
-            stored_bytes = _estimate_device_bytes(work.kept, [v for v in read if home_of(v).op in KEPT], max_share)
-            work = work._replace(flops=work.flops * share, nbytes=nbytes, kept=stored_bytes)
+            stored_bytes = _estimate_device_bytes(
+                work.stored_bytes, [v for v in read if find_storage_node(v).op in STORED_LEAF_OPS], max_share
+            )
+            work = work._replace(flops=work.flops * share, nbytes=nbytes, stored_bytes=stored_bytes)
         return self.hardware.compute_seconds(*work)
 
     def estimate_conversion_seconds(self, conversion: LayoutConversion) -> float:
@@ -100,7 +102,7 @@ class AssignmentCost:
             return 0.0
         collective = select_collective(conversion)
         if collective not in self._collective_seconds:
-            self._collective_seconds[collective] = self.hardware.collective(
+            self._collective_seconds[collective] = self.hardware.estimate_collective(
                 *collective, range(self.device_count)
             ).seconds
         return self._collective_seconds[collective]

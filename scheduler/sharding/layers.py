@@ -14,7 +14,7 @@ from ...graph.graph import Graph, assign_names, order_with_state_updates
 from ...graph.node import Node, Value
 from ...ops.collectives import receive, send
 from ..layout import REPLICATE, Layout, Local
-from ..machines.hardware import CPU, Counts, Hardware
+from ..machines.hardware import DEFAULT_HARDWARE, Hardware, WorkCounter
 from .emit import PartitionedGraphs, make_unused_name
 
 Placement = Mapping[Node, int]
@@ -35,7 +35,9 @@ def split_layers(graph: Graph, proportions: Sequence[float], elsewhere: Containe
     return _split_by_load(graph, nodes, _compute_new_bytes(nodes, elsewhere), proportions)
 
 
-def compute_balanced_proportions(graph: Graph, devices: int, hardware: Hardware = CPU) -> tuple[float, ...]:
+def compute_balanced_proportions(
+    graph: Graph, devices: int, hardware: Hardware = DEFAULT_HARDWARE
+) -> tuple[float, ...]:
     """Return the proportions of stored bytes with which all devices are predicted to compute for an equal time.
 
     Args:
@@ -43,8 +45,11 @@ def compute_balanced_proportions(graph: Graph, devices: int, hardware: Hardware 
         devices: The number of devices.
         hardware: The speeds of one device.
     """
-    nodes, counts = [n for n in order_with_state_updates(graph) if not n.is_leaf], Counts()
-    stored_bytes, seconds = _compute_new_bytes(nodes), [hardware.compute_seconds(*counts.of(node)) for node in nodes]
+    nodes, counts = [n for n in order_with_state_updates(graph) if not n.is_leaf], WorkCounter()
+    stored_bytes, seconds = (
+        _compute_new_bytes(nodes),
+        [hardware.compute_seconds(*counts.count_work(node)) for node in nodes],
+    )
     where = _split_by_load(graph, nodes, seconds, [1.0] * devices)
     sums = [0.0] * devices
     for node, nbytes in zip(nodes, stored_bytes, strict=True):

@@ -81,7 +81,7 @@ class SequenceParallelOptions:
 
     def _estimate_collective_seconds(self, conversion: LayoutConversion) -> float:
         """Return the seconds of a collective."""
-        return self.hardware.collective(*select_collective(conversion), range(self.device_count)).seconds
+        return self.hardware.estimate_collective(*select_collective(conversion), range(self.device_count)).seconds
 
 
 def list_row_factors(plain: ShardingAssignment, factors: Factors, devices: int) -> list[Factor]:

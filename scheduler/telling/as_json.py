@@ -24,9 +24,9 @@ from ...graph.validation import TEXT, instance_of, validate_arguments
 from ...ops import verify
 from ..layout import Layout, Local, Shard, compute_local_shape
 from ..lowering.lane import Lane, find_first_equal_devices
-from ..machines.catalogue import MACHINES, Machine
-from ..machines.hardware import BUILT_IN, Hardware
-from ..machines.simulated import SIMULATED, SimulatedBackend, simulated
+from ..machines.catalogue import DATA_SHEETS, DataSheet
+from ..machines.hardware import BUILT_IN_SOURCE, Hardware
+from ..machines.simulated import SIMULATED_BACKEND_NAME, SimulatedBackend, build_simulated_backend
 from ..plan import PinnedNodes, Plan
 from ..verifier.plan import verify_plan
 from .as_data import layout_from_data, layout_to_data, program_from_data, program_to_data, require_count, require_text
@@ -50,11 +50,11 @@ def plan_to_json(plan: Plan) -> str:
     document["host"] = None if plan.host is None else asdict(plan.host)
     document["cost"] = asdict(plan.cost)
     kinds = {
-        device_plan.device.kind: device_plan.backend.machine
+        device_plan.device.kind: device_plan.backend.data_sheet
         for device_plan in plan.lanes
         if isinstance(device_plan.backend, SimulatedBackend)
     }
-    if unknown := {kind: asdict(machine) for kind, machine in kinds.items() if MACHINES.get(kind) != machine}:
+    if unknown := {kind: asdict(machine) for kind, machine in kinds.items() if DATA_SHEETS.get(kind) != machine}:
         document["machines"] = unknown
     document["memory"] = [
         {"device": str(device_plan.device), **device_plan.memory(), "capacity": device_plan.device.memory}
@@ -169,8 +169,8 @@ def _plan_from_document(document: dict[str, Any]) -> Plan:
 def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
     """Return the backend and the device of a JSON entry; a simulated backend needs its machine."""
     kind, index = require_text(entry["kind"]), require_count(entry["index"])
-    if entry["backend"] == SIMULATED:
-        absent = simulated(kind, _machine_from_data(machines[kind]) if kind in machines else None)
+    if entry["backend"] == SIMULATED_BACKEND_NAME:
+        absent = build_simulated_backend(kind, _machine_from_data(machines[kind]) if kind in machines else None)
         return absent, absent.device(index)
     backend, device = find_device(
         str(Device(kind, index, part=require_count(entry["part"]) if "part" in entry else None))
@@ -180,19 +180,19 @@ def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> 
     return backend, device
 
 
-def _machine_from_data(entry: Mapping[str, Any]) -> Machine:
+def _machine_from_data(entry: Mapping[str, Any]) -> DataSheet:
     words: dict[str, Any] = {key: require_text(entry[key]) for key in ("link", "capability", "backend", "like")}
     figures: dict[str, Any] = {key: _require_nonnegative(entry[key]) for key in ("flops", "bandwidth", "launch")}
-    return Machine(**words, **figures, memory=require_count(entry["memory"]))
+    return DataSheet(**words, **figures, memory=require_count(entry["memory"]))
 
 
 def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
     figures: dict[str, Any] = {
         key: _figures_from_data(value) for key, value in entry.items() if key not in ("machine", "source")
     }
-    source = require_text(entry.get("source", BUILT_IN))
+    source = require_text(entry.get("source", BUILT_IN_SOURCE))
     hardware = Hardware(**figures, machine=require_count(entry.get("machine", 0)), source=source)
-    if not hardware.is_possible:
+    if not hardware.is_valid:
         raise ValueError(f"hardware has a speed of zero: {hardware}")
     return hardware
 

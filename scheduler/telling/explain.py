@@ -15,7 +15,7 @@ from ...ops import REGISTRY
 from ...ops.collectives import find_collective_number
 from ..layout import Local, Shard
 from ..lowering.lane import Lane
-from ..machines.hardware import leaf_of
+from ..machines.hardware import find_viewed_node
 from ..plan import Plan
 from ..stages import COMPUTE, TimelineEntry, count_collective_bytes
 from ..succession import count_pipeline_stages, estimate_pipeline_speedup, format_stage_count
@@ -254,7 +254,9 @@ class TimelineReasons:
 
     def select_hints(self, stage: TimelineEntry, advice: Mapping[str, PlacementHint]) -> list[PlacementHint]:
         """Return the hints of `advice` about weights that an entry reads."""
-        read = (leaf_of(s).name for n in self._list_nodes(stage) for s in n.inputs) if stage.op == COMPUTE else ()
+        read = (
+            (find_viewed_node(s).name for n in self._list_nodes(stage) for s in n.inputs) if stage.op == COMPUTE else ()
+        )
         return list(dict.fromkeys(advice[name] for name in read if name in advice))
 
     def _list_nodes(self, stage: TimelineEntry) -> list[Node]:
@@ -268,7 +270,7 @@ class TimelineReasons:
     def _explain_work(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
         """Return the reason for work: the largest pinned leaf and the largest sharded leaf that the entry reads."""
         because = {name: why for name, (device, why) in self.pin_reasons.items() if device in devices}
-        leaves = {leaf_of(s).name: leaf_of(s) for n in nodes for s in n.inputs}
+        leaves = {find_viewed_node(s).name: find_viewed_node(s) for n in nodes for s in n.inputs}
         stored_leaves = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
         special = [n for n in stored_leaves if isinstance(self.plan.leaves[n.name], Shard | Local)]
         if not special:
@@ -289,7 +291,7 @@ class TimelineReasons:
 
     def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
         """Return the reason for work that reads no sharded weight; it may read a part of a replicated one."""
-        read = [(s, leaf_of(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
+        read = [(s, find_viewed_node(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
             return f"a part of %{part[0].label}, which is whole on each device"
@@ -320,13 +322,14 @@ class TimelineReasons:
 
     def _describe_multi_machine_sum(self, device_plan: Lane, stage: TimelineEntry) -> str:
         """Return how a sum over several machines is computed, if it is first computed within each machine."""
-        cost = self.plan.hardware.collective(
+        cost = self.plan.hardware.estimate_collective(
             stage.op, count_collective_bytes(device_plan.program.instructions[stage.first_instruction]), stage.devices
         )
-        if not (cost.inside and cost.across):
+        if not (cost.inside_machine_seconds and cost.across_machines_seconds):
             return ""
-        over = f"{cost.machines} x {len(stage.devices) // cost.machines}"
-        return f"; {stage.op} over {over}: {format_seconds(cost.inside)} inside, {format_seconds(cost.across)} across"
+        over = f"{cost.machine_count} x {len(stage.devices) // cost.machine_count}"
+        inside, across = map(format_seconds, (cost.inside_machine_seconds, cost.across_machines_seconds))
+        return f"; {stage.op} over {over}: {inside} inside, {across} across"
 
     def _find_shard_axis(self, leaf: Node) -> int:
         """Return the axis on which a leaf is sharded."""
@@ -367,7 +370,7 @@ def _list_pin_reasons(plan: Plan) -> dict[str, tuple[int, str]]:
     pins_by_name = {name: (placed.device, placed.because) for placed in plan.placed for name in placed.nodes}
     reasons = dict(pins_by_name)
     for node, name in assign_names(plan.graph).items() if pins_by_name else ():
-        for leaf in map(leaf_of, node.inputs):
+        for leaf in map(find_viewed_node, node.inputs):
             if name in pins_by_name:
                 reasons.setdefault(leaf.name, pins_by_name[name])
     return reasons

@@ -17,7 +17,7 @@ from ...graph.node import Node, Value
 from ...ops import op_of
 from ..layout import Replicate
 from ..lowering.lane import Lane, find_first_equal_devices
-from ..machines.hardware import Counts, leaf_of
+from ..machines.hardware import WorkCounter, find_viewed_node
 from ..plan import Plan
 from ..sharding.pins import extend_pins, find_user_pins
 from ..stages import InstructionCosts
@@ -68,7 +68,7 @@ class _PlacementChange:
     """The changes of a plan if a weight lies on one device alone."""
 
     def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
-        self.plan, self.layouts, self.work_counts = plan, layouts, Counts()
+        self.plan, self.layouts, self.work_counts = plan, layouts, WorkCounter()
         self.name_by_node = assign_names(plan.graph)
         self.users = plan.graph.users()
         self.devices = [str(device_plan.device) for device_plan in plan.lanes]
@@ -131,16 +131,16 @@ class _PlacementChange:
         seconds = 0.0
         fed: set[Node] = set()
         for node in (n for n in self.plan.graph.nodes if n in elsewhere and not n.is_leaf and not op_of(n).is_view):
-            sources = {leaf_of(s) for s in node.inputs} - elsewhere
+            sources = {find_viewed_node(s) for s in node.inputs} - elsewhere
             computed = {n for n in sources if n.op not in ("weight", "input", "constant")}
-            if computed or not fed.isdisjoint(leaf_of(s) for s in node.inputs):
+            if computed or not fed.isdisjoint(find_viewed_node(s) for s in node.inputs):
                 fed.add(node)
             is_read = any(u not in elsewhere for v in node.results for u in self._list_computing_readers(v))
             if node in moved and ((is_read and node in fed) or any(self.layouts[n] != "R" for n in computed)):
                 return None
             name = self.name_by_node[node]
             _, launches = self.node_times[to].get(name, (0.0, 1.0))
-            seconds += self.plan.speeds[to].compute_seconds(*self.work_counts.of(node), launches=launches)
+            seconds += self.plan.speeds[to].compute_seconds(*self.work_counts.count_work(node), launches=launches)
             seconds -= max(own.get(name, (0.0, 1.0))[0] for own in self.node_times)
             seconds += (
                 self.plan.hardware.collective_seconds(sum(v.spec.nbytes for v in node.results)) if is_read else 0.0

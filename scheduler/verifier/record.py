@@ -37,7 +37,7 @@ def find_record_faults(plan: Plan) -> Iterator[str]:
     if len({*named}) < len(named) or not all(map(_is_device_name, plan.spare)):
         yield f"devices left free are {list(plan.spare)}: one is none, takes part, or is named twice"
     for hardware in (plan.hardware, plan.host):
-        if hardware is not None and not hardware.is_possible:
+        if hardware is not None and not hardware.is_valid:
             yield f"{hardware} has a speed that no device has"
 
 

@@ -119,7 +119,9 @@ def test_equal_prompts_that_come_together_are_read_once():
     prompt = tuple(i % 30 + 1 for i in range(100))
     for i in range(4):
         engine.submit(make_request(str(i), prompt, seed=i))
-    ends = [end_of(run_all(engine), "0")] if False else [event for event in run_all(engine) if isinstance(event, EndEvent)]
+    ends = (
+        [end_of(run_all(engine), "0")] if False else [event for event in run_all(engine) if isinstance(event, EndEvent)]
+    )
     assert sorted(end.timing.cached_tokens for end in ends) == [0, 99, 99, 99]
 
 
