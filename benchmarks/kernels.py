@@ -256,7 +256,7 @@ def measure_case(case: KernelCase, limits: MachineLimits, repeats: int, seed: in
         yield {**known, "kernel": kernel, **figures}
 
 
-HEAD = ("kernel", "case", "threads", "µs", "GB/s", "GFLOP/s", "of the limit")
+HEAD = ("kernel", "case", "threads", "µs", "GB/s", "GFLOP/s", "share of limit")
 
 
 def format_cells(row: dict[str, object]) -> list[str]:
