@@ -81,11 +81,11 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
     args = parser.parse_args()
-    about = results.circumstances(args.shared)
+    about = results.collect_circumstances(args.shared)
     rows = [measure(op, build) for op, build in OP_BUILDERS.items()]
-    print(results.table(TABLE_COLUMNS, list(map(format_cells, rows))), end="")
+    print(results.format_table(TABLE_COLUMNS, list(map(format_cells, rows))), end="")
     if args.save:
-        results.save(args.save, about, rows, results.table(TABLE_COLUMNS, list(map(format_cells, rows))))
+        results.write_result(args.save, about, rows, results.format_table(TABLE_COLUMNS, list(map(format_cells, rows))))
 
 
 if __name__ == "__main__":
