@@ -19,7 +19,7 @@ from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import constant_array
 from ...graph.spec import Spec
-from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, validate_arguments
+from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, integer_between, validate_arguments
 from ...ops.quantisation import encode_array
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape
 from ..lowering.lane import DEVICES_KIND, Devices, Lane
@@ -31,6 +31,7 @@ from .packed import PackedWeightFiles, WeightOrigin
 from .state_view import LocalShard, StateView, slice_for_device
 from .turns import DeviceLock
 
+NATURAL, POSITIVE = integer_between(0), integer_between(1)
 PART_ALIGNMENT = 16
 """The bytes to which the parts of a state are aligned, so that kernels read them as they read a buffer."""
 
@@ -139,6 +140,7 @@ class Store:
             other._device_buffers[number].arena = mine.arena
         return other
 
+    @validate_arguments(PlanError, first=NATURAL, count=POSITIVE, total=POSITIVE)
     def view_sequences(self, first: int, count: int, total: int) -> Store:
         """Return a store in turn with this one whose states are those of `count` sequences, from sequence `first` on.
 
@@ -149,6 +151,8 @@ class Store:
             PlanError: A state has no such parts, is sharded along its first axis, or a part begins at an address that
                 kernels cannot use.
         """
+        if first + count > total:
+            raise PlanError(f"view_sequences: sequences {first} to {first + count - 1} are not all among {total}")
         other = self.in_turn()
         for name in self._states:
             spec, layout = self._layouts[name]
@@ -162,11 +166,21 @@ class Store:
                     other._device_buffers[number].buffer_by_leaf["state", name] = theirs
         return other
 
-    @validate_arguments(PlanError, name=TEXT)
+    @validate_arguments(PlanError, name=TEXT, source=NATURAL, target=NATURAL, count=NATURAL)
     def copy_state_rows(self, name: str, source: int, target: int, count: int) -> None:
-        """Copy `count` rows of a state, within the memory of each device; the row ranges must not overlap."""
+        """Copy `count` rows of a state, within the memory of each device.
+
+        Raises:
+            PlanError: The rows overlap or are not in the state, or the state is sharded along its first axis.
+        """
+        state = self.state(name)
+        rows = state.shape[0]
+        if abs(source - target) < count or max(source, target) + count > rows:
+            raise PlanError(f"copy_state_rows: {count} rows from {source} and {target}; need two parts of {rows} rows")
+        if isinstance(state.layout, Shard) and state.layout.axis == 0:
+            raise PlanError(f"copy_state_rows: %{quote_node_name(name):.60} is sharded along its rows")
         with self.turn:
-            for part in self.state(name).parts.values():
+            for part in state.parts.values():
                 part.memory_view[target : target + count] = part.memory_view[source : source + count]
 
     @validate_arguments(PlanError, name=TEXT)
@@ -321,8 +335,8 @@ class _DeviceBuffers:
         assert spec.declared_spec is not None
         assert spec.stored_spec is not None
         part_bytes = spec.nbytes // total
-        if spec.nbytes % total or part_bytes % PART_ALIGNMENT:
-            raise PlanError(f"{kind} %{name}: a sequence has {part_bytes} bytes, no multiple of {PART_ALIGNMENT}")
+        if spec.nbytes % total or first * part_bytes % PART_ALIGNMENT:
+            raise PlanError(f"{kind} %{name}: a part of {part_bytes} bytes is no multiple of {PART_ALIGNMENT} bytes")
         declared, stored = (_resize_first_axis(one, count, total) for one in (spec.declared_spec, spec.stored_spec))
         view = buffer[first * part_bytes : (first + count) * part_bytes]
         return BufferSpec(kind, name, count * part_bytes, declared, stored), view

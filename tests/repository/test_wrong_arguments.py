@@ -209,6 +209,9 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "Store.bind", (bound_store().bind, {"name": "w", "data": WEIGHTS["w"], "spec": w.spec})
     yield "Store.bind, layout", (partial(bound_store().bind, "w", WEIGHTS["w"], w.spec), {"layout": plan().leaves["w"]})
     yield "Store.state", (executor().store.state, {"name": "s"})
+    yield "Store.view_sequences", (executor().store.view_sequences, {"first": 0, "count": 1, "total": 1})
+    rows = {"name": "s", "source": 0, "target": 1, "count": 0}
+    yield "Store.copy_state_rows", (executor().store.copy_state_rows, rows)
     yield "Store.require_devices", (bound_store().require_devices, {"plan": plan()})
     yield "Store.buffers", (bound_store().buffers, {"plan": plan()})
     yield "a state", (partial(assign_state, ...), {"value": 1.0})

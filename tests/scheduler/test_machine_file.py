@@ -79,7 +79,7 @@ def test_a_plan_for_an_own_machine_comes_back_from_json(tmp_path):
 def test_commands_take_the_file(tmp_path, capsys):
     path = write(tmp_path, WHOLE)
     assert main(["plan", TINY, "--simulate", path]) == 0
-    assert capsys.readouterr().out.startswith("fits: 5.2 MiB of 48.00 GiB on server:0;")
+    assert capsys.readouterr().out.startswith("fits: 5.3 MiB of 48.00 GiB on server:0;")
 
 
 @pytest.mark.parametrize(
