@@ -1,6 +1,6 @@
 """The engine of a model server: orders in, one step, events out.
 
-The engine has no thread, no clock and no socket, so a test drives it step by step. A step either reads a chunk of one
+A caller drives the engine step by step and gives it a clock, so tests need neither threads nor sockets. A step either reads a chunk of one
 prompt or decodes one token of every running request. Both kinds of step alternate while both kinds of work exist. A
 chunk takes about as long as a decode step, so the time between two tokens is at most about twice a decode step.
 """
@@ -42,7 +42,7 @@ MIN_AWAITED_TOKENS = 64
 
 
 class StepRunner(Protocol):
-    """What the engine needs of a `SlotPool`; a test replaces it by a model without weights."""
+    """The members of `SlotPool` that the engine uses; a test replaces them by a model without weights."""
 
     slots: int
     context: int

@@ -22,7 +22,7 @@ MIN_REUSED_TOKENS = 16
 
 
 class SlotMemory(Protocol):
-    """What the cache needs of a `SlotPool`."""
+    """The members of `SlotPool` that the cache uses."""
 
     slots: int
 
@@ -79,7 +79,7 @@ class PrefixCache:
         self._memory, self._state_bytes = memory, state_bytes
         self._tokens: list[tuple[int, ...]] = [()] * memory.slots
         self._lengths: list[int] = [0] * memory.slots
-        """Tokens that each slot holds, with those that were decoded."""
+        """Number of tokens that each slot holds, decoded tokens included."""
         self._last_use: list[int] = [0] * memory.slots
         self._uses = 0
         self._saved: OrderedDict[tuple[int, int], _SavedState] = OrderedDict()
@@ -129,7 +129,7 @@ class PrefixCache:
         return shared if slack is None or self._lengths[slot] - shared <= slack else 0
 
     def take_slot(self, match: PrefixMatch, prompt: tuple[int, ...]) -> None:
-        """Prepare the target slot of a match: copy or restore what is reused, and forget the rest."""
+        """Prepare the target slot of a match: copy or restore the reused tokens, and forget all others."""
         source, target = match.source, match.target
         shared = max((count_common_tokens(known, prompt[:-1]) for known in self._tokens), default=0)
         saved = self._saved.get((source, match.tokens))

@@ -62,7 +62,8 @@ class TokenEvent:
 class RequestTiming:
     """Token counts and seconds of a request.
 
-    - `prompt_tokens`, of which `cached_tokens` came from the prefix cache; `new_tokens`: sampled tokens.
+    - `prompt_tokens`: tokens of the prompt; `cached_tokens`: the part that came from the prefix cache.
+    - `new_tokens`: sampled tokens.
     - `queue_seconds`: from the submission to the first step; `prompt_seconds`: from there to the first token;
       `decode_seconds`: from the first to the last token.
     """
@@ -88,7 +89,7 @@ class EndEvent:
     """The end of a request; no event of the request follows.
 
     `reason` is ``stop`` (an end token, or a complete grammar), ``length`` (the limit or the context), ``cancelled`` or
-    ``error``; `message` says what failed.
+    ``error``; `message` describes an error.
     """
 
     request: str
@@ -107,7 +108,7 @@ class EngineStatus:
     - `slots`: sequences that can run at once; `running`, `queued`: requests.
     - `context`: tokens of a slot.
     - `slot_requests`: the id of the request in each slot; empty text for a free slot.
-    - `slot_tokens`: the tokens that each slot holds, those of the prefix cache included.
+    - `slot_tokens`: the tokens that each slot holds, tokens of the prefix cache included.
     - `prompt_tokens`, `cached_tokens`, `new_tokens`, `finished_requests`: sums since the start.
     - `prompt_seconds`, `decode_seconds`: seconds of the steps of each kind since the start.
     - `steps`: decode steps since the start.

@@ -173,7 +173,7 @@ class EngineThread:
             while self._take_orders():
                 self._send(self._engine.step())
                 self._status, self._last_beat = self._engine.status, time.monotonic()
-        except BaseException as error:  # the thread must report why it ends, whatever it is
+        except BaseException as error:  # clients must learn of any failure
             self._fail(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             raise
         self._fail("the server shuts down")
