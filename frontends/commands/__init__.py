@@ -5,6 +5,7 @@ A module is imported when its command is given. `hocket --help` needs only this 
 
 COMMAND_HELP = {
     "run": "Generate text and stream it.",
+    "serve": "Serve a model over HTTP to clients of OpenAI, Anthropic and llama-server.",
     "logits": "Write the logits of every position.",
     "tokenize": "Print the token ids of a text.",
     "embed": "Write a vector for each text, by an encoder or a language model.",

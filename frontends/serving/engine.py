@@ -1,8 +1,9 @@
 """The engine of a model server: orders in, one step, events out.
 
-A caller drives the engine step by step and gives it a clock, so tests need neither threads nor sockets. A step either reads a chunk of one
-prompt or decodes one token of every running request. Both kinds of step alternate while both kinds of work exist. A
-chunk takes about as long as a decode step, so the time between two tokens is at most about twice a decode step.
+A caller drives the engine step by step and gives it a clock, so tests need neither threads nor sockets. A step either
+reads a chunk of one prompt or decodes one token of every running request. Both kinds of step alternate while both kinds
+of work exist. A chunk takes about as long as a decode step, so the time between two tokens is at most about twice a
+decode step.
 """
 
 from __future__ import annotations

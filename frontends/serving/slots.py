@@ -95,6 +95,18 @@ class SlotPool:
             )
         return self._windows[key]
 
+    def prepare(self) -> None:
+        """Plan and compile the steps of short texts: every bucket of prompt tokens, and every number of sequences."""
+        window, size = self.find_window(0, 1), min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
+        while size <= next_power_of_two(self.batch):
+            window.executor(window.make_step(size, min(size, self.context)))
+            size *= 2
+        count = 1
+        while count <= self._all_slots.sequences:
+            decoding = self.find_window(0, count)
+            decoding.executor(decoding.make_step(1, 1, count))
+            count *= 2
+
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
         """Append prompt tokens to a slot and return the logits after the last one, f32[vocabulary].
 

@@ -170,6 +170,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            self._pool.prepare()
             while self._take_orders():
                 self._send(self._engine.step())
                 self._status, self._last_beat = self._engine.status, time.monotonic()
