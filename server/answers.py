@@ -1,14 +1,20 @@
 """The parts of an answer: thoughts, text and tool calls, parsed while the answer is generated.
 
-Tool calls have the form of Hermes and Qwen, ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or are the
-JSON object alone. The arguments are passed on verbatim, piece by piece.
+Forms of tool calls:
+
+- Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``
+- Qwen3-Coder: ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``
+- Llama 3: the JSON object is the whole answer.
+
+Arguments in JSON are passed on verbatim, piece by piece.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from ..graph.lazy_dataclass import dataclass
 from .messages import CLOSE_THOUGHT, OPEN_THOUGHT
@@ -18,6 +24,8 @@ MARKERS = (OPEN_THOUGHT, CLOSE_THOUGHT, OPEN_CALL, CLOSE_CALL)
 """Texts of the tokens that an answer shows even if the vocabulary calls them control tokens."""
 CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
 """The beginning of a tool call up to its arguments."""
+XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
+XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +78,10 @@ class AnswerParser:
     Args:
         has_thoughts: Whether the text may begin with ``<think>``; `opens_thought`: whether it begins inside a thought.
         has_calls: Whether ``<tool_call>`` begins a tool call.
+        has_bare_calls: Whether an answer that begins with ``{`` may be a tool call.
         is_call: Whether the whole text is one tool call, without markers.
         max_calls: Tool calls after this number stay text.
+        text_parameters: The names of the parameters of each function that are texts.
     """
 
     def __init__(
@@ -80,15 +90,19 @@ class AnswerParser:
         has_thoughts: bool = False,
         opens_thought: bool = False,
         has_calls: bool = False,
+        has_bare_calls: bool = False,
         is_call: bool = False,
         max_calls: int = 128,
+        text_parameters: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
         self.call_count = 0
         """Complete tool calls."""
         self._begun_calls, self._max_calls, self._has_calls = 0, max_calls, has_calls
-        self._pending, self._is_call = "", is_call
+        self._pending, self._is_call, self._has_bare_calls = "", is_call, has_bare_calls
+        self._text_parameters = text_parameters or {}
         self._span: JsonSpan | None = None
-        self._mode = "call" if is_call else "thought" if opens_thought else "begin" if has_thoughts else "content"
+        self._mode = "call" if is_call else "thought" if opens_thought else "begin"
+        self._has_thoughts = has_thoughts
         self._strips = self._mode == "thought"
 
     def feed(self, text: str) -> list[Delta]:
@@ -114,11 +128,13 @@ class AnswerParser:
                 return
 
     def _parse_begin(self) -> Iterator[Delta]:
-        """Decide whether the answer begins with a thought."""
+        """Decide whether the answer begins with a thought, or is a tool call."""
         text = self._pending.lstrip()
-        if text.startswith(OPEN_THOUGHT):
+        if self._has_thoughts and text.startswith(OPEN_THOUGHT):
             self._pending, self._mode, self._strips = text.removeprefix(OPEN_THOUGHT), "thought", True
-        elif text and not OPEN_THOUGHT.startswith(text):
+        elif self._has_bare_calls and text.startswith("{"):
+            self._mode, self._is_call = "call", True
+        elif not (self._has_thoughts or self._has_bare_calls) or (text and not OPEN_THOUGHT.startswith(text)):
             self._mode = "content"
         yield from ()
 
@@ -136,7 +152,7 @@ class AnswerParser:
             self._strips = False
             yield Delta("reasoning", thought)
         if marker:
-            self._mode, self._strips = "content", True
+            self._mode, self._strips, self._has_thoughts = "begin" if self._has_bare_calls else "content", True, False
 
     def _parse_content(self) -> Iterator[Delta]:
         if self._strips:
@@ -190,7 +206,7 @@ class AnswerParser:
             call = json.loads(text, strict=False)
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            name, arguments = None, None
+            name, arguments = self._read_xml_call(text)
         if not isinstance(name, str):
             if self._is_call:
                 return [Delta("content", text)] if text else []
@@ -199,6 +215,18 @@ class AnswerParser:
         self.call_count += 1
         whole = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         return [Delta("call", name, index), Delta("arguments", whole, index)]
+
+    def _read_xml_call(self, text: str) -> tuple[str | None, dict[str, object]]:
+        """Return name and arguments of a call of Qwen3-Coder; values are JSON unless the parameter is a text."""
+        if (call := XML_CALL.fullmatch(text)) is None:
+            return None, {}
+        arguments: dict[str, object] = {}
+        for name, value in XML_PARAMETER.findall(call[2]):
+            arguments[name] = value
+            if name not in self._text_parameters.get(call[1], frozenset()):
+                with suppress(ValueError, RecursionError):
+                    arguments[name] = json.loads(value)
+        return call[1], arguments
 
     def _take_text(self, marker: str) -> tuple[str, str]:
         """Remove and return the text before `marker`, and `marker` if it is there; hold what may begin it."""

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from ..frontends.errors import ModelError
@@ -27,7 +28,7 @@ from .schemas import ChatBody, ResponseFormat, SamplingBody, TemplateBody
 Result = TypeVar("Result")
 TEXT_THREADS = 2
 """Threads that render, tokenize and compile grammars."""
-MAX_PROMPTS = 256
+MAX_PROMPTS = 2048
 """Prompts of one request."""
 MIN_TOP_P = 1e-9
 """The top-p that stands for 0: the most probable token alone."""
@@ -122,10 +123,8 @@ class RequestBuilder:
         tokenizer = self._service.tokenizer
         for i, part in enumerate(parts):
             if isinstance(part, str):
-                new = self._encode(
-                    part, lambda part=part, i=i: tokenizer.encode(part, add_special=i == 0, parse_special=True)
-                )
-                ids.extend(new)
+                encode = partial(tokenizer.encode, part, add_special=i == 0, parse_special=True)
+                ids.extend(self._encode(part, encode))
             elif isinstance(part, bool) or not 0 <= part < tokenizer.n_tokens:
                 raise refuse(f"token {part} is not in the vocabulary; need 0 to {tokenizer.n_tokens - 1}", "prompt")
             else:
@@ -225,6 +224,35 @@ class RequestBuilder:
         if not prompt:
             raise ModelError(EMPTY_PROMPT_ERROR)
         return GenerationRequest(id, tuple(prompt), params, top_logprobs, uses_cache)
+
+    async def build_text_requests(
+        self,
+        body: SamplingBody,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        limit: int | None,
+        choices: int,
+        top_logprobs: int | None,
+        id: str,
+    ) -> tuple[GenerationRequest, ...]:
+        """Return the requests of text prompts: `choices` of the first prompt, then those of the next one.
+
+        Raises:
+            ApiError: The grammar is wrong.
+            ModelError: A prompt is empty, or a value does not fit the model.
+        """
+        grammar = await self.choose_grammar(body)
+        return tuple(
+            self.build_request(
+                prompt,
+                self.build_params(body, limit, grammar, choice),
+                top_logprobs=top_logprobs,
+                uses_cache=body.cache_prompt,
+                id=f"{id}-{i * choices + choice}",
+            )
+            for i, prompt in enumerate(prompts)
+            for choice in range(choices)
+        )
 
     def check_model(self, name: str) -> None:
         """Require that a model name is served, if the server is strict about names.
