@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -36,16 +33,10 @@ def create_app(service: ModelService, options: ServerOptions) -> Starlette:
         Middleware(BodyLimitLayer, options.max_body_bytes, options.body_seconds),
     ]
 
-    @asynccontextmanager
-    async def close_workers(_: Starlette) -> AsyncIterator[None]:
-        yield
-        state.builder.close()
-
     app = Starlette(
         routes=routes,
         middleware=layers,
         exception_handlers={HTTPException: _raise_as_api_error},  # type: ignore[dict-item]  # it takes exceptions alone
-        lifespan=close_workers,
     )
     app.router.redirect_slashes = False
     app.state.serving = state

@@ -15,6 +15,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import closing
 from types import FrameType
 from typing import Any
 
@@ -54,12 +55,13 @@ def run_server(service: ModelService, options: ServerOptions, announce: Callable
     Raises:
         OSError: The address cannot be used.
     """
-    listener = bind_socket(options)
+    app = create_app(service, options)
+    state: ServingState = app.state.serving
     try:
-        server = DrainingServer(create_app(service, options), options, announce)
-        server.run(sockets=[listener])
+        with closing(bind_socket(options)) as listener:
+            DrainingServer(app, options, announce).run(sockets=[listener])
     finally:
-        listener.close()
+        state.builder.close()
         service.close(0.0)
     return 0
 
@@ -93,6 +95,7 @@ class DrainingServer(uvicorn.Server):
                 app,
                 http=Protocol,
                 ws="none",
+                lifespan="off",
                 log_level="warning",
                 access_log=False,
                 proxy_headers=False,

@@ -30,7 +30,7 @@ Penalty = Annotated[float, Meta(ge=-100, le=100)]
 RepeatPenalty = Annotated[float, Meta(gt=0, le=100)]
 TokenCount = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 """A number of tokens; -1 has no limit."""
-Seed = Annotated[int, Meta(ge=-(1 << 63), lt=1 << 64)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), lt=(1 << 63) - 1)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 ShortText = Annotated[str, Meta(max_length=256)]
 StopText = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
