@@ -24,6 +24,7 @@ MARKERS = (OPEN_THOUGHT, CLOSE_THOUGHT, OPEN_CALL, CLOSE_CALL)
 """Texts of the tokens that an answer shows even if the vocabulary calls them control tokens."""
 CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
 """The beginning of a tool call up to its arguments."""
+SPACE, LINE_BREAKS = " \t\r\n", "\r\n"
 XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
 XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -103,7 +104,8 @@ class AnswerParser:
         self._span: JsonSpan | None = None
         self._mode = "call" if is_call else "thought" if opens_thought else "begin"
         self._has_thoughts = has_thoughts
-        self._strips = self._mode == "thought"
+        self._stripped = SPACE if opens_thought else ""
+        """Characters that are removed before the next text."""
 
     def feed(self, text: str) -> list[Delta]:
         """Return the deltas that `text` makes certain."""
@@ -131,7 +133,7 @@ class AnswerParser:
         """Decide whether the answer begins with a thought, or is a tool call."""
         text = self._pending.lstrip()
         if self._has_thoughts and text.startswith(OPEN_THOUGHT):
-            self._pending, self._mode, self._strips = text.removeprefix(OPEN_THOUGHT), "thought", True
+            self._pending, self._mode, self._stripped = text.removeprefix(OPEN_THOUGHT), "thought", SPACE
         elif self._has_bare_calls and text.startswith("{"):
             self._mode, self._is_call = "call", True
         elif not (self._has_thoughts or self._has_bare_calls) or (text and not OPEN_THOUGHT.startswith(text)):
@@ -139,33 +141,32 @@ class AnswerParser:
         yield from ()
 
     def _parse_thought(self) -> Iterator[Delta]:
-        if self._strips:
-            self._pending = self._pending.lstrip()
+        self._pending = self._pending.lstrip(self._stripped) if self._stripped else self._pending
         thought, marker = self._take_text(CLOSE_THOUGHT)
         if marker:
             thought = thought.rstrip()
-        elif thought:  # white space at the end may be the end of the thought
+        else:  # white space at the end may be the end of the thought
             kept = thought.rstrip()
             self._pending = thought[len(kept) :] + self._pending
             thought = kept
         if thought:
-            self._strips = False
+            self._stripped = ""
             yield Delta("reasoning", thought)
         if marker:
-            self._mode, self._strips, self._has_thoughts = "begin" if self._has_bare_calls else "content", True, False
+            self._mode, self._has_thoughts = "begin" if self._has_bare_calls else "content", False
+            self._stripped = LINE_BREAKS
 
     def _parse_content(self) -> Iterator[Delta]:
-        if self._strips:
-            self._pending = self._pending.lstrip("\r\n")
+        self._pending = self._pending.lstrip(self._stripped) if self._stripped else self._pending
         if not self._has_calls or self._begun_calls >= self._max_calls:
             text, marker = self._pending, ""
             self._pending = ""
-        else:
-            text, marker = self._take_text(OPEN_CALL)
-        if marker or self._begun_calls:  # white space around calls has no meaning
-            text = text if text.strip() else ""
+        else:  # white space before a call has no meaning
+            whole, marker = self._take_text(OPEN_CALL)
+            text = whole.rstrip()
+            self._pending = self._pending if marker else whole[len(text) :] + self._pending
         if text:
-            self._strips = False
+            self._stripped = ""
             yield Delta("content", text)
         if marker:
             self._mode, self._span = "call", None
@@ -184,7 +185,7 @@ class AnswerParser:
             if self._span is None:
                 if not self._is_call and CLOSE_CALL in self._pending:
                     whole, _, self._pending = self._pending.partition(CLOSE_CALL)
-                    self._mode, self._strips = "content", True
+                    self._mode, self._stripped = "content", SPACE
                     yield from self._read_whole_call(whole)
                 return
         if not self._span.is_complete:
@@ -198,7 +199,7 @@ class AnswerParser:
                 self._pending = ""
             elif CLOSE_CALL in self._pending:
                 self._pending = self._pending.partition(CLOSE_CALL)[2]
-                self._mode, self._strips, self._span = "content", True, None
+                self._mode, self._stripped, self._span = "content", SPACE, None
 
     def _read_whole_call(self, text: str) -> list[Delta]:
         """Return a call whose parts come in another order, or the text if it is no call."""
