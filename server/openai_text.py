@@ -105,9 +105,11 @@ class TextAnswer:
         if isinstance(update, Piece):
             return format_event({**self._frame, "choices": [self._build_choice(i, update.text, update.tokens, None)]})
         if isinstance(update, Progress):
+            if not self._body.return_progress:
+                return b""
             progress = {"total": update.prompt_tokens, "processed": update.read_tokens}
             chunk = {**self._frame, "choices": [self._build_choice(i, "", (), None)], "prompt_progress": progress}
-            return format_event(chunk) if self._body.return_progress else b""
+            return format_event(chunk)
         self._finishes[i] = update
         choice = self._build_choice(i, "", (), update.reason)
         timings = describe_timing(update.timing, update.token_count)

@@ -89,7 +89,8 @@ def test_arguments_may_be_any_value(arguments: str) -> None:
 
 
 def test_a_call_of_qwen_coder_has_typed_values() -> None:
-    text = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n1\n</parameter>\n</function>\n</tool_call>"
+    parameters = "".join(f"<parameter={name}>\n1\n</parameter>\n" for name in "ab")
+    text = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
     deltas, _ = parse_every_cut(text, has_calls=True, text_parameters={"f": frozenset("b")})
     assert (deltas[0].text, json.loads(deltas[1].text)) == ("f", {"a": 1, "b": "1"})
 
