@@ -141,6 +141,7 @@ class TextAnswer:
 async def create_embeddings(request: Request) -> Response:
     """Return the vectors of texts, in the form of OpenAI."""
     state = state_of(request)
+    state.require_ready()
     body, headers = await read_body(request, EmbeddingBody)
     if body.encoding_format not in ("float", "base64"):
         raise refuse(f"encoding_format is {body.encoding_format!a:.40}; need float or base64", "encoding_format")
@@ -161,15 +162,16 @@ async def create_embeddings(request: Request) -> Response:
 
 async def create_native_embeddings(request: Request) -> Response:
     """Return the vectors of texts, in the form of llama-server."""
+    state = state_of(request)
+    state.require_ready()
     body, headers = await read_body(request, EmbeddingBody)
-    vectors, _ = await _embed(state_of(request), body)
+    vectors, _ = await _embed(state, body)
     rows = [{"index": i, "embedding": [row.tolist()]} for i, row in enumerate(vectors)]
     return JsonResponse(rows, headers=headers)
 
 
 async def _embed(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[np.float32], int]:
     """Return a vector for each text, and the number of all tokens."""
-    state.require_ready()
     state.builder.check_model(body.model)
     given = body.content if body.input is None else body.input
     if given is None:
