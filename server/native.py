@@ -16,7 +16,7 @@ from .errors import ApiError
 from .logprobs import describe_logprobs
 from .metrics import CONTENT_TYPE, describe_timing
 from .requests import make_id
-from .responses import EventStream, JsonResponse, format_event, read_body, run_until_disconnect
+from .responses import PING, EventStream, JsonResponse, format_event, read_body, run_until_disconnect
 from .schemas import CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
 from .state import ServingState, state_of
 from .streams import Finish, Piece, Progress, Update, read_complete_texts
@@ -69,6 +69,8 @@ async def create_native_completion(request: Request) -> Response:
 
 class NativeAnswer:
     """The continuations of texts in the form of llama-server."""
+
+    ping = PING
 
     def __init__(self, state: ServingState, body: CompletionBody, requests: Sequence[GenerationRequest]) -> None:
         self._state, self._body, self._requests = state, body, requests

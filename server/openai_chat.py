@@ -19,6 +19,7 @@ from .requests import make_id
 from .responses import (
     DONE,
     IGNORED_HEADER,
+    PING,
     EventStream,
     JsonResponse,
     format_event,
@@ -62,6 +63,8 @@ async def count_chat_tokens(request: Request) -> Response:
 
 class ChatAnswer:
     """The answer to one chat, in the form of OpenAI; it formats streams and complete answers."""
+
+    ping = PING
 
     def __init__(self, state: ServingState, body: ChatBody, chat: PreparedChat) -> None:
         self._state, self._body, self._chat = state, body, chat

@@ -19,7 +19,7 @@ from .errors import ApiError, refuse
 from .logprobs import describe_old_logprobs
 from .metrics import describe_timing
 from .requests import make_id
-from .responses import DONE, EventStream, JsonResponse, format_event, read_body, run_until_disconnect
+from .responses import DONE, PING, EventStream, JsonResponse, format_event, read_body, run_until_disconnect
 from .schemas import EmbeddingBody, TextBody
 from .state import ServingState, state_of
 from .streams import Finish, Piece, Progress, Update, read_complete_texts
@@ -56,6 +56,8 @@ async def create_completion(request: Request) -> Response:
 
 class TextAnswer:
     """The continuations of texts in the form of OpenAI."""
+
+    ping = PING
 
     def __init__(
         self, state: ServingState, body: TextBody, requests: Sequence[GenerationRequest], completion_id: str

@@ -19,7 +19,7 @@ from .streams import AnswerStream, Finish, Update
 
 Result = TypeVar("Result")
 PING = b": ping\n\n"
-"""A comment that keeps a silent stream open."""
+"""The comment for silent streams of most APIs."""
 DONE = b"data: [DONE]\n\n"
 IGNORED_HEADER = "X-Hocket-Ignored"
 """The header with the names of ignored fields."""
@@ -53,7 +53,9 @@ def format_event(data: object, event: str = "") -> bytes:
 
 
 class UpdateFormatter(Protocol):
-    """Turns the updates of a stream into events of one API."""
+    """Turns the updates of a stream into events of one API; `ping` keeps a silent stream open."""
+
+    ping: bytes
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
         """Return the events for updates."""
@@ -88,7 +90,7 @@ class EventStream(Response):
         with suppress(TimeoutError):  # the client reads nothing; the server closes the connection
             try:
                 async for updates in self._stream.read_updates():
-                    chunk = self._formatter.format_updates(updates) if updates else PING
+                    chunk = self._formatter.format_updates(updates) if updates else self._formatter.ping
                     for update in updates:
                         if isinstance(update, Finish):
                             self._state.record_finish(update)

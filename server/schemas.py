@@ -281,6 +281,14 @@ HARMLESS_FIELDS = frozenset(
         "stream_options",
         "cache_control",
         "betas",
+        "context_management",
+        "diagnostics",
+        "inference_geo",
+        "moderation",
+        "prompt_cache_options",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
     )
 )
 """Fields that change no text."""
