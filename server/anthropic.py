@@ -22,7 +22,7 @@ from .chat import PreparedChat, prepare_chat
 from .errors import ApiError, refuse
 from .messages import join_content
 from .requests import make_id
-from .responses import IGNORED_HEADER, EventStream, JsonResponse, format_event, read_body, run_until_disconnect
+from .responses import EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
 from .schemas import BelowOne, ChatBody, Objects, Share, ShortText, StopTexts, Temperature
 from .state import ServingState, state_of
 from .streams import Finish, Piece, Progress, Update, read_complete_texts
@@ -72,11 +72,10 @@ async def create_message(request: Request) -> Response:
     if body.max_tokens is None:
         raise refuse("max_tokens is missing", "max_tokens")
     chat = await prepare_chat(state, convert_to_chat(body), "msg_")
-    ignored = [*chat.ignored, *(["thinking.budget_tokens"] if "budget_tokens" in body.thinking else [])]
-    if ignored:
-        headers[IGNORED_HEADER] = ", ".join(filter(None, [headers.get(IGNORED_HEADER), *ignored]))
-    stream = state.submit(chat.requests, tuple(filter(None, body.stop_sequences)), shows_markers=True)
+    add_ignored(headers, chat.ignored)
+    add_ignored(headers, ["thinking.budget_tokens"] if "budget_tokens" in body.thinking else [])
     answer = MessageAnswer(state, chat)
+    stream = state.submit(chat.requests, tuple(filter(None, body.stop_sequences)), shows_markers=True)
     if body.stream:
         return EventStream(state, stream, answer, headers)
     with state.released_after(stream):

@@ -10,6 +10,7 @@ from ..frontends.serving.requests import GenerationRequest
 from ..graph.lazy_dataclass import dataclass
 from .answers import OPEN_CALL, AnswerParser
 from .errors import refuse
+from .grammars import describe_ignored
 from .messages import CLOSE_THOUGHT, ChatPrompt
 from .requests import make_id
 from .schemas import ChatBody, FunctionBody
@@ -61,7 +62,8 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
         _check_no_grammar(body)
         grammar = None
         if choice == "required":
-            grammar = await builder.compile_schema(build_call_schema(callable_functions))
+            is_strict = any(function.strict for function in callable_functions)
+            grammar = await builder.compile_schema(build_call_schema(callable_functions), is_strict)
     text = prompt.text + _choose_answer_start(prompt, grammar, choice == "required")
     ids = await builder.encode_chat(text)
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
@@ -78,7 +80,7 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
         for i in range(body.n)
     )
     options = _choose_parser(body, prompt, choice, callable_functions, grammar is not None)
-    ignored = ["timings_per_token"] if body.timings_per_token else []
+    ignored = [*describe_ignored(grammar)]
     if choice == "auto" and any(function.strict for function in functions):
         ignored.append("tools.function.strict")
     return PreparedChat(chat_id, text, requests, options, tuple(ignored))

@@ -34,15 +34,18 @@ class GrammarCache:
         """
         return self._get("grammar", text)
 
-    def compile_schema(self, schema: Mapping[str, object] | bool | str) -> Grammar:
+    def compile_schema(self, schema: Mapping[str, object] | bool | str, is_strict: bool = False) -> Grammar:
         """Return the grammar of a JSON schema, given as text or as an object.
 
         Raises:
-            ApiError: The schema is wrong or too long.
+            ApiError: The schema is wrong or too long, or has unsupported keywords although `is_strict` is set.
         """
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
-        return self._get("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+        grammar = self._get("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+        if is_strict and grammar.warning:
+            raise refuse(grammar.warning, "json_schema")
+        return grammar
 
     def _get(self, kind: str, text: str) -> Grammar:
         if len(text) > MAX_GRAMMAR_CHARACTERS:
@@ -63,3 +66,8 @@ class GrammarCache:
             while len(self._grammars) > MAX_GRAMMARS:
                 self._grammars.popitem(last=False)
         return grammar
+
+
+def describe_ignored(grammar: Grammar | None) -> tuple[str, ...]:
+    """Return what a grammar leaves out of its schema, for the header of ignored fields."""
+    return (f"json_schema ({grammar.warning})",) if grammar is not None and grammar.warning else ()

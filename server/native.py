@@ -12,11 +12,13 @@ from starlette.routing import Route
 from ..frontends.errors import ModelError
 from ..frontends.gguf.chat import select_chat_template
 from ..frontends.serving.requests import GenerationRequest, TokenEvent
+from .chat import check_choice_count
 from .errors import ApiError
+from .grammars import describe_ignored
 from .logprobs import describe_logprobs
 from .metrics import CONTENT_TYPE, describe_timing
 from .requests import make_id
-from .responses import PING, EventStream, JsonResponse, format_event, read_body, run_until_disconnect
+from .responses import PING, EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
 from .schemas import CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
 from .state import ServingState, state_of
 from .streams import Finish, Piece, Progress, Update, read_complete_texts
@@ -50,13 +52,16 @@ async def create_native_completion(request: Request) -> Response:
     state.builder.check_model(body.model)
     limits = (body.n_predict, body.max_tokens, body.max_completion_tokens, UNLIMITED)
     limit = next(limit for limit in limits if limit is not None)
+    choices = body.n if body.n_cmpl is None else body.n_cmpl
+    check_choice_count(state, choices)
     prompts = await state.builder.encode_prompts(body.prompt)
     top = body.n_probs if body.n_probs is not None else body.logprobs
     requests = await state.builder.build_text_requests(
-        body, prompts, limit=limit, choices=1, top_logprobs=top or None, id=make_id("native-")
+        body, prompts, limit=limit, choices=choices, top_logprobs=top or None, id=make_id("native-")
     )
-    stream = state.submit(requests, body.stop_strings)
+    add_ignored(headers, describe_ignored(requests[0].params.grammar))
     answer = NativeAnswer(state, body, requests)
+    stream = state.submit(requests, body.stop_strings)
     if body.stream:
         return EventStream(state, stream, answer, headers)
     with state.released_after(stream):
@@ -173,7 +178,6 @@ def describe_settings(request: GenerationRequest, body: CompletionBody) -> dict[
         "stream": body.stream,
         "n_probs": request.top_logprobs or 0,
         "grammar": body.grammar,
-        "timings_per_token": body.timings_per_token,
         "post_sampling_probs": False,
         "lora": [],
     }

@@ -18,10 +18,10 @@ from .metrics import describe_timing
 from .requests import make_id
 from .responses import (
     DONE,
-    IGNORED_HEADER,
     PING,
     EventStream,
     JsonResponse,
+    add_ignored,
     format_event,
     read_body,
     run_until_disconnect,
@@ -39,10 +39,9 @@ async def create_chat_completion(request: Request) -> Response:
     state.require_ready()
     body, headers = await read_body(request, ChatBody)
     chat = await prepare_chat(state, body, ID_PREFIX)
-    if chat.ignored:
-        headers[IGNORED_HEADER] = ", ".join(filter(None, [headers.get(IGNORED_HEADER), *chat.ignored]))
-    stream = state.submit(chat.requests, body.stop_strings, shows_markers=True)
+    add_ignored(headers, chat.ignored)
     answer = ChatAnswer(state, body, chat)
+    stream = state.submit(chat.requests, body.stop_strings, shows_markers=True)
     if body.stream:
         return EventStream(state, stream, answer, headers)
     with state.released_after(stream):

@@ -16,10 +16,11 @@ from starlette.routing import Route
 from ..frontends.serving.requests import GenerationRequest, TokenEvent
 from .chat import check_choice_count
 from .errors import ApiError, refuse
+from .grammars import describe_ignored
 from .logprobs import describe_old_logprobs
 from .metrics import describe_timing
 from .requests import make_id
-from .responses import DONE, PING, EventStream, JsonResponse, format_event, read_body, run_until_disconnect
+from .responses import DONE, PING, EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
 from .schemas import EmbeddingBody, TextBody
 from .state import ServingState, state_of
 from .streams import Finish, Piece, Progress, Update, read_complete_texts
@@ -43,8 +44,9 @@ async def create_completion(request: Request) -> Response:
     requests = await state.builder.build_text_requests(
         body, prompts, limit=limit, choices=body.n, top_logprobs=body.logprobs, id=id
     )
-    stream = state.submit(requests, body.stop_strings)
+    add_ignored(headers, describe_ignored(requests[0].params.grammar))
     answer = TextAnswer(state, body, requests, id)
+    stream = state.submit(requests, body.stop_strings)
     if body.stream:
         return EventStream(state, stream, answer, headers)
     with state.released_after(stream):

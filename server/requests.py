@@ -30,6 +30,8 @@ TEXT_THREADS = 2
 """Threads that render, tokenize and compile grammars."""
 MAX_PROMPTS = 2048
 """Prompts of one request."""
+MAX_TEXTS = 256
+"""Texts that one request generates."""
 MIN_TOP_P = 1e-9
 """The top-p that stands for 0: the most probable token alone."""
 SAMPLING_FIELDS = ("top_k", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")
@@ -150,6 +152,7 @@ class RequestBuilder:
             ApiError: The grammar is wrong, or there are two of them.
         """
         schema: Mapping[str, object] | bool | str | None = body.json_schema
+        is_strict = format is not None and format.json_schema is not None and bool(format.json_schema.strict)
         if format is not None and format.type != "text":
             if body.grammar or schema is not None:
                 raise refuse("got a response_format and a grammar; give one of them", "response_format")
@@ -158,11 +161,11 @@ class RequestBuilder:
             raise refuse("got a grammar and a json_schema; give one of them", "grammar")
         if body.grammar:
             return await self.run_in_thread(self._grammars.compile_grammar, body.grammar)
-        return None if schema is None else await self.compile_schema(schema)
+        return None if schema is None else await self.compile_schema(schema, is_strict)
 
-    async def compile_schema(self, schema: Mapping[str, object] | bool | str) -> Grammar:
+    async def compile_schema(self, schema: Mapping[str, object] | bool | str, is_strict: bool = False) -> Grammar:
         """Return the grammar of a JSON schema; raises as `GrammarCache.compile_schema`."""
-        return await self.run_in_thread(self._grammars.compile_schema, schema)
+        return await self.run_in_thread(self._grammars.compile_schema, schema, is_strict)
 
     def build_params(
         self, body: SamplingBody, limit: int | None, grammar: Grammar | None, choice: int = 0
@@ -238,9 +241,11 @@ class RequestBuilder:
         """Return the requests of text prompts: `choices` of the first prompt, then those of the next one.
 
         Raises:
-            ApiError: The grammar is wrong.
+            ApiError: The grammar is wrong, or there are too many texts.
             ModelError: A prompt is empty, or a value does not fit the model.
         """
+        if len(prompts) * choices > MAX_TEXTS:
+            raise refuse(f"{len(prompts)} prompts with {choices} choices; need {MAX_TEXTS} texts at most", "prompt")
         grammar = await self.choose_grammar(body)
         return tuple(
             self.build_request(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -43,7 +43,15 @@ async def read_body(request: Request, kind: type[Body]) -> tuple[Body, dict[str,
         ApiError: The body does not fit the schema.
     """
     body, ignored = decode_body(await request.body(), kind)
-    return body, {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+    headers: dict[str, str] = {}
+    add_ignored(headers, ignored)
+    return body, headers
+
+
+def add_ignored(headers: dict[str, str], names: Iterable[str]) -> None:
+    """Add names to the header of ignored fields."""
+    if joined := ", ".join(filter(None, [headers.get(IGNORED_HEADER), *names])):
+        headers[IGNORED_HEADER] = joined.encode("ascii", "backslashreplace").decode()
 
 
 def format_event(data: object, event: str = "") -> bytes:

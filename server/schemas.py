@@ -72,9 +72,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     json_schema: Objects | bool | GrammarText | None = None
     cache_prompt: bool = True
     stream: bool = False
-    timings_per_token: bool = False
     return_progress: bool = False
-    verbose: bool = False
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -148,6 +146,7 @@ class ChatBody(SamplingBody, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool | None = None
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+    verbose: bool = False
 
 
 class TemplateBody(msgspec.Struct, kw_only=True):
@@ -181,6 +180,8 @@ class CompletionBody(SamplingBody, kw_only=True):
     n_predict: TokenCount | None = None
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
+    n: ChoiceCount = 1
+    n_cmpl: ChoiceCount | None = None
     n_probs: TopCount | None = None
     logprobs: TopCount | None = None
     return_tokens: bool = False
@@ -273,6 +274,8 @@ HARMLESS_FIELDS = frozenset(
         "n_discard",
         "backend_sampling",
         "sse_ping_interval",
+        "timings_per_token",
+        "verbose",
         "speculative.n_max",
         "speculative.n_min",
         "speculative.p_min",

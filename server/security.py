@@ -95,12 +95,12 @@ class OriginLayer:
         return await self._app(scope, receive, send_permitted)
 
     def _permits(self, origin: str) -> bool:
-        is_local = urlsplit(origin).hostname in LOOPBACK_NAMES
+        is_local = _parse_host(origin.partition("://")[2]) in LOOPBACK_NAMES
         return "*" in self._origins or origin in self._origins or (is_local and LOCAL_ORIGINS in self._origins)
 
 
 def _is_same_origin(origin: str, host: str) -> bool:
-    return bool(host) and urlsplit(origin).netloc == host
+    return bool(host) and origin.partition("://")[2] == host
 
 
 class AccessLayer:

@@ -57,7 +57,13 @@ class ServingState:
     def submit(
         self, requests: Sequence[GenerationRequest], stops: Sequence[str], *, shows_markers: bool = False
     ) -> AnswerStream:
-        """Return the stream of newly queued requests; raises as `AnswerStream.submit`. `release` ends it."""
+        """Return the stream of newly queued requests, which `release` ends.
+
+        Raises:
+            ApiError: The server shuts down, or its engine has failed.
+            HocketError: As `AnswerStream.submit`.
+        """
+        self.require_ready()
         visible = self.visible_tokens if shows_markers else frozenset[int]()
         stream = AnswerStream(self.service, self.options, requests, stops=stops, visible=visible)
         stream.submit()

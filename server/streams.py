@@ -230,6 +230,8 @@ class AnswerStream:
                     silent_since = self._loop.time()
                     yield []
                 continue
+            if self._loop.time() - start > self._options.request_seconds:
+                self._check_limits(self._loop.time() - start)
             while not self._queue.empty():
                 events.append(self._queue.get_nowait())
             if updates := list(self._read_events(events)):
