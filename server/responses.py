@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -87,33 +87,35 @@ class EventStream(Response):
         )
         del self.headers["content-length"]
         self._state, self._stream, self._formatter = state, stream, formatter
+        self._loop = asyncio.get_running_loop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until all choices have ended."""
         with self._state.released_after(self._stream):
-            await _run_until_disconnect(receive, self._send_all(send))
+            worker = asyncio.ensure_future(self._send_all(send))
+            self._stream.on_stall = worker.cancel
+            await _run_until_disconnect(receive, worker)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with suppress(TimeoutError):  # the client reads nothing; the server closes the connection
-            try:
-                async for updates in self._stream.read_updates():
-                    chunk = self._formatter.format_updates(updates) if updates else self._formatter.ping
-                    for update in updates:
-                        if isinstance(update, Finish):
-                            self._state.record_finish(update)
-                    if chunk:
-                        await self._send(send, chunk)
-                await self._send(send, self._formatter.format_end())
-            except TimeoutError:
-                raise
-            except Exception as error:
-                await self._send(send, self._formatter.format_error(as_api_error(error)))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            async for updates in self._stream.read_updates():
+                chunk = self._formatter.format_updates(updates) if updates else self._formatter.ping
+                for update in updates:
+                    if isinstance(update, Finish):
+                        self._state.record_finish(update)
+                if chunk:
+                    await self._send(send, chunk)
+            last = self._formatter.format_end()
+        except Exception as error:
+            last = self._formatter.format_error(as_api_error(error))
+        await self._send(send, last)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, chunk: bytes) -> None:
-        async with asyncio.timeout(self._state.options.stall_seconds):
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._stream.sending_since = self._loop.time()
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._stream.sending_since = None
 
 
 async def run_until_disconnect(request: Request, work: Coroutine[object, object, Result]) -> Result:
@@ -128,12 +130,12 @@ async def run_until_disconnect(request: Request, work: Coroutine[object, object,
     return results[0]
 
 
-async def _run_until_disconnect(receive: Receive, work: Coroutine[object, object, Result]) -> list[Result]:
-    """Return the result of `work` in a list, which is empty if the client has left before."""
+async def _run_until_disconnect(receive: Receive, work: Awaitable[Result]) -> list[Result]:
+    """Return the result of `work` in a list, which is empty if the client has left or takes nothing."""
     worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
-        return [worker.result()] if worker.done() else []
+        return [worker.result()] if worker.done() and not worker.cancelled() else []
     finally:
         for task in (worker, watcher):
             task.cancel()

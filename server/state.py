@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,7 +16,7 @@ from .errors import ApiError
 from .metrics import ServerMetrics
 from .options import ServerOptions
 from .requests import RequestBuilder
-from .streams import AnswerStream, Finish
+from .streams import AnswerStream, EventBridge, Finish
 
 RETRY_SECONDS = 10.0
 """The value of ``Retry-After`` while the server ends or its engine has failed."""
@@ -30,6 +31,7 @@ class ServingState:
         self.metrics = ServerMetrics(service)
         self.is_draining = False
         self.active_streams: set[AnswerStream] = set()
+        self._bridge: EventBridge | None = None
 
     @cached_property
     def visible_tokens(self) -> frozenset[int]:
@@ -65,7 +67,9 @@ class ServingState:
         """
         self.require_ready()
         visible = self.visible_tokens if shows_markers else frozenset[int]()
-        stream = AnswerStream(self.service, self.options, requests, stops=stops, visible=visible)
+        if self._bridge is None:
+            self._bridge = EventBridge(asyncio.get_running_loop())
+        stream = AnswerStream(self.service, self._bridge, self.options, requests, stops=stops, visible=visible)
         stream.submit()
         self.active_streams.add(stream)
         return stream

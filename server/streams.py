@@ -7,7 +7,8 @@ Events arrive in the thread of the engine and go through an `asyncio.Queue` to t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 
 from ..frontends.generation.generate import StopStringFilter
@@ -64,6 +65,8 @@ class Finish:
 
 
 Update = Piece | Progress | Finish
+QueueItem = Event | ApiError | None
+"""An item of the queue of a stream; `None` is a tick of the clock."""
 
 
 class TokenDecoder(Utf8Stream):
@@ -145,11 +148,39 @@ class ChoiceText:
         return Piece(self.choice, safe, tokens) if safe or tokens else None
 
 
+class EventBridge:
+    """Carries the events of an engine's thread to queues of the event loop, all events of a step with one wake-up.
+
+    Args:
+        loop: The event loop that reads the queues.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._pending: deque[tuple[asyncio.Queue[QueueItem], Event]] = deque()
+        self._is_scheduled = False
+
+    def send(self, queue: asyncio.Queue[QueueItem], event: Event) -> None:
+        """Send an event; the thread of the engine calls it."""
+        self._pending.append((queue, event))
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            with suppress(RuntimeError):  # the event loop has been closed
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_scheduled = False  # before the loop, so that no later event is left behind
+        while self._pending:
+            queue, event = self._pending.popleft()
+            queue.put_nowait(event)
+
+
 class AnswerStream:
     """The choices of one response, from their submission to their end.
 
     Args:
         service: The model.
+        bridge: Brings the events of the engine.
         options: Limits of time.
         requests: The requests; their positions are the numbers of the choices.
         stops: Strings that end a choice.
@@ -159,14 +190,15 @@ class AnswerStream:
     def __init__(
         self,
         service: ModelService,
+        bridge: EventBridge,
         options: ServerOptions,
         requests: Sequence[GenerationRequest],
         *,
         stops: Sequence[str] = (),
         visible: frozenset[int] = frozenset(),
     ) -> None:
-        self._service, self._options = service, options
-        self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Event | ApiError]()
+        self._service, self._bridge, self._options = service, bridge, options
+        self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[QueueItem]()
         tokenizer = service.tokenizer
         self._requests = {request.id: request for request in requests}
         self._texts = {
@@ -174,6 +206,12 @@ class AnswerStream:
         }
         self._open: set[str] = set()
         self._has_begun = False
+        self._tick_seconds = min(TICK_SECONDS, options.ping_seconds, options.stall_seconds)
+        self._ticker: asyncio.TimerHandle | None = None
+        self.sending_since: float | None = None
+        """When the response began to send bytes that the client has not taken yet."""
+        self.on_stall: Callable[[], object] = self.close
+        """Called if the client takes nothing for `ServerOptions.stall_seconds`."""
 
     def submit(self) -> None:
         """Queue all requests in the engine, or none.
@@ -196,6 +234,8 @@ class AnswerStream:
         for request in self._open:
             self._service.cancel(request)
         self._open.clear()
+        if self._ticker is not None:
+            self._ticker.cancel()
 
     def interrupt(self, error: ApiError) -> None:
         """End the response with an error; called in the thread of the event loop."""
@@ -208,8 +248,15 @@ class AnswerStream:
 
     def _receive(self, event: Event) -> None:
         """Take an event in the thread of the engine."""
-        with suppress(RuntimeError):  # the event loop has been closed
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+        self._bridge.send(self._queue, event)
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        if self.sending_since is not None and now - self.sending_since > self._options.stall_seconds:
+            self.on_stall()
+        if self._queue.empty():
+            self._queue.put_nowait(None)
+        self._ticker = self._loop.call_later(self._tick_seconds, self._tick)
 
     async def read_updates(self) -> AsyncIterator[list[Update]]:
         """Yield the updates that are known at once; an empty list after each `ping_seconds` of silence.
@@ -218,28 +265,25 @@ class AnswerStream:
             ApiError: The engine has failed, the server ends, or the request took too long.
         """
         start = silent_since = self._loop.time()
-        tick = min(TICK_SECONDS, self._options.ping_seconds)
+        self._ticker = self._loop.call_later(self._tick_seconds, self._tick)
         while self._open:
-            events = []
-            try:
-                async with asyncio.timeout(tick):
-                    events.append(await self._queue.get())
-            except TimeoutError:
-                self._check_limits(self._loop.time() - start)
-                if self._loop.time() - silent_since >= self._options.ping_seconds:
-                    silent_since = self._loop.time()
-                    yield []
-                continue
-            if self._loop.time() - start > self._options.request_seconds:
-                self._check_limits(self._loop.time() - start)
+            items = [await self._queue.get()]
             while not self._queue.empty():
-                events.append(self._queue.get_nowait())
-            if updates := list(self._read_events(events)):
+                items.append(self._queue.get_nowait())
+            now = self._loop.time()
+            if None in items:
+                self._check_limits(now - start)
+            if updates := list(self._read_items(items)):
+                silent_since = now
                 yield updates
-            silent_since = self._loop.time()
+            elif now - silent_since >= self._options.ping_seconds:
+                silent_since = now
+                yield []
 
-    def _read_events(self, events: Iterable[Event | ApiError]) -> Iterable[Update]:
-        for event in events:
+    def _read_items(self, items: Iterable[QueueItem]) -> Iterable[Update]:
+        for event in items:
+            if event is None:
+                continue
             if isinstance(event, ApiError):
                 raise event
             self._has_begun = True
