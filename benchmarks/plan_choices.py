@@ -42,7 +42,7 @@ PAGE_HEAD = """# What `auto` takes
 Written by `python benchmarks/plan_choices.py > docs/auto.md`: files that are only headers, 4-bit weights, a context of
 {context} tokens in use, simulated machines.  All times are
 **predicted**: products from their machine code, the rest from data sheets.  On an H100 some kernels took up to
-[2.4 times the predicted time](first-gpu.md#what-an-h100-says-of-the-model-of-time).
+[2.4 times the predicted time](first-gpu.md#the-time-model-against-an-h100).
 
 `auto` makes the plan that takes least time, where memory and devices cost (`scheduler/choosing/auto.py`): a full
 copy of weights and states on every device has to save {copied:.0%} of the time, and twice as many devices {joined:.0%}.

@@ -30,7 +30,7 @@ Written by `python benchmarks/plan_scaling.py > docs/scaling.md`: files that are
 tokens of context in use by each sequence, simulated H200 in machines of {machine} (NVLink within, InfiniBand of 400
 Gbit/s across), one token for each sequence and step, split mode `auto`.  All figures are **predicted**:
 what kernels take from their machine code, the rest from data sheets; none was measured.  On an H100 some kernels
-took up to [2.4 times the predicted time](first-gpu.md#what-an-h100-says-of-the-model-of-time).
+took up to [2.4 times the predicted time](first-gpu.md#the-time-model-against-an-h100).
 
 `used` are the GPUs that `auto` takes: more would make a step longer, or shorten it by less than their price.  Whoever
 has more runs copies of the model side by side: tokens per second then grow with the copies, and the time of a step
