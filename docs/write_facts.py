@@ -28,9 +28,10 @@ def read_speeds(name: str) -> dict[tuple[str, str, int], dict[str, float]]:
 def format_speeds() -> Iterator[str]:
     """Yield the rows of README.md's table; each cell has a number for one thread and one for two."""
     intel, amd = read_speeds("intel"), read_speeds("amd")
-    first, second = (
-        f"[{name}]({STORED_FACTS['speed'][key]}.md)" for key, name in STORED_FACTS["speed"]["processors"].items()
-    )
+    processors = STORED_FACTS["speed"]["processors"]
+    results = ", ".join(f"[{name}]({STORED_FACTS['speed'][key]}.md)" for key, name in processors.items())
+    first, second = processors.values()
+    yield f"\nSources: {results}.\n"
     yield f"\n| | {first}: decode | ratio | prefill, 512 tokens | ratio | {second}: decode ratio | prefill ratio |\n"
     yield "|---|---|---|---|---|---|---|\n"
     for model, name in STORED_FACTS["speed"]["models"].items():
