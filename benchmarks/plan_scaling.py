@@ -26,21 +26,33 @@ SEQUENCE_COUNTS = (1, 16, 128)
 CONTEXT_TOKENS = 4096
 PAGE_HEAD = """# From 1 to 1,024 GPUs
 
-Written by `python benchmarks/plan_scaling.py > docs/scaling.md`: files that are only headers, 4-bit weights, {context}
-tokens of context in use by each sequence, simulated H200 in machines of {machine} (NVLink within, InfiniBand of 400
-Gbit/s across), one token for each sequence and step, split mode `auto`.  All figures are **predicted**:
-what kernels take from their machine code, the rest from data sheets; none was measured.  On an H100 some kernels
-took up to [2.4 times the predicted time](first-gpu.md#the-time-model-against-an-h100).
+This page shows the number of GPUs that split mode `auto` takes, for three models. It is for readers who choose a
+machine. `python benchmarks/plan_scaling.py > docs/scaling.md` writes it.
 
-`used` are the GPUs that `auto` takes: more would make a step longer, or shorten it by less than their price.  Whoever
-has more runs copies of the model side by side: tokens per second then grow with the copies, and the time of a step
-stays.  `spent on` says what the slowest GPU does in a step: reading weights, states and activations, or arithmetic
-(`work`), starting kernels (`launches`), and meeting others (`collectives`).  `more` is the best choice on more GPUs
-that was left aside.
+- **Model**: a file that is only a header, with 4-bit weights.
+- **Step**: one token for each sequence. Each sequence has {context} tokens of context in use.
+- **Devices**: simulated H200 in machines of {machine}, with NVLink inside a machine and InfiniBand of 400 Gbit/s
+  between machines.
+- **Times**: all figures are **predicted**, none was measured. The speeds of kernels come from their machine code, the
+  rest from data sheets. On an H100 some kernels took up to
+  [2.4 times the predicted time](first-gpu.md#the-time-model-against-an-h100).
 
-The limit lies at one machine.  There starting kernels takes the largest part of a step of one sequence, and does not
-shrink with the number of GPUs; a sum across two machines takes three times as long as one within; and stages of
-layers on several machines take turns in a step of decoding, so they hold more and are no faster.
+The columns:
+
+- `used`: the GPUs that `auto` takes. More GPUs would make a step longer, or shorten it by less than their price. Copies
+  of the model on further GPUs multiply the tokens per second, and do not change the time of a step.
+- `held`: the bytes of weights and states on all GPUs together.
+- `spent on`: the time of the slowest GPU in a step. `work` is to read weights, states and activations, or arithmetic.
+  `launches` is to start kernels, and `collectives` is to communicate.
+- `more`: the best rejected candidate on more GPUs.
+
+`auto` never takes more than one machine, for three reasons:
+
+- Inside one machine, launches take the largest part of a step of one sequence. Their time does not shrink with the
+  number of GPUs.
+- A sum across two machines takes three times as long as a sum inside one machine.
+- A layer split over several machines computes a decode step in one stage after the other. So it needs more memory and
+  is no faster.
 """
 
 
