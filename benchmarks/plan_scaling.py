@@ -44,7 +44,8 @@ The columns:
 - `held`: the bytes of weights and states on all GPUs together.
 - `spent on`: the time of the slowest GPU in a step. `work` is to read weights, states and activations, or arithmetic.
   `launches` is to start kernels, and `collectives` is to communicate.
-- `more`: the best rejected candidate on more GPUs.
+
+Below each table are the best rejected candidates on more GPUs, for each number of sequences.
 
 `auto` never takes more than one machine, for three reasons:
 
@@ -82,8 +83,8 @@ def find_best_unused(plan: Plan, used: int) -> str:
     return larger[0] if larger else "-"
 
 
-def format_rows(graph: Graph, sequences: int) -> Iterator[str]:
-    """Yield a row for each choice of `auto`, with the numbers of GPUs for which it is chosen."""
+def format_rows(graph: Graph, sequences: int) -> Iterator[tuple[str, str]]:
+    """Yield a row for each choice of `auto`, with its numbers of GPUs; and the best rejected choice on more GPUs."""
     same: list[tuple[int, str]] = []
     for gpus in GPU_COUNTS:
         simulation = simulate(format_machine_spec(gpus))
@@ -96,7 +97,7 @@ def format_rows(graph: Graph, sequences: int) -> Iterator[str]:
     for cells, group in groupby(same, key=lambda pair: pair[1].rpartition(" | ")[0]):
         taken = list(group)
         numbers = f"{taken[0][0]:,}" + (f" to {taken[-1][0]:,}" if len(taken) > 1 else "")
-        yield f"| {sequences} | {numbers} | {cells} | {taken[-1][1].rpartition(' | ')[2]} |"
+        yield f"| {sequences} | {numbers} | {cells} |", taken[-1][1].rpartition(" | ")[2]
 
 
 def format_row(plan: Plan, sequences: int) -> str:
@@ -119,11 +120,15 @@ def main() -> None:
         for name in MODELS:
             model = open_model(SHAPES[name](Path(folder) / f"{name}.gguf"), header_only=True)
             print(f"\n## {name}\n")
-            print("| sequences | GPUs | used | a step | tokens/s | for each used | held | spent on | more |")
-            print("|--:|--:|--:|--:|--:|--:|--:|---|---|")
+            print("| sequences | GPUs | used | a step | tokens/s | for each used | held | spent on |")
+            print("|--:|--:|--:|--:|--:|--:|--:|---|")
+            rejected: list[str] = []
             for sequences in SEQUENCE_COUNTS:
                 graph = model.graph(Step(sequences, 1, CONTEXT_TOKENS, CONTEXT_TOKENS, sequences))
-                print(*format_rows(graph, sequences), sep="\n", flush=True)
+                for row, more in format_rows(graph, sequences):
+                    print(row, flush=True)
+                    rejected += [f"- {sequences} sequence{'s' * (sequences > 1)}: {more}"] * (more != "-")
+            print("", "The best rejected candidates on more GPUs:", "", *rejected, sep="\n")
 
 
 if __name__ == "__main__":
