@@ -128,7 +128,8 @@ def main() -> None:
                 for row, more in format_rows(graph, sequences):
                     print(row, flush=True)
                     rejected += [f"- {sequences} sequence{'s' * (sequences > 1)}: {more}"] * (more != "-")
-            print("", "The best rejected candidates on more GPUs:", "", *rejected, sep="\n")
+            if rejected:
+                print("", "The best rejected candidates on more GPUs:", "", *rejected, sep="\n")
 
 
 if __name__ == "__main__":
