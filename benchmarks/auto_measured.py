@@ -32,9 +32,9 @@ HEAD = (
     "model",
     "sequences",
     *(f"{choice}, tok/s" for choice in GROUP_BY_CHOICE),
-    "auto took",
-    "of one device",
-    "of the best",
+    "choice of auto",
+    "ratio to one device",
+    "share of best",
 )
 ResultRow = dict[str, object]
 

@@ -22,6 +22,7 @@ import queue
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -205,15 +206,37 @@ def format_cell(value: object) -> str:
 
 
 def format_tables(rows: list[ResultRow]) -> str:
-    """Return a Markdown table for each part, with a column for each key of its rows."""
+    """Return a section in Markdown for each part, and a list of wrong predictions."""
     text = ""
     for name in dict.fromkeys(str(row["part"]) for row in rows):
-        mine = [{k: v for k, v in row.items() if k != "part"} for row in rows if row["part"] == name]
-        head = list(dict.fromkeys(k for row in mine for k in row))
-        cells = [[format_cell(row.get(k, "")) for k in head] for row in mine]
-        text += f"## {name}\n\n{results.format_table(head, cells)}\n"
+        own_rows = [{k: v for k, v in row.items() if k != "part"} for row in rows if row["part"] == name]
+        text += format_section(name, own_rows)
     lines = "".join(f"- {line}\n" for line in foretold.list_wrong_predictions(rows))
-    return text + (f"## Predicted wrongly\n\n{lines}" if lines else "")
+    return text + (f"## Wrong predictions\n\n{lines}" if lines else "")
+
+
+def format_section(name: str, rows: list[ResultRow]) -> str:
+    """Return a heading, a table with a column for each key of the measurements, and a list of the other rows."""
+    measurements = [row for row in rows if not is_note(row)]
+    head = list(dict.fromkeys(k for row in measurements for k in row))
+    text = f"## {name}\n\n"
+    if measurements:
+        cells = [[format_cell(row.get(k, "")) for k in head] for row in measurements]
+        text += f"{results.format_table(head, cells)}\n"
+    notes = "".join(f"{format_note(row)}\n" for row in rows if is_note(row))
+    return text + (f"{notes}\n" if notes else "")
+
+
+def is_note(row: ResultRow) -> bool:
+    """Return whether a row is the state of the device, an error, or the load of a model."""
+    cases, steps = ("device", "at the end"), ("loaded", "written")
+    return row["case"] in cases or row.get("step") in steps or bool({"left out", "error"} & row.keys())
+
+
+def format_note(row: ResultRow) -> str:
+    """Return a row as an item of a Markdown list."""
+    facts = ", ".join(f"{k} {format_cell(v)}" for k, v in row.items() if k != "case")
+    return textwrap.fill(f"- {row['case']}: `{facts}`", 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def main() -> None:

@@ -256,7 +256,7 @@ def measure_case(case: KernelCase, limits: MachineLimits, repeats: int, seed: in
         yield {**known, "kernel": kernel, **figures}
 
 
-HEAD = ("kernel", "case", "threads", "µs", "GB/s", "GFLOP/s", "of the limit")
+HEAD = ("kernel", "case", "threads", "µs", "GB/s", "GFLOP/s", "share of limit")
 
 
 def format_cells(row: dict[str, object]) -> list[str]:
@@ -274,10 +274,10 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
     args = parser.parse_args()
-    about, rows = results.circumstances(args.shared), []
+    about, rows = results.collect_circumstances(args.shared), []
     for threads in map(int, args.t.split(",")):
         machine = MeasuredMachine(threads)
-        print(results.table(HEAD, []), end="")
+        print(results.format_table(HEAD, []), end="")
         for case in make_kernel_cases(args.cold << 20):
             if args.k in f"{case.op} {case.title}":
                 for row in measure_case(case, machine.measure_limits(), args.r):
@@ -288,7 +288,9 @@ def main() -> None:
     if args.save:
         known = [(key[7:], value) for key, value in about.items() if key.startswith("limits")]
         limits_text = "".join(f"Limits of {t} threads, measured before each case: {rates}.\n\n" for t, rates in known)
-        results.save(args.save, about, rows, limits_text + results.table(HEAD, list(map(format_cells, rows))))
+        results.write_result(
+            args.save, about, rows, limits_text + results.format_table(HEAD, list(map(format_cells, rows)))
+        )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 Each device has one thread. In every round run one after the other: one device; two independent sessions of one device
 each, in parallel; the pipeline. The two sessions share only memory and caches. If two cores together are less than
-twice as fast, as on a shared machine, two stages cannot be twice as fast. The last column is the speed of the pipeline
-as a share of this limit.
+twice as fast, as on a shared machine, two stages cannot be twice as fast. The column `limit` is the speed of two
+sessions divided by the speed of one. The last column is the speed of the pipeline as a share of this limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hocket.frontends.open import open_model, open_session
 from hocket.frontends.session import DeviceGroup, Session
 
 STAGE_DEVICES = ("cpu:0", "cpu:1")
-HEAD = ("model", "tokens", "one device", "two at once are worth", "pipeline", "times one device", "of the limit")
+HEAD = ("model", "tokens", "one device", "limit", "pipeline", "ratio to one device", "share of limit")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from hocket.frontends.laying_out import make_workload
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open import open_model
 from hocket.graph import Graph
-from hocket.scheduler import Plan, Workload, compute_missing_bytes, format_bytes, plan_for_group, simulate
+from hocket.scheduler import Plan, Workload, compute_missing_bytes, format_bytes, parse_simulated_group, plan_for_group
 from hocket.scheduler.units import format_seconds
 
 CONTEXT_TOKENS = 4096
@@ -64,7 +64,7 @@ def plan_on_machine(
     graph: Graph, machine: str, mode: str = "auto", devices: int | None = None, use: Workload | None = None
 ) -> Plan:
     """Plan a graph for a simulated machine, optionally for its first devices and for a workload."""
-    simulation = simulate(machine)
+    simulation = parse_simulated_group(machine)
     return plan_for_group(
         graph, simulation.group[:devices], split_mode=mode, hardware=simulation.hardware_for(graph), use=use
     )
@@ -125,7 +125,7 @@ def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterato
         for sequences in (0, 1, 16):
             use = build_workload(model, sequences) if sequences else None
             graph = model.graph(STEPS["decode"]) if use is None else use.build_graph(sequences, 1)
-            auto, most = plan_on_machine(graph, machine, use=use), len(simulate(machine).group)
+            auto, most = plan_on_machine(graph, machine, use=use), len(parse_simulated_group(machine).group)
             rivals: list[tuple[float, str]] = []
             for devices in sorted({1, 2, most}):
                 for mode in ("none",) if devices == 1 else ("layer", "tensor", "layer,tensor")[: 2 + (devices > 2)]:

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from time import process_time
 
 from hocket.frontends.commands.plan import read_step_graph
-from hocket.scheduler import plan_for_group, simulate
+from hocket.scheduler import parse_simulated_group, plan_for_group
 
 ROUNDS, MAX_SECONDS, TOKEN_COUNTS = 3, 5.0, (1, 2048)
 """Plans of each step, the limit for a plan in seconds, and the token counts of the steps."""
@@ -26,7 +26,7 @@ def measure_plan_seconds(path: str, tokens: int) -> float:
     """Return the processor seconds to read, plan and explain a step of `tokens` tokens."""
     start = process_time()
     graph, _ = read_step_graph(path, context=4096, tokens=tokens)
-    simulation = simulate("h200:8,nvlink")
+    simulation = parse_simulated_group("h200:8,nvlink")
     plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph)).explain()
     return process_time() - start
 
@@ -34,7 +34,7 @@ def measure_plan_seconds(path: str, tokens: int) -> float:
 def measure_uneven_plan(path: str, devices: int) -> tuple[float, int]:
     """Return the planning seconds if device d has 1 + d / 100 shares, and the number of instructions of all devices."""
     graph, _ = read_step_graph(path, context=4096, tokens=1)
-    simulation = simulate(f"h200:{devices},nvlink")
+    simulation = parse_simulated_group(f"h200:{devices},nvlink")
     hardware, shares = simulation.hardware_for(graph), [1 + d / 100 for d in range(devices)]
     start = process_time()
     plan = plan_for_group(graph, simulation.group, hardware=hardware, split_mode="tensor", tensor_split=shares)

@@ -14,26 +14,30 @@ from unittest.mock import patch
 
 from hocket.frontends.commands.plan import read_step_graph
 from hocket.graph import Graph
-from hocket.scheduler import Plan, plan_for_group, simulate
+from hocket.scheduler import Plan, parse_simulated_group, plan_for_group
 from hocket.scheduler.machines.simulated import SimulatedGpu
 from hocket.scheduler.units import format_seconds
 
 MACHINES = ("h200:8,nvlink", "h200:4,nvlink", "h200:4,pcie5", "h100:2,pcie5", "cpu:2")
 STEPS = {"one token": 1, "a prompt of 2,048": 2048}
 CONTEXT_TOKENS = 4096
-PAGE_HEAD = """# Computing beside collectives
+PAGE_HEAD = """# Overlap of compute and collectives
 
-Written by `python benchmarks/plan_overlap.py`: a file that is only the header of Llama-3-70B with 4-bit weights, cut in
-shares of its tensors, {context} tokens of context.  All times are **predicted** and none was measured: what runs at the
-same time is taken to slow neither the other down.  `one by one` is the plan for devices that wait at once for each
-collective; `beside` the one for those that go on.  `chunks` is into how many the tokens of a prompt are cut.
-Simulated processors wait: their threads are the collective.
+- Measured: nothing. All times are **predictions**, in which compute and a collective at the same time do not slow each
+  other down.
+- Machine: simulated devices.
+- Model: only the header of Llama-3-70B with 4-bit weights, split mode `tensor`, {context} tokens of context.
+- Command: `python benchmarks/plan_overlap.py`.
+
+`without` is the plan for devices that wait for each collective at once. `with` is the plan for devices that overlap
+compute and collectives. `chunks` is the number of overlap chunks of a prompt. Simulated processors always wait, because
+their threads execute the collective.
 """
 
 
 def plan_with_overlap(graph: Graph, machine: str, *, beside: bool) -> Plan:
     """Plan for simulated devices that overlap compute with collectives (`beside`), or do not."""
-    simulation = simulate(machine)
+    simulation = parse_simulated_group(machine)
     with patch.object(
         SimulatedGpu, "can_overlap_collectives", SimulatedGpu.can_overlap_collectives if beside else lambda *_: False
     ):
@@ -67,7 +71,7 @@ def main() -> None:
     from tests.given.models.large_headers import LARGE
 
     print(PAGE_HEAD.format(context=CONTEXT_TOKENS))
-    print("| devices | step | one by one | of it collectives | beside | of it waiting | chunks | more steps a second |")
+    print("| devices | step | without | collectives | with | waiting | chunks | gain in steps/s |")
     print("|---|---|---|---|---|---|---|---|")
     with TemporaryDirectory() as folder:
         for row in format_comparison_rows(LARGE["llama"](Path(folder) / "llama.gguf")):

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
 from hocket.graph import Graph
-from hocket.scheduler import Plan, compute_missing_bytes, format_bytes, plan_for_group, simulate
+from hocket.scheduler import Plan, compute_missing_bytes, format_bytes, parse_simulated_group, plan_for_group
 from hocket.scheduler.units import format_seconds
 
 GPU_COUNTS = (1, 2, 4, 8, 16, 64, 1024)
@@ -58,7 +58,7 @@ Below each table are the best rejected candidates on more GPUs, for each number 
 
 
 def format_machine_spec(gpus: int) -> str:
-    """Return the machine with `gpus` GPUs, as `simulate` parses it."""
+    """Return the machine with `gpus` GPUs, as `parse_simulated_group` parses it."""
     if gpus <= GPUS_PER_MACHINE:
         return f"h200:{gpus}" + (",nvlink" if gpus > 1 else "")
     return f"h200:{GPUS_PER_MACHINE},nvlink x {gpus // GPUS_PER_MACHINE},ib400"
@@ -87,7 +87,7 @@ def format_rows(graph: Graph, sequences: int) -> Iterator[tuple[str, str]]:
     """Yield a row for each choice of `auto`, with its numbers of GPUs; and the best rejected choice on more GPUs."""
     same: list[tuple[int, str]] = []
     for gpus in GPU_COUNTS:
-        simulation = simulate(format_machine_spec(gpus))
+        simulation = parse_simulated_group(format_machine_spec(gpus))
         same.append(
             (
                 gpus,

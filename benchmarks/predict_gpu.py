@@ -43,7 +43,7 @@ from hocket.conformance.checks.case_graph import build_case_graph
 from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType
 from hocket.ops import op_of
-from hocket.scheduler.machines.catalogue import MACHINES
+from hocket.scheduler.machines.catalogue import DATA_SHEETS
 
 TABLE = Path(__file__).parent / "kernels_cuda_times.md"
 TIMES = TABLE.with_suffix(".json")
@@ -149,11 +149,11 @@ class KernelShape:
 
     def compute_share(self, seconds: float, kind: str) -> float:
         """Return the time that the data sheet allows, as a share of `seconds`."""
-        return max(self.nbytes / MACHINES[kind].bandwidth, self.flops / MACHINES[kind].flops) / seconds
+        return max(self.nbytes / DATA_SHEETS[kind].bandwidth, self.flops / DATA_SHEETS[kind].flops) / seconds
 
 
 def make_vector_shape(
-    dtype: DType, rows: int, columns: int, processors: int, asked: float | None = None
+    dtype: DType, rows: int, columns: int, processors: int, target_share: float | None = None
 ) -> KernelShape:
     """Make the shape of a product of weights and one vector.
 
@@ -162,7 +162,7 @@ def make_vector_shape(
         rows: Rows of the weights.
         columns: Columns of the weights.
         processors: Multiprocessors of the GPU; packed rows are distributed over them evenly.
-        asked: The wanted share of the bandwidth.
+        target_share: The wanted share of the bandwidth.
     """
     least = 16 if dtype in packed.BLOCK_RECORD_DTYPES else 8
     own = -(-rows // processors // least) * least if dtype in packed.TILED_SOURCE_BY_DTYPE else 64
@@ -171,11 +171,13 @@ def make_vector_shape(
     name = f"{dtype} {rows}×{columns}, 1 token"
     chosen = ((emulated, "EMULATED_MULTIPROCESSORS", 1),)
     kernels = {"few": (rows / own, 1.0)}
-    return KernelShape(name, case, kernels, nbytes, 2 * rows * columns, asked, chosen, 4 * columns, loads_early=True)
+    return KernelShape(
+        name, case, kernels, nbytes, 2 * rows * columns, target_share, chosen, 4 * columns, loads_early=True
+    )
 
 
 def make_prompt_shape(
-    dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None, is_exact: bool = True
+    dtype: DType, rows: int, columns: int, tokens: int, target_share: float | None = None, is_exact: bool = True
 ) -> KernelShape:
     """Make the shape of a matmul of weights and many tokens.
 
@@ -186,7 +188,7 @@ def make_prompt_shape(
         rows: Rows of the weights.
         columns: Columns of the weights.
         tokens: Tokens of the prompt.
-        asked: The wanted share of the 16-bit matmul FLOP/s.
+        target_share: The wanted share of the 16-bit matmul FLOP/s.
         is_exact: Use pairs of 16-bit products instead of single ones.
     """
     high, wide, full = (512, 256, 8) if dtype in tiled.FLOAT_DTYPES else (256, 128, 2)
@@ -201,7 +203,7 @@ def make_prompt_shape(
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * tokens * (rows + columns)
     name = f"{dtype} {rows}×{columns}, {tokens} tokens" + ("" if is_exact else ", fast")
     case = f"mul_mat(w={dtype}[{high},4096], x=f32[{wide},4096], exact={str(is_exact).lower()})"
-    return KernelShape(name, case, kernels, nbytes, 2 * rows * columns * tokens, asked, chosen)
+    return KernelShape(name, case, kernels, nbytes, 2 * rows * columns * tokens, target_share, chosen)
 
 
 STATE_BYTES = 128 * 128 * 4
@@ -212,7 +214,7 @@ DELTA_DECODE_CASE = (
 )
 
 
-def make_delta_prompt_shape(key_heads: int, is_exact: bool, asked: float | None = None) -> KernelShape:
+def make_delta_prompt_shape(key_heads: int, is_exact: bool, target_share: float | None = None) -> KernelShape:
     """Make the shape of a gated delta net with 32 heads over 8192 tokens.
 
     The case has two heads and 128 tokens, so the state is a large share of its bytes; the longer case has 256 tokens.
@@ -220,7 +222,7 @@ def make_delta_prompt_shape(key_heads: int, is_exact: bool, asked: float | None 
     Args:
         key_heads: The number of key heads.
         is_exact: Use pairs of 16-bit products instead of single ones.
-        asked: The wanted share of the data sheet's limit.
+        target_share: The wanted share of the data sheet's limit.
     """
     short, long, tokens, keys = 128, 256, 8192, key_heads // 16
     case, longer = (
@@ -233,7 +235,7 @@ def make_delta_prompt_shape(key_heads: int, is_exact: bool, asked: float | None 
     name = f"{key_heads}/{DELTA_PROMPT_SHAPE}, {'exact' if is_exact else 'fast'}"
     chosen = ((gated_delta_net, "MIN_SCAN_BLOCKS", 8), (gated_delta_net, "FULL_DEVICE_BLOCKS", 1))
     more = (tokens - short) / (long - short)
-    return KernelShape(name, case, times, nbytes, flops, asked, chosen, longer_case=(longer, more))
+    return KernelShape(name, case, times, nbytes, flops, target_share, chosen, longer_case=(longer, more))
 
 
 def make_attention_prompt_shape() -> KernelShape:
@@ -277,7 +279,10 @@ def make_shapes(processors: int) -> tuple[KernelShape, ...]:
             32 * 32 * DELTA_FLOPS_PER_TOKEN,
             0.81,
         ),
-        *(make_delta_prompt_shape(32, is_exact, asked) for is_exact, asked in ((True, 0.24), (False, 0.4))),
+        *(
+            make_delta_prompt_shape(32, is_exact, target_share)
+            for is_exact, target_share in ((True, 0.24), (False, 0.4))
+        ),
         *(make_delta_prompt_shape(16, is_exact) for is_exact in (True, False)),
         KernelShape(
             "32 heads on 8 of 128, 1 token on 8192",
@@ -369,24 +374,28 @@ def format_table_rows(shape: KernelShape, times: Mapping[str, LaunchPredictions]
     for kind in LISTED_GPUS:
         took = sum_seconds(times[kind])
         limits = ", ".join(f"{t.kernel}: " * (len(times[kind]) > 1) + t.limit for t in times[kind])
-        asked = f"{shape.target_share:.0%}" if shape.target_share and kind == "h200" else ""
+        target_share = f"{shape.target_share:.0%}" if shape.target_share and kind == "h200" else ""
         share = f"{shape.compute_share(took, kind):.0%}"
         is_early = shape.loads_early and int(GPUS[kind].arch[3:5]) >= MIN_EARLY_CAPABILITY
         early = f"{shape.compute_share(took - MEMORY_LATENCY_SECONDS, kind):.0%}" if is_early else ""
-        yield f"| {shape.name} | {kind} | {1e6 * took:.1f} | {limits} | {share} | {early} | {asked} |"
+        yield f"| {shape.name} | {kind} | {1e6 * took:.1f} | {limits} | {share} | {early} | {target_share} |"
 
 
-HEAD = """# How long CUDA kernels should take
+HEAD = """# Predicted times of CUDA kernels
 
-Written by `python benchmarks/predict_gpu.py`. **Predicted by a model** that an H100 found wrong in part
-(`docs/first-gpu.md`): accesses counted in the emulation, instructions of NVRTC's machine code, and what data sheets say
-of a GPU (`backends/cupy/time_model/launch_time.py`). `share` is of the data sheet's bandwidth, or of its 16-bit
-products where those take longer; `early` is that of a launch whose first loads are under way while the one before it
-ends, as devices of compute capability 9.0 allow; `asked` is what we want of an H200.  Of prompts that is 0.6 (packed
-weights) and 0.8 (bf16) of the 71 % that cuBLAS is taken to reach; exact products with bf16 are twice as many, of which
-37 % is asked; of attention it is half of the 70 % that FlashAttention-3 is taken to reach.
+Written by `python benchmarks/predict_gpu.py`. All times are **predictions of a model**, which an H100 contradicted in
+part ([first run on a GPU](../docs/first-gpu.md)). The model uses access counts of the emulation, instructions of the
+machine code of NVRTC, and data sheets of GPUs (`backends/cupy/time_model/launch_time.py`).
 
-| shape | GPU | microseconds | set by | share | early | asked |
+- `share` is the share of the bandwidth in the data sheet, or of its 16-bit FLOP/s where these take longer.
+- `early` is the share of a launch that starts its first loads while the previous launch ends, on devices of compute
+  capability 9.0 or more.
+- `target` is the required share on an H200. For prompts it is 0.6 (packed weights) and 0.8 (bf16) of 71 %, the assumed
+  share of cuBLAS.
+- Exact products with bf16 need twice the FLOPs, with a target of 37 %.
+- For attention the target is half of 70 %, the assumed share of FlashAttention-3.
+
+| shape | GPU | microseconds | limit | share | early | target |
 |---|---|---|---|---|---|---|
 """
 

@@ -25,7 +25,7 @@ from hocket.frontends.open import open_model, open_session
 from hocket.frontends.session import Session
 from hocket.scheduler import Plan, plan_for_group
 from hocket.scheduler.machines.speeds import Speeds
-from hocket.scheduler.probing.calibrating import PROBED_DTYPES, Probes, middle
+from hocket.scheduler.probing.calibrating import PROBED_DTYPES, ProbeRuns, compute_trimmed_mean
 
 HEAD = ("model", "tokens of a run", "predicted", "measured", "error", "errors of the rounds")
 TURNS_PER_ROUND = 5
@@ -50,7 +50,7 @@ class ModelRun:
             start = perf_counter()
             run_at_context_end(self.session, tokens)
             each.append(perf_counter() - start)
-        return middle(each[self.warm_up_count :])
+        return compute_trimmed_mean(each[self.warm_up_count :])
 
     @property
     def warm_up_count(self) -> int:
@@ -64,7 +64,7 @@ class ModelRun:
 
     def predict_seconds(self, speeds: Speeds) -> float:
         graph = self.plan.graph
-        return plan_for_group(graph, self.plan.group, hardware=speeds.hardware(graph)).cost.total
+        return plan_for_group(graph, self.plan.group, hardware=speeds.hardware_for(graph)).cost.total
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def main() -> None:
     about = collect_circumstances(args.shared)
     runs = [run for path in args.models for run in make_runs(path, args.p, args.c, args.threads)]
     dtypes = {str(weight.dtype) for run in runs for weight in run.plan.graph.weights}
-    probes = Probes([run.plan.group[0] for run in runs[:1]], [kind for kind in PROBED_DTYPES if str(kind) in dtypes])
+    probes = ProbeRuns([run.plan.group[0] for run in runs[:1]], [kind for kind in PROBED_DTYPES if str(kind) in dtypes])
     rounds = [row for _ in range(args.rounds) for row in measure_round(probes, runs)]
     text = format_table(HEAD, [format_errors(run, rounds) for run in runs])
     print(format_circumstances(about) + "\n\n" + text, end="")
@@ -108,22 +108,22 @@ def make_runs(path: Path, tokens: list[int], context: int, threads: int | None) 
     return runs
 
 
-def measure_round(probes: Probes, runs: list[ModelRun]) -> list[dict[str, object]]:
+def measure_round(probes: ProbeRuns, runs: list[ModelRun]) -> list[dict[str, object]]:
     """Return the predicted and measured seconds of each run in one round."""
     beside: dict[int, list[dict[str, float]]] = defaultdict(list)
     seconds: dict[int, list[float]] = defaultdict(list)
-    before = probes.seconds()
+    before = probes.measure_round_seconds()
     for at, run in [*enumerate(runs)] * TURNS_PER_ROUND:
         seconds[at].append(run.measure_seconds())
-        after = probes.seconds()
+        after = probes.measure_round_seconds()
         beside[at] += before, after
         before = after
     return [
         {
             "model": run.name,
             "tokens": run.token_count,
-            "predicted": run.predict_seconds(probes.speeds(beside[at])),
-            "measured": middle(seconds[at]),
+            "predicted": run.predict_seconds(probes.fit_speeds(beside[at])),
+            "measured": compute_trimmed_mean(seconds[at]),
         }
         for at, run in enumerate(runs)
     ]

@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import subprocess
+import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -48,10 +50,23 @@ def describe_processor() -> str:
 
 def format_circumstances(about: Mapping[str, object]) -> str:
     """Return the circumstances as one line of text."""
+    return f"{about['date']}, {_describe_machine(about)}, {about['commit']}"
+
+
+def _describe_machine(about: Mapping[str, object]) -> str:
     shared = "shared with other work" if about["shared"] else "otherwise idle"
-    return (
-        f"{about['date']}, {about['cpu']}, {about['cores']} cores, {shared} (load {about['load']}), {about['commit']}"
+    return f"{about['cpu']}, {about['cores']} cores, {shared} (load {about['load']})"
+
+
+def format_page_head(title: str, about: Mapping[str, object]) -> str:
+    """Return the title and the list with which a result page begins."""
+    lines = (
+        f"- Machine: {_describe_machine(about)}.",
+        f"- Date and commit: {about['date']}, {about['commit']}.",
+        f"- Command: `python benchmarks/{Path(sys.argv[0]).name}`.",
     )
+    items = (textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+    return f"# {title}\n\n" + "".join(f"{item}\n" for item in items)
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -61,7 +76,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def write_result(stem: Path, about: Mapping[str, object], rows: Sequence[Mapping[str, object]], text: str) -> None:
-    """Write ``stem.json`` with all samples and ``stem.md`` with the table.
+    """Write ``stem.json`` with all samples and ``stem.md`` with a head and the table.
 
     Args:
         stem: The path without a suffix.
@@ -72,4 +87,4 @@ def write_result(stem: Path, about: Mapping[str, object], rows: Sequence[Mapping
     stem.parent.mkdir(parents=True, exist_ok=True)
     body = ",\n ".join(map(json.dumps, rows))
     stem.with_name(f"{stem.name}.json").write_text(f'{{"about": {json.dumps(about)},\n "rows": [\n {body}]}}\n')
-    stem.with_name(f"{stem.name}.md").write_text(f"{format_circumstances(about)}\n\n{text}")
+    stem.with_name(f"{stem.name}.md").write_text(f"{format_page_head(stem.name, about)}\n{text}")

@@ -18,7 +18,7 @@ import hocket
 from hocket import ops
 from hocket.backends.abilities import STAND_IN
 from hocket.graph import Graph, Value, input
-from hocket.scheduler.machines.hardware import CPU, Counts
+from hocket.scheduler.machines.hardware import DEFAULT_HARDWARE, WorkCounter
 
 ROWS, COLUMNS, RUNS = 512, 2048, 7
 TABLE_COLUMNS = ("op", "µs", "GB/s", "predicted µs", "ratio")
@@ -60,8 +60,8 @@ def measure(op: str, build: Callable[[], Value]) -> dict[str, object]:
     arrays |= {v.node.name: rng.integers(0, ROWS, v.shape) for v in graph.inputs if v.dtype.is_integer}
     run.bind({name: arrays[name].astype(v.dtype.storage) for v in graph.inputs if (name := v.node.name) in arrays})
     seconds = median(sum(step.seconds for step in run.measure()[0]) for _ in range(RUNS))
-    work = Counts().of(next(node for node in graph.nodes if node.op == op))
-    predicted = CPU.compute_seconds(*work)
+    work = WorkCounter().count_work(next(node for node in graph.nodes if node.op == op))
+    predicted = DEFAULT_HARDWARE.compute_seconds(*work)
     return {"op": op, "seconds": seconds, "gbs": work.nbytes / seconds / 1e9, "predicted": predicted}
 
 
@@ -81,11 +81,11 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
     args = parser.parse_args()
-    about = results.circumstances(args.shared)
+    about = results.collect_circumstances(args.shared)
     rows = [measure(op, build) for op, build in OP_BUILDERS.items()]
-    print(results.table(TABLE_COLUMNS, list(map(format_cells, rows))), end="")
+    print(results.format_table(TABLE_COLUMNS, list(map(format_cells, rows))), end="")
     if args.save:
-        results.save(args.save, about, rows, results.table(TABLE_COLUMNS, list(map(format_cells, rows))))
+        results.write_result(args.save, about, rows, results.format_table(TABLE_COLUMNS, list(map(format_cells, rows))))
 
 
 if __name__ == "__main__":

@@ -49,11 +49,11 @@ def format_speed_pages() -> str:
 
 def format_machines() -> Iterator[str]:
     """Yield a row for each kind of simulated device."""
-    from hocket.scheduler.machines.catalogue import MACHINES
+    from hocket.scheduler.machines.catalogue import DATA_SHEETS
 
     yield "\n| kind | memory, GiB | TB/s | TFLOP/s | link, unless another is named | planned by the rules of |\n"
     yield "|---|--:|--:|--:|---|---|\n"
-    for kind, m in MACHINES.items():
+    for kind, m in DATA_SHEETS.items():
         like = f", kernels as on `{m.like}`" if m.like else ""
         backend = f"`{m.backend}`, {m.capability}{like}" if m.capability else "`simulated`"
         sizes = f"{m.memory / GIB:.0f} | {m.bandwidth / TERA:.3g} | {m.flops / TERA:.4g}"
@@ -72,7 +72,7 @@ def collect_facts() -> Mapping[str, str]:
     """Return the text of each fact by its name."""
     from hocket.frontends.models import ARCHITECTURES
     from hocket.ops.registry import REGISTRY
-    from hocket.scheduler.machines.simulated import MOST_DEVICES
+    from hocket.scheduler.machines.simulated import MAX_SIMULATED_DEVICES
 
     stored = {name: fact["text"] for name, fact in STORED_FACTS.items() if "text" in fact}
     return stored | {
@@ -82,7 +82,7 @@ def collect_facts() -> Mapping[str, str]:
         "speed-pages": format_speed_pages(),
         "machines": "".join(format_machines()),
         "links": "".join(format_links()),
-        "simulated-devices": f"{MOST_DEVICES:,}",
+        "simulated-devices": f"{MAX_SIMULATED_DEVICES:,}",
     }
 
 

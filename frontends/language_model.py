@@ -254,8 +254,8 @@ class Model:
         speculative.require_same_vocabulary(self._model, model)
         if not (self._model.is_causal and model.is_causal):
             raise ModelError("a model that sees all tokens at once (diffusion) has no steps; leave out draft")
-        context = min(self._root_session.context, model.context_length)
-        return open_session(model, on=self._group, context=context, batch=self._root_session.batch)
+        context = min(self.session.context, model.context_length)
+        return open_session(model, on=self._group, context=context, batch=self.session.batch)
 
     def _make_decoder(self, held: SessionLease, drawing: GenerationParams) -> speculative.SpeculativeDecoder | None:
         """Return the speculative decoder of a session, with MTP blocks or a draft model; `None` without drafts."""
@@ -371,12 +371,12 @@ class Model:
     @property
     def plan(self) -> Plan:
         """The plan of one token: `plan.explain()` gives the reasons, `plan.view()` shows the plan."""
-        return self._root_session.plan(self._root_session.make_step(1, 1))
+        return self.session.plan(self.session.make_step(1, 1))
 
     @property
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes on each device: ``weight``, ``state`` (with the caches of idle sessions), ``arena``."""
-        first = self._root_session
+        first = self.session
         sums = {str(device): dict.fromkeys(("weight", "state", "arena"), 0) for _, device in first.group}
         with self._lock:
             models = [(first, [one for held in self._idle for one in held.session.sessions])]
@@ -392,7 +392,7 @@ class Model:
     @property
     def context(self) -> int:
         """Maximum tokens of a text."""
-        return self._root_session.context
+        return self.session.context
 
     def close(self) -> None:
         """Free the memory; later calls raise `ModelError`."""
@@ -425,8 +425,8 @@ class Model:
         return f"<table>{''.join(lines)}</table>"
 
     @property
-    def _root_session(self) -> Session:
-        """The session that loaded the weights. Raises `ModelError` after `close`."""
+    def session(self) -> Session:
+        """The session that loaded the weights; further ones are made like it. Raises `ModelError` after `close`."""
         if self._first is None:
             raise ModelError("the model is closed; open it anew with hocket.Model")
         return self._first
@@ -434,7 +434,7 @@ class Model:
     @contextmanager
     def _lease_session(self, sequences: int = 1, longest: int | None = None) -> Iterator[SessionLease]:
         """Lease an idle session, or a new one over the same weights, for one call; `longest` limits its context."""
-        first = self._root_session
+        first = self.session
         key = sequences, min(first.context, longest or first.context)
         with self._lock:
             if (held := next((held for held in self._idle if held.key == key), None)) is not None:

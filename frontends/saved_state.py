@@ -27,6 +27,7 @@ from .identity import compute_model_digest
 from .microbatches import MicroBatchedSession
 from .parts import as_token_ids
 from .session import Session
+from .step import count_cache_rows
 from .terminal.arguments import describe_os_error
 
 STATE_FORMAT = "hocket-state-2"
@@ -251,7 +252,8 @@ def _select_rows_in_use(session: Session, name: str, lengths: Sequence[int]) -> 
     cells, window = session.cell_count(name), session.model.window_tokens(name)
     tokens = session.model.tokens_per_cell(name)
     seen = [np.arange(max(0, n - window) if window else 0, n // tokens) for n in lengths]
-    return np.concatenate([i * cells + positions % cells for i, positions in enumerate(seen)])
+    rows = count_cache_rows(cells)
+    return np.concatenate([i * rows + positions % cells for i, positions in enumerate(seen)])
 
 
 def _copy_rows_in_use(session: Session, name: str) -> npt.NDArray[np.floating[Any]]:

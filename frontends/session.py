@@ -43,11 +43,12 @@ from .parts import (
     split_rows,
     split_tokens,
 )
+from .step import count_cache_rows
 from .text_limits import require_room
-from .watch import StepStatistics, ValueWatch
+from .watch import ValueWatch
 
 if TYPE_CHECKING:
-    from ..scheduler import Difference, PipelinedPlan, Trace
+    from ..scheduler import PipelinedPlan, Trace, ValueDifference
 
 F32 = npt.NDArray[np.float32]
 MIN_CONTEXT_BUCKET = 256
@@ -63,6 +64,8 @@ class Session:
     A plan is built once per (token bucket, context bucket, output count) and reused; buckets are powers of two. All
     plans share weights and states. Threads that share a session run one call at a time; separate sessions run in
     parallel. A session made `like` another one of the same model uses its devices and weights, and has its own states.
+    With `first_sequence` it runs sequences of `like` from that number on, in their memory; it has its own lengths.
+    No bucket has fewer than `min_tokens` (1) new tokens per sequence.
     Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its own
     devices. `watch` reports matching values after every step. `recent` has the last tokens per sequence for n-gram
     models. `planning_seconds` includes kernel compilation. Raises `ModelError` for a request that does not fit the
@@ -74,6 +77,7 @@ class Session:
         model=instance_of(Model),
         on=instance_of(DeviceGroup),
         like=ArgumentKind("a Session or None", lambda v: v is None or isinstance(v, Session)),
+        first_sequence=NATURAL | NONE,
         sequences=COUNT,
         context=COUNT | NONE,
         batch=COUNT,
@@ -87,6 +91,7 @@ class Session:
         *,
         on: DeviceGroup = ONE_DEVICE,
         like: Session | None = None,
+        first_sequence: int | None = None,
         sequences: int = 1,
         context: int | None = None,
         batch: int = DEFAULT_BATCH,
@@ -95,6 +100,7 @@ class Session:
         world: World = SINGLE_PROCESS,
     ) -> None:
         self.model, self.sequences, self.watch = model, sequences, watch
+        self.min_tokens = 1
         self.world: World = world if like is None else like.world
         self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
         self.batch = min(batch, self.context) if model.is_causal else self.context  # a text is one batch
@@ -126,11 +132,12 @@ class Session:
         else:
             self.group, self._speeds = like.group, like._speeds
             self._layout_plan = like.plan(self._full_step)
-            self.store = like.store.beside()
+            if first_sequence is None:
+                self.store = like.store.beside()
+            else:
+                self.store = like.store.view_sequences(first_sequence, sequences, like.sequences)
         if watch is not None:
-            from ..scheduler import matching
-
-            matching(self._layout_plan.graph, watch.pattern)  # fails before loading
+            watch.require_match(self._layout_plan.graph)  # before loading
         self.lengths = [0] * sequences
         self.recent: list[list[int]] = [[] for _ in range(sequences)]
         self.mtp_rows = [np.zeros((1, model.draft_columns), np.float32)] * sequences if model.mtp_block_count else []
@@ -179,9 +186,7 @@ class Session:
             if len(sizes) == 1:  # the path of every decoded token
                 return self._run_chunk(given, every_position, hidden, reversible)
             if reversible and longest:
-                raise ModelError(
-                    f"{longest} tokens are more than a batch of {self.batch}; only a batch can be taken back"
-                )
+                raise ModelError(f"{longest} tokens are more than a batch of {self.batch}; only a batch can be rewound")
             parts = split_tokens(given, sizes)
             runs: Iterable[list[F32]] = (self._run_chunk(part, every_position, hidden, False) for part in parts)
             if self._can_pipeline_chunks(longest):
@@ -215,9 +220,7 @@ class Session:
             if self.mtp_rows and not hidden:
                 self.mtp_rows = split_rows(given["hidden"], part, every_position, self.mtp_rows)
         if self.watch is not None:
-            from ..scheduler import taken
-
-            self.watch.see(StepStatistics.from_arrays(taken(given), self.lengths[0] - len(part[0]), len(part[0])))
+            self.watch.report_step(given, self.lengths[0] - len(part[0]), len(part[0]))
         output = given["hidden" if hidden else "logits"]
         return split_rows(output, part, every_position, [self.make_empty_rows(hidden)] * self.sequences)
 
@@ -230,11 +233,10 @@ class Session:
         """Return the chunk sizes for `tokens` new tokens of a sequence that already has `behind` tokens."""
         if not self._can_pipeline_chunks(tokens, reversible):
             return split_equally(tokens, self.batch)
+        return choose_pipelined_chunks(tokens, behind, self.batch, self._round_up_context, self._plan_chunk)
 
-        def plan_of(count: int, length: int) -> Plan:
-            return self.plan(self._step_of(count, length, self.sequences, self._gives))
-
-        return choose_pipelined_chunks(tokens, behind, self.batch, self._round_up_context, plan_of)
+    def _plan_chunk(self, tokens: int, length: int) -> Plan:
+        return self.plan(self._step_of(tokens, length, self.sequences, self._gives))
 
     @cached_property
     def _pipeline_depth(self) -> int:
@@ -284,8 +286,8 @@ class Session:
     def require_valid_tokens(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
         """Raise `ModelError` for tokens that `evaluate` refuses. `first` is the number of sequence 0 in messages."""
         if self.model.is_encoder and not hidden:
-            encoder = f"{self.model.architecture} is an encoder: it makes vectors of whole texts"
-            raise ModelError(f"{encoder} and has no logits of what follows; use `hocket embed`")
+            what = f"{self.model.architecture} is an encoder: it makes vectors of whole texts"
+            raise ModelError(f"{what} and has no logits of what follows; use `hocket embed`")
         if len(tokens) != self.sequences:
             raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
         for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True), first):
@@ -298,14 +300,13 @@ class Session:
                 )
 
     def is_cache(self, name: str) -> bool:
-        """Return whether a state has one row per cell of each sequence plus a spare row, not one entry per sequence."""
-        return bool(self.store.state(name).shape[0] == self.sequences * self.cell_count(name) + 1)
+        """Return whether a state has one row per cell of each sequence, not one entry per sequence."""
+        return bool(self.store.state(name).shape[0] == self.sequences * count_cache_rows(self.cell_count(name)))
 
     def cell_count(self, cache: str) -> int:
         """Return the cells of a sequence in a cache: one per token or token block, or the ring cache."""
-        return self._token_step.ring_cells(self.model.window_tokens(cache)) or -(
-            -self.context // self.model.tokens_per_cell(cache)
-        )
+        ring = self._token_step.ring_cells(self.model.window_tokens(cache))
+        return ring or -(-self.context // self.model.tokens_per_cell(cache))
 
     @property
     def sessions(self) -> tuple[Session, ...]:
@@ -348,7 +349,7 @@ class Session:
 
     def _round_up_tokens(self, tokens: int) -> int:
         """Return the token bucket of a run; with a value watch the exact count, since statistics skip padding."""
-        return next_power_of_two(tokens) if self.watch is None else tokens
+        return next_power_of_two(max(tokens, self.min_tokens)) if self.watch is None else tokens
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def plan(self, step: Step) -> Plan:
@@ -358,9 +359,7 @@ class Session:
         if step not in self._plans:
             graph = self._graph(step)
             if self.watch is not None:
-                from ..scheduler import matching, observed
-
-                graph = observed(graph, matching(graph, self.watch.pattern))
+                graph = self.watch.add_outputs(graph)
             hardware = self._speeds.hardware_for_graph(graph)
             self._plans[step] = plan_with_cache(
                 graph, self.group, place=self._rules, like=self._layout_plan, hardware=hardware
@@ -368,17 +367,17 @@ class Session:
         return self._plans[step]
 
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
-    def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[Difference]:
+    def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[ValueDifference]:
         """Append tokens in one step, and compare each value with the same op on another device."""
         given = as_token_ids(0, tokens)
         with self.store.turn:
             self.require_valid_tokens([given])
             step = self.make_step(len(given), self.lengths[0] + len(given))
             raw = {name: tensor.raw for name, tensor in self.model.tensors.items()}
-            from ..scheduler import Judge
+            from ..scheduler import NodeComparer
 
-            judge = Judge(self.plan(step), self.store, raw, find_device(device), place=self._rules)
-            yield from judge.run(self.model.inputs(step, Batch([given], self.lengths, None, self.recent)))
+            judge = NodeComparer(self.plan(step), self.store, raw, find_device(device), place=self._rules)
+            yield from judge.compare_values(self.model.inputs(step, Batch([given], self.lengths, None, self.recent)))
             self.advance_by([given])
 
     @validate_arguments(ModelError, step=instance_of(Step))
@@ -432,18 +431,19 @@ class Session:
     @property
     def planned_steps(self) -> tuple[Step, ...]:
         """The steps that are bound so far."""
-        return tuple(self._executors)
+        return (*self._executors,)
 
     def reset(self, sequence: int) -> None:
-        """Forget the tokens of a sequence and zero its rows in every state."""
+        """Forget the tokens of a sequence and zero its rows in every state; unused cells of caches are zeros."""
         require(ModelError, "reset", "sequence", sequence, integer_between(0, self.sequences - 1))
         with self.store.turn:
-            self.lengths[sequence], self.recent[sequence] = 0, []
+            length, self.lengths[sequence], self.recent[sequence] = self.lengths[sequence], 0, []
             self.mtp_rows[sequence : sequence + 1] = [0 * rows[-1:] for rows in self.mtp_rows[sequence : sequence + 1]]
             for name in self.store.states:
                 state = self.store.state(name)
                 rows = state.shape[0] // self.sequences
-                state[sequence * rows : (sequence + 1) * rows] = 0
+                used = min(rows, length) if self.is_cache(name) else rows
+                state[sequence * rows : sequence * rows + used] = 0
 
 
 _step = lru_cache(maxsize=64)(Step)

@@ -19,6 +19,16 @@ from .errors import ModelError
 
 MAX_CACHE_ROW = 2**31 - 1
 """The largest number of a cache row, which is an i32."""
+CACHE_ROW_MULTIPLE = 32
+"""The rows of a sequence in a cache are a multiple of this number.
+
+Each sequence then begins at a multiple of 64 bytes, since a row of any dtype has an even number of bytes.
+"""
+
+
+def count_cache_rows(cells: int) -> int:
+    """Return the rows of a sequence in a cache of `cells` cells: the cells, and at least one spare row for padding."""
+    return -(-(cells + 1) // CACHE_ROW_MULTIPLE) * CACHE_ROW_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,7 @@ class Step:
                 raise ModelError(f"step: {name} is {format_value(size)}; need an integer from 1 to {MAX_CACHE_ROW}")
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
-        if self.sequences * self.context > MAX_CACHE_ROW:
+        if self.sequences * count_cache_rows(self.context) > MAX_CACHE_ROW:
             raise ModelError(
                 f"step: {self.sequences} sequences of {self.context} cells; need at most {MAX_CACHE_ROW} in all; "
                 "use a smaller context"
@@ -99,7 +109,7 @@ class Batch:
 class RingCache:
     """The ring cache of layers with a window: its input ``ring_slot.W`` i32[B*T] has the row that each token writes.
 
-    Padding writes the spare row.
+    Padding writes the first spare row of its sequence.
     """
 
     window: int
@@ -112,10 +122,10 @@ class RingCache:
         """Return the input, or nothing if each token has a cell of its own."""
         if not (cells := step.ring_cells(self.window)):
             return {}
-        slot: list[int] = []
+        rows, slot = count_cache_rows(cells), list[int]()
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
-            slot += [i * cells + at % cells for at in range(length, length + len(new))]
-            slot += [step.sequences * cells] * (step.tokens - len(new))
+            slot += [i * rows + at % cells for at in range(length, length + len(new))]
+            slot += [i * rows + cells] * (step.tokens - len(new))
         return {self.input_name: np.array(slot, np.int32)}
 
 
@@ -124,15 +134,15 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True)
 
     - ``tokens`` i32[B*T].
     - ``pos`` i32[B, T]: positions, 0 for padding.
-    - ``slot`` i32[B*T]: the cache row that a token writes, ``sequence * context + position``; padding writes the spare
-      row ``B * context``.
+    - ``slot`` i32[B*T]: the cache row that a token writes, ``sequence * count_cache_rows(context) + position``; padding
+      writes the first spare row of its sequence.
     - ``out_ids`` i32[outputs]: output rows; row 0 is repeated after the last one.
     - ``valid`` f32[B, T, 1], with taps: 0 for padding.
     - ``conv_rows`` i32[B, taps-1], with taps: the rows of [state, new tokens] that become the next convolution state.
     - ``last`` i32[B, T], unless ``causal``: the last position of the sequence.
 
     Example: B = 2, T = 2, a context of 8. Sequence 0 has 3 tokens and gets 1, sequence 1 is empty and gets 2. Then
-    ``pos`` is 3 0 and 0 1, ``slot`` is 3 16 8 9, and ``out_ids`` is 0 3.
+    ``pos`` is 3 0 and 0 1, ``slot`` is 3 8 32 33, and ``out_ids`` is 0 3.
 
     Args:
         step: The shape of the run.
@@ -144,7 +154,7 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True)
         ModelError: The batch does not fit the step.
     """
     _require_fit(step, batch)
-    shape, spare = (step.sequences, step.tokens), step.sequences * step.context
+    shape, rows = (step.sequences, step.tokens), count_cache_rows(step.context)
     tokens: list[int] = []
     pos: list[int] = []
     slot: list[int] = []
@@ -152,7 +162,7 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True)
         end, padding = length + len(new), step.tokens - len(new)
         tokens += [*new, *[0] * padding]
         pos += [*range(length, end), *[0] * padding]
-        slot += [*range(i * step.context + length, i * step.context + end), *[spare] * padding]
+        slot += [*range(i * rows + length, i * rows + end), *[i * rows + step.context] * padding]
     arrays: dict[str, npt.NDArray[np.generic]] = {
         "tokens": np.array(tokens, np.int32),
         "pos": np.array(pos, np.int32).reshape(shape),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..backends.base import Array
+from ..graph import Graph
 from ..graph.lazy_dataclass import dataclass
 from ..graph.old_names import make_module_getattr
 from ..graph.validation import CALLABLE, TEXT, require
@@ -52,6 +53,24 @@ class ValueWatch:
     def __post_init__(self) -> None:
         require(ModelError, "Watch", "pattern", self.pattern, TEXT)
         require(ModelError, "ValueWatch", "see", self.see, CALLABLE)
+
+    def require_match(self, graph: Graph) -> None:
+        """Raise `PlanError` unless the graph has a value of such a name."""
+        from ..scheduler import select_matching_values
+
+        select_matching_values(graph, self.pattern)
+
+    def add_outputs(self, graph: Graph) -> Graph:
+        """Return the graph with the watched values as further outputs."""
+        from ..scheduler import select_matching_values, with_observed_values
+
+        return with_observed_values(graph, select_matching_values(graph, self.pattern))
+
+    def report_step(self, outputs: Mapping[str, Array], first: int, tokens: int) -> None:
+        """Call `see` with the statistics of the watched values among the outputs of a step."""
+        from ..scheduler import select_observed_outputs
+
+        self.see(StepStatistics.from_arrays(select_observed_outputs(outputs), first, tokens))
 
 
 if not TYPE_CHECKING:

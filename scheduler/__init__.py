@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from .layout import Layout as Layout
     from .lowering.lane import Lane as Lane
     from .lowering.lower import lower_graph as lower_graph
-    from .machines.hardware import CPU as CPU
+    from .machines.hardware import DEFAULT_HARDWARE as DEFAULT_HARDWARE
     from .machines.hardware import Hardware as Hardware
-    from .machines.simulated import simulate as simulate
+    from .machines.simulated import parse_simulated_group as parse_simulated_group
     from .planner import plan as plan
     from .planner import plan_for_group as plan_for_group
-    from .probing.comparing import Difference as Difference
-    from .probing.comparing import Judge as Judge
-    from .probing.comparing import surroundings as surroundings
+    from .probing.comparing import NodeComparer as NodeComparer
+    from .probing.comparing import ValueDifference as ValueDifference
+    from .probing.comparing import format_surrounding_nodes as format_surrounding_nodes
     from .probing.observing import Statistics as Statistics
-    from .probing.observing import matching as matching
-    from .probing.observing import observed as observed
-    from .probing.observing import taken as taken
+    from .probing.observing import select_matching_values as select_matching_values
+    from .probing.observing import select_observed_outputs as select_observed_outputs
+    from .probing.observing import with_observed_values as with_observed_values
     from .running.comm import SingleDeviceComm as SingleDeviceComm
     from .running.executor import Executor as Executor
     from .running.executor import load as load
@@ -68,11 +68,14 @@ _LAZY_NAMES = {
     "Layout": ".layout",
     "Lane": ".lowering.lane",
     "lower_graph": ".lowering.lower",
-    **dict.fromkeys(("CPU", "Hardware"), ".machines.hardware"),
-    "simulate": ".machines.simulated",
+    **dict.fromkeys(("DEFAULT_HARDWARE", "Hardware"), ".machines.hardware"),
+    "parse_simulated_group": ".machines.simulated",
     **dict.fromkeys(("plan", "plan_for_group"), ".planner"),
-    **dict.fromkeys(("Difference", "Judge", "surroundings"), ".probing.comparing"),
-    **dict.fromkeys(("Statistics", "matching", "observed", "taken"), ".probing.observing"),
+    **dict.fromkeys(("ValueDifference", "NodeComparer", "format_surrounding_nodes"), ".probing.comparing"),
+    **dict.fromkeys(
+        ("Statistics", "select_matching_values", "with_observed_values", "select_observed_outputs"),
+        ".probing.observing",
+    ),
     "SingleDeviceComm": ".running.comm",
     **dict.fromkeys(("Executor", "load"), ".running.executor"),
     "DeferredInterrupts": ".running.interrupts",
@@ -99,7 +102,10 @@ _OLD_NAMES = {
     **{"PASSES": "PASS_DUMPS", "nbytes_text": "format_bytes", "time_text": "format_seconds", "check": "verify_program"},
     **{"memory_problem": "describe_memory_problem", "shortage": "compute_missing_bytes", "Dealing": "MicroBatchChoice"},
     **{"dealing": "choose_micro_batches", "Predicted": "ChunkTimeModel", "in_parts": "choose_prefill_chunks"},
-    **{"Use": "Workload", "lower": "lower_graph"},
+    **{"Use": "Workload", "Difference": "ValueDifference", "Judge": "NodeComparer", "lower": "lower_graph"},
+    **{"surroundings": "format_surrounding_nodes", "matching": "select_matching_values"},
+    **{"observed": "with_observed_values", "taken": "select_observed_outputs"},
+    **{"CPU": "DEFAULT_HARDWARE", "simulate": "parse_simulated_group"},
 }
 """The new name of each export that was renamed; the old ones work until 0.3."""
 

@@ -45,5 +45,5 @@ def run(
     >>> hocket.run(hocket.Graph({"y": 2 * x + 1}), {"x": [1, 2, 3]})["y"]
     array([3., 5., 7.], dtype=float32)
     """
-    made = plan(graph, devices, split_mode=split_mode, threads=threads)
-    return load(made, {} if weights is None else weights).run(inputs)
+    graph_plan = plan(graph, devices, split_mode=split_mode, threads=threads)
+    return load(graph_plan, {} if weights is None else weights).run(inputs)

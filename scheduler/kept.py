@@ -20,7 +20,7 @@ from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
 from ..ops.registry import BUILTIN_OPS
 from .lowering.lane import Devices, Lane, find_first_equal_devices
-from .machines.calibrated import hardware_of
+from .machines.calibrated import choose_hardware
 from .machines.hardware import Hardware
 from .plan import HostOffload, PinnedNodes, Plan
 from .spelling import decompose_unsupported
@@ -69,7 +69,7 @@ def plan_with_cache(
         host: The device that takes the weights and states that exceed the memory of the group.
         use: The workload for which split mode ``auto`` optimises.
     """
-    hardware = hardware_of(graph, group) if hardware is None else hardware
+    hardware = choose_hardware(graph, group) if hardware is None else hardware
     graph = decompose_unsupported(graph, group)
     asked = [*group, *([] if host is None else [(host.backend, host.device)])]
     options = (
@@ -114,12 +114,15 @@ def plan_with_cache(
 
 def _name_programs(plan: Plan, file: Path) -> Plan:
     """Name the programs of a plan, so that the binding cache of a backend finds the bindings of each program."""
-    alike = find_first_equal_devices(plan.lanes)
-    programs = {first: replace(plan.lanes[first].program) for first in alike}
+    first_equal = find_first_equal_devices(plan.lanes)
+    programs = {first: replace(plan.lanes[first].program) for first in first_equal}
     for first, program in programs.items():
         object.__setattr__(program, "cache_name", f"{file.stem}.{first}")
-    lanes = (replace(lane, program=programs[first]) for lane, first in zip(plan.lanes, alike, strict=True))
-    return replace(plan, lanes=tuple(lanes))
+    device_plans = (
+        replace(device_plan, program=programs[first])
+        for device_plan, first in zip(plan.lanes, first_equal, strict=True)
+    )
+    return replace(plan, lanes=tuple(device_plans))
 
 
 def _is_plan_cacheable(graph: Graph, asked: Devices) -> bool:
@@ -172,16 +175,18 @@ def _list_planner_sources() -> list[tuple[str, int, int]]:
 def _serialise_plan(plan: Plan, asked: Devices) -> bytes:
     """Return a plan as JSON. The graph of a device is left out if it equals the graph of the user."""
     own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(asked)}
-    alike = find_first_equal_devices(plan.lanes)
+    first_equal = find_first_equal_devices(plan.lanes)
     document = {
         "lanes": [
             {
-                "device": numbers[str(lane.device)],
+                "device": numbers[str(device_plan.device)],
                 "like": first,
-                "graph": None if first < number or _build_graph_key(lane.graph) == own else to_json(lane.graph),
-                "program": None if first < number else program_to_data(lane.program),
+                "graph": None
+                if first < number or _build_graph_key(device_plan.graph) == own
+                else to_json(device_plan.graph),
+                "program": None if first < number else program_to_data(device_plan.program),
             }
-            for number, (lane, first) in enumerate(zip(plan.lanes, alike, strict=True))
+            for number, (device_plan, first) in enumerate(zip(plan.lanes, first_equal, strict=True))
         ],
         "leaves": {name: layout_to_data(layout) for name, layout in plan.leaves.items()},
         "outputs": {name: layout_to_data(layout) for name, layout in plan.outputs.items()},
@@ -198,18 +203,18 @@ def _serialise_plan(plan: Plan, asked: Devices) -> bytes:
 
 def _deserialise_plan(data: bytes, graph: Graph, asked: Devices) -> Plan:
     document = json.loads(data)
-    lanes: list[Lane] = []
+    device_plans: list[Lane] = []
     for entry in document["lanes"]:
         backend, device = asked[entry["device"]]
-        if entry["like"] < len(lanes):
-            twin = lanes[entry["like"]]
-            lanes.append(Lane(device, backend, twin.graph, twin.program))
+        if entry["like"] < len(device_plans):
+            equal_plan = device_plans[entry["like"]]
+            device_plans.append(Lane(device, backend, equal_plan.graph, equal_plan.program))
         else:
             own = graph if entry["graph"] is None else from_json(entry["graph"])
-            lanes.append(Lane(device, backend, own, program_from_data(entry["program"], own)))
+            device_plans.append(Lane(device, backend, own, program_from_data(entry["program"], own)))
     return Plan(
         graph,
-        tuple(lanes),
+        tuple(device_plans),
         MappingProxyType({name: layout_from_data(layout) for name, layout in document["leaves"].items()}),
         MappingProxyType({name: layout_from_data(layout) for name, layout in document["outputs"].items()}),
         frozenset((name, axis, segment, place) for name, axis, segment, place in document["cuts"]),

@@ -30,7 +30,7 @@ from ..ops import REGISTRY
 from ..ops.collectives import COLLECTIVES
 from .layout import Layout
 from .lowering.lane import Lane as Lane
-from .machines.hardware import CPU, Estimate, Hardware
+from .machines.hardware import DEFAULT_HARDWARE, Estimate, Hardware
 from .stages import (
     InstructionCosts,
     TimelineEntry,
@@ -111,7 +111,7 @@ class Plan:
     outputs: Mapping[str, Layout]
     cuts: ShardedFactors
     reasons: tuple[str, ...]
-    hardware: Hardware = CPU
+    hardware: Hardware = DEFAULT_HARDWARE
     placed: tuple[PinnedNodes, ...] = ()
     host: Hardware | None = None
     shares: tuple[float, ...] = ()
@@ -120,7 +120,7 @@ class Plan:
     @property
     def group(self) -> list[tuple[Backend, Device]]:
         """The backend and the device of each device plan, for further plans over the same weights and states."""
-        return [(lane.backend, lane.device) for lane in self.lanes]
+        return [(device_plan.backend, device_plan.device) for device_plan in self.lanes]
 
     @property
     def speeds(self) -> tuple[Hardware, ...]:
@@ -133,7 +133,7 @@ class Plan:
 
         Where the devices work one after another, each is predicted with the speeds of a device that works alone.
         """
-        alone = [speeds.alone for speeds in self.speeds]
+        alone = [speeds.solo_hardware for speeds in self.speeds]
         if len(self.lanes) == 1 or alone == [*self.speeds] or not is_sequential(self.together, len(self.lanes)):
             return self._compute_instruction_costs(self.speeds)
         return self._compute_instruction_costs(alone)
@@ -160,7 +160,7 @@ class Plan:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes by kind of memory, summed over the devices."""
-        return {kind: sum(lane.memory()[kind] for lane in self.lanes) for kind in self.lanes[0].memory()}
+        return {kind: sum(device_plan.memory()[kind] for device_plan in self.lanes) for kind in self.lanes[0].memory()}
 
     def flops(self) -> int:
         """Return the floating-point operations of one run of the unsharded graph on one device."""
@@ -203,7 +203,7 @@ class Plan:
         return self.view()._repr_html_()
 
     def __repr__(self) -> str:
-        devices = ", ".join(str(lane.device) for lane in self.lanes)
+        devices = ", ".join(str(device_plan.device) for device_plan in self.lanes)
         return f"Plan({len(self.graph.nodes)} nodes on {devices}, {format_bytes(sum(self.memory().values()))})"
 
     def __str__(self) -> str:

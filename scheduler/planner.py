@@ -34,7 +34,7 @@ from .choosing.planning import FactorChooser, PlanBuilder, SplitModeBuilder
 from .choosing.uses import Workload
 from .choosing.ways import choose_auto_plan
 from .lowering.lane import DEVICES_KIND, Devices
-from .machines.hardware import CPU, Hardware
+from .machines.hardware import DEFAULT_HARDWARE, Hardware
 from .plan import SPLIT_MODE_NAMES, HostOffload, Plan
 from .sharding.pins import PlacementRules
 from .spelling import decompose_unsupported
@@ -116,7 +116,7 @@ def plan_for_group(
     tensor_split: Sequence[float] = (),
     place: PlacementRules = (),
     like: Plan | None = None,
-    hardware: Hardware = CPU,
+    hardware: Hardware = DEFAULT_HARDWARE,
     choose: FactorChooser | None = None,
     host: HostOffload | None = None,
     use: Workload | None = None,
@@ -153,16 +153,16 @@ def plan_for_group(
         group = _select_earlier_devices(like, graph, group)
     shares = _check_tensor_split(tensor_split, len(group))
     planning = PlanBuilder(graph, tuple(group), shares if tensor_split else (), hardware, place, like, use)
-    made = planning.build_unverified(SPLIT_MODES[split_mode], like, choose, host)
+    new_plan = planning.build_unverified(SPLIT_MODES[split_mode], like, choose, host)
     try:
-        verify_plan(made)
+        verify_plan(new_plan)
     except PlanError as why:
-        if all(lane.short is None for lane in made.lanes):
+        if all(device_plan.short is None for device_plan in new_plan.lanes):
             raise
         planning.unrepeated_reasons = (f"every run of layers is planned by itself, since of {why}",)
-        made = planning.build_unverified(SPLIT_MODES[split_mode], like, choose, host)
-        verify_plan(made)
-    return made
+        new_plan = planning.build_unverified(SPLIT_MODES[split_mode], like, choose, host)
+        verify_plan(new_plan)
+    return new_plan
 
 
 SPLIT_MODE_BUILDERS = (
@@ -182,7 +182,7 @@ def _select_earlier_devices(like: Plan, graph: Graph, group: Devices) -> Devices
     Raises:
         PlanError: `like` is a plan over other devices, or over other weights and states than `graph` has.
     """
-    names, taken = [str(device) for _, device in group], [str(lane.device) for lane in like.lanes]
+    names, taken = [str(device) for _, device in group], [str(device_plan.device) for device_plan in like.lanes]
     if len(names) != len(taken):
         group = [pair for pair, name in zip(group, names, strict=True) if name not in like.spare]
         if [str(device) for _, device in group] != taken:
@@ -215,6 +215,6 @@ def _check_tensor_split(tensor_split: Sequence[float], devices: int) -> Sequence
     if not tensor_split:
         return [1.0] * devices
     if len(tensor_split) > devices or any(s < 0 for s in tensor_split) or not sum(tensor_split):
-        shown = ",".join(f"{s:g}" for s in tensor_split)
-        raise PlanError(f"tensor split {shown}: need at most {devices} shares, none negative, one above zero")
+        split_text = ",".join(f"{s:g}" for s in tensor_split)
+        raise PlanError(f"tensor split {split_text}: need at most {devices} shares, none negative, one above zero")
     return [*tensor_split, *[0.0] * (devices - len(tensor_split))]

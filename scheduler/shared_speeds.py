@@ -13,8 +13,8 @@ from ..distributed import World
 from ..graph import Graph
 from ..graph.lazy_dataclass import dataclass
 from .lowering.lane import Devices
-from .machines.calibrated import built_in, calibrated_source, speeds_data, speeds_here
-from .machines.hardware import CPU, Hardware
+from .machines.calibrated import choose_default_hardware, describe_calibrated_source, find_local_speeds, speeds_to_data
+from .machines.hardware import DEFAULT_HARDWARE, Hardware
 from .machines.speeds import Speeds
 
 
@@ -29,14 +29,14 @@ class RankSpeeds:
 
     slowest_speeds: Speeds | None
     has_several_machines: bool
-    default_hardware: Hardware = CPU
+    default_hardware: Hardware = DEFAULT_HARDWARE
     speeds_source: str = "calibrated"
 
     def hardware_for_graph(self, graph: Graph) -> Hardware:
         """Return the speeds for the weights of `graph`. Between machines, the link speeds are the built-in ones."""
         if self.slowest_speeds is None:
             return self.default_hardware
-        known = replace(self.slowest_speeds.hardware(graph), source=self.speeds_source)
+        known = replace(self.slowest_speeds.hardware_for(graph), source=self.speeds_source)
         if not self.has_several_machines:
             return known
         return replace(known, link_bandwidth=known.across_bandwidth, link_latency=known.across_latency)
@@ -50,10 +50,12 @@ def agree_on_speeds(group: Devices, world: World) -> RankSpeeds:
     """
     hosts = [world.hosts[device.rank or 0] for _, device in group]
     own = [one for one, host in zip(group, hosts, strict=True) if host == world.hosts[world.rank]]
-    kept = speeds_here(own)
-    said = world.all_gather_bytes(json.dumps(None if kept is None else speeds_data(kept)).encode())
-    known = [Speeds(**data) for data in map(json.loads, said) if data is not None]
+    own_speeds = find_local_speeds(own)
+    messages = world.all_gather_bytes(json.dumps(None if own_speeds is None else speeds_to_data(own_speeds)).encode())
+    known = [Speeds(**data) for data in map(json.loads, messages) if data is not None]
     slowest = min(known, key=lambda speeds: min(speeds.flops.values()), default=None)
-    default = built_in(group) if world.size == 1 else CPU  # threads of other ranks are not known
-    source = calibrated_source() if world.size == 1 else "calibrated"
+    default = (
+        choose_default_hardware(group) if world.size == 1 else DEFAULT_HARDWARE
+    )  # threads of other ranks are not known
+    source = describe_calibrated_source() if world.size == 1 else "calibrated"
     return RankSpeeds(slowest, len(set(hosts)) > 1, default, source)

@@ -35,8 +35,8 @@ def decompose_unsupported(graph: Graph, group: Devices) -> Graph:
         if any(0 in value.shape for value in operands.values()):  # a decomposition into chunks needs at least one token
             return None
         results = DECOMPOSITIONS[node.op][UNFUSED_DECOMPOSITION](operands, node.attrs)
-        made = set(Graph({str(i): value for i, value in enumerate(results)}).nodes)
-        return results if all(map(runs, made)) else None
+        new_nodes = set(Graph({str(i): value for i, value in enumerate(results)}).nodes)
+        return results if all(map(runs, new_nodes)) else None
 
     if not any(UNFUSED_DECOMPOSITION in DECOMPOSITIONS.get(node.op, ()) and not runs(node) for node in graph.nodes):
         return graph

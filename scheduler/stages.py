@@ -22,7 +22,7 @@ from ..graph.node import Node
 from ..ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_number
 from .lowering.alike import make_program_key
 from .lowering.lane import KernelUse, Lane, find_collective_groups, find_first_equal_devices
-from .machines.hardware import Counts, Estimate, Hardware, Work, leaf_of
+from .machines.hardware import Estimate, Hardware, WorkCounter, WorkEstimate, find_viewed_node
 from .machines.stand_ins import NUMPY_SLOWDOWNS
 
 COMPUTE = "work"
@@ -75,33 +75,33 @@ class InstructionCosts:
 
     def __init__(
         self,
-        lane: Lane,
+        device_plan: Lane,
         hardware: Hardware,
         whole: Mapping[str, int],
-        counts: Counts,
+        counts: WorkCounter,
         number: int = 0,
-        team: Sequence[int] = (0,),
+        collective_group: Sequence[int] = (0,),
         kernel_use: KernelUse | None = None,
     ) -> None:
         """Store the inputs of the prediction; costs are computed at first use.
 
         Args:
-            lane: The device plan.
+            device_plan: The device plan.
             hardware: The speeds of the device and its links.
             whole: Bytes of each weight and state before sharding, by name.
             counts: The work estimates of nodes, shared by several device plans.
             number: The number of the device.
-            team: The devices that call the same collectives, this device included.
+            collective_group: The devices that call the same collectives, this device included.
             kernel_use: The use of kernels; by default the device plan is asked.
         """
-        self.graph_nodes, self.program = lane.graph.nodes, lane.program
-        self.launch_counts, self.stand_ins = kernel_use or lane.kernel_use()
+        self.graph_nodes, self.program = device_plan.graph.nodes, device_plan.program
+        self.launch_counts, self.stand_ins = kernel_use or device_plan.kernel_use()
         self.hardware, self.unsharded_bytes, self.work_estimates, self.device_number, self.collective_group = (
             hardware,
             whole,
             counts,
             number,
-            team,
+            collective_group,
         )
 
     def cost_of(self, at: int) -> InstructionCost:
@@ -114,21 +114,23 @@ class InstructionCosts:
 
     def _compute_cost(self, at: int, i: Instruction) -> InstructionCost:
         if find_collective_number(i.op, i.attrs) is not None:
-            met = self.hardware.collective(i.op, count_collective_bytes(i), self._list_participants(i))
-            return InstructionCost(0.0, 0.0, met.moved, met.seconds)
+            collective_cost = self.hardware.estimate_collective(
+                i.op, count_collective_bytes(i), self._list_participants(i)
+            )
+            return InstructionCost(0.0, 0.0, collective_cost.bytes_sent, collective_cost.seconds)
         if i.index < 0:  # a copy of a state, for its update or for a rollback
-            copied = Work(0.0, _count_copied_bytes(i), _count_copied_bytes(i), (OTHER_OPS,))
+            copied = WorkEstimate(0.0, _count_copied_bytes(i), _count_copied_bytes(i), (OTHER_OPS,))
             return InstructionCost(
                 0.0, copied.nbytes, 0.0, self.hardware.compute_seconds(*copied, launches=self.launch_counts[at])
             )
         node = self.graph_nodes[i.index]
-        own = self.work_estimates.of(node)
+        own = self.work_estimates.count_work(node)
         times, more = self._compute_unsharded_excess(node)
         more = min(own.nbytes * (times - 1), more)
-        whole = own._replace(flops=own.flops * times, nbytes=own.nbytes + more, kept=own.kept + more)
+        whole = own._replace(flops=own.flops * times, nbytes=own.nbytes + more, stored_bytes=own.stored_bytes + more)
         slowdown = NUMPY_SLOWDOWNS.get(i.op, 1.0) if at in self.stand_ins else 1.0
 
-        def seconds(work: Work) -> float:
+        def seconds(work: WorkEstimate) -> float:
             return slowdown * self.hardware.compute_seconds(*work, launches=self.launch_counts[at])
 
         return InstructionCost(own.flops, own.nbytes, 0.0, seconds(own), seconds(whole) if more else None)
@@ -146,7 +148,7 @@ class InstructionCosts:
         """
         times, missing = 1.0, 0.0
         for source in node.inputs:
-            leaf = leaf_of(source)
+            leaf = find_viewed_node(source)
             if leaf.name in self.unsharded_bytes and leaf.op in ("weight", "state"):
                 whole, own = self.unsharded_bytes[leaf.name], leaf.specs[0].nbytes
                 if 0 < own < whole:
@@ -156,36 +158,36 @@ class InstructionCosts:
 
 
 def compute_instruction_costs(
-    lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]
+    device_plans: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]
 ) -> list[InstructionCosts]:
     """Return the instruction costs of each device; devices with equal programs share one object.
 
     Args:
-        lanes: The device plans.
+        device_plans: The device plans.
         speeds: The speeds of each device.
         whole: Bytes of each weight and state before sharding, by name.
     """
     prices: list[InstructionCosts] = []
-    counts, teams = Counts(), find_collective_groups([lane.program for lane in lanes])
+    counts, groups = WorkCounter(), find_collective_groups([device_plan.program for device_plan in device_plans])
     uses: dict[Hashable, KernelUse] = {}  # by structure: structurally equal programs call the same kernels
-    for number, first in enumerate(find_first_equal_devices(lanes)):
+    for number, first in enumerate(find_first_equal_devices(device_plans)):
         if first < number:
             prices.append(prices[first])
             continue
-        lane = lanes[number]
-        key = (type(lane.backend), lane.device.kind, make_program_key(lane.program))
+        device_plan = device_plans[number]
+        key = (type(device_plan.backend), device_plan.device.kind, make_program_key(device_plan.program))
         if key not in uses:
-            uses[key] = lane.kernel_use()
-        prices.append(InstructionCosts(lane, speeds[number], whole, counts, number, teams[number], uses[key]))
+            uses[key] = device_plan.kernel_use()
+        prices.append(InstructionCosts(device_plan, speeds[number], whole, counts, number, groups[number], uses[key]))
     return prices
 
 
-def build_timeline(lanes: Sequence[Lane], prices: Sequence[InstructionCosts]) -> list[TimelineEntry]:
+def build_timeline(device_plans: Sequence[Lane], prices: Sequence[InstructionCosts]) -> list[TimelineEntry]:
     """Return all entries of the timeline, in the order of the collectives."""
-    goes_on = can_group_overlap([(lane.backend, lane.device) for lane in lanes])
+    goes_on = can_group_overlap([(device_plan.backend, device_plan.device) for device_plan in device_plans])
     own: list[_ProgramSpans] = []
-    for number, first in enumerate(find_first_equal_devices(lanes)):
-        own.append(_ProgramSpans(lanes[number], prices[number], goes_on) if first == number else own[first])
+    for number, first in enumerate(find_first_equal_devices(device_plans)):
+        own.append(_ProgramSpans(device_plans[number], prices[number], goes_on) if first == number else own[first])
     timeline: list[TimelineEntry] = []
     for number in sorted({n for p in own for n in p.collective_entries}):
         there = [d for d, p in enumerate(own) if number in p.collective_entries]
@@ -211,19 +213,19 @@ def advance_clocks(found: Sequence[TimelineEntry], begins: Sequence[float]) -> l
         found: The timeline.
         begins: Seconds at which each device begins.
     """
-    worked, met = [*begins], [*begins]
+    worked, collective_ends = [*begins], [*begins]
     for stage in found:
         if stage.op == COMPUTE:
             for d in stage.devices:
-                worked[d] = (worked[d] if stage.is_overlapped else max(worked[d], met[d])) + stage.seconds
+                worked[d] = (worked[d] if stage.is_overlapped else max(worked[d], collective_ends[d])) + stage.seconds
         else:
-            there = {d: max(worked[d], met[d]) for d in stage.devices}
+            there = {d: max(worked[d], collective_ends[d]) for d in stage.devices}
             ready = there[stage.sending_device] if stage.op == "send" else max(there.values())
             for d in stage.devices:
                 worked[d] = there[d]
                 if stage.op != "send" or d != stage.sending_device:
-                    met[d] = max(there[d], ready + stage.seconds)
-    return [*map(max, worked, met)]
+                    collective_ends[d] = max(there[d], ready + stage.seconds)
+    return [*map(max, worked, collective_ends)]
 
 
 def is_sequential(found: Sequence[TimelineEntry], devices: int) -> bool:
@@ -235,13 +237,13 @@ def is_sequential(found: Sequence[TimelineEntry], devices: int) -> bool:
 
 def estimate_run_time(found: Sequence[TimelineEntry], devices: int) -> Estimate:
     """Return the predicted time of one run: compute, collectives, their number, and the overlapped seconds."""
-    meetings = [s for s in found if s.op != COMPUTE]
-    sent, took = sum(s.seconds for s in meetings), compute_end_time(found, devices)
+    collectives = [s for s in found if s.op != COMPUTE]
+    sent, took = sum(s.seconds for s in collectives), compute_end_time(found, devices)
     one_by_one = took
     if any(s.is_overlapped for s in found):
         one_by_one = compute_end_time([replace(s, is_overlapped=False) for s in found], devices)
     compute = max(0.0, one_by_one - sent)  # the sum over messages may exceed the time of the run
-    return Estimate(compute, sent, len(meetings), one_by_one - took + max(0.0, sent - one_by_one))
+    return Estimate(compute, sent, len(collectives), one_by_one - took + max(0.0, sent - one_by_one))
 
 
 def count_collective_bytes(i: Instruction) -> int:
@@ -286,9 +288,9 @@ class _ProgramSpans:
     are merged.
     """
 
-    def __init__(self, lane: Lane, prices: InstructionCosts, goes_on: bool) -> None:
-        self.program, self.instruction_costs = lane.program, prices
-        meanwhile = lane.meanwhile if goes_on else {}
+    def __init__(self, device_plan: Lane, prices: InstructionCosts, goes_on: bool) -> None:
+        self.program, self.instruction_costs = device_plan.program, prices
+        overlapped_instructions = device_plan.overlapped_instructions if goes_on else {}
         self.collective_entries: dict[int, TimelineEntry] = {}
         self.entries_before_collective: dict[int, tuple[str, TimelineEntry]] = {}
         self.overlapped_entries: dict[int, tuple[str, TimelineEntry]] = {}
@@ -298,7 +300,7 @@ class _ProgramSpans:
                 self.entries_before_collective[number] = self._build_compute_entry(start, at)
                 cost = prices.cost_of(at)
                 self.collective_entries[number] = TimelineEntry(i.op, (), at, 1, 0.0, cost.bytes_sent, cost.seconds)
-                start = at + 1 + len(meanwhile.get(at, ()))
+                start = at + 1 + len(overlapped_instructions.get(at, ()))
                 self.overlapped_entries[number] = self._build_compute_entry(at + 1, start, beside=True)
         self.final_entry = self._build_compute_entry(start, len(self.program.instructions))
 
@@ -306,9 +308,13 @@ class _ProgramSpans:
         """Return the ops and the entry of the instructions from `start` to `stop`."""
         costs = [self.instruction_costs.cost_of(at) for at in range(start, stop)]
         reads, seconds = sum(c.nbytes for c in costs), sum(c.seconds for c in costs)
-        cut = any(c.unsharded_seconds is not None for c in costs)
-        uncut = sum(c.seconds if c.unsharded_seconds is None else c.unsharded_seconds for c in costs) if cut else None
+        is_sharded = any(c.unsharded_seconds is not None for c in costs)
+        unsharded_seconds = (
+            sum(c.seconds if c.unsharded_seconds is None else c.unsharded_seconds for c in costs)
+            if is_sharded
+            else None
+        )
         stage = TimelineEntry(
-            COMPUTE, (), start, stop - start, float(reads), 0.0, float(seconds), uncut, is_overlapped=beside
+            COMPUTE, (), start, stop - start, float(reads), 0.0, float(seconds), unsharded_seconds, is_overlapped=beside
         )
         return " ".join(i.op for i in self.program.instructions[start:stop]), stage

@@ -36,39 +36,45 @@ def build_pipeline_order(plans: Sequence[Plan]) -> PipelineOrder:
     Raises:
         PlanError: Runs cannot follow each other, for example because all devices share a collective.
     """
-    acts = [
-        act
+    actions = [
+        action
         for run in range(len(plans))
-        for act in (PipelineAction("put", run), PipelineAction("run", run), PipelineAction("keep", run))
+        for action in (PipelineAction("put", run), PipelineAction("run", run), PipelineAction("keep", run))
     ]
-    order = [acts] * max((len(plan.lanes) for plan in plans), default=0)
-    for why in find_pipeline_order_faults([[lane.program for lane in plan.lanes] for plan in plans], order):
-        devices = ", ".join(str(lane.device) for lane in plans[0].lanes)
+    order = [actions] * max((len(plan.lanes) for plan in plans), default=0)
+    for why in find_pipeline_order_faults(
+        [[device_plan.program for device_plan in plan.lanes] for plan in plans], order
+    ):
+        devices = ", ".join(str(device_plan.device) for device_plan in plans[0].lanes)
         raise PlanError(f"plan for {devices}, {len(plans)} runs: {why}")
     return order
 
 
 def count_pipeline_stages(plan: Plan) -> int:
     """Return the number of pipeline stages of a plan; 1 if all devices share a collective."""
-    return 1 if any(find_global_collectives([lane.program for lane in plan.lanes])) else len(_list_stage_devices(plan))
+    return (
+        1
+        if any(find_global_collectives([device_plan.program for device_plan in plan.lanes]))
+        else len(_list_stage_devices(plan))
+    )
 
 
 def _list_stage_devices(plan: Plan) -> list[tuple[int, ...]]:
     """Return the devices of each pipeline stage, in the order of their numbers."""
-    teams = dict.fromkeys(find_collective_groups([lane.program for lane in plan.lanes]))
-    return [(number,) for number in range(len(plan.lanes))] if len(teams) == 1 else [*teams]
+    groups = dict.fromkeys(find_collective_groups([device_plan.program for device_plan in plan.lanes]))
+    return [(number,) for number in range(len(plan.lanes))] if len(groups) == 1 else [*groups]
 
 
 def estimate_stage_times(plan: Plan) -> list[StageTime]:
     """Return the seconds of each pipeline stage in steady state."""
-    letters, work = [0.0] * len(plan.lanes), [0.0] * len(plan.lanes)
+    message_seconds, work = [0.0] * len(plan.lanes), [0.0] * len(plan.lanes)
     for stage in plan.together:
         sent = stage.op == "send"
         for device in stage.devices:
             if not (sent and device == stage.sending_device):
-                (letters if sent else work)[device] += stage.seconds
+                (message_seconds if sent else work)[device] += stage.seconds
     return [
-        StageTime(*(max(times[device] for device in stop) for times in (letters, work)))
+        StageTime(*(max(times[device] for device in stop) for times in (message_seconds, work)))
         for stop in _list_stage_devices(plan)
     ]
 
@@ -78,18 +84,18 @@ def format_stage_count(stages: int, devices: int) -> str:
     return f"{stages} devices" if stages == devices else f"{stages} teams of {devices // stages} devices"
 
 
-def estimate_run_interval(plan: Plan, under_way: int) -> float:
+def estimate_run_interval(plan: Plan, runs_in_progress: int) -> float:
     """Return the seconds between the ends of two runs in steady state.
 
     Args:
         plan: The plan of each run.
-        under_way: The number of runs in progress. A run begins when the first of them ends.
+        runs_in_progress: The number of runs in progress. A run begins when the first of them ends.
     """
     clock = [0.0] * len(plan.lanes)
     ends: list[float] = []
     for run in range(STEADY_STATE_RUNS):
-        if run >= under_way:
-            clock = [max(now, ends[run - under_way]) for now in clock]
+        if run >= runs_in_progress:
+            clock = [max(now, ends[run - runs_in_progress]) for now in clock]
         clock = advance_clocks(plan.together, clock)
         ends.append(max(clock))
     return (ends[-1] - ends[STEADY_STATE_RUNS // 2 - 1]) / (STEADY_STATE_RUNS // 2)

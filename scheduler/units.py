@@ -27,11 +27,11 @@ def format_seconds(seconds: float) -> str:
 def format_table(rows: Sequence[Sequence[str]], right: str) -> list[str]:
     """Return the rows of a table as lines; `right` has one letter for each column, ``r`` for alignment to the right."""
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    shown = []
+    lines = []
     for row in rows:
         cells = zip(row, widths, right, strict=True)
-        shown.append("  ".join(t.rjust(w) if side == "r" else t.ljust(w) for t, w, side in cells).rstrip())
-    return shown
+        lines.append("  ".join(t.rjust(w) if side == "r" else t.ljust(w) for t, w, side in cells).rstrip())
+    return lines
 
 
 def format_devices(devices: Sequence[str]) -> str:

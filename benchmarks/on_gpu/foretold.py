@@ -37,4 +37,4 @@ def list_wrong_predictions(rows: Iterable[ResultRow]) -> Iterator[str]:
     compared = [(float(str(r["predicted µs"])) / float(str(r["µs"])), r) for r in rows if "predicted µs" in r]
     far = [(ratio, r) for ratio, r in compared if not 1 / WRONG_PREDICTION_FACTOR <= ratio <= WRONG_PREDICTION_FACTOR]
     for ratio, r in sorted(far, key=lambda pair: -max(pair[0], 1 / pair[0])):
-        yield f"{r['case']}: predicted {ratio:.2f} times what was measured"
+        yield f"{r['case']}: predicted {ratio:.2f} times the measured time"

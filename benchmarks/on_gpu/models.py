@@ -60,13 +60,13 @@ def _measure_model(
     start = time.perf_counter()
     path = find()
     if path is not None and "random" in path.name:
-        yield {"what": "written", "s": time.perf_counter() - start, "GB": path.stat().st_size / 1e9}
+        yield {"step": "written", "s": time.perf_counter() - start, "GB": path.stat().st_size / 1e9}
     start, model = time.perf_counter(), open_model(path)
     context = min(model.context_length, max(*prompts, new + deep) + 8)
     on = DeviceGroup((str(bench.on),))
     session = Session(model, on=on, context=context, batch=max(prompts))
     nbytes = counting.count_weight_bytes(model)
-    yield {"what": "loaded", "s": time.perf_counter() - start, "GB of weights a token": nbytes / 1e9}
+    yield {"step": "loaded", "s": time.perf_counter() - start, "GB of weights a token": nbytes / 1e9}
     tokens = counting.make_random_tokens(session)
     for depth in (0, deep) if deep else (0,):
         yield from _measure_test(bench, session, counting.BenchmarkTest("tg", new, depth), tokens, nbytes)
@@ -102,7 +102,7 @@ def _measure_test(
     counting.time_test(session, test, tokens)
     taken = median(counting.time_test(session, test, tokens) for _ in range(bench.select_size(3, 1)))
     yield {
-        "what": test.name,
+        "step": test.name,
         "tok/s": test.tokens / taken,
         **MeasuredTime(taken / (test.tokens / many), 0.0).as_row(nbytes, 0, copy),
     }
@@ -119,7 +119,7 @@ def _measure_test(
         ]
         whole = own.measure_time([partial(_run_in_order, runs)])
         row = {**whole.as_row(nbytes, 0, copy), "launches": len(launches), "graphs": len(recorded)}
-        yield {"what": f"{test.name}, {how}", "tok/s": many / whole.seconds, **row}
+        yield {"step": f"{test.name}, {how}", "tok/s": many / whole.seconds, **row}
         seconds[how] = whole.seconds
     yield from _measure_kernels(bench.with_driver(plain), launches, seconds["the device"])
 
@@ -169,4 +169,4 @@ def _measure_kernels(bench: BenchmarkDevice, launches: Sequence[Launch], whole: 
     times = {name: bench.measure_launches([kernels[name]]).seconds for name in chosen}
     for name in sorted(times, key=lambda name: -times[name])[:MAX_LISTED_KERNELS]:
         seconds = times[name]
-        yield {"what": f"- {name}", "µs": seconds * 1e6, "launches": len(kernels[name]), "of the step": seconds / whole}
+        yield {"step": f"- {name}", "µs": seconds * 1e6, "launches": len(kernels[name]), "of the step": seconds / whole}

@@ -181,7 +181,7 @@ def _compare_decode(
             start = time.perf_counter()
             found.append(run.run(model.inputs(step, Batch([[token]], [n], None)))["logits"])
             times.append(time.perf_counter() - start)
-        logits, row = np.concatenate(found), {"by": way, "µs": median(times[1:]) * 1e6, "what": "a token"}
+        logits, row = np.concatenate(found), {"by": way, "µs": median(times[1:]) * 1e6, "step": "a token"}
         yield row if one is None else row | {"NMSE against one": compute_nmse(logits, one)}
         one = logits if one is None else one
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from ...scheduler.machines.calibrated import group_name, keep_speeds, read_speeds
+from ...scheduler.machines.calibrated import format_group_key, read_speeds, write_speeds
 from ...scheduler.machines.speeds import Speeds
-from ...scheduler.probing.calibrating import PROBED_DTYPES, QUICK_DTYPES, QUICK_ROUNDS, ROUNDS, speeds_of
+from ...scheduler.probing.calibrating import (
+    PROBE_ROUNDS,
+    PROBED_DTYPES,
+    QUICK_DTYPES,
+    QUICK_PROBE_ROUNDS,
+    measure_speeds,
+)
 from ..devices import DeviceGroup, resolve_devices
 from ..errors import ModelError
 from ..terminal.output import write_data, write_log_line
@@ -18,18 +24,22 @@ CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
 def add_flags(sub: argparse.ArgumentParser) -> None:
     kinds = ", ".join(map(str, QUICK_DTYPES))
     sub.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds in place of {ROUNDS}, weights of {kinds} only"
+        "--quick",
+        action="store_true",
+        help=f"{QUICK_PROBE_ROUNDS} rounds in place of {PROBE_ROUNDS}, weights of {kinds} only",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    kinds, rounds, note = (QUICK_DTYPES, QUICK_ROUNDS, "quick") if args.quick else (PROBED_DTYPES, ROUNDS, "")
+    kinds, rounds, note = (
+        (QUICK_DTYPES, QUICK_PROBE_ROUNDS, "quick") if args.quick else (PROBED_DTYPES, PROBE_ROUNDS, "")
+    )
     known: dict[str, Speeds] = {}
     for devices in CALIBRATED_GROUPS:
         group = resolve_devices(DeviceGroup(devices=devices))
-        speeds = known[group_name(group)] = speeds_of(group, kinds=kinds, rounds=1 + rounds)
-        write_data("\n".join(format_speeds(group_name(group), speeds, len(group))) + "\n")
-    file = keep_speeds(known, note)
+        speeds = known[format_group_key(group)] = measure_speeds(group, kinds=kinds, rounds=1 + rounds)
+        write_data("\n".join(format_speeds(format_group_key(group), speeds, len(group))) + "\n")
+    file = write_speeds(known, note)
     if read_speeds(file) != known:
         raise ModelError(
             f"{file} cannot be written, so no plan uses these speeds; name another folder in HOCKET_CACHE_DIR"

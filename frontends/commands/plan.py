@@ -24,12 +24,12 @@ from ...scheduler import (
     diff_plans,
     format_bytes,
     format_seconds,
+    parse_simulated_group,
     plan_for_group,
     plan_from_json,
     plan_to_json,
-    simulate,
 )
-from ...scheduler.machines.calibrated import hardware_of, told_speeds
+from ...scheduler.machines.calibrated import choose_hardware, describe_speed_source
 from ..devices import ONE_DEVICE, resolve_devices
 from ..errors import ModelError
 from ..gguf.reader import MAGIC
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         from ..measuring import measure_and_explain_steps
 
         lines = measure_and_explain_steps(open_model(args.model), on, tokens, args.context)
-        write_data("\n".join([f"speeds: {told_speeds(plan.hardware)}", *lines]) + "\n")
+        write_data("\n".join([f"speeds: {describe_speed_source(plan.hardware)}", *lines]) + "\n")
     else:
         if not args.json:
             prompt, is_decode = min(args.batch, context or 0), args.phase == "decode"
@@ -128,9 +128,9 @@ def run(args: argparse.Namespace) -> int:
                 )
             )
         if args.simulate and not args.json:
-            write_data("\n".join(simulate(args.simulate).told_speeds(graph)) + "\n")
+            write_data("\n".join(parse_simulated_group(args.simulate).describe_speeds(graph)) + "\n")
         elif not args.json:
-            write_data(f"speeds: {told_speeds(plan.hardware)}\n")
+            write_data(f"speeds: {describe_speed_source(plan.hardware)}\n")
     if problem := describe_memory_problem(requested, context=context):
         rest = "" if describe_memory_problem(plan) else f"; in this plan the rest is on {plan.lanes[-1].device}"
         write_log_line(f"hocket: does not fit: {as_flags(problem)}{rest}")
@@ -257,9 +257,9 @@ def plan_and_session_plan(
     """
     if simulated is None:
         group, host = resolve_devices(on), HostOffload(*find_device(OFFLOAD_DEVICE))
-        hardware = hardware_of(graph, group)
+        hardware = choose_hardware(graph, group)
     else:
-        simulation = simulate(simulated)
+        simulation = parse_simulated_group(simulated)
         group, hardware = list(simulation.group), simulation.hardware_for(graph)
         host = HostOffload(*simulation.host, simulation.host_hardware)
     options = partial(plan_for_group, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place, use=use)

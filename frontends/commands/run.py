@@ -311,9 +311,9 @@ def compare_step(session: Session, tokens: Sequence[int], device: str) -> tuple[
     count, nearest = 0, None
     for found in session.compare_with_device(tokens, device):
         if found.is_wrong:
-            return f"the first value that {device} has otherwise is\n{found}\n\n{found.around}", True
+            return f"the first value that {device} has otherwise is\n{found}\n\n{found.surrounding_lines}", True
         count += 1
-        nearest = max(nearest or found, found, key=lambda d: d.share)
+        nearest = max(nearest or found, found, key=lambda d: d.error_share)
     return f"{count} values are as on {device}" + (f"; nearest to its limit is {nearest}" if nearest else ""), False
 
 

@@ -13,7 +13,7 @@ from ... import ops
 from ...graph import DType, Graph, Value, input, state
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
-from ..step import RingCache, Step
+from ..step import RingCache, Step, count_cache_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class StepGraphBuilder:
     ) -> Value:
         """Write new rows into a cache, and return all its cells [B, cells, heads, size].
 
-        The state is [B*context + 1, heads*size]. Padding writes its last row, which is never read.
+        The state is [B*rows, heads*size] with ``count_cache_rows`` rows per sequence. Padding writes a spare row.
 
         Args:
             name: Name of the state.
@@ -284,12 +284,12 @@ class StepGraphBuilder:
         if ring := step.ring_cells(sight.ring_window):
             context, cells = ring, min(ring, cells)
             slot = self.integer_input(RingCache(sight.ring_window).input_name, step.row_count)
-        old = state(name, (sequences * context + 1, heads * size), dtype)
+        cache_rows = count_cache_rows(context)
+        old = state(name, (sequences * cache_rows, heads * size), dtype)
         rows = ops.reshape(new, shape=(sequences * count, heads * size))
         cache = ops.set_rows(old, rows, self.slot if slot is None else slot, name=f"{name}.new")
         self._updates[old] = cache
-        known = ops.slice_(cache, axis=0, start=0, stop=sequences * context)
-        known = ops.reshape(known, shape=(sequences, context, heads * size))
+        known = ops.reshape(cache, shape=(sequences, cache_rows, heads * size))
         known = ops.slice_(known, axis=1, start=0, stop=cells)
         self.shared_values[name] = ops.reshape(known, shape=(sequences, cells, heads, size))
         return self.shared_values[name]

@@ -83,33 +83,37 @@ class Candidate:
         """Return the candidate with at most `seconds`, the time of a similar overlapped plan, within its bound."""
         return replace(self, seconds=min(self.seconds, max(self.lower_bound_seconds, seconds)))
 
-    def with_single_stage_bound(self, made: Candidate) -> Candidate:
+    def with_single_stage_bound(self, built_candidate: Candidate) -> Candidate:
         """Return the candidate with at least the seconds of the plan of one of its stages.
 
         A run without a successor goes through all stages in no less time than through one stage that has all layers.
         """
         is_one = (
-            made.stage_count == 1 and made.group_sharding is not None and made.group_sharding == self.group_sharding
+            built_candidate.stage_count == 1
+            and built_candidate.group_sharding is not None
+            and built_candidate.group_sharding == self.group_sharding
         )
-        return replace(self, seconds=max(self.seconds, made.seconds)) if is_one and self.is_sequential else self
+        return (
+            replace(self, seconds=max(self.seconds, built_candidate.seconds)) if is_one and self.is_sequential else self
+        )
 
     @property
     def is_sequential(self) -> bool:
         """Whether the estimate assumes that stages run one after the other."""
         return self.plan is None and self.stage_count > 1 and not self.assumes_pipelining
 
-    def with_plan(self, judge: PlanScorer) -> Candidate:
+    def with_plan(self, scorer: PlanScorer) -> Candidate:
         """Return the candidate with its built plan, and with the seconds and bytes of the plan instead of estimates."""
         plan = self.build_plan()
-        seconds, how = judge(plan)
+        seconds, how = scorer(plan)
         memory = plan.memory()
-        held = memory["weight"] + memory["state"]
+        stored_bytes = memory["weight"] + memory["state"]
         return replace(
             self,
             plan=plan,
             device_count=len(plan.lanes),
             seconds=seconds,
-            stored_bytes=held,
+            stored_bytes=stored_bytes,
             missing_bytes=compute_missing_bytes(plan),
             pipeline_description=how,
         )
@@ -130,9 +134,9 @@ class Candidate:
         about = "" if self.plan is not None else "about "
         short = f", {format_bytes(int(self.missing_bytes))} short" if self.missing_bytes else ""
         devices = f"{self.device_count} device{'s' if self.device_count > 1 else ''}"
-        held = format_bytes(int(self.stored_bytes))
+        stored_text = format_bytes(int(self.stored_bytes))
         kind = f"{self.kind} ({self.pipeline_description})" if self.pipeline_description else self.kind
-        return f"{kind}, on {devices}: {about}{format_seconds(self.seconds)}, {held} held in all{short}"
+        return f"{kind}, on {devices}: {about}{format_seconds(self.seconds)}, {stored_text} held in all{short}"
 
 
 def score_by_run_time(plan: Plan) -> tuple[float, str]:
@@ -140,7 +144,7 @@ def score_by_run_time(plan: Plan) -> tuple[float, str]:
     return plan.cost.total, ""
 
 
-def choose_best_plan(ways: Sequence[Candidate], once: float, judge: PlanScorer = score_by_run_time) -> Plan:
+def choose_best_plan(candidates: Sequence[Candidate], once: float, scorer: PlanScorer = score_by_run_time) -> Plan:
     """Return the plan of the candidate that fits, or misses fewest bytes, and has the lowest penalised seconds.
 
     The reasons of the plan list the rejected candidates. A plan is built only for the candidate with the best estimate.
@@ -149,54 +153,76 @@ def choose_best_plan(ways: Sequence[Candidate], once: float, judge: PlanScorer =
     reason if its plan cannot be built.
 
     Args:
-        ways: The candidates. The first one has its plan.
+        candidates: The candidates. The first one has its plan.
         once: Bytes of weights and states on one device.
-        judge: Returns the seconds of a plan.
+        scorer: Returns the seconds of a plan.
     """
-    left = list(ways)
+    left = list(candidates)
     unbuilt: list[str] = []
 
-    alone_bytes = ways[0].stored_bytes  # bytes of a plan, which may store weights with another dtype
+    alone_bytes = candidates[0].stored_bytes  # bytes of a plan, which may store weights with another dtype
 
-    def cost(way: Candidate) -> tuple[float, float]:
-        return way.missing_bytes, way.compute_penalised_seconds(once if way.plan is None else alone_bytes)
+    def cost(candidate: Candidate) -> tuple[float, float]:
+        return candidate.missing_bytes, candidate.compute_penalised_seconds(
+            once if candidate.plan is None else alone_bytes
+        )
 
     while (best := min(left, key=cost)).plan is None:
         if best.refine is not None:
             left = _replace_refined(left, best, best.refine())
             continue
         try:
-            made = left[left.index(best)] = best.with_plan(judge)
+            built_candidate = left[left.index(best)] = best.with_plan(scorer)
         except (PlanError, GraphError) as why:
             left.remove(best)
             unbuilt.append(f"left aside: {best.kind}, on {best.device_count} devices; it cannot be built: {why}")
             continue
         if best.seconds > 0:
-            off = made.seconds / best.seconds * (best.correction_factor or 1.0)
-            left = [way.with_correction(off) if way.has_same_bias_as(best) else way for way in left]
-        if made.plan is not None and made.plan.cost.hidden:
-            left = [w.with_overlap_bound(made.seconds) if w.has_same_bias_as(best) else w for w in left]
-        left = [way.with_single_stage_bound(made) for way in left]
-    left = [way for way in left if way.refine is None]
-    others = sorted((way for way in left if way is not best), key=cost)
-    first = {way.kind: way for way in reversed(others)}.values()
-    most = max(way.device_count for way in left)
-    shown = [way for way in others if way in first or way.device_count == most]
+            off = built_candidate.seconds / best.seconds * (best.correction_factor or 1.0)
+            left = [
+                candidate.with_correction(off) if candidate.has_same_bias_as(best) else candidate for candidate in left
+            ]
+        if built_candidate.plan is not None and built_candidate.plan.cost.hidden:
+            left = [w.with_overlap_bound(built_candidate.seconds) if w.has_same_bias_as(best) else w for w in left]
+        left = [candidate.with_single_stage_bound(built_candidate) for candidate in left]
+    left = [candidate for candidate in left if candidate.refine is None]
+    others = sorted((candidate for candidate in left if candidate is not best), key=cost)
+    first = {candidate.kind: candidate for candidate in reversed(others)}.values()
+    max_device_count = max(candidate.device_count for candidate in left)
+    listed_candidates = [
+        candidate for candidate in others if candidate in first or candidate.device_count == max_device_count
+    ]
     notes = [
         f"taken: {best.describe()}",
-        *(f"left aside: {way.describe()}; {_explain_rejection(way, best)}" for way in shown),
+        *(
+            f"left aside: {candidate.describe()}; {_explain_rejection(candidate, best)}"
+            for candidate in listed_candidates
+        ),
     ]
-    notes += [f"left aside: {len(others) - len(shown)} ways like these"] if len(others) > len(shown) else []
+    notes += (
+        [f"left aside: {len(others) - len(listed_candidates)} ways like these"]
+        if len(others) > len(listed_candidates)
+        else []
+    )
     notes = [*notes, *unbuilt] if others or unbuilt else []
     return replace(best.plan, reasons=(*best.plan.reasons, *notes))
 
 
-def _replace_refined(ways: Sequence[Candidate], bound: Candidate, refined: Iterable[Candidate]) -> list[Candidate]:
-    """Return `ways` with `refined` in place of `bound` and of candidates of the same kind that have no plan."""
-    known = {(way.kind, way.device_count) for way in ways if way.plan is not None}
-    fresh = [way for way in refined if (way.kind, way.device_count) not in known]
-    known = {(way.kind, way.device_count) for way in fresh}
-    return [*(way for way in ways if way is not bound and (way.kind, way.device_count) not in known), *fresh]
+def _replace_refined(
+    candidates: Sequence[Candidate], bound: Candidate, refined: Iterable[Candidate]
+) -> list[Candidate]:
+    """Return `candidates` with `refined` in place of `bound` and of candidates of the same kind that have no plan."""
+    known = {(candidate.kind, candidate.device_count) for candidate in candidates if candidate.plan is not None}
+    fresh = [candidate for candidate in refined if (candidate.kind, candidate.device_count) not in known]
+    known = {(candidate.kind, candidate.device_count) for candidate in fresh}
+    return [
+        *(
+            candidate
+            for candidate in candidates
+            if candidate is not bound and (candidate.kind, candidate.device_count) not in known
+        ),
+        *fresh,
+    ]
 
 
 def _explain_rejection(other: Candidate, best: Candidate) -> str:

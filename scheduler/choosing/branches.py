@@ -16,7 +16,7 @@ from itertools import product
 
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
-from ..machines.hardware import KEPT, Hardware, leaf_of
+from ..machines.hardware import STORED_LEAF_OPS, Hardware, find_viewed_node
 from ..sharding.layers import Placement, order_by_hops
 from .clusters import Cluster, find_clusters, link_clusters, split_cluster
 
@@ -243,7 +243,7 @@ class BranchScheduler:
         machine = self.hardware.machine
         key = nbytes, machine > 0 and sender // machine != receiver // machine
         if key not in self._message_seconds:
-            self._message_seconds[key] = self.hardware.collective("send", nbytes, (sender, receiver)).seconds
+            self._message_seconds[key] = self.hardware.estimate_collective("send", nbytes, (sender, receiver)).seconds
         return self._message_seconds[key]
 
 
@@ -302,8 +302,8 @@ class _ListScheduler:
 
 def find_stored_leaves(node: Node) -> set[Value]:
     """Return the weights and states that a node reads, itself or through views."""
-    leaves = (leaf_of(source) for source in node.inputs)
-    return {leaf.results[0] for leaf in leaves if leaf.op in KEPT}
+    leaves = (find_viewed_node(source) for source in node.inputs)
+    return {leaf.results[0] for leaf in leaves if leaf.op in STORED_LEAF_OPS}
 
 
 def sum_leaf_bytes(leaves: Iterable[Value]) -> int:

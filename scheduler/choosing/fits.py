@@ -29,7 +29,7 @@ class MemoryPool:
     @property
     def needed_bytes(self) -> int:
         """Bytes that the device plans need."""
-        return sum(sum(lane.memory().values()) for lane in self.device_plans)
+        return sum(sum(device_plan.memory().values()) for device_plan in self.device_plans)
 
     @property
     def missing_bytes(self) -> int:
@@ -38,20 +38,24 @@ class MemoryPool:
 
     def count_leaf_bytes(self, names: frozenset[str]) -> int:
         """Return the bytes of the leaves with these names."""
-        buffers = [b for lane in self.device_plans for b in lane.program.buffers if b.kind != "arena"]
+        buffers = [b for device_plan in self.device_plans for b in device_plan.program.buffers if b.kind != "arena"]
         return sum(b.nbytes for b in buffers if b.name in names)
 
 
 def list_memory_pools(plan: Plan) -> list[MemoryPool]:
     """Return the memories of a plan; devices that do not state their memory are left out."""
     groups: dict[str, list[Lane]] = {}
-    for lane in plan.lanes:
-        device = lane.device
-        groups.setdefault(device.memory_of or f"{device.kind}:{device.index}@{device.rank}", []).append(lane)
+    for device_plan in plan.lanes:
+        device = device_plan.device
+        groups.setdefault(device.memory_of or f"{device.kind}:{device.index}@{device.rank}", []).append(device_plan)
     return [
-        MemoryPool(tuple(lanes), min(known), bool(lanes[0].device.memory_of) or len(lanes) > 1)
-        for lanes in groups.values()
-        if (known := [lane.device.memory for lane in lanes if lane.device.memory is not None])
+        MemoryPool(tuple(device_plans), min(known), bool(device_plans[0].device.memory_of) or len(device_plans) > 1)
+        for device_plans in groups.values()
+        if (
+            known := [
+                device_plan.device.memory for device_plan in device_plans if device_plan.device.memory is not None
+            ]
+        )
     ]
 
 
@@ -69,9 +73,12 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
     if not short:
         return None
     worst = max(short, key=lambda pool: pool.missing_bytes)
-    where = ", ".join(str(lane.device) for lane in worst.device_plans)
-    parts = {kind: sum(lane.memory()[kind] for lane in worst.device_plans) for kind in worst.device_plans[0].memory()}
-    held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in parts.items() if n)
+    where = ", ".join(str(device_plan.device) for device_plan in worst.device_plans)
+    parts = {
+        kind: sum(device_plan.memory()[kind] for device_plan in worst.device_plans)
+        for kind in worst.device_plans[0].memory()
+    }
+    bytes_by_kind = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in parts.items() if n)
     others = f" (and {len(short) - 1} more devices)" if len(short) > 1 else ""
     remedies = [
         r
@@ -85,7 +92,7 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
     remedies += [f"use a model with fewer bits a weight (these take {format_bytes(parts['weight'])} there)"]
     remedies += ["use devices with more memory"]
     return (
-        f"{where}{others}: needs {format_bytes(worst.needed_bytes)} ({held}) but has "
+        f"{where}{others}: needs {format_bytes(worst.needed_bytes)} ({bytes_by_kind}) but has "
         f"{format_bytes(worst.memory_bytes)}; {remedies[0]}, or {remedies[1]}"
     )
 
@@ -97,10 +104,10 @@ def _suggest_context(short: Sequence[MemoryPool], plan: Plan, context: int | Non
     caches = frozenset(v.node.name for v in plan.graph.states if v.shape and v.shape[0] >= context)
     sizes = []
     for pool in short:
-        held = pool.count_leaf_bytes(caches)
-        if held <= pool.missing_bytes:
+        cache_bytes = pool.count_leaf_bytes(caches)
+        if cache_bytes <= pool.missing_bytes:
             return None
-        sizes.append(context * (held - pool.missing_bytes) / held)
+        sizes.append(context * (cache_bytes - pool.missing_bytes) / cache_bytes)
     fitting = int(min(sizes)) // CONTEXT_STEP_CELLS * CONTEXT_STEP_CELLS
     return f"use context={fitting} or less" if fitting else None
 
@@ -112,7 +119,7 @@ def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
     leaves = {v.node.name for v in (*plan.graph.weights, *plan.graph.states)}
     spread = frozenset(n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _is_partitioned(plan))
     shared = (
-        sum(MemoryPool((lane,), 0).count_leaf_bytes(spread) for lane in plan.lanes)
+        sum(MemoryPool((device_plan,), 0).count_leaf_bytes(spread) for device_plan in plan.lanes)
         if _is_partitioned(plan)
         else pool.count_leaf_bytes(spread)
     )
@@ -130,7 +137,10 @@ def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
     if not _is_partitioned(plan):
         return "use split_mode='tensor' or split_mode='layer'"
     placed = any(isinstance(layout, Local) for layout in plan.leaves.values())
-    mode, needed = ("tensor" if placed else "layer"), sum(sum(lane.memory().values()) for lane in plan.lanes)
+    mode, needed = (
+        ("tensor" if placed else "layer"),
+        sum(sum(device_plan.memory().values()) for device_plan in plan.lanes),
+    )
     memory = sum(p.memory_bytes for p in list_memory_pools(plan))
     return f"use split_mode='{mode}'" if needed <= memory else None
 
@@ -149,9 +159,9 @@ def choose_host_offload(lacking: float, plan_with: Callable[[float], Plan]) -> P
     """
     low, share, fitting = 0.0, min(1.0, lacking), None
     for _ in range(MAX_OFFLOAD_PLANS):
-        made = plan_with(share)
-        if not compute_missing_bytes(made):
-            fitting, high = made, share
+        offload_plan = plan_with(share)
+        if not compute_missing_bytes(offload_plan):
+            fitting, high = offload_plan, share
         elif share >= 1.0:
             return None
         else:

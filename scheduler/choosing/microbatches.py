@@ -37,7 +37,9 @@ class MicroBatchChoice:
 
     def __str__(self) -> str:
         sequences, taken = sum(self.batch_sizes), len(self.batch_sizes)
-        ways = {count: f"in {count} micro-batches" if count > 1 else "as one" for count, _ in self.seconds_of_counts}
+        count_phrases = {
+            count: f"in {count} micro-batches" if count > 1 else "as one" for count, _ in self.seconds_of_counts
+        }
         times = {count: format_seconds(seconds) for count, seconds in self.seconds_of_counts}
         follow = (
             f" that follow each other through {format_stage_count(self.stage_count, self.device_count)}"
@@ -45,20 +47,20 @@ class MicroBatchChoice:
             else ""
         )
         runs = f"{sequences} sequences run" if sequences > 1 else "1 sequence runs"
-        said = [f"{runs} {ways[taken]}{follow}, predicted to take {times[taken]} a step"]
-        if others := [f"{ways[count]} {times[count]}" for count in reversed(ways) if count != taken]:
-            said.append(", ".join(others))
+        clauses = [f"{runs} {count_phrases[taken]}{follow}, predicted to take {times[taken]} a step"]
+        if others := [f"{count_phrases[count]} {times[count]}" for count in reversed(count_phrases) if count != taken]:
+            clauses.append(", ".join(others))
         if others and taken == 1:
-            said.append(f"several have to be {MIN_PIPELINE_SPEEDUP} times as fast")
+            clauses.append(f"several have to be {MIN_PIPELINE_SPEEDUP} times as fast")
         elif self.stage_count < self.device_count and self.stage_count == 1 < sequences:
-            said.append("all devices meet, so that none can begin with other sequences")
-        return "; ".join(said)
+            clauses.append("all devices meet, so that none can begin with other sequences")
+        return "; ".join(clauses)
 
 
 def list_micro_batch_counts(sequences: int, stages: int) -> list[int]:
     """Return the micro-batch counts to consider: at most `stages`, halved repeatedly down to two."""
-    most = min(stages, sequences)
-    return [most >> halved for halved in range(most.bit_length()) if most >> halved > 1]
+    max_count = min(stages, sequences)
+    return [max_count >> halved for halved in range(max_count.bit_length()) if max_count >> halved > 1]
 
 
 def choose_micro_batches(

@@ -51,10 +51,10 @@ class ChunkTimeModel:
         of = {asked: estimate_stage_times(plan_of(*asked)) for asked in {(t, c) for t in tokens for c in cells}}
         stops = [*zip(*(of[t, c] for c in cells for t in tokens), strict=True)]
         self._message_coefficients = [
-            _compute_bilinear_coefficients(*(leg.message_seconds for leg in corners)) for corners in stops
+            _compute_bilinear_coefficients(*(stage_time.message_seconds for stage_time in corners)) for corners in stops
         ]
         self._work_coefficients = [
-            _compute_bilinear_coefficients(*(leg.compute_seconds for leg in corners)) for corners in stops
+            _compute_bilinear_coefficients(*(stage_time.compute_seconds for stage_time in corners)) for corners in stops
         ]
 
     def _compute_interpolation_terms(self, tokens: int, end: int) -> tuple[float, float]:
@@ -69,11 +69,11 @@ class ChunkTimeModel:
     def predict_stage_times(self, tokens: int, end: int) -> list[StageTime]:
         """Return the stage times of a run of `tokens` tokens that ends at sequence length `end`."""
         m, n = self._compute_interpolation_terms(tokens, end)
-        letters, work = (
+        message_seconds, work = (
             [max(0.0, a + b * m + c * n + d * m * n) for a, b, c, d in of]
             for of in (self._message_coefficients, self._work_coefficients)
         )
-        return [*map(StageTime, letters, work)]
+        return [*map(StageTime, message_seconds, work)]
 
     def predict_slowest_stage_seconds(self, tokens: int, end: int) -> float:
         """Return the seconds of the slowest stage; called some hundred times before a prompt begins."""
@@ -106,10 +106,13 @@ def choose_prefill_chunks(tokens: int, behind: int, sizes: Sequence[int], predic
         for size in sizes
         for cells in (behind + min(size, tokens), end)
     }
-    ways = {_split_within_time(seconds, behind, end, sizes, predicted) for seconds in times}
-    told = [PrefillChunks(way, compute_pipelined_seconds(way, behind, sizes, predicted)) for way in ways]
-    most = FEWER_CHUNKS_TOLERANCE * min(parts.seconds for parts in told)
-    good = [parts for parts in told if parts.seconds <= most]
+    splits = {_split_within_time(seconds, behind, end, sizes, predicted) for seconds in times}
+    candidates = [
+        PrefillChunks(chunk_sizes, compute_pipelined_seconds(chunk_sizes, behind, sizes, predicted))
+        for chunk_sizes in splits
+    ]
+    max_seconds = FEWER_CHUNKS_TOLERANCE * min(parts.seconds for parts in candidates)
+    good = [parts for parts in candidates if parts.seconds <= max_seconds]
     return min(good, key=lambda parts: (len(parts.chunk_sizes), parts.seconds))
 
 
@@ -117,33 +120,33 @@ def _split_within_time(
     seconds: float, behind: int, end: int, sizes: Sequence[int], predicted: ChunkTimeModel
 ) -> tuple[int, ...]:
     """Return the largest chunks that take at most `seconds` each; a chunk of the smallest size may take longer."""
-    way: list[int] = []
+    chunk_sizes: list[int] = []
     while behind < end:
         fitting = bisect_right(
             sizes, seconds, key=lambda size: predicted.predict_slowest_stage_seconds(size, min(behind + size, end))
         )
-        way.append(min(sizes[max(0, fitting - 1)], end - behind))
-        behind += way[-1]
-    return tuple(way)
+        chunk_sizes.append(min(sizes[max(0, fitting - 1)], end - behind))
+        behind += chunk_sizes[-1]
+    return tuple(chunk_sizes)
 
 
 def compute_pipelined_seconds(
-    way: Sequence[int], behind: int, sizes: Sequence[int], predicted: ChunkTimeModel
+    chunk_sizes: Sequence[int], behind: int, sizes: Sequence[int], predicted: ChunkTimeModel
 ) -> float:
     """Return the time at which the last stage has computed the last chunk.
 
     Args:
-        way: The token counts of the chunks.
+        chunk_sizes: The token counts of the chunks.
         behind: Tokens that are already in the cache.
         sizes: The chunk sizes, ascending.
         predicted: The model of the stage times.
     """
     done: list[float] = []
-    for size, end in zip(way, accumulate(way, initial=behind), strict=False):
+    for size, end in zip(chunk_sizes, accumulate(chunk_sizes, initial=behind), strict=False):
         here, there = 0.0, predicted.predict_stage_times(round_up_to_chunk_size(size, sizes), end + size)
         done = done or [0.0] * len(there)
-        for at, leg in enumerate(there):
-            here = done[at] = max(done[at], here + leg.message_seconds) + leg.compute_seconds
+        for at, stage_time in enumerate(there):
+            here = done[at] = max(done[at], here + stage_time.message_seconds) + stage_time.compute_seconds
     return max(done, default=0.0)
 
 

@@ -73,16 +73,16 @@ class PlanBuilder(ShardedPlanBuilder):
             choose: Chooses the factors to shard instead of the search.
             host: The host device for leaves that do not fit.
         """
-        made = self.build_for_mode(mode, like, choose)
+        plan = self.build_for_mode(mode, like, choose)
         if (
             host is not None
             and like is None
             and mode is not PlanBuilder.build_tensor_parallel
-            and compute_missing_bytes(made)
+            and compute_missing_bytes(plan)
         ):
-            made = self.build_with_host_offload(host, alone=mode is PlanBuilder.build_single_device) or made
-        taken = {str(lane.device) for lane in made.lanes}
-        return replace(made, spare=tuple(name for name in self.device_names if name not in taken))
+            plan = self.build_with_host_offload(host, alone=mode is PlanBuilder.build_single_device) or plan
+        taken = {str(device_plan.device) for device_plan in plan.lanes}
+        return replace(plan, spare=tuple(name for name in self.device_names if name not in taken))
 
     def build_for_mode(self, mode: SplitModeBuilder, like: Plan | None, choose: FactorChooser | None) -> Plan:
         """Return the plan in `mode`, unless an earlier plan, a lack of choice or the caller decides."""
@@ -101,16 +101,18 @@ class PlanBuilder(ShardedPlanBuilder):
 
     def build_with_fixed_layout(self, earlier: Plan) -> Plan:
         """Return the plan over weights and states with the layouts of an earlier plan."""
-        if (teams := find_groups_of_programs([lane.program for lane in earlier.lanes])) is not None:
-            where = stages_from_layouts(self.graph, earlier.leaves, teams)
-            return self._build_hybrid_stages(where, teams, earlier.cuts, ("an earlier plan's layout",), earlier.leaves)
-        held = pins_from_layouts(self.graph, earlier.leaves)
+        if (groups := find_groups_of_programs([device_plan.program for device_plan in earlier.lanes])) is not None:
+            where = stages_from_layouts(self.graph, earlier.leaves, groups)
+            return self._build_hybrid_stages(where, groups, earlier.cuts, ("an earlier plan's layout",), earlier.leaves)
+        fixed_pins = pins_from_layouts(self.graph, earlier.leaves)
         stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
             where = placement_from_layouts(self.graph, earlier.leaves)
             base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
-            return self._build_pinned(base, {v: lies for v, lies in held.leaves.items() if isinstance(lies, Local)})
-        if len(self.group) == 1 and not self.placement_rules and not held.leaves:
+            return self._build_pinned(
+                base, {v: layout for v, layout in fixed_pins.leaves.items() if isinstance(layout, Local)}
+            )
+        if len(self.group) == 1 and not self.placement_rules and not fixed_pins.leaves:
             return self.build_unsharded("an earlier plan's layout")
         chosen = factors_from_description(self.graph, self.factors, earlier.cuts)
         if self.graph.digest() != earlier.graph.digest():  # the same position may have another factor
@@ -120,14 +122,14 @@ class PlanBuilder(ShardedPlanBuilder):
             return short
         while True:
             try:
-                plan = self.build_sharded(choice, held)
+                plan = self.build_sharded(choice, fixed_pins)
             except GraphError as why:
                 raise PlanError(
                     "this graph reads a weight in other pieces than an earlier plan has cut it, which cannot be put "
                     f"together: {why}; make one plan for both, or load the weights anew"
                 ) from None
-            before, held = held, pin_earlier_layouts(held, self.graph, plan.leaves, earlier.leaves)
-            if held == before:
+            before, fixed_pins = fixed_pins, pin_earlier_layouts(fixed_pins, self.graph, plan.leaves, earlier.leaves)
+            if fixed_pins == before:
                 return plan
 
     def build_single_device(self) -> Plan:
@@ -135,7 +137,7 @@ class PlanBuilder(ShardedPlanBuilder):
 
         Devices without work are left out.
         """
-        hardware = self.hardware if len(self.group) == 1 else self.hardware.alone
+        hardware = self.hardware if len(self.group) == 1 else self.hardware.solo_hardware
         first = PlanBuilder(self.graph, self.group[:1], (), hardware)
         first.unrepeated_reasons, first.repeated_layers = self.unrepeated_reasons, self.repeated_layers
         if not self.user_pins and not find_unsupported([self.graph], [{}], self.group[:1]):
@@ -211,8 +213,8 @@ class PlanBuilder(ShardedPlanBuilder):
 
         def plan_with(share: float) -> Plan:
             rest = [(1 - share) * s / sum(shares) for s in shares]
-            made = wider._build_layers_by_shares([*rest, share], trim=alone, last=why)
-            return replace(made, host=host.hardware) if made.lanes[-1].device == host.device else made
+            plan = wider._build_layers_by_shares([*rest, share], trim=alone, last=why)
+            return replace(plan, host=host.hardware) if plan.lanes[-1].device == host.device else plan
 
         first = self._build_layers_by_shares(shares, trim=alone)
         total = sum(first.memory()[kind] for kind in ("weight", "state"))
@@ -225,12 +227,12 @@ class PlanBuilder(ShardedPlanBuilder):
     def _build_pinned(
         self,
         base: Mapping[Node, Pin],
-        held: Mapping[Value, Local] = NO_FIXED_VALUES,
+        fixed_values: Mapping[Value, Local] = NO_FIXED_VALUES,
         *,
         trim: bool = False,
         order: Sequence[Node] = (),
     ) -> Plan:
-        """Return the plan with the pins `base`, in which user pins take precedence, and with the fixed layouts `held`.
+        """Return the plan with the pins `base`, in which user pins take precedence, and the layouts of `fixed_values`.
 
         With `trim`, devices without work are left out. Nodes start in `order`, if it is given.
         """
@@ -238,14 +240,18 @@ class PlanBuilder(ShardedPlanBuilder):
         def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
             where = {**base, **pins}
             placement = {n: p.device for n, p in where.items()}
-            return where, place_nodes(self.graph, placement, len(self.group), held, order)
+            return where, place_nodes(self.graph, placement, len(self.group), fixed_values, order)
 
         where, sharded = self._pin_until_supported(self.user_pins, build)
         if not trim:
             return self._assemble_plan(sharded, frozenset(), (), where)
-        kept = {device for _, device in self.placement_rules}
+        named_devices = {device for _, device in self.placement_rules}
         used = sorted(
-            {0, *(p.device for p in where.values()), *(i for i, n in enumerate(self.device_names) if n in kept)}
+            {
+                0,
+                *(p.device for p in where.values()),
+                *(i for i, n in enumerate(self.device_names) if n in named_devices),
+            }
         )
         few = PlanBuilder(self.graph, tuple(self.group[d] for d in used), (), self.hardware)
         where = {n: replace(p, device=used.index(p.device)) for n, p in where.items()}
@@ -262,9 +268,9 @@ class PlanBuilder(ShardedPlanBuilder):
 
     def build_hybrid(self) -> Plan:
         """Return the hybrid split: layers over device groups, with tensor parallelism inside each group."""
-        teams = split_into_groups(self.devices_per_machine, len(self.group))
+        groups = split_into_groups(self.devices_per_machine, len(self.group))
         return self.build_with_groups(
-            teams, self.factor_search.choose_factors(len(teams[0]), self.hardware, eager=True)
+            groups, self.factor_search.choose_factors(len(groups[0]), self.hardware, eager=True)
         )
 
     @property
@@ -274,7 +280,7 @@ class PlanBuilder(ShardedPlanBuilder):
         counts = {ranks.count(rank) for rank in ranks}
         return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
 
-    def build_with_groups(self, teams: StageGroups, choice: FactorChoice) -> Plan:
+    def build_with_groups(self, groups: StageGroups, choice: FactorChoice) -> Plan:
         """Return the hybrid split over these device groups; raise `PlanError` if nodes are pinned or nothing is
         sharded.
         """
@@ -283,40 +289,46 @@ class PlanBuilder(ShardedPlanBuilder):
                 "split mode layer,tensor places no single nodes and mixes no backends; "
                 "leave --place out and name devices of one kind, or use layer or tensor"
             )
-        held = self.tensor_split or memory_proportions([device for _, device in self.group])
-        where = split_layers(self.graph, [sum(held[d] for d in team) for team in teams])
+        shares = self.tensor_split or memory_proportions([device for _, device in self.group])
+        where = split_layers(self.graph, [sum(shares[d] for d in group) for group in groups])
         cuts = describe_all_factors(self.graph, self.factors, choice.factors)
-        shown = [", ".join(self.device_names[d] for d in (team[0], team[-1])) for team in teams]
-        notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(shown)]
-        plan = self._build_hybrid_stages(where, teams, cuts, (*choice.alternatives, *notes))
-        if find_groups_of_programs([lane.program for lane in plan.lanes]) is None:
+        group_names = [", ".join(self.device_names[d] for d in (group[0], group[-1])) for group in groups]
+        notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(group_names)]
+        plan = self._build_hybrid_stages(where, groups, cuts, (*choice.alternatives, *notes))
+        if find_groups_of_programs([device_plan.program for device_plan in plan.lanes]) is None:
             raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
         return plan
 
     def _build_hybrid_stages(
         self,
         where: Placement,
-        teams: StageGroups,
+        groups: StageGroups,
         cuts: ShardedFactors,
         why: tuple[str, ...],
         earlier: Mapping[str, Layout] | None = None,
     ) -> Plan:
         """Return the plan of nodes in stages, each sharded within its group; `where` is the stage of each node."""
 
-        def composed(chunks: OverlapChunks = SINGLE_CHUNK) -> HybridGraphs:
-            return partition_hybrid(self.graph, where, teams, cuts, self.proportions, self.hardware, earlier, chunks)
+        def partition_groups(chunks: OverlapChunks = SINGLE_CHUNK) -> HybridGraphs:
+            return partition_hybrid(self.graph, where, groups, cuts, self.proportions, self.hardware, earlier, chunks)
 
-        def chunked(chunks: OverlapChunks, note: str) -> Plan | None:
-            made = composed(chunks)
-            if not made.has_chunks or find_unsupported(
-                made.partitioned_graphs.graphs, made.partitioned_graphs.source_nodes, self.group
+        def build_with_chunks(chunks: OverlapChunks, note: str) -> Plan | None:
+            hybrid_graphs = partition_groups(chunks)
+            if not hybrid_graphs.has_chunks or find_unsupported(
+                hybrid_graphs.partitioned_graphs.graphs, hybrid_graphs.partitioned_graphs.source_nodes, self.group
             ):
                 return None
-            return self._assemble_plan(made.partitioned_graphs, made.sharded_factors, (*why, note), {})
+            return self._assemble_plan(
+                hybrid_graphs.partitioned_graphs, hybrid_graphs.sharded_factors, (*why, note), {}
+            )
 
-        first = composed()
+        first = partition_groups()
         plan = self._assemble_plan(self._require_supported(first.partitioned_graphs), first.sharded_factors, why, {})
-        return choose_overlap_chunks(plan, chunked) if first.has_chunks and can_group_overlap(self.group) else plan
+        return (
+            choose_overlap_chunks(plan, build_with_chunks)
+            if first.has_chunks and can_group_overlap(self.group)
+            else plan
+        )
 
     def with_first_devices(self, devices: int) -> PlanBuilder:
         """Return the same request for the first `devices` devices of the group."""

@@ -63,7 +63,7 @@ def plan_repeated_layers(
     cuts: ShardedFactors,
     proportions: Sequence[float],
     hardware: Hardware,
-    lies: Mapping[str, Layout] | None = None,
+    fixed_layouts: Mapping[str, Layout] | None = None,
 ) -> RepeatedPlan | None:
     """Plan `graph` from a shortened graph; None if that saves too few nodes or devices differ between repetitions.
 
@@ -74,9 +74,13 @@ def plan_repeated_layers(
         cuts: The sharded factors, listed at every leaf that has them.
         proportions: The share of each device.
         hardware: The hardware model.
-        lies: The fixed layouts of weights and states; a plan with other layouts is rejected.
+        fixed_layouts: The fixed layouts of weights and states; a plan with other layouts is rejected.
     """
-    kept = {} if lies is None else {v.node.name: lies.get(v.node.name) for v in (*graph.weights, *graph.states)}
+    required_layouts = (
+        {}
+        if fixed_layouts is None
+        else {v.node.name: fixed_layouts.get(v.node.name) for v in (*graph.weights, *graph.states)}
+    )
     if repeats is None or repeats.count * repeats.length * len(group) < MIN_SAVED_NODES:
         return None
     for runs in (repeats, repeats.drop_first()):  # before the first repetition, no value may have been summed yet
@@ -84,10 +88,12 @@ def plan_repeated_layers(
         if once is None or (own := _map_to_short_factors(once, cuts)) is None:
             continue
         first = _ShortSharding(once, group, hardware, cuts, proportions, own)
-        cut = first.with_kind_count(min(_choose_kind_count(first), runs.count - 1))
-        made = None if cut is None else _plan_shortened_graph(cut)
-        if made is not None and all(made.leaf_layouts[name] == layout for name, layout in kept.items()):
-            return made
+        sharding = first.with_kind_count(min(_choose_kind_count(first), runs.count - 1))
+        repeated_plan = None if sharding is None else _plan_shortened_graph(sharding)
+        if repeated_plan is not None and all(
+            repeated_plan.leaf_layouts[name] == layout for name, layout in required_layouts.items()
+        ):
+            return repeated_plan
     return None
 
 
@@ -147,16 +153,19 @@ class _ShortSharding:
     def replicated_assignment(self) -> ShardingAssignment:
         return self.sequence_parallel_options.replicated_assignment
 
-    def build_partitioned_graphs(self, laid: ShardingAssignment) -> PartitionedGraphs:
-        return partition_graph(self.shortened_graph.short_graph, self.factors, laid, self.shard_ranges)
+    def build_partitioned_graphs(self, assignment: ShardingAssignment) -> PartitionedGraphs:
+        return partition_graph(self.shortened_graph.short_graph, self.factors, assignment, self.shard_ranges)
 
     def unroll_partitioned_graphs(self, sharded: PartitionedGraphs) -> RepeatedPlan | None:
         """Return the plan of the deep graph; None if devices lack support or repetitions cannot be repeated."""
         of = self.shortened_graph
         if find_unsupported(sharded.graphs, sharded.source_nodes, self.group):
             return None
-        lanes = build_device_plans(sharded.graphs, self.group, of)
-        if not all(_is_repeatable(lane, of) for lane in {id(lane.program): lane for lane in lanes}.values()):
+        device_plans = build_device_plans(sharded.graphs, self.group, of)
+        if not all(
+            _is_repeatable(device_plan, of)
+            for device_plan in {id(device_plan.program): device_plan for device_plan in device_plans}.values()
+        ):
             return None
         leaves = {
             of.name_in_repetition(name, run, kind): layout
@@ -164,7 +173,7 @@ class _ShortSharding:
             for name, layout in sharded.leaves.items()
             if of.kind_of_name(name) == kind
         }
-        return RepeatedPlan(unroll_device_plans(lanes, of), leaves, sharded.outputs)
+        return RepeatedPlan(unroll_device_plans(device_plans, of), leaves, sharded.outputs)
 
     def build_with_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
         """Return the plan with overlap chunks.
@@ -174,45 +183,59 @@ class _ShortSharding:
         """
         inner = self.shortened_graph.deep_repetitions.drop_last()
         for runs in (inner, inner.drop_first()):
-            cut = (
+            sharding = (
                 self._with_shortened_graph(
                     shorten_graph(self.shortened_graph.deep_graph, runs, self.shortened_graph.short_count)
                 )
                 if runs.count >= self.shortened_graph.short_count
                 else None
             )
-            if cut is None or (tokens := find_token_factor(cut.replicated_assignment, cut.factors)) is None:
+            if (
+                sharding is None
+                or (tokens := find_token_factor(sharding.replicated_assignment, sharding.factors)) is None
+            ):
                 return None
-            laid: ShardingAssignment | None = cut.replicated_assignment
+            assignment: ShardingAssignment | None = sharding.replicated_assignment
             if chunks.required_saving_seconds is not None:
-                part = len(cut.shortened_graph.short_graph.nodes) / len(cut.shortened_graph.deep_graph.nodes)
-                laid = cut.sequence_parallel_options.shard_if_saving(tokens, chunks.required_saving_seconds * part)
-            if laid is None:
-                return None
-            if _has_uniform_carries(cut.shortened_graph, laid):
-                sharded = partition_in_chunks(
-                    cut.shortened_graph.short_graph, cut.factors, laid, cut.shard_ranges, tokens, chunks.chunk_count
+                part = len(sharding.shortened_graph.short_graph.nodes) / len(sharding.shortened_graph.deep_graph.nodes)
+                assignment = sharding.sequence_parallel_options.shard_if_saving(
+                    tokens, chunks.required_saving_seconds * part
                 )
-                return None if sharded is None else cut.unroll_partitioned_graphs(sharded)
+            if assignment is None:
+                return None
+            if _has_uniform_carries(sharding.shortened_graph, assignment):
+                sharded = partition_in_chunks(
+                    sharding.shortened_graph.short_graph,
+                    sharding.factors,
+                    assignment,
+                    sharding.shard_ranges,
+                    tokens,
+                    chunks.chunk_count,
+                )
+                return None if sharded is None else sharding.unroll_partitioned_graphs(sharded)
         return None
 
 
-def _plan_shortened_graph(cut: _ShortSharding) -> RepeatedPlan | None:
+def _plan_shortened_graph(sharding: _ShortSharding) -> RepeatedPlan | None:
     """Plan the short graph and return the plan of the deep graph; None if too few nodes are saved."""
-    of, group = cut.shortened_graph, cut.group
+    of, group = sharding.shortened_graph, sharding.group
     if (
         of.deep_repetitions.count - of.short_count
-    ) * of.deep_repetitions.length * cut.device_kind_count < MIN_SAVED_NODES:
+    ) * of.deep_repetitions.length * sharding.device_kind_count < MIN_SAVED_NODES:
         return None
-    laid = cut.sequence_parallel_options.choose_fastest()
-    made = cut.unroll_partitioned_graphs(cut.build_partitioned_graphs(laid)) if _has_uniform_carries(of, laid) else None
+    assignment = sharding.sequence_parallel_options.choose_fastest()
+    repeated_plan = (
+        sharding.unroll_partitioned_graphs(sharding.build_partitioned_graphs(assignment))
+        if _has_uniform_carries(of, assignment)
+        else None
+    )
     if (
-        made is None
+        repeated_plan is None
         or not can_group_overlap(group)
-        or find_token_factor(cut.replicated_assignment, cut.factors) is None
+        or find_token_factor(sharding.replicated_assignment, sharding.factors) is None
     ):
-        return made
-    return replace(made, build_with_chunks=cut.build_with_chunks)
+        return repeated_plan
+    return replace(repeated_plan, build_with_chunks=sharding.build_with_chunks)
 
 
 def _map_to_short_factors(of: ShortenedGraph, cuts: ShardedFactors) -> ShardedFactors | None:
@@ -236,17 +259,22 @@ def _map_to_short_factors(of: ShortenedGraph, cuts: ShardedFactors) -> ShardedFa
 
 def _choose_kind_count(once: _ShortSharding) -> int:
     """Return the number of repetition kinds over which the rounding of shard ranges evens out."""
-    inner = frozenset(cut for cut in once.short_sharded_factors if once.shortened_graph.kind_of_name(cut[0]) == 0)
+    inner = frozenset(
+        sharded_factor
+        for sharded_factor in once.short_sharded_factors
+        if once.shortened_graph.kind_of_name(sharded_factor[0]) == 0
+    )
     sizes = [factor.size for factor in factors_from_description(once.shortened_graph.short_graph, once.factors, inner)]
     shares = ShardRanges(once.proportions)
-    dealt: dict[int, list[int]] = {size: [0] * len(once.proportions) for size in sizes}
+    assigned_sizes: dict[int, list[int]] = {size: [0] * len(once.proportions) for size in sizes}
     for times in range(1, REPETITION_KIND_COUNTS[-1] + 1):
         for size in sizes:
-            dealt[size] = [
-                n + high - low for n, (low, high) in zip(dealt[size], shares.ranges_of(Factor(size)), strict=True)
+            assigned_sizes[size] = [
+                n + high - low
+                for n, (low, high) in zip(assigned_sizes[size], shares.ranges_of(Factor(size)), strict=True)
             ]
-        wanted = {size: [times * sizes.count(size) * size * p for p in shares.proportions] for size in sizes}
-        pairs = (pair for size in sizes for pair in zip(dealt[size], wanted[size], strict=True))
+        ideal_sizes = {size: [times * sizes.count(size) * size * p for p in shares.proportions] for size in sizes}
+        pairs = (pair for size in sizes for pair in zip(assigned_sizes[size], ideal_sizes[size], strict=True))
         if times in REPETITION_KIND_COUNTS and all(
             abs(has - ideal) <= IMBALANCE_TOLERANCE * ideal for has, ideal in pairs
         ):
@@ -254,38 +282,42 @@ def _choose_kind_count(once: _ShortSharding) -> int:
     return REPETITION_KIND_COUNTS[-1]
 
 
-def _has_uniform_carries(of: ShortenedGraph, laid: ShardingAssignment) -> bool:
+def _has_uniform_carries(of: ShortenedGraph, assignment: ShardingAssignment) -> bool:
     """Return whether carried values have the same layouts before all repetitions and after each repetition."""
     firsts = [of.short_repetitions.first_node_of(run) for run in range(PREAMBLE, of.short_count)]
     carried = [[of.short_nodes[first + place] for first in firsts] for place in of.deep_repetitions.carried_positions]
     return all(
-        len({tuple(map(laid.produced_layouts.__getitem__, node.results)) for node in nodes}) == 1 for nodes in carried
+        len({tuple(map(assignment.produced_layouts.__getitem__, node.results)) for node in nodes}) == 1
+        for nodes in carried
     )
 
 
-def _is_repeatable(lane: Lane, of: ShortenedGraph) -> bool:
+def _is_repeatable(device_plan: Lane, of: ShortenedGraph) -> bool:
     """Return whether repetitions of the instructions of a device may follow each other in any order.
 
     - The instructions of each kind are consecutive, and the kinds are in order.
     - A value that the next repetition reads has the same offset in all kinds.
     - No state is copied at the end of all repetitions.
     """
-    kinds = find_kinds_of_instructions(lane.graph, lane.program, of)
+    kinds = find_kinds_of_instructions(device_plan.graph, device_plan.program, of)
     copies = any(
-        i.index < 0 and at not in lane.program.save_positions for at, i in enumerate(lane.program.instructions)
+        i.index < 0 and at not in device_plan.program.save_positions
+        for at, i in enumerate(device_plan.program.instructions)
     )
     if kinds != sorted(kinds) or {*kinds} != {*range(PREAMBLE, of.short_count + 1)} or copies:
         return False
-    if lane.graph.outputs.keys() != of.short_graph.outputs.keys():
+    if device_plan.graph.outputs.keys() != of.short_graph.outputs.keys():
         return False
-    lies = {lane.graph.nodes[i.index]: i.dst for i in lane.program.instructions if i.index >= 0}
+    results_by_node = {
+        device_plan.graph.nodes[i.index]: i.dst for i in device_plan.program.instructions if i.index >= 0
+    }
     places: dict[tuple[int, str, int], set[int]] = defaultdict(set)
-    run_of = of.kind_by_node(lane.graph)
-    for base in _list_carried_values(lane.graph, run_of):
-        if base.node in lies:
+    run_of = of.kind_by_node(device_plan.graph)
+    for base in _list_carried_values(device_plan.graph, run_of):
+        if base.node in results_by_node:
             number, ending = split_numbered_name(base.node.name)
             place = number - of.short_repetitions.first_node_of(run_of[base.node])
-            places[place, ending, base.index].add(lies[base.node][base.index].offset)
+            places[place, ending, base.index].add(results_by_node[base.node][base.index].offset)
     return all(len(found) == 1 for found in places.values())
 
 

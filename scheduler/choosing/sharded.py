@@ -83,27 +83,29 @@ class ShardedPlanBuilder:
     def factors(self) -> Factors:
         return self.factor_search.factors
 
-    def build_sharded(self, choice: FactorChoice, held: Pins | None = None) -> Plan:
-        """Return the plan in which the chosen factors are sharded, except nodes with pins and pins in `held`."""
+    def build_sharded(self, choice: FactorChoice, fixed_pins: Pins | None = None) -> Plan:
+        """Return the plan in which the chosen factors are sharded, except nodes with pins and pins in `fixed_pins`."""
         first = {
             **pin_discrete_choices(self.graph, self.group),
-            **({} if held is None else held.nodes),
+            **({} if fixed_pins is None else fixed_pins.nodes),
             **self.user_pins,
         }
-        if held is None and (short := self._build_from_shortened_graph(choice)) is not None:
+        if fixed_pins is None and (short := self._build_from_shortened_graph(choice)) is not None:
             return short
         asked = describe_factors(self.graph, self.factors, choice.factors, {})
         shares = assign_shard_ranges(self.graph, self.factors, asked, self.proportions, self.earlier_layouts)
 
-        def laying(nodes: Mapping[Node, Pin]) -> SequenceParallelOptions:
-            pins = pin_leaves(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
-            given = pins if nodes or pins.leaves else NO_PINS
+        def make_sequence_options(nodes: Mapping[Node, Pin]) -> SequenceParallelOptions:
+            pins = pin_leaves(self.graph, nodes) if fixed_pins is None else Pins(nodes, fixed_pins.leaves)
+            used_pins = pins if nodes or pins.leaves else NO_PINS
             return SequenceParallelOptions(
-                self.graph, self.factors, choice.factors, given, len(self.group), self.hardware
+                self.graph, self.factors, choice.factors, used_pins, len(self.group), self.hardware
             )
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
-            return nodes, partition_graph(self.graph, self.factors, laying(nodes).choose_fastest(), shares)
+            return nodes, partition_graph(
+                self.graph, self.factors, make_sequence_options(nodes).choose_fastest(), shares
+            )
 
         where, sharded = self._pin_until_supported(first, build)
 
@@ -114,44 +116,44 @@ class ShardedPlanBuilder:
                 sharded, cuts, (*choice.alternatives, *note, *self.unrepeated_reasons, *notes), where
             )
 
-        made = plan(sharded)
+        unchunked_plan = plan(sharded)
         if not can_group_overlap(self.group):
-            return made
-        of = laying(where)
+            return unchunked_plan
+        of = make_sequence_options(where)
         if (tokens := find_token_factor(of.replicated_assignment, self.factors)) is None:
-            return made
+            return unchunked_plan
 
-        def chunked(chunks: OverlapChunks, note: str) -> Plan | None:
-            laid = (
+        def build_with_chunks(chunks: OverlapChunks, note: str) -> Plan | None:
+            assignment = (
                 of.replicated_assignment
                 if chunks.required_saving_seconds is None
                 else of.shard_if_saving(tokens, chunks.required_saving_seconds)
             )
-            if laid is None:
+            if assignment is None:
                 return None
-            graphs = partition_in_chunks(self.graph, self.factors, laid, shares, tokens, chunks.chunk_count)
+            graphs = partition_in_chunks(self.graph, self.factors, assignment, shares, tokens, chunks.chunk_count)
             return (
                 None
                 if graphs is None or find_unsupported(graphs.graphs, graphs.source_nodes, self.group)
                 else plan(graphs, note)
             )
 
-        return choose_overlap_chunks(made, chunked)
+        return choose_overlap_chunks(unchunked_plan, build_with_chunks)
 
     def _build_from_shortened_graph(
-        self, choice: FactorChoice, lies: Mapping[str, Layout] | None = None
+        self, choice: FactorChoice, fixed_layouts: Mapping[str, Layout] | None = None
     ) -> Plan | None:
         """Return the plan of a shortened graph; None if pins or differences between repetitions prevent it."""
         if self.user_pins or self.unrepeated_reasons or pin_discrete_choices(self.graph, self.group):
             return None
         every = describe_all_factors(self.graph, self.factors, choice.factors)
-        made = plan_repeated_layers(
-            self.graph, self.repeated_layers, self.group, every, self.proportions, self.hardware, lies
+        repeated_plan = plan_repeated_layers(
+            self.graph, self.repeated_layers, self.group, every, self.proportions, self.hardware, fixed_layouts
         )
-        if made is None:
+        if repeated_plan is None:
             return None
         cuts, shares = (
-            describe_factors(self.graph, self.factors, choice.factors, made.leaf_layouts),
+            describe_factors(self.graph, self.factors, choice.factors, repeated_plan.leaf_layouts),
             tuple(self.tensor_split),
         )
 
@@ -161,7 +163,7 @@ class ShardedPlanBuilder:
                 self.graph, of.device_plans, of.leaf_layouts, of.output_layouts, cuts, why, self.hardware, shares=shares
             )
 
-        first, in_chunks = plan(made), made.build_with_chunks
+        first, in_chunks = plan(repeated_plan), repeated_plan.build_with_chunks
         if in_chunks is None:
             return first
         return choose_overlap_chunks(
@@ -190,35 +192,49 @@ class ShardedPlanBuilder:
     def _assemble_plan(
         self, sharded: PartitionedGraphs, cuts: ShardedFactors, reasons: tuple[str, ...], where: Mapping[Node, Pin]
     ) -> Plan:
-        lanes = build_device_plans(sharded.graphs, self.group)
+        device_plans = build_device_plans(sharded.graphs, self.group)
         placed = list_pinned_nodes(self.graph, where)
         shares = tuple(self.tensor_split)
         return Plan(
-            self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed, shares=shares
+            self.graph,
+            device_plans,
+            sharded.leaves,
+            sharded.outputs,
+            cuts,
+            reasons,
+            self.hardware,
+            placed,
+            shares=shares,
         )
 
 
-def choose_overlap_chunks(made: Plan, chunked: Callable[[OverlapChunks, str], Plan | None]) -> Plan:
-    """Return the fastest of `made` and the plans with overlap chunks that `chunked(chunks, note)` returns.
+def choose_overlap_chunks(unchunked_plan: Plan, build_with_chunks: Callable[[OverlapChunks, str], Plan | None]) -> Plan:
+    """Return the fastest of `unchunked_plan` and the plans with overlap chunks that `build_with_chunks` returns.
 
     A plan must save `MIN_GAIN`, because predictions are not more exact. The chunk count grows while enough unoverlapped
     collective time is left. With reduce-scattered chunks, two collectives of each sum have no overlap: the
     reduce-scatter of the last chunk and the all-gather of the first. Such a plan must save more than these take.
     """
-    best, least = made, made.cost.total * (1 - MIN_GAIN)
-    enough, waiting = made.cost.total - least, made.cost.collectives - made.cost.hidden
+    best, best_seconds = unchunked_plan, unchunked_plan.cost.total * (1 - MIN_GAIN)
+    enough, waiting = (
+        unchunked_plan.cost.total - best_seconds,
+        unchunked_plan.cost.collectives - unchunked_plan.cost.hidden,
+    )
     for count in CHUNK_COUNTS:
         if (
             waiting < enough
-            or (one := chunked(OverlapChunks(count), note := f"tokens go in {count} chunks from sum to sum")) is None
+            or (one := build_with_chunks(OverlapChunks(count), note := f"tokens go in {count} chunks from sum to sum"))
+            is None
         ):
             break
         waiting = one.cost.collectives - one.cost.hidden
-        if one.cost.total < least:
-            best, least = one, one.cost.total
-        saving = max(0.0, one.cost.total - waiting + one.cost.collectives / count - least)
-        if (dealt := chunked(OverlapChunks(count, saving), f"{note}, each dealt to the devices")) is None:
+        if one.cost.total < best_seconds:
+            best, best_seconds = one, one.cost.total
+        saving = max(0.0, one.cost.total - waiting + one.cost.collectives / count - best_seconds)
+        if (
+            sharded_plan := build_with_chunks(OverlapChunks(count, saving), f"{note}, each dealt to the devices")
+        ) is None:
             continue
-        if dealt.cost.total < least:
-            best, least = dealt, dealt.cost.total
+        if sharded_plan.cost.total < best_seconds:
+            best, best_seconds = sharded_plan, sharded_plan.cost.total
     return best

@@ -60,12 +60,12 @@ class Workload:
             plan_of: Returns the plan of a run.
             counts_of: Returns the micro-batch counts to consider, from the sequence count and the stage count.
         """
-        dealt = choose_micro_batches(self.sequence_count, lambda n: plan_of(n, 1), counts_of)
-        micro_batches = len(dealt.batch_sizes)
+        choice = choose_micro_batches(self.sequence_count, lambda n: plan_of(n, 1), counts_of)
+        micro_batches = len(choice.batch_sizes)
         read, parts = self._estimate_prefill(plan_of) if self.prompt_tokens else (0.0, 1)
         how = [f"in {micro_batches} micro-batches"] if micro_batches > 1 else []
         how += [f"prompts in {parts} parts"] if parts > 1 else []
-        return self.new_tokens * dealt.step_seconds + self.sequence_count * read, ", ".join(how)
+        return self.new_tokens * choice.step_seconds + self.sequence_count * read, ", ".join(how)
 
     def _estimate_prefill(self, plan_of: PlanForRun) -> tuple[float, int]:
         """Return the seconds of one prompt, and the number of its prefill chunks."""
@@ -88,16 +88,16 @@ class OptimisticEstimate:
         self.workload, self.hardware = use, hardware
         self._seconds_by_run: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def estimate_candidate(self, way: Candidate, alone: float) -> Candidate:
+    def estimate_candidate(self, candidate: Candidate, alone: float) -> Candidate:
         """Return the candidate with estimates for the workload instead of estimates for one run.
 
         The devices of a group share all work of a prompt except launches.
 
         Args:
-            way: The candidate, with estimates for one step of all sequences.
+            candidate: The candidate, with estimates for one step of all sequences.
             alone: The seconds of this step on one device.
         """
-        use, stages, speed, refine = self.workload, way.stage_count, alone / way.seconds, way.refine
+        use, stages, speed, refine = self.workload, candidate.stage_count, alone / candidate.seconds, candidate.refine
         one = self._estimate_run_seconds(use.sequence_count, 1)
         step = min(
             [
@@ -109,16 +109,25 @@ class OptimisticEstimate:
             ]
         )
         read = 0.0
-        if use.prompt_tokens and (stages > 1 or way.group_sharding is not None):
-            read = self._estimate_prefill_seconds(stages, way.device_count // stages)
+        if use.prompt_tokens and (stages > 1 or candidate.group_sharding is not None):
+            read = self._estimate_prefill_seconds(stages, candidate.device_count // stages)
         elif use.prompt_tokens:  # no node is sharded
             read = self._estimate_run_seconds(1, use.prompt_tokens) / speed
         if stages > 1:  # one device may work while the others wait
             read /= max(self.hardware.alone_flops, self.hardware.alone_bandwidth)
         seconds = use.new_tokens * step / speed + use.sequence_count * read
-        least = use.new_tokens * step / speed * way.lower_bound_seconds / way.seconds + use.sequence_count * read
+        lower_bound_seconds = (
+            use.new_tokens * step / speed * candidate.lower_bound_seconds / candidate.seconds
+            + use.sequence_count * read
+        )
         refined = None if refine is None else lambda: [self.estimate_candidate(one, alone) for one in refine()]
-        return replace(way, seconds=seconds, assumes_pipelining=stages > 1, lower_bound_seconds=least, refine=refined)
+        return replace(
+            candidate,
+            seconds=seconds,
+            assumes_pipelining=stages > 1,
+            lower_bound_seconds=lower_bound_seconds,
+            refine=refined,
+        )
 
     def choose_micro_batch_counts(self, sequences: int, stages: int) -> list[int]:
         """Return the micro-batch count with the lowest estimate; an empty list if no count is considered."""
@@ -129,18 +138,23 @@ class OptimisticEstimate:
         """Return the seconds of a step in `micro_batches` micro-batches through `stages` stages of one device."""
         return micro_batches * self._estimate_run_seconds(-(-self.workload.sequence_count // micro_batches), 1) / stages
 
-    def _estimate_prefill_seconds(self, stages: int, team: int) -> float:
+    def _estimate_prefill_seconds(self, stages: int, device_count: int) -> float:
         """Return the seconds of a prompt, as one run or in prefill chunks, including the filling of the pipeline."""
         prompt = self.workload.prompt_tokens
-        whole, sizes = self._estimate_run_seconds(1, prompt, team), self.workload.chunk_sizes if stages > 1 else ()
+        whole, sizes = (
+            self._estimate_run_seconds(1, prompt, device_count),
+            self.workload.chunk_sizes if stages > 1 else (),
+        )
         turns = {size: prompt / size + stages - 1 for size in sizes}
-        return min([whole, *(turns[size] * self._estimate_run_seconds(1, size, team) / stages for size in sizes)])
+        return min(
+            [whole, *(turns[size] * self._estimate_run_seconds(1, size, device_count) / stages for size in sizes)]
+        )
 
-    def _estimate_run_seconds(self, sequences: int, tokens: int, team: int = 1) -> float:
-        """Return the seconds of a run on `team` devices: they share the work, but each launches all kernels."""
+    def _estimate_run_seconds(self, sequences: int, tokens: int, device_count: int = 1) -> float:
+        """Return the seconds of a run on `device_count` devices: they share the work, but each launches all kernels."""
         if (sequences, tokens) not in self._seconds_by_run:
             done = AssignmentCost(self.workload.build_graph(sequences, tokens), 1, self.hardware).node_work.values()
             work = sum(self.hardware.compute_seconds(*each, launches=0.0) for each in done)
             self._seconds_by_run[sequences, tokens] = work, len(done) * self.hardware.launch
         work, launches = self._seconds_by_run[sequences, tokens]
-        return work / team + launches
+        return work / device_count + launches

@@ -27,24 +27,24 @@ def choose_auto_plan(planning: PlanBuilder) -> Plan:
     among = replace(alone, hardware=planning.hardware) if alone.hardware != planning.hardware else alone
     costs = AssignmentCost(graph, 1, planning.hardware)
     hardware = _with_fitted_launch_cost(costs, among)
-    promises = None if use is None else OptimisticEstimate(use, hardware)
-    judge = score_by_run_time if promises is None else partial(_score_workload, planning, promises)
+    estimator = None if use is None else OptimisticEstimate(use, hardware)
+    scorer = score_by_run_time if estimator is None else partial(_score_workload, planning, estimator)
     once = float(sum(v.spec.nbytes for v in (*graph.weights, *graph.states)))
-    ways = [Candidate("whole", 1, 0.0, once, 0.0, lambda: alone).with_plan(judge)]
+    candidates = [Candidate("whole", 1, 0.0, once, 0.0, lambda: alone).with_plan(scorer)]
     if len(planning.group) > 1:
         others = _list_candidates(planning, alone, once, hardware, costs)
-        if promises is not None:
-            others = [promises.estimate_candidate(way, among.cost.total) for way in others]
-        ways += others
-    best = choose_best_plan(ways, once, judge)
+        if estimator is not None:
+            others = [estimator.estimate_candidate(candidate, among.cost.total) for candidate in others]
+        candidates += others
+    best = choose_best_plan(candidates, once, scorer)
     return best if use is None else replace(best, reasons=(f"judged by {use}", *best.reasons))
 
 
-def _score_workload(planning: PlanBuilder, promises: OptimisticEstimate, plan: Plan) -> tuple[float, str]:
+def _score_workload(planning: PlanBuilder, estimator: OptimisticEstimate, plan: Plan) -> tuple[float, str]:
     """Return the seconds of the workload with the layout of `plan`, and the phrase about pipelined runs."""
-    use = promises.workload
+    use = estimator.workload
     over = cache(lambda sequences, tokens: planning.build_over_layout_of(plan, use.build_graph(sequences, tokens)))
-    return use.score_plans(over, promises.choose_micro_batch_counts)
+    return use.score_plans(over, estimator.choose_micro_batch_counts)
 
 
 def _list_candidates(
@@ -56,20 +56,23 @@ def _list_candidates(
     branches = BranchScheduler(planning.graph, devices, hardware, seconds, _find_smallest_memory(planning))
     is_fixed = planning.tensor_split or planning.user_pins or len(alone.lanes) > 1
     fewer = () if is_fixed else (2**i for i in range(1, devices.bit_length()))
-    ways: list[Candidate] = []
+    candidates: list[Candidate] = []
     for count in sorted({*(n for n in fewer if n < devices), devices}):
         first = planning.with_first_devices(count)
-        ways += (
-            _with_stage_overlap(way, branches) for way in _make_candidates_for_all_devices(first, alone, once, hardware)
+        candidates += (
+            _with_stage_overlap(candidate, branches)
+            for candidate in _make_candidates_for_all_devices(first, alone, once, hardware)
         )
         if _can_form_groups(hardware.machine, count) and not planning.user_pins:
-            ways += (_with_stage_overlap(way, branches) for way in _make_hybrid_candidates(first, hardware))
+            candidates += (
+                _with_stage_overlap(candidate, branches) for candidate in _make_hybrid_candidates(first, hardware)
+            )
         if not is_fixed and branches.total_seconds:
             lacking, refine = (
                 max(0.0, once / count - branches.device_memory_bytes),
                 partial(_make_bounded_branch_candidates, first, branches, once),
             )
-            ways.append(
+            candidates.append(
                 Candidate(
                     BRANCHES_KIND,
                     count,
@@ -80,7 +83,7 @@ def _list_candidates(
                     refine=refine,
                 )
             )
-    return ways
+    return candidates
 
 
 def _make_bounded_branch_candidates(
@@ -104,18 +107,18 @@ def _make_branch_candidates(planning: PlanBuilder, branches: BranchScheduler) ->
         yield Candidate(BRANCHES_KIND, len(leaf_bytes), schedule.seconds, sum(leaf_bytes), lacking, make)
 
 
-def _with_stage_overlap(way: Candidate, branches: BranchScheduler) -> Candidate:
+def _with_stage_overlap(candidate: Candidate, branches: BranchScheduler) -> Candidate:
     """Return the candidate with its lower bound if its stages work on different branches at the same time."""
     if (
-        way.stage_count == 1
+        candidate.stage_count == 1
         or not branches.can_overlap
-        or branches.estimate_overlapped_share(way.stage_count) > 1 - MIN_BRANCH_SAVING
+        or branches.estimate_overlapped_share(candidate.stage_count) > 1 - MIN_BRANCH_SAVING
     ):
-        return way
-    part = branches.compute_lower_bound(way.stage_count) / branches.total_seconds
-    if way.is_from_search:  # stages may gain differently from sharding
-        part = 1 / way.stage_count
-    return replace(way, seconds=way.seconds * part, is_from_search=False, group_sharding=None)
+        return candidate
+    part = branches.compute_lower_bound(candidate.stage_count) / branches.total_seconds
+    if candidate.is_from_search:  # stages may gain differently from sharding
+        part = 1 / candidate.stage_count
+    return replace(candidate, seconds=candidate.seconds * part, is_from_search=False, group_sharding=None)
 
 
 def _make_candidates_for_all_devices(
@@ -136,7 +139,7 @@ def _make_candidates_for_all_devices(
         if choice.factors not in seen:
             seen.add(choice.factors)
             lacking, make = max(0.0, choice.stored_bytes - room), partial(planning.build_sharded, choice)
-            least, cut = choice.seconds - choice.communication_seconds, (count, choice.factors)
+            lower_bound_seconds, group_sharding = choice.seconds - choice.communication_seconds, (count, choice.factors)
             yield Candidate(
                 kind,
                 count,
@@ -145,8 +148,8 @@ def _make_candidates_for_all_devices(
                 lacking,
                 make,
                 is_from_search=True,
-                lower_bound_seconds=least,
-                group_sharding=cut,
+                lower_bound_seconds=lower_bound_seconds,
+                group_sharding=group_sharding,
             )
     seconds = alone.cost.total + _estimate_stage_transfer_seconds(hardware, count, 1)
     yield Candidate(
@@ -163,34 +166,38 @@ def _make_hybrid_candidates(planning: PlanBuilder, hardware: Hardware) -> Iterat
     """Yield the hybrid split: layers across machines, or across halves of one, and tensor parallelism within each."""
     if pin_discrete_choices(planning.graph, planning.group):
         return
-    teams = split_into_groups(hardware.machine, len(planning.group))
-    choice = planning.factor_search.choose_factors(len(teams[0]), hardware, eager=True)
-    held = choice.stored_bytes / len(teams)
-    lacking = max(0.0, held - _find_smallest_memory(planning))
-    seconds = choice.seconds + _estimate_stage_transfer_seconds(hardware, len(teams), len(teams[0]))
+    groups = split_into_groups(hardware.machine, len(planning.group))
+    choice = planning.factor_search.choose_factors(len(groups[0]), hardware, eager=True)
+    stored_bytes = choice.stored_bytes / len(groups)
+    lacking = max(0.0, stored_bytes - _find_smallest_memory(planning))
+    seconds = choice.seconds + _estimate_stage_transfer_seconds(hardware, len(groups), len(groups[0]))
     count = len(planning.group)
-    across = f"{len(teams)} machines" if 0 < hardware.machine < count else f"{len(teams)} teams"
+    across = f"{len(groups)} machines" if 0 < hardware.machine < count else f"{len(groups)} teams"
     kind = f"layers across {across}, cut within each"
-    make = partial(planning.build_with_groups, teams, choice)
-    least, cut, stages = choice.seconds - choice.communication_seconds, (len(teams[0]), choice.factors), len(teams)
+    make = partial(planning.build_with_groups, groups, choice)
+    lower_bound_seconds, group_sharding, stages = (
+        choice.seconds - choice.communication_seconds,
+        (len(groups[0]), choice.factors),
+        len(groups),
+    )
     yield Candidate(
         kind,
         count,
         seconds,
-        count * held,
+        count * stored_bytes,
         lacking,
         make,
         is_from_search=True,
         stage_count=stages,
-        lower_bound_seconds=least,
-        group_sharding=cut,
+        lower_bound_seconds=lower_bound_seconds,
+        group_sharding=group_sharding,
     )
 
 
 def _estimate_stage_transfer_seconds(hardware: Hardware, stages: int, devices: int) -> float:
     """Return the least seconds of the transfers between `stages` stages of `devices` devices each."""
     ends = ((s * devices - 1, s * devices) for s in range(1, stages))
-    return sum(hardware.collective_seconds(0.0, hardware.machines(pair)) for pair in ends)
+    return sum(hardware.collective_seconds(0.0, hardware.count_machines(pair)) for pair in ends)
 
 
 def _find_smallest_memory(planning: PlanBuilder) -> float:

@@ -59,8 +59,8 @@ def make_identity_key(graph: Graph) -> Hashable:
 
     Two graphs with equal structural keys and equal identity keys have the same program.
     """
-    met = tuple(tuple(n.attrs.items()) for n in graph.nodes if n.op in COLLECTIVES)
-    return tuple(n.name for n in graph.nodes if n.is_leaf), met, tuple(graph.outputs)
+    collective_attributes = tuple(tuple(n.attrs.items()) for n in graph.nodes if n.op in COLLECTIVES)
+    return tuple(n.name for n in graph.nodes if n.is_leaf), collective_attributes, tuple(graph.outputs)
 
 
 def make_program_key(program: Program) -> Hashable:

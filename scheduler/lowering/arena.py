@@ -33,18 +33,20 @@ def round_up_to_alignment(nbytes: int) -> int:
 
 def assign_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
     """Return offsets without overlaps between lifetimes: best fit among the free gaps, step by step."""
-    wanted = list(lifetimes)
-    offsets = [0] * len(wanted)
+    all_lifetimes = list(lifetimes)
+    offsets = [0] * len(all_lifetimes)
     free: list[tuple[int, int]] = []  # (offset, bytes), by offset, no two adjacent
     ending: list[tuple[int, int]] = []  # (last step, index), by step
     top = 0
-    for index in sorted(range(len(wanted)), key=lambda i: (wanted[i].first_step, -wanted[i].nbytes)):
-        need = round_up_to_alignment(wanted[index].nbytes)
-        while ending and ending[0][0] < wanted[index].first_step:
+    for index in sorted(
+        range(len(all_lifetimes)), key=lambda i: (all_lifetimes[i].first_step, -all_lifetimes[i].nbytes)
+    ):
+        need = round_up_to_alignment(all_lifetimes[index].nbytes)
+        while ending and ending[0][0] < all_lifetimes[index].first_step:
             done = ending.pop(0)[1]
-            free = _free_gap(free, offsets[done], round_up_to_alignment(wanted[done].nbytes))
+            free = _free_gap(free, offsets[done], round_up_to_alignment(all_lifetimes[done].nbytes))
         offsets[index], top = _take_gap(free, need, top)
-        insort(ending, (wanted[index].last_step, index))
+        insort(ending, (all_lifetimes[index].last_step, index))
     return Arena(tuple(offsets), top)
 
 
@@ -61,26 +63,29 @@ def assign_offsets_by_repetition(lifetimes: Iterable[Lifetime], run_of: Sequence
         lifetimes: The lifetimes of the values.
         run_of: The repetition of each step; -1 is the part before all repetitions.
     """
-    wanted, end, most = list(lifetimes), len(run_of), run_of[-1]
+    all_lifetimes, end, last_repetition = list(lifetimes), len(run_of), run_of[-1]
     bounds = [
-        (run_of[w.first_step] if w.first_step >= 0 else -1, run_of[w.last_step] if w.last_step < end else most)
-        for w in wanted
+        (
+            run_of[w.first_step] if w.first_step >= 0 else -1,
+            run_of[w.last_step] if w.last_step < end else last_repetition,
+        )
+        for w in all_lifetimes
     ]
     groups: dict[int | str, list[int]] = defaultdict(list)
-    for number, (lifetime, (first, last)) in enumerate(zip(wanted, bounds, strict=True)):
-        is_kept = lifetime.last_step == end and -1 < first < most
-        groups["kept" if is_kept else first if first == last else "lasting"].append(number)
-    offsets, bottom, top = [0] * len(wanted), 0, 0
+    for number, (lifetime, (first, last)) in enumerate(zip(all_lifetimes, bounds, strict=True)):
+        is_retained = lifetime.last_step == end and -1 < first < last_repetition
+        groups["retained" if is_retained else first if first == last else "lasting"].append(number)
+    offsets, bottom, top = [0] * len(all_lifetimes), 0, 0
     alone: list[int | str] = [group for group in groups if isinstance(group, int)]
     for group in ("lasting", *alone):
-        arena = assign_offsets(wanted[number] for number in groups[group])
+        arena = assign_offsets(all_lifetimes[number] for number in groups[group])
         for number, offset in zip(groups[group], arena.offsets, strict=True):
             offsets[number] = bottom + offset
         top = max(top, bottom + arena.nbytes)
         bottom = top if group == "lasting" else bottom
-    for number in sorted(groups["kept"], key=lambda number: wanted[number].first_step):
+    for number in sorted(groups["retained"], key=lambda number: all_lifetimes[number].first_step):
         offsets[number] = top
-        top += round_up_to_alignment(wanted[number].nbytes)
+        top += round_up_to_alignment(all_lifetimes[number].nbytes)
     return Arena(tuple(offsets), top)
 
 

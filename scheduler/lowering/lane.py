@@ -53,8 +53,8 @@ class Lane:
     def __getattr__(self, name: str) -> Any:
         if name not in ("graph", "program") or self.short is None:
             raise AttributeError(name)
-        for own, made in zip(("graph", "program"), self.short.unrolled_graph_and_program, strict=True):
-            object.__setattr__(self, own, made)
+        for own, value in zip(("graph", "program"), self.short.unrolled_graph_and_program, strict=True):
+            object.__setattr__(self, own, value)
         return vars(self)[name]
 
     @cached_property
@@ -75,12 +75,12 @@ class Lane:
         return backend.list_kernels(self.program, device)
 
     @cached_property
-    def meanwhile(self) -> Mapping[int, Sequence[int]]:
+    def overlapped_instructions(self) -> Mapping[int, Sequence[int]]:
         """For each overlapped collective, by position, the numbers of the instructions that run at the same time."""
         if not can_group_overlap([(self.backend, self.device)]):
             return {}
         together = {
-            number: called.instruction_numbers for called in self.calls or () for number in called.instruction_numbers
+            number: call.instruction_numbers for call in self.calls or () for number in call.instruction_numbers
         }
         order = range(len(self.program.instructions))
         return find_overlapped_instructions(
@@ -95,16 +95,14 @@ class Lane:
         if self.calls is None:
             return [1.0] * len(self.program.instructions)
         launches = [0.0] * len(self.program.instructions)
-        for called in self.calls:
-            for number in called.instruction_numbers:
-                launches[number] += 1 / len(called.instruction_numbers)
+        for call in self.calls:
+            for number in call.instruction_numbers:
+                launches[number] += 1 / len(call.instruction_numbers)
         return launches
 
     def stand_ins(self) -> frozenset[int]:
         """Return the positions of the instructions that NumPy computes for lack of a compiled kernel."""
-        return frozenset(
-            n for called in self.calls or () if called.kernel == STAND_IN for n in called.instruction_numbers
-        )
+        return frozenset(n for call in self.calls or () if call.kernel == STAND_IN for n in call.instruction_numbers)
 
     def kernel_use(self) -> KernelUse:
         """Return the launches and the stand-ins. Programs with equal structure have the same."""
@@ -131,26 +129,32 @@ class UnrollableProgram:
 
 def make_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> Lane:
     """Make a device plan that unrolls the graph and the program of `short` at the first access."""
-    lane: Lane = object.__new__(Lane)
+    device_plan: Lane = object.__new__(Lane)
     for name, value in {"device": device, "backend": backend, "short": short}.items():
-        object.__setattr__(lane, name, value)
-    return lane
+        object.__setattr__(device_plan, name, value)
+    return device_plan
 
 
-def unroll_device_plans(lanes: Sequence[Lane], of: ShortenedGraph) -> tuple[Lane, ...]:
+def unroll_device_plans(device_plans: Sequence[Lane], of: ShortenedGraph) -> tuple[Lane, ...]:
     """Return the device plans of a deep graph from the device plans of its short graph."""
     shorts: dict[tuple[int, int], UnrollableProgram] = {}
-    for lane in lanes:
-        shorts.setdefault((id(lane.graph), id(lane.program)), UnrollableProgram(lane.graph, lane.program, of))
+    for device_plan in device_plans:
+        shorts.setdefault(
+            (id(device_plan.graph), id(device_plan.program)),
+            UnrollableProgram(device_plan.graph, device_plan.program, of),
+        )
     return tuple(
-        make_unrolled_device_plan(lane.device, lane.backend, shorts[id(lane.graph), id(lane.program)]) for lane in lanes
+        make_unrolled_device_plan(
+            device_plan.device, device_plan.backend, shorts[id(device_plan.graph), id(device_plan.program)]
+        )
+        for device_plan in device_plans
     )
 
 
-def find_first_equal_devices(lanes: Sequence[Lane]) -> list[int]:
+def find_first_equal_devices(device_plans: Sequence[Lane]) -> list[int]:
     """Return for each device plan the number of the first one with the same program, which may be its own."""
     first: dict[int, int] = {}
-    return [first.setdefault(id(lane.program), number) for number, lane in enumerate(lanes)]
+    return [first.setdefault(id(device_plan.program), number) for number, device_plan in enumerate(device_plans)]
 
 
 def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
@@ -197,26 +201,26 @@ def build_device_plans(graphs: Sequence[Graph], group: Devices, of: ShortenedGra
     lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
     known: dict[Hashable, tuple[Graph, Program]] = {}
     gathered: dict[Hashable, FusedGroups] = defaultdict(dict)
-    lanes = []
+    device_plans = []
     for graph, (backend, device) in zip(graphs, group, strict=True):
         kind: Hashable = (type(backend), backend.name, device.kind, patterns[graph])
-        made = lowered.get(kind)
-        own = made is None or not all(backend.supports(node, device).ok for node in made[2])
+        lowered_entry = lowered.get(kind)
+        own = lowered_entry is None or not all(backend.supports(node, device).ok for node in lowered_entry[2])
         is_alone = patterns[graph] in alone  # no other graph shares its program, so names need no numbers
-        if made is None or own:
+        if lowered_entry is None or own:
             of_its_kind = gathered[type(backend), backend.name, device.kind]
             own_names = graph if is_alone else with_numbered_names(graph)
-            made = lower_with_state_saves(
+            lowered_entry = lower_with_state_saves(
                 own_names, backend, device, _find_device_repetitions(graph, is_alone, of), of_its_kind
             )
-            lowered.setdefault(kind, made)
+            lowered.setdefault(kind, lowered_entry)
         key = (kind, identities[graph])
-        twin = known.get(key)
-        if twin is None or own:
-            twin = made[:2] if is_alone else with_graph_names(made[0], made[1], graph)
-            known.setdefault(key, twin)
-        lanes.append(Lane(device, backend, *twin))
-    return tuple(lanes)
+        named_entry = known.get(key)
+        if named_entry is None or own:
+            named_entry = lowered_entry[:2] if is_alone else with_graph_names(lowered_entry[0], lowered_entry[1], graph)
+            known.setdefault(key, named_entry)
+        device_plans.append(Lane(device, backend, *named_entry))
+    return tuple(device_plans)
 
 
 def _find_device_repetitions(graph: Graph, is_alone: bool, of: ShortenedGraph | None) -> DeviceRepetitions | None:
@@ -224,8 +228,8 @@ def _find_device_repetitions(graph: Graph, is_alone: bool, of: ShortenedGraph | 
     if of is None or is_alone:
         return None if of is None else DeviceRepetitions(of)
 
-    def called(node: Node) -> str:
+    def find_node_name(node: Node) -> str:
         number, ending = split_numbered_name(node.name)
         return graph.nodes[number].name + ending
 
-    return DeviceRepetitions(of, called)
+    return DeviceRepetitions(of, find_node_name)

@@ -270,16 +270,16 @@ class _ProgramBuilder:
         writes the memory that the collective reads.
         """
         until: dict[Node, int] = {}
-        for at, met in enumerate(self.ordered_nodes):
-            if not can_be_overlapped(met.op):
+        for at, collective in enumerate(self.ordered_nodes):
+            if not can_be_overlapped(collective.op):
                 continue
             last = at
             for node in self.ordered_nodes[at + 1 :]:
-                if node.op in COLLECTIVES or any(self.views[s].base.node is met for s in node.inputs):
+                if node.op in COLLECTIVES or any(self.views[s].base.node is collective for s in node.inputs):
                     break
                 last = step[node]
             if last > at:
-                until[met] = last
+                until[collective] = last
         return until
 
     def _find_reusable_slot(

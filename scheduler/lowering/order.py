@@ -42,8 +42,10 @@ class ExecutionOrder:
         - Collectives keep their sequence.
         """
         place = {node: at for at, node in enumerate(nodes)}
-        meetings = [number for node in place if (number := find_collective_number(node.op, node.attrs)) is not None]
-        if meetings != sorted(meetings):
+        collective_numbers = [
+            number for node in place if (number := find_collective_number(node.op, node.attrs)) is not None
+        ]
+        if collective_numbers != sorted(collective_numbers):
             return False
         overwritten = {victim: place[result.node] for result, victim in self.overwritten_values.items()}
         for node, at in place.items():
@@ -54,7 +56,7 @@ class ExecutionOrder:
 
 
 def choose_execution_order(
-    graph: Graph, views: Mapping[Value, StridedView], kept: Callable[[Value], Spec], overlaps: bool = False
+    graph: Graph, views: Mapping[Value, StridedView], stored_spec_of: Callable[[Value], Spec], overlaps: bool = False
 ) -> ExecutionOrder:
     """Order `graph` so that as many states as possible are updated in place.
 
@@ -65,7 +67,7 @@ def choose_execution_order(
     Args:
         graph: The graph with dense copies.
         views: The strided view of each value.
-        kept: Returns the stored spec of a value.
+        stored_spec_of: Returns the stored spec of a value.
         overlaps: Place nodes that can overlap a collective directly after it.
     """
     readers: dict[Value, list[Node]] = defaultdict(list)
@@ -85,7 +87,7 @@ def choose_execution_order(
             before = [n for n in readers[victim] if n is not result.node]
             if (
                 result in donated
-                or kept(result).dtype is not kept(line[0]).dtype
+                or stored_spec_of(result).dtype is not stored_spec_of(line[0]).dtype
                 or not can_overwrite(result, victim, views)
                 or waits.is_needed_by_any(result.node, set(before))
             ):
@@ -165,8 +167,10 @@ def can_overwrite(result: Value, victim: Value, views: Mapping[Value, StridedVie
         if source is None or views[source].base != victim:
             continue
         dense = views[source].covers_base and source.spec.size == result.spec.size
-        twin = any(v == source for n, v in zip(declared.operand_names, node.src, strict=False) if n in allowed)
-        if not dense or (name not in allowed and not twin):
+        is_read_inplace = any(
+            v == source for n, v in zip(declared.operand_names, node.src, strict=False) if n in allowed
+        )
+        if not dense or (name not in allowed and not is_read_inplace):
             return False
         if name not in allowed and not _is_elementwise(node):
             return False
@@ -186,8 +190,10 @@ class _ExtraDependences:
         self.lowest_irregular_position = len(self.node_positions)
         """Below this place every node waits only for nodes at lower ones."""
         self.extra_predecessors: dict[Node, list[Node]] = defaultdict(list)
-        meetings = [(number, n) for n in graph.nodes if (number := find_collective_number(n.op, n.attrs)) is not None]
-        for (_, first), (_, second) in pairwise(sorted(meetings, key=lambda m: m[0])):
+        collectives = [
+            (number, n) for n in graph.nodes if (number := find_collective_number(n.op, n.attrs)) is not None
+        ]
+        for (_, first), (_, second) in pairwise(sorted(collectives, key=lambda m: m[0])):
             self.add_predecessors(second, [first])
 
     def add_predecessors(self, node: Node, before: list[Node]) -> None:
@@ -270,7 +276,7 @@ def _move_collectives_earlier(order: Sequence[Node], later: Mapping[Node, list[N
     """
     placed: list[Node] = []
     waiting: dict[Node, None] = {}
-    met: Node | None = None
+    last_collective: Node | None = None
 
     def sources(node: Node) -> list[Node]:
         return [*(v.node for v in node.inputs), *later.get(node, ())]
@@ -278,7 +284,7 @@ def _move_collectives_earlier(order: Sequence[Node], later: Mapping[Node, list[N
     for node in order:
         if node.op == "receive":
             placed += [*waiting, node]
-            waiting, met = {}, None
+            waiting, last_collective = {}, None
         elif node.op in COLLECTIVES:
             needed, stack = set[Node](), sources(node)
             while stack:
@@ -286,8 +292,8 @@ def _move_collectives_earlier(order: Sequence[Node], later: Mapping[Node, list[N
                     needed.add(source)
                     stack += sources(source)
             placed += [*(n for n in waiting if n in needed), node, *(n for n in waiting if n not in needed)]
-            waiting, met = {}, node
-        elif any(source is met or source in waiting for source in sources(node)):
+            waiting, last_collective = {}, node
+        elif any(source is last_collective or source in waiting for source in sources(node)):
             waiting[node] = None
         else:
             placed.append(node)

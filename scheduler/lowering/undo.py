@@ -50,9 +50,15 @@ def build_state_saves(
 
 def _make_whole_state_save(writer: Node | None, state: Value, victim: Value | None = None) -> StateSave:
     """Make a save of the whole memory of `state`; `victim` is an earlier result there."""
-    kept = cont(state if victim is None else victim)
-    back = cont(kept)
-    return StateSave(state, writer, kept.node, back.node, {kept: make_dense_view(kept), back: make_dense_view(back)})
+    saved_value = cont(state if victim is None else victim)
+    back = cont(saved_value)
+    return StateSave(
+        state,
+        writer,
+        saved_value.node,
+        back.node,
+        {saved_value: make_dense_view(saved_value), back: make_dense_view(back)},
+    )
 
 
 def _make_changed_rows_save(
@@ -76,14 +82,18 @@ def _make_changed_rows_save(
     numbers = {**views, **seen}[index].base
     if not numbers.node.is_leaf and numbers in order.overwritten_values.values():
         return None
-    kept = get_rows(table, index)
-    back = set_rows(table, kept, index)
-    seen.update({kept: make_dense_view(kept), back: make_dense_view(back)})
+    saved_value = get_rows(table, index)
+    back = set_rows(table, saved_value, index)
+    seen.update({saved_value: make_dense_view(saved_value), back: make_dense_view(back)})
     dense = {**views, **seen}[index].is_dense
-    for node, position in ((kept.node, 1), (back.node, 2)):
+    for node, position in ((saved_value.node, 1), (back.node, 2)):
         if not backend.supports(node, on).ok or not (dense or backend.reads_strided(node, position)):
             return None
-    return StateSave(state, new.node, kept.node, back.node, seen) if _is_lossless(state, kept, backend) else None
+    return (
+        StateSave(state, new.node, saved_value.node, back.node, seen)
+        if _is_lossless(state, saved_value, backend)
+        else None
+    )
 
 
 def _find_changed_rows(new: Value, state: Value, views: Mapping[Value, StridedView]) -> tuple[Value, Value] | None:
@@ -105,7 +115,7 @@ def _find_changed_rows(new: Value, state: Value, views: Mapping[Value, StridedVi
     return (table, index) if index.shape[:-1] == ahead else None
 
 
-def _is_lossless(state: Value, kept: Value, backend: Backend) -> bool:
+def _is_lossless(state: Value, saved_value: Value, backend: Backend) -> bool:
     """Return whether rows of `state` keep their bits in a save."""
-    was, now = (backend.stored(value.spec, find_storage_kind(value)).dtype for value in (state, kept))
+    was, now = (backend.stored(value.spec, find_storage_kind(value)).dtype for value in (state, saved_value))
     return was is now or (now is DType.F32 and was in STATE_DTYPES)

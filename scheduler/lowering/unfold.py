@@ -33,9 +33,9 @@ def unroll_program(graph: Graph, program: Program, of: ShortenedGraph) -> tuple[
         program: The program of `graph`.
         of: The shortened graph.
     """
-    unfolding = _Unroller(graph, of)
-    long = unfolding.build_graph()
-    return long, unfolding.build_program(long, program)
+    unroller = _Unroller(graph, of)
+    long = unroller.build_graph()
+    return long, unroller.build_program(long, program)
 
 
 def unroll_kernel_calls(
@@ -83,22 +83,22 @@ class _Unroller:
     # ------------------------------------------------------------------------------------------------- the graph
 
     def build_graph(self) -> Graph:
-        met = min((number for numbers in self.collectives_by_kind.values() for number in numbers), default=0)
+        first_sequence = min((number for numbers in self.collectives_by_kind.values() for number in numbers), default=0)
         carried: dict[tuple[int, str], Node] = {}
         for run, kind in self.shortened_graph.repetitions_with_kind:
-            numbers, made = self.collectives_by_kind[kind], self.nodes_by_repetition.setdefault(run, {})
+            numbers, unrolled_nodes = self.collectives_by_kind[kind], self.nodes_by_repetition.setdefault(run, {})
             for node in self.nodes_by_kind[kind]:
                 reads = [
                     None if s is None else (self._find_operand_node(s, run, kind, carried), s.index) for s in node.src
                 ]
                 src, attrs = tuple([None if read is None else read[0].results[read[1]] for read in reads]), node.attrs
                 if (number := find_collective_number(node.op, attrs)) is not None:
-                    attrs = MappingProxyType({**attrs, "sequence": met + number - min(numbers)})
-                made[node] = Node(
+                    attrs = MappingProxyType({**attrs, "sequence": first_sequence + number - min(numbers)})
+                unrolled_nodes[node] = Node(
                     node.op, src, attrs, node.specs, self.shortened_graph.name_in_repetition(node.name, run, kind)
                 )
-            met += len(numbers)
-            offered = ((self._make_carried_key(old, kind + 1), new) for old, new in made.items())
+            first_sequence += len(numbers)
+            offered = ((self._make_carried_key(old, kind + 1), new) for old, new in unrolled_nodes.items())
             carried = {place: new for place, new in offered if place is not None}
         ends = {
             **self.nodes_by_repetition[PREAMBLE],
@@ -212,10 +212,10 @@ def count_saved_bytes_by_kind(program: Program, of: ShortenedGraph) -> tuple[int
     sizes: dict[int, int] = {}
     first = [program.buffers[ARENA_BUFFER].nbytes]
     for at in sorted(program.save_positions):
-        (kept,), kind = program.instructions[at].dst, of.kind_of_name(program.instructions[at].node)
+        (saved_tensor,), kind = program.instructions[at].dst, of.kind_of_name(program.instructions[at].node)
         if PREAMBLE < kind < of.short_count:
-            sizes[kind] = sizes.get(kind, 0) + round_up_to_alignment(kept.spec.nbytes)
-            first.append(kept.offset)
+            sizes[kind] = sizes.get(kind, 0) + round_up_to_alignment(saved_tensor.spec.nbytes)
+            first.append(saved_tensor.offset)
     return min(first), sizes
 
 

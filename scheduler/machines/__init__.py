@@ -1,1 +1,1 @@
-"""What devices and links are like and how fast they are: estimated, measured on this machine, or from data sheets."""
+"""Speeds of devices and links: guessed, measured on this machine, or from data sheets; and simulated devices."""

@@ -1,7 +1,7 @@
-"""Speeds that were measured on this machine, kept in the cache folder for the plans of later processes.
+"""Speeds that ``hocket calibrate`` measured on this machine, saved in the cache folder for plans of later processes.
 
-A file is for one processor and one version of hocket.  What is damaged or of others is left aside, which is said once;
-a group for which nothing was measured is estimated with built-in speeds.
+A file is valid for one processor and one version of hocket. A damaged or foreign file is ignored with one warning. A
+device group without measured speeds has built-in speeds.
 """
 
 from __future__ import annotations
@@ -22,115 +22,141 @@ from ...backends.abilities import SupportsPlanCache, SupportsThreads
 from ...backends.cache import cache_folder, log, read_cached, write_cached
 from ...graph import Graph
 from ..lowering.lane import Devices
-from .hardware import BUILT_IN, CPU, Hardware
+from .hardware import BUILT_IN_SOURCE, DEFAULT_HARDWARE, Hardware
 from .speeds import Speeds
 
-UNFIT = "%s is damaged, or of another processor or version of hocket, so times are estimated; run hocket calibrate"
+UNUSABLE_FILE_MESSAGE = (
+    "%s is damaged, or of another processor or version of hocket, so times are estimated; run hocket calibrate"
+)
+"""The warning about a file of saved speeds that is not used; its argument is the path."""
 
 
-def hardware_of(graph: Graph, group: Devices) -> Hardware:
-    """The measured speeds of such devices, else built-in ones."""
+def choose_hardware(graph: Graph, group: Devices) -> Hardware:
+    """Return the measured speeds of the devices of `group`, or built-in speeds without a measurement."""
     if any(device.rank is not None for _, device in group):
-        return CPU  # processes have to plan the same, whatever each has measured; `shared_speeds` is for them
-    speeds = speeds_here(group)
-    return built_in(group) if speeds is None else replace(speeds.hardware(graph), source=calibrated_source())
+        # all processes need the same plan, but each may have other measurements; see `shared_speeds`
+        return DEFAULT_HARDWARE
+    speeds = find_local_speeds(group)
+    return (
+        choose_default_hardware(group)
+        if speeds is None
+        else replace(speeds.hardware_for(graph), source=describe_calibrated_source())
+    )
 
 
-def built_in(group: Devices) -> Hardware:
-    """The built-in speeds of a group: `CPU` is a device that has all processors of a machine.
+def choose_default_hardware(group: Devices) -> Hardware:
+    """Return the built-in speeds of a group; `DEFAULT_HARDWARE` is one device with all processors of a machine.
 
-    Virtual devices of one machine share its processors and its memory.  Each has the share of its threads, so that
-    two of them are as fast together as one that has the threads of both.
+    Virtual devices share the processors and the memory of their machine. The speed of a device is proportional to its
+    threads: two devices are together as fast as one device with the threads of both. All devices of a group have the
+    speed of the device with the fewest threads. Devices without a thread count have the speeds of `DEFAULT_HARDWARE`.
     """
     threads = [backend.threads for backend, _ in group if isinstance(backend, SupportsThreads)]
     if not threads or len(threads) < len(group):
-        return CPU
+        return DEFAULT_HARDWARE
     processors = os.cpu_count() or 1
     share = min(threads) / max(processors, sum(threads))
-    return replace(CPU, flops=share * CPU.flops, bandwidth=share * CPU.bandwidth) if share < 1 else CPU
+    return (
+        replace(DEFAULT_HARDWARE, flops=share * DEFAULT_HARDWARE.flops, bandwidth=share * DEFAULT_HARDWARE.bandwidth)
+        if share < 1
+        else DEFAULT_HARDWARE
+    )
 
 
-def speeds_here(group: Devices) -> Speeds | None:
-    """What this machine has kept of such devices, whichever of its processes have them."""
-    file = speeds_file()
+def find_local_speeds(group: Devices) -> Speeds | None:
+    """Return the speeds that this machine has saved for a group like `group`, or None.
+
+    It does not matter which processes of this machine have the devices.
+    """
+    file = make_speeds_path()
     if not file.exists():
         return None
     known = read_speeds(file)
     if known is None:
-        _say_unfit(str(file))
+        _warn_of_unusable_file(str(file))
         return None
-    return known.get(group_name(group))
+    return known.get(format_group_key(group))
 
 
-def told_speeds(hardware: Hardware) -> str:
-    """The source of the speeds of a plan, in words."""
-    return f"{hardware.source}; hocket calibrate measures them" if hardware.source == BUILT_IN else hardware.source
+def describe_speed_source(hardware: Hardware) -> str:
+    """Return the origin of the speeds of a plan; for built-in speeds with a hint how to measure them."""
+    return (
+        f"{hardware.source}; hocket calibrate measures them" if hardware.source == BUILT_IN_SOURCE else hardware.source
+    )
 
 
-def calibrated_source() -> str:
-    """The source of kept speeds, with the day on which they were measured."""
+def describe_calibrated_source() -> str:
+    """Return the `Hardware.source` of saved speeds: "calibrated" with the day of the measurement."""
     with suppress(ValueError, AttributeError):
-        return f"calibrated {json.loads(read_cached(speeds_file()) or b'{}').get('date', 'on an unknown day')}"
+        return f"calibrated {json.loads(read_cached(make_speeds_path()) or b'{}').get('date', 'on an unknown day')}"
     return "calibrated on an unknown day"
 
 
-def group_name(group: Devices) -> str:
-    """What groups of the same speed have in common."""
+def format_group_key(group: Devices) -> str:
+    """Return the key of saved speeds: the kind and the settings of each device, the same for groups of equal speed."""
     return ", ".join(
         sorted(f"{d.kind} with {b.describe_settings() if isinstance(b, SupportsPlanCache) else '-'}" for b, d in group)
     )
 
 
-def speeds_file() -> Path:
-    """Where speeds are kept."""
+def make_speeds_path() -> Path:
+    """Return the path of the file with the saved speeds."""
     return cache_folder() / "speeds" / "speeds.json"
 
 
-def keep_speeds(known: Mapping[str, Speeds], note: str = "") -> Path:
-    """Replace the kept speeds of groups; plans name the day and `note` as their source."""
+def write_speeds(speeds_by_key: Mapping[str, Speeds], note: str = "") -> Path:
+    """Replace the saved speeds of all groups, and return the path of the file.
+
+    Keys are of `format_group_key`. Plans name today's date and `note` as the source of these speeds.
+    """
     day = f"{date.today()}{note and ', '}{note}"
-    of = {name: speeds_data(speeds) for name, speeds in known.items()}
+    of = {name: speeds_to_data(speeds) for name, speeds in speeds_by_key.items()}
     write_cached(
-        speeds_file(),
-        json.dumps({"of": _here(), "date": day, "speeds": of}, allow_nan=False, indent=1).encode(),
+        make_speeds_path(),
+        json.dumps({"of": _describe_machine(), "date": day, "speeds": of}, allow_nan=False, indent=1).encode(),
     )
-    return speeds_file()
+    return make_speeds_path()
 
 
 def read_speeds(file: Path) -> dict[str, Speeds] | None:
-    """What `keep_speeds` has written, here and by this version; None if it is damaged or of another."""
+    """Return the speeds that `write_speeds` wrote, by group key, or None if they are unusable.
+
+    They are unusable if the file is damaged, or if another processor or another version of hocket wrote it.
+    """
     data = read_cached(file)
     if data is None:
         return None
     with suppress(KeyError, TypeError, ValueError, AttributeError):
-        document = json.loads(data, parse_int=float)  # of which none is too large to be compared
+        document = json.loads(data, parse_int=float)  # a huge integer becomes inf, which is invalid
         known = {str(name): Speeds(**of) for name, of in document["speeds"].items()}
-        if document["of"] == _here() and all(map(_is_possible, known.values())):
+        if document["of"] == _describe_machine() and all(map(_is_valid, known.values())):
             return known
     return None
 
 
-def speeds_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
-    """As JSON takes them, and `Speeds` by name."""
+def speeds_to_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
+    """Return the fields of `speeds` by name, as JSON data and as keyword arguments of `Speeds`."""
     figures = {f.name: getattr(speeds, f.name) for f in fields(speeds)}
     return {name: dict(figure) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
 
 
-def _is_possible(s: Speeds) -> bool:
-    each = replace(s.machine, op_flops=s.flops, op_bandwidth=s.bandwidth)  # every type's, as every op's would be
-    others = (s.machine.op_bandwidth, s.unpacking, s.cached)
-    held = [(float(size), share) for size, share in s.held.items()]
+def _is_valid(s: Speeds) -> bool:
+    """Return whether speeds from a file are usable: speeds are valid, and cache shares are ascending by size."""
+    # speeds by dtype are checked as speeds by op
+    each = replace(s.weight_independent_hardware, op_flops=s.flops, op_bandwidth=s.bandwidth)
+    others = (s.weight_independent_hardware.op_bandwidth, s.unpacking, s.cached)
+    cache_shares = [(float(size), share) for size, share in s.held.items()]
     return (
         bool(s.bandwidth and s.flops)
-        and all(replace(each, op_bandwidth=speeds).is_possible for speeds in (s.bandwidth, *others))
-        and held == sorted(held)
-        and all(0 < size < math.inf and 0 <= share <= 1 for size, share in held)
+        and all(replace(each, op_bandwidth=speeds).is_valid for speeds in (s.bandwidth, *others))
+        and cache_shares == sorted(cache_shares)
+        and all(0 < size < math.inf and 0 <= share <= 1 for size, share in cache_shares)
     )
 
 
 @cache
-def _here() -> str:
-    """This processor and this version."""
+def _describe_machine() -> str:
+    """Return a text that identifies this version of hocket and the processors of this machine."""
     version = import_module(__name__.partition(".")[0]).__version__
     model = platform.processor() or platform.machine()
     with suppress(OSError):
@@ -140,5 +166,6 @@ def _here() -> str:
 
 
 @cache
-def _say_unfit(file: str) -> None:
-    log.warning(UNFIT, file)
+def _warn_of_unusable_file(file: str) -> None:
+    """Log a warning that `file` is unusable, once in each process."""
+    log.warning(UNUSABLE_FILE_MESSAGE, file)

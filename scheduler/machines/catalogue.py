@@ -1,8 +1,8 @@
-"""Known devices and links by name, with the speeds of their data sheets.
+"""Known kinds of devices and links by name, with the speeds of their data sheets.
 
-FLOP/s are dense and in 16 bits with tensor cores; for AMD in 32 bits by vectors, as kernels use no matrix cores there.
-Bandwidths are bytes per second: of memory, and of a link in one direction.
-Source: the data sheets of the makers, as of November 2026.
+FLOP/s are for dense 16-bit products on tensor cores. For AMD they are for 32-bit vector arithmetic, because kernels use
+no matrix cores there. Bandwidths are in bytes/s: for memory, and for one direction of a link.
+Source: the data sheets of the makers, as of November 2026. The entry ``cpu`` is a guess.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """One kind of device.
+class DataSheet:
+    """The figures of one kind of device.
 
     Attributes:
-        flops: floating-point operations per second.
-        bandwidth: bytes per second of its memory.
-        memory: bytes of its memory.
-        link: the name of the link that joins several of them, unless another is named.
-        capability: of a GPU the compute capability (``90``) or the architecture (``gfx942``); empty otherwise.
-        backend: the backend that would run on such a GPU.
-        launch: seconds that the start of a kernel takes.
-        like: a built-in kind; kernels reach the same shares of the data sheet as there; empty for none.
+        flops: Floating-point operations per second.
+        bandwidth: Bytes per second of the device memory.
+        memory: Bytes of the device memory.
+        link: The name of the default link between devices of this kind.
+        capability: The compute capability (``90``) or the architecture (``gfx942``) of a GPU; empty otherwise.
+        backend: The backend that runs on a real GPU of this kind.
+        launch: Seconds to launch one kernel.
+        like: A built-in kind on which kernels reach the same shares of the data sheet; empty for none.
     """
 
     flops: float
@@ -40,8 +40,8 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """Seconds until a message arrives, and bytes per second in one direction."""
+class LinkSpeeds:
+    """The speed of one kind of link: seconds until a message arrives, and bytes/s in one direction."""
 
     latency: float
     bandwidth: float
@@ -49,42 +49,45 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Kinds of devices and links by name."""
+    """The known kinds of devices and links, by name."""
 
-    machines: Mapping[str, Machine]
-    links: Mapping[str, Link]
+    data_sheets: Mapping[str, DataSheet]
+    links: Mapping[str, LinkSpeeds]
 
 
-MACHINES: Mapping[str, Machine] = MappingProxyType(
+DATA_SHEETS: Mapping[str, DataSheet] = MappingProxyType(
     {
-        "b300": Machine(2250e12, 8e12, 270 * 10**9, "nvlink5", "103", like="h200"),
-        "b200": Machine(2250e12, 8e12, 180 * 10**9, "nvlink5", "100", like="h200"),
-        "h200": Machine(989e12, 4.8e12, 141 * 10**9, "nvlink", "90"),
-        "h100": Machine(989e12, 3.35e12, 80 * 10**9, "nvlink", "90"),
-        "a100": Machine(312e12, 2.04e12, 80 * 10**9, "nvlink3", "80"),
-        "l40s": Machine(362e12, 0.864e12, 48 * GIB, "pcie4", "89", like="rtx4090"),
-        "l4": Machine(121e12, 0.3e12, 24 * GIB, "pcie4", "89", like="rtx4090"),
-        "rtx5090": Machine(209.5e12, 1.792e12, 32 * GIB, "pcie5", "120", like="rtx4090"),
-        "rtx4090": Machine(165e12, 1.01e12, 24 * GIB, "pcie4", "89"),
-        "rtx3090": Machine(71e12, 0.936e12, 24 * GIB, "pcie4", "86"),
-        "mi355x": Machine(157.3e12, 8e12, 288 * 10**9, "xgmi38", "gfx950", "hip"),
-        "mi300x": Machine(163.4e12, 5.3e12, 192 * 10**9, "xgmi", "gfx942", "hip"),
-        "cpu": Machine(100e9, 20e9, 64 * GIB, "memory"),
+        "b300": DataSheet(2250e12, 8e12, 270 * 10**9, "nvlink5", "103", like="h200"),
+        "b200": DataSheet(2250e12, 8e12, 180 * 10**9, "nvlink5", "100", like="h200"),
+        "h200": DataSheet(989e12, 4.8e12, 141 * 10**9, "nvlink", "90"),
+        "h100": DataSheet(989e12, 3.35e12, 80 * 10**9, "nvlink", "90"),
+        "a100": DataSheet(312e12, 2.04e12, 80 * 10**9, "nvlink3", "80"),
+        "l40s": DataSheet(362e12, 0.864e12, 48 * GIB, "pcie4", "89", like="rtx4090"),
+        "l4": DataSheet(121e12, 0.3e12, 24 * GIB, "pcie4", "89", like="rtx4090"),
+        "rtx5090": DataSheet(209.5e12, 1.792e12, 32 * GIB, "pcie5", "120", like="rtx4090"),
+        "rtx4090": DataSheet(165e12, 1.01e12, 24 * GIB, "pcie4", "89"),
+        "rtx3090": DataSheet(71e12, 0.936e12, 24 * GIB, "pcie4", "86"),
+        "mi355x": DataSheet(157.3e12, 8e12, 288 * 10**9, "xgmi38", "gfx950", "hip"),
+        "mi300x": DataSheet(163.4e12, 5.3e12, 192 * 10**9, "xgmi", "gfx942", "hip"),
+        "cpu": DataSheet(100e9, 20e9, 64 * GIB, "memory"),
     }
 )
-LINKS: Mapping[str, Link] = MappingProxyType(
+"""The built-in kinds of devices."""
+LINKS: Mapping[str, LinkSpeeds] = MappingProxyType(
     {
-        "nvlink5": Link(5e-6, 900e9),
-        "nvlink": Link(5e-6, 450e9),
-        "nvlink3": Link(5e-6, 300e9),
-        "xgmi38": Link(10e-6, 537.6e9),
-        "xgmi": Link(10e-6, 448e9),
-        "pcie5": Link(10e-6, 50e9),
-        "pcie4": Link(10e-6, 25e9),
-        "ib400": Link(15e-6, 50e9),
-        "ib200": Link(15e-6, 25e9),
-        "ethernet": Link(50e-6, 1.25e9),
-        "memory": Link(5e-6, 10e9),
+        "nvlink5": LinkSpeeds(5e-6, 900e9),
+        "nvlink": LinkSpeeds(5e-6, 450e9),
+        "nvlink3": LinkSpeeds(5e-6, 300e9),
+        "xgmi38": LinkSpeeds(10e-6, 537.6e9),
+        "xgmi": LinkSpeeds(10e-6, 448e9),
+        "pcie5": LinkSpeeds(10e-6, 50e9),
+        "pcie4": LinkSpeeds(10e-6, 25e9),
+        "ib400": LinkSpeeds(15e-6, 50e9),
+        "ib200": LinkSpeeds(15e-6, 25e9),
+        "ethernet": LinkSpeeds(50e-6, 1.25e9),
+        "memory": LinkSpeeds(5e-6, 10e9),
     }
 )
-CATALOGUE = Catalogue(MACHINES, LINKS)
+"""The built-in kinds of links."""
+CATALOGUE = Catalogue(DATA_SHEETS, LINKS)
+"""All built-in kinds of devices and links."""

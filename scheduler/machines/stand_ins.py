@@ -1,4 +1,4 @@
-"""The price of ops for which a backend has no compiled kernel, so that NumPy computes them."""
+"""The slowdown of ops that NumPy computes because a backend has no compiled kernel for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUMPY_SLOWDOWNS: Mapping[str, float] = MappingProxyType(
         **{"diag": 3.5, "group_norm": 3.0, "tri": 2.0},
     }
 )
-"""How many times longer NumPy takes than a compiled kernel is predicted to take, by op; other ops take about as long.
+"""The time in NumPy divided by the predicted time of a compiled kernel, by op; the ratio of other ops is about 1.
 
-`benchmarks/stand_ins.py` measured them (benchmarks/results/2026-11-29-zen5-stand-ins.md).
+Measured by `benchmarks/stand_ins.py`, see benchmarks/results/2026-11-29-zen5-stand-ins.md.
 """

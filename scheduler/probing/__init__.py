@@ -1,1 +1,1 @@
-"""What running plans shows: speeds of devices, what values hold, and where two devices differ."""
+"""Measurements on running plans: speeds of devices, statistics of values, and differences between two devices."""

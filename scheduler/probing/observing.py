@@ -1,6 +1,6 @@
-"""What values hold while a plan runs: a graph gives them out besides its outputs, and they are told in a few numbers.
+"""Observe values of a graph while its plan runs: values become further outputs, and `Statistics` summarises them.
 
-An output may be any value: the planner makes it whole wherever it lies, in shards or as a sum that is still owed.
+Any value can be an output. The planner gathers it from its shards or reduces its partial sums.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from ...graph.node import Value
 from ...graph.validation import ANY, TEXT, instance_of, validate_arguments
 
 T = TypeVar("T")
-OBSERVED = "observed "
-"""What the names of outputs begin with that a graph did not have before."""
+OBSERVED_PREFIX = "observed "
+"""The prefix of the output names of observed values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The numbers of one value: `least`, `most` and `mean` are of those that are numbers, NaN if there are none;
-    `norm` is the root of the sum of their squares; `nans` counts the others."""
+    """Statistics of the elements of one value.
+
+    `minimum`, `maximum` and `mean` omit NaN elements; they are NaN if no element is left. `norm` is the square root of
+    the sum of squares, without NaN elements; it is NaN if all elements are NaN. `nan_count` is the number of NaN
+    elements.
+    """
 
     shape: tuple[int, ...]
     least: float
@@ -38,16 +42,16 @@ class Statistics:
     @classmethod
     @validate_arguments(PlanError, array=ANY)
     def of(cls, array: Array) -> Statistics:
-        """Of an array of any shape, in float64."""
+        """Return the statistics of an array of any shape, computed in float64."""
         numbers = np.asarray(array).astype(np.float64, copy=False)
-        missing = np.isnan(numbers)
-        nans = int(missing.sum())
-        there = numbers[~missing] if nans else numbers.reshape(-1)
-        if not there.size:
-            return cls(numbers.shape, np.nan, np.nan, np.nan, 0.0 if not nans else np.nan, nans)
+        is_nan = np.isnan(numbers)
+        nan_count = int(is_nan.sum())
+        rest = numbers[~is_nan] if nan_count else numbers.reshape(-1)
+        if not rest.size:
+            return cls(numbers.shape, np.nan, np.nan, np.nan, 0.0 if not nan_count else np.nan, nan_count)
         with np.errstate(all="ignore"):
-            least, most, mean = float(there.min()), float(there.max()), float(there.mean())
-            return cls(numbers.shape, least, most, mean, float(np.linalg.norm(there)), nans)
+            minimum, maximum, mean = float(rest.min()), float(rest.max()), float(rest.mean())
+            return cls(numbers.shape, minimum, maximum, mean, float(np.linalg.norm(rest)), nan_count)
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.shape))
@@ -55,8 +59,11 @@ class Statistics:
         return f"[{shape}] {' '.join(f'{k} {v:.6g}' for k, v in numbers.items())} NaN {self.nans}"
 
 
-def values_of(graph: Graph) -> dict[str, Value]:
-    """Everything that is computed, in order, by the names that a dump has; of several results by ``name#1``."""
+def collect_computed_values(graph: Graph) -> dict[str, Value]:
+    """Return the results of all nodes except leaves in graph order, by the names of a graph dump.
+
+    A node with several results has names such as ``name#1``.
+    """
     called = assign_names(graph)
     return {
         called[node] + (f"#{value.index}" if len(node.specs) > 1 else ""): value
@@ -67,28 +74,31 @@ def values_of(graph: Graph) -> dict[str, Value]:
 
 
 @validate_arguments(PlanError, graph=instance_of(Graph), pattern=TEXT)
-def matching(graph: Graph, pattern: str) -> dict[str, Value]:
-    """The computed values in whose names the regular expression is found, in order.
+def select_matching_values(graph: Graph, pattern: str) -> dict[str, Value]:
+    """Return the computed values with a name in which the regular expression is found, in graph order.
 
-    Raises `PlanError` if it is no regular expression, or found nowhere.
+    Raises:
+        PlanError: `pattern` is not a regular expression, or no name contains a match.
     """
     try:
         expression = re.compile(pattern)
     except re.error as why:
         raise PlanError(f"{pattern!r:.80} is no regular expression: {why}") from None
-    everything = values_of(graph)
-    wanted = {name: value for name, value in everything.items() if expression.search(name)}
-    if not wanted:
-        some = ", ".join([name for name in everything if not name.isdecimal()][:3]) or "none has a name"
+    computed = collect_computed_values(graph)
+    matches = {name: value for name, value in computed.items() if expression.search(name)}
+    if not matches:
+        some = ", ".join([name for name in computed if not name.isdecimal()][:3]) or "none has a name"
         raise PlanError(f"no value has {pattern!r:.80} in its name; names are as {some}; `hocket dump` lists them")
-    return wanted
+    return matches
 
 
-def observed(graph: Graph, values: Mapping[str, Value]) -> Graph:
-    """The graph with further outputs, which `taken` finds among those of a run."""
-    return Graph({**graph.outputs, **{OBSERVED + name: value for name, value in values.items()}}, graph.updates)
+def with_observed_values(graph: Graph, values: Mapping[str, Value]) -> Graph:
+    """Return the graph with `values` as further outputs, which `select_observed_outputs` finds in the results."""
+    return Graph({**graph.outputs, **{OBSERVED_PREFIX + name: value for name, value in values.items()}}, graph.updates)
 
 
-def taken(outputs: Mapping[str, T]) -> dict[str, T]:
-    """The observed values by name, out of what a run of an observed graph gave."""
-    return {name.removeprefix(OBSERVED): given for name, given in outputs.items() if name.startswith(OBSERVED)}
+def select_observed_outputs(outputs: Mapping[str, T]) -> dict[str, T]:
+    """Return the observed values by name from the outputs of a graph of `with_observed_values`."""
+    return {
+        name.removeprefix(OBSERVED_PREFIX): value for name, value in outputs.items() if name.startswith(OBSERVED_PREFIX)
+    }

@@ -1,4 +1,4 @@
-"""Small graphs whose seconds say how fast devices are: each is mostly about one thing that models do."""
+"""Graphs of the probe runs: one kind of work of a model dominates the time of each graph."""
 
 from __future__ import annotations
 
@@ -7,84 +7,103 @@ import numpy as np
 from ...graph import DType, Graph, Value, constant, input, state, weight
 from ...ops import add, attention, causal_mask, gated_delta_net, mul_mat, reshape, rms_norm, swiglu
 
-WIDTH, ROWS, PRODUCTS = 2048, 512, 2
-"""Weights are square; so many rows are as of a prompt, which so many weights are multiplied with."""
-SHORT, LONG, STEPS, LAYERS = 64, 1 << 18, 384, 3
-"""Numbers of a value whose step is all launch, and of one whose message is all bandwidth; steps of a chain;
-layers of what is no product."""
-SUMMED, HIDDEN = 256, 512
-"""Numbers of a value that devices sum, and those between two products, which they deal out."""
+WEIGHT_WIDTH, PROMPT_ROWS, PROMPT_MATMUL_COUNT = 2048, 512, 2
+"""Rows and columns of a weight; token rows of a prompt; the number of weights that multiply these rows."""
+SHORT_CHAIN_WIDTH, LONG_CHAIN_WIDTH, CHAIN_STEPS, ACTIVATION_LAYERS = 64, 1 << 18, 384, 3
+"""Elements of a value for latency probes, and for bandwidth probes; nodes of a chain; layers of an activation graph.
+
+A node over `SHORT_CHAIN_WIDTH` elements takes only the time of its launch. A message of `LONG_CHAIN_WIDTH` elements
+takes only the time of its bytes."""
+SUMMED_WIDTH, SHARDED_HIDDEN_WIDTH = 256, 512
+"""Elements of a value that devices sum; elements between two products, which the devices shard."""
 
 
 def build_matvec_graph(kind: DType, nbytes: int) -> Graph:
-    """Products of a vector with weights of so many bytes, one at least."""
-    return build_matmul_graph(kind, max(1, nbytes // weight("w", (WIDTH, WIDTH), kind).spec.nbytes), 1)
+    """Build products of a vector with `nbytes` of weights of dtype `kind`; there is at least one weight."""
+    return build_matmul_graph(kind, max(1, nbytes // weight("w", (WEIGHT_WIDTH, WEIGHT_WIDTH), kind).spec.nbytes), 1)
 
 
 def build_launch_chain_graph(length: int) -> Graph:
-    """Steps that follow each other, half of them sums of a row, half element by element."""
+    """Build a chain of nodes: half of them reduce a row, and half are element-wise.
+
+    Names begin alternately with ``a.`` and ``b.``, two prefixes for the placement rules of two devices.
+    """
     x: Value = input("x", (1, length))
-    for n in range(STEPS):
+    for n in range(CHAIN_STEPS):
         name = f"{'ab'[n % 2]}.{n}"
         x = rms_norm(x, eps=1e-6, name=name) if n % 4 < 2 else add(x, x, name=name)
     return Graph({"y": x})
 
 
 def build_activation_graph() -> Graph:
-    """What layers do with the values of a prompt between products."""
-    x: Value = input("x", (ROWS, WIDTH))
-    for _ in range(LAYERS):
+    """Build the ops of a decoder layer on the activations of a prompt, without its matrix products."""
+    x: Value = input("x", (PROMPT_ROWS, WEIGHT_WIDTH))
+    for _ in range(ACTIVATION_LAYERS):
         x = add(x, swiglu(rms_norm(x, eps=1e-6), x))
     return Graph({"y": x})
 
 
 def build_matmul_graph(kind: DType, number: int, rows: int) -> Graph:
-    """Products of `rows` vectors with so many weights."""
-    x: Value = input("x", (rows, WIDTH))
+    """Build a chain of matrix products.
+
+    Args:
+        kind: Dtype of the weights.
+        number: Number of weights and products.
+        rows: Token rows of the activations.
+    """
+    x: Value = input("x", (rows, WEIGHT_WIDTH))
     for n in range(number):
-        x = mul_mat(weight(f"w{n}", (WIDTH, WIDTH), kind), x)
+        x = mul_mat(weight(f"w{n}", (WEIGHT_WIDTH, WEIGHT_WIDTH), kind), x)
     return Graph({"y": x})
 
 
 def build_sharded_matmul_graph(hidden: int) -> Graph:
-    """Pairs of products that two devices deal out, and whose results they sum, as the layers of a model: plans have far
-    more sums than messages, and these take longer, since whoever waits for one goes to sleep."""
-    x: Value = input("x", (1, SUMMED))
-    up, down = weight("up", (hidden, SUMMED), DType.F32), weight("down", (SUMMED, hidden), DType.F32)
-    for _ in range(STEPS // 2):
+    """Build pairs of products with `hidden` elements between them, which two devices shard.
+
+    The devices sum the results, as in the layers of a model. The probe uses sums, because plans have far more sums than
+    messages. A message takes longer than a sum, because its receiver goes to sleep while it waits.
+    """
+    x: Value = input("x", (1, SUMMED_WIDTH))
+    up, down = weight("up", (hidden, SUMMED_WIDTH), DType.F32), weight("down", (SUMMED_WIDTH, hidden), DType.F32)
+    for _ in range(CHAIN_STEPS // 2):
         x = mul_mat(down, mul_mat(up, x))
     return Graph({"y": x})
 
 
 def build_prefill_attention_graph() -> Graph:
-    """The second half of a prompt, which sees the first: arithmetic without weights.  Keys and values are states, since
-    a backend keeps those in the dtype that they have in models."""
-    q = input("q", (ROWS, 8, 64))
-    k, v = _context()
-    places = constant("places", np.arange(ROWS, 2 * ROWS, dtype=np.int32))
-    mask = causal_mask(places, cells=2 * ROWS)
-    return Graph({f"y{n}": attention(q, k, v, mask, scale=0.125 + n / 8) for n in range(PRODUCTS)})
+    """Build the attention of the second half of a prompt to both halves: arithmetic without weights.
+
+    Keys and values are states, because a backend keeps states in the dtype that they have in models.
+    """
+    q = input("q", (PROMPT_ROWS, 8, 64))
+    k, v = _build_key_value_states()
+    places = constant("places", np.arange(PROMPT_ROWS, 2 * PROMPT_ROWS, dtype=np.int32))
+    mask = causal_mask(places, cells=2 * PROMPT_ROWS)
+    return Graph({f"y{n}": attention(q, k, v, mask, scale=0.125 + n / 8) for n in range(PROMPT_MATMUL_COUNT)})
 
 
 def build_decode_attention_graph(nbytes: int) -> Graph:
-    """A token that sees a full context in layer after layer, whose keys and values have so many bytes."""
+    """Build the attention of one token to a full context in successive layers; all keys and values have `nbytes`."""
     q: Value = input("q", (1, 8, 64))
-    places = constant("places", np.array([2 * ROWS - 1], np.int32))
-    mask = causal_mask(places, cells=2 * ROWS)
-    for n in range(nbytes // (2 * 2 * ROWS * 2 * 64 * 2)):
-        k, v = _context(f".{n}")
+    places = constant("places", np.array([2 * PROMPT_ROWS - 1], np.int32))
+    mask = causal_mask(places, cells=2 * PROMPT_ROWS)
+    for n in range(nbytes // (2 * 2 * PROMPT_ROWS * 2 * 64 * 2)):
+        k, v = _build_key_value_states(f".{n}")
         q = attention(q, k, v, mask, scale=0.125)
     return Graph({"y": q})
 
 
-def _context(layer: str = "") -> tuple[Value, Value]:
-    k, v = (reshape(state(name + layer, (2 * ROWS, 2 * 64), "f16"), shape=(2 * ROWS, 2, 64)) for name in "kv")
+def _build_key_value_states(layer: str = "") -> tuple[Value, Value]:
+    """Build the keys and values of a layer as states in float16: [tokens, heads, head width]."""
+    k, v = (
+        reshape(state(name + layer, (2 * PROMPT_ROWS, 2 * 64), "f16"), shape=(2 * PROMPT_ROWS, 2, 64)) for name in "kv"
+    )
     return k, v
 
 
 def build_recurrence_graph() -> Graph:
-    """A prompt whose tokens follow each other through a state."""
-    q, k, v = (input(name, (ROWS, 8, 128)) for name in "qkv")
-    g, beta = input("g", (ROWS, 8, 1)), input("beta", (ROWS, 8))
+    """Build the gated delta rule over a prompt: each token reads the recurrent state of its predecessor."""
+    q, k, v = (input(name, (PROMPT_ROWS, 8, 128)) for name in "qkv")
+    g, beta = input("g", (PROMPT_ROWS, 8, 1)), input("beta", (PROMPT_ROWS, 8))
     y, _ = gated_delta_net(q, k, v, g, beta, input("state", (8, 128, 128)))
     return Graph({"y": y})

@@ -63,18 +63,18 @@ class BoundPlan:
 
     def make_input_slots(self, number: int) -> InputSlots:
         """Return the input slots of a device's program."""
-        lane, buffers = self.plan.lanes[number], self._buffers[number]
-        tensors = [*lane.program.inputs.values()]
-        lying = tuple((name, t.dtype) for name, t in lane.program.inputs.items())
-        if isinstance(lane.backend, SupportsBatchedWrites):
-            return InputSlots(lying, lane.backend.make_writer(buffers, tensors))
+        device_plan, buffers = self.plan.lanes[number], self._buffers[number]
+        tensors = [*device_plan.program.inputs.values()]
+        stored_inputs = tuple((name, t.dtype) for name, t in device_plan.program.inputs.items())
+        if isinstance(device_plan.backend, SupportsBatchedWrites):
+            return InputSlots(stored_inputs, device_plan.backend.make_writer(buffers, tensors))
         views = [self.view_tensor(number, t) for t in tensors]
 
         def write(arrays: Sequence[Array]) -> None:
             for view, array in zip(views, arrays, strict=True):
                 view[...] = array
 
-        return InputSlots(lying, write)
+        return InputSlots(stored_inputs, write)
 
     def as_input_arrays(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Return the inputs of a run as arrays.
@@ -94,11 +94,11 @@ class BoundPlan:
             arrays[name] = as_array_for_spec(f"input %{name}", inputs[name], spec)
         return arrays
 
-    def require_equal_inputs(self, given: Iterable[Mapping[str, Array]]) -> None:
+    def require_equal_inputs(self, inputs_by_run: Iterable[Mapping[str, Array]]) -> None:
         """Raise `RanksError` unless all processes have the same inputs."""
         if self.device_placement.spans_ranks:
             check = 0
-            for array in (array for arrays in given for array in arrays.values()):
+            for array in (array for arrays in inputs_by_run for array in arrays.values()):
                 check = crc32(np.ascontiguousarray(array).data, check)
             self.device_placement.world.require_agreement(
                 "run", f"inputs {check:08x}", "run the same inputs on all ranks", MAX_RANK_WAIT_SECONDS
@@ -169,27 +169,40 @@ class BoundPlan:
             wire: The dtype of a transfer.
             follow: Whether runs are pipelined.
         """
-        lanes, world = self.plan.lanes, self.device_placement.world
-        devices, teams = [lane.device for lane in lanes], find_collective_groups([lane.program for lane in lanes])
-        shares = not follow or len(set(teams)) > 1
-        alike = devices if shares and len({type(lane.backend) for lane in lanes}) == 1 else []
+        device_plans, world = self.plan.lanes, self.device_placement.world
+        devices, groups = (
+            [device_plan.device for device_plan in device_plans],
+            find_collective_groups([device_plan.program for device_plan in device_plans]),
+        )
+        shares = not follow or len(set(groups)) > 1
+        same_backend_devices = (
+            devices if shares and len({type(device_plan.backend) for device_plan in device_plans}) == 1 else []
+        )
         if world.size == 1:
-            return make_local_communicator_group(teams, timeout, devices=alike, wire=wire)
+            return make_local_communicator_group(groups, timeout, devices=same_backend_devices, wire=wire)
         patience = min(timeout, MAX_RANK_WAIT_SECONDS + MAX_RANK_SLOWDOWN * self.plan.cost.total)
         world.require_agreement("plan", self.plan.digest(), "give all ranks the same model and flags")
         self._loaded_bytes.require_equal_digests()
-        wide = RankGroup(self.device_placement, devices, patience, wire, teams, shares=shares)
-        if wide.is_apart:
-            return wide
-        near = CollectiveGroups(teams, patience, devices=alike, wire=wire, letters=wide)
-        world.register_wake(near.abort)
-        return near
+        rank_group = RankGroup(self.device_placement, devices, patience, wire, groups, shares=shares)
+        if rank_group.is_apart:
+            return rank_group
+        local_groups = CollectiveGroups(
+            groups, patience, devices=same_backend_devices, wire=wire, message_group=rank_group
+        )
+        world.register_wake(local_groups.abort)
+        return local_groups
 
-    def compile_programs(self, meeting: ThreadGroup | CollectiveGroups | RankGroup) -> dict[int, Callable[[], Any]]:
+    def compile_programs(
+        self, communicator_group: ThreadGroup | CollectiveGroups | RankGroup
+    ) -> dict[int, Callable[[], Any]]:
         """Compile the programs of the local devices with their communicators, and return a runner for each."""
-        lanes = self.plan.lanes
+        device_plans = self.plan.lanes
         replays = {
-            n: self.compile_program(n, lanes[n].program, meeting.member(n) if len(lanes) > 1 else SingleDeviceComm())
+            n: self.compile_program(
+                n,
+                device_plans[n].program,
+                communicator_group.member(n) if len(device_plans) > 1 else SingleDeviceComm(),
+            )
             for n in self.local_devices
         }
         self.device_placement.world.all_gather_bytes(
@@ -199,8 +212,8 @@ class BoundPlan:
 
     def compile_program(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:
         """Compile a program for device `number` and return its runner."""
-        lane = self.plan.lanes[number]
-        return lane.backend.compile(program, self._buffers[number], lane.device, comm)
+        device_plan = self.plan.lanes[number]
+        return device_plan.backend.compile(program, self._buffers[number], device_plan.device, comm)
 
     def roll_back(self, number: int, finished: int | frozenset[int] | None) -> None:
         """Roll back a run of a device.

@@ -29,54 +29,54 @@ class CollectiveGroups:
 
     def __init__(
         self,
-        teams: Sequence[Sequence[int]],
+        groups_of_devices: Sequence[Sequence[int]],
         timeout: float = 60.0,
         *,
         devices: Sequence[Device] = (),
         wire: DType = DType.F32,
-        letters: PointToPointGroup | None = None,
+        message_group: PointToPointGroup | None = None,
     ) -> None:
         """Make the thread group of each collective group.
 
         Args:
-            teams: For each device the numbers of the devices of its group.
+            groups_of_devices: For each device the numbers of the devices of its group.
             timeout: Maximum seconds of a wait.
             devices: The devices, if all belong to one backend; else empty.
             wire: The dtype of a transfer.
-            letters: The transport of messages; by default a thread group of this process.
+            message_group: The transport of messages; by default a thread group of this process.
         """
-        self.groups_of_devices = [tuple(team) for team in teams]
-        self.message_group = letters or ThreadGroup(len(teams), timeout, wire=wire)
+        self.groups_of_devices = [tuple(group) for group in groups_of_devices]
+        self.message_group = message_group or ThreadGroup(len(groups_of_devices), timeout, wire=wire)
         self.thread_groups = {
-            team: ThreadGroup(len(team), timeout, devices=[devices[d] for d in team] if devices else (), wire=wire)
-            for team in self.groups_of_devices
+            group: ThreadGroup(len(group), timeout, devices=[devices[d] for d in group] if devices else (), wire=wire)
+            for group in self.groups_of_devices
         }
 
     def member(self, number: int) -> CollectiveGroupMember:
         """Return the communicator of device `number`."""
-        team = self.groups_of_devices[number]
-        return CollectiveGroupMember(self.thread_groups[team], team.index(number), self.message_group.member(number))
+        group = self.groups_of_devices[number]
+        return CollectiveGroupMember(self.thread_groups[group], group.index(number), self.message_group.member(number))
 
     def abort(self, why: str) -> None:
         """Wake all waiting threads, because a member failed."""
-        for meeting in (self.message_group, *self.thread_groups.values()):
-            meeting.abort(why)
+        for group in (self.message_group, *self.thread_groups.values()):
+            group.abort(why)
 
     def clear(self) -> None:
         """Forget pending messages and failures after a run, when no thread waits.
 
         Messages are cleared last: messages between ranks keep the failure of a rank, and abort the groups again.
         """
-        for meeting in (*self.thread_groups.values(), self.message_group):
-            meeting.clear()
+        for group in (*self.thread_groups.values(), self.message_group):
+            group.clear()
 
 
 class CollectiveGroupMember(ThreadGroupMember):
     """The `Comm` of one thread of a collective group; messages use the numbers of all devices."""
 
-    def __init__(self, meeting: ThreadGroup, rank: int, letters: Comm) -> None:
-        super().__init__(meeting, rank)
-        self.plan_device_count, self._message_comm = letters.plan_device_count, letters
+    def __init__(self, group: ThreadGroup, rank: int, message_comm: Comm) -> None:
+        super().__init__(group, rank)
+        self.plan_device_count, self._message_comm = message_comm.plan_device_count, message_comm
 
     def send(self, source: Array, to: int, sequence: int) -> None:
         self._message_comm.send(source, to, sequence)
@@ -86,19 +86,23 @@ class CollectiveGroupMember(ThreadGroupMember):
 
 
 def make_local_communicator_group(
-    teams: Sequence[Sequence[int]], timeout: float = 60.0, *, devices: Sequence[Device] = (), wire: DType = DType.F32
+    groups_of_devices: Sequence[Sequence[int]],
+    timeout: float = 60.0,
+    *,
+    devices: Sequence[Device] = (),
+    wire: DType = DType.F32,
 ) -> ThreadGroup | CollectiveGroups:
     """Make the communicator group of one process: one thread group if all devices share a group, else several.
 
     Args:
-        teams: For each device the numbers of the devices of its group.
+        groups_of_devices: For each device the numbers of the devices of its group.
         timeout: Maximum seconds of a wait.
         devices: The devices, if all belong to one backend; else empty.
         wire: The dtype of a transfer.
     """
-    if len(set(map(tuple, teams))) == 1:
-        return ThreadGroup(len(teams), timeout, devices=devices, wire=wire)
-    return CollectiveGroups(teams, timeout, devices=devices, wire=wire)
+    if len(set(map(tuple, groups_of_devices))) == 1:
+        return ThreadGroup(len(groups_of_devices), timeout, devices=devices, wire=wire)
+    return CollectiveGroups(groups_of_devices, timeout, devices=devices, wire=wire)
 
 
 class SingleDeviceComm:

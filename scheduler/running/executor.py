@@ -84,15 +84,15 @@ class Executor:
         with self._device_lock:
             self._bound_plan = BoundPlan(plan, store)
             self._input_slots = [*map(self._bound_plan.make_input_slots, self._bound_plan.local_devices)]
-            meeting = self._bound_plan.make_communicator_group(timeout, wire)
-            self._program_runners = self._bound_plan.compile_programs(meeting)
+            communicator_group = self._bound_plan.make_communicator_group(timeout, wire)
+            self._program_runners = self._bound_plan.compile_programs(communicator_group)
             self._output_runners = {
                 number: self._bound_plan.make_output_runner(number, replay)
                 for number, replay in self._program_runners.items()
             }
             self._output_devices = {name: self._bound_plan.find_output_device(name) for name in plan.graph.outputs}
-        devices = [lane.device for lane in plan.lanes]
-        self._device_threads = DeviceThreads(devices, self._bound_plan.local_devices, meeting, timeout)
+        devices = [device_plan.device for device_plan in plan.lanes]
+        self._device_threads = DeviceThreads(devices, self._bound_plan.local_devices, communicator_group, timeout)
         self._timed_runners = {
             number: cast(SupportsTiming, replay).run_timed
             for number, replay in self._program_runners.items()
@@ -114,20 +114,29 @@ class Executor:
         """
         with self._device_lock:
             self._write_inputs(inputs)
-            given = self._run_or_trace(self._output_runners)
-            return {name: self._read_output(name, number, given) for name, number in self._output_devices.items()}
+            outputs_by_device = self._run_or_trace(self._output_runners)
+            return {
+                name: self._read_output(name, number, outputs_by_device)
+                for name, number in self._output_devices.items()
+            }
 
-    def _read_output(self, name: str, number: int | None, given: Mapping[int, Mapping[str, Array]]) -> Array:
+    def _read_output(
+        self, name: str, number: int | None, outputs_by_device: Mapping[int, Mapping[str, Array]]
+    ) -> Array:
         """Return one output.
 
         Args:
             name: Name of the output.
             number: The device that has all of it; None if it must be assembled.
-            given: Outputs that devices have returned already, by device number.
+            outputs_by_device: Outputs that devices have returned already, by device number.
         """
         if number is None:
             return self._bound_plan.assemble_output(name, self._bound_plan.decode_output_shards(name))
-        return given[number][name] if given else self._bound_plan.output_shards[name][number].copy_to_host()
+        return (
+            outputs_by_device[number][name]
+            if outputs_by_device
+            else self._bound_plan.output_shards[name][number].copy_to_host()
+        )
 
     @validate_arguments(PlanError, name=TEXT)
     def copies(self, name: str) -> list[Array]:
@@ -150,9 +159,9 @@ class Executor:
             self._write_inputs(inputs)
 
     def _write_inputs(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
-        given = self._bound_plan.as_input_arrays(inputs)
-        self._bound_plan.write_inputs(given, self._input_slots)
-        self._bound_plan.require_equal_inputs([given])
+        arrays = self._bound_plan.as_input_arrays(inputs)
+        self._bound_plan.write_inputs(arrays, self._input_slots)
+        self._bound_plan.require_equal_inputs([arrays])
 
     def replay(self) -> None:
         """Run the programs on the bound inputs; an interrupt waits for the end of the run.
@@ -187,7 +196,7 @@ class Executor:
 
     def _run_local_devices(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
         """Run all devices of this process; roll back and raise if one fails."""
-        given = self._device_threads.run_devices(works)
+        results = self._device_threads.run_devices(works)
         if self._device_threads.failures:
             try:
                 self._device_threads.roll_back_and_raise(self._roll_back)
@@ -195,7 +204,7 @@ class Executor:
                 if self.store.between.world.failure is not None:  # signal pads say only that a device failed
                     raise RanksError(str(self.store.between.world.failure)) from why
                 raise
-        return given
+        return results
 
     def _roll_back(self, number: int, error: BaseException | None) -> None:
         finished = find_finished_instructions(error, len(self.plan.lanes[number].program.instructions))
@@ -262,7 +271,7 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) 
 
 def _bind_and_compile(plan: Plan, weights: Mapping[str, npt.ArrayLike], world: World) -> Executor:
     """Bind all weights of the plan to a new store, and make an executor."""
-    store = Store([(lane.backend, lane.device) for lane in plan.lanes], world)
+    store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes], world)
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec
         if name not in weights:

@@ -43,7 +43,7 @@ class Journal:
             return frozenset()
         return frozenset().union(*(journal._whole for journal in before))
 
-    def kept(self, behind: frozenset[str]) -> Saved:
+    def save_undo_data(self, behind: frozenset[str]) -> Saved:
         """What undoes the run that has just ended, but for the states `behind` others."""
         if behind not in self._views:
             saved = dict.fromkeys(t for back in self._but(behind) for t in _read(back) if t.buffer == ARENA)

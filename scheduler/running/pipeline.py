@@ -70,7 +70,7 @@ class PipelinedPlan:
                 number: _DeviceStage(bound, number, replays[number], staying) for number in bound.local_devices
             }
         self._device_threads = DeviceThreads(
-            [lane.device for lane in plan.lanes], bound.local_devices, self._communicator_group, timeout
+            [device_plan.device for device_plan in plan.lanes], bound.local_devices, self._communicator_group, timeout
         )
 
 
@@ -86,9 +86,9 @@ def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:
     """
     if not runs:
         return []
-    with PipelinedRuns(runs[0][0], together=True) as succession:
-        succession.enqueue(runs)
-        return [succession.wait_for_outputs() for _ in runs]
+    with PipelinedRuns(runs[0][0], together=True) as pipeline:
+        pipeline.enqueue(runs)
+        return [pipeline.wait_for_outputs() for _ in runs]
 
 
 class PipelinedRuns:
@@ -124,15 +124,15 @@ class PipelinedRuns:
         Raises `PlanError` as `run_pipelined`, before any of the runs begins. Raises it also for a run over a store
         with a pending run, unless all runs are rolled back together.
         """
-        given = [pipeline._bound_plan.as_input_arrays(inputs) for pipeline, inputs in runs]
+        arrays_of_runs = [pipeline._bound_plan.as_input_arrays(inputs) for pipeline, inputs in runs]
         following = [*(run.pipeline for run in self._pending_runs), *(pipeline for pipeline, _ in runs)]
         if not self._is_all_or_nothing and len({pipeline.store for pipeline in following}) < len(following):
             raise PlanError("a run over the same store is under way; begin the next when that has ended")
         if (whole := tuple(following)) not in self._leading_plan.verified_orders:
             build_pipeline_order([pipeline.plan for pipeline in following])
             self._leading_plan.verified_orders.add(whole)
-        self._leading_plan._bound_plan.require_equal_inputs(given)
-        for (pipeline, _), arrays in zip(runs, given, strict=True):
+        self._leading_plan._bound_plan.require_equal_inputs(arrays_of_runs)
+        for (pipeline, _), arrays in zip(runs, arrays_of_runs, strict=True):
             self._used_plans[pipeline] = None
             run = _PipelinedRun(pipeline, arrays)
             self._pending_runs.append(run)
@@ -219,8 +219,8 @@ class PipelinedRuns:
 class _PipelinedRun:
     """A pending run: its inputs, the outputs of each device that has finished, and whether it is final."""
 
-    def __init__(self, pipeline: PipelinedPlan, given: Mapping[str, Array]) -> None:
-        self.pipeline, self.input_arrays, self.is_final = pipeline, given, False
+    def __init__(self, pipeline: PipelinedPlan, input_arrays: Mapping[str, Array]) -> None:
+        self.pipeline, self.input_arrays, self.is_final = pipeline, input_arrays, False
         self.outputs_by_device: dict[int, Mapping[str, Array]] = {}
 
     def list_output_shards(self, name: str) -> dict[int, Array]:
@@ -263,12 +263,12 @@ class _DeviceWorker:
         while (run := self.queued_runs.get()) is not None and not self.is_stopped:
             if interrupts.is_interrupt_pending:
                 raise KeyboardInterrupt
-            lane = run.pipeline._device_stages[self.number]
-            lane.bound_plan.write_inputs(run.input_arrays, lane.input_slots)
+            stage = run.pipeline._device_stages[self.number]
+            stage.bound_plan.write_inputs(run.input_arrays, stage.input_slots)
             self._current_run = run
-            lane.run_program()
+            stage.run_program()
             self._has_finished_program = True
-            outputs = {name: part.copy_to_host() for name, part in lane.output_shards.items()}
+            outputs = {name: part.copy_to_host() for name, part in stage.output_shards.items()}
             self._save_for_undo(run)
             self._current_run, self._has_finished_program = None, False
             tell(run, self.number, outputs)
@@ -276,18 +276,22 @@ class _DeviceWorker:
     def roll_back(self, error: BaseException | None) -> None:
         """Roll back all runs that are not final, after the device has stopped, with its error if it failed."""
         if self._current_run is not None:
-            lane = self._current_run.pipeline._device_stages[self.number]
-            lane.bound_plan.roll_back(
+            stage = self._current_run.pipeline._device_stages[self.number]
+            stage.bound_plan.roll_back(
                 self.number,
-                find_finished_instructions(None if self._has_finished_program else error, lane.instruction_count),
+                find_finished_instructions(None if self._has_finished_program else error, stage.instruction_count),
             )
-        for run, behind, saved in reversed([kept for kept in self._saved_runs if not kept.run.is_final]):
+        for run, behind, saved in reversed([saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]):
             run.pipeline._device_stages[self.number].undo_log.undo(saved, behind)
 
     def _save_for_undo(self, run: _PipelinedRun) -> None:
         """Save the undo data of a finished run, without states that earlier runs over its store restore."""
-        self._saved_runs = [kept for kept in self._saved_runs if not kept.run.is_final]
-        same = [kept.run.pipeline for kept in self._saved_runs if kept.run.pipeline.store is run.pipeline.store]
+        self._saved_runs = [saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]
+        same = [
+            saved_run.run.pipeline
+            for saved_run in self._saved_runs
+            if saved_run.run.pipeline.store is run.pipeline.store
+        ]
         journal = run.pipeline._device_stages[self.number].undo_log
         behind = journal.behind(pipeline._device_stages[self.number].undo_log for pipeline in same)
-        self._saved_runs.append(_SavedRun(run, behind, journal.kept(behind)))
+        self._saved_runs.append(_SavedRun(run, behind, journal.save_undo_data(behind)))

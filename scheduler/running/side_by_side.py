@@ -48,7 +48,7 @@ class DeviceThreads:
         if self._lost_states_error is not None:
             raise self._lost_states_error
         self.failures.clear()
-        given = self._results = {}
+        results = self._results = {}
         own, run = list(works), self._run_device
         others = {n: self._threads.submit(run, n, works[n]) for n in own[1:]} if self._threads else {}
         for number in own[:1]:  # this process may have no device of the plan
@@ -58,7 +58,7 @@ class DeviceThreads:
         if len(self.devices) > 1:
             self.rendezvous.clear()
         self._results = {}  # only the caller holds the results
-        return given
+        return results
 
     def roll_back_and_raise(self, back: Callable[[int, BaseException | None], None]) -> NoReturn:
         """Roll back all devices, as `roll_back`, and raise the first failure."""

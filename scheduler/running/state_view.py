@@ -98,13 +98,13 @@ class StateView:
     def _as_assignable_numbers(self, index: Any, value: Any) -> Array:
         """Return `value` as numbers for the entries at `index`; a single number for all entries stays one number."""
         there = np.shape(self._index_array(np.broadcast_to(np.int8(0), self.shape), index))
-        given = as_number_array(f"state %{self.name}", value)
+        numbers = as_number_array(f"state %{self.name}", value)
         try:
-            np.broadcast_to(given, there)
+            np.broadcast_to(numbers, there)
         except ValueError:
-            got = f"got shape {list(given.shape)} for entries of shape {list(there)}"
+            got = f"got shape {list(numbers.shape)} for entries of shape {list(there)}"
             raise PlanError(f"state %{self.name}: {self.spec}: {got}") from None
-        return as_array_for_spec(f"state %{self.name}", given, Spec(given.shape, self.spec.dtype))
+        return as_array_for_spec(f"state %{self.name}", numbers, Spec(numbers.shape, self.spec.dtype))
 
     def any(self) -> bool:
         return bool(np.asarray(self).any())
@@ -121,11 +121,11 @@ def slice_for_device(data: Array, spec: Spec, layout: Layout, device: int) -> Ar
     if spec.dtype.is_quantised and axis == len(spec.shape) - 1:
         block, nbytes = spec.dtype.block, spec.dtype.block_bytes
         runs = tuple((offset // block * nbytes, n // block * nbytes) for offset, n in runs)
-    pieces = [data[(slice(None),) * axis + (slice(offset, offset + n),)] for offset, n in runs]
-    if len(pieces) == 1:
-        return pieces[0]
+    slices = [data[(slice(None),) * axis + (slice(offset, offset + n),)] for offset, n in runs]
+    if len(slices) == 1:
+        return slices[0]
     empty = data[(slice(None),) * axis + (slice(0, 0),)]
-    return np.concatenate([empty, *pieces], axis=axis)
+    return np.concatenate([empty, *slices], axis=axis)
 
 
 def assemble_value(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], between: DevicePlacement) -> Array:

@@ -19,7 +19,7 @@ from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import constant_array
 from ...graph.spec import Spec
-from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, validate_arguments
+from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, integer_between, validate_arguments
 from ...ops.quantisation import encode_array
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape
 from ..lowering.lane import DEVICES_KIND, Devices, Lane
@@ -30,6 +30,10 @@ from .digests import LoadedWeightDigests, compute_digest
 from .packed import PackedWeightFiles, WeightOrigin
 from .state_view import LocalShard, StateView, slice_for_device
 from .turns import DeviceLock
+
+NATURAL, POSITIVE = integer_between(0), integer_between(1)
+PART_ALIGNMENT = 16
+"""The bytes to which the parts of a state are aligned, so that kernels read them as they read a buffer."""
 
 
 class Store:
@@ -55,8 +59,8 @@ class Store:
         self._states: dict[str, None] = {}
 
     def __repr__(self) -> str:
-        held = sum(sum(device.values()) for device in self.nbytes())
-        return f"Store({', '.join(str(device) for _, device in self.group)}, {format_bytes(held)})"
+        stored_bytes = sum(sum(device.values()) for device in self.nbytes())
+        return f"Store({', '.join(str(device) for _, device in self.group)}, {format_bytes(stored_bytes)})"
 
     @validate_arguments(
         PlanError,
@@ -95,7 +99,7 @@ class Store:
                 if isinstance(layout, Local) and number not in layout.devices:
                     continue
                 shape = compute_local_shape(spec.shape, layout, number)
-                wanted = BufferSpec("weight", name, 0, Spec(shape, spec.dtype))
+                declared_buffer = BufferSpec("weight", name, 0, Spec(shape, spec.dtype))
 
                 def share(number: int = number) -> Array:
                     part = slice_for_device(stored, spec, layout, number)
@@ -108,9 +112,9 @@ class Store:
                     place = PackedFileKey(self._packed_files, origin, f"{spec} {which}")
                 if copies is not None:
                     runs = (layout.axis, layout.index_ranges[number]) if isinstance(layout, Shard) else None
-                    digest = device.share_weight(wanted, share, runs, copies)
+                    digest = device.share_weight(declared_buffer, share, runs, copies)
                 else:
-                    digest = device.load_weight(wanted, share, release, place)
+                    digest = device.load_weight(declared_buffer, share, release, place)
                 if self.loaded_bytes.is_own_rank_checked:
                     self.loaded_bytes.add_digest(name, layout, number, digest)
             for number in self.loaded_bytes.list_other_devices(layout):
@@ -122,7 +126,9 @@ class Store:
         other = Store(self.group, self.between.world, self._packed_files)
         for number, mine in self._device_buffers.items():
             theirs = other._device_buffers[number]
-            theirs.buffer_by_leaf.update({key: kept for key, kept in mine.buffer_by_leaf.items() if key[0] == "weight"})
+            theirs.buffer_by_leaf.update(
+                {key: entry for key, entry in mine.buffer_by_leaf.items() if key[0] == "weight"}
+            )
         weights = {name for name in self._layouts if name not in self._states}
         other._layouts.update({name: layout for name, layout in self._layouts.items() if name in weights})
         return other
@@ -133,6 +139,49 @@ class Store:
         for number, mine in self._device_buffers.items():
             other._device_buffers[number].arena = mine.arena
         return other
+
+    @validate_arguments(PlanError, first=NATURAL, count=POSITIVE, total=POSITIVE)
+    def view_sequences(self, first: int, count: int, total: int) -> Store:
+        """Return a store in turn with this one whose states are those of `count` sequences, from sequence `first` on.
+
+        Every present state of this store must have `total` equal parts along its first axis, one per sequence. The new
+        store reads and writes the same memory.
+
+        Raises:
+            PlanError: A state has no such parts, is sharded along its first axis, or a part begins at an address that
+                kernels cannot use.
+        """
+        if first + count > total:
+            raise PlanError(f"view_sequences: sequences {first} to {first + count - 1} are not all among {total}")
+        other = self.in_turn()
+        for name in self._states:
+            spec, layout = self._layouts[name]
+            if spec.shape[0] % total or (isinstance(layout, Shard) and layout.axis == 0):
+                raise PlanError(f"state %{name}: {spec} {layout} has no equal parts for {total} sequences")
+            part = _resize_first_axis(spec, count, total)
+            other._layouts[name], other._states[name] = (part, layout), None
+            for number, device in self._device_buffers.items():
+                if ("state", name) in device.buffer_by_leaf:
+                    theirs = device.view_parts("state", name, first, count, total)
+                    other._device_buffers[number].buffer_by_leaf["state", name] = theirs
+        return other
+
+    @validate_arguments(PlanError, name=TEXT, source=NATURAL, target=NATURAL, count=NATURAL)
+    def copy_state_rows(self, name: str, source: int, target: int, count: int) -> None:
+        """Copy `count` rows of a state, within the memory of each device.
+
+        Raises:
+            PlanError: The rows overlap or are not in the state, or the state is sharded along its first axis.
+        """
+        state = self.state(name)
+        rows = state.shape[0]
+        if abs(source - target) < count or max(source, target) + count > rows:
+            raise PlanError(f"copy_state_rows: {count} rows from {source} and {target}; need two parts of {rows} rows")
+        if isinstance(state.layout, Shard) and state.layout.axis == 0:
+            raise PlanError(f"copy_state_rows: %{quote_node_name(name):.60} is sharded along its rows")
+        with self.turn:
+            for part in state.parts.values():
+                part.memory_view[target : target + count] = part.memory_view[source : source + count]
 
     @validate_arguments(PlanError, name=TEXT)
     def state(self, name: str) -> StateView:
@@ -176,13 +225,16 @@ class Store:
         """
         self.require_devices(plan)
         for leaf in (*plan.graph.weights, *plan.graph.states):
-            name, wanted = leaf.node.name, (leaf.spec, plan.leaves[leaf.node.name])
+            name, planned_entry = leaf.node.name, (leaf.spec, plan.leaves[leaf.node.name])
             if leaf.node.op == "state":
-                self._layouts.setdefault(name, wanted)
+                self._layouts.setdefault(name, planned_entry)
                 self._states.setdefault(name)
-            if self._layouts.get(name, wanted) != wanted:
-                held = self._layouts[name]
-                raise PlanError(f"%{name} is {held[0]} {held[1]} in the store but {wanted[0]} {wanted[1]} in the plan")
+            if self._layouts.get(name, planned_entry) != planned_entry:
+                stored_entry = self._layouts[name]
+                raise PlanError(
+                    f"%{name} is {stored_entry[0]} {stored_entry[1]} in the store "
+                    f"but {planned_entry[0]} {planned_entry[1]} in the plan"
+                )
         return {
             number: device.list_program_buffers(plan.lanes[number]) for number, device in self._device_buffers.items()
         }
@@ -210,7 +262,7 @@ class _DeviceBuffers:
 
     def load_weight(
         self,
-        wanted: BufferSpec,
+        declared_buffer: BufferSpec,
         data: Callable[[], Array],
         release: Callable[[], object],
         place: PackedFileKey | None = None,
@@ -219,9 +271,11 @@ class _DeviceBuffers:
 
         `data` reads the weight, unless a packed file at `place` has it.
         """
-        assert wanted.declared_spec is not None
-        stored = self.backend.stored(wanted.declared_spec, wanted.kind)
-        spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, wanted.declared_spec, stored)
+        assert declared_buffer.declared_spec is not None
+        stored = self.backend.stored(declared_buffer.declared_spec, declared_buffer.kind)
+        spec = BufferSpec(
+            declared_buffer.kind, declared_buffer.name, stored.nbytes, declared_buffer.declared_spec, stored
+        )
         packing = (
             self.backend.compute_packing_id()
             if stored.dtype.is_quantised and isinstance(self.backend, PacksWeights)
@@ -229,28 +283,28 @@ class _DeviceBuffers:
         )
         if place is None or packing is None:
             buffer, part = self.backend.alloc(spec.nbytes, self.device, lasting=True), data()
-            self._load_in_slices(buffer, wanted.declared_spec, part, release)
+            self._load_in_slices(buffer, declared_buffer.declared_spec, part, release)
             self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
             return lambda: compute_digest(part, release)
-        kept = place.packed_files.map_existing_file(place.origin, packing, place.share_text, spec.nbytes)
-        if kept is None:
+        mapped_weight = place.packed_files.map_existing_file(place.origin, packing, place.share_text, spec.nbytes)
+        if mapped_weight is None:
             packed, part = self.backend.alloc(spec.nbytes, self.device), data()
-            self._load_in_slices(packed, wanted.declared_spec, part, release)
-            kept = place.packed_files.write_and_map(
+            self._load_in_slices(packed, declared_buffer.declared_spec, part, release)
+            mapped_weight = place.packed_files.write_and_map(
                 place.origin, packing, place.share_text, packed, compute_digest(part, release)
             )
-        buffer, digest = kept
+        buffer, digest = mapped_weight
         self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
         return lambda: digest
 
     def share_weight(
-        self, wanted: BufferSpec, data: Callable[[], Array], share: object, copies: WeightCopies
+        self, declared_buffer: BufferSpec, data: Callable[[], Array], share: object, copies: WeightCopies
     ) -> Callable[[], bytes]:
         """Bind a weight to its source memory if the backend reads it, else to a shared copy; return its digest."""
-        assert wanted.declared_spec is not None
-        declared = wanted.declared_spec
-        stored = self.backend.stored(declared, wanted.kind)
-        spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, declared, stored)
+        assert declared_buffer.declared_spec is not None
+        declared = declared_buffer.declared_spec
+        stored = self.backend.stored(declared, declared_buffer.kind)
+        spec = BufferSpec(declared_buffer.kind, declared_buffer.name, stored.nbytes, declared, stored)
         buffer = None
         if copies.is_source_lasting and isinstance(self.backend, SupportsZeroCopyWeights):
             buffer = self.backend.as_buffer(data(), declared)
@@ -265,8 +319,8 @@ class _DeviceBuffers:
 
     def _load_in_slices(self, buffer: Any, declared: Spec, data: Array, release: Callable[[], object]) -> None:
         whole = (data, declared, buffer)
-        for piece in self.splitting_backend.split_weight(*whole) if self.splitting_backend else (whole,):
-            self.backend.load(*piece)
+        for weight_slice in self.splitting_backend.split_weight(*whole) if self.splitting_backend else (whole,):
+            self.backend.load(*weight_slice)
             release()
 
     def view_shard(self, kind: str, name: str) -> LocalShard:
@@ -275,14 +329,26 @@ class _DeviceBuffers:
         shape, dtype = spec.stored_spec.shape, spec.stored_spec.dtype
         return LocalShard(self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), dtype)), dtype)
 
+    def view_parts(self, kind: str, name: str, first: int, count: int, total: int) -> tuple[BufferSpec, Any]:
+        """Return the specification and the buffer of parts `first` to `first + count` of `total` parts of a buffer."""
+        spec, buffer = self.buffer_by_leaf[kind, name]
+        assert spec.declared_spec is not None
+        assert spec.stored_spec is not None
+        part_bytes = spec.nbytes // total
+        if spec.nbytes % total or first * part_bytes % PART_ALIGNMENT:
+            raise PlanError(f"{kind} %{name}: a part of {part_bytes} bytes is no multiple of {PART_ALIGNMENT} bytes")
+        declared, stored = (_resize_first_axis(one, count, total) for one in (spec.declared_spec, spec.stored_spec))
+        view = buffer[first * part_bytes : (first + count) * part_bytes]
+        return BufferSpec(kind, name, count * part_bytes, declared, stored), view
+
     def compute_bytes_by_kind(self) -> dict[str, int]:
         total = {"weight": 0, "state": 0, "arena": self.arena.nbytes}
         for (kind, _), (spec, _) in self.buffer_by_leaf.items():
             total[kind] += spec.nbytes
         return total
 
-    def list_program_buffers(self, lane: Lane) -> list[Any]:
-        return [self._find_or_allocate_buffer(spec, lane.graph) for spec in lane.program.buffers]
+    def list_program_buffers(self, device_plan: Lane) -> list[Any]:
+        return [self._find_or_allocate_buffer(spec, device_plan.graph) for spec in device_plan.program.buffers]
 
     def _find_or_allocate_buffer(self, spec: BufferSpec, graph: Graph) -> Any:
         if spec.kind == "arena":
@@ -300,12 +366,18 @@ class _DeviceBuffers:
                     f"weight %{spec.name}: {spec.declared_spec} is not bound; pass it when loading the plan"
                 )
             self.buffer_by_leaf[key] = (spec, self.backend.alloc(spec.nbytes, self.device, lasting=True))
-        held, buffer = self.buffer_by_leaf[key]
-        if held != spec:
+        known_spec, buffer = self.buffer_by_leaf[key]
+        if known_spec != spec:
             raise PlanError(
-                f"{spec.kind} %{spec.name} is {held.declared_spec} in the store but {spec.declared_spec} in the plan"
+                f"{spec.kind} %{spec.name} is {known_spec.declared_spec} in the store "
+                f"but {spec.declared_spec} in the plan"
             )
         return buffer
+
+
+def _resize_first_axis(spec: Spec, count: int, total: int) -> Spec:
+    """Return the spec of `count` of the `total` equal parts along the first axis."""
+    return Spec((spec.shape[0] // total * count, *spec.shape[1:]), spec.dtype)
 
 
 def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:

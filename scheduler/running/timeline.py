@@ -77,20 +77,24 @@ def simulate_run(plan: Plan, on: ClockBackend | None = None) -> SimulatedRun:
     Raises:
         PlanError: If there is a device without a virtual clock.
     """
-    backends = [on if on is not None else lane.backend for lane in plan.lanes]
+    backends = [on if on is not None else device_plan.backend for device_plan in plan.lanes]
     clocks = [b for b in backends if isinstance(b, ClockBackend)]
     if len(clocks) < len(plan.lanes):
         raise PlanError(f"{plan.lanes[0].device} keeps no virtual clock; plan for null:0, …, or give a null backend")
-    meeting = make_local_communicator_group(find_collective_groups([lane.program for lane in plan.lanes]))
-    comms: list[Comm] = [meeting.member(i) for i in range(len(clocks))] if len(clocks) > 1 else [SingleDeviceComm()]
+    communicator_group = make_local_communicator_group(
+        find_collective_groups([device_plan.program for device_plan in plan.lanes])
+    )
+    comms: list[Comm] = (
+        [communicator_group.member(i) for i in range(len(clocks))] if len(clocks) > 1 else [SingleDeviceComm()]
+    )
     runs = []
-    for clock, lane, comm in zip(clocks, plan.lanes, comms, strict=True):
-        buffers = [clock.alloc(b.nbytes, lane.device) for b in lane.program.buffers]
-        runs.append(clock.compile(lane.program, buffers, lane.device, comm))
+    for clock, device_plan, comm in zip(clocks, plan.lanes, comms, strict=True):
+        buffers = [clock.alloc(b.nbytes, device_plan.device) for b in device_plan.program.buffers]
+        runs.append(clock.compile(device_plan.program, buffers, device_plan.device, comm))
     with ThreadPoolExecutor(len(runs)) as threads:
         for done in [threads.submit(run) for run in runs]:
             done.result()
     return SimulatedRun(
-        tuple(tuple(c.tracks[str(lane.device)]) for c, lane in zip(clocks, plan.lanes, strict=True)),
-        tuple(sum(b.nbytes for b in lane.program.buffers) for lane in plan.lanes),
+        tuple(tuple(c.tracks[str(device_plan.device)]) for c, device_plan in zip(clocks, plan.lanes, strict=True)),
+        tuple(sum(b.nbytes for b in device_plan.program.buffers) for device_plan in plan.lanes),
     )

@@ -29,13 +29,13 @@ class DeviceLock:
         if len(self._locks) == 1:  # a fifth of the time of the loop below, which matters for runs of 1 ms
             self._locks[0].acquire()
             return
-        held: list[threading.RLock] = []
+        acquired_locks: list[threading.RLock] = []
         try:
             for lock in self._locks:
                 lock.acquire()
-                held.append(lock)
+                acquired_locks.append(lock)
         except BaseException:  # Ctrl-C during the wait
-            for lock in held:
+            for lock in acquired_locks:
                 lock.release()
             raise
 

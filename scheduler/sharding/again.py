@@ -29,12 +29,12 @@ class IncrementalPropagator:
     def __init__(self, graph: Graph, factors: Factors) -> None:
         self.graph, self.factors, self.users_of_value = graph, factors, graph.users()
         self.node_positions = {node: at for at, node in enumerate(graph.nodes)}
-        near: dict[Factor, set[Node]] = defaultdict(set)
+        nodes_of_factor: dict[Factor, set[Node]] = defaultdict(set)
         for node in graph.nodes:
             for value in (*node.inputs, *node.results):
                 for factor in factors.factors_of(value):
-                    near[factor].add(node)
-        self.nodes_of_factor = near
+                    nodes_of_factor[factor].add(node)
+        self.nodes_of_factor = nodes_of_factor
         uncut = LayoutPropagation(graph, factors, frozenset(), self.users_of_value, frozenset())
         self.unsharded_assignment, self.stored_values = uncut.propagate(), uncut.stored_values
 
@@ -61,10 +61,10 @@ class _IncrementalPropagation(LayoutPropagation):
         self, layer: IncrementalPropagator, chosen: frozenset[Factor], whole: frozenset[Value], base: ShardingAssignment
     ) -> None:
         super().__init__(layer.graph, layer.factors, chosen, layer.users_of_value, whole)
-        made, by, wants = dict(base.produced_layouts), dict(base.node_layouts), dict(base.operand_layouts)
-        dealt = dict(base.index_operands)
+        produced_layouts, by, wants = dict(base.produced_layouts), dict(base.node_layouts), dict(base.operand_layouts)
+        index_operands = dict(base.index_operands)
         self.assignment = ShardingAssignment(
-            chosen, made, by, wants, dealt, replicated_weights=whole, base_assignment=base
+            chosen, produced_layouts, by, wants, index_operands, replicated_weights=whole, base_assignment=base
         )
         self.node_positions, self.current_position, self.end_position = (
             layer.node_positions,
@@ -93,15 +93,17 @@ class _IncrementalPropagation(LayoutPropagation):
             self.current_position = heappop(waiting)
             node = nodes[self.current_position]
             for source in node.inputs:
-                if kept := self.conversions_of_value.get(source):
-                    self.conversions_of_value[source] = [entry for entry in kept if entry[0] != self.current_position]
+                if conversions := self.conversions_of_value.get(source):
+                    self.conversions_of_value[source] = [
+                        entry for entry in conversions if entry[0] != self.current_position
+                    ]
             out.index_operands.pop(node, None)
             self._visit_node(node)
             fresh.append(node)
             differ = [v for v in node.results if out.produced_layouts[v] != base.produced_layouts[v]]
             if not node.is_leaf:
-                wanted = zip(node.inputs, out.operand_layouts[node], base.operand_layouts[node], strict=True)
-                differ += [s for s, now, then in wanted if now != then]
+                operand_layouts = zip(node.inputs, out.operand_layouts[node], base.operand_layouts[node], strict=True)
+                differ += [s for s, now, then in operand_layouts if now != then]
             for value in differ:
                 for user in self.users_of_value[value]:
                     place = self.node_positions[user]

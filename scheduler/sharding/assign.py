@@ -121,7 +121,7 @@ def propagate_layouts(
     factors: Factors,
     chosen: frozenset[Factor],
     pins: Pins = NO_PINS,
-    shown: Iterable[Value] = (),
+    replicated_values: Iterable[Value] = (),
     rows: Factor | None = None,
     early: Container[Value] = frozenset(),
 ) -> ShardingAssignment:
@@ -134,27 +134,31 @@ def propagate_layouts(
         factors: The factors of `graph`.
         chosen: The factors to shard.
         pins: Nodes on one device, and leaves with a fixed layout.
-        shown: Values that end whole on every device, for other pipeline stages.
+        replicated_values: Values that end whole on every device, for other pipeline stages.
         rows: The factor that scatters the rows of partial sums at nodes that cannot pass them on.
         early: Partial sums that are completed at once: no node passes them on.
     """
     users = graph.users()
     return propagate_with_replicated_weights(
-        lambda whole: LayoutPropagation(graph, factors, chosen, users, whole, pins, rows, early).propagate(shown)
+        lambda whole: LayoutPropagation(graph, factors, chosen, users, whole, pins, rows, early).propagate(
+            replicated_values
+        )
     )
 
 
-def propagate_with_replicated_weights(laid: Callable[[frozenset[Value]], ShardingAssignment]) -> ShardingAssignment:
+def propagate_with_replicated_weights(
+    propagate: Callable[[frozenset[Value]], ShardingAssignment],
+) -> ShardingAssignment:
     """Repeat the propagation until it knows every weight that stays whole, and return the last assignment.
 
     Args:
-        laid: Propagates the layouts for a given set of replicated weights.
+        propagate: Propagates the layouts for a given set of replicated weights.
     """
     whole = frozenset[Value]()
     while True:
-        assignment = laid(whole)
-        cut = (c.value for c in assignment.conversions if isinstance(c.source_layout, FactorShard))
-        gathered = frozenset(value for value in cut if value.node.op == "weight")
+        assignment = propagate(whole)
+        sharded_values = (c.value for c in assignment.conversions if isinstance(c.source_layout, FactorShard))
+        gathered = frozenset(value for value in sharded_values if value.node.op == "weight")
         if not gathered:
             return assignment
         whole |= gathered
@@ -189,11 +193,11 @@ class LayoutPropagation:
         )  # weights, states and views of them: a shard saves bytes to keep and to read
         self.final_values = {*graph.outputs.values(), *graph.updates.values()}
 
-    def propagate(self, shown: Iterable[Value] = ()) -> ShardingAssignment:
+    def propagate(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
         """Visit all nodes and return the assignment."""
         for node in self.graph.nodes:
             self._visit_node(node)
-        self._visit_outputs(shown)
+        self._visit_outputs(replicated_values)
         return self.assignment
 
     def _visit_node(self, node: Node) -> None:
@@ -202,34 +206,34 @@ class LayoutPropagation:
         else:
             self._visit_computation(node)
 
-    def _visit_outputs(self, shown: Iterable[Value] = ()) -> None:
-        """Add the conversions of outputs, of `shown` values and of state updates."""
+    def _visit_outputs(self, replicated_values: Iterable[Value] = ()) -> None:
+        """Add the conversions of outputs, of `replicated_values` and of state updates."""
         for value in self.graph.outputs.values():
             if self.assignment.produced_layouts[value].is_partial:
                 self._add_conversions(value, REPLICATE, None)
-        for value in shown:
+        for value in replicated_values:
             self._add_conversions(value, REPLICATE, None)
         for state, new in self.graph.updates.items():
             self._add_conversions(new, self.assignment.produced_layouts[state], None)
 
     def _visit_leaf(self, node: Node) -> None:
         value = node.results[0]
-        if (lies := self.pins.leaves.get(value)) is not None:
-            self.assignment.produced_layouts[value] = lies
+        if (fixed_layout := self.pins.leaves.get(value)) is not None:
+            self.assignment.produced_layouts[value] = fixed_layout
             self.assignment.fixed_leaves.add(value)
-            if lies is REPLICATE:
+            if fixed_layout is REPLICATE:
                 self.stored_values.add(value)
             return
         cuts: list[Factor] = []
         if node.op in ("weight", "state"):
             self.stored_values.add(value)
             cuts = self._list_chosen_factors(value)
-        is_cut = (
+        is_sharded = (
             cuts
             and value not in self.replicated_weights
             and cuts[0] not in find_repeated_factors(self.factors.axes_of(value))
         )
-        self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_cut else REPLICATE
+        self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_sharded else REPLICATE
 
     def _list_chosen_factors(self, value: Value) -> list[Factor]:
         """Return the chosen factors of a value, the largest first; a weight or state is sharded by the first."""
@@ -247,19 +251,19 @@ class LayoutPropagation:
         if (pin := self.pins.nodes.get(node)) is not None:
             by = Local((pin.device,))
             wants, results = (by,) * len(node.inputs), (by,) * len(node.specs)
-        elif (cut := self._choose_factor(node)) is None:
+        elif (factor := self._choose_factor(node)) is None:
             wants, by = self._choose_unsharded_layouts(node)
             if by is REPLICATE and self.row_factor is not None and self._can_scatter_rows(node, self.row_factor):
                 by = FactorShard(self.row_factor)
                 wants = tuple(by if self.row_factor in self.factors.factors_of(s) else REPLICATE for s in node.inputs)
             results = tuple(by for _ in node.results)
-        elif cut is self.factors.roles_of(node).indexed_factor:
-            wants, summed = self._choose_lookup_layouts(node, cut)
-            by, results = FactorShard(cut), (summed,)
+        elif factor is self.factors.roles_of(node).indexed_factor:
+            wants, summed = self._choose_lookup_layouts(node, factor)
+            by, results = FactorShard(factor), (summed,)
         else:
-            by = FactorShard(cut)
-            wants = tuple(by if cut in self.factors.factors_of(s) else REPLICATE for s in node.inputs)
-            results = tuple(by if cut in self.factors.factors_of(v) else PARTIAL for v in node.results)
+            by = FactorShard(factor)
+            wants = tuple(by if factor in self.factors.factors_of(s) else REPLICATE for s in node.inputs)
+            results = tuple(by if factor in self.factors.factors_of(v) else PARTIAL for v in node.results)
         self.assignment.node_layouts[node], self.assignment.operand_layouts[node] = by, wants
         for source, want in zip(node.inputs, wants, strict=True):
             self._add_conversions(source, want, node)
@@ -273,9 +277,9 @@ class LayoutPropagation:
         """
         candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
-            made = self.assignment.produced_layouts[source]
-            if isinstance(made, FactorShard):
-                candidates[made.factor] = None
+            layout = self.assignment.produced_layouts[source]
+            if isinstance(layout, FactorShard):
+                candidates[layout.factor] = None
             elif self._is_stored(source):
                 candidates |= dict.fromkeys(self._list_chosen_factors(source))
         if not candidates:
@@ -322,29 +326,29 @@ class LayoutPropagation:
         """Return the bytes of the operands of `node` that have `factor`."""
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.factors_of(s))
 
-    def _choose_lookup_layouts(self, node: Node, cut: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
-        """Return the layouts of the operands and of the result of a lookup in a table that `cut` shards.
+    def _choose_lookup_layouts(self, node: Node, factor: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
+        """Return the layouts of the operands and of the result of a lookup in a table that `factor` shards.
 
         Each device looks up the rows of its shard. An operand that is added to the rows is read as a partial sum, so
         that it counts once.
         """
         table, ids, joint = find_indexed_operand(node)
         self.assignment.index_operands[node] = ids
-        routed = RoutedPartial(cut, ids)
+        routed = RoutedPartial(factor, ids)
         wants: list[FactorLayout] = []
-        made: FactorLayout = routed if self._keeps_routing(node, ids, routed) else PARTIAL
+        result_layout: FactorLayout = routed if self._keeps_routing(node, ids, routed) else PARTIAL
         for name, source in list_operands(node):
             state = self.assignment.produced_layouts[source]
             if name == table:
-                wants.append(FactorShard(cut))
+                wants.append(FactorShard(factor))
             elif state == routed and self._keeps_routing(node, source, routed):
                 wants.append(routed)
             elif name in joint:
                 wants.append(state if state.is_partial else PARTIAL)
-                made = PARTIAL
+                result_layout = PARTIAL
             else:
                 wants.append(REPLICATE)
-        return tuple(wants), made
+        return tuple(wants), result_layout
 
     @staticmethod
     def _keeps_routing(node: Node, source: Value, routed: RoutedPartial) -> bool:
@@ -360,8 +364,8 @@ class LayoutPropagation:
         All operands are whole, or partial sums stay as they are. They stay if the op is linear in them, all their users
         pass them on, and the results are not larger.
         """
-        made, named = self.assignment.produced_layouts, list_operands(node)
-        partial = {s for s in node.inputs if made[s].is_partial and not self._is_converted(s, REPLICATE)}
+        layouts, named = self.assignment.produced_layouts, list_operands(node)
+        partial = {s for s in node.inputs if layouts[s].is_partial and not self._is_converted(s, REPLICATE)}
         whole = tuple(REPLICATE for _ in named)
         if not partial or not all(
             self._accepts_partial_sum(user, s) for s in partial for user in self.users_of_value[s]
@@ -374,8 +378,8 @@ class LayoutPropagation:
         for joint in op_of(node).linear_operands(node.attrs):
             together = joint.split("+")
             if {n for n, s in named if s in partial} <= set(together):
-                owed = {s: made[s] if made[s].is_partial else PARTIAL for s in node.inputs}
-                return tuple(owed[s] if n in together else REPLICATE for n, s in named), PARTIAL
+                partial_layouts = {s: layouts[s] if layouts[s].is_partial else PARTIAL for s in node.inputs}
+                return tuple(partial_layouts[s] if n in together else REPLICATE for n, s in named), PARTIAL
         return whole, REPLICATE
 
     def _find_common_routing(self, node: Node, partial: set[Value]) -> RoutedPartial | None:
@@ -398,35 +402,35 @@ class LayoutPropagation:
         """Return whether `user` can read `value` as a partial sum."""
         if user in self.pins.nodes or value in self.early_sums:
             return False
-        declared, made = op_of(user), self.assignment.produced_layouts[value]
+        declared, layout = op_of(user), self.assignment.produced_layouts[value]
         passing = declared.linear_operands(user.attrs)
-        if isinstance(made, RoutedPartial) and self._keeps_routing(user, value, made):
+        if isinstance(layout, RoutedPartial) and self._keeps_routing(user, value, layout):
             if (
-                made.factor is self.factors.roles_of(user).indexed_factor
-                and find_indexed_operand(user)[1] == made.index_operand
+                layout.factor is self.factors.roles_of(user).indexed_factor
+                and find_indexed_operand(user)[1] == layout.index_operand
             ):
                 return value not in self.final_values
             passing = declared.zero_preserving_operands(user.attrs)
         names = {n for joint in passing for n in joint.split("+")}
         places = [n for n, s in list_operands(user) if s == value]
         others = [s for s in user.inputs if s != value]
-        cut_anyway = any(self._is_stored(s) and self._list_chosen_factors(s) for s in others)
-        return value not in self.final_values and len(places) == 1 and places[0] in names and not cut_anyway
+        has_sharded_operand = any(self._is_stored(s) and self._list_chosen_factors(s) for s in others)
+        return value not in self.final_values and len(places) == 1 and places[0] in names and not has_sharded_operand
 
-    def _add_conversions(self, value: Value, wanted: FactorLayout, node: Node | None) -> None:
-        """Add the conversions that `node` needs to read `value` in layout `wanted`.
+    def _add_conversions(self, value: Value, target_layout: FactorLayout, node: Node | None) -> None:
+        """Add the conversions that `node` needs to read `value` in layout `target_layout`.
 
         A slice of a value that is whole already sends no bytes.
         """
-        made = self.assignment.produced_layouts[value]
-        if not find_conversion_path(made, wanted) or self._is_converted(value, wanted):
+        source_layout = self.assignment.produced_layouts[value]
+        if not find_conversion_path(source_layout, target_layout) or self._is_converted(value, target_layout):
             return
         if self._is_converted(value, REPLICATE):
-            made = REPLICATE
-        for state in find_conversion_path(made, wanted):
+            source_layout = REPLICATE
+        for state in find_conversion_path(source_layout, target_layout):
             if not self._is_converted(value, state):
-                self._record_conversion(LayoutConversion(value, made, state, node))
-            made = state
+                self._record_conversion(LayoutConversion(value, source_layout, state, node))
+            source_layout = state
 
     def _is_converted(self, value: Value, state: FactorLayout) -> bool:
         """Return whether the value exists in this layout at the current node."""

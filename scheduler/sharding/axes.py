@@ -74,7 +74,7 @@ def list_segments(axis: Axis) -> list[list[Factor]]:
     while ahead:
         product = list_root_factors(ahead.pop())
         if product and product[0].segments:
-            ahead += [(piece, *product[1:]) for piece in reversed(product[0].segments)]
+            ahead += [(segment, *product[1:]) for segment in reversed(product[0].segments)]
         else:
             products.append(product)
     return products
@@ -173,7 +173,7 @@ def _find_segment_around(axis: Axis, point: int) -> tuple[list[Factor], int] | N
         if size <= before:
             before -= size
         elif product[0].segments:
-            ahead += [(piece, *product[1:]) for piece in reversed(product[0].segments)]
+            ahead += [(segment, *product[1:]) for segment in reversed(product[0].segments)]
         else:
             return product, before
     return None

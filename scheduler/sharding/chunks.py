@@ -41,9 +41,13 @@ MIN_CHUNK_TOKENS = 256
 again."""
 
 
-def find_token_factor(laid: ShardingAssignment, factors: Factors) -> Factor | None:
+def find_token_factor(assignment: ShardingAssignment, factors: Factors) -> Factor | None:
     """Return the token factor of the partial sums if it is large enough for two chunks, otherwise None."""
-    rows = [f for f in list_row_factors(laid, factors, CHUNK_COUNTS[0]) if f.size >= CHUNK_COUNTS[0] * MIN_CHUNK_TOKENS]
+    rows = [
+        f
+        for f in list_row_factors(assignment, factors, CHUNK_COUNTS[0])
+        if f.size >= CHUNK_COUNTS[0] * MIN_CHUNK_TOKENS
+    ]
     return max(rows, key=lambda f: f.size, default=None)
 
 
@@ -65,7 +69,7 @@ SINGLE_CHUNK = OverlapChunks(1)
 def partition_in_chunks(
     graph: Graph,
     factors: Factors,
-    laid: ShardingAssignment,
+    assignment: ShardingAssignment,
     shares: ShardRanges,
     tokens: Factor,
     count: int,
@@ -78,21 +82,31 @@ def partition_in_chunks(
     Args:
         graph: The graph to partition.
         factors: The factors of `graph`.
-        laid: The assignment of `graph`.
+        assignment: The assignment of `graph`.
         shares: The shard ranges of the factors.
         tokens: The token factor.
         count: The number of chunks.
         first: The sequence number of the first collective.
         whole: Outputs that end whole on every device.
     """
-    dealt = [shares.ranges_of(tokens)[d] for d in range(len(shares))] if tokens in laid.sharded_factors else ()
+    token_ranges = (
+        [shares.ranges_of(tokens)[d] for d in range(len(shares))] if tokens in assignment.sharded_factors else ()
+    )
     return split_into_chunks(
-        partition_graph(graph, factors, laid, shares, first=first, whole=whole), factors, tokens, count, dealt
+        partition_graph(graph, factors, assignment, shares, first=first, whole=whole),
+        factors,
+        tokens,
+        count,
+        token_ranges,
     )
 
 
 def split_into_chunks(
-    sharded: PartitionedGraphs, factors: Factors, tokens: Factor, count: int, dealt: Sequence[tuple[int, int]] = ()
+    sharded: PartitionedGraphs,
+    factors: Factors,
+    tokens: Factor,
+    count: int,
+    token_ranges: Sequence[tuple[int, int]] = (),
 ) -> PartitionedGraphs | None:
     """Split the nodes around each all-reduce into `count` chunks of tokens, so that chunks overlap its communication.
 
@@ -103,31 +117,40 @@ def split_into_chunks(
         factors: The factors of the unsharded graph.
         tokens: The token factor.
         count: The number of chunks.
-        dealt: The first token and the end of the tokens of each device, if tokens are sharded.
+        token_ranges: The first token and the end of the tokens of each device, if tokens are sharded.
     """
     parts: dict[Graph, _ChunkedGraph] = {}
     for device, (graph, origins) in enumerate(zip(sharded.graphs, sharded.source_nodes, strict=True)):
         if graph not in parts:
-            parts[graph] = _ChunkedGraph(graph, origins, factors, _TokenRanges(device, tokens, count, dealt))
+            parts[graph] = _ChunkedGraph(graph, origins, factors, _TokenRanges(device, tokens, count, token_ranges))
     if not all(own.can_be_chunked() for own in parts.values()):
         return None
-    met = {number: own.collective_counts[number] for own in parts.values() for number in own.collective_counts}
-    starts = accumulate((met[number] for number in sorted(met)), initial=min(met, default=0))
-    numbers = dict(zip(sorted(met), starts, strict=False))
-    made = {graph: own.build_graph(numbers) for graph, own in parts.items()}
-    return replace(sharded, graphs=tuple(made[graph] for graph in sharded.graphs))
+    collective_counts = {
+        number: own.collective_counts[number] for own in parts.values() for number in own.collective_counts
+    }
+    starts = accumulate(
+        (collective_counts[number] for number in sorted(collective_counts)), initial=min(collective_counts, default=0)
+    )
+    numbers = dict(zip(sorted(collective_counts), starts, strict=False))
+    chunked_graphs = {graph: own.build_graph(numbers) for graph, own in parts.items()}
+    return replace(sharded, graphs=tuple(chunked_graphs[graph] for graph in sharded.graphs))
 
 
 class _TokenRanges:
     """The tokens in `chunk_count` chunks, and the range of each chunk on this device if chunks are sharded."""
 
-    def __init__(self, device: int, tokens: Factor, count: int, dealt: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, device: int, tokens: Factor, count: int, token_ranges: Sequence[tuple[int, int]]) -> None:
         self.device, self.token_factor, self.chunk_count, size = device, tokens, count, tokens.size
         self.chunk_bounds = [*pairwise(size * n // count for n in range(count + 1))]
-        self.ranges_by_device = tuple([merge_ranges([(low, high - low)]) for low, high in dealt])
+        self.ranges_by_device = tuple([merge_ranges([(low, high - low)]) for low, high in token_ranges])
         """The index ranges of all tokens on each device, as attributes of collectives."""
         self.chunk_ranges_by_device = [
-            tuple([merge_ranges([(at := (b - a) * low // size, (b - a) * high // size - at)]) for low, high in dealt])
+            tuple(
+                [
+                    merge_ranges([(at := (b - a) * low // size, (b - a) * high // size - at)])
+                    for low, high in token_ranges
+                ]
+            )
             for a, b in self.chunk_bounds
         ]
         """The index ranges of each chunk on each device, from the start of the chunk."""
@@ -147,9 +170,11 @@ class _TokenRanges:
 class _ChunkedGraph:
     """One graph during the split: for each value its chunks, the whole value, or both."""
 
-    def __init__(self, graph: Graph, origins: Mapping[Node, Node], factors: Factors, dealt: _TokenRanges) -> None:
-        self.graph, self.origins, self.factors, self.token_ranges = graph, origins, factors, dealt
-        self.token_factor, self.chunk_count = dealt.token_factor, dealt.chunk_count
+    def __init__(
+        self, graph: Graph, origins: Mapping[Node, Node], factors: Factors, token_ranges: _TokenRanges
+    ) -> None:
+        self.graph, self.origins, self.factors, self.token_ranges = graph, origins, factors, token_ranges
+        self.token_factor, self.chunk_count = token_ranges.token_factor, token_ranges.chunk_count
         self.sequence_numbers: Mapping[int, int] = {}
         self.token_axes: dict[Value, int] = {}  # of each value with tokens: the axis of the tokens
         self.sharded_values: set[Value] = set()  # values with the tokens of this device only
@@ -177,8 +202,8 @@ class _ChunkedGraph:
         self.sequence_numbers = numbers
         for node in self.graph.nodes:
             if node in self.chunked_nodes:
-                made = [self._build_node(node, n) for n in range(self.chunk_count)]
-                for value, *its in zip(node.results, *(one.results for one in made), strict=True):
+                chunk_nodes = [self._build_node(node, n) for n in range(self.chunk_count)]
+                for value, *its in zip(node.results, *(one.results for one in chunk_nodes), strict=True):
                     self.chunk_values[value] = its
             else:
                 self.whole_values |= zip(node.results, self._build_node(node).results, strict=True)
@@ -225,10 +250,10 @@ class _ChunkedGraph:
         """
         axis, is_share = self.token_axes[source], source in self.sharded_values
         runs = self.token_ranges.ranges_by_device
-        kept = next(iter(runs[self.token_ranges.device]), (0, 0)) if runs else None
+        local_range = next(iter(runs[self.token_ranges.device]), (0, 0)) if runs else None
         deals = {
             "reduce_scatter": (axis, runs) == (node.attrs.get("axis"), node.attrs.get("runs")),
-            "slice": (axis, kept) == (node.attrs.get("axis"), _find_slice_range(node.attrs)),
+            "slice": (axis, local_range) == (node.attrs.get("axis"), _find_slice_range(node.attrs)),
         }
         gathers = node.op == "all_gather" and is_share and axis == node.attrs["axis"]
         if gathers or node.op in ("all_reduce", "fill") or (not is_share and deals.get(node.op)):

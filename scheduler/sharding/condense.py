@@ -53,13 +53,13 @@ def collapse_repeats(graph: Graph) -> CollapsedGraph | None:
     ]  # else a value for a state update alone would live to the end
     spans = find_live_spans(graph, nodes)
     lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
-    pieces = _split_at_single_values(nodes, spans, lasting)
+    sections = _split_at_single_values(nodes, spans, lasting)
     groups: list[list[_LayerSection]] = []
-    for start, length, times in find_repetitions([_build_section_key(graph, piece, lasting) for piece in pieces]):
+    for start, length, times in find_repetitions([_build_section_key(graph, section, lasting) for section in sections]):
         last = start + length * (times - 1)
-        groups += [pieces[start + i : last : length] for i in range(length) if times > 1]
-        groups += [[piece] for piece in pieces[last : last + length]]
-    return None if len(groups) == len(pieces) else _join_sections(graph, groups)
+        groups += [sections[start + i : last : length] for i in range(length) if times > 1]
+        groups += [[section] for section in sections[last : last + length]]
+    return None if len(groups) == len(sections) else _join_sections(graph, groups)
 
 
 def _split_at_single_values(
@@ -67,73 +67,73 @@ def _split_at_single_values(
 ) -> list[_LayerSection]:
     """Split the graph wherever exactly one value crosses that is not in `lasting`."""
     crossing: list[list[Value]] = [[] for _ in range(len(nodes) + 1)]
-    for value, (made, read) in spans.items():
+    for value, (defined_at, read) in spans.items():
         if value not in lasting:
-            for point in range(made + 1, read + 1):
+            for point in range(defined_at + 1, read + 1):
                 crossing[point].append(value)
     cuts = [0, *(p for p in range(1, len(nodes)) if len(crossing[p]) == 1), len(nodes)]
-    pieces = []
+    sections = []
     readers: dict[Node, set[int]] = defaultdict(set)
     for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
         before, after = (crossing[p][0] if 0 < p < len(nodes) else None for p in (start, stop))
-        pieces.append(_LayerSection(nodes[start:stop], before, after, {}))
+        sections.append(_LayerSection(nodes[start:stop], before, after, {}))
         for node in nodes[start:stop]:
             for source in node.inputs:
                 if source.node.is_leaf:
                     readers[source.node].add(number)
     for leaf, numbers in readers.items():
         if len(numbers) == 1 and leaf.op in ("weight", "state"):
-            own = pieces[next(iter(numbers))].own_leaves
+            own = sections[next(iter(numbers))].own_leaves
             own[leaf] = len(own)
-    return pieces
+    return sections
 
 
-def _build_section_key(graph: Graph, piece: _LayerSection, lasting: frozenset[Value]) -> object:
+def _build_section_key(graph: Graph, section: _LayerSection, lasting: frozenset[Value]) -> object:
     """Return a key that sections share if they are equal except for the names of nodes and of own leaves."""
-    number = {node: i for i, node in enumerate(piece.nodes)}
+    number = {node: i for i, node in enumerate(section.nodes)}
     outputs = {v: name for name, v in graph.outputs.items()}
 
     def ref(value: Value | None) -> object:
-        if value is None or value == piece.incoming_value:
+        if value is None or value == section.incoming_value:
             return value is None
-        if value.node in piece.own_leaves:
-            return ("own", piece.own_leaves[value.node])
+        if value.node in section.own_leaves:
+            return ("own", section.own_leaves[value.node])
         return (number[value.node], value.index) if value.node in number else value
 
     lines = [
         (n.op, tuple(map(ref, n.src)), attribute_key(n.attrs), n.specs, tuple(outputs.get(v) for v in n.results))
-        for n in piece.nodes
+        for n in section.nodes
     ]
-    made = tuple(v for n in piece.nodes for v in n.results if v in lasting)
-    leaves = tuple((n.op, n.specs, ref(graph.updates.get(n.results[0]))) for n in piece.own_leaves)
-    before = None if piece.incoming_value is None else piece.incoming_value.spec
-    return (tuple(lines), made, leaves, before, ref(piece.outgoing_value))
+    lasting_values = tuple(v for n in section.nodes for v in n.results if v in lasting)
+    leaves = tuple((n.op, n.specs, ref(graph.updates.get(n.results[0]))) for n in section.own_leaves)
+    before = None if section.incoming_value is None else section.incoming_value.spec
+    return (tuple(lines), lasting_values, leaves, before, ref(section.outgoing_value))
 
 
 def _join_sections(graph: Graph, groups: Sequence[Sequence[_LayerSection]]) -> CollapsedGraph | None:
     """Join the first section of each group; return None if the specs of the crossing values differ."""
     new: dict[Value, Value] = {}
     times: Counter[Node] = Counter()
-    twins: dict[str, tuple[str, ...]] = {}
+    leaf_copies: dict[str, tuple[str, ...]] = {}
     updates: dict[Value, Value] = {}
     last: Value | None = None
     for group in groups:
-        piece = group[0]
-        if piece.incoming_value is not None:
-            if last is None or last.spec != piece.incoming_value.spec:
+        section = group[0]
+        if section.incoming_value is not None:
+            if last is None or last.spec != section.incoming_value.spec:
                 return None
-            new[piece.incoming_value] = last
-        for node in piece.nodes:
+            new[section.incoming_value] = last
+        for node in section.nodes:
             copy = node.with_src(tuple(None if s is None else new.get(s, s) for s in node.src))
             new.update(zip(node.results, copy.results, strict=True))
             times[copy] = len(group)
-        for at, leaf in enumerate(piece.own_leaves):
-            twins[leaf.name] = tuple(list(other.own_leaves)[at].name for other in group)
+        for at, leaf in enumerate(section.own_leaves):
+            leaf_copies[leaf.name] = tuple(list(other.own_leaves)[at].name for other in group)
             times[leaf] = len(group)
-        last = None if piece.outgoing_value is None else new[piece.outgoing_value]
-    kept = {leaf for group in groups for leaf in group[0].own_leaves}
-    for state, made in graph.updates.items():
-        if state.node in kept or made in new:
-            updates[state] = new.get(made, made)
+        last = None if section.outgoing_value is None else new[section.outgoing_value]
+    remaining_leaves = {leaf for group in groups for leaf in group[0].own_leaves}
+    for state, new_value in graph.updates.items():
+        if state.node in remaining_leaves or new_value in new:
+            updates[state] = new.get(new_value, new_value)
     outputs = {name: new.get(v, v) for name, v in graph.outputs.items()}
-    return CollapsedGraph(Graph(outputs, updates), times, twins)
+    return CollapsedGraph(Graph(outputs, updates), times, leaf_copies)

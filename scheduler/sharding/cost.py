@@ -8,7 +8,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.movement.sharded_tables import estimate_busiest_count
-from ..machines.hardware import KEPT, Counts, Estimate, Hardware, home_of
+from ..machines.hardware import STORED_LEAF_OPS, Estimate, Hardware, WorkCounter, find_storage_node
 from .assign import LayoutConversion, ShardingAssignment
 from .early import find_early_sums
 from .states import FactorShard
@@ -22,8 +22,8 @@ class AssignmentCost:
 
     def __init__(self, graph: Graph, devices: int, hardware: Hardware, times: Mapping[Node, int] | None = None) -> None:
         self.device_count, self.hardware, self.node_multiplicity = devices, hardware, times or {}
-        counts = Counts()
-        self.node_work = {n: counts.of(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
+        counts = WorkCounter()
+        self.node_work = {n: counts.count_work(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
         self.stored_values = [n.results[0] for n in graph.nodes if n.op in ("weight", "state")]
         self._item_positions = {
             node: at for at, node in enumerate((*self.node_work, *(v.node for v in self.stored_values)))
@@ -69,8 +69,8 @@ class AssignmentCost:
         """Return the seconds of a node, or the bytes of a weight or state on the device that has most of it."""
         if not node.is_leaf:
             return self.node_multiplicity.get(node, 1) * self.estimate_node_seconds(node, assignment)
-        made = assignment.produced_layouts[node.results[0]]
-        size = made.factor.size if isinstance(made, FactorShard) else 0
+        layout = assignment.produced_layouts[node.results[0]]
+        size = layout.factor.size if isinstance(layout, FactorShard) else 0
         share = -(-size // self.device_count) / size if size else 1.0
         return self.node_multiplicity.get(node, 1) * node.specs[0].nbytes * share
 
@@ -81,27 +81,31 @@ class AssignmentCost:
         if isinstance(by, FactorShard):
             size = by.factor.size
             own = -(-size // self.device_count)
-            share = most = own / size if size else 1.0
+            share = max_share = own / size if size else 1.0
             if (ids := assignment.index_operands.get(node)) is not None and ids.spec.size:
                 entries = ids.spec.size
                 busy = estimate_busiest_count(entries, own, size)
-                share, most = busy / entries, min(own, busy) / min(size, entries)
-            wants, made = assignment.operand_layouts[node], assignment.produced_layouts
+                share, max_share = busy / entries, min(own, busy) / min(size, entries)
+            wants, layouts = assignment.operand_layouts[node], assignment.produced_layouts
             read = [v for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, FactorShard)]
-            uncut = read + [v for v in node.results if not isinstance(made[v], FactorShard)]
-            nbytes = _estimate_device_bytes(work.nbytes, uncut, most)
-            kept = _estimate_device_bytes(work.kept, [v for v in read if home_of(v).op in KEPT], most)
-            work = work._replace(flops=work.flops * share, nbytes=nbytes, kept=kept)
+            uncut = read + [v for v in node.results if not isinstance(layouts[v], FactorShard)]
+            nbytes = _estimate_device_bytes(work.nbytes, uncut, max_share)
+            stored_bytes = _estimate_device_bytes(
+                work.stored_bytes, [v for v in read if find_storage_node(v).op in STORED_LEAF_OPS], max_share
+            )
+            work = work._replace(flops=work.flops * share, nbytes=nbytes, stored_bytes=stored_bytes)
         return self.hardware.compute_seconds(*work)
 
     def estimate_conversion_seconds(self, conversion: LayoutConversion) -> float:
         """Return the seconds of the collective of a conversion."""
         if conversion.needs_no_communication or self.device_count == 1:
             return 0.0
-        met = select_collective(conversion)
-        if met not in self._collective_seconds:
-            self._collective_seconds[met] = self.hardware.collective(*met, range(self.device_count)).seconds
-        return self._collective_seconds[met]
+        collective = select_collective(conversion)
+        if collective not in self._collective_seconds:
+            self._collective_seconds[collective] = self.hardware.estimate_collective(
+                *collective, range(self.device_count)
+            ).seconds
+        return self._collective_seconds[collective]
 
 
 def select_collective(conversion: LayoutConversion) -> tuple[str, int]:

@@ -94,19 +94,19 @@ def _build_device_key(device: int, assignment: ShardingAssignment, shares: Shard
             return device
     if assignment.index_operands or any(isinstance(by, Local) for by in assignment.node_layouts.values()):
         return device
-    if any(isinstance(made, FixedShard) for made in assignment.produced_layouts.values()):
+    if any(isinstance(layout, FixedShard) for layout in assignment.produced_layouts.values()):
         return device
     return device == 0, *(high - low for low, high in (shares.ranges_of(f)[device] for f in assignment.sharded_factors))
 
 
 def _find_unread_replicas(
-    graph: Graph, graphs: Sequence[Graph], leaves: Mapping[str, Layout], held: Container[Value]
+    graph: Graph, graphs: Sequence[Graph], leaves: Mapping[str, Layout], fixed_values: Container[Value]
 ) -> dict[str, Layout]:
     """Return the layouts of replicated weights and states that some devices do not read, because of pins."""
     read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
     homes: dict[str, Layout] = {}
     for node in graph.nodes:
-        if node.op in ("weight", "state") and leaves[node.name] is REPLICATE and node.results[0] not in held:
+        if node.op in ("weight", "state") and leaves[node.name] is REPLICATE and node.results[0] not in fixed_values:
             where = tuple(d for d, names in enumerate(read) if node.name in names)
             if 0 < len(where) < len(graphs):
                 homes[node.name] = Local(where)
@@ -120,10 +120,10 @@ def make_unused_name(name: str, taken: Container[str]) -> str:
     return name
 
 
-def keep_collectives(graph: Graph, met: Sequence[Value]) -> Graph:
+def keep_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph:
     """Keep the collectives of a device in its graph even if the device does not use their results."""
     there, missing = set(graph.nodes), {}
-    for number, value in reversed(list(enumerate(met))):  # the last first, as it may read earlier ones
+    for number, value in reversed(list(enumerate(collectives))):  # the last first, as it may read earlier ones
         if value.node not in there:
             missing[make_unused_name(f"met.{number}", graph.outputs)] = value
             stack = [value.node]
@@ -167,10 +167,10 @@ class _LayoutTable:
                 self.sequence_numbers[value, after] = count
                 count += 1
                 continue
-            letters = self.message_numbers.setdefault(value, {})  # receivers of a local value, each once
+            message_numbers = self.message_numbers.setdefault(value, {})  # receivers of a local value, each once
             for device in after.devices if isinstance(after, Local) else range(len(shares)):
-                if device not in before.devices and device not in letters:
-                    letters[device] = count
+                if device not in before.devices and device not in message_numbers:
+                    message_numbers[device] = count
                     count += 1
         self._cached_shards: dict[tuple[Value, Factor], Shard] = {}
         self._cached_forms: dict[tuple[Value, FactorLayout], _ValueForm] = {}
@@ -220,8 +220,8 @@ class _LayoutTable:
     def _build_shard(self, value: Value, factor: Factor) -> Shard:
         for axis, segments in enumerate(self.factors.axes_of(value)):
             if any(factor in s for s in segments):
-                dealt = self.shard_ranges.ranges_of(factor)
-                return Shard(axis, tuple(compute_index_ranges(segments, factor, low, high) for low, high in dealt))
+                ranges = self.shard_ranges.ranges_of(factor)
+                return Shard(axis, tuple(compute_index_ranges(segments, factor, low, high) for low, high in ranges))
         raise AssertionError(f"{value!r} does not have the factor {factor}")
 
 
@@ -280,15 +280,15 @@ class _DeviceEmitter:
 
     def _join_collective(self, source: Value) -> None:
         """Take part in the collective that makes an operand whole for another device."""
-        made = self.layouts.assignment.produced_layouts[source]
-        if made.is_partial or isinstance(made, FactorShard | FixedShard):
+        layout = self.layouts.assignment.produced_layouts[source]
+        if layout.is_partial or isinstance(layout, FactorShard | FixedShard):
             self._replicate(source)
 
     def _publish_value(self, value: Value, new: Value) -> None:
         """Store the local part of a value; if only this device has the value, send it to all readers."""
         self.local_values[self.layouts.produced_forms[value]] = new
-        made = self.layouts.assignment.produced_layouts[value]
-        if isinstance(made, Local) and self.device_number == made.devices[0]:
+        layout = self.layouts.assignment.produced_layouts[value]
+        if isinstance(layout, Local) and self.device_number == layout.devices[0]:
             for to, number in self.layouts.message_numbers.get(value, {}).items():
                 self.collective_values.append(
                     send(new, to=to, sequence=number, name=f"{self.layouts.node_names[value.node]}.to.{to}")
@@ -313,12 +313,12 @@ class _DeviceEmitter:
             attrs = {**attrs, "first": low, "total": by.factor.size}
         built = work.op.build_node(src, attrs, layouts.node_names[node], is_normalised=attrs is work.attrs)
         self.source_nodes[built] = node
-        made = built.results
-        for value, new in zip(results, made, strict=True):
+        new_values = built.results
+        for value, new in zip(results, new_values, strict=True):
             assert new.shape == layouts.shape_on_device(layouts.produced_forms[value], self.device_number), (
                 f"{node!r} on {self.device_number} gave {new!r}"
             )
-        return made
+        return new_values
 
     def _count_local_entries(self, layout: Layout, axis: int, n: int) -> int:
         return (
@@ -340,53 +340,60 @@ class _DeviceEmitter:
 
     def _convert(self, value: Value, state: FactorLayout) -> Value:
         """Convert `value` to a layout in which the device does not have it yet."""
-        made = self.layouts.assignment.produced_layouts[value]
-        if isinstance(made, Local) and state is REPLICATE:
-            return self._emit_receive(value, made)
-        if len(find_conversion_path(made, state)) > 1:
+        source_layout = self.layouts.assignment.produced_layouts[value]
+        if isinstance(source_layout, Local) and state is REPLICATE:
+            return self._emit_receive(value, source_layout)
+        if len(find_conversion_path(source_layout, state)) > 1:
             self._replicate(value)
-        if made is REPLICATE or self.layouts.make_form(value, REPLICATE) in self.local_values:
+        if source_layout is REPLICATE or self.layouts.make_form(value, REPLICATE) in self.local_values:
             return self._emit_partial_on_first_device(value) if state is PARTIAL else self._emit_slices(value, state)
-        new = self._emit_collective(value, made, state)
+        new = self._emit_collective(value, source_layout, state)
         self.collective_values.append(new)
         return new
 
-    def _emit_receive(self, value: Value, made: Local) -> Value:
+    def _emit_receive(self, value: Value, layout: Local) -> Value:
         """Receive a value that only one device has."""
-        source, number = made.devices[0], self.layouts.message_numbers[value][self.device_number]
+        source, number = layout.devices[0], self.layouts.message_numbers[value][self.device_number]
         name = f"{self.layouts.node_names[value.node]}.from.{source}"
         new = receive(shape=value.shape, dtype=value.dtype, source=source, sequence=number, name=name)
         self.collective_values.append(new)
         return new
 
-    def _emit_collective(self, value: Value, made: FactorLayout, state: FactorLayout) -> Value:
-        """Emit the collective that converts `value` from layout `made` to layout `state`."""
+    def _emit_collective(self, value: Value, source_layout: FactorLayout, state: FactorLayout) -> Value:
+        """Emit the collective that converts `value` from layout `source_layout` to layout `state`."""
         mine = self.local_values[self.layouts.produced_forms[value]]
         number, label = self.layouts.sequence_numbers[value, state], self.layouts.node_names[value.node]
-        before, after = self.layouts.layout_of(value, made), self.layouts.layout_of(value, state)
-        if made.is_partial and state is REPLICATE:
+        before, after = self.layouts.layout_of(value, source_layout), self.layouts.layout_of(value, state)
+        if source_layout.is_partial and state is REPLICATE:
             return all_reduce(mine, sequence=number, name=f"{label}.sum")
         if isinstance(before, Shard) and state is REPLICATE:
             return all_gather(mine, axis=before.axis, runs=before.index_ranges, sequence=number, name=f"{label}.whole")
         assert isinstance(after, Shard)
-        cut = {"axis": after.axis, "runs": after.index_ranges, "rank": self.device_number, "sequence": number}
-        if made.is_partial:
-            return reduce_scatter(mine, **cut, name=f"{label}.part")
+        shard_attributes = {
+            "axis": after.axis,
+            "runs": after.index_ranges,
+            "rank": self.device_number,
+            "sequence": number,
+        }
+        if source_layout.is_partial:
+            return reduce_scatter(mine, **shard_attributes, name=f"{label}.part")
         assert isinstance(before, Shard)
-        return all_to_all(mine, old_axis=before.axis, old_runs=before.index_ranges, **cut, name=f"{label}.recut")
+        return all_to_all(
+            mine, old_axis=before.axis, old_runs=before.index_ranges, **shard_attributes, name=f"{label}.recut"
+        )
 
     def _emit_slices(self, value: Value, state: FactorLayout) -> Value:
         layout = self.layouts.layout_of(value, state)
         assert isinstance(layout, Shard)
         whole = self._replicate(value)
         name = f"{self.layouts.node_names[value.node]}.share"
-        pieces = [
+        slices = [
             slice_(whole, axis=layout.axis, start=offset, stop=offset + n, name=name)
             for offset, n in layout.index_ranges[self.device_number] or [(0, 0)]
         ]
-        joined = pieces[0]
-        for piece in pieces[1:]:
-            joined = concat(joined, piece, axis=layout.axis, name=name)
+        joined = slices[0]
+        for next_slice in slices[1:]:
+            joined = concat(joined, next_slice, axis=layout.axis, name=name)
         return joined
 
     def _emit_partial_on_first_device(self, value: Value) -> Value:

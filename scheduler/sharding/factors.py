@@ -93,16 +93,16 @@ class Factors:
                 unify_axes(a, b)
         self._forbid_inner_splits()
         # No factor is split from here on, so results can be cached; the factor search asks often.
-        settled = cache(list_segments)  # values share axes
-        self._final_segments = {v: tuple(map(settled, axes)) for v, axes in self._axes.items()}
+        segments_of = cache(list_segments)  # values share axes
+        self._final_segments = {v: tuple(map(segments_of, axes)) for v, axes in self._axes.items()}
         self._factor_sets = {
             v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._final_segments.items()
         }
         self._factor_roles = {
-            node: _compute_roles(roles, self._index_axes[node], settled) for node, roles in self._roles.items()
+            node: _compute_roles(roles, self._index_axes[node], segments_of) for node, roles in self._roles.items()
         }
         words = [*self._named_axes, *self._lookup_axes.values()]
-        self._factor_words = {f: word.replace("_", " ") for axis, word in words for s in settled(axis) for f in s}
+        self._factor_words = {f: word.replace("_", " ") for axis, word in words for s in segments_of(axis) for f in s}
 
     # ------------------------------------------------------------------------------------------------ questions
 
@@ -240,7 +240,7 @@ class Factors:
         assert declared.links is not None
         links = declared.links(tuple(None if s is None else s.spec for s in node.src), node.attrs)
         result = node.results[0]
-        pieces: dict[int, list[tuple[int, Axis]]] = {}
+        axis_parts: dict[int, list[tuple[int, Axis]]] = {}
         linked: set[tuple[int, int]] = set()
         for link in links:
             source = node.src[link.operand]
@@ -249,17 +249,17 @@ class Factors:
             axis = self._multiply_operand_axes(source, link.source)
             if len(link.result) == 1:
                 axis = self._slice_axis(axis, link.start, result.shape[link.result[0]])
-                pieces.setdefault(link.result[0], []).append((link.start, axis))
+                axis_parts.setdefault(link.result[0], []).append((link.start, axis))
             else:
                 axes_after = [make_axis(result.shape[a]) for a in link.result]
                 product = multiply_axes(axes_after)
                 assert product is not None
                 unify_axes(product, axis)
                 for a, own in zip(link.result, axes_after, strict=True):
-                    pieces[a] = [(0, own)]
+                    axis_parts[a] = [(0, own)]
         axes = []
         for a, size in enumerate(result.shape):
-            parts = [axis for _, axis in sorted(pieces.get(a, []), key=lambda p: p[0])]
+            parts = [axis for _, axis in sorted(axis_parts.get(a, []), key=lambda p: p[0])]
             joined: Axis = tuple(s for axis in parts for s in axis)
             if sum(map(compute_product_size, list_segments(joined))) == size and parts:
                 axes.append(joined)
@@ -297,8 +297,8 @@ class Factors:
             return axis
         if not split_axis_at(axis, (start, start + length)):
             return make_axis(length, blocked=True)
-        kept = zip(find_segment_bounds(axis), list_segments(axis), strict=False)
-        return tuple(tuple(s) for at, s in kept if start <= at < start + length)
+        segments = zip(find_segment_bounds(axis), list_segments(axis), strict=False)
+        return tuple(tuple(s) for at, s in segments if start <= at < start + length)
 
     def _forbid_inner_splits(self) -> None:
         """Forbid sharding of factors that are split into segments but are an inner factor of some product."""
@@ -313,14 +313,14 @@ class Factors:
 def _compute_roles(
     roles: Sequence[tuple[DimensionRole, Axis]],
     indices: Sequence[Sequence[Axis]],
-    settled: Callable[[Axis], list[list[Factor]]],
+    segments_of: Callable[[Axis], list[list[Factor]]],
 ) -> FactorRoles:
-    """Return the roles of the factors of a node; `settled` gives the final segments of an axis."""
+    """Return the roles of the factors of a node; `segments_of` gives the final segments of an axis."""
     used: dict[DimensionRole, set[Factor]] = {role: set() for role in DimensionRole}
     for axes in indices:
-        used[DimensionRole.COUPLED] |= find_repeated_factors(map(settled, axes))
+        used[DimensionRole.COUPLED] |= find_repeated_factors(map(segments_of, axes))
     for role, axis in roles:
-        parts = settled(axis)
+        parts = segments_of(axis)
         if role is DimensionRole.INDEXED and (len(parts) > 1 or len(parts[0]) > 1):
             role = DimensionRole.COUPLED  # a device has one range of rows
         used[role].update(f for s in parts for f in s)

@@ -14,7 +14,7 @@ from ...graph.graph import Graph, assign_names, order_with_state_updates
 from ...graph.node import Node, Value
 from ...ops.collectives import receive, send
 from ..layout import REPLICATE, Layout, Local
-from ..machines.hardware import CPU, Counts, Hardware
+from ..machines.hardware import DEFAULT_HARDWARE, Hardware, WorkCounter
 from .emit import PartitionedGraphs, make_unused_name
 
 Placement = Mapping[Node, int]
@@ -35,7 +35,9 @@ def split_layers(graph: Graph, proportions: Sequence[float], elsewhere: Containe
     return _split_by_load(graph, nodes, _compute_new_bytes(nodes, elsewhere), proportions)
 
 
-def compute_balanced_proportions(graph: Graph, devices: int, hardware: Hardware = CPU) -> tuple[float, ...]:
+def compute_balanced_proportions(
+    graph: Graph, devices: int, hardware: Hardware = DEFAULT_HARDWARE
+) -> tuple[float, ...]:
     """Return the proportions of stored bytes with which all devices are predicted to compute for an equal time.
 
     Args:
@@ -43,11 +45,14 @@ def compute_balanced_proportions(graph: Graph, devices: int, hardware: Hardware 
         devices: The number of devices.
         hardware: The speeds of one device.
     """
-    nodes, counts = [n for n in order_with_state_updates(graph) if not n.is_leaf], Counts()
-    held, seconds = _compute_new_bytes(nodes), [hardware.compute_seconds(*counts.of(node)) for node in nodes]
+    nodes, counts = [n for n in order_with_state_updates(graph) if not n.is_leaf], WorkCounter()
+    stored_bytes, seconds = (
+        _compute_new_bytes(nodes),
+        [hardware.compute_seconds(*counts.count_work(node)) for node in nodes],
+    )
     where = _split_by_load(graph, nodes, seconds, [1.0] * devices)
     sums = [0.0] * devices
-    for node, nbytes in zip(nodes, held, strict=True):
+    for node, nbytes in zip(nodes, stored_bytes, strict=True):
         sums[where[node]] += nbytes
     return tuple(sums)
 
@@ -55,12 +60,12 @@ def compute_balanced_proportions(graph: Graph, devices: int, hardware: Hardware 
 def _compute_new_bytes(nodes: Sequence[Node], elsewhere: Container[Node] = ()) -> list[float]:
     """Return for each node the bytes of weights and states that it is the first to read."""
     seen: set[Value] = set()
-    held = []
+    new_bytes = []
     for node in nodes:
         fresh = {s for s in node.inputs if s.node.op in ("weight", "state") and node not in elsewhere} - seen
         seen |= fresh
-        held.append(float(sum(s.spec.nbytes for s in fresh)))
-    return held
+        new_bytes.append(float(sum(s.spec.nbytes for s in fresh)))
+    return new_bytes
 
 
 def _split_by_load(
@@ -68,24 +73,24 @@ def _split_by_load(
 ) -> Placement:
     """Give each device consecutive nodes with about its proportion of `loads`, at points where few bytes cross.
 
-    For each boundary of two devices there is a wanted load before it. A point is near if its load differs from the
-    wanted load by at most half the smaller share of the two devices. The near point with the fewest crossing bytes is
+    For each boundary of two devices there is an ideal load before it. A point is near if its load differs from the
+    ideal load by at most half the smaller share of the two devices. The near point with the fewest crossing bytes is
     taken.
     """
     live = [device for device, proportion in enumerate(proportions) if proportion > 0]
     shares = [proportions[device] / sum(proportions) for device in live]
-    held = list(accumulate(loads))
-    total, crossing = held[-1] if held else 0, _compute_crossing_bytes(graph, nodes)
+    cumulative_loads = list(accumulate(loads))
+    total, crossing = cumulative_loads[-1] if cumulative_loads else 0, _compute_crossing_bytes(graph, nodes)
     ends: list[int] = []
-    wanted = 0.0
+    ideal_load = 0.0
     for share, following in pairwise(shares):
-        wanted += share * total
+        ideal_load += share * total
         reach = min(share, following) * total / 2
         first = ends[-1] if ends else 0
-        off = {p: abs((held[p - 1] if p else 0) - wanted) for p in range(first, len(nodes) + 1)}
-        near = [p for p in off if off[p] <= reach] or [min(off, key=lambda p: off[p])]
-        cheapest = min(crossing[p] for p in near)
-        ends.append(min((p for p in near if crossing[p] <= cheapest), key=lambda p: (off[p], p)))
+        off = {p: abs((cumulative_loads[p - 1] if p else 0) - ideal_load) for p in range(first, len(nodes) + 1)}
+        candidate_points = [p for p in off if off[p] <= reach] or [min(off, key=lambda p: off[p])]
+        cheapest = min(crossing[p] for p in candidate_points)
+        ends.append(min((p for p in candidate_points if crossing[p] <= cheapest), key=lambda p: (off[p], p)))
     return {node: live[sum(i >= end for end in ends)] for i, node in enumerate(nodes)}
 
 
@@ -160,7 +165,7 @@ def emit_placed_graphs(
     graph: Graph,
     placement: Placement,
     devices: int,
-    held: Mapping[Value, Local] = NO_FIXED_VALUES,
+    fixed_layouts: Mapping[Value, Local] = NO_FIXED_VALUES,
     order: Sequence[Node] = (),
 ) -> PartitionedGraphs:
     """Emit the graph of every device: its nodes, and the messages that it receives and sends.
@@ -173,17 +178,19 @@ def emit_placed_graphs(
         graph: The graph to split.
         placement: The device of each node.
         devices: The number of devices.
-        held: Devices of weights and states from an earlier plan, which stay.
+        fixed_layouts: Devices of weights and states from an earlier plan, which stay.
         order: The nodes that compute, in order; by default by the number of messages before each.
     """
     home = find_home_devices(graph, placement)
-    home.update({value: layout.devices[0] for value, layout in held.items()})
-    emitter = _PlacedEmitter(graph, placement, home, devices, held, order)
+    home.update({value: layout.devices[0] for value, layout in fixed_layouts.items()})
+    emitter = _PlacedEmitter(graph, placement, home, devices, fixed_layouts, order)
     leaves: dict[str, Layout] = {}
     for leaf in (n for n in graph.nodes if n.is_leaf):
         having = tuple(d for d in range(devices) if (d, leaf.results[0]) in emitter.local_values)
-        kept = {"weight": having or (0,), "state": (home.get(leaf.results[0], 0),)}
-        leaves[leaf.name] = held.get(leaf.results[0]) or (Local(kept[leaf.op]) if leaf.op in kept else REPLICATE)
+        devices_by_op = {"weight": having or (0,), "state": (home.get(leaf.results[0], 0),)}
+        leaves[leaf.name] = fixed_layouts.get(leaf.results[0]) or (
+            Local(devices_by_op[leaf.op]) if leaf.op in devices_by_op else REPLICATE
+        )
     outputs: dict[str, Layout] = {name: Local((emitter.device_of(v),)) for name, v in graph.outputs.items()}
     return PartitionedGraphs(emitter.build_graphs(), tuple(emitter.source_nodes), leaves, outputs)
 
@@ -197,7 +204,7 @@ class _PlacedEmitter:
         placement: Placement,
         home: Mapping[Value, int],
         devices: int,
-        held: Mapping[Value, Local],
+        fixed_layouts: Mapping[Value, Local],
         order: Sequence[Node] = (),
     ) -> None:
         users = graph.users()
@@ -206,7 +213,7 @@ class _PlacedEmitter:
             placement,
             home,
             devices,
-            held,
+            fixed_layouts,
         )
         self.source_nodes: list[dict[Node, Node]] = [{} for _ in range(devices)]
         self.local_values: dict[tuple[int, Value], Value] = {}

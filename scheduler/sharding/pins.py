@@ -80,14 +80,16 @@ def find_user_pins(
     pins: dict[Node, Pin] = {}
     if not place:
         return pins
-    called = assign_names(graph)
+    node_names = assign_names(graph)
     for pattern, device in place:
-        expression, shown = _compile_pattern(pattern), f"place='{pattern}={device}'"
+        expression, rule_text = _compile_pattern(pattern), f"place='{pattern}={device}'"
         if device not in devices:
-            raise PlanError(f"{shown}: there is no device {device!r} in the group; it has {', '.join(devices)}")
-        matching = {n for n, name in called.items() if n.op not in ("input", "constant") and expression.search(name)}
+            raise PlanError(f"{rule_text}: there is no device {device!r} in the group; it has {', '.join(devices)}")
+        matching = {
+            n for n, name in node_names.items() if n.op not in ("input", "constant") and expression.search(name)
+        }
         if strict and not matching:
-            raise PlanError(f"{shown}: no node, weight or state has such a name; `hocket dump` lists them")
+            raise PlanError(f"{rule_text}: no node, weight or state has such a name; `hocket dump` lists them")
         pin = Pin(devices.index(device), f"--place {pattern}={device}")
         for node in graph.nodes:
             read = {node, *filter(None, map(find_stored_leaf, node.inputs))}
@@ -133,22 +135,22 @@ def pin_earlier_layouts(pins: Pins, graph: Graph, leaves: Mapping[str, Layout], 
     """
     others: dict[Value, Replicate | FixedShard] = {}
     for value in (*graph.weights, *graph.states):
-        lies = earlier.get(value.node.name)
-        if isinstance(lies, Shard | Replicate) and lies != leaves[value.node.name]:
-            others[value] = FixedShard(lies) if isinstance(lies, Shard) else lies
+        layout = earlier.get(value.node.name)
+        if isinstance(layout, Shard | Replicate) and layout != leaves[value.node.name]:
+            others[value] = FixedShard(layout) if isinstance(layout, Shard) else layout
     return Pins(pins.nodes, {**pins.leaves, **others})
 
 
 def pins_from_layouts(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:
     """Return pins for the nodes that read weights or states which an earlier plan put on some devices only."""
     homes = {n.results[0]: leaves[n.name] for n in graph.nodes if n.op in ("weight", "state") and n.name in leaves}
-    held = {value: layout for value, layout in homes.items() if isinstance(layout, Local)}
+    fixed_layouts = {value: layout for value, layout in homes.items() if isinstance(layout, Local)}
     pins: dict[Node, Pin] = {}
     for node in graph.nodes:
         for leaf in filter(None, map(find_stored_leaf, node.inputs)):
-            if (home := held.get(leaf.results[0])) is not None:
+            if (home := fixed_layouts.get(leaf.results[0])) is not None:
                 pins.setdefault(node, Pin(home.devices[0], "what it reads lies there"))
-    return Pins(pins, held)
+    return Pins(pins, fixed_layouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +244,13 @@ def extend_pins(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
     for node in graph.nodes:
         if node.is_leaf or node in found or any(map(find_stored_leaf, node.inputs)):
             continue
-        made = [s for s in node.inputs if not s.node.is_leaf]
-        homes = {found[s.node].device if s.node in found else None for s in made}
-        alone = all(u is node or u in found for s in made for u in users[s]) and not any(s.node in ends for s in made)
+        computed_operands = [s for s in node.inputs if not s.node.is_leaf]
+        homes = {found[s.node].device if s.node in found else None for s in computed_operands}
+        alone = all(u is node or u in found for s in computed_operands for u in users[s]) and not any(
+            s.node in ends for s in computed_operands
+        )
         if len(homes) == 1 and None not in homes and alone:
-            found[node] = Pin(found[made[0].node].device, "it alone reads what is made there")
+            found[node] = Pin(found[computed_operands[0].node].device, "it alone reads what is made there")
     return found
 
 

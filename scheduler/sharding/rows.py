@@ -48,21 +48,24 @@ class SequenceParallelOptions:
         if not (candidates := list_row_factors(self.replicated_assignment, self.factors, self.device_count)):
             return self.replicated_assignment
         costs = AssignmentCost(self.graph, self.device_count, self.hardware)
-        best, least = self.replicated_assignment, costs.estimate_run(self.replicated_assignment).total * (1 - MIN_GAIN)
+        best, best_seconds = (
+            self.replicated_assignment,
+            costs.estimate_run(self.replicated_assignment).total * (1 - MIN_GAIN),
+        )
         for rows in candidates:
-            dealt = self._propagate(rows)
-            if (seconds := costs.estimate_run(dealt).total) < least:
-                best, least = dealt, seconds
+            assignment = self._propagate(rows)
+            if (seconds := costs.estimate_run(assignment).total) < best_seconds:
+                best, best_seconds = assignment, seconds
         return best
 
-    def shard_if_saving(self, rows: Factor, least: float) -> ShardingAssignment | None:
-        """Return the assignment with sharded `rows` if that saves more than `least` seconds of compute, otherwise None.
+    def shard_if_saving(self, rows: Factor, min_saving_seconds: float) -> ShardingAssignment | None:
+        """Return the assignment with sharded `rows` if that saves more compute than `min_saving_seconds`, or None.
 
         Where sums overlap with compute, only compute seconds can be saved.
         """
-        dealt, costs = self._propagate(rows), AssignmentCost(self.graph, self.device_count, self.hardware)
-        before, after = costs.estimate_run(self.replicated_assignment), costs.estimate_run(dealt)
-        return dealt if before.compute - after.compute > least else None
+        assignment, costs = self._propagate(rows), AssignmentCost(self.graph, self.device_count, self.hardware)
+        before, after = costs.estimate_run(self.replicated_assignment), costs.estimate_run(assignment)
+        return assignment if before.compute - after.compute > min_saving_seconds else None
 
     def _propagate(self, rows: Factor | None = None) -> ShardingAssignment:
         """Return the assignment, with sums taken early where that costs no more."""
@@ -78,7 +81,7 @@ class SequenceParallelOptions:
 
     def _estimate_collective_seconds(self, conversion: LayoutConversion) -> float:
         """Return the seconds of a collective."""
-        return self.hardware.collective(*select_collective(conversion), range(self.device_count)).seconds
+        return self.hardware.estimate_collective(*select_collective(conversion), range(self.device_count)).seconds
 
 
 def list_row_factors(plain: ShardingAssignment, factors: Factors, devices: int) -> list[Factor]:

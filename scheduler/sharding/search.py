@@ -80,10 +80,10 @@ class FactorSearch:
                 ``tensor``.
         """
         if self._collapsed_search is not None:
-            small, judge = self._collapsed_search
-            choice = judge.choose_factors(devices, hardware, eager)
+            small, search = self._collapsed_search
+            choice = search.choose_factors(devices, hardware, eager)
             if (
-                chosen := _expand_to_full_graph(self.graph, self.factors, small, judge.factors, choice.factors)
+                chosen := _expand_to_full_graph(self.graph, self.factors, small, search.factors, choice.factors)
             ) is not None:
                 return replace(choice, factors=chosen)
         return self._full_graph_search.choose_factors(devices, hardware, eager)
@@ -118,10 +118,10 @@ class _GraphSearch:
         notes = [f"uncut, each device does all: {_format_cost(uncut.estimate)}"]
         best = self._grow_greedily(costs, uncut, eager, notes)
         if not eager and best is not uncut:
-            most = min(
+            max_seconds = min(
                 best.estimate.total * (1 + EQUAL_TIME_TOLERANCE), uncut.estimate.total * (1 - EQUAL_TIME_TOLERANCE)
             )
-            best = self._reduce_stored_bytes(costs, best, most, notes)
+            best = self._reduce_stored_bytes(costs, best, max_seconds, notes)
         return FactorChoice(
             best.factors,
             tuple(notes),
@@ -136,11 +136,13 @@ class _GraphSearch:
     ) -> dict[str, _ScoredFactors]:
         """Return the scores of `current` with each of these groups, for groups that can be sharded together with it."""
         sets = {name: current.factors.union(self.factor_groups[name]) for name in names}
-        laid = {
+        assignments = {
             n: self.find_assignment(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors
         }
         return {
-            name: _score_assignment(costs, assignment) for name, assignment in laid.items() if assignment is not None
+            name: _score_assignment(costs, assignment)
+            for name, assignment in assignments.items()
+            if assignment is not None
         }
 
     def _grow_greedily(
@@ -149,17 +151,17 @@ class _GraphSearch:
         """Add one group after another to `uncut` while that pays, and note each step."""
         current = uncut
         while tried := self._score_extensions(costs, self.factor_groups, current):
-            worth = {
-                name: _compute_saving_ratio(current.estimate, judged.estimate, eager) for name, judged in tried.items()
+            saving_ratios = {
+                name: _compute_saving_ratio(current.estimate, score.estimate, eager) for name, score in tried.items()
             }
-            ranked = sorted(tried, key=lambda n: -worth[n])
+            ranked = sorted(tried, key=lambda n: -saving_ratios[n])
             name = ranked[0]
-            if worth[name] <= 0:
+            if saving_ratios[name] <= 0:
                 notes.append(f"no further cut pays: {name} gives {_format_cost(tried[name].estimate)}")
                 break
             if not eager:
-                first, pays = tried[name], [n for n in ranked if worth[n] > 0]
-                alike = [
+                first, pays = tried[name], [n for n in ranked if saving_ratios[n] > 0]
+                equally_fast_names = [
                     n
                     for n in pays
                     if abs(tried[n].estimate.total - first.estimate.total)
@@ -167,7 +169,7 @@ class _GraphSearch:
                 ]
                 rivals = [
                     n
-                    for n in alike
+                    for n in equally_fast_names
                     if n == name or self.find_assignment(first.factors | tried[n].factors, first.factors) is None
                 ]
                 name = min(rivals, key=lambda n: tried[n].stored_bytes)
@@ -180,16 +182,16 @@ class _GraphSearch:
         return current
 
     def _reduce_stored_bytes(
-        self, costs: AssignmentCost, current: _ScoredFactors, most: float, notes: list[str]
+        self, costs: AssignmentCost, current: _ScoredFactors, max_seconds: float, notes: list[str]
     ) -> _ScoredFactors:
-        """Add each group that reduces the stored bytes, as long as a run takes at most `most` seconds."""
+        """Add each group that reduces the stored bytes, as long as a run takes at most `max_seconds`."""
         left: Iterable[str] = self.factor_groups
         while True:
             tried = self._score_extensions(costs, left, current)
             left = [
                 n
-                for n, judged in tried.items()
-                if judged.estimate.total <= most and judged.stored_bytes < current.stored_bytes
+                for n, score in tried.items()
+                if score.estimate.total <= max_seconds and score.stored_bytes < current.stored_bytes
             ]
             if not left:
                 return current
@@ -212,10 +214,10 @@ def _expand_to_full_graph(
     ours = {n.name: n.results[0] for n in small.graph.nodes if n.op in ("weight", "state")}
     everywhere: set[Factor] = set()
     for name, axis, at, i in describe_factors(small.graph, own, chosen, {}):
-        wanted = [[f.size for f in segment] for segment in own.axes_of(ours[name])[axis]]
-        for twin in small.leaf_copies.get(name, (name,)):
-            parts = factors.axes_of(leaves[twin])[axis]
-            if [[f.size for f in segment] for segment in parts] != wanted or parts[at][i].blocked:
+        expected_sizes = [[f.size for f in segment] for segment in own.axes_of(ours[name])[axis]]
+        for copy_name in small.leaf_copies.get(name, (name,)):
+            parts = factors.axes_of(leaves[copy_name])[axis]
+            if [[f.size for f in segment] for segment in parts] != expected_sizes or parts[at][i].blocked:
                 return None
             everywhere.add(parts[at][i])
     return frozenset(everywhere) if find_conflicting_leaf(graph, factors, frozenset(everywhere)) is None else None
@@ -252,9 +254,9 @@ def _compute_saving_ratio(now: Estimate, then: Estimate, eager: bool) -> float:
     return saved / (added + 1e-9) if pays else -1.0
 
 
-def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, is_worth_most: bool) -> str:
+def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, has_best_ratio: bool) -> str:
     """Return the words in which one choice is better than another."""
-    if not is_worth_most:
+    if not has_best_ratio:
         return "has fewer bytes on each device than"
     faster = chosen.estimate.total <= other.estimate.total
     return "beat" if faster else "saves more for each second in collectives than"
@@ -352,8 +354,8 @@ def describe_factors(
     """
     named: dict[Factor, tuple[str, int, int, int]] = {}
     for factor, place in _iterate_factor_positions(graph, factors, chosen):
-        lies = leaves.get(place[0])
-        if not (isinstance(lies, Shard) and lies.axis != place[1]):
+        layout = leaves.get(place[0])
+        if not (isinstance(layout, Shard) and layout.axis != place[1]):
             named.setdefault(factor, place)
     return frozenset(named.values())
 
@@ -406,7 +408,7 @@ def assign_shard_ranges(
     factors: Factors,
     cuts: frozenset[tuple[str, int, int, int]],
     proportions: Sequence[float],
-    lies: Mapping[str, Layout] = NO_LEAF_LAYOUTS,
+    earlier_layouts: Mapping[str, Layout] = NO_LEAF_LAYOUTS,
 ) -> ShardRanges:
     """Return the shard ranges of all sharded factors, assigned in the order of their leaves.
 
@@ -417,12 +419,12 @@ def assign_shard_ranges(
         factors: The factors of `graph`.
         cuts: The sharded factors.
         proportions: The share of each device.
-        lies: Layouts of leaves from an earlier plan.
+        earlier_layouts: Layouts of leaves from an earlier plan.
     """
     shares = ShardRanges(proportions)
     leaves = {n.name: factors.axes_of(n.results[0]) for n in graph.nodes if n.op in ("weight", "state")}
     for name, axis, at, place in sorted(cuts, key=_natural_sort_key):
-        segments, layout = leaves[name][axis], lies.get(name)
+        segments, layout = leaves[name][axis], earlier_layouts.get(name)
         if isinstance(layout, Shard) and layout.axis == axis:
             shares.assign_ranges(
                 segments[at][place], factor_ranges_from_layout(segments, at, segments[at][place], layout.index_ranges)
@@ -432,7 +434,7 @@ def assign_shard_ranges(
     return shares
 
 
-def _natural_sort_key(cut: tuple[str, int, int, int]) -> tuple[object, ...]:
+def _natural_sort_key(position: tuple[str, int, int, int]) -> tuple[object, ...]:
     """Return a sort key that puts layer 9 before layer 10."""
-    name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in cut[0].split("."))
-    return (tuple((flag, str(value).zfill(12)) for flag, value in name), *cut[1:])
+    name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in position[0].split("."))
+    return (tuple((flag, str(value).zfill(12)) for flag, value in name), *position[1:])

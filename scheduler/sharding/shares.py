@@ -51,9 +51,9 @@ def merge_ranges(runs: Sequence[IndexRange]) -> tuple[IndexRange, ...]:
 
 
 def factor_ranges_from_layout(
-    axis: Sequence[Sequence[Factor]], at: int, factor: Factor, lying: Sequence[Sequence[IndexRange]]
+    axis: Sequence[Sequence[Factor]], at: int, factor: Factor, ranges_by_device: Sequence[Sequence[IndexRange]]
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return the indices of `factor` that each device has if the entries of an axis have the layout `lying`.
+    """Return the indices of `factor` that each device has if the entries of an axis have the ranges `ranges_by_device`.
 
     The result is None if the layout cannot be expressed by indices of `factor`.
 
@@ -61,17 +61,17 @@ def factor_ranges_from_layout(
         axis: The segments of the axis.
         at: The number of the segment.
         factor: A factor of the segment.
-        lying: The index ranges of each device.
+        ranges_by_device: The index ranges of each device.
     """
     start, size = sum(map(compute_product_size, axis[:at])), compute_product_size(axis[at])
     indices: list[tuple[int, int]] = []
-    for runs in lying:
+    for runs in ranges_by_device:
         entries = sum(max(0, min(o + n, start + size) - max(o, start)) for o, n in runs)
         low = indices[-1][1] if indices else 0
         indices.append((low, low + entries * factor.size // max(size, 1)))
     fits = all(
         compute_index_ranges(axis[at : at + 1], factor, *has) == _clip_ranges(runs, start, start + size)
-        for has, runs in zip(indices, lying, strict=True)
+        for has, runs in zip(indices, ranges_by_device, strict=True)
     )
     return tuple(indices) if fits and indices[-1][1] == factor.size else None
 
@@ -107,8 +107,11 @@ class ShardRanges:
         """Return the indices ``[low, high)`` of `factor` of each device."""
         if factor not in self._assigned_ranges:
             grain = self._choose_granularity(factor.size)
-            size, owed = factor.size // grain, self._rounding_remainders.setdefault(factor.size, [0.0] * len(self))
-            ideal = [size * p + o for p, o in zip(self.proportions, owed, strict=True)]
+            size, remainders = (
+                factor.size // grain,
+                self._rounding_remainders.setdefault(factor.size, [0.0] * len(self)),
+            )
+            ideal = [size * p + o for p, o in zip(self.proportions, remainders, strict=True)]
             counts = [max(0, int(x + 1e-9)) for x in ideal]
             order = sorted(range(len(self)), key=lambda d: (counts[d] - ideal[d], d))
             missing = size - sum(counts)

@@ -75,18 +75,18 @@ FactorLayout: TypeAlias = Replicate | FactorShard | Partial | RoutedPartial | Lo
 """A layout in terms of factors."""
 
 
-def find_conversion_path(made: FactorLayout, wanted: FactorLayout) -> tuple[FactorLayout, ...]:
-    """Return the layouts that a value takes from `made` to `wanted`, one conversion for each.
+def find_conversion_path(source_layout: FactorLayout, target_layout: FactorLayout) -> tuple[FactorLayout, ...]:
+    """Return the layouts that a value takes from `source_layout` to `target_layout`, one conversion for each.
 
     Raises:
-        AssertionError: `wanted` is a `RoutedPartial` other than `made`.
+        AssertionError: `target_layout` is a `RoutedPartial` other than `source_layout`.
     """
-    if made == wanted or (wanted is PARTIAL and made.is_partial):
+    if source_layout == target_layout or (target_layout is PARTIAL and source_layout.is_partial):
         return ()
-    assert not isinstance(wanted, RoutedPartial), f"{made} cannot become {wanted}"
-    if isinstance(made, Local) and isinstance(wanted, Local):
-        return () if set(wanted.devices) <= set(made.devices) else (wanted,)
-    direct = REPLICATE in (made, wanted) or (
-        isinstance(wanted, FactorShard) and not isinstance(made, Local | FixedShard)
+    assert not isinstance(target_layout, RoutedPartial), f"{source_layout} cannot become {target_layout}"
+    if isinstance(source_layout, Local) and isinstance(target_layout, Local):
+        return () if set(target_layout.devices) <= set(source_layout.devices) else (target_layout,)
+    direct = REPLICATE in (source_layout, target_layout) or (
+        isinstance(target_layout, FactorShard) and not isinstance(source_layout, Local | FixedShard)
     )
-    return (wanted,) if direct else (REPLICATE, wanted)
+    return (target_layout,) if direct else (REPLICATE, target_layout)

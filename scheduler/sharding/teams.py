@@ -75,10 +75,10 @@ def split_into_groups(machine: int, devices: int) -> list[list[int]]:
 
 def find_groups_of_programs(programs: Sequence[Program]) -> list[list[int]] | None:
     """Return the device numbers of each pipeline stage; None unless there are several stages of several devices."""
-    devices, teams = len(programs), find_collective_groups(programs)
-    if not any(1 < len(team) < devices for team in teams):
+    devices, groups = len(programs), find_collective_groups(programs)
+    if not any(1 < len(group) < devices for group in groups):
         return None
-    size = next(len(team) for team in teams if len(team) > 1)
+    size = next(len(group) for group in groups if len(group) > 1)
     return [list(range(start, start + size)) for start in range(0, devices, size)]
 
 
@@ -94,7 +94,7 @@ class HybridGraphs:
 def partition_hybrid(
     graph: Graph,
     where: Placement,
-    teams: StageGroups,
+    groups: StageGroups,
     cuts: ShardedFactors,
     proportions: Sequence[float],
     hardware: Hardware,
@@ -106,7 +106,7 @@ def partition_hybrid(
     Args:
         graph: The graph to partition.
         where: The stage of each node.
-        teams: The devices of each stage.
+        groups: The devices of each stage.
         cuts: The factors to shard.
         proportions: The share of each device.
         hardware: The speeds of devices and links.
@@ -116,38 +116,40 @@ def partition_hybrid(
     Raises:
         PlanError: A value would have to go back to an earlier stage.
     """
-    stages = split_into_stages(graph, where, teams, earlier or {})
+    stages = split_into_stages(graph, where, groups, earlier or {})
     whole = frozenset[str]()  # leaves that stages would shard along different axes
     while True:
-        made = _HybridPartitioner(graph, stages, teams, cuts, proportions, hardware, whole, earlier, chunks)
-        if made.conflicting_leaves <= whole:
-            return HybridGraphs(made.build(), made.sharded_factors, made.has_chunks)
-        whole |= made.conflicting_leaves
+        partitioner = _HybridPartitioner(graph, stages, groups, cuts, proportions, hardware, whole, earlier, chunks)
+        if partitioner.conflicting_leaves <= whole:
+            return HybridGraphs(partitioner.build(), partitioner.sharded_factors, partitioner.has_chunks)
+        whole |= partitioner.conflicting_leaves
 
 
 def split_into_stages(
-    graph: Graph, where: Placement, teams: StageGroups, earlier: Mapping[str, Layout]
+    graph: Graph, where: Placement, groups: StageGroups, earlier: Mapping[str, Layout]
 ) -> list[PipelineStage]:
     """Return the graph of every stage; states stay in the stage that has them already.
 
     Args:
         graph: The graph to split.
         where: The stage of each node.
-        teams: The devices of each stage.
+        groups: The devices of each stage.
         earlier: Layouts of weights and states from an earlier plan.
 
     Raises:
         PlanError: A value would have to go back to an earlier stage.
     """
-    home, called, stages = find_home_devices(graph, where), assign_names(graph), len(teams)
+    home, node_names, stages = find_home_devices(graph, where), assign_names(graph), len(groups)
     for state in graph.states:
-        if (lies := earlier.get(state.node.name)) is not None and not _is_stored_in_group(lies, teams[home[state]]):
-            there = [stage for stage, team in enumerate(teams) if _is_stored_in_group(lies, team)]
+        if (layout := earlier.get(state.node.name)) is not None and not _is_stored_in_group(
+            layout, groups[home[state]]
+        ):
+            there = [stage for stage, group in enumerate(groups) if _is_stored_in_group(layout, group)]
             home[state] = next(iter([s for s in there if s > home[state]] or there), home[state])
     leaves = {n.name for n in graph.nodes if n.is_leaf}
     local: dict[tuple[int, Value], Value] = {}
     taken: list[dict[str, Value]] = [{} for _ in range(stages)]
-    given: list[dict[str, Value]] = [{} for _ in range(stages)]
+    output_values: list[dict[str, Value]] = [{} for _ in range(stages)]
 
     def on(stage: int, value: Value) -> Value:
         """Return `value` in a stage: computed there, a leaf, or an input."""
@@ -155,18 +157,18 @@ def split_into_stages(
         if at > stage:
             raise PlanError(f"{value!r} would go back from stage {at} to {stage}; use split mode layer or tensor")
         if (stage, value) not in local and at < stage:
-            label = f"{called[value.node]}#{value.index}"
+            label = f"{node_names[value.node]}#{value.index}"
             name = make_unused_name(f"{label}.from.{at}", leaves)
             local[stage, value] = input(name, value.shape, value.dtype)
             taken[stage][name] = value
-            given[at].setdefault(make_unused_name(f"{label}.out", graph.outputs), value)
+            output_values[at].setdefault(make_unused_name(f"{label}.out", graph.outputs), value)
         return local.setdefault((stage, value), value)
 
     for node in graph.nodes:
         if not node.is_leaf:
             stage = where[node]
             src = tuple(None if s is None else on(stage, s) for s in node.src)
-            copy = Node(node.op, src, node.attrs, node.specs, called[node])
+            copy = Node(node.op, src, node.attrs, node.specs, node_names[node])
             local.update(((stage, v), new) for v, new in zip(node.results, copy.results, strict=True))
     outputs: list[dict[str, Value]] = [{} for _ in range(stages)]
     updates: list[dict[Value, Value]] = [{} for _ in range(stages)]
@@ -177,8 +179,8 @@ def split_into_stages(
         stage = home[state]
         updates[stage][on(stage, state)] = on(stage, new)
     for stage in range(stages):
-        outputs[stage].update((name, on(stage, value)) for name, value in given[stage].items())
-    return [PipelineStage(Graph(outputs[s], updates[s]), taken[s], given[s]) for s in range(stages)]
+        outputs[stage].update((name, on(stage, value)) for name, value in output_values[stage].items())
+    return [PipelineStage(Graph(outputs[s], updates[s]), taken[s], output_values[s]) for s in range(stages)]
 
 
 class _HybridPartitioner:
@@ -191,7 +193,7 @@ class _HybridPartitioner:
         self,
         graph: Graph,
         stages: Sequence[PipelineStage],
-        teams: StageGroups,
+        groups: StageGroups,
         cuts: ShardedFactors,
         proportions: Sequence[float],
         hardware: Hardware,
@@ -199,7 +201,7 @@ class _HybridPartitioner:
         earlier: Mapping[str, Layout] | None,
         chunks: OverlapChunks,
     ) -> None:
-        self.graph, self.stages, self.stage_groups, self.proportions = graph, stages, teams, proportions
+        self.graph, self.stages, self.stage_groups, self.proportions = graph, stages, groups, proportions
         self.requested_factors, self.hardware, self.replicated_leaves, self.earlier_layouts = (
             cuts,
             hardware,
@@ -224,41 +226,51 @@ class _HybridPartitioner:
 
     def _partition_stage(self, number: int, stage: PipelineStage) -> PartitionedGraphs:
         """Partition one stage over its group."""
-        graph, team, factors = stage.graph, self.stage_groups[number], Factors(stage.graph)
-        chosen = factors_from_description(graph, factors, self.requested_factors) if len(team) > 1 else frozenset()
+        graph, group, factors = stage.graph, self.stage_groups[number], Factors(stage.graph)
+        chosen = factors_from_description(graph, factors, self.requested_factors) if len(group) > 1 else frozenset()
         chosen = frozenset(f for f in chosen if f.can_be_sharded)
-        own = [self.proportions[d] for d in team]
+        own = [self.proportions[d] for d in group]
         shares = assign_shard_ranges(
-            graph, factors, describe_factors(graph, factors, chosen, {}), own if sum(own) else [1.0] * len(team)
+            graph, factors, describe_factors(graph, factors, chosen, {}), own if sum(own) else [1.0] * len(group)
         )
-        shown = {graph.outputs[name] for name in stage.output_values}
+        replicated_values = {graph.outputs[name] for name in stage.output_values}
         stored, earlier = [*graph.weights, *graph.states], self.earlier_layouts or {}
         before = {
-            v.node.name: _find_layout_in_group(earlier[v.node.name], v.shape, team)
+            v.node.name: _find_layout_in_group(earlier[v.node.name], v.shape, group)
             for v in stored
             if v.node.name in earlier
         }
         pins = Pins({}, {v: REPLICATE for v in stored if v.node.name in self.replicated_leaves})
         while True:
-            laying = SequenceParallelOptions(graph, factors, chosen, pins, len(team), self.hardware, shown)
+            sequence_options = SequenceParallelOptions(
+                graph, factors, chosen, pins, len(group), self.hardware, replicated_values
+            )
             part = partition_graph(
-                graph, factors, laying.choose_fastest(), shares, first=self.next_sequence_number, whole=shown
+                graph,
+                factors,
+                sequence_options.choose_fastest(),
+                shares,
+                first=self.next_sequence_number,
+                whole=replicated_values,
             )
             known, pins = pins, pin_earlier_layouts(pins, graph, part.leaves, before)
             if pins == known:
                 self.sharded_factors |= describe_factors(graph, factors, chosen, part.leaves)
                 break
-        if (tokens := find_token_factor(laying.replicated_assignment, factors)) is not None:
-            of: ShardingAssignment | None = laying.replicated_assignment
+        if (tokens := find_token_factor(sequence_options.replicated_assignment, factors)) is not None:
+            of: ShardingAssignment | None = sequence_options.replicated_assignment
             if (saving := self.chunks.required_saving_seconds) is not None:
-                of = laying.shard_if_saving(tokens, saving / len(self.stages))
+                of = sequence_options.shard_if_saving(tokens, saving / len(self.stages))
             self.has_chunks |= of is not None
             if (count := self.chunks.chunk_count) > 1:
-                of, first = of or laying.replicated_assignment, self.next_sequence_number
-                part = partition_in_chunks(graph, factors, of, shares, tokens, count, first=first, whole=shown) or part
-        met = (find_collective_number(node.op, node.attrs) for own in part.graphs for node in own.nodes)
+                of, first = of or sequence_options.replicated_assignment, self.next_sequence_number
+                part = (
+                    partition_in_chunks(graph, factors, of, shares, tokens, count, first=first, whole=replicated_values)
+                    or part
+                )
+        collective_numbers = (find_collective_number(node.op, node.attrs) for own in part.graphs for node in own.nodes)
         self.next_sequence_number = max(
-            (number + 1 for number in met if number is not None), default=self.next_sequence_number
+            (number + 1 for number in collective_numbers if number is not None), default=self.next_sequence_number
         )
         return part
 
@@ -267,9 +279,9 @@ class _HybridPartitioner:
         for name, value in stage.output_values.items():
             for later in range(number + 1, len(self.stages)):
                 for label in (n for n, v in self.stages[later].input_values.items() if v == value):
-                    team = self.stage_groups[number]
+                    group = self.stage_groups[number]
                     for place, device in enumerate(self.stage_groups[later]):
-                        sender = team[place % len(team)]
+                        sender = group[place % len(group)]
                         self.sent_messages[sender].append((name, device, self.next_sequence_number))
                         self.received_messages[device][label] = sender, self.next_sequence_number
                         self.next_sequence_number += 1
@@ -281,18 +293,18 @@ class _HybridPartitioner:
         if self.earlier_layouts is not None and leaf.name in self.earlier_layouts:
             return self.earlier_layouts[leaf.name]
         own: dict[int, tuple[Layout, int]] = {}
-        for team, part in zip(self.stage_groups, self.stage_graphs, strict=True):
+        for group, part in zip(self.stage_groups, self.stage_graphs, strict=True):
             layout = part.leaves.get(leaf.name)
-            for place, device in enumerate(team if layout is not None else ()):
+            for place, device in enumerate(group if layout is not None else ()):
                 assert layout is not None
                 if not isinstance(layout, Local) or place in layout.devices:
                     own[device] = layout, place
-        cut = {layout.axis for layout, _ in own.values() if isinstance(layout, Shard)}
-        if not cut:
+        sharded_axes = {layout.axis for layout, _ in own.values() if isinstance(layout, Shard)}
+        if not sharded_axes:
             return Local(tuple(sorted(own)) or (0,))
-        if len(cut) > 1:
+        if len(sharded_axes) > 1:
             return None
-        (axis,) = cut
+        (axis,) = sharded_axes
         all_of_it = ((0, leaf.specs[0].shape[axis]),)
         runs = [
             layout.index_ranges[place] if isinstance(layout, Shard) else all_of_it if layout is not None else ()
@@ -304,23 +316,23 @@ class _HybridPartitioner:
         """Return the graphs and layouts of all devices."""
         graphs: dict[int, Graph] = {}
         outputs: dict[str, Layout] = {}
-        for number, (team, part) in enumerate(zip(self.stage_groups, self.stage_graphs, strict=True)):
-            given = self.stages[number].output_values
-            for place, device in enumerate(team):
-                graphs[device] = self._add_messages(device, part.graphs[place], given)
-            for name in part.outputs.keys() - given.keys():
+        for number, (group, part) in enumerate(zip(self.stage_groups, self.stage_graphs, strict=True)):
+            output_values = self.stages[number].output_values
+            for place, device in enumerate(group):
+                graphs[device] = self._add_messages(device, part.graphs[place], output_values)
+            for name in part.outputs.keys() - output_values.keys():
                 layout = part.outputs[name]
                 if isinstance(layout, Shard):
-                    runs = {device: layout.index_ranges[place] for place, device in enumerate(team)}
+                    runs = {device: layout.index_ranges[place] for place, device in enumerate(group)}
                     outputs[name] = Shard(layout.axis, tuple(runs.get(d, ()) for d in range(len(self.proportions))))
                 else:
-                    outputs[name] = Local((team[0],))
+                    outputs[name] = Local((group[0],))
         devices = range(len(self.proportions))
         leaves = {name: layout for name, layout in self.leaf_layouts.items() if layout is not None}
         ordered = {name: outputs[name] for name in self.graph.outputs}
         return PartitionedGraphs(tuple(graphs[d] for d in devices), tuple({} for _ in devices), leaves, ordered)
 
-    def _add_messages(self, device: int, graph: Graph, given: Mapping[str, Value]) -> Graph:
+    def _add_messages(self, device: int, graph: Graph, output_values: Mapping[str, Value]) -> Graph:
         """Return the graph of a device with receives from other stages and sends to them."""
         received = self.received_messages[device]
 
@@ -332,26 +344,26 @@ class _HybridPartitioner:
             return receive(shape=spec.shape, dtype=spec.dtype, source=source, sequence=number, name=node.name)
 
         graph = rewrite_graph(graph, rule)
-        met = [n.results[0] for n in graph.nodes if n.op in COLLECTIVES]
-        outputs = {name: value for name, value in graph.outputs.items() if name not in given}
+        collectives = [n.results[0] for n in graph.nodes if n.op in COLLECTIVES]
+        outputs = {name: value for name, value in graph.outputs.items() if name not in output_values}
         for name, to, number in self.sent_messages[device]:
             value = graph.outputs[name]
             label = f"{value.node.name or value.node.op}.to.{to}"
             outputs[make_unused_name(f"sent.{number}", self.graph.outputs)] = send(
                 value, to=to, sequence=number, name=label
             )
-        return keep_collectives(Graph(outputs, graph.updates), met)
+        return keep_collectives(Graph(outputs, graph.updates), collectives)
 
 
-def _find_layout_in_group(layout: Layout, shape: Sequence[int], team: Sequence[int]) -> Layout:
+def _find_layout_in_group(layout: Layout, shape: Sequence[int], group: Sequence[int]) -> Layout:
     """Return the layout of a leaf of this shape within one group."""
     if isinstance(layout, Shard):
-        runs = tuple(layout.index_ranges[d] for d in team)
+        runs = tuple(layout.index_ranges[d] for d in group)
         return REPLICATE if set(runs) == {((0, shape[layout.axis]),)} else Shard(layout.axis, runs)
-    return REPLICATE if isinstance(layout, Local) and set(team) <= set(layout.devices) else layout
+    return REPLICATE if isinstance(layout, Local) and set(group) <= set(layout.devices) else layout
 
 
-def stages_from_layouts(graph: Graph, leaves: Mapping[str, Layout], teams: StageGroups) -> Placement:
+def stages_from_layouts(graph: Graph, leaves: Mapping[str, Layout], groups: StageGroups) -> Placement:
     """Return the stage of each node of a graph over weights and states that groups have already.
 
     A node is in a stage that has its weight or state, otherwise in the stage of its last operand.
@@ -359,7 +371,7 @@ def stages_from_layouts(graph: Graph, leaves: Mapping[str, Layout], teams: Stage
     Args:
         graph: The graph to split.
         leaves: The layouts of the leaves over all devices.
-        teams: The devices of each stage.
+        groups: The devices of each stage.
     """
     where: dict[Node, int] = {}
     for node in graph.nodes:
@@ -367,7 +379,7 @@ def stages_from_layouts(graph: Graph, leaves: Mapping[str, Layout], teams: Stage
             continue
         follows = max((where[s.node] for s in node.inputs if not s.node.is_leaf), default=0)
         options = [
-            [s for s, team in enumerate(teams) if _is_stored_in_group(leaves[v.node.name], team)]
+            [s for s, group in enumerate(groups) if _is_stored_in_group(leaves[v.node.name], group)]
             for v in node.inputs
             if v.node.op in ("weight", "state") and v.node.name in leaves
         ]
@@ -375,8 +387,8 @@ def stages_from_layouts(graph: Graph, leaves: Mapping[str, Layout], teams: Stage
     return where
 
 
-def _is_stored_in_group(layout: Layout, team: Sequence[int]) -> bool:
+def _is_stored_in_group(layout: Layout, group: Sequence[int]) -> bool:
     """Return whether a group has any entry of a leaf with this layout."""
     if isinstance(layout, Shard):
-        return any(layout.index_ranges[d] for d in team)
-    return isinstance(layout, Replicate) or (isinstance(layout, Local) and not set(team).isdisjoint(layout.devices))
+        return any(layout.index_ranges[d] for d in group)
+    return isinstance(layout, Replicate) or (isinstance(layout, Local) and not set(group).isdisjoint(layout.devices))

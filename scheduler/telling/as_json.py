@@ -24,9 +24,9 @@ from ...graph.validation import TEXT, instance_of, validate_arguments
 from ...ops import verify
 from ..layout import Layout, Local, Shard, compute_local_shape
 from ..lowering.lane import Lane, find_first_equal_devices
-from ..machines.catalogue import MACHINES, Machine
-from ..machines.hardware import BUILT_IN, Hardware
-from ..machines.simulated import SIMULATED, SimulatedBackend, simulated
+from ..machines.catalogue import DATA_SHEETS, DataSheet
+from ..machines.hardware import BUILT_IN_SOURCE, Hardware
+from ..machines.simulated import SIMULATED_BACKEND_NAME, SimulatedBackend, build_simulated_backend
 from ..plan import PinnedNodes, Plan
 from ..verifier.plan import verify_plan
 from .as_data import layout_from_data, layout_to_data, program_from_data, program_to_data, require_count, require_text
@@ -50,12 +50,15 @@ def plan_to_json(plan: Plan) -> str:
     document["host"] = None if plan.host is None else asdict(plan.host)
     document["cost"] = asdict(plan.cost)
     kinds = {
-        lane.device.kind: lane.backend.machine for lane in plan.lanes if isinstance(lane.backend, SimulatedBackend)
+        device_plan.device.kind: device_plan.backend.data_sheet
+        for device_plan in plan.lanes
+        if isinstance(device_plan.backend, SimulatedBackend)
     }
-    if unknown := {kind: asdict(machine) for kind, machine in kinds.items() if MACHINES.get(kind) != machine}:
+    if unknown := {kind: asdict(machine) for kind, machine in kinds.items() if DATA_SHEETS.get(kind) != machine}:
         document["machines"] = unknown
     document["memory"] = [
-        {"device": str(lane.device), **lane.memory(), "capacity": lane.device.memory} for lane in plan.lanes
+        {"device": str(device_plan.device), **device_plan.memory(), "capacity": device_plan.device.memory}
+        for device_plan in plan.lanes
     ]
     return json.dumps(document, allow_nan=False)
 
@@ -104,8 +107,8 @@ def _executed_to_data(plan: Plan) -> dict[str, Any]:
     The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
     numbers of unnamed nodes.
     """
-    alike = find_first_equal_devices(plan.lanes)
-    own = {first: place for place, first in enumerate(dict.fromkeys(alike))}
+    first_equal = find_first_equal_devices(plan.lanes)
+    own = {first: place for place, first in enumerate(dict.fromkeys(first_equal))}
     programs = [
         {"graph": json.loads(graph_to_json(plan.lanes[first].graph)), **program_to_data(plan.lanes[first].program)}
         for first in own
@@ -115,13 +118,13 @@ def _executed_to_data(plan: Plan) -> dict[str, Any]:
         "graph": json.loads(graph_to_json(plan.graph)),
         "lanes": [
             {
-                "backend": lane.backend.name,
-                "kind": lane.device.kind,
-                "index": lane.device.index,
-                **({} if lane.device.part is None else {"part": lane.device.part}),
+                "backend": device_plan.backend.name,
+                "kind": device_plan.device.kind,
+                "index": device_plan.device.index,
+                **({} if device_plan.device.part is None else {"part": device_plan.device.part}),
                 "program": own[first],
             }
-            for lane, first in zip(plan.lanes, alike, strict=True)
+            for device_plan, first in zip(plan.lanes, first_equal, strict=True)
         ],
         "programs": programs,
         "leaves": {name: layout_to_data(layout) for name, layout in plan.leaves.items()},
@@ -138,14 +141,14 @@ def _plan_from_document(document: dict[str, Any]) -> Plan:
     graph = graph_from_json(json.dumps(document["graph"]))
     graphs = [graph_from_json(json.dumps(entry["graph"])) for entry in document["programs"]]
     programs = [program_from_data(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
-    lanes = []
+    device_plans = []
     for entry in document["lanes"]:
         backend, device = _device_from_data(entry, document.get("machines", {}))
         number = require_count(entry["program"])
-        lanes.append(Lane(device, backend, graphs[number], programs[number]))
+        device_plans.append(Lane(device, backend, graphs[number], programs[number]))
     return Plan(
         graph,
-        tuple(lanes),
+        tuple(device_plans),
         MappingProxyType({name: layout_from_data(v) for name, v in document["leaves"].items()}),
         MappingProxyType({name: layout_from_data(v) for name, v in document["outputs"].items()}),
         frozenset(
@@ -166,8 +169,8 @@ def _plan_from_document(document: dict[str, Any]) -> Plan:
 def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
     """Return the backend and the device of a JSON entry; a simulated backend needs its machine."""
     kind, index = require_text(entry["kind"]), require_count(entry["index"])
-    if entry["backend"] == SIMULATED:
-        absent = simulated(kind, _machine_from_data(machines[kind]) if kind in machines else None)
+    if entry["backend"] == SIMULATED_BACKEND_NAME:
+        absent = build_simulated_backend(kind, _machine_from_data(machines[kind]) if kind in machines else None)
         return absent, absent.device(index)
     backend, device = find_device(
         str(Device(kind, index, part=require_count(entry["part"]) if "part" in entry else None))
@@ -177,19 +180,19 @@ def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> 
     return backend, device
 
 
-def _machine_from_data(entry: Mapping[str, Any]) -> Machine:
+def _machine_from_data(entry: Mapping[str, Any]) -> DataSheet:
     words: dict[str, Any] = {key: require_text(entry[key]) for key in ("link", "capability", "backend", "like")}
     figures: dict[str, Any] = {key: _require_nonnegative(entry[key]) for key in ("flops", "bandwidth", "launch")}
-    return Machine(**words, **figures, memory=require_count(entry["memory"]))
+    return DataSheet(**words, **figures, memory=require_count(entry["memory"]))
 
 
 def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
     figures: dict[str, Any] = {
         key: _figures_from_data(value) for key, value in entry.items() if key not in ("machine", "source")
     }
-    source = require_text(entry.get("source", BUILT_IN))
+    source = require_text(entry.get("source", BUILT_IN_SOURCE))
     hardware = Hardware(**figures, machine=require_count(entry.get("machine", 0)), source=source)
-    if not hardware.is_possible:
+    if not hardware.is_valid:
         raise ValueError(f"hardware has a speed of zero: {hardware}")
     return hardware
 
@@ -217,22 +220,24 @@ def _verify_plan_form(plan: Plan) -> None:
     """Raise `PlanError` or `GraphError` unless the plan has the form that its verifier presupposes."""
     verify(plan.graph)
     _require_condition(bool(plan.lanes), "it has no devices")
-    _require_condition(len({str(lane.device) for lane in plan.lanes}) == len(plan.lanes), "it names a device twice")
+    _require_condition(
+        len({str(device_plan.device) for device_plan in plan.lanes}) == len(plan.lanes), "it names a device twice"
+    )
     done: set[int] = set()
-    for lane in plan.lanes:
-        if id(lane.graph) not in done:
-            done.add(id(lane.graph))
-            if lane.graph.nodes:  # a device may have no work
-                verify(lane.graph)
-            _verify_stored_buffers(lane)
+    for device_plan in plan.lanes:
+        if id(device_plan.graph) not in done:
+            done.add(id(device_plan.graph))
+            if device_plan.graph.nodes:  # a device may have no work
+                verify(device_plan.graph)
+            _verify_stored_buffers(device_plan)
     _require_condition(
         set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves"
     )
     _require_condition(set(plan.outputs) == set(plan.graph.outputs), "its layouts are of other outputs")
     _require_condition(len(plan.shares) in (0, len(plan.lanes)), "it has shares for other devices")
-    called = set(assign_names(plan.graph).values())
+    node_names = set(assign_names(plan.graph).values())
     for placed in plan.placed:
-        known = placed.device < len(plan.lanes) and called.issuperset(placed.nodes)
+        known = placed.device < len(plan.lanes) and node_names.issuperset(placed.nodes)
         _require_condition(known, "it places nodes or names devices that there are not")
     for leaf in (n for n in plan.graph.nodes if n.is_leaf):
         _verify_leaf_shapes(plan, leaf)
@@ -245,24 +250,25 @@ def _require_condition(condition: bool, why: str) -> None:
         raise PlanError(f"not a plan in JSON: {why}")
 
 
-def _verify_stored_buffers(lane: Lane) -> None:
+def _verify_stored_buffers(device_plan: Lane) -> None:
     """Require that this machine's backend stores leaves as the buffers state."""
-    for buffer in lane.program.buffers:
+    for buffer in device_plan.program.buffers:
         if buffer.declared_spec is not None:
-            stored = lane.backend.stored(buffer.declared_spec, buffer.kind)
+            stored = device_plan.backend.stored(buffer.declared_spec, buffer.kind)
             same = buffer.stored_spec == stored and buffer.nbytes == stored.nbytes
-            _require_condition(same, f"%{buffer.name!r:.60} is not stored as {lane.device} stores it")
+            _require_condition(same, f"%{buffer.name!r:.60} is not stored as {device_plan.device} stores it")
 
 
 def _verify_leaf_shapes(plan: Plan, leaf: Node) -> None:
     """Require that the devices have the shapes that the layout states."""
     layout, spec = plan.leaves[leaf.name], leaf.specs[0]
     _verify_layout(f"%{leaf.label}", spec.shape, layout, len(plan.lanes))
-    for number, lane in enumerate(plan.lanes):
-        for own in (n for n in lane.graph.nodes if n.name == leaf.name and n.op == leaf.op):
-            wanted = Spec(compute_local_shape(spec.shape, layout, number), spec.dtype)
+    for number, device_plan in enumerate(plan.lanes):
+        for own in (n for n in device_plan.graph.nodes if n.name == leaf.name and n.op == leaf.op):
+            expected_spec = Spec(compute_local_shape(spec.shape, layout, number), spec.dtype)
             _require_condition(
-                own.specs[0] == wanted, f"%{leaf.label} is {own.specs[0]} on {lane.device}, need {wanted}"
+                own.specs[0] == expected_spec,
+                f"%{leaf.label} is {own.specs[0]} on {device_plan.device}, need {expected_spec}",
             )
 
 

@@ -35,7 +35,7 @@ def find_critical_path(stages: Sequence[TimelineEntry], devices: int) -> list[Pa
     ends: dict[StagePoint, tuple[float, StagePoint]] = {
         START_POINT: (0.0, START_POINT)
     }  # end in seconds, and the point before
-    worked, met = (
+    last_work, last_collectives = (
         [START_POINT] * devices,
         [START_POINT] * devices,
     )  # the last work and the last collective of each device
@@ -51,16 +51,16 @@ def find_critical_path(stages: Sequence[TimelineEntry], devices: int) -> list[Pa
         waiting = [stage.sending_device] if stage.op == "send" else stage.devices
         for d in stage.devices:
             if stage.op == COMPUTE or d in waiting:
-                for before in (worked[d], before_that[d] if stage.is_overlapped else met[d]):
+                for before in (last_work[d], before_that[d] if stage.is_overlapped else last_collectives[d]):
                     follow(points[d], before, stage.seconds)
         for d in stage.devices:
             if stage.op == COMPUTE:
-                worked[d] = points[d]
+                last_work[d] = points[d]
             elif stage.op != "send" or d != stage.sending_device:
-                before_that[d], met[d] = met[d], points[d]
+                before_that[d], last_collectives[d] = last_collectives[d], points[d]
     path = [max(ends, key=lambda point: ends[point][0])]
     while path[-1] != START_POINT:
         path.append(ends[path[-1]][1])
     path.reverse()
-    kept = [(stages[number], d) for number, d in path if number >= 0 and d < devices and stages[number].seconds]
-    return [PathEntry(stage, d if stage.op == COMPUTE else None) for stage, d in kept]
+    path_points = [(stages[number], d) for number, d in path if number >= 0 and d < devices and stages[number].seconds]
+    return [PathEntry(stage, d if stage.op == COMPUTE else None) for stage, d in path_points]

@@ -42,14 +42,18 @@ def _diff_leaves(before: Plan, after: Plan) -> list[str]:
         was, now = (str(p.leaves[name]) if name in p.leaves else "absent" for p in (before, after))
         if was != now or before.leaves.get(name) != after.leaves.get(name):
             groups[was, now].append(name)
-    return [f"layout: {shown}: {was} -> {now}" for (was, now), found in groups.items() for shown in group_names(found)]
+    return [
+        f"layout: {group_name}: {was} -> {now}"
+        for (was, now), found in groups.items()
+        for group_name in group_names(found)
+    ]
 
 
 def _count_collectives(plan: Plan) -> dict[tuple[str, str], int]:
     """Return how often each collective runs, by op and name; a message counts once, at its sender."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
-    for number, lane in enumerate(plan.lanes):
-        for i in lane.program.instructions:
+    for number, device_plan in enumerate(plan.lanes):
+        for i in device_plan.program.instructions:
             if i.op == "send" or (i.op in COLLECTIVES and i.op != "receive" and number == 0):
                 counts[i.op, i.node] += 1
     return counts
@@ -72,13 +76,13 @@ def _format_one_sided(
 
 def _diff_memory(before: Plan, after: Plan) -> list[str]:
     """Return lines about bytes that changed, by device and kind."""
-    was, now = ({str(lane.device): lane.memory() for lane in p.lanes} for p in (before, after))
+    was, now = ({str(device_plan.device): device_plan.memory() for device_plan in p.lanes} for p in (before, after))
     lines = []
     for device in dict.fromkeys((*was, *now)):
         if device not in was or device not in now:
             lines.append(f"memory: {device}: {'no longer used' if device in was else 'used now'}")
             continue
         changed = {kind: (n, now[device][kind]) for kind, n in was[device].items() if n != now[device][kind]}
-        shown = ", ".join(f"{kind} {format_bytes(a)} -> {format_bytes(b)}" for kind, (a, b) in changed.items())
-        lines += [f"memory: {device}: {shown}"] if shown else []
+        changes_text = ", ".join(f"{kind} {format_bytes(a)} -> {format_bytes(b)}" for kind, (a, b) in changed.items())
+        lines += [f"memory: {device}: {changes_text}"] if changes_text else []
     return lines

@@ -58,10 +58,10 @@ class WeightBalance:
 
     def format_lines(self) -> list[str]:
         """Return ``cpu:0 holds 3.1 KiB of weights, 55% more than an even share, 2.0 KiB:`` and a line per cause."""
-        alike: dict[tuple[int, float], list[str]] = defaultdict(list)
-        for device, held, share in zip(self.device_names, self.stored_bytes, self.share_bytes, strict=True):
-            alike[held, share].append(device)
-        heads = [_format_headline(names, *amounts, self.is_requested) for amounts, names in alike.items()]
+        devices_by_amounts: dict[tuple[int, float], list[str]] = defaultdict(list)
+        for device, stored_bytes, share in zip(self.device_names, self.stored_bytes, self.share_bytes, strict=True):
+            devices_by_amounts[stored_bytes, share].append(device)
+        heads = [_format_headline(names, *amounts, self.is_requested) for amounts, names in devices_by_amounts.items()]
         first, rest = self.causes[:MAX_LISTED_CAUSES], self.causes[MAX_LISTED_CAUSES:]
         rows = [
             (cause.excess_bytes, f"{_format_weights(cause.weights)} ({format_bytes(cause.nbytes)}) {cause.reason}")
@@ -72,34 +72,34 @@ class WeightBalance:
             rows.append((sum(cause.excess_bytes for cause in rest), f"{count} other weights ({format_bytes(nbytes)})"))
         sized = [("-" if over < 0 else "+") + format_bytes(abs(over)) for over, _ in rows]
         width = max(map(len, sized), default=0)
-        told = (f"  {size:>{width}}  {text}" for size, (_, text) in zip(sized, rows, strict=True))
-        return [f"{'; '.join(heads)}:", *told]
+        cause_lines = (f"  {size:>{width}}  {text}" for size, (_, text) in zip(sized, rows, strict=True))
+        return [f"{'; '.join(heads)}:", *cause_lines]
 
 
 def find_imbalance(plan: Plan) -> WeightBalance | None:
     """Return the weight balance if a device is off its share by more than `BALANCE_TOLERANCE`; else None."""
-    own = [{b.name: b.nbytes for b in lane.program.buffers if b.kind == "weight"} for lane in plan.lanes]
+    own = [{b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"} for device_plan in plan.lanes]
     once = {
         v.node.name: _compute_unsharded_bytes(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own])
         for v in plan.graph.weights
     }
     asked = plan.shares if sum(plan.shares) else (1.0,) * len(own)
     parts = [part / sum(asked) for part in asked]
-    held, total = [sum(sizes.values()) for sizes in own], sum(once.values())
+    stored_bytes, total = [sum(sizes.values()) for sizes in own], sum(once.values())
     shares = [part * total for part in parts]
-    if all(abs(h - s) <= BALANCE_TOLERANCE * s for h, s in zip(held, shares, strict=True)):
+    if all(abs(h - s) <= BALANCE_TOLERANCE * s for h, s in zip(stored_bytes, shares, strict=True)):
         return None
-    fullest = max(range(len(own)), key=lambda d: held[d] / max(shares[d], 1.0))
+    fullest = max(range(len(own)), key=lambda d: stored_bytes[d] / max(shares[d], 1.0))
     over = {name: own[fullest].get(name, 0) - parts[fullest] * size for name, size in once.items()}
     causes = _find_causes(plan, fullest, own[fullest], {name: extra for name, extra in over.items() if extra})
-    devices = tuple(str(lane.device) for lane in plan.lanes)
-    return WeightBalance(devices, tuple(held), tuple(shares), bool(sum(plan.shares)), tuple(causes))
+    devices = tuple(str(device_plan.device) for device_plan in plan.lanes)
+    return WeightBalance(devices, tuple(stored_bytes), tuple(shares), bool(sum(plan.shares)), tuple(causes))
 
 
 def _compute_unsharded_bytes(plan: Plan, leaf: Node, own: Sequence[int]) -> int:
     """Return the bytes of a complete weight as the first device with a part stores it; 0 without such a device."""
-    lane = next((lane for lane, nbytes in zip(plan.lanes, own, strict=True) if nbytes), None)
-    return 0 if lane is None else lane.backend.stored(leaf.specs[0], "weight").nbytes
+    device_plan = next((device_plan for device_plan, nbytes in zip(plan.lanes, own, strict=True) if nbytes), None)
+    return 0 if device_plan is None else device_plan.backend.stored(leaf.specs[0], "weight").nbytes
 
 
 def _find_causes(plan: Plan, fullest: int, own: Mapping[str, int], over: Mapping[str, float]) -> list[ImbalanceCause]:
@@ -143,8 +143,8 @@ class _ImbalanceReasons:
         if self.device not in devices:
             return "whole on other devices"
         where = format_devices([str(self.plan.lanes[d].device) for d in devices])
-        said = "; ".join(dict.fromkeys(p.because for p in self.plan.placed if p.device == self.device))
-        return f"whole on {where}{' alone' if len(devices) == 1 else ''}{said and ': ' + said}"
+        reasons = "; ".join(dict.fromkeys(p.because for p in self.plan.placed if p.device == self.device))
+        return f"whole on {where}{' alone' if len(devices) == 1 else ''}{reasons and ': ' + reasons}"
 
     def _describe_shards(self, name: str, layout: Shard) -> str:
         """Return ``axis 0, 4 kv heads on 3 devices: 2, 1 and 1``."""
@@ -175,8 +175,8 @@ class _ImbalanceReasons:
         options = dict.fromkeys(
             self.class_of[f] for axis in self._list_factors_by_axis(weight) for f in axis if f in self.class_of
         )
-        told = [self._estimate_sharding(weight, name) for name in options]
-        return min(told, key=lambda option: option[0])[1] if told else "no axis of it can be cut"
+        estimates = [self._estimate_sharding(weight, name) for name in options]
+        return min(estimates, key=lambda option: option[0])[1] if estimates else "no axis of it can be cut"
 
     def _list_factors_by_axis(self, weight: Value) -> list[list[Factor]]:
         """Return the factors of each axis of a weight."""
@@ -197,8 +197,13 @@ class _ImbalanceReasons:
         now = self.costs.estimate_run(self._propagate_sharding(self.sharded_factors))
         cost = self.costs.estimate_run(then)
         longer, oftener = cost.total - now.total, cost.meetings - now.meetings
-        said = f"{'longer' if longer >= 0 else 'shorter'}, with {abs(oftener)} {'more' if oftener >= 0 else 'fewer'}"
-        return longer, f"a cut along axis {axis} would make a run {format_seconds(abs(longer))} {said} collectives"
+        comparison = (
+            f"{'longer' if longer >= 0 else 'shorter'}, with {abs(oftener)} {'more' if oftener >= 0 else 'fewer'}"
+        )
+        return (
+            longer,
+            f"a cut along axis {axis} would make a run {format_seconds(abs(longer))} {comparison} collectives",
+        )
 
     def _propagate_sharding(self, chosen: frozenset[Factor]) -> ShardingAssignment:
         """Return the sharding assignment if the factors `chosen` are sharded."""
@@ -206,25 +211,28 @@ class _ImbalanceReasons:
             self._assignment_by_factors[chosen] = propagate_layouts(self.plan.graph, self.factors, chosen)
         return self._assignment_by_factors[chosen]
 
-    def _describe_whole_reader(self, weight: Value, made: ShardingAssignment) -> str:
+    def _describe_whole_reader(self, weight: Value, assignment: ShardingAssignment) -> str:
         """Return a text about the reader that needs all of a weight.
 
         Without such a reader, a flag or an earlier plan has decided.
         """
         reader = next(
-            (user for user in self.users[weight] if not isinstance(made.node_layouts[user], FactorShard)), None
+            (user for user in self.users[weight] if not isinstance(assignment.node_layouts[user], FactorShard)), None
         )
         return "it was to lie so" if reader is None else f"{reader.op} reads it whole"
 
 
-def _format_headline(devices: Sequence[str], held: int, share: float, is_asked: bool) -> str:
+def _format_headline(devices: Sequence[str], stored_bytes: int, share: float, is_asked: bool) -> str:
     """Return the text about devices with equal bytes: their bytes and their share."""
     verb, each = ("holds", "") if len(devices) == 1 else ("hold", " each")
-    off = f"{abs(held / share - 1):.0%} {'more' if held > share else 'less'} than" if share else "all of it beyond"
-    kind = "the share asked for" if is_asked else "an even share"
-    return (
-        f"{format_devices(devices)} {verb} {format_bytes(held)} of weights{each}, {off} {kind}, {format_bytes(share)}"
+    off = (
+        f"{abs(stored_bytes / share - 1):.0%} {'more' if stored_bytes > share else 'less'} than"
+        if share
+        else "all of it beyond"
     )
+    kind = "the share asked for" if is_asked else "an even share"
+    amount = f"{format_devices(devices)} {verb} {format_bytes(stored_bytes)} of weights{each}"
+    return f"{amount}, {off} {kind}, {format_bytes(share)}"
 
 
 def _format_weights(weights: Sequence[str]) -> str:

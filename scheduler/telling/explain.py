@@ -15,7 +15,7 @@ from ...ops import REGISTRY
 from ...ops.collectives import find_collective_number
 from ..layout import Local, Shard
 from ..lowering.lane import Lane
-from ..machines.hardware import leaf_of
+from ..machines.hardware import find_viewed_node
 from ..plan import Plan
 from ..stages import COMPUTE, TimelineEntry, count_collective_bytes
 from ..succession import count_pipeline_stages, estimate_pipeline_speedup, format_stage_count
@@ -37,29 +37,29 @@ def explain_plan(plan: Plan, *, steps: bool = False) -> str:
         lines += [*uneven.format_lines(), ""]
     lines += format_timeline_table(plan)
     if steps:
-        for lane in plan.lanes:
-            lines += ["", f"{lane.device}: {format_program(lane.program)}"]
+        for device_plan in plan.lanes:
+            lines += ["", f"{device_plan.device}: {format_program(device_plan.program)}"]
     return "\n".join(lines)
 
 
 def format_summary(plan: Plan) -> str:
     """Return nodes, steps, collectives by kind, arithmetic and time in one line."""
     views = sum(not n.is_leaf and REGISTRY[n.op].is_view for n in plan.graph.nodes)
-    longest = max(len(lane.program.instructions) for lane in plan.lanes)
+    longest = max(len(device_plan.program.instructions) for device_plan in plan.lanes)
     counts: dict[str, int] = {}
     for stage in plan.stages:
         if stage.op != COMPUTE:
             name = "copy" if stage.op == "send" else stage.op
             counts[name] = counts.get(name, 0) + 1
-    meetings = ", ".join(f"{n} {op}" for op, n in sorted(counts.items())) or "no collectives"
-    where = format_devices([str(lane.device) for lane in plan.lanes])
+    collectives = ", ".join(f"{n} {op}" for op, n in sorted(counts.items())) or "no collectives"
+    where = format_devices([str(device_plan.device) for device_plan in plan.lanes])
     simulated = " (simulated)" if plan.lanes[0].backend.name == "simulated" else ""
     idle = f"{format_devices(plan.spare)} left free; " if plan.spare else ""
     if len(plan.lanes) > 1 and len(plan.stages) == 1 and not _is_partitioned(plan):
         idle += f"each of {len(plan.lanes)} devices does all; "
     return (
         f"{idle}{len(plan.graph.nodes)} nodes, {views} of them views; {longest} steps on {where}{simulated}; "
-        f"{meetings}; {plan.flops() / 1e6:.1f} MFLOP; {format_seconds(plan.cost.total)} a run estimated, "
+        f"{collectives}; {plan.flops() / 1e6:.1f} MFLOP; {format_seconds(plan.cost.total)} a run estimated, "
         f"{format_seconds(plan.cost.collectives)} of it in collectives; speeds: {plan.hardware.source}"
     )
 
@@ -98,20 +98,22 @@ def format_placement_lines(plan: Plan) -> list[str]:
     lines = []
     for placed in plan.placed:
         first, *others = (f"%{name if name.isdecimal() else quote_node_name(name)}" for name in placed.nodes)
-        shown = first if not others else f"{first}, {others[0]}" if len(others) == 1 else f"{first} to {others[-1]}"
+        node_range = (
+            first if not others else f"{first}, {others[0]}" if len(others) == 1 else f"{first} to {others[-1]}"
+        )
         count = f"{len(placed.nodes)} node{'s' if others else ''}"
-        lines.append(f"{plan.lanes[placed.device].device} alone runs {count} ({shown}): {placed.because}")
+        lines.append(f"{plan.lanes[placed.device].device} alone runs {count} ({node_range}): {placed.because}")
     return lines
 
 
 def format_transport_lines(plan: Plan) -> list[str]:
     """Return how the devices of each backend exchange data, if the backend has several transports."""
     kinds: dict[type, list[Lane]] = {}
-    for lane in plan.lanes:
-        kinds.setdefault(type(lane.backend), []).append(lane)
+    for device_plan in plan.lanes:
+        kinds.setdefault(type(device_plan.backend), []).append(device_plan)
     lines = []
-    for lanes in kinds.values():
-        devices, backend = [lane.device for lane in lanes], lanes[0].backend
+    for device_plans in kinds.values():
+        devices, backend = [device_plan.device for device_plan in device_plans], device_plans[0].backend
         if isinstance(backend, SupportsTransports) and len(devices) > 1:
             how = (
                 backend.describe_transport(devices)
@@ -139,12 +141,14 @@ def format_overlap_lines(plan: Plan) -> list[str]:
     """Return the time saved by computation during collectives."""
     if not (hidden := plan.cost.hidden):
         return []
-    lanes = {id(lane.program): lane for lane in plan.lanes}.values()
-    steps = [lane.program.instructions[at] for lane in lanes for at in lane.meanwhile]
-    met = {find_collective_number(i.op, i.attrs) for i in steps}
-    return [
-        f"devices compute beside {len(met)} of {plan.cost.meetings} collectives, which saves {format_seconds(hidden)}"
+    device_plans = {id(device_plan.program): device_plan for device_plan in plan.lanes}.values()
+    steps = [
+        device_plan.program.instructions[at]
+        for device_plan in device_plans
+        for at in device_plan.overlapped_instructions
     ]
+    count = len({find_collective_number(i.op, i.attrs) for i in steps})
+    return [f"devices compute beside {count} of {plan.cost.meetings} collectives, which saves {format_seconds(hidden)}"]
 
 
 def format_pipelining_lines(plan: Plan) -> list[str]:
@@ -158,10 +162,10 @@ def format_pipelining_lines(plan: Plan) -> list[str]:
 def stand_in_lines(plan: Plan) -> list[str]:
     """Return a line for each kind of device with ops that have no compiled kernel, so that NumPy computes them."""
     nodes: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for lane, costs in zip(plan.lanes, plan.prices, strict=True):
+    for device_plan, costs in zip(plan.lanes, plan.prices, strict=True):
         for position in costs.stand_ins:
-            instruction = lane.program.instructions[position]
-            nodes[lane.device.kind][instruction.op].add(instruction.index)
+            instruction = device_plan.program.instructions[position]
+            nodes[device_plan.device.kind][instruction.op].add(instruction.index)
     lines = []
     for kind, by_op in nodes.items():
         counts = ", ".join(f"{op} ({len(numbers)})" for op, numbers in sorted(by_op.items()))
@@ -175,17 +179,17 @@ def format_memory_table(plan: Plan) -> list[str]:
     The saved bytes for the undo of a failed run are a part of the compute memory.
     """
     rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "to undo", "free after")]
-    for lane in plan.lanes:
-        held = lane.memory()
+    for device_plan in plan.lanes:
+        bytes_by_kind = device_plan.memory()
         free = "-"
-        if lane.device.memory is not None:
-            own = (lane.device.kind, lane.device.index)
+        if device_plan.device.memory is not None:
+            own = (device_plan.device.kind, device_plan.device.index)
             parts = [other for other in plan.lanes if (other.device.kind, other.device.index) == own]
-            left = lane.device.memory - sum(sum(part.memory().values()) for part in parts)
+            left = device_plan.device.memory - sum(sum(part.memory().values()) for part in parts)
             free = format_bytes(left) if left >= 0 else f"{format_bytes(-left)} short"
         kinds = ("weight", "state", "constant", "arena")
-        sizes = (*(held[k] for k in kinds), lane.program.undo_bytes)
-        rows.append((str(lane.device), *(format_bytes(n) if n else "-" for n in sizes), free))
+        sizes = (*(bytes_by_kind[k] for k in kinds), device_plan.program.undo_bytes)
+        rows.append((str(device_plan.device), *(format_bytes(n) if n else "-" for n in sizes), free))
     return format_table(rows, "lrrrrrr")
 
 
@@ -195,16 +199,16 @@ def format_timeline_table(plan: Plan) -> list[str]:
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
     table: list[tuple[str, ...]] = []
     for number, stage in enumerate(plan.stages):
-        said = [reasons.explain_entry(stage), *(f"hint: {hint}" for hint in reasons.select_hints(stage, advice))]
-        table.append(_format_timeline_row(plan, number, stage, "; ".join(said)))
-    kept: list[tuple[str, ...]] = []
+        phrases = [reasons.explain_entry(stage), *(f"hint: {hint}" for hint in reasons.select_hints(stage, advice))]
+        table.append(_format_timeline_row(plan, number, stage, "; ".join(phrases)))
+    table_rows: list[tuple[str, ...]] = []
     notes: dict[int, str] = {}
     for start, length, times in find_repetitions([_make_row_key(row) for row in table]):
-        kept += table[start : start + length]
+        table_rows += table[start : start + length]
         if times > 1:
             last = start + length * times - 1
-            notes[len(kept)] = f"     … these {length} stages {times - 1} times more, to stage {last}"
-    lines = format_table([*rows, *kept], "rlrrrrrl")
+            notes[len(table_rows)] = f"     … these {length} stages {times - 1} times more, to stage {last}"
+    lines = format_table([*rows, *table_rows], "rlrrrrrl")
     for at in sorted(notes, reverse=True):
         lines.insert(at + 1, notes[at])
     return lines
@@ -250,40 +254,44 @@ class TimelineReasons:
 
     def select_hints(self, stage: TimelineEntry, advice: Mapping[str, PlacementHint]) -> list[PlacementHint]:
         """Return the hints of `advice` about weights that an entry reads."""
-        read = (leaf_of(s).name for n in self._list_nodes(stage) for s in n.inputs) if stage.op == COMPUTE else ()
+        read = (
+            (find_viewed_node(s).name for n in self._list_nodes(stage) for s in n.inputs) if stage.op == COMPUTE else ()
+        )
         return list(dict.fromkeys(advice[name] for name in read if name in advice))
 
     def _list_nodes(self, stage: TimelineEntry) -> list[Node]:
         """Return the nodes that an entry computes, from the graph of its first device."""
-        lane = self.plan.lanes[stage.sending_device]
-        instructions = lane.program.instructions[
+        device_plan = self.plan.lanes[stage.sending_device]
+        instructions = device_plan.program.instructions[
             stage.first_instruction : stage.first_instruction + stage.instruction_count
         ]
-        return [lane.graph.nodes[i.index] for i in instructions if i.index >= 0]
+        return [device_plan.graph.nodes[i.index] for i in instructions if i.index >= 0]
 
     def _explain_work(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
         """Return the reason for work: the largest pinned leaf and the largest sharded leaf that the entry reads."""
         because = {name: why for name, (device, why) in self.pin_reasons.items() if device in devices}
-        leaves = {leaf_of(s).name: leaf_of(s) for n in nodes for s in n.inputs}
-        kept = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
-        special = [n for n in kept if isinstance(self.plan.leaves[n.name], Shard | Local)]
+        leaves = {find_viewed_node(s).name: find_viewed_node(s) for n in nodes for s in n.inputs}
+        stored_leaves = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
+        special = [n for n in stored_leaves if isinstance(self.plan.leaves[n.name], Shard | Local)]
         if not special:
             why = [because[n.name] for n in nodes if n.name in because]
             return f"placed here: {why[0]}" if why else self._explain_unsharded_work(nodes)
-        cut = [n for n in special if isinstance(self.plan.leaves[n.name], Shard)]
-        local = [n for n in special if n not in cut]
-        said = []
+        sharded_leaves = [n for n in special if isinstance(self.plan.leaves[n.name], Shard)]
+        local = [n for n in special if n not in sharded_leaves]
+        phrases = []
         if local:
-            most, others = _find_largest_leaf(local)
-            said.append(f"%{most.label}{others} placed here: {because.get(most.name, 'nothing else reads it')}")
-        if cut:
-            most, others = _find_largest_leaf(cut)
-            said.append(f"%{most.label}{others} cut on axis {self._find_shard_axis(most)}")
-        return "; ".join(said)
+            largest_leaf, others = _find_largest_leaf(local)
+            phrases.append(
+                f"%{largest_leaf.label}{others} placed here: {because.get(largest_leaf.name, 'nothing else reads it')}"
+            )
+        if sharded_leaves:
+            largest_leaf, others = _find_largest_leaf(sharded_leaves)
+            phrases.append(f"%{largest_leaf.label}{others} cut on axis {self._find_shard_axis(largest_leaf)}")
+        return "; ".join(phrases)
 
     def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
         """Return the reason for work that reads no sharded weight; it may read a part of a replicated one."""
-        read = [(s, leaf_of(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
+        read = [(s, find_viewed_node(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
             return f"a part of %{part[0].label}, which is whole on each device"
@@ -294,29 +302,34 @@ class TimelineReasons:
                 return f"{format_value_name(s)} lies in shards, with which each device goes on"
         return "what it reads is whole on each device"
 
-    def _explain_collective(self, lane: Lane, stage: TimelineEntry, node: Node) -> str:
+    def _explain_collective(self, device_plan: Lane, stage: TimelineEntry, node: Node) -> str:
         """Return the reason for a collective or a message."""
         if stage.op == "send":
             to = self.plan.lanes[next(d for d in stage.devices if d != stage.sending_device)].device
-            return f"{format_value_name(node.inputs[0])} is made on {lane.device} and read on {to}"
+            return f"{format_value_name(node.inputs[0])} is made on {device_plan.device} and read on {to}"
         source = node.inputs[0]
-        cut = self._find_nearest_sharded_leaf(source.node)
-        because = "" if cut is None else f": %{cut.label} is cut on axis {self._find_shard_axis(cut)}"
+        sharded_leaf = self._find_nearest_sharded_leaf(source.node)
+        because = (
+            ""
+            if sharded_leaf is None
+            else f": %{sharded_leaf.label} is cut on axis {self._find_shard_axis(sharded_leaf)}"
+        )
         if stage.op == "all_gather":
             return f"{format_value_name(source)} lies in shards and is read whole{because}"
         whose = ", of which each keeps its own rows" if stage.op == "reduce_scatter" else ""
-        machines = self._describe_multi_machine_sum(lane, stage)
+        machines = self._describe_multi_machine_sum(device_plan, stage)
         return f"{format_value_name(source)} is a sum over the devices{whose}{because}{machines}"
 
-    def _describe_multi_machine_sum(self, lane: Lane, stage: TimelineEntry) -> str:
+    def _describe_multi_machine_sum(self, device_plan: Lane, stage: TimelineEntry) -> str:
         """Return how a sum over several machines is computed, if it is first computed within each machine."""
-        met = self.plan.hardware.collective(
-            stage.op, count_collective_bytes(lane.program.instructions[stage.first_instruction]), stage.devices
+        cost = self.plan.hardware.estimate_collective(
+            stage.op, count_collective_bytes(device_plan.program.instructions[stage.first_instruction]), stage.devices
         )
-        if not (met.inside and met.across):
+        if not (cost.inside_machine_seconds and cost.across_machines_seconds):
             return ""
-        over = f"{met.machines} x {len(stage.devices) // met.machines}"
-        return f"; {stage.op} over {over}: {format_seconds(met.inside)} inside, {format_seconds(met.across)} across"
+        over = f"{cost.machine_count} x {len(stage.devices) // cost.machine_count}"
+        inside, across = map(format_seconds, (cost.inside_machine_seconds, cost.across_machines_seconds))
+        return f"; {stage.op} over {over}: {inside} inside, {across} across"
 
     def _find_shard_axis(self, leaf: Node) -> int:
         """Return the axis on which a leaf is sharded."""
@@ -354,10 +367,10 @@ def format_value_name(value: Value) -> str:
 
 def _list_pin_reasons(plan: Plan) -> dict[str, tuple[int, str]]:
     """Return the pinned device and the reason for nodes by name, and for the weights and states that they read."""
-    said = {name: (placed.device, placed.because) for placed in plan.placed for name in placed.nodes}
-    reasons = dict(said)
-    for node, name in assign_names(plan.graph).items() if said else ():
-        for leaf in map(leaf_of, node.inputs):
-            if name in said:
-                reasons.setdefault(leaf.name, said[name])
+    pins_by_name = {name: (placed.device, placed.because) for placed in plan.placed for name in placed.nodes}
+    reasons = dict(pins_by_name)
+    for node, name in assign_names(plan.graph).items() if pins_by_name else ():
+        for leaf in map(find_viewed_node, node.inputs):
+            if name in pins_by_name:
+                reasons.setdefault(leaf.name, pins_by_name[name])
     return reasons

@@ -17,7 +17,7 @@ from ...graph.node import Node, Value
 from ...ops import op_of
 from ..layout import Replicate
 from ..lowering.lane import Lane, find_first_equal_devices
-from ..machines.hardware import Counts, leaf_of
+from ..machines.hardware import WorkCounter, find_viewed_node
 from ..plan import Plan
 from ..sharding.pins import extend_pins, find_user_pins
 from ..stages import InstructionCosts
@@ -43,9 +43,11 @@ class PlacementHint:
         devices: dict[int, list[str]] = defaultdict(list)
         for device, nbytes in self.saved_bytes_by_device.items():
             devices[nbytes].append(device)
-        said = [f"saves {format_bytes(n)} on {format_devices(where)}" for n, where in devices.items()]
-        said.append(f"{'saves' if self.extra_seconds < 0 else 'costs'} {format_seconds(abs(self.extra_seconds))} a run")
-        return f"--place {shlex.quote(self.placement_rule)} {', '.join(said)}"
+        phrases = [f"saves {format_bytes(n)} on {format_devices(where)}" for n, where in devices.items()]
+        phrases.append(
+            f"{'saves' if self.extra_seconds < 0 else 'costs'} {format_seconds(abs(self.extra_seconds))} a run"
+        )
+        return f"--place {shlex.quote(self.placement_rule)} {', '.join(phrases)}"
 
 
 def find_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, PlacementHint]:
@@ -66,17 +68,17 @@ class _PlacementChange:
     """The changes of a plan if a weight lies on one device alone."""
 
     def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
-        self.plan, self.layouts, self.work_counts = plan, layouts, Counts()
+        self.plan, self.layouts, self.work_counts = plan, layouts, WorkCounter()
         self.name_by_node = assign_names(plan.graph)
         self.users = plan.graph.users()
-        self.devices = [str(lane.device) for lane in plan.lanes]
-        self.stored_bytes = [max(1, sum(lane.memory().values())) for lane in plan.lanes]
+        self.devices = [str(device_plan.device) for device_plan in plan.lanes]
+        self.stored_bytes = [max(1, sum(device_plan.memory().values())) for device_plan in plan.lanes]
         self.weight_bytes = [
-            {b.name: b.nbytes for b in lane.program.buffers if b.kind == "weight"} for lane in plan.lanes
+            {b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"} for device_plan in plan.lanes
         ]
-        alike = find_first_equal_devices(plan.lanes)
-        runs = {first: _list_node_times(plan.lanes[first], plan.prices[first]) for first in set(alike)}
-        self.node_times = [runs[first] for first in alike]
+        first_equal = find_first_equal_devices(plan.lanes)
+        runs = {first: _list_node_times(plan.lanes[first], plan.prices[first]) for first in set(first_equal)}
+        self.node_times = [runs[first] for first in first_equal]
 
     def find_leaf_hints(self, leaf: Node) -> Iterator[PlacementHint]:
         """Yield a hint for each device on which the weight may lie with a gain."""
@@ -102,8 +104,8 @@ class _PlacementChange:
     def _compute_largest_share(self, leaves: Sequence[Node]) -> float:
         """Return the share of the weights in a device's bytes, on the device with the largest share."""
         return max(
-            sum(own.get(n.name, 0) for n in leaves) / held
-            for own, held in zip(self.weight_bytes, self.stored_bytes, strict=True)
+            sum(own.get(n.name, 0) for n in leaves) / stored_bytes
+            for own, stored_bytes in zip(self.weight_bytes, self.stored_bytes, strict=True)
         )
 
     def _find_unneeded_nodes(self, moved: Set[Node]) -> Set[Node]:
@@ -129,16 +131,16 @@ class _PlacementChange:
         seconds = 0.0
         fed: set[Node] = set()
         for node in (n for n in self.plan.graph.nodes if n in elsewhere and not n.is_leaf and not op_of(n).is_view):
-            sources = {leaf_of(s) for s in node.inputs} - elsewhere
+            sources = {find_viewed_node(s) for s in node.inputs} - elsewhere
             computed = {n for n in sources if n.op not in ("weight", "input", "constant")}
-            if computed or not fed.isdisjoint(leaf_of(s) for s in node.inputs):
+            if computed or not fed.isdisjoint(find_viewed_node(s) for s in node.inputs):
                 fed.add(node)
             is_read = any(u not in elsewhere for v in node.results for u in self._list_computing_readers(v))
             if node in moved and ((is_read and node in fed) or any(self.layouts[n] != "R" for n in computed)):
                 return None
             name = self.name_by_node[node]
             _, launches = self.node_times[to].get(name, (0.0, 1.0))
-            seconds += self.plan.speeds[to].compute_seconds(*self.work_counts.of(node), launches=launches)
+            seconds += self.plan.speeds[to].compute_seconds(*self.work_counts.count_work(node), launches=launches)
             seconds -= max(own.get(name, (0.0, 1.0))[0] for own in self.node_times)
             seconds += (
                 self.plan.hardware.collective_seconds(sum(v.spec.nbytes for v in node.results)) if is_read else 0.0
@@ -156,7 +158,7 @@ class _PlacementChange:
                     yield user
 
 
-def _list_node_times(lane: Lane, prices: InstructionCosts) -> dict[str, tuple[float, float]]:
+def _list_node_times(device_plan: Lane, prices: InstructionCosts) -> dict[str, tuple[float, float]]:
     """Return the seconds and the launches of each node of a device."""
-    instructions = lane.program.instructions
+    instructions = device_plan.program.instructions
     return {i.node: (prices.cost_of(at).seconds, prices.launch_counts[at]) for at, i in enumerate(instructions)}

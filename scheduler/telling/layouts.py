@@ -26,21 +26,21 @@ SUM_COLLECTIVES = ("all_reduce", "reduce_scatter")
 
 def format_value_layouts(plan: Plan) -> dict[Node, str]:
     """Return the layout of the first result of each node, in graph order."""
-    called = assign_names(plan.graph)
-    users = {name: node for node, name in called.items()}
+    node_names = assign_names(plan.graph)
+    users = {name: node for node, name in node_names.items()}
     first = find_first_equal_devices(plan.lanes)
     own = {d: {name: n for n, name in assign_names(plan.lanes[d].graph).items()} for d in set(first)}
     graphs = [plan.lanes[d].graph for d in own]
     whole = {n.name.removesuffix(".zero") for graph in graphs for n in graph.nodes if n.op == "fill"}
-    owed = set[str]().union(*(_find_partial_sum_names(graph, users, whole) for graph in graphs))
+    partial_sum_names = set[str]().union(*(_find_partial_sum_names(graph, users, whole) for graph in graphs))
     layouts = {}
     for node in plan.graph.nodes:
-        name = called[node]
+        name = node_names[node]
         if node.is_leaf:
             layouts[node] = _format_leaf_layout(plan.leaves[name])
         else:
             local = {d: n for d, nodes in own.items() if (n := nodes.get(name)) is not None and n.op == node.op}
-            layouts[node] = _format_computed_layout(node, [local.get(d) for d in first], name in owed)
+            layouts[node] = _format_computed_layout(node, [local.get(d) for d in first], name in partial_sum_names)
     return layouts
 
 
@@ -50,13 +50,13 @@ def _format_leaf_layout(layout: Layout) -> str:
     return f"L{','.join(map(str, layout.devices))}" if isinstance(layout, Local) else str(layout)
 
 
-def _format_computed_layout(node: Node, local: Sequence[Node | None], owed: bool) -> str:
+def _format_computed_layout(node: Node, local: Sequence[Node | None], is_partial_sum: bool) -> str:
     """Return the layout of a computed value.
 
     Args:
         node: The node of the user's graph.
         local: The node that each device computes for it, or None.
-        owed: Whether the value is a partial sum if its shape is complete.
+        is_partial_sum: Whether the value is a partial sum if its shape is complete.
     """
     shapes = [None if n is None else n.specs[0].shape for n in local]
     there = [shape for shape in shapes if shape is not None]
@@ -65,7 +65,7 @@ def _format_computed_layout(node: Node, local: Sequence[Node | None], owed: bool
             return f"S{axis}({'|'.join('0' if shape is None else str(shape[axis]) for shape in shapes)})"
     if len(there) < len(shapes):
         return f"L{','.join(str(d) for d, shape in enumerate(shapes) if shape is not None)}" if there else ""
-    return "P" if owed else "R"
+    return "P" if is_partial_sum else "R"
 
 
 def _find_partial_sum_names(graph: Graph, users: Mapping[str, Node], whole: Set[str]) -> set[str]:
@@ -76,14 +76,20 @@ def _find_partial_sum_names(graph: Graph, users: Mapping[str, Node], whole: Set[
     add zeros.
     """
     stack = [n.inputs[0].node for n in graph.nodes if n.op in SUM_COLLECTIVES]
-    owed: set[str] = set()
+    partial_sum_names: set[str] = set()
     while stack:
         node = stack.pop()
         user = users.get(node.name)
-        if node.name in owed or user is None or node.is_leaf or node.op in COLLECTIVES or node.name in whole:
+        if (
+            node.name in partial_sum_names
+            or user is None
+            or node.is_leaf
+            or node.op in COLLECTIVES
+            or node.name in whole
+        ):
             continue
-        owed.add(node.name)
+        partial_sum_names.add(node.name)
         pairs = list(zip(node.inputs, user.inputs, strict=False))
         if all(mine.shape == theirs.shape for mine, theirs in pairs):
             stack += [mine.node for mine, _ in pairs]
-    return owed
+    return partial_sum_names

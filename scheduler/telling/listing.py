@@ -54,25 +54,29 @@ def format_factors(factors: Factors) -> str:
     written as in einops, outer first; ``|`` stands between segments, and ``!`` follows a factor that cannot be
     sharded.
     """
-    called = assign_names(factors.graph)
-    letters = _name_factors(factors)
+    node_names = assign_names(factors.graph)
+    symbols = _name_factors(factors)
     contracted, coupled, having = (defaultdict[Factor, list[str]](list) for _ in range(3))
     for node in factors.graph.nodes:
         if node.is_leaf:
             for factor in factors.factors_of(node.results[0]):
-                having[factor].append(format_node_reference(called[node]))
+                having[factor].append(format_node_reference(node_names[node]))
         else:
             uses = factors.roles_of(node)
             for factor in uses.contracted_factors:
-                contracted[factor].append(format_node_reference(called[node]))
+                contracted[factor].append(format_node_reference(node_names[node]))
             for factor in uses.coupled_factors:
-                coupled[factor].append(format_node_reference(called[node]))
+                coupled[factor].append(format_node_reference(node_names[node]))
     rows: list[tuple[str, ...]] = [("factor", "size", "leaves", "summed over by", "whole for")]
-    for factor, letter in letters.items():
+    for factor, symbol in symbols.items():
         cells = (join_with_rest(found[factor]) or "-" for found in (having, contracted, coupled))
-        rows.append((letter, str(factor.size), *cells))
+        rows.append((symbol, str(factor.size), *cells))
     values = [
-        (_format_value(v, called), str(v.spec), "  ".join(_format_axis(axis, letters) for axis in factors.axes_of(v)))
+        (
+            _format_value(v, node_names),
+            str(v.spec),
+            "  ".join(_format_axis(axis, symbols) for axis in factors.axes_of(v)),
+        )
         for node in factors.graph.nodes
         for v in node.results
     ]
@@ -82,22 +86,22 @@ def format_factors(factors: Factors) -> str:
 def _name_factors(factors: Factors) -> dict[Factor, str]:
     """Return a letter for every factor of more than one index, in the order of the values."""
     free = ("".join(word) for n in itertools.count(1) for word in itertools.product(string.ascii_lowercase, repeat=n))
-    letters: dict[Factor, str] = {}
+    symbols: dict[Factor, str] = {}
     for node in factors.graph.nodes:
         for value in node.results:
             for factor in (f for axis in factors.axes_of(value) for segment in axis for f in segment):
-                if factor.size != 1 and factor not in letters:
-                    letters[factor] = next(free) + ("!" if factor.blocked else "")
-    return letters
+                if factor.size != 1 and factor not in symbols:
+                    symbols[factor] = next(free) + ("!" if factor.blocked else "")
+    return symbols
 
 
-def _format_axis(axis: Sequence[Sequence[Factor]], letters: Mapping[Factor, str]) -> str:
-    products = [" ".join(letters[f] for f in segment if f.size != 1) or "1" for segment in axis]
+def _format_axis(axis: Sequence[Sequence[Factor]], symbols: Mapping[Factor, str]) -> str:
+    products = [" ".join(symbols[f] for f in segment if f.size != 1) or "1" for segment in axis]
     return products[0] if len(products) == 1 and " " not in products[0] else f"({' | '.join(products)})"
 
 
-def _format_value(value: Value, called: Mapping[Node, str]) -> str:
-    return format_node_reference(called[value.node]) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
+def _format_value(value: Value, node_names: Mapping[Node, str]) -> str:
+    return format_node_reference(node_names[value.node]) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
 
 
 # ----------------------------------------------------------------------------------------------------------- shards
@@ -124,12 +128,12 @@ _QUOTED_NUMBER = re.compile(r'%"(\d+)"')
 def format_device_graphs(graphs: Sequence[Graph]) -> str:
     """Return the graph of each device; a graph that an earlier device has is not repeated."""
     first: dict[str, int] = {}
-    shown = []
+    sections = []
     for device, graph in enumerate(graphs):
         text = _QUOTED_NUMBER.sub(r"%\1", format_graph(graph))
         same = first.setdefault(text, device)
-        shown.append(f"device {device}" + (f":\n{text}" if same == device else f" as device {same}\n"))
-    return "\n".join(shown).removesuffix("\n")
+        sections.append(f"device {device}" + (f":\n{text}" if same == device else f" as device {same}\n"))
+    return "\n".join(sections).removesuffix("\n")
 
 
 # ----------------------------------------------------------------------------------------------------------- memory
@@ -212,8 +216,8 @@ def find_arena_lifetimes(program: Program) -> list[ArenaLifetime]:
         if (life := at(tensor)) is not None:
             life.last_step, life.note = len(program.instructions), f"{life.note}, output {name}"
     for _, back in program.undo:
-        for kept in (life for t in back.src if t is not None and (life := at(t)) is not None):
-            kept.last_step = len(program.instructions)
+        for lifetime in (life for t in back.src if t is not None and (life := at(t)) is not None):
+            lifetime.last_step = len(program.instructions)
     return lives
 
 
@@ -286,9 +290,9 @@ def _format_attrs(i: Instruction) -> str:
 def _format_programs(plan: Plan, text: Callable[[Program], str]) -> str:
     """Return the text of the program of each device; equal texts are shown once."""
     devices: dict[str, list[str]] = {}
-    for lane in plan.lanes:
-        devices.setdefault(text(lane.program), []).append(str(lane.device))
-    return "\n\n".join(f"{' '.join(names)}: {shown}" for shown, names in devices.items())
+    for device_plan in plan.lanes:
+        devices.setdefault(text(device_plan.program), []).append(str(device_plan.device))
+    return "\n\n".join(f"{' '.join(names)}: {program_text}" for program_text, names in devices.items())
 
 
 PASS_DUMPS: Mapping[str, Callable[[Plan], str]] = MappingProxyType(
@@ -296,7 +300,7 @@ PASS_DUMPS: Mapping[str, Callable[[Plan], str]] = MappingProxyType(
         "graph": lambda plan: format_graph(plan.graph),
         "factors": lambda plan: format_factors(Factors(plan.graph)),
         "layouts": lambda plan: format_layouts(plan.leaves, plan.outputs),
-        "shards": lambda plan: format_device_graphs([lane.graph for lane in plan.lanes]),
+        "shards": lambda plan: format_device_graphs([device_plan.graph for device_plan in plan.lanes]),
         "memory": lambda plan: _format_programs(plan, format_memory),
         "steps": lambda plan: _format_programs(plan, format_program),
     }

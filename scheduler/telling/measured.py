@@ -98,7 +98,9 @@ def _match_trace(plan: Plan, document: Mapping[str, Any]) -> MeasuredPlan:
         if e["cat"] != "run":
             key = int(e["pid"]) - FIRST_DEVICE_PROCESS, tuple(map(int, e["args"]["steps"]))
             taken[key][str(e["args"]["kernel"])].append(_read_duration(e))
-    devices: list[list[MeasuredStep | None]] = [[None] * len(lane.program.instructions) for lane in plan.lanes]
+    devices: list[list[MeasuredStep | None]] = [
+        [None] * len(device_plan.program.instructions) for device_plan in plan.lanes
+    ]
     for (device, steps), kernels in taken.items():
         seconds = sum(median(each) * len(each) for each in kernels.values()) / len(runs) / MICROSECONDS_PER_SECOND
         costs = [plan.prices[device].cost_of(step).seconds for step in steps]
@@ -120,7 +122,9 @@ def _read_duration(event: Mapping[str, Any]) -> float:
 
 def _compute_shape_match_share(plan: Plan, steps: Sequence[Sequence[Sequence[str]]]) -> float:
     """Return the share of steps with equal shapes; 0 if the steps differ."""
-    own = [[(i.op, i.node, format_result_spec(i)) for i in lane.program.instructions] for lane in plan.lanes]
+    own = [
+        [(i.op, i.node, format_result_spec(i)) for i in device_plan.program.instructions] for device_plan in plan.lanes
+    ]
     theirs = [[(op, node, spec) for op, node, spec in program] for program in steps]
     if [[s[:2] for s in program] for program in own] != [[s[:2] for s in program] for program in theirs]:
         return 0.0

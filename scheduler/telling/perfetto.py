@@ -53,18 +53,22 @@ def format_trace(trace: Trace) -> Iterator[str]:
     }
     yield f'{{"displayTimeUnit": "ns", "otherData": {_to_json(about)},\n"traceEvents": [\n'
     yield ",\n".join(_to_json(event) for event in _make_name_events(plans))
-    told = {id(plan): _PlanEvents(plan, number) for number, plan in enumerate(plans)}
+    events_by_plan = {id(plan): _PlanEvents(plan, number) for number, plan in enumerate(plans)}
     arrows = count(1)
     first = trace.runs[0].start if trace.runs else 0.0
     for number, run in enumerate(trace.runs):
-        yield from (f",\n{event}" for event in told[id(run.plan)].format_run_events(run, number, first, arrows))
+        yield from (
+            f",\n{event}" for event in events_by_plan[id(run.plan)].format_run_events(run, number, first, arrows)
+        )
     yield "\n]}\n"
 
 
 def _make_plan_metadata(plan: Plan, label: str) -> dict[str, Any]:
     """Return the metadata that identify a plan: its devices, and the steps of each device."""
-    steps = [[[i.op, i.node, format_result_spec(i)] for i in lane.program.instructions] for lane in plan.lanes]
-    return {"label": label, "devices": [str(lane.device) for lane in plan.lanes], "steps": steps}
+    steps = [
+        [[i.op, i.node, format_result_spec(i)] for i in device_plan.program.instructions] for device_plan in plan.lanes
+    ]
+    return {"label": label, "devices": [str(device_plan.device) for device_plan in plan.lanes], "steps": steps}
 
 
 def format_result_spec(i: Instruction) -> str:
@@ -84,7 +88,7 @@ def _make_name_events(plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
     """Yield the events that name processes and threads."""
     yield _make_name_event("process_name", HOST_PROCESS, "hocket")
     yield _make_name_event("thread_name", HOST_PROCESS, "runs")
-    names = {d: str(lane.device) for plan in plans for d, lane in enumerate(plan.lanes)}
+    names = {d: str(device_plan.device) for plan in plans for d, device_plan in enumerate(plan.lanes)}
     for device, name in sorted(names.items()):
         yield _make_name_event("process_name", _compute_process_id(device), name)
         yield _make_name_event("thread_name", _compute_process_id(device), "stream 0")
@@ -99,7 +103,7 @@ class _PlanEvents:
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan, self.number = plan, number
-        self.live_bytes = [compute_memory_by_step(lane.program)[0] for lane in plan.lanes]
+        self.live_bytes = [compute_memory_by_step(device_plan.program)[0] for device_plan in plan.lanes]
         self._constant_texts: dict[tuple[int, str, tuple[int, ...]], str] = {}
 
     def format_run_events(self, run: TracedRun, number: int, first: float, arrows: Iterator[int]) -> Iterator[str]:
@@ -118,7 +122,7 @@ class _PlanEvents:
                 HOST_PROCESS, run.label, "run", at, (run.end - run.start) * MICROSECONDS_PER_SECOND, args
             )
         )
-        meetings: dict[int, list[tuple[int, float, float, bool]]] = {}
+        calls_by_collective: dict[int, list[tuple[int, float, float, bool]]] = {}
         for device, steps in enumerate(run.steps):
             program = self.plan.lanes[device].program
             yield _to_json(
@@ -134,13 +138,13 @@ class _PlanEvents:
                 if (live := self.live_bytes[device][step.instruction_numbers[-1]]) != before:
                     before = live
                     yield _to_json(_make_counter_event(device, "compute memory", start, live))
-                if (met := _find_collective(program, step)) is not None:
-                    came = meetings.setdefault(met[0], [])
+                if (collective := _find_collective(program, step)) is not None:
+                    came = calls_by_collective.setdefault(collective[0], [])
                     if came and came[-1][0] == device:  # several kernels run one collective
-                        came[-1] = (device, came[-1][1], end, met[1])
+                        came[-1] = (device, came[-1][1], end, collective[1])
                     else:
-                        came.append((device, start, end, met[1]))
-        for came in meetings.values():
+                        came.append((device, start, end, collective[1]))
+        for came in calls_by_collective.values():
             yield from _format_collective_arrows(came, arrows)
 
     def _format_constant_part(self, device: int, step: TimedKernel) -> str:

@@ -45,23 +45,27 @@ def find_pipeline_order_faults(programs: Sequence[Sequence[Program]], order: Pip
         order: For each device its actions.
     """
     known = [tuple(map(id, run)) for run in programs]
-    met = {key: _list_calls_with_participants(run) for key, run in dict(zip(known, programs, strict=True)).items()}
-    complaints = [why for own in met.values() for why in _find_calls_of_all_devices(own)]
+    calls_by_programs = {
+        key: _list_calls_with_participants(run) for key, run in dict(zip(known, programs, strict=True)).items()
+    }
+    complaints = [why for own in calls_by_programs.values() for why in _find_calls_of_all_devices(own)]
     wrong = next((len(each) for each in programs if len(each) != len(order)), len(order))
     if wrong != len(order):
         complaints.append(f"there are {wrong} devices, and {len(order)} are told what to do")
-    complaints += [why for device, acts in enumerate(order) for why in _find_memory_faults(device, acts, len(programs))]
+    complaints += [
+        why for device, actions in enumerate(order) for why in _find_memory_faults(device, actions, len(programs))
+    ]
     yield from complaints
     if not complaints:
         yield from _find_collective_order_faults(
             [
                 [
-                    PendingCollective(act.run, said, team)
-                    for act in acts
-                    if act.action == "run"
-                    for said, team in met[known[act.run]][device]
+                    PendingCollective(action.run, call, participants)
+                    for action in actions
+                    if action.action == "run"
+                    for call, participants in calls_by_programs[known[action.run]][device]
                 ]
-                for device, acts in enumerate(order)
+                for device, actions in enumerate(order)
             ]
         )
 
@@ -73,69 +77,74 @@ def find_global_collectives(programs: Sequence[Program]) -> Iterator[str]:
 
 def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParticipants:
     """Return the collective calls of each device with their participants."""
-    lanes = [list_collective_calls(device, program) for device, program in enumerate(programs)]
+    calls_by_device = [list_collective_calls(device, program) for device, program in enumerate(programs)]
     members: dict[int, dict[int, None]] = {}
-    for a in (a for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS):
+    for a in (a for calls in calls_by_device for a in calls if a.op not in POINT_TO_POINT_OPS):
         members.setdefault(a.sequence, {})[a.device] = None
-    teams = {sequence: tuple(own) for sequence, own in members.items()}
+    participants = {sequence: tuple(own) for sequence, own in members.items()}
     return [
-        [(a, _list_sender_and_receiver(a) if a.op in POINT_TO_POINT_OPS else teams[a.sequence]) for a in lane]
-        for lane in lanes
+        [(a, _list_sender_and_receiver(a) if a.op in POINT_TO_POINT_OPS else participants[a.sequence]) for a in calls]
+        for calls in calls_by_device
     ]
 
 
-def _list_sender_and_receiver(letter: CollectiveCall) -> tuple[int, ...]:
+def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
     """Return the sender and the receiver of a message."""
-    if letter.op == "send":
-        return letter.device, as_integer(letter.attributes["to"])
-    return as_integer(letter.attributes["source"]), letter.device
+    if message.op == "send":
+        return message.device, as_integer(message.attributes["to"])
+    return as_integer(message.attributes["source"]), message.device
 
 
-def _find_calls_of_all_devices(met: CallsWithParticipants) -> Iterator[str]:
+def _find_calls_of_all_devices(calls_by_device: CallsWithParticipants) -> Iterator[str]:
     """Yield the first call that joins all devices."""
-    every = (a for lane in met for a, team in lane if a.op not in POINT_TO_POINT_OPS and len(team) == len(met))
+    every = (
+        a
+        for calls in calls_by_device
+        for a, participants in calls
+        if a.op not in POINT_TO_POINT_OPS and len(participants) == len(calls_by_device)
+    )
     if a := next(every, None):
         yield f"{a} joins all devices: runs follow each other only where devices meet by letters, or in teams"
 
 
-def _find_memory_faults(device: int, acts: Sequence[PipelineAction], runs: int) -> Iterator[str]:
+def _find_memory_faults(device: int, actions: Sequence[PipelineAction], runs: int) -> Iterator[str]:
     """Yield memory faults: the arena has room for one run, and a run needs the states that the run before it left."""
-    held, follows, state = -1, "put", 0
-    for what, run in acts:
+    current_run, follows, state = -1, "put", 0
+    for what, run in actions:
         where = f"device {device}: {what} {run}"
         if what != follows:
             yield (
                 f"{where}: "
                 + {
-                    "put": f"no inputs lie there since those of run {held}",
-                    "run": f"inputs of run {held} lie there, which it has not read yet",
-                    "keep": f"results of run {held} lie there, which nobody has kept",
+                    "put": f"no inputs lie there since those of run {current_run}",
+                    "run": f"inputs of run {current_run} lie there, which it has not read yet",
+                    "keep": f"results of run {current_run} lie there, which nobody has kept",
                 }[follows]
             )
-        elif what != "put" and run != held:
-            yield f"{where}: what lies there is of run {held}"
+        elif what != "put" and run != current_run:
+            yield f"{where}: what lies there is of run {current_run}"
         if what == "run":
             if run != state:
                 yield f"{where}: its states are those before run {state}"
             state = run + 1
-        held, follows = run, NEXT_ACTION[what]
+        current_run, follows = run, NEXT_ACTION[what]
     if follows != "put":
-        yield f"device {device}: run {held} is begun, and not kept"
+        yield f"device {device}: run {current_run} is begun, and not kept"
     if state != runs:
         yield f"device {device}: it makes {state} of {runs} runs"
 
 
-def _find_collective_order_faults(lanes: Sequence[Sequence[PendingCollective]]) -> Iterator[str]:
+def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingCollective]]) -> Iterator[str]:
     """Run all devices through their collectives, which all participants reach together; yield the first fault."""
-    at = [0] * len(lanes)
+    at = [0] * len(calls_by_device)
 
     def next_of(device: int) -> PendingCollective | None:
-        return lanes[device][at[device]] if at[device] < len(lanes[device]) else None
+        return calls_by_device[device][at[device]] if at[device] < len(calls_by_device[device]) else None
 
     moved = True
     while moved:
         moved = False
-        for device in range(len(lanes)):
+        for device in range(len(calls_by_device)):
             if (mine := next_of(device)) is None or mine.participants[0] != device:
                 continue
             others = [
@@ -155,7 +164,7 @@ def _find_collective_order_faults(lanes: Sequence[Sequence[PendingCollective]]) 
             for d in mine.participants:
                 at[d] += 1
             moved = True
-    waiting = [str(coming) for device in range(len(lanes)) if (coming := next_of(device)) is not None]
+    waiting = [str(coming) for device in range(len(calls_by_device)) if (coming := next_of(device)) is not None]
     if waiting:
         yield f"devices wait for each other: {'; '.join(waiting)}"
 

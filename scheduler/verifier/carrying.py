@@ -65,33 +65,35 @@ class CarriedValueTrace(ValueTrace):
         if (name := runs.carried_key_by_node.get(node)) is None or node not in self.facts_by_node[device]:
             return
         carried: list[list[Fact]] = []
-        for index, held in enumerate(self.facts_by_node[device][node]):
-            if any(h.partial_sum is not None for h in held):
-                self.carried_partial_sums[runs.kind_by_node[node], name, index][device] = held
+        for index, facts in enumerate(self.facts_by_node[device][node]):
+            if any(h.partial_sum is not None for h in facts):
+                self.carried_partial_sums[runs.kind_by_node[node], name, index][device] = facts
                 place, ending = name
                 value = place, CHUNK_SUFFIX.sub("", ending), index
                 size = UNREACHABLE_INDEX + self.carried_sum_numbers.setdefault(value, len(self.carried_sum_numbers))
                 term = make_contraction_sum((((device, 1),), make_full_index(size)), (len(self.graphs), size))
-                held = self._intern_facts([h if h.partial_sum is None else replace(h, partial_sum=term) for h in held])
-            carried.append(held)
+                facts = self._intern_facts(
+                    [h if h.partial_sum is None else replace(h, partial_sum=term) for h in facts]
+                )
+            carried.append(facts)
         self.facts_by_node[device][node] = carried
 
     def _find_incomplete_carried_sums(self) -> Iterator[str]:
         """Yield carried partial sums that are not complete."""
-        for (run, (place, ending), _), brought in self.carried_partial_sums.items():
-            for number in {h.value_number for held in brought.values() for h in held}:
-                parts = [[h for h in held if h.value_number == number] for _, held in sorted(brought.items())]
+        for (run, (place, ending), _), facts_by_device in self.carried_partial_sums.items():
+            for number in {h.value_number for facts in facts_by_device.values() for h in facts}:
+                parts = [[h for h in facts if h.value_number == number] for _, facts in sorted(facts_by_device.items())]
                 if why := self._check_carried_sum(number, parts):
                     yield f"the sum that run {run} carries from place {place}{ending}: {why}"
 
     def _check_carried_sum(self, number: int, parts: Sequence[Sequence[Fact]]) -> str | None:
         """Return why the devices' facts of a value are not complete; None if they are."""
-        if len(parts) != len(self.graphs) or any(len(held) != 1 for held in parts):
+        if len(parts) != len(self.graphs) or any(len(facts) != 1 for facts in parts):
             return "not every device brings a part"
-        brought = [held[0] for held in parts]
-        if not all(self.numbering.has_equal_entries(number, brought[0].axes, held.axes) for held in brought):
+        device_facts = [facts[0] for facts in parts]
+        if not all(self.numbering.has_equal_entries(number, device_facts[0].axes, f.axes) for f in device_facts):
             return "the devices bring different entries"
-        return check_complete_sum([held.partial_sum for held in brought], self._complete_sums)
+        return check_complete_sum([fact.partial_sum for fact in device_facts], self._complete_sums)
 
     def _find_unequal_carries(self) -> Iterator[str]:
         """Yield carried values that differ between repetitions."""
@@ -100,11 +102,11 @@ class CarriedValueTrace(ValueTrace):
             for node, name in runs.carried_key_by_node.items():
                 run = runs.kind_by_node[node]
                 results = self.facts_by_node[device][node]
-                held = [
+                carried_facts = [
                     {(*self._find_position_in_repetition(h.value_number, run), h.axes, h.partial_sum) for h in some}
                     for some in results
                 ]
-                if known.setdefault(name, held) != held:
+                if known.setdefault(name, carried_facts) != carried_facts:
                     yield f"device {device}: {node!r} of run {run} is not what other runs carry there"
 
     def _find_position_in_repetition(self, number: int, run: int) -> tuple[int, int, int]:

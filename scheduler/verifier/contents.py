@@ -45,14 +45,14 @@ class BufferContents:
             first -= 1
         last = bisect_left(starts, end, first)
         new: list[tuple[int, tuple[int, object]]] = [(start, (end, value))]
-        self.overwritten_values += [held for _, held in ranges[first:last]]
+        self.overwritten_values += [content for _, content in ranges[first:last]]
         if first < last:  # the rest of an overwritten value is invalid
             if starts[first] < start:
                 new.insert(0, (starts[first], (start, None)))
             if ranges[last - 1][0] > end:
                 new.append((end, (ranges[last - 1][0], None)))
         starts[first:last] = [at for at, _ in new]
-        ranges[first:last] = [held for _, held in new]
+        ranges[first:last] = [content for _, content in new]
 
     def find_content(self, extent: tuple[int, int, int]) -> tuple[int, object]:
         """Return the start and the value of the range that has all of `extent`; else the value is None."""
@@ -82,9 +82,9 @@ class BufferContents:
         extent = compute_byte_extent(tensor)
         if extent[1] == extent[2]:
             return None
-        start, held = self.find_content(extent)
-        if held != seen.base:
-            return f"reads {seen.base!r} from {tensor}, which holds {format_content(held)}"
+        start, content = self.find_content(extent)
+        if content != seen.base:
+            return f"reads {seen.base!r} from {tensor}, which holds {format_content(content)}"
         if tensor.offset != seen.compute_start_byte(start):
             return f"reads other entries of {seen.base!r} than its view has: {tensor}"
         return None
@@ -167,9 +167,9 @@ def check_scratch(memory: BufferContents, scratch: Tensor | None, need: int) -> 
     return why and f"its scratch: {why}"
 
 
-def format_content(held: object) -> str:
+def format_content(content: object) -> str:
     """Format the content of a byte range for a message; None stands for unknown or mixed content."""
-    return "something else" if held is None else repr(held)
+    return "something else" if content is None else repr(content)
 
 
 def compute_byte_extent(tensor: Tensor) -> tuple[int, int, int]:

@@ -236,8 +236,8 @@ def is_valid_broadcast(part: IndexRanges, digits: Digits, n: int, over: IndexRan
     if not mine or theirs % mine or size % n:
         return False
     at = np.arange(theirs) % mine if tiled else np.arange(theirs) // (theirs // mine)
-    wanted = list_entries(over) % n if tiled else list_entries(over) // (size // n)
-    return np.array_equal(_clear_digits(list_entries(part)[at], digits), _clear_digits(wanted, digits))
+    expected_entries = list_entries(over) % n if tiled else list_entries(over) // (size // n)
+    return np.array_equal(_clear_digits(list_entries(part)[at], digits), _clear_digits(expected_entries, digits))
 
 
 def to_product_digits(digits: Digits, inner: int) -> Digits:

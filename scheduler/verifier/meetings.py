@@ -57,29 +57,29 @@ def _make_collective_call(device: int, i: Instruction) -> CollectiveCall:
 
 def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
     """Yield collectives with missing participants or different calls, calls in the wrong order, and deadlocks."""
-    lanes = [list_collective_calls(d, p) for d, p in enumerate(programs)]
-    complaints = [*_find_group_faults(lanes), *_find_message_faults(lanes)]
-    for lane in lanes:
-        times = Counter((a.sequence, a.op) for a in lane)
-        complaints += [f"{a} is there twice" for a in lane if times[a.sequence, a.op] > 1]
-        complaints += [f"{b} runs after {a}" for a, b in pairwise(lane) if b.sequence < a.sequence]
+    calls_by_device = [list_collective_calls(d, p) for d, p in enumerate(programs)]
+    complaints = [*_find_group_faults(calls_by_device), *_find_message_faults(calls_by_device)]
+    for calls in calls_by_device:
+        times = Counter((a.sequence, a.op) for a in calls)
+        complaints += [f"{a} is there twice" for a in calls if times[a.sequence, a.op] > 1]
+        complaints += [f"{b} runs after {a}" for a, b in pairwise(calls) if b.sequence < a.sequence]
     yield from complaints
     if not complaints:
-        yield from find_deadlocks(lanes)
+        yield from find_deadlocks(calls_by_device)
 
 
-def _find_group_faults(lanes: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
+def _find_group_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
     """Yield collectives with a missing participant, different calls, or a wrong rank."""
     groups: dict[int, dict[int, CollectiveCall]] = {}
-    for appointment in (a for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS):
-        groups.setdefault(appointment.sequence, {})[appointment.device] = appointment
-    teams: dict[int, set[int]] = {}  # all participants of a device
+    for call in (a for calls in calls_by_device for a in calls if a.op not in POINT_TO_POINT_OPS):
+        groups.setdefault(call.sequence, {})[call.device] = call
+    participants: dict[int, set[int]] = {}  # all participants of a device
     for members in groups.values():
         for device in members:
-            teams.setdefault(device, set()).update(members)
+            participants.setdefault(device, set()).update(members)
     for members in groups.values():
         first = next(iter(members.values()))
-        missing = sorted(set().union(*(teams[d] for d in members)) - members.keys())
+        missing = sorted(set().union(*(participants[d] for d in members)) - members.keys())
         if missing:
             yield f"{first}: device {missing[0]} does not come"
         for place, other in enumerate(members.values()):
@@ -89,42 +89,47 @@ def _find_group_faults(lanes: Sequence[Sequence[CollectiveCall]]) -> Iterator[st
                 yield f"{other}: its rank is {other.attributes['rank']!r}"
 
 
-def _find_message_faults(lanes: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
+def _find_message_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
     """Yield messages without a receiver or a sender, or with another spec at the receiver."""
-    sent = {(a.device, a.attributes["to"], a.sequence): a for lane in lanes for a in lane if a.op == "send"}
-    received = {(a.attributes["source"], a.device, a.sequence): a for lane in lanes for a in lane if a.op == "receive"}
+    sent = {(a.device, a.attributes["to"], a.sequence): a for calls in calls_by_device for a in calls if a.op == "send"}
+    received = {
+        (a.attributes["source"], a.device, a.sequence): a
+        for calls in calls_by_device
+        for a in calls
+        if a.op == "receive"
+    }
     for key, a in sent.items():
         if key not in received:
             yield f"{a}: device {key[1]!r} does not receive it"
         elif make_transfer_key(received[key].specs) != make_transfer_key(a.specs[-1:]):
             yield f"{a} sends {a.specs[-1]}, but {received[key]} receives {received[key].specs[-1]}"
-    for wanted, a in received.items():
-        if wanted not in sent:
-            yield f"{a}: device {wanted[0]!r} does not send it"
+    for message_key, a in received.items():
+        if message_key not in sent:
+            yield f"{a}: device {message_key[0]!r} does not send it"
 
 
-def find_deadlocks(lanes: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
+def find_deadlocks(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
     """Run all devices through their collectives, and yield the calls that wait for each other for ever."""
-    at = [0] * len(lanes)
-    sizes = Counter(a.sequence for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS)
+    at = [0] * len(calls_by_device)
+    sizes = Counter(a.sequence for calls in calls_by_device for a in calls if a.op not in POINT_TO_POINT_OPS)
     sent: set[tuple[object, ...]] = set()
     while True:
         before = list(at)
-        for device, lane in enumerate(lanes):
-            while at[device] < len(lane) and lane[at[device]].op in POINT_TO_POINT_OPS:
-                a = lane[at[device]]
+        for device, calls in enumerate(calls_by_device):
+            while at[device] < len(calls) and calls[at[device]].op in POINT_TO_POINT_OPS:
+                a = calls[at[device]]
                 if a.op == "send":
                     sent.add((a.device, a.attributes["to"], a.sequence))
                 elif (a.attributes["source"], a.device, a.sequence) not in sent:
                     break
                 at[device] += 1
-        here = [lane[i] if i < len(lane) else None for lane, i in zip(lanes, at, strict=True)]
+        here = [calls[i] if i < len(calls) else None for calls, i in zip(calls_by_device, at, strict=True)]
         there = Counter(a.sequence for a in here if a is not None and a.op not in POINT_TO_POINT_OPS)
-        for device, meeting in enumerate(here):
-            if meeting is not None and meeting.op not in POINT_TO_POINT_OPS:
-                at[device] += there[meeting.sequence] == sizes[meeting.sequence]
+        for device, call in enumerate(here):
+            if call is not None and call.op not in POINT_TO_POINT_OPS:
+                at[device] += there[call.sequence] == sizes[call.sequence]
         if at == before:
             break
-    waiting = [str(lane[i]) for lane, i in zip(lanes, at, strict=True) if i < len(lane)]
+    waiting = [str(calls[i]) for calls, i in zip(calls_by_device, at, strict=True) if i < len(calls)]
     if waiting:
         yield f"devices wait for each other: {'; '.join(waiting)}"

@@ -1,4 +1,4 @@
-"""What `restrict` compares and returns: an op with its specs, local entries, and the result of the comparison."""
+"""The arguments and the result of `restrict_op`: an op with its specs, its local entries, and the result entries."""
 
 from __future__ import annotations
 

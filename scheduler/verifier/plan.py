@@ -50,7 +50,7 @@ from .value_numbering import ValueNumbering
 def verify_plan(plan: Plan) -> None:
     """Raise `PlanError` with the first fault of `plan`."""
     for why in find_plan_faults(plan):
-        raise PlanError(f"plan for {', '.join(str(lane.device) for lane in plan.lanes)}: {why}")
+        raise PlanError(f"plan for {', '.join(str(device_plan.device) for device_plan in plan.lanes)}: {why}")
 
 
 def find_plan_faults(plan: Plan) -> Iterator[str]:
@@ -76,27 +76,27 @@ def _find_faults(plan: Plan, follow: Callable[..., ValueTrace]) -> Iterator[str]
     seen: dict[tuple[object, ...], tuple[list[str], list[Node]]] = {}  # equal devices share one program
     proven: dict[tuple[object, ...], list[Lane]] = {}
     unable: dict[tuple[object, ...], list[tuple[Node, str]]] = {}
-    for number, lane in enumerate(plan.lanes):
-        key = (type(lane.backend), id(lane.graph), id(lane.program))
+    for number, device_plan in enumerate(plan.lanes):
+        key = (type(device_plan.backend), id(device_plan.graph), id(device_plan.program))
         if key not in seen:
-            complaints = list(_find_device_program_faults(lane, proven))
-            added = [] if complaints else list(list_save_nodes(lane.graph, lane.program))
-            seen[key] = complaints, [*filter(_is_computation, lane.graph.nodes), *added]
+            complaints = list(_find_device_program_faults(device_plan, proven))
+            added = [] if complaints else list(list_save_nodes(device_plan.graph, device_plan.program))
+            seen[key] = complaints, [*filter(_is_computation, device_plan.graph.nodes), *added]
         complaints, nodes = seen[key]
         for why in complaints:
             sound = False
             yield f"device {number}: {why}"
         grade = (
             key,
-            find_device_class(lane.backend, lane.device),
+            find_device_class(device_plan.backend, device_plan.device),
         )  # devices that share a program may support different ops
         if grade not in unable:
-            answers = [(node, lane.backend.supports(node, lane.device)) for node in nodes]
+            answers = [(node, device_plan.backend.supports(node, device_plan.device)) for node in nodes]
             unable[grade] = [(node, answer.reason) for node, answer in answers if not answer.ok]
         for node, why in unable[grade]:
             sound = False
-            yield f"device {number}: {node!r} cannot run on {lane.device}: {why}"
-    for why in find_collective_faults([lane.program for lane in plan.lanes]):
+            yield f"device {number}: {node!r} cannot run on {device_plan.device}: {why}"
+    for why in find_collective_faults([device_plan.program for device_plan in plan.lanes]):
         sound = False
         yield why
     if sound:  # with a fault, the programs do not run the graphs
@@ -109,21 +109,27 @@ def _is_computation(node: Node) -> bool:
     return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
 
 
-def _find_device_program_faults(lane: Lane, proven: dict[tuple[object, ...], list[Lane]]) -> Iterator[str]:
+def _find_device_program_faults(device_plan: Lane, proven: dict[tuple[object, ...], list[Lane]]) -> Iterator[str]:
     """Yield the faults of a device's graph and program; a pair that equals a proven one is not checked again."""
     try:
-        if lane.graph.roots():  # a device may have no work
-            verify(lane.graph)
+        if device_plan.graph.roots():  # a device may have no work
+            verify(device_plan.graph)
     except GraphError as why:
         yield f"its graph is illegal: {why}"
         return
-    key = (type(lane.backend), lane.backend.name, make_equality_key(lane.graph, lane.program))
+    key = (
+        type(device_plan.backend),
+        device_plan.backend.name,
+        make_equality_key(device_plan.graph, device_plan.program),
+    )
     others = proven.setdefault(key, [])
-    if not any(is_equal_to_proven(lane.graph, lane.program, other.graph, other.program) for other in others):
-        complaints = list(find_program_faults(lane.graph, lane.program, lane.backend))
+    if not any(
+        is_equal_to_proven(device_plan.graph, device_plan.program, other.graph, other.program) for other in others
+    ):
+        complaints = list(find_program_faults(device_plan.graph, device_plan.program, device_plan.backend))
         yield from complaints
         if not complaints:
-            others.append(lane)
+            others.append(device_plan)
 
 
 def _is_visible_shard(layout: Layout, device: int, own: tuple[IndexRanges, ...]) -> bool:
@@ -151,9 +157,9 @@ class _PlanCheck:
         for node in self.plan.graph.nodes:
             if node.is_leaf and node.op != "constant":
                 yield from self._bind_leaf(node, leaves)
-        trace = self.make_trace(self.numbering, [lane.graph for lane in self.plan.lanes], leaves)
-        said = list(trace.find_faults())
-        for why in said or (
+        trace = self.make_trace(self.numbering, [device_plan.graph for device_plan in self.plan.lanes], leaves)
+        faults = list(trace.find_faults())
+        for why in faults or (
             *self._find_output_faults(trace),
             *self._find_update_faults(trace),
             *self._find_placement_faults(trace),
@@ -167,7 +173,7 @@ class _PlanCheck:
         """
         known = {name: node for node, name in assign_names(self.plan.graph).items()}
         allowed: dict[int, set[int]] = {}
-        said: dict[int, tuple[str, int]] = {}
+        pin_by_number: dict[int, tuple[str, int]] = {}
         for placed in self.plan.placed:
             if not 0 <= placed.device < self.device_count:
                 yield f"nodes are placed on device {placed.device} of {self.device_count}"
@@ -177,18 +183,18 @@ class _PlanCheck:
                     continue
                 number = self.numbering.number_by_value[known.pop(name).results[0]]
                 allowed.setdefault(number, set()).add(placed.device)
-                said[number] = (name, placed.device)
+                pin_by_number[number] = (name, placed.device)
         for node in (n for n in known.values() if not n.is_leaf):  # not pinned
             allowed.pop(self.numbering.number_by_value[node.results[0]], None)
         for numbers, where in trace.computing_devices.items():
             if numbers <= allowed.keys() and (strange := where.difference(*(allowed[n] for n in numbers))):
-                name, device = said[min(numbers)]
+                name, device = pin_by_number[min(numbers)]
                 yield f"%{quote_node_name(name)} is placed on device {device}, and computed on {sorted(strange)}"
         for number, devices in allowed.items():
             value = self.numbering.value_by_number[number]
-            is_made = value.spec.size and not value.node.is_leaf and not op_of(value.node).is_view
-            if is_made and devices.isdisjoint(trace.complete_devices.get(number, ())):
-                name, device = said[number]
+            is_computed = value.spec.size and not value.node.is_leaf and not op_of(value.node).is_view
+            if is_computed and devices.isdisjoint(trace.complete_devices.get(number, ())):
+                name, device = pin_by_number[number]
                 yield f"%{quote_node_name(name)} is placed on device {device}, and not computed there"
 
     # ---------------------------------------------------------------------------------------------------- layouts
@@ -243,8 +249,9 @@ class _PlanCheck:
             yield f"input %{node.label} is given whole to every device, and the plan says {layout}"
             return
         number = self.numbering.number_by_value[value]
-        held = {a: Fact(number, a) for a in {*axes} if a is not None}  # devices with the same entries share one fact
-        leaves.update({(d, node.name): held[a] for d, a in enumerate(axes) if a is not None})
+        # Devices with the same entries share one fact.
+        fact_by_entries = {a: Fact(number, a) for a in {*axes} if a is not None}
+        leaves.update({(d, node.name): fact_by_entries[a] for d, a in enumerate(axes) if a is not None})
 
     # ------------------------------------------------------------------------------------------------------- ends
 
@@ -255,32 +262,40 @@ class _PlanCheck:
             if isinstance(axes, str):
                 yield f"output {name!r} {axes}"
                 continue
-            for device, wanted in enumerate(axes):
+            for device, expected_entries in enumerate(axes):
                 local = self.plan.lanes[device].graph.outputs.get(name)
-                if wanted is not None and local is None and not _is_covered_by_others(self.plan.outputs[name], device):
+                if (
+                    expected_entries is not None
+                    and local is None
+                    and not _is_covered_by_others(self.plan.outputs[name], device)
+                ):
                     yield f"output {name!r} is missing on device {device}"
-                elif wanted is not None and local is not None:
-                    yield from self._find_end_value_faults(trace, device, local, value, wanted, f"output {name!r}")
-        for device, lane in enumerate(self.plan.lanes):
-            strange = {name: v for name, v in lane.graph.outputs.items() if name not in self.plan.graph.outputs}
+                elif expected_entries is not None and local is not None:
+                    yield from self._find_end_value_faults(
+                        trace, device, local, value, expected_entries, f"output {name!r}"
+                    )
+        for device, device_plan in enumerate(self.plan.lanes):
+            strange = {name: v for name, v in device_plan.graph.outputs.items() if name not in self.plan.graph.outputs}
             if strange:
-                used = {s for node in lane.graph.nodes for s in node.inputs}
-                used |= {v for name, v in lane.graph.outputs.items() if name not in strange}
+                used = {s for node in device_plan.graph.nodes for s in node.inputs}
+                used |= {v for name, v in device_plan.graph.outputs.items() if name not in strange}
             for name, local in strange.items():
                 if local.node.op not in COLLECTIVES or local in used:  # not an end for other devices
                     yield f"device {device} has an output {name!r}, which the graph does not have"
 
     def _find_update_faults(self, trace: ValueTrace) -> Iterator[str]:
         """Yield states that a device updates wrongly or not at all, and visible states that it does not have."""
-        wanted = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
-        lying = {s: self._list_device_entries(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states}
-        for device, lane in enumerate(self.plan.lanes):
-            updates: Mapping[str, Value] = {s.node.name: v for s, v in lane.graph.updates.items()}
-            held = {v.node.name for v in lane.graph.states}
-            for state, axes in lying.items():
+        updates_by_name = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
+        entries_by_state = {
+            s: self._list_device_entries(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states
+        }
+        for device, device_plan in enumerate(self.plan.lanes):
+            updates: Mapping[str, Value] = {s.node.name: v for s, v in device_plan.graph.updates.items()}
+            state_names = {v.node.name for v in device_plan.graph.states}
+            for state, axes in entries_by_state.items():
                 name = state.node.name
                 mine = None if isinstance(axes, str) else axes[device]
-                new = wanted.get(name, (state, state))[1]
+                new = updates_by_name.get(name, (state, state))[1]
                 changes = self.numbering.number_by_value[new] != self.numbering.number_by_value[state]
                 if mine is None:
                     if name in updates:
@@ -291,14 +306,24 @@ class _PlanCheck:
                     )
                 elif changes and 0 not in map(len, mine):
                     yield f"device {device} does not update its part of state %{quote_node_name(name)}"
-                if mine is not None and name not in held and _is_visible_shard(self.plan.leaves[name], device, mine):
+                if (
+                    mine is not None
+                    and name not in state_names
+                    and _is_visible_shard(self.plan.leaves[name], device, mine)
+                ):
                     label = f"%{quote_node_name(name)}"
                     yield f"device {device} does not have state {label}, which is read there between runs"
 
     def _find_end_value_faults(
-        self, trace: ValueTrace, device: int, local: Value, value: Value, wanted: tuple[IndexRanges, ...], what: str
+        self,
+        trace: ValueTrace,
+        device: int,
+        local: Value,
+        value: Value,
+        expected_entries: tuple[IndexRanges, ...],
+        what: str,
     ) -> Iterator[str]:
-        """Yield a fault if a device value is not the entries `wanted` of a graph value.
+        """Yield a fault if a device value is not the entries `expected_entries` of a graph value.
 
         The subject of the message is `what`.
 
@@ -307,17 +332,17 @@ class _PlanCheck:
             device: Number of the device.
             local: The device value.
             value: The graph value.
-            wanted: The entries of `value` that the device must have.
+            expected_entries: The entries of `value` that the device must have.
         """
-        held = trace.find_facts(device, local)
-        if not any(self.numbering.is_fact_of(h, value, wanted) for h in held):
+        facts = trace.find_facts(device, local)
+        if not any(self.numbering.is_fact_of(h, value, expected_entries) for h in facts):
             number = self.numbering.number_by_value[value]
             others = [
                 "a sum still owed" if h.partial_sum else f"entries {[format_index(i) for i in h.axes]}"
-                for h in held
+                for h in facts
                 if h.value_number == number
             ]
             yield (
-                f"{what} on device {device} should be entries {[format_index(i) for i in wanted]} of {value!r} "
-                f"and is {others[0] if others else 'another value'}"
+                f"{what} on device {device} should be entries {[format_index(i) for i in expected_entries]} "
+                f"of {value!r} and is {others[0] if others else 'another value'}"
             )

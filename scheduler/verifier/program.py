@@ -145,21 +145,21 @@ class _ProgramCheck:
             elif why := memory.check_view(program.outputs[name], self.views.resolve_view(value)):
                 yield f"at the end, output {name!r}: {why}"
         for number, buffer in enumerate(program.buffers[1:], 1):
-            _, held = memory.find_content((number, 0, buffer.nbytes))
-            if buffer.nbytes and not self._can_remain(held, buffer):
-                yield f"at the end, {buffer.kind} %{quote_node_name(buffer.name)} holds {format_content(held)}"
+            _, content = memory.find_content((number, 0, buffer.nbytes))
+            if buffer.nbytes and not self._can_remain(content, buffer):
+                yield f"at the end, {buffer.kind} %{quote_node_name(buffer.name)} holds {format_content(content)}"
         if not memory.arena_end <= program.buffers[0].nbytes < memory.arena_end + ALIGNMENT:
             yield f"its arena has {program.buffers[0].nbytes} bytes, and what lies in it needs {memory.arena_end}"
 
-    def _can_remain(self, held: object, buffer: BufferSpec) -> bool:
+    def _can_remain(self, content: object, buffer: BufferSpec) -> bool:
         """Return whether a buffer may have this content at the end: the new state, else the content before the run."""
         if buffer.kind != "state" or buffer.name not in self.updates:
-            return isinstance(held, Value) and (held.node.op, held.node.name) == (buffer.kind, buffer.name)
+            return isinstance(content, Value) and (content.node.op, content.node.name) == (buffer.kind, buffer.name)
         state, new = self.updates[buffer.name]
         seen = self.views.resolve_view(new)
         is_base = is_dense(seen) and (seen.offset, seen.base.spec.size) == (0, state.spec.size)
         in_place = is_base and seen.dtype is find_stored_dtype(self.backend, state)
-        return held == (state, new) or (in_place and held == seen.base)
+        return content == (state, new) or (in_place and content == seen.base)
 
     # -------------------------------------------------------------------------------------------------- each step
 
@@ -191,9 +191,9 @@ class _ProgramCheck:
         yield from _find_overlaps(i, node, taken)
         for extent in taken:
             self.contents.record_write(extent, None)
-        held = node.results if isinstance(what, Node) else (what,)
-        for made, extent in zip(held, taken[i.scratch is not None :], strict=True):
-            self.contents.record_write(extent, made)
+        written_values = node.results if isinstance(what, Node) else (what,)
+        for written_value, extent in zip(written_values, taken[i.scratch is not None :], strict=True):
+            self.contents.record_write(extent, written_value)
 
     def _identify_instruction(self, i: Instruction) -> tuple[Node, Sequence[Value], object] | str:
         """Return the work of an instruction, or why it computes nothing.
@@ -265,6 +265,6 @@ def _find_overlaps(i: Instruction, node: Node, taken: list[tuple[int, int, int]]
                 continue
             allowed = [n for r, n in declared.inplace_pairs(node.attrs) if r == result]
             exact = result >= 0 and read == extent and _has_equal_strides(tensor, i.dst[result])
-            twin = any(n in allowed and t == tensor for n, t, _ in operands)
-            if not exact or not (name in allowed or twin):
+            is_read_inplace = any(n in allowed and t == tensor for n, t, _ in operands)
+            if not exact or not (name in allowed or is_read_inplace):
                 yield f"overwrites its operand {name} while reading it"

@@ -33,11 +33,11 @@ def find_record_faults(plan: Plan) -> Iterator[str]:
     shares = all(0 <= share < math.inf for share in plan.shares) and sum(plan.shares) > 0
     if plan.shares and (len(plan.shares) != len(plan.lanes) or not shares):
         yield f"its shares are {list(plan.shares)}, need one a device, none negative, one above zero"
-    named = [*plan.spare, *(str(lane.device) for lane in plan.lanes)]
+    named = [*plan.spare, *(str(device_plan.device) for device_plan in plan.lanes)]
     if len({*named}) < len(named) or not all(map(_is_device_name, plan.spare)):
         yield f"devices left free are {list(plan.spare)}: one is none, takes part, or is named twice"
     for hardware in (plan.hardware, plan.host):
-        if hardware is not None and not hardware.is_possible:
+        if hardware is not None and not hardware.is_valid:
             yield f"{hardware} has a speed that no device has"
 
 
@@ -53,24 +53,24 @@ def _find_device_list_faults(plan: Plan) -> Iterator[str]:
     """Yield device faults: there is a device, each device occurs once, and it belongs to the backend that runs it."""
     if not plan.lanes:
         yield "it has no devices"
-    if len({str(lane.device) for lane in plan.lanes}) != len(plan.lanes):
+    if len({str(device_plan.device) for device_plan in plan.lanes}) != len(plan.lanes):
         yield "it names a device twice"
-    ranks = {lane.device.rank for lane in plan.lanes}
+    ranks = {device_plan.device.rank for device_plan in plan.lanes}
     if (len(ranks) > 1 and None in ranks) or any(rank is not None and rank < 0 for rank in ranks):
         yield "some devices name their process and others do not, or it is negative"
-    for number, lane in enumerate(plan.lanes):
+    for number, device_plan in enumerate(plan.lanes):
         try:
-            own = lane.backend.device(lane.device.index)
+            own = device_plan.backend.device(device_plan.device.index)
         except HocketError as why:
             yield f"device {number}: {why}"
             continue
-        part = lane.device.part
+        part = device_plan.device.part
         if (
-            (own.kind, own.index) != (lane.device.kind, lane.device.index)
+            (own.kind, own.index) != (device_plan.device.kind, device_plan.device.index)
             or (part is not None and part < 0)
             or own.index < 0
         ):
-            yield f"device {number} is {lane.device}, and {lane.backend.name} would call it {own}"
+            yield f"device {number} is {device_plan.device}, and {device_plan.backend.name} would call it {own}"
 
 
 def find_leaf_faults(plan: Plan) -> Iterator[str]:
@@ -79,8 +79,8 @@ def find_leaf_faults(plan: Plan) -> Iterator[str]:
     The caller has checked graphs and layouts.
     """
     leaves = {n.name: n for n in plan.graph.nodes if n.is_leaf}
-    for number, lane in enumerate(plan.lanes):
-        for own in (n for n in lane.graph.nodes if n.is_leaf):
+    for number, device_plan in enumerate(plan.lanes):
+        for own in (n for n in device_plan.graph.nodes if n.is_leaf):
             node = leaves.get(own.name)
             if node is None or (node.op, node.specs[0].dtype) != (own.op, own.specs[0].dtype):
                 yield f"device {number}: {own!r} is no part of a leaf of the graph"
@@ -96,11 +96,11 @@ def _has_constant_on_device(layout: Layout, device: int) -> bool:
 def _find_sharding_faults(plan: Plan) -> Iterator[str]:
     """Yield sharded axes that do not exist, or that differ from the axis of the leaf's layout."""
     stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
-    for cut in plan.cuts:
-        if [type(part) for part in cut] != [str, int, int, int]:
-            yield f"{cut} is no leaf with axis, segment and place"
+    for sharded_factor in plan.cuts:
+        if [type(part) for part in sharded_factor] != [str, int, int, int]:
+            yield f"{sharded_factor} is no leaf with axis, segment and place"
             continue
-        name, axis, segment, place = cut
+        name, axis, segment, place = sharded_factor
         if name not in stored or not 0 <= axis < len(stored[name].specs[0].shape) or segment < 0 or place < 0:
             yield f"a cut of %{quote_node_name(name)} on axis {axis} is none"
         elif isinstance(layout := plan.leaves.get(name), Shard) and layout.axis != axis:

@@ -34,7 +34,7 @@ NUMBERED_NAME = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
 
 def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
     """Return the shortened graph of a plan; None if each instruction of the plan is to be checked."""
-    shorts = [lane.short for lane in plan.lanes]
+    shorts = [device_plan.short for device_plan in plan.lanes]
     first = shorts[0] if shorts else None
     return (
         first.shortened_graph
@@ -45,10 +45,10 @@ def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
 
 def make_short_plan(plan: Plan, of: ShortenedGraph) -> Plan:
     """Make the plan of the short graph from the plan of the long one."""
-    lanes = [
-        Lane(lane.device, lane.backend, lane.short.graph, lane.short.program)
-        for lane in plan.lanes
-        if lane.short is not None
+    device_plans = [
+        Lane(device_plan.device, device_plan.backend, device_plan.short.graph, device_plan.short.program)
+        for device_plan in plan.lanes
+        if device_plan.short is not None
     ]
     shift = (of.deep_repetitions.count - of.short_count) * of.deep_repetitions.length
     leaves: dict[str, Layout] = {}
@@ -58,7 +58,7 @@ def make_short_plan(plan: Plan, of: ShortenedGraph) -> Plan:
                 number + (shift if of.short_repetitions.repetition_of(number) == of.short_count else 0)
             ]
             leaves[node.name] = plan.leaves[long.name]
-    return replace(plan, graph=of.short_graph, lanes=tuple(lanes), leaves=leaves, cuts=frozenset())
+    return replace(plan, graph=of.short_graph, lanes=tuple(device_plans), leaves=leaves, cuts=frozenset())
 
 
 def find_length_faults(plan: Plan, of: ShortenedGraph) -> Iterator[str]:
@@ -147,20 +147,21 @@ def _find_output_and_update_faults(of: ShortenedGraph, place: Mapping[Node, int]
         yield "the short graph has other outputs"
         return
     for name, value in of.deep_graph.outputs.items():
-        run, twin = of.deep_repetitions.repetition_of(place[value.node]), of.short_graph.outputs[name]
+        run, short_value = of.deep_repetitions.repetition_of(place[value.node]), of.short_graph.outputs[name]
         if 0 <= run < of.deep_repetitions.count:
             yield f"output {name!r} belongs to run {run}"
         elif (
-            _find_representative_node(of, place[value.node], run, _find_repetition_kind(of, run)) != place[twin.node]
-            or value.index != twin.index
+            _find_representative_node(of, place[value.node], run, _find_repetition_kind(of, run))
+            != place[short_value.node]
+            or value.index != short_value.index
         ):
             yield f"output {name!r} of the short graph is another"
 
 
 def find_name_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
     """Yield device nodes without the number of a short node as their name."""
-    for device, lane in enumerate(short.lanes):
-        for node in lane.graph.nodes:
+    for device, device_plan in enumerate(short.lanes):
+        for node in device_plan.graph.nodes:
             named = NUMBERED_NAME.fullmatch(node.name)
             if named is None or int(named[1]) >= len(of.short_graph.nodes):
                 yield f"device {device}: {node!r} is called by no number of a node of the short graph"
@@ -168,15 +169,19 @@ def find_name_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
 
 def find_repetition_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
     """Yield why the repetitions of a proven short plan cannot be repeated, or where devices run other collectives."""
-    said: dict[tuple[object, ...], list[str]] = {}
-    meetings = [DeviceRepetitions(lane.graph, of).list_collective_numbers() for lane in short.lanes[:1]]
-    for device, lane in enumerate(short.lanes):
-        key = type(lane.backend), lane.backend.name, id(lane.graph), id(lane.program)
-        if key not in said:
-            said[key] = list(find_device_repetition_faults(lane.graph, lane.program, lane.backend, of))
-            if DeviceRepetitions(lane.graph, of).list_collective_numbers() != meetings[0]:
-                said[key].append("it meets others in other runs than device 0 does")
-        yield from (f"device {device}: {why}" for why in said[key])
-    for (number, run), (following, later) in pairwise(meetings[0]):
+    faults_by_program: dict[tuple[object, ...], list[str]] = {}
+    collective_numbers = [
+        DeviceRepetitions(device_plan.graph, of).list_collective_numbers() for device_plan in short.lanes[:1]
+    ]
+    for device, device_plan in enumerate(short.lanes):
+        key = type(device_plan.backend), device_plan.backend.name, id(device_plan.graph), id(device_plan.program)
+        if key not in faults_by_program:
+            faults_by_program[key] = list(
+                find_device_repetition_faults(device_plan.graph, device_plan.program, device_plan.backend, of)
+            )
+            if DeviceRepetitions(device_plan.graph, of).list_collective_numbers() != collective_numbers[0]:
+                faults_by_program[key].append("it meets others in other runs than device 0 does")
+        yield from (f"device {device}: {why}" for why in faults_by_program[key])
+    for (number, run), (following, later) in pairwise(collective_numbers[0]):
         if following != number + 1 or later < run:
             yield f"meeting {following} of run {later} follows meeting {number} of run {run}"

@@ -7,16 +7,16 @@ Example: The user multiplies a weight of 6 rows by 3 vectors of 8. A device with
 computes the columns 2 and 3 of the product. A device with the columns 0 to 3 of both operands computes all of the
 product as a partial sum of 4 of 8 terms.
 
->>> def held(*runs: tuple[int, int]) -> ValueEntries:
+>>> def entries(*runs: tuple[int, int]) -> ValueEntries:
 ...     return tuple(((run,), ()) for run in runs)
 >>> user = OpInstance((), (Spec((6, 8)), Spec((3, 8))), (Spec((3, 6)),))
 >>> rows = OpInstance((), (Spec((2, 8)), Spec((3, 8))), (Spec((3, 2)),))
->>> restrict_op("mul_mat", user, rows, (held((2, 2), (0, 8)), held((0, 3), (0, 8)))).axes
+>>> restrict_op("mul_mat", user, rows, (entries((2, 2), (0, 8)), entries((0, 3), (0, 8)))).axes
 (((((0, 3),), ()), (((2, 2),), ())),)
 >>> columns = OpInstance((), (Spec((6, 4)), Spec((3, 4))), (Spec((3, 6)),))
->>> restrict_op("mul_mat", user, columns, (held((0, 6), (0, 4)), held((0, 3), (0, 4)))).partial_sum.index_box
+>>> restrict_op("mul_mat", user, columns, (entries((0, 6), (0, 4)), entries((0, 3), (0, 4)))).partial_sum.index_box
 (((0, 4),),)
->>> restrict_op("mul_mat", user, columns, (held((0, 6), (0, 4)), held((0, 3), (4, 4))))
+>>> restrict_op("mul_mat", user, columns, (entries((0, 6), (0, 4)), entries((0, 3), (4, 4))))
 'operands hold different entries of k: [0:4] and [4:8]'
 """
 
@@ -134,13 +134,13 @@ class _DimensionIndices:
             else part
         )
 
-    def intersect_leading(self, kept: list[AxisEntries], parts: Sequence[AxisEntries]) -> None:
-        """Add an operand's entries of its leading axes to `kept`; all operands must agree."""
+    def intersect_leading(self, common_entries: list[AxisEntries], parts: Sequence[AxisEntries]) -> None:
+        """Add an operand's entries of its leading axes to `common_entries`; all operands must agree."""
         for i, part in enumerate(parts):
-            if i < len(kept):
-                kept[i] = _intersect_entries(kept[i], part, f"leading axis {i}")
+            if i < len(common_entries):
+                common_entries[i] = _intersect_entries(common_entries[i], part, f"leading axis {i}")
             else:
-                kept.append(part)
+                common_entries.append(part)
 
 
 def _intersect_entries(one: AxisEntries, two: AxisEntries, what: str) -> AxisEntries:
@@ -155,8 +155,8 @@ def _intersect_entries(one: AxisEntries, two: AxisEntries, what: str) -> AxisEnt
 
 def format_index(index: IndexRanges) -> str:
     """Format an index as text; ranges after the fourth are left out."""
-    shown = ", ".join(f"{start}:{start + n}" for start, n in index[:4])
-    return f"[{shown}{', …' if len(index) > 4 else ''}]"
+    ranges_text = ", ".join(f"{start}:{start + n}" for start, n in index[:4])
+    return f"[{ranges_text}{', …' if len(index) > 4 else ''}]"
 
 
 def _restrict_by_signature(
@@ -173,7 +173,7 @@ def _restrict_by_signature(
     sizes = declared.resolve_sizes(user.src, attrs).by_name
     local = declared.resolve_sizes(mine.src, mine.attrs_by_name).by_name
     signature = declared.signature_for(attrs)
-    kept_whole = declared.unsharded_dimensions(attrs) if declared.unsharded_dimensions else ()
+    unsharded_dimensions = declared.unsharded_dimensions(attrs) if declared.unsharded_dimensions else ()
     names, roles = _DimensionIndices(), dict[str, DimensionRole]()
     for operand, spec, part in zip(signature.operands, user.src, axes, strict=False):
         if spec is None or part is None:
@@ -186,7 +186,7 @@ def _restrict_by_signature(
         for dim, n, own in zip(operand.dims, spec.shape[ahead:], part[ahead:], strict=True):
             if not (dim.may_be_one and n == 1):
                 _add_factor_entries(dim, own, sizes, local, names)
-                coupled = dim.role is DimensionRole.COUPLED or bool(set(dim.factors) & set(kept_whole))
+                coupled = dim.role is DimensionRole.COUPLED or bool(set(dim.factors) & set(unsharded_dimensions))
                 for name in dim.factors:
                     roles[name] = DimensionRole.COUPLED if coupled else roles.get(name, dim.role)
     _require_matching_broadcasts(user, signature.operands, axes, names.leading_entries)
@@ -236,10 +236,10 @@ def _find_local_table_rows(
     spec = user.src[at]
     assert spec is not None
     size, (index, digits) = spec.shape[len(spec.shape) - len(table.dims)], names.entries_by_dimension[name]
-    said, theirs = (tuple(s.attrs_by_name[k] for k in ("first", "total")) for s in (mine, user))
-    if said == theirs and is_full_index(index, digits, size):
+    local_rows, theirs = (tuple(s.attrs_by_name[k] for k in ("first", "total")) for s in (mine, user))
+    if local_rows == theirs and is_full_index(index, digits, size):
         return None
-    first, total = said
+    first, total = local_rows
     assert isinstance(first, int)
     if theirs != (0, 0) or total != size:
         raise RestrictionError(
@@ -367,13 +367,13 @@ def _map_linked_axis(
     index, digits = own
     if n < size:
         return True, (concatenate_indices([tuple((first + link.start, k) for first, k in index)]), ())
-    piece = slice_index(index, start, start + here, link.start)
-    if any(first < 0 or first + k > size for first, k in piece):
+    local_index = slice_index(index, start, start + here, link.start)
+    if any(first < 0 or first + k > size for first, k in local_index):
         raise RestrictionError(
             f"entries {format_index(slice_index(index, start, start + here))} lie outside "
             f"{link.start}:{link.start + size}"
         )
-    return False, (piece, digits if n == size else ((1, size),) if digits == ((1, n),) else ())
+    return False, (local_index, digits if n == size else ((1, size),) if digits == ((1, n),) else ())
 
 
 def _map_reshaped_axes(
@@ -418,10 +418,10 @@ def _combine_linked_entries(
             raise RestrictionError(f"an axis of the result is {here} of {n} long, and must be whole")
         return _make_prefix_index(n, here), ((1, n),) if is_view and n > 1 else ()
     if not any(inside for _, inside, _ in parts):
-        met = parts[0][2]
+        common_entries = parts[0][2]
         for _, _, part in parts[1:]:
-            met = _intersect_entries(met, part, "an axis")
-        return met
+            common_entries = _intersect_entries(common_entries, part, "an axis")
+        return common_entries
     at, indices = 0, []
     for start, _, (index, _) in sorted(parts, key=lambda p: p[0]):
         if start != at:

@@ -49,8 +49,8 @@ class DeviceRepetitions:
 
     def list_collective_numbers(self) -> list[tuple[int, int]]:
         """Return (sequence number, repetition) of each collective of the device, sorted."""
-        met = ((self.kind_by_node[n], find_collective_number(n.op, n.attrs)) for n in self.graph.nodes)
-        return sorted((number, kind) for kind, number in met if number is not None)
+        collectives = ((self.kind_by_node[n], find_collective_number(n.op, n.attrs)) for n in self.graph.nodes)
+        return sorted((number, kind) for kind, number in collectives if number is not None)
 
     def find_faults(self) -> Iterator[str]:
         """Yield nodes that read uncarried values of other repetitions, and values that only some repetitions carry."""
@@ -150,15 +150,15 @@ class _RepetitionCheck:
         """Yield saves that are not one after the other at the end of the arena, and other values that lie there."""
         program = self.program
         saves = [at for at in sorted(program.save_positions) if self._is_inner_kind(self.kind_by_instruction[at])]
-        kept = [compute_byte_extent(program.instructions[at].dst[0]) for at in saves]
-        start = at = min((low for _, low, _ in kept), default=program.buffers[0].nbytes)
-        for _, low, high in kept:
+        saved_extents = [compute_byte_extent(program.instructions[at].dst[0]) for at in saves]
+        start = at = min((low for _, low, _ in saved_extents), default=program.buffers[0].nbytes)
+        for _, low, high in saved_extents:
             if low != at:
                 yield f"what a run keeps begins at byte {low} of the arena, and not at {at}"
             at = -(-high // ALIGNMENT) * ALIGNMENT
         if at != program.buffers[0].nbytes:
             yield f"the arena has {program.buffers[0].nbytes} bytes, and what runs keep ends at {at}"
-        own = set(kept)
+        own = set(saved_extents)
         undone = (back for _, back in program.undo)
         used = [t for i in (*program.instructions, *undone) for t in (*i.src, *i.dst, i.scratch) if t is not None]
         for tensor in (*used, *program.inputs.values(), *program.outputs.values()):

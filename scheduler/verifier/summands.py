@@ -103,24 +103,25 @@ def make_linear_sum(joint: str, parts: Sequence[OptionalPartialSum]) -> Optional
 
 
 def check_complete_sum(
-    summands: Sequence[OptionalPartialSum], counted: dict[tuple[int, ...], Sequence[OptionalPartialSum]] | None = None
+    partial_sums: Sequence[OptionalPartialSum],
+    counted: dict[tuple[int, ...], Sequence[OptionalPartialSum]] | None = None,
 ) -> str | None:
     """Return why the partial sums of one value are not complete, each term once; None if they are.
 
     Args:
-        summands: The partial sum of each device.
-        counted: Partial sums that are known to be complete. If `summands` are complete, they are added.
+        partial_sums: The partial sum of each device.
+        counted: Partial sums that are known to be complete. If `partial_sums` are complete, they are added.
     """
     seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]] = {}
     known = {} if counted is None else counted
-    why = _check_complete_sum(summands, known, seen)
+    why = _check_complete_sum(partial_sums, known, seen)
     if why is None:
         known |= seen
     return why
 
 
 def _check_complete_sum(
-    summands: Sequence[OptionalPartialSum],
+    partial_sums: Sequence[OptionalPartialSum],
     known: Mapping[tuple[int, ...], object],
     seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
@@ -128,13 +129,13 @@ def _check_complete_sum(
 
     `seen` has the sums that are being checked already. It holds the objects, because keys are object ids.
     """
-    key = tuple(map(id, summands))
+    key = tuple(map(id, partial_sums))
     if key in known or key in seen:
         return None
-    seen[key] = summands
-    there = [(d, s) for d, s in enumerate(summands) if s is not NO_TERMS]
+    seen[key] = partial_sums
+    there = [(d, s) for d, s in enumerate(partial_sums) if s is not NO_TERMS]
     if any(s is not None and s.kind == "linear" for _, s in there):
-        return _check_linear_sum(summands, known, seen)
+        return _check_linear_sum(partial_sums, known, seen)
     if not there:
         return "no device brings anything"
     whole = [d for d, s in there if s is None]
@@ -146,7 +147,7 @@ def _check_complete_sum(
 
 
 def _check_linear_sum(
-    summands: Sequence[OptionalPartialSum],
+    partial_sums: Sequence[OptionalPartialSum],
     known: Mapping[tuple[int, ...], object],
     seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
@@ -155,12 +156,12 @@ def _check_linear_sum(
     Each operand of the op is checked by itself. A device that has the complete result counts as one with the complete
     operand; a device that has zeros counts as one with zeros.
     """
-    forms = {(s.linear_operands, len(s.operand_sums)) for s in summands if s is not None and s.kind == "linear"}
-    kinds = {s.kind for s in summands if s is not None}
+    forms = {(s.linear_operands, len(s.operand_sums)) for s in partial_sums if s is not None and s.kind == "linear"}
+    kinds = {s.kind for s in partial_sums if s is not None}
     if len(forms) > 1 or "terms" in kinds:
         return "the devices owe sums of different kinds"
     for i in range(forms.pop()[1]):
-        parts = [s.operand_sums[i] if s is not None and s.kind == "linear" else s for s in summands]
+        parts = [s.operand_sums[i] if s is not None and s.kind == "linear" else s for s in partial_sums]
         if why := _check_complete_sum(parts, known, seen):
             return why
     return None

@@ -118,7 +118,7 @@ class ValueTrace:
             ):  # the last one infers all results
                 yield from self._follow_collective(members)
             return
-        held = self.facts_by_node[device]
+        device_facts = self.facts_by_node[device]
         known = [[] if s is None else self.find_facts(device, s) for s in node.src]
         if not all(known) and any(s is not None and not k for s, k in zip(node.src, known, strict=True)):
             return  # a source has a fault that was yielded before
@@ -132,13 +132,13 @@ class ValueTrace:
                 yield f"device {device}: {node!r} is no part of the graph: {why}"
                 return
             done = self._followed_nodes[key] = (
-                [self._intern_facts(kept) for kept in results],
+                [self._intern_facts(result_facts) for result_facts in results],
                 [
                     *([self.computing_devices.setdefault(computed, set())] if computed else ()),
                     *(self.complete_devices.setdefault(n, set()) for n in complete),
                 ],
             )
-        held[node], devices = done
+        device_facts[node], devices = done
         for those in devices:
             those.add(device)
 
@@ -167,16 +167,16 @@ class ValueTrace:
             for match in self._find_matching_facts(node.op, mine, operands, reasons):
                 if not is_copy:
                     computed.add(match[0].value_number)
-                complete |= {held.value_number for held in match if self._is_complete_value(held)}
-                for kept, held in zip(results, match, strict=True):
-                    self._add_new_facts(kept, [held])
+                complete |= {fact.value_number for fact in match if self._is_complete_value(fact)}
+                for facts, fact in zip(results, match, strict=True):
+                    self._add_new_facts(facts, [fact])
         return results, frozenset(computed), complete
 
     @staticmethod
     def _list_conversion_operands(known: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
         """Yield the operands of a conversion: the first, or the first two if they are parts of one value."""
         if len(known) == 1:
-            yield from ((held,) for held in known[0])
+            yield from ((fact,) for fact in known[0])
         elif len(known) == 2:
             yield from ((a, b) for a, b in product(*known) if a.value_number == b.value_number)
 
@@ -197,44 +197,44 @@ class ValueTrace:
                     return
                 yield operands
 
-    def _is_complete_value(self, held: Fact) -> bool:
+    def _is_complete_value(self, fact: Fact) -> bool:
         """Return whether a fact is all of a value, not a partial sum."""
-        shape = self.numbering.value_by_number[held.value_number].shape
-        digits = self.numbering.digits_by_number[held.value_number]
-        return held.partial_sum is None and all(map(is_full_index, held.axes, digits, shape))
+        shape = self.numbering.value_by_number[fact.value_number].shape
+        digits = self.numbering.digits_by_number[fact.value_number]
+        return fact.partial_sum is None and all(map(is_full_index, fact.axes, digits, shape))
 
-    def _intern_facts(self, held: list[Fact]) -> list[Fact]:
+    def _intern_facts(self, facts: list[Fact]) -> list[Fact]:
         """Return one shared list for equal facts, so that results are inferred once."""
-        return self._interned_facts.setdefault(tuple(held), held)
+        return self._interned_facts.setdefault(tuple(facts), facts)
 
     def _group_by_number(self, known: list[Fact]) -> dict[int | None, list[Fact]]:
         """Return the facts of an operand, a list from `_intern_facts`, by value number."""
         if (numbered := self._facts_by_number.get(id(known))) is None:
             numbered = self._facts_by_number[id(known)] = {}
-            for held in known:
-                numbered.setdefault(held.value_number, []).append(held)
+            for fact in known:
+                numbered.setdefault(fact.value_number, []).append(fact)
         return numbered
 
     @staticmethod
-    def _add_new_facts(kept: list[Fact], more: Sequence[Fact]) -> None:
-        kept += [h for h in more if h not in kept]
+    def _add_new_facts(facts: list[Fact], more: Sequence[Fact]) -> None:
+        facts += [h for h in more if h not in facts]
 
     def _follow_leaf(self, device: int, node: Node) -> Iterator[str]:
-        held = self.leaf_facts.get((device, node.name))
+        fact = self.leaf_facts.get((device, node.name))
         if node.op == "constant":
             theirs = self.numbering.leaf_by_name.get((node.op, node.name))
             if theirs is None or theirs.attrs != node.attrs or theirs.specs != node.specs:
                 yield f"device {device}: constant %{node.label} is not the graph's"
                 return
-            held = Fact(
+            fact = Fact(
                 self.numbering.number_by_value[theirs.results[0]], tuple(map(make_full_index, node.specs[0].shape))
             )
-        if held is None:
+        if fact is None:
             yield f"device {device}: {node.op} %{node.label} is not bound there"
-        elif tuple(map(count_entries, held.axes)) != node.specs[0].shape:
-            yield f"device {device}: {node!r}, but it is bound to entries {[format_index(i) for i in held.axes]}"
+        elif tuple(map(count_entries, fact.axes)) != node.specs[0].shape:
+            yield f"device {device}: {node!r}, but it is bound to entries {[format_index(i) for i in fact.axes]}"
         else:
-            self.facts_by_node[device][node] = [self._intern_facts([held])]
+            self.facts_by_node[device][node] = [self._intern_facts([fact])]
 
     def _find_matching_facts(
         self, op: str, mine: OpInstance, operands: Sequence[Fact | None], reasons: list[str]
@@ -248,20 +248,22 @@ class ValueTrace:
             if [s.dtype for s in user.results] != [s.dtype for s in mine.results]:
                 reasons.append(f"the results have other dtypes than {user.results}")
                 continue
-            made = restrict_op(op, user, mine, axes)
-            if isinstance(made, str):
-                reasons.append(made)
+            restricted_result = restrict_op(op, user, mine, axes)
+            if isinstance(restricted_result, str):
+                reasons.append(restricted_result)
                 continue
             try:
-                summands = [None if o is None else o.partial_sum for o in operands]
-                owed = propagate_partial_sum(op, user, summands, made, key[1])
+                operand_sums = [None if o is None else o.partial_sum for o in operands]
+                result_sum = propagate_partial_sum(op, user, operand_sums, restricted_result, key[1])
             except ValueError as why:
                 reasons.append(str(why))
                 continue
-            for summand in (EMPTY_SUM, owed) if made.is_empty_sum and owed is None else (owed,):
+            for partial_sum in (
+                (EMPTY_SUM, result_sum) if restricted_result.is_empty_sum and result_sum is None else (result_sum,)
+            ):
                 yield [
-                    Fact(number, tuple(i for i, _ in result), summand)
-                    for number, result in zip(numbers, made.axes, strict=True)
+                    Fact(number, tuple(i for i, _ in result), partial_sum)
+                    for number, result in zip(numbers, restricted_result.axes, strict=True)
                 ]
 
     # ------------------------------------------------------------------------ all devices of one collective group
@@ -271,27 +273,27 @@ class ValueTrace:
         if len({n.op for n in members.values()}) > 1:
             yield f"not every device comes to {one!r}"
             return
-        team = sorted(members)
-        nodes = [members[d] for d in team]
-        known = [self.find_facts(d, n.inputs[0]) for d, n in zip(team, nodes, strict=True)]
+        devices = sorted(members)
+        nodes = [members[d] for d in devices]
+        known = [self.find_facts(d, n.inputs[0]) for d, n in zip(devices, nodes, strict=True)]
         if not all(known):
             return
-        reasons, met = list[str](), False
+        reasons, has_match = list[str](), False
         after: list[list[Fact]] = [[] for _ in nodes]
         for first in known[0]:
             choices = [[first], *(self._group_by_number(k).get(first.value_number, []) for k in known[1:])]
-            for brought in self._list_device_combinations(nodes, choices):
-                results = self._infer_collective_results(nodes, brought)
+            for device_facts in self._list_device_combinations(nodes, choices):
+                results = self._infer_collective_results(nodes, device_facts)
                 if isinstance(results, str):
                     reasons.append(results)
                     continue
-                met = True
-                for kept, held in zip(after, results, strict=True):
-                    self._add_new_facts(kept, [held])
+                has_match = True
+                for facts, fact in zip(after, results, strict=True):
+                    self._add_new_facts(facts, [fact])
                 break  # other facts of the other devices give the same results
-        for device, node, results_there in zip(team, nodes, after, strict=True):
+        for device, node, results_there in zip(devices, nodes, after, strict=True):
             self.facts_by_node[device][node] = [self._intern_facts(results_there)]
-        if not met:
+        if not has_match:
             yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
 
     def _list_device_combinations(
@@ -303,38 +305,38 @@ class ValueTrace:
         axis = -1 if sums else as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
         runs = () if sums else as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
         fitting: list[list[Fact]] = []
-        for device, held in enumerate(choices):
-            wanted = list(first.axes)
-            if device < len(runs) and axis < len(wanted):
-                wanted[axis] = concatenate_indices([runs[device]])
-            alike = [
+        for device, facts in enumerate(choices):
+            expected_axes = list(first.axes)
+            if device < len(runs) and axis < len(expected_axes):
+                expected_axes[axis] = concatenate_indices([runs[device]])
+            fitting_facts = [
                 h
-                for h in held
-                if self.numbering.has_equal_entries(first.value_number, wanted, h.axes)
+                for h in facts
+                if self.numbering.has_equal_entries(first.value_number, expected_axes, h.axes)
                 and (sums or h.partial_sum is None)
             ]
-            fitting.append(alike or held[:1])
-        for tried, brought in enumerate(product(*fitting)):
+            fitting.append(fitting_facts or facts[:1])
+        for tried, device_facts in enumerate(product(*fitting)):
             if tried == self.max_combinations:
                 self.search_limit_note = (
                     f"; the search for what comes to {nodes[0]!r} ended after {self.max_combinations} combinations"
                 )
                 return
-            yield brought
+            yield device_facts
 
-    def _infer_collective_results(self, nodes: Sequence[Node], brought: Sequence[Fact]) -> list[Fact] | str:
+    def _infer_collective_results(self, nodes: Sequence[Node], device_facts: Sequence[Fact]) -> list[Fact] | str:
         """Return each device's fact after a collective, or why the collective is wrong."""
-        first, attrs = brought[0], nodes[0].attrs
+        first, attrs = device_facts[0], nodes[0].attrs
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
-            if not all(self.numbering.has_equal_entries(first.value_number, first.axes, h.axes) for h in brought):
+            if not all(self.numbering.has_equal_entries(first.value_number, first.axes, h.axes) for h in device_facts):
                 return "the devices bring different entries"
-            if why := check_complete_sum([h.partial_sum for h in brought], self._complete_sums):
+            if why := check_complete_sum([h.partial_sum for h in device_facts], self._complete_sums):
                 return why
             whole_axes = first.axes
         else:
             axis = as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
             runs = as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
-            gathered = self._concatenate_shards(brought, axis, runs)
+            gathered = self._concatenate_shards(device_facts, axis, runs)
             if isinstance(gathered, str):
                 return gathered
             whole_axes = gathered
@@ -342,9 +344,9 @@ class ValueTrace:
             results = [Fact(first.value_number, whole_axes)] * len(nodes)
         else:
             results = [self._slice_fact(first.value_number, whole_axes, d, n) for d, n in enumerate(nodes)]
-        for node, held in zip(nodes, results, strict=True):
-            if tuple(map(count_entries, held.axes)) != node.specs[0].shape:
-                return f"{node!r} gives entries {[format_index(i) for i in held.axes]}"
+        for node, fact in zip(nodes, results, strict=True):
+            if tuple(map(count_entries, fact.axes)) != node.specs[0].shape:
+                return f"{node!r} gives entries {[format_index(i) for i in fact.axes]}"
         return results
 
     @staticmethod
@@ -353,24 +355,24 @@ class ValueTrace:
         return Fact(number, (*axes[:axis], select_positions(axes[axis], concatenate_indices([own])), *axes[axis + 1 :]))
 
     def _concatenate_shards(
-        self, brought: Sequence[Fact], axis: int, runs: Sequence[IndexRanges]
+        self, device_facts: Sequence[Fact], axis: int, runs: Sequence[IndexRanges]
     ) -> tuple[IndexRanges, ...] | str:
         """Return the entries of a value from shards of one axis, or why they do not fit."""
-        number, axes = brought[0].value_number, brought[0].axes
-        if any(h.partial_sum is not None for h in brought):
+        number, axes = device_facts[0].value_number, device_facts[0].axes
+        if any(h.partial_sum is not None for h in device_facts):
             return "it is a sum still owed"
-        if len(runs) != len(brought):
+        if len(runs) != len(device_facts):
             return f"runs are given for {len(runs)} devices"
-        for held in brought:
+        for fact in device_facts:
             if not self.numbering.has_equal_entries(
-                number, (*axes[:axis], (), *axes[axis + 1 :]), clear_axis(held.axes, axis)
+                number, (*axes[:axis], (), *axes[axis + 1 :]), clear_axis(fact.axes, axis)
             ):
                 return "the devices bring different entries of another axis"
-        for device, (held, own) in enumerate(zip(brought, runs, strict=True)):
-            if count_entries(held.axes[axis]) != count_entries(own):
-                return f"device {device} brings {count_entries(held.axes[axis])} entries to {count_entries(own)} places"
+        for device, (fact, own) in enumerate(zip(device_facts, runs, strict=True)):
+            if count_entries(fact.axes[axis]) != count_entries(own):
+                return f"device {device} brings {count_entries(fact.axes[axis])} entries to {count_entries(own)} places"
         index = _merge_scattered_entries(
-            tuple(concatenate_indices([r]) for r in runs), tuple(h.axes[axis] for h in brought)
+            tuple(concatenate_indices([r]) for r in runs), tuple(h.axes[axis] for h in device_facts)
         )
         n = self.numbering.value_by_number[number].shape[axis]
         if index is None:
@@ -389,16 +391,18 @@ def _make_collective_key(device: int, node: Node) -> object:
 
 def _order_nodes(graph: Graph) -> tuple[Node, ...]:
     """Return the nodes of a graph, sources first, with collectives by sequence number."""
-    meet = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: as_integer(n.attrs["sequence"]))
-    return topological_order(map(Value, (*meet, *graph.nodes)))
+    collectives = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: as_integer(n.attrs["sequence"]))
+    return topological_order(map(Value, (*collectives, *graph.nodes)))
 
 
 @lru_cache(maxsize=1024)
-def _merge_scattered_entries(places: tuple[IndexRanges, ...], brought: tuple[IndexRanges, ...]) -> IndexRanges | None:
+def _merge_scattered_entries(
+    places: tuple[IndexRanges, ...], entries_by_device: tuple[IndexRanges, ...]
+) -> IndexRanges | None:
     """Return the entries of an axis from each device's places; None if a place is empty or two devices disagree."""
     size = max((sum(run) for index in places for run in index), default=0)
     whole_axis = np.full(size, -1, np.int64)
-    for index, mine in zip(places, brought, strict=True):
+    for index, mine in zip(places, entries_by_device, strict=True):
         at, new = list_entries(index), list_entries(mine)
         before = whole_axis[at]
         if ((before >= 0) & (before != new)).any():

@@ -73,11 +73,11 @@ def build_save_and_restore_nodes(i: Instruction, state: Value) -> tuple[Node, No
     """Return the save instruction `i` of `state`, and the instruction that restores it, as graph nodes."""
     table = input("table", _require_tensor(i.src[0]).shape, state.dtype)
     if i.op == cont.name:
-        kept = cont(table)
-        return kept.node, cont(kept).node
+        saved_value = cont(table)
+        return saved_value.node, cont(saved_value).node
     rows = input("rows", _require_tensor(i.src[1]).shape, _require_tensor(i.src[1]).dtype)
-    kept = get_rows(table, rows)
-    return kept.node, set_rows(table, kept, rows).node
+    saved_value = get_rows(table, rows)
+    return saved_value.node, set_rows(table, saved_value, rows).node
 
 
 def list_save_nodes(graph: Graph, program: Program) -> Iterator[Node]:
@@ -110,24 +110,24 @@ class UndoCheck:
         if complaints:
             return
         self.valid_restores.append(back)
-        state, kept = _require_tensor(i.src[0]), i.dst[0]
+        state, saved_tensor = _require_tensor(i.src[0]), i.dst[0]
         name = self.program.buffers[state.buffer].name
-        _, held = self.contents.find_content(compute_byte_extent(state))
+        _, content = self.contents.find_content(compute_byte_extent(state))
         earlier, leaf = self.saved_state_by_buffer.get(state.buffer), self.state_by_name.get(name)
-        if earlier is None and held != leaf:
-            content = format_content(held)
-            yield f"{where}: %{quote_node_name(name)} holds {content} and no longer what it held before the step"
-        if earlier is not None and (earlier.row_index is None or held == leaf or not isinstance(held, Value)):
-            yield f"{where}: %{quote_node_name(name)} is saved a second time, and holds {format_content(held)}"
+        if earlier is None and content != leaf:
+            content_text = format_content(content)
+            yield f"{where}: %{quote_node_name(name)} holds {content_text} and no longer what it held before the step"
+        if earlier is not None and (earlier.row_index is None or content == leaf or not isinstance(content, Value)):
+            yield f"{where}: %{quote_node_name(name)} is saved a second time, and holds {format_content(content)}"
         index = i.src[1] if len(i.src) > 1 else None
         self.saved_state_by_buffer[state.buffer] = SavedState(step, state, index)
-        for tensor in (i.scratch, kept):
+        for tensor in (i.scratch, saved_tensor):
             if tensor is not None:
                 self.contents.record_write(compute_byte_extent(tensor), None)
         token = SavedContent(name)
-        self.contents.record_write(compute_byte_extent(kept), token)
+        self.contents.record_write(compute_byte_extent(saved_tensor), token)
         self.last_save_by_value[token] = step
-        self.saved_extents.append(compute_byte_extent(kept))
+        self.saved_extents.append(compute_byte_extent(saved_tensor))
         if index is not None and 0 not in index.shape:
             self.saved_extents.append(compute_byte_extent(index))
             _, numbers = self.contents.find_content(compute_byte_extent(index))
@@ -139,18 +139,27 @@ class UndoCheck:
 
     def _find_form_faults(self, i: Instruction, back: Instruction) -> Iterator[str]:
         """Yield the faults of a save and its undo that need no knowledge of memory contents."""
-        state, kept = (*i.src, None)[0], (*i.dst, None)[0]
-        if RESTORE_OP_BY_SAVE_OP.get(i.op) != back.op or state is None or kept is None or None in (*i.src, *back.src):
+        state, saved_tensor = (*i.src, None)[0], (*i.dst, None)[0]
+        if (
+            RESTORE_OP_BY_SAVE_OP.get(i.op) != back.op
+            or state is None
+            or saved_tensor is None
+            or None in (*i.src, *back.src)
+        ):
             yield f"{i.op} is no way to save, or {back.op} none to put that back"
             return
         if any(step.attrs != REGISTRY[step.op].defaults or step.index != -1 for step in (i, back)):
             yield f"{i.op} or {back.op} is said to be a node of the graph, or has other attributes than a copy"
         index = i.src[1:]
-        wanted = (kept,) if not index else (state, kept, *index)
-        if (back.src, back.dst) != (wanted, (state,)) or len(i.dst) != 1 or len(index) != (i.op == get_rows.name):
+        restore_operands = (saved_tensor,) if not index else (state, saved_tensor, *index)
+        if (
+            (back.src, back.dst) != (restore_operands, (state,))
+            or len(i.dst) != 1
+            or len(index) != (i.op == get_rows.name)
+        ):
             yield f"%{quote_node_name(back.node)} does not put back what was saved where it was"
             return
-        taken = [t for t in (kept, i.scratch, back.scratch) if t is not None]
+        taken = [t for t in (saved_tensor, i.scratch, back.scratch) if t is not None]
         for tensor in (*i.src, *taken):
             if why := self.contents.check_bounds(_require_tensor(tensor)):
                 yield f"it: {why}"
@@ -161,25 +170,32 @@ class UndoCheck:
         if any(t.buffer or t.offset % ALIGNMENT for t in taken):
             yield f"what is saved lies outside the arena, or begins at no multiple of {ALIGNMENT} bytes"
         whole = state.shape if not index else (*_require_tensor(index[0]).shape, *state.shape[-1:])
-        if not is_dense(state) or not is_dense(kept) or kept.shape != whole or not _is_lossless(state, kept):
-            yield f"{kept} does not hold what it saves of {state}"
+        if (
+            not is_dense(state)
+            or not is_dense(saved_tensor)
+            or saved_tensor.shape != whole
+            or not _is_lossless(state, saved_tensor)
+        ):
+            yield f"{saved_tensor} does not hold what it saves of {state}"
         if index and (len(state.shape) < 2 or not _is_row_index(_require_tensor(index[0]), state)):
             yield f"{index[0]} numbers no rows of {state}"
         reads = [compute_byte_extent(_require_tensor(t)) for t in i.src]
-        if i.scratch is not None and has_common_bytes(compute_byte_extent(i.scratch), compute_byte_extent(kept)):
+        if i.scratch is not None and has_common_bytes(
+            compute_byte_extent(i.scratch), compute_byte_extent(saved_tensor)
+        ):
             yield "its scratch overlaps what it saves"
         if any(has_common_bytes(read, compute_byte_extent(t)) for read in reads for t in taken):
             yield "it overwrites what it reads"
 
     def _find_node_faults(self, i: Instruction, back: Instruction) -> Iterator[str]:
         """Yield the faults of a save and its undo as graph nodes."""
-        state, kept, index = _require_tensor(i.src[0]), i.dst[0], i.src[1:]
+        state, saved_tensor, index = _require_tensor(i.src[0]), i.dst[0], i.src[1:]
         name = self.program.buffers[state.buffer].name
         leaf = self.state_by_name[name]
         nodes = build_save_and_restore_nodes(i, leaf)
         dtypes = find_stored_dtype(self.backend, leaf), find_stored_dtype(self.backend, nodes[0].results[0])
-        if (state.dtype, kept.dtype) != dtypes or not (index or state.shape == leaf.shape):
-            yield f"{state} is kept as {kept}, need {dtypes[0]} of %{quote_node_name(name)} as {dtypes[1]}"
+        if (state.dtype, saved_tensor.dtype) != dtypes or not (index or state.shape == leaf.shape):
+            yield f"{state} is kept as {saved_tensor}, need {dtypes[0]} of %{quote_node_name(name)} as {dtypes[1]}"
         if (i.node, back.node) != (f"{name}.save", f"{name}.undo"):
             yield f"it saves %{quote_node_name(name)}, which is put back by %{quote_node_name(back.node)}"
         for node, step in zip(nodes, (i, back), strict=True):
@@ -239,7 +255,9 @@ class UndoCheck:
             if back.scratch is None:
                 continue
             self.contents.arena_end = max(self.contents.arena_end, compute_byte_extent(back.scratch)[2])
-            if any(has_common_bytes(compute_byte_extent(back.scratch), kept) for kept in self.saved_extents):
+            if any(
+                has_common_bytes(compute_byte_extent(back.scratch), saved_extent) for saved_extent in self.saved_extents
+            ):
                 yield f"%{quote_node_name(back.node)} has its scratch where something is kept to undo the step"
 
 
@@ -253,9 +271,9 @@ def _require_tensor(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _is_lossless(state: Tensor, kept: Tensor) -> bool:
+def _is_lossless(state: Tensor, saved_tensor: Tensor) -> bool:
     """Return whether the saved dtype can hold every number of the state exactly."""
-    return kept.dtype is state.dtype or (kept.dtype is DType.F32 and state.dtype in STATE_DTYPES)
+    return saved_tensor.dtype is state.dtype or (saved_tensor.dtype is DType.F32 and state.dtype in STATE_DTYPES)
 
 
 def _is_write_within_saved_rows(node: Node | None, result: int, i: Instruction, saved: SavedState) -> bool:

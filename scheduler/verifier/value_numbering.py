@@ -83,21 +83,21 @@ class ValueNumbering:
             None if s is None or number is None else self.with_digits(number, tuple(map(make_full_index, s.shape)))
             for s, number in zip(here.src, sources, strict=True)
         )
-        made = restrict_op(op, here, here, axes)
-        if isinstance(made, RestrictedResult):
-            return [tuple(digits for _, digits in result) for result in made.axes]
+        restricted_result = restrict_op(op, here, here, axes)
+        if isinstance(restricted_result, RestrictedResult):
+            return [tuple(digits for _, digits in result) for result in restricted_result.axes]
         return [((),) * len(r.shape) for r in here.results]
 
     def with_digits(self, number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
         return tuple(zip(indices, self.digits_by_number[number], strict=True))
 
-    def is_fact_of(self, held: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
+    def is_fact_of(self, fact: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
         """Return whether a fact says: these entries of `value`, no partial sum."""
         number = self.number_by_value[value]
         return (
-            held.value_number == number
-            and held.partial_sum is None
-            and self.has_equal_entries(number, held.axes, indices)
+            fact.value_number == number
+            and fact.partial_sum is None
+            and self.has_equal_entries(number, fact.axes, indices)
         )
 
     def has_equal_entries(self, number: int, one: Sequence[IndexRanges], two: Sequence[IndexRanges]) -> bool:

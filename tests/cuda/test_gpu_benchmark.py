@@ -120,7 +120,7 @@ def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy):
     assert isinstance(machine, CudaMachine)
     rows = rows_of(part, BenchmarkDevice(driver, machine, driver.device(0), tiny=True, folder=tmp_path))
     check_rows(part, rows)
-    in_turn = [row for row in rows if str(row.get("what")).endswith("launches in turn")]
+    in_turn = [row for row in rows if str(row.get("step")).endswith("launches in turn")]
     assert bool(in_turn) is (part == "models")
 
 
@@ -314,8 +314,8 @@ def test_what_was_predicted_stands_beside_what_is_measured():
     in_range, far = {"case": title, "µs": times["h200"] * 1.2}, {"case": title, "µs": times["h200"] / 2}
     rows = [foretold.with_prediction(row, title, "h200") for row in (in_range, far)]
     assert [row["predicted µs"] for row in rows] == [times["h200"]] * 2
-    assert list(foretold.list_wrong_predictions(rows)) == [f"{title}: predicted 2.00 times what was measured"]
-    assert "## Predicted wrongly" in gpu.format_tables([{"part": "products", **row} for row in rows])
+    assert list(foretold.list_wrong_predictions(rows)) == [f"{title}: predicted 2.00 times the measured time"]
+    assert "## Wrong predictions" in gpu.format_tables([{"part": "products", **row} for row in rows])
     for other in ({"µs": 1.0, "ours": False}, {"error": "none"}):
         assert foretold.with_prediction(other, title, "h200") == other
     assert foretold.with_prediction(in_range, "another case", "h200") == in_range

@@ -24,7 +24,7 @@ from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for_group
-from hocket.scheduler.machines.simulated import simulate
+from hocket.scheduler.machines.simulated import parse_simulated_group
 
 from ..given.devices.devices_meet import CASES, CollectiveRig, same, through_the_host
 from ..given.devices.emulation import needs_compiler
@@ -209,7 +209,7 @@ def test_a_kernel_without_a_name_is_an_error(gfx90a, monkeypatch):
 def test_plans_are_built_for_absent_devices_of_amd():
     x = input("x", (1, 64))
     graph = Graph({"y": ops.rms_norm(ops.mul_mat(weight("w", (64, 64), "q8_0"), x))})
-    simulation = simulate("mi300x:8")
+    simulation = parse_simulated_group("mi300x:8")
     assert simulation.hardware_for(graph).bandwidth == 5.3e12
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
     assert plan.lanes[0].memory()["weight"] == 64 * 64 // 32 * 34

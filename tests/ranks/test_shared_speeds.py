@@ -13,9 +13,15 @@ from hocket.frontends.devices import DeviceGroup
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Session
 from hocket.graph import DType
-from hocket.scheduler import CPU
+from hocket.scheduler import DEFAULT_HARDWARE
 from hocket.scheduler.machines import calibrated
-from hocket.scheduler.machines.calibrated import built_in, calibrated_source, group_name, hardware_of, keep_speeds
+from hocket.scheduler.machines.calibrated import (
+    choose_default_hardware,
+    choose_hardware,
+    describe_calibrated_source,
+    format_group_key,
+    write_speeds,
+)
 from hocket.scheduler.machines.speeds import Speeds
 from hocket.scheduler.probing.probe_graphs import build_matmul_graph
 from hocket.scheduler.shared_speeds import agree_on_speeds
@@ -32,13 +38,13 @@ GRAPH = build_matmul_graph(DType.F32, 1, 8)
 def ranks_with(tmp_path, monkeypatch):
     """Return a runner of ``run(world)`` on each rank; each rank has a folder of its own with its saved speeds."""
     here = threading.local()
-    monkeypatch.setattr(calibrated, "speeds_file", lambda: tmp_path / str(here.rank))
+    monkeypatch.setattr(calibrated, "make_speeds_path", lambda: tmp_path / str(here.rank))
 
     def run_all(saved, run, *, hosts=1):
         def one(world):
             here.rank = world.rank
             if saved[world.rank] is not None:
-                keep_speeds(saved[world.rank])
+                write_speeds(saved[world.rank])
             return run(world)
 
         return in_threads(len(saved), one, hosts=hosts)
@@ -58,7 +64,7 @@ def calibrated_hardware(speeds, graph=GRAPH, source="calibrated"):
 
 def make_saved_speeds(speeds, count=2):
     """Return the saved speeds of a machine for `count` devices at once."""
-    return None if speeds is None else {group_name(pair(range(count))): speeds}
+    return None if speeds is None else {format_group_key(pair(range(count))): speeds}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ def test_ranks_plan_the_same_by_the_speeds_of_the_slowest(saved, known, ranks_wi
         ]
 
     def expected_hardware(graph):
-        return CPU if known is None else calibrated_hardware(known, graph)
+        return DEFAULT_HARDWARE if known is None else calibrated_hardware(known, graph)
 
     first, second = ranks_with([make_saved_speeds(speeds) for speeds in saved], run)
     assert first == second
@@ -99,8 +105,8 @@ def test_machines_are_each_asked_for_the_speeds_of_their_own_devices(ranks_with)
     hardware = ranks_with(
         saved, lambda world: agree_on_speeds(pair((0, 1, 2)), world).hardware_for_graph(GRAPH), hosts=2
     )
-    known = calibrated_hardware(saved[1][group_name(pair((1,)))])
-    apart = {"link_bandwidth": CPU.across_bandwidth, "link_latency": CPU.across_latency}
+    known = calibrated_hardware(saved[1][format_group_key(pair((1,)))])
+    apart = {"link_bandwidth": DEFAULT_HARDWARE.across_bandwidth, "link_latency": DEFAULT_HARDWARE.across_latency}
     assert hardware == [replace(known, **apart)] * 3
 
 
@@ -110,7 +116,7 @@ def test_a_rank_names_its_own_devices_by_its_own_threads(ranks_with):
     def group(rank):
         return [(backend.with_threads(rank + 1), device) for backend, device in pair(name="cpu")]
 
-    saved = [{group_name(group(rank)[:1]): speeds} for rank, speeds in enumerate((QUICK, SLOW_SPEEDS))]
+    saved = [{format_group_key(group(rank)[:1]): speeds} for rank, speeds in enumerate((QUICK, SLOW_SPEEDS))]
     assert saved[0].keys() != saved[1].keys()
     shared = ranks_with(saved, lambda world: agree_on_speeds(group(world.rank), world).slowest_speeds, hosts=2)
     assert shared == [SLOW_SPEEDS, SLOW_SPEEDS]
@@ -125,16 +131,18 @@ def test_other_devices_than_were_measured_are_estimated(ranks_with):
             ),
         )
     )
-    assert hardware == str(CPU)
+    assert hardware == str(DEFAULT_HARDWARE)
 
 
 def test_without_ranks_the_speeds_are_those_saved_here(monkeypatch, tmp_path):
-    monkeypatch.setattr(calibrated, "speeds_file", lambda: tmp_path / "speeds")
+    monkeypatch.setattr(calibrated, "make_speeds_path", lambda: tmp_path / "speeds")
     group = [find_device("numpy:0"), find_device("numpy:1")]
-    assert agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH) == built_in(group)
-    keep_speeds({group_name(group): QUICK})
-    calibrated_here = calibrated_hardware(QUICK, source=calibrated_source())
+    assert agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH) == choose_default_hardware(group)
+    write_speeds({format_group_key(group): QUICK})
+    calibrated_here = calibrated_hardware(QUICK, source=describe_calibrated_source())
     assert (
-        agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH) == hardware_of(GRAPH, group) == calibrated_here
+        agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH)
+        == choose_hardware(GRAPH, group)
+        == calibrated_here
     )
-    assert hardware_of(GRAPH, pair()) == CPU, "ranks that do not talk plan the same"
+    assert choose_hardware(GRAPH, pair()) == DEFAULT_HARDWARE, "ranks that do not talk plan the same"

@@ -127,7 +127,7 @@ def relatives() -> tuple[Any, ...]:
     )
     machines = (
         base.find_device("cpu:0"),
-        scheduler.simulate("cpu:3"),
+        scheduler.parse_simulated_group("cpu:3"),
         hocket.Trace(),
         DeviceGroup(("numpy:0", "numpy:1")),
     )
@@ -209,6 +209,9 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "Store.bind", (bound_store().bind, {"name": "w", "data": WEIGHTS["w"], "spec": w.spec})
     yield "Store.bind, layout", (partial(bound_store().bind, "w", WEIGHTS["w"], w.spec), {"layout": plan().leaves["w"]})
     yield "Store.state", (executor().store.state, {"name": "s"})
+    yield "Store.view_sequences", (executor().store.view_sequences, {"first": 0, "count": 1, "total": 1})
+    rows = {"name": "s", "source": 0, "target": 1, "count": 0}
+    yield "Store.copy_state_rows", (executor().store.copy_state_rows, rows)
     yield "Store.require_devices", (bound_store().require_devices, {"plan": plan()})
     yield "Store.buffers", (bound_store().buffers, {"plan": plan()})
     yield "a state", (partial(assign_state, ...), {"value": 1.0})
@@ -225,12 +228,12 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "Executor.copies", (executor().copies, {"name": next(iter(graph.outputs))})
     yield "Plan.explain", (plan().explain, {"steps": False})
     yield "Plan.view", (plan().view, {"title": "a plan"})
-    more = {"hardware": scheduler.CPU, "choose": None, "host": None}
+    more = {"hardware": scheduler.DEFAULT_HARDWARE, "choose": None, "host": None}
     yield "plan_for_group", (scheduler.plan_for_group, {"graph": graph, "group": plan().group, **PLANNING, **more})
     yield "plan_to_json", (scheduler.plan_to_json, {"plan": plan()})
     yield "plan_from_json", (scheduler.plan_from_json, {"text": scheduler.plan_to_json(plan())})
     yield "diff_plans", (scheduler.diff_plans, {"before": plan(), "after": plan()})
-    yield "simulate", (scheduler.simulate, {"text": "cpu:2"})
+    yield "parse_simulated_group", (scheduler.parse_simulated_group, {"text": "cpu:2"})
     yield "group_of", (base.find_devices, {"names": ["numpy:0"], "threads": 1})
     yield "find", (base.find_device, {"name": "numpy:0"})
     yield "load a backend", (base.load_backend, {"kind": "numpy"})

@@ -15,8 +15,8 @@ from hocket.frontends.commands.plan import read_step_graph
 from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.scheduler import plan_for_group
 from hocket.scheduler.choosing.auto import Candidate, choose_best_plan
-from hocket.scheduler.machines.hardware import CPU, Estimate
-from hocket.scheduler.machines.simulated import simulate
+from hocket.scheduler.machines.hardware import DEFAULT_HARDWARE, Estimate
+from hocket.scheduler.machines.simulated import parse_simulated_group
 
 from ..given.models.large_headers import llama_8b, llama_70b, qwen_80b
 from ..given.plans.ways import SLOW
@@ -30,7 +30,7 @@ def make_candidate(kind, devices, seconds, weight_bytes, lacking=0.0):
         built.append(kind)
         x = input("x", (1, 4))
         plan = plan_for_group(
-            Graph({"y": ops.silu(x)}), simulate(f"h200:{devices}").group, choose=lambda g, f: frozenset()
+            Graph({"y": ops.silu(x)}), parse_simulated_group(f"h200:{devices}").group, choose=lambda g, f: frozenset()
         )
         return plan
 
@@ -99,7 +99,7 @@ def read_before_written() -> Graph:
     return Graph({"early": early, "late": late}, {a: late})
 
 
-@pytest.mark.parametrize("hardware", [CPU, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize("hardware", [DEFAULT_HARDWARE, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("count", [2, 4, 5, 8])
 @pytest.mark.parametrize("build", [leaves_only, read_before_written])
 def test_auto_refuses_no_graph_that_one_device_can_run(build, count, hardware):
@@ -160,7 +160,7 @@ def test_stages_in_turn_take_no_less_than_one_that_has_all_layers(devices, follo
 
 def test_layers_across_halves_of_a_machine_are_considered(tmp_path):
     graph, _ = read_step_graph(llama_70b(tmp_path / "model.gguf", layers=4), context=1024, tokens=1)
-    simulation = simulate("h200:4,nvlink")
+    simulation = parse_simulated_group("h200:4,nvlink")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
     assert any("layers across 2 teams, cut within each, on 4 devices" in why for why in plan.reasons)
 
@@ -182,7 +182,7 @@ def with_hidden(plan, seconds):
 
 def test_instructions_of_a_chain_share_its_launch(tmp_path):
     graph, _ = read_step_graph(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=1)
-    simulation = simulate("h200:1")
+    simulation = parse_simulated_group("h200:1")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
     (device_plan,) = plan.lanes
     assert sum(device_plan.launches()) == pytest.approx(len(device_plan.calls))
@@ -195,7 +195,7 @@ def test_instructions_of_a_chain_share_its_launch(tmp_path):
 def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_path, layers, devices):
     """One token of a mixture of experts waits for launches, which no cut makes fewer."""
     graph, _ = read_step_graph(qwen_80b(tmp_path / "model.gguf", layers=layers), context=1024, tokens=1)
-    simulation = simulate(f"h200:{devices},nvlink")
+    simulation = parse_simulated_group(f"h200:{devices},nvlink")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
     free = [str(device) for _, device in simulation.group[1:]]
     assert list(plan.spare) == free
@@ -212,7 +212,7 @@ def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_p
 def test_auto_is_no_slower_than_what_is_chosen_by_hand(tmp_path, model, devices, tokens):
     """Check all plans except copies of weights on every device that gain less than a tenth."""
     graph, _ = read_step_graph(model(tmp_path / "model.gguf", layers=4), context=1024, tokens=tokens)
-    simulation = simulate(devices)
+    simulation = parse_simulated_group(devices)
     auto = plan_for_group(graph, simulation.group, hardware=simulation.hardware).cost.total
     for count in {1, 2, len(simulation.group)}:
         for mode in ("none", "layer", "tensor"):

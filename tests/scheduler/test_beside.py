@@ -48,7 +48,7 @@ def as_late(plan):
     """The same plan with each collective where the device waits for it."""
     device_plans = []
     for device_plan in plan.lanes:
-        behind = {at: numbers[-1] + 0.5 for at, numbers in device_plan.meanwhile.items()}
+        behind = {at: numbers[-1] + 0.5 for at, numbers in device_plan.overlapped_instructions.items()}
         numbers = sorted(range(len(device_plan.program.instructions)), key=lambda at, behind=behind: behind.get(at, at))
         steps = tuple(device_plan.program.instructions[at] for at in numbers)
         program = dataclasses.replace(device_plan.program, instructions=steps, undo=())
@@ -70,13 +70,13 @@ def test_the_second_product_runs_beside_the_first_sum_and_what_follows_that_besi
     device_plan = branches_on(Overlapping()).lanes[0]
     order = [i.node for i in device_plan.program.instructions]
     first, second = (n for n, i in enumerate(device_plan.program.instructions) if i.op in COLLECTIVES)
-    assert device_plan.meanwhile == {first: (first + 1,), second: (second + 1,)}
+    assert device_plan.overlapped_instructions == {first: (first + 1,), second: (second + 1,)}
     assert [order[first + 1], *order[second + 1 :]] == ["product.1", "norm.0", "norm.1"]
 
 
 def test_a_device_that_does_one_thing_at_a_time_waits_at_once():
     device_plan = branches_on(find_device("reference:0")[0]).lanes[0]
-    assert device_plan.meanwhile == {}
+    assert device_plan.overlapped_instructions == {}
 
 
 def test_of_instructions_that_are_launched_together_all_wait_where_one_has_to():
@@ -102,7 +102,7 @@ def test_what_a_collective_reads_is_not_written_over_before_the_wait():
 def test_a_collective_that_comes_as_late_as_it_may_gives_the_same_bits(seed):
     plan = random_sharded_plan(seed, Overlapping())
     late = as_late(plan)
-    assert any(device_plan.meanwhile for device_plan in plan.lanes)
+    assert any(device_plan.overlapped_instructions for device_plan in plan.lanes)
     for one, other in zip(outputs_of(plan, seed), outputs_of(late, seed), strict=True):
         for name, array in one.items():
             np.testing.assert_array_equal(other[name], array)
@@ -196,7 +196,7 @@ def test_messages_are_waited_for_at_once():
     backend = Overlapping()
     plan = plan_for_group(decoder(), [(backend, backend.device(d)) for d in range(2)], split_mode="layer")
     assert any(i.op in POINT_TO_POINT_OPS for i in plan.lanes[0].program.instructions)
-    assert all(device_plan.meanwhile == {} for device_plan in plan.lanes)
+    assert all(device_plan.overlapped_instructions == {} for device_plan in plan.lanes)
 
 
 def test_one_device_alone_has_nothing_beside_which_to_compute():

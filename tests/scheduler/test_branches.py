@@ -17,7 +17,7 @@ from hocket.scheduler.choosing.auto import DOUBLED_DEVICES_PENALTY
 from hocket.scheduler.choosing.branches import BranchScheduler
 from hocket.scheduler.choosing.planning import PlanBuilder
 from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.machines.simulated import simulate
+from hocket.scheduler.machines.simulated import parse_simulated_group
 from hocket.scheduler.sharding.cost import AssignmentCost
 from hocket.scheduler.sharding.pins import Pin, PlacementRules
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
@@ -210,7 +210,7 @@ def count_leaf_bytes(plan: Plan) -> int:
 @pytest.mark.parametrize("name", BUILDERS)
 def test_no_choice_by_hand_is_three_per_cent_faster_than_auto(name: str, machine: str):
     """Modes on each number of devices, and weights placed one after the other by the first part of their names."""
-    graph, simulation = BUILDERS[name](), simulate(machine)
+    graph, simulation = BUILDERS[name](), parse_simulated_group(machine)
     hardware, once = simulation.hardware_for(graph), sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
 
     def plan(mode: str, devices: int, place: PlacementRules = ()) -> Plan | None:
@@ -234,7 +234,7 @@ def test_no_choice_by_hand_is_three_per_cent_faster_than_auto(name: str, machine
 
 @pytest.mark.parametrize("name", ["four towers", "fork", "experts", "states"])
 def test_the_reasons_name_independent_branches(name: str):
-    graph, simulation = BUILDERS[name](), simulate("rtx3090:4,pcie4")
+    graph, simulation = BUILDERS[name](), parse_simulated_group("rtx3090:4,pcie4")
     hardware = simulation.hardware_for(graph)
     plan = plan_for_group(graph, simulation.group, hardware=hardware)
     alone = plan_for_group(graph, simulation.group[:1], hardware=hardware)
@@ -247,7 +247,7 @@ def test_the_reasons_name_independent_branches(name: str):
 @pytest.mark.parametrize("machine", ["cpu:2", "rtx3090:2,pcie4"])
 def test_a_device_works_on_its_own_branch_before_it_waits_for_another(machine: str):
     """The join reads the tower of the other device first."""
-    simulation, graph = simulate(machine), build_towers((4, 4))
+    simulation, graph = parse_simulated_group(machine), build_towers((4, 4))
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
     (receiver,) = (own for own in plan.lanes if any(n.op == "receive" for n in own.graph.nodes))
     ran = [i.op for i in receiver.program.instructions]
@@ -256,7 +256,7 @@ def test_a_device_works_on_its_own_branch_before_it_waits_for_another(machine: s
 
 @pytest.mark.parametrize("machine", ["cpu:4", "rtx3090:4,pcie4"])
 def test_layers_work_on_towers_at_the_same_time(machine: str):
-    simulation, graph = simulate(machine), build_towers((6, 6, 6, 6))
+    simulation, graph = parse_simulated_group(machine), build_towers((6, 6, 6, 6))
     hardware = simulation.hardware_for(graph)
     alone, layers = (
         plan_for_group(graph, simulation.group, split_mode=m, hardware=hardware) for m in ("none", "layer")

@@ -1,4 +1,4 @@
-"""Machines of one's own: `simulate` reads kinds of devices and links from a TOML file."""
+"""Machines of one's own: `parse_simulated_group` reads kinds of devices and links from a TOML file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hocket import ops
 from hocket.cli import main
 from hocket.graph import Graph, PlanError, input, weight
 from hocket.scheduler import plan_for_group
-from hocket.scheduler.machines.catalogue import GIB, LINKS, MACHINES
-from hocket.scheduler.machines.simulated import simulate
+from hocket.scheduler.machines.catalogue import DATA_SHEETS, GIB, LINKS
+from hocket.scheduler.machines.simulated import parse_simulated_group
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from ..given.models.goldens import TINY
@@ -40,18 +40,18 @@ def write(folder: Path, text: str | bytes) -> str:
 
 
 def test_a_kind_has_the_figures_of_the_file_and_of_the_kind_it_is_like(tmp_path):
-    simulation = simulate(write(tmp_path, WHOLE))
+    simulation = parse_simulated_group(write(tmp_path, WHOLE))
     assert [str(device) for _, device in simulation.group] == [f"server:{i}" for i in range(4)]
     assert {device.memory for _, device in simulation.group} == {48 * GIB}
     hardware = simulation.hardware
-    assert (hardware.bandwidth, hardware.flops) == (2.02e12, MACHINES["rtx4090"].flops)
+    assert (hardware.bandwidth, hardware.flops) == (2.02e12, DATA_SHEETS["rtx4090"].flops)
     assert (hardware.link_bandwidth, hardware.link_latency) == pytest.approx((40e9, 8e-6))
 
 
 def test_kernels_reach_the_shares_of_the_data_sheet_of_the_kind_it_is_like(tmp_path):
     graph = Graph({"y": ops.mul_mat(weight("w", (256, 256), "q8_0"), input("x", (1, 256)))})
-    own = simulate(write(tmp_path, WHOLE)).hardware_for(graph)
-    known = simulate("rtx4090:4,pcie4").hardware_for(graph)
+    own = parse_simulated_group(write(tmp_path, WHOLE)).hardware_for(graph)
+    known = parse_simulated_group("rtx4090:4,pcie4").hardware_for(graph)
     assert own.bandwidth == pytest.approx(2 * known.bandwidth)
     assert own.flops == pytest.approx(known.flops)
     assert own.op_bandwidth["attention"] == pytest.approx(2 * known.op_bandwidth["attention"])
@@ -59,7 +59,7 @@ def test_kernels_reach_the_shares_of_the_data_sheet_of_the_kind_it_is_like(tmp_p
 
 def test_a_kind_without_like_is_planned_by_its_own_figures(tmp_path):
     text = WHOLE.replace('"server:4,cable"', '"board:2 x 3,cable"')
-    simulation = simulate(write(tmp_path, text))
+    simulation = parse_simulated_group(write(tmp_path, text))
     assert len(simulation.group) == 6
     assert (simulation.hardware.bandwidth, simulation.hardware.flops) == pytest.approx((1e9, 1e10))
     assert simulation.hardware.machine == 2
@@ -68,18 +68,18 @@ def test_a_kind_without_like_is_planned_by_its_own_figures(tmp_path):
 
 def test_a_plan_for_an_own_machine_comes_back_from_json(tmp_path):
     graph = Graph({"y": ops.mul_mat(weight("w", (4096, 4096), "q8_0"), input("x", (1, 4096)))})
-    machines = simulate(write(tmp_path, WHOLE))
+    machines = parse_simulated_group(write(tmp_path, WHOLE))
     plan = plan_for_group(graph, machines.group, hardware=machines.hardware_for(graph), split_mode="tensor")
     again = plan_from_json(plan_to_json(plan))
     assert plan_to_json(again) == plan_to_json(plan)
     assert [one.device.memory for one in again.lanes] == [48 * GIB] * len(plan.lanes)
-    assert "machines" not in plan_to_json(plan_for_group(graph, simulate("rtx4090:2").group))
+    assert "machines" not in plan_to_json(plan_for_group(graph, parse_simulated_group("rtx4090:2").group))
 
 
 def test_commands_take_the_file(tmp_path, capsys):
     path = write(tmp_path, WHOLE)
     assert main(["plan", TINY, "--simulate", path]) == 0
-    assert capsys.readouterr().out.startswith("fits: 5.2 MiB of 48.00 GiB on server:0;")
+    assert capsys.readouterr().out.startswith("fits: 5.3 MiB of 48.00 GiB on server:0;")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_commands_take_the_file(tmp_path, capsys):
 def test_a_wrong_file_costs_one_line_with_the_file_and_the_key(change, problem, tmp_path):
     path = write(tmp_path, WHOLE.replace(*change))
     with pytest.raises(PlanError) as why:
-        simulate(path)
+        parse_simulated_group(path)
     assert problem in str(why.value)
     assert "\n" not in str(why.value)
     assert path in str(why.value) or "cannot simulate" in problem
@@ -116,23 +116,23 @@ def test_a_wrong_file_costs_one_line_with_the_file_and_the_key(change, problem, 
 @pytest.mark.parametrize("data", [b"\xff\xfe", b"a = " + b"[" * 100_000, b"#" * (2 << 20)])
 def test_hostile_bytes_cost_one_line(data, tmp_path):
     with pytest.raises(PlanError) as why:
-        simulate(write(tmp_path, data))
+        parse_simulated_group(write(tmp_path, data))
     assert "\n" not in str(why.value)
     assert len(str(why.value)) < 400
 
 
 def test_a_missing_file_costs_one_line(tmp_path):
     with pytest.raises(PlanError, match="No such file or directory; give a TOML file"):
-        simulate(str(tmp_path / "none.toml"))
+        parse_simulated_group(str(tmp_path / "none.toml"))
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(PlanError, match="Is a directory"):
-        simulate(str(tmp_path / "folder.toml"))
+        parse_simulated_group(str(tmp_path / "folder.toml"))
 
 
-@pytest.mark.parametrize("kind", MACHINES)
+@pytest.mark.parametrize("kind", DATA_SHEETS)
 def test_every_built_in_kind_is_planned_for(kind):
     graph = Graph({"y": ops.mul_mat(weight("w", (4096, 4096), "q8_0"), input("x", (1, 4096)))})
-    machines = simulate(f"{kind}:2")
+    machines = parse_simulated_group(f"{kind}:2")
     plan = plan_for_group(graph, machines.group, hardware=machines.hardware_for(graph), split_mode="tensor")
     assert 0 < plan.cost.total < 1
-    assert machines.hardware.link_bandwidth == LINKS[MACHINES[kind].link].bandwidth
+    assert machines.hardware.link_bandwidth == LINKS[DATA_SHEETS[kind].link].bandwidth

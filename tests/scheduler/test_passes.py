@@ -18,7 +18,7 @@ from hocket.frontends.models import Step, load_model
 from hocket.graph import Graph, format_graph
 from hocket.scheduler import plan_for_group
 from hocket.scheduler.lowering.lower import lower_graph
-from hocket.scheduler.machines.simulated import simulate
+from hocket.scheduler.machines.simulated import parse_simulated_group
 from hocket.scheduler.sharding.assign import propagate_layouts
 from hocket.scheduler.sharding.emit import partition_graph
 from hocket.scheduler.sharding.factors import Factors
@@ -61,7 +61,7 @@ MODELS = {
 
 def passes(graph: Graph) -> Iterator[tuple[str, str]]:
     """Yield the name of each pass and its result for `graph` on two devices."""
-    simulation = simulate("cpu:2")
+    simulation = parse_simulated_group("cpu:2")
     backend, device = simulation.group[0]
     yield "1-built", format_graph(graph)
     factors = Factors(graph)
@@ -128,7 +128,7 @@ def test_the_command_shows_the_result_of_a_pass(pass_name: str, words: str, caps
 
 
 def test_the_map_of_memory_covers_what_instructions_touch_and_shows_long_programs_in_fewer_columns() -> None:
-    simulation = simulate("cpu:1")
+    simulation = parse_simulated_group("cpu:1")
     plan = plan_for_group(load_model(layers("qwen35", 0, 1, 2)).graph(PREFILL), simulation.group)
     program = plan.lanes[0].program
     map_lines = format_memory(program).splitlines()

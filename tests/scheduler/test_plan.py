@@ -18,8 +18,8 @@ from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_
 from hocket.graph.layer_folding import find_repetitions
 from hocket.scheduler import load, plan, plan_for_group
 from hocket.scheduler.choosing.fits import describe_memory_problem, list_memory_pools
-from hocket.scheduler.machines.hardware import CPU
-from hocket.scheduler.machines.simulated import simulate
+from hocket.scheduler.machines.hardware import DEFAULT_HARDWARE
+from hocket.scheduler.machines.simulated import parse_simulated_group
 from hocket.scheduler.sharding.condense import collapse_repeats
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 from hocket.scheduler.telling.diff import diff_plans, group_names
@@ -71,7 +71,7 @@ def test_an_attribute_may_be_nan_or_infinite(factor, devices):
 
 
 def test_a_plan_for_simulated_devices_is_read_back():
-    simulation = simulate("h200:2,nvlink")
+    simulation = parse_simulated_group("h200:2,nvlink")
     plan = plan_for_group(mlp(), simulation.group, split_mode="tensor", hardware=simulation.hardware)
     again = plan_from_json(plan_to_json(plan))
     assert again.cost == plan.cost
@@ -102,7 +102,7 @@ def test_the_digest_tells_plans_apart_but_not_their_predictions():
     one, two = (plan(mlp(), "cpu:0,cpu:1", split_mode=mode) for mode in ("tensor", "layer"))
     assert one.digest() != two.digest()
     group = [(device_plan.backend, device_plan.device) for device_plan in one.lanes]
-    fast = replace(CPU, flops=2 * CPU.flops, bandwidth=2 * CPU.bandwidth)
+    fast = replace(DEFAULT_HARDWARE, flops=2 * DEFAULT_HARDWARE.flops, bandwidth=2 * DEFAULT_HARDWARE.bandwidth)
     faster = plan_for_group(mlp(), group, split_mode="tensor", hardware=fast)
     assert faster.cuts == one.cuts
     assert faster.cost != one.cost
@@ -137,7 +137,7 @@ def test_a_damaged_plan_is_refused_in_one_line():
 
 
 def test_launches_and_messages_that_take_no_time_are_read_back_and_speeds_of_zero_are_not():
-    free = replace(CPU, launch=0.0, link_latency=0.0, across_latency=0.0)
+    free = replace(DEFAULT_HARDWARE, launch=0.0, link_latency=0.0, across_latency=0.0)
     plan = plan_for_group(mlp(), find_devices(["cpu:0", "cpu:1"], None), split_mode="tensor", hardware=free)
     text = plan_to_json(plan)
     assert plan_from_json(text).hardware == free
@@ -192,7 +192,7 @@ TAMPERED = {
 
 @pytest.mark.parametrize("tamper", TAMPERED.values(), ids=TAMPERED)
 def test_a_plan_that_was_tampered_with_is_refused(tamper):
-    document = json.loads(plan_to_json(replace(tensor_plan(), hardware=CPU)))
+    document = json.loads(plan_to_json(replace(tensor_plan(), hardware=DEFAULT_HARDWARE)))
     assert not refusal(json.dumps(document))
     tamper(document)
     assert refusal(json.dumps(document))
@@ -259,7 +259,7 @@ def test_devices_in_a_row_are_listed_together():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35"])
 def test_the_plan_of_a_small_model_is_the_golden_one(name, update_golden):
-    simulation = simulate("cpu:2")
+    simulation = parse_simulated_group("cpu:2")
     plan = plan_for_group(decode_graph(name), simulation.group, split_mode="tensor", hardware=simulation.hardware)
     text, path = plan.explain() + "\n", PLANS / f"{name}.txt"
     if update_golden:
@@ -292,7 +292,7 @@ def test_a_collapsed_graph_has_each_repeated_part_twice_and_counts_the_rest():
 @pytest.mark.parametrize("hardware", ["h200:8", "cpu:3", "rtx3090:4,ethernet"])
 @pytest.mark.parametrize("name", ["deep", "llama", "qwen3moe", "qwen3next", "qwen35moe"])
 def test_the_search_finds_the_same_in_the_collapsed_graph_as_in_the_whole(name, hardware, monkeypatch):
-    graph, simulation = deep(12) if name == "deep" else decode_graph(name), simulate(hardware)
+    graph, simulation = deep(12) if name == "deep" else decode_graph(name), parse_simulated_group(hardware)
     planned = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
     monkeypatch.setattr("hocket.scheduler.sharding.search.collapse_repeats", lambda graph: None)
     whole = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
@@ -305,8 +305,8 @@ def test_the_search_finds_the_same_in_the_collapsed_graph_as_in_the_whole(name, 
 
 
 def test_the_difference_names_layouts_collectives_memory_and_time():
-    before = plan_for_group(mlp(), simulate("cpu:2").group, split_mode="layer")
-    after = plan_for_group(mlp(), simulate("cpu:2").group, split_mode="tensor")
+    before = plan_for_group(mlp(), parse_simulated_group("cpu:2").group, split_mode="layer")
+    after = plan_for_group(mlp(), parse_simulated_group("cpu:2").group, split_mode="tensor")
     text = "\n".join(diff_plans(before, after))
     for part in (
         "layout: %up: L0 -> S0(128|128)",
@@ -327,12 +327,12 @@ def test_names_of_layers_are_joined_in_one_range():
 
 
 def test_what_fits_is_no_problem():
-    assert describe_memory_problem(plan_for_group(mlp(), simulate("h200:2").group)) is None
+    assert describe_memory_problem(plan_for_group(mlp(), parse_simulated_group("h200:2").group)) is None
 
 
 def test_a_plan_that_does_not_fit_comes_with_two_remedies():
     graph = mlp(columns=2**19, rows=2**13)  # two weights of 16 GiB each
-    problem = describe_memory_problem(plan_for_group(graph, simulate("rtx3090:1").group))
+    problem = describe_memory_problem(plan_for_group(graph, parse_simulated_group("rtx3090:1").group))
     assert "rtx3090:0: needs 32" in problem
     assert "use 2 such devices with split_mode='tensor', or use a model with fewer bits" in problem
 
@@ -342,13 +342,16 @@ def test_virtual_devices_of_a_machine_share_its_memory():
     (pool,) = list_memory_pools(new_plan)
     assert pool.is_shared
     assert pool.needed_bytes == sum(new_plan.memory().values())
-    assert len(list_memory_pools(plan_for_group(mlp(), simulate("cpu:3").group, split_mode="tensor"))) == 3
+    assert len(list_memory_pools(plan_for_group(mlp(), parse_simulated_group("cpu:3").group, split_mode="tensor"))) == 3
 
 
 def test_auto_shards_a_model_that_does_not_fit_on_one_device():
     graph = mlp(columns=2**19, rows=2**13)
     assert (
-        describe_memory_problem(plan_for_group(graph, simulate("rtx3090:2,ethernet").group, split_mode="auto")) is None
+        describe_memory_problem(
+            plan_for_group(graph, parse_simulated_group("rtx3090:2,ethernet").group, split_mode="auto")
+        )
+        is None
     )
 
 

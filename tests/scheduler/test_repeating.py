@@ -9,7 +9,7 @@ import pytest
 
 from hocket.backends.abilities import KernelCall, SourceLocation
 from hocket.backends.base import find_device
-from hocket.scheduler import Plan, plan_for_group, simulate
+from hocket.scheduler import Plan, parse_simulated_group, plan_for_group
 from hocket.scheduler.choosing import repeating
 from hocket.scheduler.lowering.lane import build_device_plans
 from hocket.scheduler.lowering.unfold import find_kinds_of_instructions, unroll_kernel_calls
@@ -117,7 +117,7 @@ def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_w
 @pytest.mark.parametrize(("name", "devices"), [("decoder", 2), ("perceptron", 3), ("decoder", 1)])
 def test_kernels_of_repeated_runs_are_those_of_a_plan_lowered_step_by_step(name, devices, monkeypatch):
     """Check that products are launched together in both, without a look at the long program."""
-    graph, group = GRAPHS[name][0], simulate(f"h200:{devices},nvlink").group
+    graph, group = GRAPHS[name][0], parse_simulated_group(f"h200:{devices},nvlink").group
     plan = plan_for_group(graph, group, split_mode="tensor")
     assert any("program" not in vars(device_plan) for device_plan in plan.lanes)
     calls = [(call.kernel, call.instruction_numbers) for call in plan.lanes[0].calls]

@@ -15,8 +15,8 @@ from hocket.frontends.open import open_model
 from hocket.graph import BackendError, Graph, PlanError, input, weight
 from hocket.scheduler import load, plan_for_group
 from hocket.scheduler.choosing.fits import describe_memory_problem
-from hocket.scheduler.machines.catalogue import LINKS, MACHINES
-from hocket.scheduler.machines.simulated import simulate
+from hocket.scheduler.machines.catalogue import DATA_SHEETS, LINKS
+from hocket.scheduler.machines.simulated import parse_simulated_group
 
 from ..given.models.goldens import path_of
 from ..given.models.large_headers import LARGE, llama_70b, llama_405b, qwen_80b
@@ -41,7 +41,7 @@ def test_a_large_model_is_planned_for_eight_devices(large, capsys):
 @pytest.mark.parametrize("kind", LARGE)
 def test_auto_predicts_for_eight_devices_no_more_than_for_one(kind, tmp_path):
     graph, _ = read_step_graph(LARGE[kind](tmp_path / "few.gguf", layers=8), context=4096, tokens=1)
-    simulation = simulate("h200:8,nvlink")
+    simulation = parse_simulated_group("h200:8,nvlink")
     one = plan_for_group(graph, simulation.group[:1], hardware=simulation.hardware)
     many = plan_for_group(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
     assert describe_memory_problem(one) is None
@@ -53,7 +53,7 @@ def test_auto_predicts_for_eight_devices_no_more_than_for_one(kind, tmp_path):
 def test_auto_never_predicts_more_than_one_device_where_that_fits(devices, tmp_path):
     for path in (llama_70b(tmp_path / "a.gguf", layers=2), qwen_80b(tmp_path / "b.gguf", layers=4)):
         graph, _ = read_step_graph(path, context=1024, tokens=1)
-        simulation = simulate(devices)
+        simulation = parse_simulated_group(devices)
         one = plan_for_group(graph, simulation.group[:1], hardware=simulation.hardware)
         many = plan_for_group(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
         assert describe_memory_problem(one) is None
@@ -105,11 +105,11 @@ def test_mode_none_with_several_devices_names_the_modes_that_split(tmp_path, cap
     ],
 )
 def test_hardware_is_read_from_its_name(text, devices, link):
-    simulation = simulate(text)
+    simulation = parse_simulated_group(text)
     assert len({str(d) for _, d in simulation.group}) == devices
     assert simulation.hardware.link_latency == LINKS[link].latency
     for backend, device in simulation.group:
-        assert device.memory == MACHINES[backend.kind].memory
+        assert device.memory == DATA_SHEETS[backend.kind].memory
 
 
 @pytest.mark.parametrize(
@@ -118,21 +118,21 @@ def test_hardware_is_read_from_its_name(text, devices, link):
 )
 def test_unknown_hardware_is_refused_with_what_is_known(text):
     with pytest.raises(PlanError) as why:
-        simulate(text)
+        parse_simulated_group(text)
     assert "h200" in str(why.value)
     assert "nvlink" in str(why.value)
     assert "\n" not in str(why.value)
 
 
 def test_devices_of_several_kinds_are_scored_by_the_slowest():
-    mixed = simulate("h200:1,cpu:1,pcie4").hardware
-    assert mixed.flops == MACHINES["cpu"].flops
+    mixed = parse_simulated_group("h200:1,cpu:1,pcie4").hardware
+    assert mixed.flops == DATA_SHEETS["cpu"].flops
     assert mixed.link_bandwidth == LINKS["pcie4"].bandwidth
 
 
 def test_a_simulated_device_refuses_to_run_and_says_why():
     x = input("x", (4,))
-    plan = plan_for_group(Graph({"y": ops.add(x, weight("w", (4,)))}), simulate("h200:1").group)
+    plan = plan_for_group(Graph({"y": ops.add(x, weight("w", (4,)))}), parse_simulated_group("h200:1").group)
     with pytest.raises(BackendError, match="h200 is simulated and cannot allocate"):
         load(plan, {"w": np.ones(4, np.float32)})
 
@@ -141,7 +141,7 @@ def test_a_simulated_device_keeps_weights_as_the_file_has_them(tmp_path):
     path = llama_70b(tmp_path / "model.gguf", layers=1)
     model = open_model(path, header_only=True)
     graph = model.graph(Step(1, 1, 64, 64, 1))
-    plan = plan_for_group(graph, simulate("h200:1").group)
+    plan = plan_for_group(graph, parse_simulated_group("h200:1").group)
     assert plan.lanes[0].memory()["weight"] == sum(v.spec.nbytes for v in graph.weights)
 
 
@@ -160,7 +160,7 @@ def test_a_plan_says_what_sets_the_time_of_products():
     x, keys = input("x", (1, 256)), input("k", (64, 2, 128), "f16")
     heads = ops.reshape(ops.mul_mat(weight("w", (256, 256), "q8_0"), x), shape=(1, 2, 128))
     graph = Graph({"y": ops.attention(heads, keys, keys, scale=0.1)})
-    _, *lines = simulate("h200:2,rtx4090,nvlink").told_speeds(graph)
+    _, *lines = parse_simulated_group("h200:2,rtx4090,nvlink").describe_speeds(graph)
     few = r"[\d.]+ TB/s( with few tokens)?, \d\d% of the data sheet, set by [a-z ]+"
     many = r"\d+ TFLOP/s with many, \d\d%, set by [a-z ]+"
     found = [re.fullmatch(rf"  (\w+), (\w+): {few}(; {many})?", line) for line in lines]

@@ -11,7 +11,7 @@ from hocket.frontends.laying_out import make_workload
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
 from hocket.scheduler import plan_for_group
-from hocket.scheduler.machines.simulated import simulate
+from hocket.scheduler.machines.simulated import parse_simulated_group
 
 from ..given.models.large_headers import llama_8b
 
@@ -22,7 +22,7 @@ def layout(tmp_path, machine, sequences, mode="auto", devices=None, layers=4):
     """The plan of a step, and the use that it was made for."""
     model = open_model(llama_8b(tmp_path / "model.gguf", layers=layers), header_only=True)
     use = make_workload(lambda n, tokens: model.graph(Step(n, tokens, CONTEXT, CONTEXT, n)), sequences, CONTEXT)
-    graph, simulation = use.build_graph(sequences, 1), simulate(machine)
+    graph, simulation = use.build_graph(sequences, 1), parse_simulated_group(machine)
     hardware = simulation.hardware_for(graph)
     return plan_for_group(graph, simulation.group[:devices], split_mode=mode, hardware=hardware, use=use), use
 
@@ -48,7 +48,7 @@ def test_models_are_sharded_where_links_are_fast(tmp_path):
 
 def test_without_a_workload_a_layout_is_scored_by_one_run(tmp_path):
     _, use = layout(tmp_path, "a100:2,ethernet", 16)
-    graph, simulation = use.build_graph(16, 1), simulate("a100:2,ethernet")
+    graph, simulation = use.build_graph(16, 1), parse_simulated_group("a100:2,ethernet")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
     assert not any("judged by" in reason or "micro-batches" in reason for reason in plan.reasons)
 
@@ -69,7 +69,7 @@ def test_auto_is_no_slower_for_a_use_than_what_is_chosen_by_hand(tmp_path, machi
     """Check all plans except copies of weights on every device that gain less than a tenth."""
     auto, use = layout(tmp_path, machine, sequences)
     own = score_plan(auto, use)[0]
-    for count in {1, 2, len(simulate(machine).group)}:
+    for count in {1, 2, len(parse_simulated_group(machine).group)}:
         for mode in ("none", "layer", "tensor", "layer,tensor")[: 1 + 3 * (count > 2) + 2 * (count == 2)]:
             plan, _ = layout(tmp_path, machine, sequences, mode, count)
             once = sum(v.spec.nbytes for v in (*plan.graph.weights, *plan.graph.states))

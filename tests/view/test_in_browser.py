@@ -9,7 +9,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, input, weight
-from hocket.scheduler import load, plan, plan_for_group, simulate
+from hocket.scheduler import load, parse_simulated_group, plan, plan_for_group
 from hocket.view import view_graph, view_plan
 
 from ..given.browser import browser, complaints, resize
@@ -20,7 +20,7 @@ HOSTILE = "</script><img src=x onerror=\"document.title='hacked'\">'\"🎼"
 
 
 def make_plan(mode):
-    simulation = simulate("cpu:2")
+    simulation = parse_simulated_group("cpu:2")
     return plan_for_group(vision_transformer(), simulation.group, hardware=simulation.hardware, split_mode=mode)
 
 

@@ -10,7 +10,7 @@ import pytest
 import hocket
 from hocket import ops
 from hocket.graph import Graph, input, weight
-from hocket.scheduler import plan_for_group, simulate
+from hocket.scheduler import parse_simulated_group, plan_for_group
 from hocket.view import view_graph, view_plan
 from hocket.view.graph_data import RESULT_FACTOR
 from hocket.view.page import escape_for_script
@@ -35,7 +35,7 @@ def data(page):
 
 
 def make_plan(graph, devices=2, mode="tensor"):
-    simulation = simulate(f"cpu:{devices}")
+    simulation = parse_simulated_group(f"cpu:{devices}")
     return plan_for_group(graph, simulation.group, hardware=simulation.hardware, split_mode=mode)
 
 

@@ -61,43 +61,46 @@ ACCESS_ALLOWANCES = (
         "cells.cuh",
         "one = *(const float4 *)from, two = *(const float4 *)(from + 4)",
         2.0,
-        "a lane has 8 numbers of a query in two loads, once a block",
+        "a lane loads 8 numbers of a query in two loads, once per block",
     ),
     AccessAllowance(
         "attention_cells.cu",
         "one = *(const uint2 *)(rows + from + chunk(g, c, D))",
         2.0,
-        "rows of queries meet in banks, once a block",
+        "rows of queries have bank conflicts, once per block",
     ),
     AccessAllowance(
-        "packed.cu", "codes[0] = r.codes[0], codes[4] = r.codes[1];", 2.0, "halves of sectors are stored one by one"
+        "packed.cu",
+        "codes[0] = r.codes[0], codes[4] = r.codes[1];",
+        2.0,
+        "halves of sectors are stored separately",
     ),
     AccessAllowance(
-        "packed.cu", "cp_async_16(stage + (2 * STEP + b)", 2.0, "rows of scales are 1 KiB apart; a scale to 2 codes"
+        "packed.cu", "cp_async_16(stage + (2 * STEP + b)", 2.0, "rows of scales are 1 KiB apart; one scale per 2 codes"
     ),
     AccessAllowance(
         "gated_delta_net_prepare.cu",
         "for (int m = c; m < w; m++) sum = fma4(L21[r * STEP + m], *(const float4 *)(X11 + m * STEP + c), sum);",
         2.5,
-        "rows meet in banks; NVRTC reads 8 and 16 bytes, which meet too; another row stride would do",
+        "bank conflicts, also in NVRTC's reads of 8 and 16 bytes; needs a new stride",
     ),
     AccessAllowance(
         "gated_delta_net_prepare.cu",
         "put_pair<EXACT, 2>(s.record + below(I, J), R::SQUARE, r, c, x[0] * beta[0], x[1] * beta[1]);",
         2.0,
-        "rows meet in banks; another row stride would do",
+        "rows have bank conflicts; another row stride avoids them",
     ),
     AccessAllowance(
         "gated_delta_net_prepare.cu",
         "s.L[r * Square<C>::STEP + c] = r > c ? beta[r] * x : 0.f;",
         2.0,
-        "rows meet in banks; another row stride would do",
+        "rows have bank conflicts; another row stride avoids them",
     ),
     AccessAllowance(
         "gated_delta_net_prepare.cu",
         "s.L[r * Square<C>::STEP + c + 1] = r > c + 1 ? beta[r] * y : 0.f;",
         2.0,
-        "rows meet in banks; another row stride would do",
+        "rows have bank conflicts; another row stride avoids them",
     ),
     AccessAllowance(
         "gated_delta_net_scan.cu",
@@ -112,14 +115,20 @@ ACCESS_ALLOWANCES = (
         "the last copies of a warp begin another row",
     ),
     AccessAllowance(
-        "dense.cu", "(const float4 *)(x[n] + c + i)", 2.0, "a lane has 8 numbers of x in two loads; all of it is in L1"
+        "dense.cu",
+        "(const float4 *)(x[n] + c + i)",
+        2.0,
+        "a lane loads 8 numbers of x in two loads, from L1",
     ),
     AccessAllowance(
-        "packed.cuh", "return at[32 * i + row]", 2.0, "16 rows have an exponent of a byte each, half a sector"
+        "packed.cuh", "return at[32 * i + row]", 2.0, "16 rows have one exponent byte each, which is half a sector"
     ),
     *(
         AccessAllowance(
-            "packed_few.cu", code, 2.0, "a thread has a row's sums of all products that it joins, once a block"
+            "packed_few.cu",
+            code,
+            2.0,
+            "a thread reads the sums of a row from all its products, once per block",
         )
         for code in (
             "each_own([&](int i) { sums[i] = 0.0f; });",
@@ -132,25 +141,23 @@ ACCESS_ALLOWANCES = (
         "short_convolution.cu",
         "const float w0 = w[0], w1 = w[a.w_tap]",
         4.0,
-        "a lane has the four weights of a channel in four loads; all of them are in L1",
+        "a lane loads the four weights of a channel in four loads; all of them are in L1",
     ),
     AccessAllowance(
         "short_convolution.cu",
         "w[i] = *(const float4 *)(a.w + 4 * (channel + i));",
         2.0,
-        "a lane has the weights of four channels in four loads; all of them are in L1",
+        "a lane loads the weights of four channels in four loads; all of them are in L1",
     ),
     *(
-        AccessAllowance(
-            "sorting.cu", code, 1.25, "in some steps two of the items that half a warp touches meet in a bank"
-        )
+        AccessAllowance("sorting.cu", code, 1.25, "in some steps two items of half a warp have a bank conflict")
         for code in ("x[c] = held[place_of(first | c << low)];", "held[place_of(first | c << low)] = x[c];")
     ),
     AccessAllowance(
-        "rotary.cu", "return x[c * a.step];", 2.0, "lanes take the two numbers of a pair, one after the other"
+        "rotary.cu", "return x[c * a.step];", 2.0, "lanes read the two numbers of a pair one after the other"
     ),
     AccessAllowance(
-        "rotary.cu", "out[c * a.out_step] = value;", 2.0, "lanes write the two numbers of a pair, one after the other"
+        "rotary.cu", "out[c * a.out_step] = value;", 2.0, "lanes write the two numbers of a pair one after the other"
     ),
 )
 
@@ -222,15 +229,15 @@ def _read_source_line(file: str, line: str) -> str:
 def format_access_table(launches: Iterable[LaunchCounters]) -> str:
     """Return the Markdown page with the accesses of each kernel and the allowances that it uses."""
     lines = [
-        "# What kernels ask of memory",
+        "# Memory accesses of CUDA kernels",
         "",
-        "Counted in the emulation, by `hocket check --backend cuda-emulated --counters > benchmarks/kernels_cuda.md`:",
-        "sectors of 32 bytes of global memory and wavefronts of shared memory that the requests of warps take, against",
-        "the least for the bytes that they want. Of an access of 8 or 16 bytes of shared memory it is the lower bound.",
-        "Up to so many groups of copies (`cp.async`) of a thread are under way while it reads earlier ones; where no",
-        "number stands, nothing is copied so.",
+        "Written by `hocket check --backend cuda-emulated --counters > benchmarks/kernels_cuda.md`, which counts in",
+        "the emulation. A cost is the number of sectors of 32 bytes in global memory, or of wavefronts in shared",
+        "memory, for the requests of warps. The ratio divides it by the minimum for the requested bytes. The cost of",
+        "an access of 8 or 16 bytes of shared memory is a lower bound. The worst line has the largest cost above the",
+        "minimum.",
         "",
-        "| kernel | access | requests | sectors or wavefronts each | times the least | most above it at |",
+        "| kernel | access | requests | cost per request | ratio to minimum | worst line |",
         "|---|---|---|---|---|---|",
     ]
     counters = sorted(launches, key=lambda counted: counted.kernel)
@@ -242,7 +249,10 @@ def format_access_table(launches: Iterable[LaunchCounters]) -> str:
         )
     lines += [
         "",
-        "| kernel | bytes of distinct sectors | times those it wants | threads of a block | copies under way |",
+        "The copies in flight are groups of copies (`cp.async`) that a thread has started while it reads earlier",
+        "ones. An empty cell means that the kernel has no such copies.",
+        "",
+        "| kernel | bytes of distinct sectors | ratio to requested bytes | threads per block | copies in flight |",
         "|---|---|---|---|---|",
     ]
     lines += [
@@ -257,6 +267,6 @@ def format_access_table(launches: Iterable[LaunchCounters]) -> str:
         if row.cost_ratio > 1
     }
     allowed = [
-        f"- `{a.file}`, `{a.code}`: {a.max_ratio:g} times; {a.reason}" for a in ACCESS_ALLOWANCES if a.file in above
+        f"- `{a.file}`: {a.max_ratio:g} times; {a.reason}:\n  `{a.code}`" for a in ACCESS_ALLOWANCES if a.file in above
     ]
-    return "\n".join([*lines, *(["", "Allowed above the least:", "", *allowed] if allowed else [])])
+    return "\n".join([*lines, *(["", "Lines that may exceed the minimum:", "", *allowed] if allowed else [])])

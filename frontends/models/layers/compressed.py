@@ -21,7 +21,7 @@ from .... import ops
 from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
-from ...step import Batch, Step
+from ...step import Batch, Step, count_cache_rows
 from ..frame import CACHE_INPUTS, AttentionWindow, StepGraphBuilder
 from ..weights import ModelWeights
 from .blocks import Norm, matmul
@@ -42,7 +42,7 @@ class TokenBlocks:
 
     - ``block_rows.R`` i32[B, N*tokens_per_key]: the tokens of each block, as rows in [history rows, new tokens].
     - ``block_pos.R`` i32[B, N]: the position of the first own token of each block.
-    - ``block_slot.R`` i32[B*N]: the cache row of each block; blocks that are not complete write the spare row.
+    - ``block_slot.R`` i32[B*N]: the cache row of each block; blocks that are not complete write a spare row.
     """
 
     ratio: int
@@ -69,13 +69,14 @@ class TokenBlocks:
         count, cells = self.max_block_count(step), -(-step.context // self.ratio)
         rows = np.zeros((step.sequences, count, self.tokens_per_key), np.int32)
         pos = np.zeros((step.sequences, count), np.int32)
-        slot = np.full((step.sequences, count), step.sequences * cells, np.int32)
+        starts = count_cache_rows(cells) * np.arange(step.sequences, dtype=np.int32)
+        slot = np.repeat(starts[:, None] + np.int32(cells), count, axis=1)
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
             done = np.arange(length // self.ratio, (length + len(new)) // self.ratio)
             first = self.history_token_count + (done + 1) * self.ratio - self.tokens_per_key - length
             rows[i, : len(done)] = first[:, None] + np.arange(self.tokens_per_key)
             pos[i, : len(done)] = done * self.ratio
-            slot[i, : len(done)] = i * cells + done
+            slot[i, : len(done)] = starts[i] + done
         arrays = {"rows": rows.reshape(step.sequences, -1), "pos": pos, "slot": slot.reshape(-1)}
         return {f"block_{kind}.{self.ratio}": array for kind, array in arrays.items()}
 
@@ -86,7 +87,7 @@ class CompressedAttention:
 
     ``groups`` of heads are projected to fewer columns each before the common output projection.
 
-    States: ``cache_k.N``. With ``blocks`` also ``cache_c.N`` f32[B * blocks of a context + 1, size]. The tokens that
+    States: ``cache_k.N``. With ``blocks`` also ``cache_c.N`` with a cell per block of a context. The tokens that
     are in no complete block are in ``block_kv.N`` and ``block_score.N`` f32[B, history, columns].
     """
 

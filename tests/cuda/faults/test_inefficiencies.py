@@ -21,7 +21,7 @@ from hocket.backends.cupy.table import FUSED, SOURCES
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.frontends.commands.plan import read_step_graph
-from hocket.scheduler import plan, plan_for_group, simulate
+from hocket.scheduler import parse_simulated_group, plan, plan_for_group
 
 from ...given.devices.attention import by_warps
 from ...given.devices.emulation import needs_compiler, replace_in_source
@@ -125,7 +125,7 @@ def launches(model):
 def test_layers_of_qwen3_next_take_few_launches(tmp_path):
     def of_layers(count):
         graph, _ = read_step_graph(qwen_80b(tmp_path / f"{count}.gguf", count), context=4096, tokens=1)
-        simulated = simulate("h200")
+        simulated = parse_simulated_group("h200")
         return count_launches(plan_for_group(graph, simulated.group[:1], hardware=simulated.hardware_for(graph)))
 
     delta = of_layers(3) - of_layers(2)

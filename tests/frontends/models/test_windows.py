@@ -12,6 +12,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.rewinding import make_checkpoint, restore_checkpoint
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.step import count_cache_rows
 
 from ...given.models.architectures import write_model
 from ...given.models.goldens import F64, nmse
@@ -44,8 +45,8 @@ def test_tokens_one_by_one_equal_one_batch_in_the_memory_of_a_window(name: str, 
     assert nmse(logits(session(model), tokens), want) <= 1e-10
     for layer, seen in model.hyper.windows.items():
         for state in {f"cache_k.{layer}", f"cache_v.{layer}"} & set(rolling.store.states):
-            assert rolling.store.state(state).shape[0] == (seen + BATCH if seen else 256) + 1
-            assert whole.store.state(state).shape[0] == 256 + 1
+            assert rolling.store.state(state).shape[0] == count_cache_rows(seen + BATCH if seen else 256)
+            assert whole.store.state(state).shape[0] == count_cache_rows(256)
     assert window in model.hyper.windows.values()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hocket import ops
 from hocket.graph import Graph, input, state, weight
-from hocket.scheduler import CPU, Plan, Store, plan_for_group, run_pipelined
+from hocket.scheduler import DEFAULT_HARDWARE, Plan, Store, plan_for_group, run_pipelined
 
 from ..devices.faulty import FaultyReference, raise_planted_error
 from .grouped import everything_that_fits
@@ -41,7 +41,7 @@ def chain(devices: int, backend: Any = None, *, group_size: int = 1) -> tuple[Pl
     graph, group = Graph({"y": x}, updates), [(backend, backend.device(d)) for d in range(devices * group_size)]
     if group_size > 1:
         choose_sharding = partial(everything_that_fits, dice=random.Random(0))
-        machines = replace(CPU, machine=group_size)
+        machines = replace(DEFAULT_HARDWARE, machine=group_size)
         return plan_for_group(
             graph, group, split_mode="layer,tensor", hardware=machines, choose=choose_sharding
         ), backend

@@ -12,8 +12,17 @@ from hocket import ops
 from hocket.backends.base import find_device
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.graph import Graph, PlanError, input, weight
-from hocket.scheduler import Executor, Judge, Statistics, load, matching, observed, plan_for_group, taken
-from hocket.scheduler.probing.observing import values_of
+from hocket.scheduler import (
+    Executor,
+    NodeComparer,
+    Statistics,
+    load,
+    plan_for_group,
+    select_matching_values,
+    select_observed_outputs,
+    with_observed_values,
+)
+from hocket.scheduler.probing.observing import collect_computed_values
 
 from ...given.graphs.random_graphs import bindings
 from ...given.plans.faults import SLOW, decoder
@@ -23,7 +32,7 @@ GRAPH = decoder()
 VALUES = bindings(GRAPH, np.random.default_rng(0))
 FEED = {"x": VALUES["x"], "ids": np.arange(3)}
 REFERENCE = find_device("reference:0")
-COMPUTED = {name: value for name, value in values_of(GRAPH).items() if not ops.op_of(value.node).is_view}
+COMPUTED = {name: value for name, value in collect_computed_values(GRAPH).items() if not ops.op_of(value.node).is_view}
 
 
 class Spoiled(NumpyBackend):
@@ -47,7 +56,9 @@ def differences(backend, devices, mode):
     group = [(backend, backend.device(i)) for i in range(devices)]
     plan = plan_for_group(GRAPH, group, split_mode=mode, hardware=SLOW)
     return list(
-        Judge(plan, load(plan, weights_of(GRAPH, VALUES)).store, weights_of(GRAPH, VALUES), REFERENCE).run(FEED)
+        NodeComparer(
+            plan, load(plan, weights_of(GRAPH, VALUES)).store, weights_of(GRAPH, VALUES), REFERENCE
+        ).compare_values(FEED)
     )
 
 
@@ -67,7 +78,7 @@ def test_a_wrong_kernel_is_found_by_its_node(name, devices, mode):
     """Of three devices only the second is wrong: also where each has the whole value."""
     wrong = [d for d in differences(Spoiled(name, int(devices > 1)), devices, mode) if d.is_wrong]
     assert wrong[0].name == name
-    assert f"> %{name} = " in wrong[0].around
+    assert f"> %{name} = " in wrong[0].surrounding_lines
     assert wrong[0].error < 0.02
 
 
@@ -82,12 +93,12 @@ def test_statistics_on_three_devices_are_those_on_one(devices, mode):
     def statistics(n, split):
         group = [find_device(f"numpy:{i}") for i in range(n)]
         like = plan_for_group(GRAPH, group, split_mode=split, hardware=SLOW)
-        plan = plan_for_group(observed(GRAPH, matching(GRAPH, ".")), group, like=like)
+        plan = plan_for_group(with_observed_values(GRAPH, select_matching_values(GRAPH, ".")), group, like=like)
         outputs = Executor(plan, load(like, weights_of(GRAPH, VALUES)).store).run(FEED)
-        return {name: Statistics.of(array) for name, array in taken(outputs).items()}
+        return {name: Statistics.of(array) for name, array in select_observed_outputs(outputs).items()}
 
     one, many = statistics(1, "none"), statistics(devices, mode)
-    assert one.keys() == many.keys() == set(values_of(GRAPH))
+    assert one.keys() == many.keys() == set(collect_computed_values(GRAPH))
     for name, s in one.items():
         t = many[name]
         assert (t.shape, t.nans) == (s.shape, s.nans)
@@ -111,7 +122,7 @@ def test_statistics_of_what_is_no_number_and_of_nothing():
 )
 def test_a_pattern_that_finds_nothing_is_refused(pattern, message):
     with pytest.raises(PlanError, match=message):
-        matching(GRAPH, pattern)
+        select_matching_values(GRAPH, pattern)
 
 
 def test_infinities_and_integers_have_to_be_the_same():
@@ -119,5 +130,5 @@ def test_infinities_and_integers_have_to_be_the_same():
     graph = Graph({"order": ops.argsort(ops.add(x, weight("w", (4,)), name="sum"), name="order")})
     weights = {"w": np.array([0, np.inf, -np.inf, np.nan], np.float32)}
     plan = plan_for_group(graph, [find_device("numpy:0")])
-    run = Judge(plan, load(plan, weights).store, weights, REFERENCE)
-    assert [d.error for d in run.run({"x": np.ones((1, 4))})] == [0, 0, 0]
+    run = NodeComparer(plan, load(plan, weights).store, weights, REFERENCE)
+    assert [d.error for d in run.compare_values({"x": np.ones((1, 4))})] == [0, 0, 0]

@@ -138,7 +138,7 @@ def test_unrestored_states_are_not_saved_from_run_to_run_and_all_others_are_rest
     after = copy_states(store)
     assert {name for name in before if not np.array_equal(before[name], after[name])} == staying
     fewer, all_ = (
-        sum(map(len, device_plan.undo_log.kept(frozenset()).values()))
+        sum(map(len, device_plan.undo_log.save_undo_data(frozenset()).values()))
         for device_plan in (pipeline._device_stages[0], other._device_stages[0])
     )
     assert fewer == all_ - 2 * ROWS, "rows of the cache, and their numbers"

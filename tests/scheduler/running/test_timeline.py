@@ -10,7 +10,7 @@ from hocket.backends.base import find_device
 from hocket.backends.null.backend import NullBackend
 from hocket.graph import Graph, PlanError, input, weight
 from hocket.scheduler import Executor, Store, load, plan_for_group
-from hocket.scheduler.machines.hardware import CPU, Hardware
+from hocket.scheduler.machines.hardware import DEFAULT_HARDWARE, Hardware
 from hocket.scheduler.running.timeline import simulate_run
 
 from ...given.graphs.random_graphs import bindings
@@ -42,7 +42,7 @@ def _bind_plan(plan):
 
 @pytest.mark.parametrize("make_plan", [tensor_plan, layer_plan, gather_plan])
 def test_time_passes_without_gaps_and_devices_leave_a_collective_together(make_plan):
-    events = simulate_run(make_plan(), NullBackend(CPU))
+    events = simulate_run(make_plan(), NullBackend(DEFAULT_HARDWARE))
     for track, device_plan in zip(events.events_by_device, make_plan().lanes, strict=True):
         assert [s.node for s in track] == [i.node for i in device_plan.program.instructions]
         now = 0.0
@@ -57,7 +57,7 @@ def test_time_passes_without_gaps_and_devices_leave_a_collective_together(make_p
 
 
 def test_in_a_layer_split_the_second_device_waits_for_the_first():
-    events = simulate_run(layer_plan(), NullBackend(CPU))
+    events = simulate_run(layer_plan(), NullBackend(DEFAULT_HARDWARE))
     (received,) = (s for s in events.events_by_device[1] if s.op == "receive")
     (sent,) = (s for s in events.events_by_device[0] if s.op == "send")
     assert received.end == pytest.approx(sent.end)

@@ -75,7 +75,9 @@ def test_a_sum_is_taken_in_chunks_with_products_beside_it():
     device_plan = plan.lanes[0]
     steps = device_plan.program.instructions
     assert len(sums_in(plan, "blk.0.out")) in chunks.CHUNK_COUNTS
-    beside = {steps[at].node: [steps[n].op for n in numbers] for at, numbers in device_plan.meanwhile.items()}
+    beside = {
+        steps[at].node: [steps[n].op for n in numbers] for at, numbers in device_plan.overlapped_instructions.items()
+    }
     for name in ("blk.0.mixed.sum.chunk.0", "blk.0.out.sum.chunk.0"):
         assert "mul_mat" in beside[name]
     assert "chunks from sum to sum" in plan.explain()
@@ -166,7 +168,7 @@ def test_stages_of_layers_take_their_sums_in_chunks():
     plan = plan_for_group(layered.decoder(4), group, hardware=SLOW_LINK, split_mode="layer,tensor")
     for device_plan in plan.lanes:
         assert any(".chunk.1" in i.node for i in device_plan.program.instructions if i.op == "all_reduce")
-        assert device_plan.meanwhile
+        assert device_plan.overlapped_instructions
     assert "chunks from sum to sum" in plan.explain()
     again = plan_for_group(layered.decoder(4), group, hardware=SLOW_LINK, like=plan)
     assert again.leaves == plan.leaves

@@ -16,7 +16,7 @@ from hocket.frontends.commands.plan import read_step_graph
 from hocket.frontends.models import Batch, Step, load_model
 from hocket.graph import BackendError, Graph, Value, input, weight
 from hocket.ops.movement.sharded_tables import estimate_busiest_count
-from hocket.scheduler import Plan, load, plan_for_group, simulate
+from hocket.scheduler import Plan, load, parse_simulated_group, plan_for_group
 from hocket.scheduler.layout import Shard
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.assign import propagate_layouts
@@ -142,7 +142,7 @@ def test_deals_may_be_uneven_and_a_device_may_get_no_expert(experts, n, shares, 
 def test_a_device_without_columns_of_experts_launches_nothing_for_their_sum(tmp_path):
     """There are more devices than blocks of columns."""
     graph, _ = read_step_graph(qwen_80b(tmp_path / "model.gguf", layers=1), context=64, tokens=1)
-    plan = plan_for_group(graph, simulate("h200:24,nvlink").group, split_mode="tensor")
+    plan = plan_for_group(graph, parse_simulated_group("h200:24,nvlink").group, split_mode="tensor")
     summed = [any("summed" in call.kernel for call in device_plan.calls) for device_plan in plan.lanes]
     assert any(summed)
     assert not all(summed)

@@ -77,7 +77,7 @@ def test_a_layer_split_sends_one_value_to_the_next_device(name):
     graph's end.
     """
     model = load_model(open_gguf(path_of(name)))
-    new_plan = plan(model.graph(Step(1, 1, 64, 64, 1)), devices(2), split_mode="layer")
+    new_plan = plan(model.graph(Step(1, 1, 31, 31, 1)), devices(2), split_mode="layer")
     sent = [i.node for device_plan in new_plan.lanes for i in device_plan.program.instructions if i.op == "send"]
     assert len(sent) == 1
     assert "residual" in sent[0]

@@ -11,7 +11,7 @@ from hocket import ops
 from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler.choosing.planning import PlanBuilder
 from hocket.scheduler.layout import PARTIAL, REPLICATE, Local
-from hocket.scheduler.machines.hardware import CPU
+from hocket.scheduler.machines.hardware import DEFAULT_HARDWARE
 from hocket.scheduler.sharding.assign import LayoutPropagation, ShardingAssignment
 from hocket.scheduler.sharding.emit import partition_graph
 from hocket.scheduler.sharding.factors import Factors
@@ -83,7 +83,7 @@ def test_a_value_goes_from_every_state_to_every_state_in_which_it_may_be_read(pr
     group = group_of(3)
     assignment = experts.assignment(experts.states[produced], experts.states[required])
     sharded = partition_graph(experts.graph, experts.factors, assignment, ShardRanges([1, 2, 1]))
-    plan = PlanBuilder(experts.graph, group, (), CPU)._assemble_plan(sharded, frozenset(), (), {})
+    plan = PlanBuilder(experts.graph, group, (), DEFAULT_HARDWARE)._assemble_plan(sharded, frozenset(), (), {})
     verify_plan(plan)
     table, x, ids = np.arange(144.0).reshape(8, 6, 3), np.arange(12.0).reshape(4, 1, 3), np.array([[7], [0], [3], [3]])
     expected_numbers = 2 * np.einsum("tnk,tvk->tvn", table[ids[:, 0]], x)

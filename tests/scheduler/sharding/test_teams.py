@@ -10,7 +10,7 @@ import pytest
 from hocket import ops
 from hocket.backends.base import find_devices
 from hocket.graph import Graph, PlanError, input, state, weight
-from hocket.scheduler import plan_for_group, plan_from_json, plan_to_json, simulate
+from hocket.scheduler import parse_simulated_group, plan_for_group, plan_from_json, plan_to_json
 from hocket.scheduler.layout import Local, Shard
 from hocket.scheduler.lowering.lane import find_collective_groups
 from hocket.scheduler.running.timeline import simulate_run
@@ -149,20 +149,20 @@ def test_the_virtual_clock_runs_device_groups():
 
 
 def test_machines_are_simulated_with_the_link_between_them():
-    mesh = simulate("h200:2,nvlink x 3,ib400")
+    mesh = parse_simulated_group("h200:2,nvlink x 3,ib400")
     assert [str(device) for _, device in mesh.group] == [f"h200:{i}" for i in range(6)]
     assert mesh.hardware.machine == 2
-    assert mesh.hardware.machines((1, 2)) == 2
-    assert mesh.hardware.machines((2, 3)) == 1
+    assert mesh.hardware.count_machines((1, 2)) == 2
+    assert mesh.hardware.count_machines((2, 3)) == 1
     assert mesh.hardware.collective_seconds(1e9, 2) > mesh.hardware.collective_seconds(1e9)
     assert mesh.hardware.collective_seconds(0.0, 8) == 3 * mesh.hardware.collective_seconds(0.0, 2)
     for wrong in ("h200:2 x 3", "h200:2 x 0,ib400", "h200:2 x 3,wires", "h200:200 x 6,ib400", "x 3,ib400"):
         with pytest.raises(PlanError, match="cannot simulate"):
-            simulate(wrong)
+            parse_simulated_group(wrong)
 
 
 def test_auto_says_what_stages_across_machines_would_take():
-    mesh = simulate("h200:2,nvlink x 2,ib400")
+    mesh = parse_simulated_group("h200:2,nvlink x 2,ib400")
     plan = plan_for_group(blocks(4, 256), mesh.group, hardware=mesh.hardware)
     assert any("layers across 2 machines, cut within each, on 4 devices" in reason for reason in plan.reasons)
     assert plan.cost.total <= plan_for_group(blocks(4, 256), mesh.group[:1], hardware=mesh.hardware).cost.total

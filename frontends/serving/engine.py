@@ -1,0 +1,382 @@
+"""The engine of a model server: orders in, one step, events out.
+
+The engine has no thread, no clock and no socket, so a test drives it step by step. A step either reads a chunk of one
+prompt or decodes one token of every running request. Both kinds of step alternate while both kinds of work exist. A
+chunk takes about as long as a decode step, so the time between two tokens is at most about twice a decode step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from ...graph.errors import HocketError
+from ..errors import ModelError
+from ..generation.grammar import GrammarState
+from ..parts import F32, next_power_of_two
+from .prefix_cache import PrefixCache, count_common_tokens
+from .requests import (
+    ContextExceededError,
+    EndEvent,
+    EngineStatus,
+    Event,
+    GenerationRequest,
+    ProgressEvent,
+    QueueFullError,
+    RequestTiming,
+    TokenEvent,
+)
+from .slots import MIN_PROMPT_TOKENS
+
+IDLE_CHUNK_SECONDS = 1.0
+"""Largest predicted time of a chunk while no request decodes; a cancellation waits for the end of a chunk."""
+SMOOTHING = 0.3
+"""Weight of the last measured time of a step in the running mean."""
+MIN_AWAITED_TOKENS = 64
+"""A request waits for a prompt that another slot is reading if it shares at least this many more tokens with it."""
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a `SlotPool`; a test replaces it by a model without weights."""
+
+    slots: int
+    context: int
+    batch: int
+
+    def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
+        """See `SlotPool.read_prompt`."""
+
+    def decode(self, tokens: dict[int, int], before: dict[int, Sequence[int]]) -> dict[int, F32]:
+        """See `SlotPool.decode`."""
+
+    def wipe(self, slot: int) -> None:
+        """See `SlotPool.wipe`."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in a slot. `tokens` are the tokens that the slot has; `next_token` is sampled, but not evaluated."""
+
+    request: GenerationRequest
+    slot: int
+    submitted: float
+    started: float
+    tokens: list[int]
+    cached_tokens: int
+    next_token: int | None = None
+    new_tokens: int = 0
+    first_token: float = 0.0
+    grammar: GrammarState | None = None
+    context_tokens: list[int] = field(default_factory=list)
+    """Prompt and sampled tokens, for penalties and seeds."""
+
+    @property
+    def unread(self) -> int:
+        """Prompt tokens that are still to be read."""
+        return max(0, len(self.request.prompt) - len(self.tokens))
+
+
+@dataclass(slots=True)
+class _Queued:
+    request: GenerationRequest
+    submitted: float
+
+
+class Engine:
+    """Schedules requests over the slots of a pool. One thread makes all calls.
+
+    Requests start in the order of their submission as soon as a slot is free. A request that fails ends alone.
+
+    Args:
+        pool: Runs the steps.
+        cache: Finds the slot that shares the longest prefix with a prompt.
+        queue_size: Maximum requests that wait for a slot.
+        max_gap_seconds: Largest predicted time of a chunk while requests decode.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        pool: StepRunner,
+        cache: PrefixCache,
+        *,
+        queue_size: int,
+        max_gap_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool, self._cache, self._clock = pool, cache, clock
+        self._queue_size, self._max_gap_seconds = queue_size, max_gap_seconds
+        self._queue: deque[_Queued] = deque()
+        self._running: dict[int, _Running] = {}
+        self._reads_next = True
+        self._chunk_seconds: dict[int, float] = {}
+        self._decode_seconds: dict[int, float] = {}
+        self._request_seconds = 0.0
+        self._counts = EngineStatus(pool.slots, pool.context, 0, 0, (), ())
+
+    # ------------------------------------------------------------------------------------------------------ orders
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            QueueFullError: The queue is full.
+            ContextExceededError: The prompt leaves no room for a token.
+            ModelError: The prompt is empty.
+        """
+        self.check_request(request)
+        if len(self._queue) >= self._queue_size:
+            raise QueueFullError(len(self._queue), self.predict_queue_seconds())
+        self._queue.append(_Queued(request, self._clock()))
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """Raise the errors of `submit` that depend on the request alone; any thread may call this."""
+        if not request.prompt:
+            raise ModelError("the prompt is empty and the model adds no BOS token; give some text to continue")
+        if len(request.prompt) >= self._pool.context:
+            raise ContextExceededError(len(request.prompt), self._pool.context)
+
+    def cancel(self, request: str) -> list[Event]:
+        """End a request that is queued or running; return its last event, or nothing for an unknown id."""
+        for queued in self._queue:
+            if queued.request.id == request:
+                self._queue.remove(queued)
+                seconds = self._clock() - queued.submitted
+                return [EndEvent(request, "cancelled", RequestTiming(queue_seconds=seconds))]
+        running = next((one for one in self._running.values() if one.request.id == request), None)
+        return [] if running is None else [self._end(running, "cancelled")]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is queued or running."""
+        return bool(self._queue or self._running)
+
+    @property
+    def status(self) -> EngineStatus:
+        """The present counts."""
+        requests = tuple(self._running[i].request.id if i in self._running else "" for i in range(self._pool.slots))
+        tokens = tuple(
+            len(self._running[i].tokens) if i in self._running else self._cache.count_tokens(i)
+            for i in range(self._pool.slots)
+        )
+        return replace(
+            self._counts,
+            running=len(self._running),
+            queued=len(self._queue),
+            slot_requests=requests,
+            slot_tokens=tokens,
+        )
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    def step(self) -> list[Event]:
+        """Admit requests, then read a chunk of a prompt or decode one token of each running request."""
+        self._admit()
+        reading = [one for one in self._running.values() if one.unread]
+        decoding = [one for one in self._running.values() if one.next_token is not None]
+        if reading and (self._reads_next or not decoding):
+            self._reads_next = False
+            return list(self._read_chunk(min(reading, key=lambda one: one.submitted), decoding))
+        self._reads_next = True
+        return list(self._decode(decoding)) if decoding else []
+
+    def _admit(self) -> None:
+        """Start queued requests in free slots, in order.
+
+        A request waits if the prompt that another slot is reading shares a longer prefix with it than all cells that
+        have been read.
+        """
+        for queued in tuple(self._queue):
+            free = [slot for slot in range(self._pool.slots) if slot not in self._running]
+            if not free:
+                return
+            request = queued.request
+            match = self._cache.find_match(request.prompt if request.uses_cache else (), free)
+            if request.uses_cache and self._is_prefix_being_read(request.prompt, match.tokens):
+                continue
+            self._queue.remove(queued)
+            self._cache.take_slot(match, request.prompt)
+            grammar = request.params.grammar.make_state() if request.params.grammar else None
+            running = _Running(
+                request,
+                match.target,
+                queued.submitted,
+                self._clock(),
+                list(request.prompt[: match.tokens]),
+                match.tokens,
+                grammar=grammar,
+                context_tokens=list(request.prompt),
+            )
+            self._running[match.target] = running
+            self._count(prompt_tokens=len(request.prompt) - match.tokens, cached_tokens=match.tokens)
+
+    def _is_prefix_being_read(self, prompt: tuple[int, ...], available: int) -> bool:
+        return any(
+            one.unread and count_common_tokens(one.request.prompt, prompt) >= available + MIN_AWAITED_TOKENS
+            for one in self._running.values()
+        )
+
+    def _choose_chunk_size(self, running: _Running, decoding: Sequence[_Running]) -> int:
+        """Return how many prompt tokens the next chunk reads: a power of two, or all that are left."""
+        if decoding:
+            step = self._decode_seconds.get(next_power_of_two(len(decoding)), 0.0)
+            budget = min(max(step, self._predict_chunk_seconds(MIN_PROMPT_TOKENS)), self._max_gap_seconds)
+        else:
+            budget = IDLE_CHUNK_SECONDS
+        size = MIN_PROMPT_TOKENS
+        while size * 2 <= self._pool.batch and self._predict_chunk_seconds(size * 2) <= budget:
+            size *= 2
+        return self._cache.limit_chunk(running.slot, len(running.tokens), min(size, self._pool.batch))
+
+    def _predict_chunk_seconds(self, size: int) -> float:
+        """Return the time of a chunk, measured or scaled from the nearest measured size; 0 if nothing is measured."""
+        if size in self._chunk_seconds or not self._chunk_seconds:
+            return self._chunk_seconds.get(size, 0.0)
+        nearest = min(self._chunk_seconds, key=lambda known: abs(math.log2(known / size)))
+        return self._chunk_seconds[nearest] * max(size / nearest, 1.0)
+
+    def _read_chunk(self, running: _Running, decoding: Sequence[_Running]) -> Iterator[Event]:
+        before = len(running.tokens)
+        size = self._choose_chunk_size(running, decoding)
+        chunk = running.request.prompt[before : before + size]
+        start = self._clock()
+        try:
+            logits = self._pool.read_prompt(running.slot, chunk, running.tokens)
+        except HocketError as error:
+            yield self._fail(running, error)
+            return
+        seconds = self._clock() - start
+        _update_mean(self._chunk_seconds, next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS)), seconds)
+        self._count(prompt_seconds=seconds)
+        running.tokens.extend(chunk)
+        self._cache.note_read(running.slot, running.tokens, len(running.request.prompt))
+        if running.unread:
+            yield ProgressEvent(running.request.id, len(running.tokens))
+        elif running.request.params.limit == 0:
+            yield self._end(running, "length")
+        else:
+            yield from self._sample(running, logits)
+
+    def _decode(self, decoding: Sequence[_Running]) -> Iterator[Event]:
+        start = self._clock()
+        try:
+            rows = self._run_decode(decoding)
+        except HocketError as error:
+            yield from self._decode_one_by_one(decoding, error)
+            return
+        seconds = self._clock() - start
+        _update_mean(self._decode_seconds, next_power_of_two(len(decoding)), seconds)
+        self._count(decode_seconds=seconds, steps=1)
+        for one in decoding:
+            yield from self._advance(one, rows[one.slot])
+
+    def _decode_one_by_one(self, decoding: Sequence[_Running], error: HocketError) -> Iterator[Event]:
+        """Repeat a failed step for each request alone, so that only the requests that fail end."""
+        if len(decoding) == 1:
+            yield self._fail(decoding[0], error)
+            return
+        for one in decoding:
+            try:
+                rows = self._run_decode([one])
+            except HocketError as why:
+                yield self._fail(one, why)
+            else:
+                yield from self._advance(one, rows[one.slot])
+
+    def _run_decode(self, decoding: Sequence[_Running]) -> dict[int, F32]:
+        tokens = {one.slot: one.next_token for one in decoding if one.next_token is not None}
+        return self._pool.decode(tokens, {slot: one.tokens for slot, one in self._running.items()})
+
+    def _advance(self, one: _Running, logits: F32) -> Iterator[Event]:
+        assert one.next_token is not None
+        one.tokens.append(one.next_token)
+        self._cache.note_decoded(one.slot, len(one.tokens))
+        yield from self._sample(one, logits)
+
+    # ----------------------------------------------------------------------------------------------------- sampling
+
+    def _sample(self, one: _Running, logits: F32) -> Iterator[Event]:
+        """Sample the next token of a request; end the request at an end token, at its limit or after an error."""
+        params, one.next_token = one.request.params, None
+        logits = logits[: params.token_count]
+        try:
+            masked = logits if one.grammar is None else one.grammar.mask_logits(logits)
+            rng = np.random.default_rng([params.seed, len(one.context_tokens)]) if params.sampling.temperature else None
+            token = params.sampling.choose(masked, rng or _UNUSED_RNG, one.context_tokens)
+        except HocketError as error:
+            yield self._fail(one, error)
+            return
+        if one.new_tokens == 0:
+            one.first_token = self._clock()
+        if token in params.end_tokens:
+            yield self._end(one, "stop")
+            return
+        one.new_tokens += 1
+        one.context_tokens.append(token)
+        self._count(new_tokens=1)
+        yield _make_token_event(one.request, token, logits)
+        try:
+            is_complete = one.grammar is not None and not one.grammar.accept(token)
+        except HocketError as error:
+            yield self._fail(one, error)
+            return
+        if is_complete:
+            yield self._end(one, "stop")
+        elif one.new_tokens == params.limit or len(one.context_tokens) >= self._pool.context:
+            yield self._end(one, "length")
+        else:
+            one.next_token = token
+
+    def _fail(self, one: _Running, error: HocketError) -> EndEvent:
+        """End a request after an error. Its slot may hold numbers that are not finite, so its cells are lost."""
+        self._pool.wipe(one.slot)
+        self._cache.forget(one.slot)
+        return self._end(one, "error", " ".join(str(error).split()))
+
+    def _end(self, one: _Running, reason: str, message: str = "") -> EndEvent:
+        now = self._clock()
+        del self._running[one.slot]
+        first = one.first_token or now
+        timing = RequestTiming(
+            len(one.request.prompt),
+            one.cached_tokens,
+            one.new_tokens,
+            one.started - one.submitted,
+            first - one.started,
+            now - first,
+        )
+        self._request_seconds += SMOOTHING * (now - one.started - self._request_seconds)
+        self._count(finished_requests=1)
+        return EndEvent(one.request.id, reason, timing, message)
+
+    def _count(self, **added: float) -> None:
+        """Add to the sums of `status`."""
+        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in added.items()})
+
+    def predict_queue_seconds(self) -> float:
+        """Return the time until a place in the queue is free, from the mean time of a request."""
+        return max(1.0, math.ceil(self._request_seconds / self._pool.slots))
+
+
+_UNUSED_RNG = np.random.default_rng(0)
+"""The argument of `Sampling.choose` at temperature 0, which draws no number."""
+
+
+def _update_mean(means: dict[int, float], key: int, seconds: float) -> None:
+    means[key] = seconds if key not in means else means[key] + SMOOTHING * (seconds - means[key])
+
+
+def _make_token_event(request: GenerationRequest, token: int, logits: F32) -> TokenEvent:
+    if request.top_logprobs is None:
+        return TokenEvent(request.id, token)
+    shifted = logits.astype(np.float64) - float(logits.max())
+    logprobs = shifted - math.log(float(np.exp(shifted).sum()))
+    count = min(request.top_logprobs, len(logprobs))
+    ids = np.argsort(-logprobs, kind="stable")[:count] if count else np.zeros(0, np.int64)
+    top = tuple((int(i), float(logprobs[i])) for i in ids)
+    return TokenEvent(request.id, token, float(logprobs[token]), top)

@@ -1,0 +1,128 @@
+"""The requests of a serving engine, and the events that answer them."""
+
+from __future__ import annotations
+
+from ...graph.errors import HocketError
+from ...graph.lazy_dataclass import dataclass
+from ..generation.generate import GenerationParams
+
+
+class QueueFullError(HocketError):
+    """The queue of the engine is full. `retry_seconds` is the predicted time until a place is free."""
+
+    def __init__(self, queued: int, retry_seconds: float) -> None:
+        super().__init__(f"{queued} requests wait already; try again in {retry_seconds:.0f} s")
+        self.retry_seconds = retry_seconds
+
+
+class ContextExceededError(HocketError):
+    """The prompt of a request does not fit into the context; both sizes are in tokens."""
+
+    def __init__(self, prompt_tokens: int, context: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens, but the context holds {context} with one more token; "
+            "shorten the prompt, or start the server with a larger --ctx-size"
+        )
+        self.prompt_tokens, self.context = prompt_tokens, context
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A prompt with its generation parameters.
+
+    - `id`: unique among the requests of an engine.
+    - `prompt`: token ids, at least one.
+    - `params`: `GenerationParams.limit` counts new tokens: 0 reads the prompt only, -1 is until the context is full.
+    - `top_logprobs`: the number of most probable tokens to report for each new token; `None` reports no probabilities.
+    - `uses_cache`: whether cells of earlier requests may be reused.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: GenerationParams
+    top_logprobs: int | None = None
+    uses_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A new token of a request.
+
+    `logprob` is the natural logarithm of its probability in the model, before sampling options; `top` has the most
+    probable tokens with their logarithms. Both are empty without `GenerationRequest.top_logprobs`.
+    """
+
+    request: str
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Token counts and seconds of a request.
+
+    - `prompt_tokens`, of which `cached_tokens` came from the prefix cache; `new_tokens`: sampled tokens.
+    - `queue_seconds`: from the submission to the first step; `prompt_seconds`: from there to the first token;
+      `decode_seconds`: from the first to the last token.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    queue_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressEvent:
+    """The prompt of a request has been read up to token `read_tokens`, cached tokens included."""
+
+    request: str
+    read_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvent:
+    """The end of a request; no event of the request follows.
+
+    `reason` is ``stop`` (an end token, or a complete grammar), ``length`` (the limit or the context), ``cancelled`` or
+    ``error``; `message` says what failed.
+    """
+
+    request: str
+    reason: str
+    timing: RequestTiming
+    message: str = ""
+
+
+Event = TokenEvent | ProgressEvent | EndEvent
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Counts of an engine at one moment.
+
+    - `slots`: sequences that can run at once; `running`, `queued`: requests.
+    - `context`: tokens of a slot.
+    - `slot_requests`: the id of the request in each slot; empty text for a free slot.
+    - `slot_tokens`: the tokens that each slot holds, those of the prefix cache included.
+    - `prompt_tokens`, `cached_tokens`, `new_tokens`, `finished_requests`: sums since the start.
+    - `prompt_seconds`, `decode_seconds`: seconds of the steps of each kind since the start.
+    - `steps`: decode steps since the start.
+    """
+
+    slots: int
+    context: int
+    running: int
+    queued: int
+    slot_requests: tuple[str, ...]
+    slot_tokens: tuple[int, ...]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    finished_requests: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    steps: int = 0

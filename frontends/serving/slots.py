@@ -1,0 +1,167 @@
+"""The slots of a serving engine: sequences of one session that run in any subset, each with its own length.
+
+All states lie in one session of as many sequences as there are slots. A session over a window of neighbouring slots
+runs them in the same memory. A prompt is read in the window of its slot alone, and tokens are decoded in the smallest
+aligned window that has all decoding slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ModelError
+from ..parts import F32, next_power_of_two
+from ..session import Session
+
+MIN_PROMPT_TOKENS = 16
+"""Smallest bucket of prompt tokens.
+
+With fewer tokens, kernels for single tokens would compute them, with other rounding. The logits of a prompt would then
+depend on how it is cut into chunks.
+"""
+SlotStates = Mapping[str, npt.NDArray[np.generic]]
+"""The states of one slot that are not caches, by name, as host arrays."""
+
+
+def choose_window(slots: Sequence[int]) -> tuple[int, int]:
+    """Return the first slot and the number of slots of the smallest aligned window that has all of `slots`.
+
+    A window has a power of two of slots and begins at a multiple of it. Example: 5, 6 gives 4, 4.
+    """
+    low, high = min(slots), max(slots)
+    count = 1
+    while low // count != high // count:
+        count *= 2
+    return low // count * count, count
+
+
+class SlotPool:
+    """The memory of `slots` sequences of `context` tokens over the weights of a session.
+
+    The number of slots is rounded up to a power of two in memory. Raises `ModelError` for a model without steps.
+
+    Args:
+        like: The session that has the weights.
+        slots: Number of slots.
+        context: Tokens of a slot.
+        batch: Maximum prompt tokens of one run.
+    """
+
+    def __init__(self, like: Session, slots: int, *, context: int, batch: int) -> None:
+        model = like.model
+        if not model.is_causal or model.is_encoder:
+            raise ModelError(f"{model.architecture} sees all tokens at once; a server generates token by token")
+        self.slots, self.context = slots, context
+        self.batch = min(batch, context)
+        self._all_slots = Session(
+            model, like=like, sequences=next_power_of_two(slots), context=context, batch=self.batch
+        )
+        self._windows: dict[tuple[int, int], Session] = {}
+        self._state_names = self._all_slots.state_names
+        self._caches = tuple(name for name in self._state_names if self._all_slots.is_cache(name))
+        self._rings = tuple(
+            name for name in self._caches if self._all_slots.cell_count(name) * model.tokens_per_cell(name) < context
+        )
+
+    @property
+    def has_recurrent_states(self) -> bool:
+        """Whether a slot has states that hold its last token only, so that it resumes only from saved states."""
+        return len(self._caches) < len(self._state_names)
+
+    @property
+    def ring_slack_tokens(self) -> int | None:
+        """Number of last tokens that a slot can drop in its ring caches; None without ring caches."""
+        return next_power_of_two(self.batch) if self._rings else None
+
+    @property
+    def session(self) -> Session:
+        """The session of all slots."""
+        return self._all_slots
+
+    def find_window(self, first: int, count: int) -> Session:
+        """Return the session over `count` slots from slot `first` on; the first call makes it."""
+        key = first, count
+        if key not in self._windows:
+            self._windows[key] = Session(
+                self._all_slots.model,
+                like=self._all_slots,
+                first_sequence=first,
+                sequences=count,
+                context=self.context,
+                batch=self.batch,
+            )
+        return self._windows[key]
+
+    def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
+        """Append prompt tokens to a slot and return the logits after the last one, f32[vocabulary].
+
+        Args:
+            slot: Number of the slot.
+            tokens: One batch of new tokens at most.
+            before: The tokens that the slot has already.
+        """
+        window = self.find_window(slot, 1)
+        window.min_tokens = min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
+        try:
+            self._set_lengths(window, [before])
+            return np.asarray(window.evaluate([list(tokens)])[0][-1])
+        finally:
+            window.min_tokens = 1
+
+    def decode(self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]]) -> dict[int, F32]:
+        """Append one token to each of some slots and return the logits after it by slot, f32[vocabulary] each.
+
+        Args:
+            tokens: The new token of each slot.
+            before: The tokens that each slot has already.
+        """
+        first, count = choose_window([*tokens])
+        window = self.find_window(first, count)
+        self._set_lengths(window, [before.get(slot, ()) for slot in range(first, first + count)])
+        new = [[tokens[slot]] if slot in tokens else [] for slot in range(first, first + count)]
+        rows = window.evaluate(new)
+        return {slot: rows[slot - first][-1] for slot in tokens}
+
+    def _set_lengths(self, window: Session, before: Sequence[Sequence[int]]) -> None:
+        history = self._all_slots.model.history_token_count
+        window.lengths = [len(tokens) for tokens in before]
+        window.recent = [list(tokens[len(tokens) - min(history, len(tokens)) :]) for tokens in before]
+
+    def clear_states(self, slot: int) -> None:
+        """Zero the states of a slot that are not caches, before its first token."""
+        for name in self._state_names:
+            if name not in self._caches:
+                self._all_slots.store.state(name)[slot : slot + 1] = 0
+
+    def wipe(self, slot: int) -> None:
+        """Zero all states of a slot, after a run that may have left numbers that are not finite."""
+        window = self.find_window(slot, 1)
+        window.lengths = [self.context]
+        window.reset(0)
+
+    def save_states(self, slot: int) -> SlotStates:
+        """Return a copy of the states of a slot that are not caches."""
+        names = (name for name in self._state_names if name not in self._caches)
+        return {name: self.find_window(slot, 1).store.state(name)[:] for name in names}
+
+    def restore_states(self, slot: int, saved: SlotStates) -> None:
+        """Set the states of a slot that are not caches to saved ones."""
+        for name, array in saved.items():
+            self.find_window(slot, 1).store.state(name)[:] = array
+
+    def copy_cells(self, source: int, target: int, tokens: int) -> None:
+        """Copy the cells of the first `tokens` tokens of a slot to another slot, and all cells of ring caches."""
+        store, count = self._all_slots.store, self._all_slots.sequences
+        for name in self._caches:
+            rows = store.state(name).shape[0] // count
+            per_cell = self._all_slots.model.tokens_per_cell(name)
+            used = rows if name in self._rings else min(rows, -(-tokens // per_cell))
+            store.copy_state_rows(name, source * rows, target * rows, used)
+
+    def compute_state_bytes(self) -> int:
+        """Return the bytes of the states of one slot that are not caches."""
+        store = self.find_window(0, 1).store
+        return sum(store.state(name).spec.nbytes for name in self._state_names if name not in self._caches)

@@ -1,0 +1,216 @@
+"""The engine of a model in a thread of its own, as an HTTP server uses it."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.errors import HocketError
+from ...graph.lazy_dataclass import dataclass
+from ..errors import ModelError
+from ..gguf.tokenization.tokenizer import Tokenizer
+from ..identity import compute_model_digest
+from ..language_model import Model
+from .engine import Engine
+from .prefix_cache import PrefixCache
+from .requests import EndEvent, EngineStatus, Event, GenerationRequest, QueueFullError, RequestTiming
+from .slots import SlotPool
+
+HEARTBEAT_SECONDS = 1.0
+"""Seconds between two heartbeats of an engine without work."""
+CLOSE_POLL_SECONDS = 0.05
+"""Seconds between two looks at the running requests of an engine that closes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The options of an engine.
+
+    - `slots`: sequences that run at once.
+    - `queue_size`: requests that wait at most; 0 refuses requests while all slots are busy.
+    - `max_gap_seconds`: largest predicted time of a prompt chunk while other requests decode.
+    - `saved_state_bytes`: bytes of saved recurrent states in the prefix cache.
+    """
+
+    slots: int = 4
+    queue_size: int = 16
+    max_gap_seconds: float = 0.1
+    saved_state_bytes: int = 1 << 30
+
+
+class EngineThread:
+    """Runs the engine of a model in a thread; see `ModelService` for its members.
+
+    Callers never wait for a step: orders go through a queue, and events come through the receiver of each request.
+
+    Args:
+        model: The model; its context is the context of each slot.
+        options: The options of the engine.
+        name: The name of the model for clients.
+        version: The version of hocket, for the fingerprint.
+    """
+
+    def __init__(self, model: Model, options: EngineOptions, *, name: str, version: str) -> None:
+        self._model, self._name = model, name
+        root = model.session
+        self._pool = SlotPool(root, options.slots, context=root.context, batch=root.batch)
+        cache = PrefixCache(self._pool, state_bytes=options.saved_state_bytes)
+        self._max_requests = options.slots + options.queue_size
+        self._engine = Engine(
+            self._pool,
+            cache,
+            queue_size=self._max_requests,
+            max_gap_seconds=options.max_gap_seconds,
+            clock=time.monotonic,
+        )
+        self._receivers: dict[str, Callable[[Event], None]] = {}
+        self._receivers_lock = threading.Lock()
+        self._orders: SimpleQueue[Callable[[], list[Event]] | None] = SimpleQueue()
+        self._status, self._last_beat = self._engine.status, time.monotonic()
+        self._failure, self._is_closing = "", False
+        self._fingerprint = self._compute_fingerprint(version)
+        self._thread = threading.Thread(target=self._run, name="hocket-engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------------- the model
+
+    @property
+    def model_name(self) -> str:
+        return self._name
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        return self._model.session.model.gguf.metadata
+
+    @property
+    def model_info(self) -> Mapping[str, int]:
+        model = self._model.session.model
+        tensors = model.gguf.tensors.values()
+        return {
+            "n_vocab": model.vocabulary_size,
+            "n_ctx_train": model.context_length,
+            "n_embd": model.hyper.width,
+            "n_params": sum(int(np.prod(tensor.shape)) for tensor in tensors),
+            "size": sum(tensor.nbytes for tensor in tensors),
+        }
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._model.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def _compute_fingerprint(self, version: str) -> str:
+        """Return a digest of the version, the model, the plan of a token, the processor and the cache dtypes."""
+        session = self._model.session
+        parts = [version, compute_model_digest(session.model), self._model.plan.digest(), platform.machine()]
+        parts += [str(dtype) for dtype in session.on.cache_dtypes] + [str(session.on)]
+        return f"hocket-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
+
+    def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> npt.NDArray[np.float32]:
+        return self._model.embed(texts, normalise=normalise)
+
+    def explain_plans(self) -> str:
+        """Return the explanations of the plans of a decode step with all slots and of the largest prompt chunk."""
+        session = self._pool.session
+        decode = session.plan(session.make_step(1, session.context, session.sequences))
+        window = self._pool.find_window(0, 1)
+        chunk = window.plan(window.make_step(self._pool.batch, window.context))
+        return (
+            f"decode, {session.sequences} sequences:\n{decode.explain()}\n\n"
+            f"prompt, {self._pool.batch} tokens of one sequence:\n{chunk.explain()}\n"
+        )
+
+    # ------------------------------------------------------------------------------------------------- the engine
+
+    @property
+    def status(self) -> EngineStatus:
+        return self._status
+
+    @property
+    def seconds_since_heartbeat(self) -> float:
+        return time.monotonic() - self._last_beat
+
+    @property
+    def failure(self) -> str:
+        return self._failure
+
+    def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
+        self._engine.check_request(request)
+        request.params.sampling.check(self._model.session.model.vocabulary_size)
+        with self._receivers_lock:
+            if self._failure or self._is_closing:
+                raise ModelError(f"the engine has ended: {self._failure or 'the server shuts down'}")
+            if len(self._receivers) >= self._max_requests:
+                raise QueueFullError(self._status.queued, self._engine.predict_queue_seconds())
+            if request.id in self._receivers:
+                raise ModelError(f"there is a request {request.id!r:.60} already; give each its own id")
+            self._receivers[request.id] = on_event
+        self._orders.put(partial(self._submit, request))
+
+    def _submit(self, request: GenerationRequest) -> list[Event]:
+        try:
+            self._engine.submit(request)
+        except HocketError as error:
+            return [EndEvent(request.id, "error", RequestTiming(), str(error))]
+        return []
+
+    def cancel(self, request: str) -> None:
+        self._orders.put(lambda: self._engine.cancel(request))
+
+    def _run(self) -> None:
+        try:
+            while self._take_orders():
+                self._send(self._engine.step())
+                self._status, self._last_beat = self._engine.status, time.monotonic()
+        except BaseException as error:  # the thread must report why it ends, whatever it is
+            self._fail(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            raise
+        self._fail("the server shuts down")
+
+    def _take_orders(self) -> bool:
+        """Carry out all orders, waiting for one if there is no work; return False when the engine is to end."""
+        try:
+            while True:
+                waits = not self._engine.has_work
+                order = self._orders.get(waits, HEARTBEAT_SECONDS if waits else None)
+                if order is None:
+                    return False
+                self._send(order())
+        except Empty:
+            return True
+
+    def _send(self, events: list[Event]) -> None:
+        for event in events:
+            with self._receivers_lock:
+                ends = isinstance(event, EndEvent)
+                receiver = self._receivers.pop(event.request, None) if ends else self._receivers.get(event.request)
+            if receiver is not None:
+                receiver(event)
+
+    def _fail(self, why: str) -> None:
+        """End all requests with an error, and refuse further ones."""
+        with self._receivers_lock:
+            self._failure = self._failure or why
+            receivers, self._receivers = self._receivers, {}
+        for request, receiver in receivers.items():
+            receiver(EndEvent(request, "error", RequestTiming(), why))
+
+    def close(self, grace_seconds: float) -> None:
+        with self._receivers_lock:
+            self._is_closing = True
+        until = time.monotonic() + grace_seconds
+        while self._receivers and time.monotonic() < until and self._thread.is_alive():
+            time.sleep(CLOSE_POLL_SECONDS)
+        self._orders.put(None)
+        self._thread.join(max(1.0, grace_seconds))

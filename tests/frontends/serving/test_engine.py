@@ -1,0 +1,256 @@
+"""The engine over a pool without a model: every schedule gives each request the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hocket.frontends.errors import ModelError
+from hocket.frontends.generation.generate import GenerationParams
+from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.serving.engine import Engine
+from hocket.frontends.serving.prefix_cache import PrefixCache
+from hocket.frontends.serving.requests import (
+    ContextExceededError,
+    EndEvent,
+    GenerationRequest,
+    ProgressEvent,
+    QueueFullError,
+    TokenEvent,
+)
+
+from ...given.serving.fake_pool import END_TOKEN, VOCABULARY, FakePool, generate_alone
+
+BASE = tuple(range(1, 31))
+"""A text that prompts of tests share."""
+MAX_STEPS = 2000
+
+
+def make_request(name, prompt, limit=4, seed=0, **options):
+    params = GenerationParams(limit, Sampling(temperature=0.8), seed, frozenset([END_TOKEN]))
+    return GenerationRequest(name, tuple(prompt), params, **options)
+
+
+def make_engine(pool, queue_size=8, state_bytes=100):
+    cache = PrefixCache(pool, state_bytes=state_bytes)
+    return Engine(pool, cache, queue_size=queue_size, max_gap_seconds=1e9, clock=lambda: pool.now)
+
+
+def run_all(engine):
+    """Run an engine until nothing is left, and return its events."""
+    events = []
+    for _ in range(MAX_STEPS):
+        if not engine.has_work:
+            return events
+        events += engine.step()
+    raise AssertionError(f"requests are left after {MAX_STEPS} steps: {engine.status}")
+
+
+def tokens_of(events, name):
+    return [event.token for event in events if isinstance(event, TokenEvent) and event.request == name]
+
+
+def end_of(events, name):
+    (end,) = (event for event in events if isinstance(event, EndEvent) and event.request == name)
+    return end
+
+
+@pytest.mark.parametrize("recurrent", [False, True], ids=["attention", "recurrent"])
+def test_requests_get_the_tokens_that_they_get_alone(recurrent):
+    pool = FakePool(4, recurrent=recurrent)
+    engine = make_engine(pool)
+    requests = [make_request(str(i), BASE[: 5 + 5 * i], limit=3 + i, seed=i) for i in range(6)]
+    for request in requests:
+        engine.submit(request)
+    events = run_all(engine)
+    for request in requests:
+        new, reason = generate_alone(request, pool.context)
+        assert tokens_of(events, request.id) == new
+        assert end_of(events, request.id).reason == reason
+
+
+@pytest.mark.parametrize("recurrent", [False, True], ids=["attention", "recurrent"])
+def test_the_second_turn_of_a_talk_reads_only_what_is_new(recurrent):
+    pool = FakePool(2, recurrent=recurrent)
+    engine = make_engine(pool)
+    engine.submit(make_request("first", BASE[:20]))
+    answer = tokens_of(run_all(engine), "first")
+    engine.submit(make_request("second", (*BASE[:20], *answer, 7, 8)))
+    end = end_of(run_all(engine), "second")
+    assert end.timing.cached_tokens == 20
+    assert sum(count for _, count in pool.reads) == 20 + len(answer) + 2
+
+
+def test_a_recurrent_prompt_is_shared_from_the_second_time_on():
+    pool = FakePool(4, recurrent=True)
+    engine = make_engine(pool)
+    cached = []
+    for name, tail in (("a", (5, 6)), ("b", (7, 8)), ("c", (9, 10))):
+        engine.submit(make_request(name, (*BASE[:25], *tail)))
+        cached.append(end_of(run_all(engine), name).timing.cached_tokens)
+    assert cached == [0, 0, 25]  # the second prompt shows where they differ
+
+
+def test_saved_states_of_tokens_that_were_replaced_are_not_used():
+    pool = FakePool(1, recurrent=True)
+    engine = make_engine(pool)
+    replaced = (*BASE[:22], 31, 31, 31, 31, 31, 31, 31, 31)
+    for number, prompt in enumerate((BASE[:20], BASE[:28], replaced, (*replaced, 3))):
+        request = make_request(str(number), prompt, seed=number)
+        engine.submit(request)
+        assert tokens_of(run_all(engine), request.id) == generate_alone(request, pool.context)[0]
+
+
+def test_saved_states_never_take_more_than_their_limit():
+    pool = FakePool(3, recurrent=True)
+    cache = PrefixCache(pool, state_bytes=4)
+    engine = Engine(pool, cache, queue_size=50, max_gap_seconds=1e9, clock=lambda: pool.now)
+    for number in range(20):
+        engine.submit(make_request(str(number), (*BASE[: number + 5], 31 - number), seed=number))
+    run_all(engine)
+    assert 0 < cache.saved_bytes <= 4
+
+
+def test_equal_prompts_that_come_together_are_read_once():
+    pool = FakePool(4, context=256, batch=128)
+    engine = make_engine(pool)
+    prompt = tuple(i % 30 + 1 for i in range(100))
+    for i in range(4):
+        engine.submit(make_request(str(i), prompt, seed=i))
+    ends = (
+        [end_of(run_all(engine), "0")] if False else [event for event in run_all(engine) if isinstance(event, EndEvent)]
+    )
+    assert sorted(end.timing.cached_tokens for end in ends) == [0, 99, 99, 99]
+
+
+def test_a_request_without_cache_reads_its_whole_prompt():
+    engine = make_engine(FakePool(2))
+    for name in ("a", "b"):
+        engine.submit(make_request(name, BASE[:20], uses_cache=False))
+        assert end_of(run_all(engine), name).timing.cached_tokens == 0
+
+
+def test_chunks_of_a_prompt_and_decode_steps_alternate():
+    pool = FakePool(2, context=256, batch=16)
+    engine = make_engine(pool)
+    engine.submit(make_request("short", (1, 2), limit=12))
+    engine.step()
+    engine.submit(make_request("long", tuple(i % 30 + 1 for i in range(100)), limit=1))
+    kinds = [type(event) for event in run_all(engine) if not isinstance(event, EndEvent)]
+    assert kinds[:10] == [TokenEvent, ProgressEvent] * 5
+
+
+def test_a_failed_device_ends_only_the_request_that_fails():
+    pool = FakePool(3)
+    engine = make_engine(pool)
+    requests = [make_request(str(i), BASE[: 4 + i], limit=6, seed=3) for i in range(3)]
+    for request in requests:
+        engine.submit(request)
+    events = []
+    while engine.status.running < 3 or len(tokens_of(events, "2")) < 1:
+        events += engine.step()
+    failing = engine.status.slot_requests.index("1")
+    pool.failing = {failing}
+    while not any(isinstance(event, EndEvent) and event.request == "1" for event in events):
+        events += engine.step()
+    pool.failing = set()
+    events += run_all(engine)
+    assert (end_of(events, "1").reason, end_of(events, "1").message) == ("error", "device fake:0 failed")
+    for request in (requests[0], requests[2]):
+        assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
+
+
+def test_the_cells_of_a_failed_request_are_not_reused():
+    pool = FakePool(1)
+    engine = make_engine(pool)
+    request = make_request("a", BASE, limit=6, seed=3)
+    engine.submit(request)
+    engine.step()
+    engine.step()
+    pool.failing = {0}
+    assert run_all(engine)[-1].reason == "error"
+    pool.failing = set()
+    assert pool.cells == [[]]
+    engine.submit(request)
+    assert tokens_of(run_all(engine), "a") == generate_alone(request, pool.context)[0]
+
+
+def test_requests_that_cannot_run_are_refused_at_once():
+    engine = make_engine(FakePool(1, context=32), queue_size=2)
+    with pytest.raises(ModelError, match="the prompt is empty"):
+        engine.submit(make_request("empty", ()))
+    with pytest.raises(ContextExceededError, match="the prompt has 32 tokens, but the context holds 32"):
+        engine.submit(make_request("long", [1] * 32))
+    engine.submit(make_request("a", (1, 2)))
+    engine.submit(make_request("b", (1, 2)))
+    with pytest.raises(QueueFullError, match="2 requests wait already"):
+        engine.submit(make_request("c", (1, 2)))
+
+
+def test_probabilities_are_those_of_the_model():
+    engine = make_engine(FakePool(1))
+    engine.submit(make_request("a", (1, 2), limit=2, top_logprobs=VOCABULARY))
+    events = [event for event in run_all(engine) if isinstance(event, TokenEvent)]
+    for event in events:
+        assert sum(2.718281828459045**logprob for _, logprob in event.top) == pytest.approx(1)
+        assert dict(event.top)[event.token] == event.logprob
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Random orders and steps. Each request ends once, with the tokens that it gets alone."""
+
+    @initialize(slots=st.integers(1, 5), recurrent=st.booleans(), state_bytes=st.integers(0, 6))
+    def open(self, slots, recurrent, state_bytes):
+        self.pool = FakePool(slots, context=40, batch=16, recurrent=recurrent)
+        self.engine = make_engine(self.pool, queue_size=4, state_bytes=state_bytes)
+        self.requests, self.events, self.count = {}, [], 0
+
+    @rule(shared=st.integers(0, 30), tail=st.lists(st.integers(1, 31), max_size=8), limit=st.integers(-1, 6))
+    def submit(self, shared, tail, limit):
+        prompt = (*BASE[:shared], *tail)
+        request = make_request(str(self.count), prompt, limit=limit, seed=self.count)
+        try:
+            self.engine.submit(request)
+        except (ModelError, QueueFullError):
+            assert not prompt or self.engine.status.queued == 4
+            return
+        self.requests[request.id], self.count = request, self.count + 1
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.events += self.engine.cancel(data.draw(st.sampled_from(sorted(self.requests))))
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count):
+        for _ in range(count):
+            self.events += self.engine.step()
+
+    @rule(data=st.data())
+    def step_with_a_failing_slot(self, data):
+        self.pool.failing = {data.draw(st.integers(0, self.pool.slots - 1))}
+        self.events += self.engine.step()
+        self.pool.failing = set()
+
+    @invariant()
+    def no_more_requests_than_slots_run(self):
+        status = self.engine.status
+        assert status.running <= self.pool.slots
+        assert status.running == sum(map(bool, status.slot_requests))
+
+    def teardown(self):
+        self.events += run_all(self.engine)
+        for name, request in self.requests.items():
+            end = end_of(self.events, name)
+            new, reason = generate_alone(request, self.pool.context)
+            got = tokens_of(self.events, name)
+            assert got == new[: len(got)]
+            if end.reason not in ("cancelled", "error"):
+                assert (got, end.reason) == (new, reason)
+        assert len([event for event in self.events if isinstance(event, EndEvent)]) == len(self.requests)
+
+
+TestRandomSchedules = EngineMachine.TestCase
+TestRandomSchedules.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,91 @@
+"""A slot pool without a model: the logits are a function of all tokens of a slot, and wrong addresses are found."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from hocket.graph.errors import BackendError
+
+VOCABULARY = 32
+END_TOKEN = 0
+
+
+def compute_logits(tokens):
+    """Return the logits after a sequence of tokens, f32[32]; equal sequences give equal logits."""
+    digest = hashlib.sha256(np.array(tokens, np.int64).tobytes()).digest()
+    return np.frombuffer(digest, np.uint8).astype(np.float32) / 16
+
+
+def generate_alone(request, context):
+    """Return the tokens of a request that runs alone, and the reason of its end."""
+    tokens, new = list(request.prompt), []
+    params = request.params
+    if params.limit == 0:
+        return new, "length"
+    while True:
+        rng = np.random.default_rng([params.seed, len(tokens)])
+        token = params.sampling.choose(compute_logits(tokens), rng, tokens)
+        if token in params.end_tokens:
+            return new, "stop"
+        new.append(token)
+        tokens.append(token)
+        if len(new) == params.limit or len(tokens) >= context:
+            return new, "length"
+
+
+class FakePool:
+    """Cells hold tokens. A recurrent pool also has the tokens that its state has seen, in order.
+
+    A run costs a virtual second per row. The slots in `failing` raise `BackendError`, and their run changes nothing.
+    """
+
+    def __init__(self, slots, *, context=64, batch=16, recurrent=False):
+        self.slots, self.context, self.batch, self.has_recurrent_states = slots, context, batch, recurrent
+        self.ring_slack_tokens = None
+        self.cells = [[] for _ in range(slots)]
+        self.states = [()] * slots
+        self.failing, self.now, self.reads = set(), 0.0, []
+
+    def read_prompt(self, slot, tokens, before):
+        self._require_alive([slot])
+        assert 0 < len(tokens) <= self.batch
+        self.now += len(tokens)
+        self.reads.append((slot, len(tokens)))
+        return self._append(slot, tokens, before)
+
+    def decode(self, tokens, before):
+        self._require_alive(tokens)
+        self.now += len(tokens)
+        return {slot: self._append(slot, [token], before[slot]) for slot, token in tokens.items()}
+
+    def _require_alive(self, slots):
+        if self.failing & set(slots):
+            raise BackendError("device fake:0 failed")
+
+    def _append(self, slot, tokens, before):
+        assert self.cells[slot][: len(before)] == list(before), "a slot has other tokens than its request"
+        if self.has_recurrent_states:
+            assert self.states[slot] == tuple(before), "a recurrent state has seen other tokens"
+            self.states[slot] = (*before, *tokens)
+        self.cells[slot] = [*before, *tokens]
+        return compute_logits(self.cells[slot])
+
+    def wipe(self, slot):
+        self.cells[slot], self.states[slot] = [], ()
+
+    def clear_states(self, slot):
+        self.states[slot] = ()
+
+    def save_states(self, slot):
+        return {"state": self.states[slot]}
+
+    def restore_states(self, slot, saved):
+        self.states[slot] = saved["state"]
+
+    def copy_cells(self, source, target, tokens):
+        self.cells[target] = self.cells[source][:tokens]
+
+    def compute_state_bytes(self):
+        return 1
