@@ -37,18 +37,26 @@ COMPARED_PAIRS = (
 COMPARED_LAYER_COUNT = 12
 """Layers of the models that are also planned with every mode and number of devices."""
 HeaderWriter = Callable[..., str]
-PAGE_HEAD = """# What `auto` takes
+PAGE_HEAD = """# Choices of `auto`
 
-Written by `python benchmarks/plan_choices.py > docs/auto.md`: files that are only headers, 4-bit weights, a context of
-{context} tokens in use, simulated machines.  All times are
-**predicted**: products from their machine code, the rest from data sheets.  On an H100 some kernels took up to
-[2.4 times the predicted time](first-gpu.md#what-an-h100-says-of-the-model-of-time).
+This page shows the plans that split mode `auto` takes for four models and several simulated machines. It is for readers
+who wonder why `auto` uses fewer devices than they have. `python benchmarks/plan_choices.py > docs/auto.md` writes it.
 
-`auto` makes the plan that takes least time, where memory and devices cost (`scheduler/choosing/auto.py`): a full
-copy of weights and states on every device has to save {copied:.0%} of the time, and twice as many devices {joined:.0%}.
-What does not fit comes last.  `held` is what all devices together hold of weights and states.  `spent on` says what the
-slowest device does in a run, and so why more devices help or do not: `work` is shared out, `launches` are not, and
-`collectives` are added, but for what of them runs beside work.
+- **Model**: a file that is only a header, with 4-bit weights and a context of {context} tokens in use.
+- **Times**: all times are **predicted**. The speeds of matrix products come from their machine code, the rest from data
+  sheets. On an H100 some kernels took up to
+  [2.4 times the predicted time](first-gpu.md#the-time-model-against-an-h100).
+
+`auto` takes the plan with the least time, with a price for memory and devices (`scheduler/choosing/auto.py`). A full
+copy of weights and states on every device must save {copied:.0%} of the time, and twice as many devices {joined:.0%}. A
+plan that does not fit comes last.
+
+The columns:
+
+- `held`: the bytes of weights and states on all devices together.
+- `spent on`: the time of the slowest device in a run. `work` is divided among the devices, `launches` are not, and
+  `collectives` are added. The share in brackets is the part of the collectives that overlaps with work.
+- `left aside`: the best rejected candidate.
 """
 
 
@@ -108,9 +116,9 @@ def format_choices(name: str, path: str) -> Iterator[str]:
 def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterator[str]:
     """Yield the section that compares `auto` with all other modes on all numbers of devices."""
     yield "\n## Against choices by hand\n"
-    yield f"Times of the first {COMPARED_LAYER_COUNT} layers alone: of one token, then of prompts and"
-    yield "tokens of several sequences, with parts and micro-batches.  Choices that copy the weights to every device"
-    yield "are left aside.\n\n| model | machine | for | auto | best by hand | which | ratio |"
+    yield f"The table has times of the first {COMPARED_LAYER_COUNT} layers: of one token, and of prompts and tokens of"
+    yield "several sequences, with prefill chunks and micro-batches. It omits plans that copy the weights to every"
+    yield "device.\n\n| model | machine | for | auto | best by hand | which | ratio |"
     yield "|---|---|---|---|---|---|---|"
     for name, machine in COMPARED_PAIRS:
         model = open_model(shapes[name](folder / f"{name}-short.gguf", layers=COMPARED_LAYER_COUNT), header_only=True)
