@@ -73,8 +73,10 @@ def predict_plan_seconds(plan: Plan, use: Workload | None) -> float:
     """Return the predicted seconds of one run, or of a workload."""
     if use is None:
         return plan.cost.total
-    made = cache(lambda *asked: plan_for_group(use.build_graph(*asked), plan.group, hardware=plan.hardware, like=plan))
-    return use.score_plans(made)[0]
+    build_plan = cache(
+        lambda *asked: plan_for_group(use.build_graph(*asked), plan.group, hardware=plan.hardware, like=plan)
+    )
+    return use.score_plans(build_plan)[0]
 
 
 def compute_stored_bytes(plan: Plan) -> int:
@@ -117,9 +119,9 @@ def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterato
         for sequences in (0, 1, 16):
             use = build_workload(model, sequences) if sequences else None
             graph = model.graph(STEPS["decode"]) if use is None else use.build_graph(sequences, 1)
-            auto, most = plan_on_machine(graph, machine, use=use), len(simulate(machine).group)
+            auto, device_count = plan_on_machine(graph, machine, use=use), len(simulate(machine).group)
             rivals: list[tuple[float, str]] = []
-            for devices in sorted({1, 2, most}):
+            for devices in sorted({1, 2, device_count}):
                 for mode in ("none",) if devices == 1 else ("layer", "tensor", "layer,tensor")[: 2 + (devices > 2)]:
                     plan = plan_on_machine(graph, machine, mode, devices, use)
                     once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
@@ -130,11 +132,11 @@ def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterato
                         else [(predict_plan_seconds(plan, use), f"{mode}, {devices} device{'s' * (devices > 1)}")]
                     )
             (best, which), own = min(rivals), predict_plan_seconds(auto, use)
-            wanted = "one token" if use is None else str(use)
+            workload_text = "one token" if use is None else str(use)
             cells = (
                 f"{name}, {COMPARED_LAYER_COUNT} layers",
                 machine,
-                wanted,
+                workload_text,
                 format_seconds(own),
                 format_seconds(best),
                 which,

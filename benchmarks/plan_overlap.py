@@ -37,9 +37,9 @@ def plan_with_overlap(graph: Graph, machine: str, *, beside: bool) -> Plan:
     with patch.object(
         SimulatedGpu, "can_overlap_collectives", SimulatedGpu.can_overlap_collectives if beside else lambda *_: False
     ):
-        made = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph), split_mode="tensor")
-        assert made.cost  # computes the costs while the patch is active
-    return made
+        plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph), split_mode="tensor")
+        assert plan.cost  # computes the costs while the patch is active
+    return plan
 
 
 def format_comparison_rows(path: str) -> Iterator[tuple[str, ...]]:

@@ -35,8 +35,8 @@ def parser(prog: str = "hocket check") -> argparse.ArgumentParser:
     return options
 
 
-def add_arguments(made: argparse.ArgumentParser) -> None:
-    what = made.add_argument_group("what to run")
+def add_arguments(command_parser: argparse.ArgumentParser) -> None:
+    what = command_parser.add_argument_group("what to run")
     what.add_argument(
         "--backend", default="cpu", metavar="NAME", help="a backend or device: cpu, cuda:1 (default: cpu)"
     )
@@ -60,10 +60,10 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
         help="processes (default: one a processor)",
     )
     what.add_argument("--list", action="store_true", help="print the cases instead of running them")
-    how = made.add_argument_group("how to judge")
+    how = command_parser.add_argument_group("how to judge")
     how.add_argument("--require", choices=("MUST", "SHOULD"), default="", help="unsupported ops of that tier fail")
     how.add_argument("--xfail", type=Path, metavar="FILE", help="cases expected to fail; one that passes is a failure")
-    out = made.add_argument_group("what to write")
+    out = command_parser.add_argument_group("what to write")
     out.add_argument("--json", type=Path, metavar="FILE", help="a line of JSON for each case; - is stdout")
     out.add_argument("--junit", type=Path, metavar="FILE", help="JUnit XML")
     out.add_argument("--markdown", type=Path, metavar="FILE", help="failures by op, and the matrix op x dtype x layout")
@@ -71,7 +71,7 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--save", type=Path, metavar="FOLDER", help="put operands, expected and got of failing cases there as .npz"
     )
-    other = made.add_argument_group("instead")
+    other = command_parser.add_argument_group("instead")
     other.add_argument("--perf", action="store_true", help="measure speed with cold buffers")
     other.add_argument(
         "--counters", action="store_true", help="what CUDA kernels ask of memory (cuda-emulated), as markdown"
@@ -174,8 +174,8 @@ def _perf(suite: Suite) -> int:
     print(
         f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {limits.flops('f32') / 1e9:.1f} GFLOP/s (f32)"
     )
-    wanted = list(suite.cases()) if suite.texts else [c for n in suite.ops() for c in op_speed.perf_cases(REGISTRY[n])]
-    for case in wanted:
+    cases = list(suite.cases()) if suite.texts else [c for n in suite.ops() for c in op_speed.perf_cases(REGISTRY[n])]
+    for case in cases:
         try:
             print(op_speed.measure(case, backend, device).line(limits), flush=True)
         except (BackendError, NoReference) as why:

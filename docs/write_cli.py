@@ -39,8 +39,8 @@ def format_flag(action: argparse.Action) -> str:
     takes = action.metavar or (choices if action.choices else action.dest.upper())
     words = takes if isinstance(takes, str) else " ".join(takes)
     flag = " ".join(filter(None, (", ".join(action.option_strings), words if action.nargs != 0 else "")))
-    said = (action.help or "").replace("%%", "%")
-    return "| `{}` | {} |\n".format(*(cell.replace("|", "\\|") for cell in (flag, said)))
+    help_text = (action.help or "").replace("%%", "%")
+    return "| `{}` | {} |\n".format(*(cell.replace("|", "\\|") for cell in (flag, help_text)))
 
 
 def page() -> str:

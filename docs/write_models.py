@@ -92,8 +92,8 @@ def format_architectures() -> Iterator[str]:
             for name, value in list_non_default_fields(family)
             if name not in LISTED_TRAITS
         ]
-        said = ", ".join(traits).replace("|", "\\|")
-        yield f"| `{name}` | {', '.join(filter(None, mixers))} | {runs} | {counts[name]} | {mtp} | {said} |\n"
+        traits_cell = ", ".join(traits).replace("|", "\\|")
+        yield f"| `{name}` | {', '.join(filter(None, mixers))} | {runs} | {counts[name]} | {mtp} | {traits_cell} |\n"
 
 
 def list_device_counts() -> dict[str, str]:

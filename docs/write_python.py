@@ -53,10 +53,10 @@ def as_printed_parameter(parameter: inspect.Parameter) -> inspect.Parameter:
 
 def format_signature(name: str, function: Any) -> str:
     """Return a code block with a signature, without `self`; a long signature has one parameter per line."""
-    given = inspect.signature(function)
-    own = [as_printed_parameter(parameter) for parameter in given.parameters.values() if parameter.name != "self"]
-    returns = "" if given.return_annotation is given.empty else f" -> {given.return_annotation}"
-    text = f"{name}{given.replace(parameters=own, return_annotation=given.empty)}{returns}"
+    signature = inspect.signature(function)
+    own = [as_printed_parameter(parameter) for parameter in signature.parameters.values() if parameter.name != "self"]
+    returns = "" if signature.return_annotation is signature.empty else f" -> {signature.return_annotation}"
+    text = f"{name}{signature.replace(parameters=own, return_annotation=signature.empty)}{returns}"
     if len(text) > 110:
         words, starred = [], False
         for parameter in own:

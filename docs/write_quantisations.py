@@ -67,8 +67,10 @@ def format_dtypes() -> Iterator[str]:
                 answer.reason for n in make_reading_nodes(dtype) if not (answer := backend.supports(n, device)).ok
             ]:
                 raise ValueError(f"{backend.name} does not read {dtype}: {refusals[0]}")
-            kept = backend.stored(Spec((256, 256), dtype), "weight").dtype
-            cells.append("as it is" if kept is dtype else f"{kept}, {kept.block_bytes * 8} bits")
+            stored_dtype = backend.stored(Spec((256, 256), dtype), "weight").dtype
+            cells.append(
+                "as it is" if stored_dtype is dtype else f"{stored_dtype}, {stored_dtype.block_bytes * 8} bits"
+            )
         bits = f"{dtype.block_bytes * 8 / dtype.block:g}"
         yield f"| `{dtype}` | {dtype.block} | {bits} | {' | '.join(cells)} |\n"
 

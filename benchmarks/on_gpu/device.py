@@ -77,12 +77,12 @@ def _measure_parallel_launches(bench: BenchmarkDevice) -> Iterator[ResultRow]:
     last = bench.bind_launches(memory, partial(bind_instruction, BoundInstruction("add", tuple(norms), (total,), {})))[
         0
     ]
-    ways: dict[str, list[DriverStep]] = {
+    variants: dict[str, list[DriverStep]] = {
         "in turn": [first, second, last],
         "side by side": [CollectiveOverlap((first,), (second,)), last],
     }
-    wanted = None
-    for how, launches in ways.items():
+    expected = None
+    for how, launches in variants.items():
         run, same = record(launches), True
         for _ in range(bench.select_size(50, 2)):
             for norm in norms:
@@ -91,8 +91,8 @@ def _measure_parallel_launches(bench: BenchmarkDevice) -> Iterator[ResultRow]:
             run()
             bench.driver.synchronise(bench.on)
             result = np.array(memory.view_array(total))
-            wanted = result if wanted is None else wanted
-            same = same and np.array_equal(result, wanted)
+            expected = result if expected is None else expected
+            same = same and np.array_equal(result, expected)
         yield {"how": how, **bench.measure_time([run]).as_row(), "right": same and bool(np.isfinite(result).all())}
 
 

@@ -87,10 +87,10 @@ def to_host(array: Any) -> Array:
 class GuardedProgram:
     """The program of one device, bound to guarded buffers."""
 
-    def __init__(self, lane: Lane, weights: Mapping[str, Array]) -> None:
-        self.backend: Backend = lane.backend
-        self.device: Device = lane.device
-        self.program, self.regions = add_guard_zones(lane.program)
+    def __init__(self, device_plan: Lane, weights: Mapping[str, Array]) -> None:
+        self.backend: Backend = device_plan.backend
+        self.device: Device = device_plan.device
+        self.program, self.regions = add_guard_zones(device_plan.program)
         self.arena = next(n for n, b in enumerate(self.program.buffers) if b.kind == "arena")
         self.buffers = [self._make_buffer(b, weights) for b in self.program.buffers]
         self._bytes = [self._raw(n) for n in range(len(self.buffers))]

@@ -131,8 +131,8 @@ def read_input(target: Target, data: bytes, *, measured: bool = True, lines: Lin
                 return _read_and_measure(target, data)
             if lines is not None:
                 with lines.watch():
-                    return _judge_target(target, data)
-            return _judge_target(target, data)
+                    return _read_target(target, data)
+            return _read_target(target, data)
     except Late:
         if measured or lines is not None:
             return read_input(target, data, measured=False)
@@ -142,7 +142,7 @@ def read_input(target: Target, data: bytes, *, measured: bool = True, lines: Lin
 def _read_and_measure(target: Target, data: bytes) -> Verdict:
     tracemalloc.start()
     try:
-        verdict = _judge_target(target, data)
+        verdict = _read_target(target, data)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -152,7 +152,7 @@ def _read_and_measure(target: Target, data: bytes) -> Verdict:
     return Verdict(verdict.refusal, verdict.fault, peak)
 
 
-def _judge_target(target: Target, data: bytes) -> Verdict:
+def _read_target(target: Target, data: bytes) -> Verdict:
     try:
         target.read(data)
     except HocketError as why:
@@ -216,7 +216,7 @@ def sound(target: Target) -> list[bytes]:
     """The inputs from which damage begins; none is refused."""
     seeds = list(target.seeds())
     for data in seeds:
-        _judge_target(target, data)  # imports and compiled patterns count for no input
+        _read_target(target, data)  # imports and compiled patterns count for no input
         verdict = read_input(target, data)
         assert verdict == Verdict(peak=verdict.peak), f"a seed of {target.name}: {verdict}"
     return seeds
