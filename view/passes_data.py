@@ -41,14 +41,15 @@ def search_decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int
     """Return, for each node with a sharded value, the numbers of the plan's reasons for it."""
     sharded_factors = factors_from_description(plan.graph, factors, plan.cuts)
     classes = group_factors(plan.graph, factors) if sharded_factors else {}
-    reason_of: dict[Factor, int] = {}
+    reason_numbers: dict[Factor, int] = {}
     for name, members in classes.items():
         for number, reason in enumerate(plan.reasons):
             if reason.startswith(f"cut {name}: "):
-                reason_of |= dict.fromkeys(sharded_factors.intersection(members), number)
-    nodes = plan.graph.nodes if reason_of else ()
+                reason_numbers |= dict.fromkeys(sharded_factors.intersection(members), number)
+    nodes = plan.graph.nodes if reason_numbers else ()
     decided = {
-        graph.number[n]: sorted({reason_of[f] for f in factors.factors_of(Value(n)) if f in reason_of}) for n in nodes
+        graph.number[n]: sorted({reason_numbers[f] for f in factors.factors_of(Value(n)) if f in reason_numbers})
+        for n in nodes
     }
     return {number: reasons for number, reasons in decided.items() if reasons}
 

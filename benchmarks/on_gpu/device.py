@@ -111,7 +111,7 @@ def make_compile_cases(bench: BenchmarkDevice) -> Iterator[Case]:
 
 
 def _compile_sources(bench: BenchmarkDevice, sources: tuple[KernelSource, ...]) -> Iterator[ResultRow]:
-    def compiled(source: KernelSource) -> ResultRow | None:
+    def compile_source(source: KernelSource) -> ResultRow | None:
         kernel, start = source[source.names[0]], time.perf_counter()
         try:
             bench.driver.prepare_kernel(kernel, bench.on)
@@ -122,5 +122,5 @@ def _compile_sources(bench: BenchmarkDevice, sources: tuple[KernelSource, ...]) 
 
     start = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from filter(None, pool.map(compiled, sources))
+        yield from filter(None, pool.map(compile_source, sources))
     yield {"source": "all", "s": time.perf_counter() - start, "threads": os.cpu_count()}

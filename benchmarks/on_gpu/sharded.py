@@ -119,8 +119,8 @@ def _refuse_single_device(count: int) -> Iterator[ResultRow]:
 
 def _measure_sums(bench: BenchmarkDevice, devices: Sequence[Device], nbytes: int) -> Iterator[ResultRow]:
     """Measure all-reduces by the clock of the host, from the start of the first device to the end of the last one."""
-    summands = [bench.rng.standard_normal(nbytes // 4, dtype="f4") for _ in devices]
-    expected = np.sum(summands, axis=0, dtype=np.float64)
+    vectors = [bench.rng.standard_normal(nbytes // 4, dtype="f4") for _ in devices]
+    expected = np.sum(vectors, axis=0, dtype=np.float64)
     x, out = (Tensor(0, at * nbytes, (1, nbytes // 4), (nbytes // 4, 1), DType.F32) for at in range(2))
     steps = [
         Instruction("all_reduce", (x,), (out,), {"sequence": n}, None, f"sum.{n}") for n in range(SUMS_PER_PROGRAM)
@@ -132,7 +132,7 @@ def _measure_sums(bench: BenchmarkDevice, devices: Sequence[Device], nbytes: int
         members = map(thread_group.member, range(len(devices)))
         own = zip(buffers, devices, members, strict=True)
         runs = [backend.compile(program, [buffer], on, member) for buffer, on, member in own]
-        for buffer, array in zip(buffers, summands, strict=True):
+        for buffer, array in zip(buffers, vectors, strict=True):
             backend.view(buffer, x)[...] = array[None]
         with ThreadPoolExecutor(len(devices)) as pool:
             rounds = [_run_all(pool, runs, thread_group) for _ in range(bench.select_size(20, 3))]

@@ -269,8 +269,8 @@ def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer,
     write_data(text)
     with trace_to_file(session, args.trace):
         try:
-            for piece in stream_text((one.token for one in samples), tokenizer, args.stops):
-                write_data(piece)
+            for new_text in stream_text((one.token for one in samples), tokenizer, args.stops):
+                write_data(new_text)
         finally:
             write_data("\n")
     if args.save_state:
@@ -343,8 +343,8 @@ def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, param
             run_chat_loop(conversation)
         else:
             try:
-                for piece in conversation.reply(message):
-                    write_data(piece)
+                for new_text in conversation.reply(message):
+                    write_data(new_text)
             finally:
                 write_data("\n")
     if args.save_state:

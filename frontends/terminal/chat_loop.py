@@ -81,8 +81,8 @@ def _write_reply(conversation: Conversation, text: str) -> bool:
     """Write the answer and return whether Ctrl-C ended it."""
     interrupted = False
     try:
-        for piece in conversation.reply(text):
-            write_data(piece)
+        for new_text in conversation.reply(text):
+            write_data(new_text)
     except KeyboardInterrupt:
         interrupted = True
     except ModelError as error:
