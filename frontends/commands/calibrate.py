@@ -18,7 +18,7 @@ CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
 def add_flags(sub: argparse.ArgumentParser) -> None:
     kinds = ", ".join(map(str, QUICK_DTYPES))
     sub.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds in place of {ROUNDS}, weights of {kinds} only"
+        "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}, and only weights of {kinds}"
     )
 
 
