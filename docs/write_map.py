@@ -10,10 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "modules.md"
 FOLDERS = ("graph", "ops", "backends", "scheduler", "distributed", "view", "frontends", "conformance")
-HEAD = """# Every module
+HEAD = """# Modules
 
-Written by `python docs/write_map.py` from the first sentence of each; [architecture.md](architecture.md) says how they
-work together.
+`python docs/write_map.py` writes this page from the first sentence of each module. [Architecture](architecture.md)
+explains the connections between the modules.
 
 """
 
@@ -37,7 +37,7 @@ def format_tables() -> Iterator[str]:
             yield f"## `{place.relative_to(ROOT).as_posix()}/`\n" + (f"\n{says}.\n" if says else "")
             if modules:
                 rows = [f"| `{p.name}` | {read_first_sentence(p)} |" for p in modules]
-                yield "\n".join(["| module | what it is |", "|---|---|", *rows]) + "\n"
+                yield "\n".join(["| module | contents |", "|---|---|", *rows]) + "\n"
 
 
 def page() -> str:

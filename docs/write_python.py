@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "python.md"
 HEAD = """# Python
 
-Written by `python docs/write_python.py` from the code: everything that `import hocket` gives.  Ops have
-[a page of their own](ops.md).  Whatever is wrong raises a `hocket.HocketError` with one line.
+`python docs/write_python.py` writes this page from the code; it has everything that `import hocket` provides. The
+[ops](ops.md) have a page of their own. Every error is a `hocket.HocketError` with a message of one line.
 
 """
 SECTIONS: Mapping[str, tuple[str, ...]] = {
