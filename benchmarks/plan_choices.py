@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plan_scaling import describe_time_use
+from plan_scaling import CONTEXT_TOKENS, describe_time_use
 
 from hocket.frontends.laying_out import make_workload
 from hocket.frontends.models import Model, Step
@@ -21,7 +21,6 @@ from hocket.graph import Graph
 from hocket.scheduler import Plan, Workload, compute_missing_bytes, format_bytes, plan_for_group, simulate
 from hocket.scheduler.units import format_seconds
 
-CONTEXT_TOKENS = 4096
 MACHINES = ("h200:1", "h200:2,nvlink", "h200:4,nvlink", "h200:8,nvlink", "rtx4090:2,pcie4")
 STEPS = {
     "decode": Step(1, 1, CONTEXT_TOKENS, CONTEXT_TOKENS, 1),

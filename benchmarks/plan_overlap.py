@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
+from plan_scaling import CONTEXT_TOKENS
+
 from hocket.frontends.commands.plan import read_step_graph
 from hocket.graph import Graph
 from hocket.scheduler import Plan, plan_for_group, simulate
@@ -20,7 +22,6 @@ from hocket.scheduler.units import format_seconds
 
 MACHINES = ("h200:8,nvlink", "h200:4,nvlink", "h200:4,pcie5", "h100:2,pcie5", "cpu:2")
 STEPS = {"one token": 1, "a prompt of 2,048": 2048}
-CONTEXT_TOKENS = 4096
 PAGE_HEAD = """# Computing beside collectives
 
 Written by `python benchmarks/plan_overlap.py`: a file that is only the header of Llama-3-70B with 4-bit weights, cut in

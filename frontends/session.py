@@ -26,6 +26,7 @@ from .laying_out import LoadProgress as LoadProgress
 from .laying_out import load_weights, plan_model_layout
 from .models import Batch, Model, Step
 from .parts import (
+    F32,
     ChunkedPrefill,
     PrefillChunk,
     ReversibleStep,
@@ -49,7 +50,6 @@ from .watch import StepStatistics, ValueWatch
 if TYPE_CHECKING:
     from ..scheduler import Difference, PipelinedPlan, Trace
 
-F32 = npt.NDArray[np.float32]
 MIN_CONTEXT_BUCKET = 256
 """Tokens of the smallest context bucket; each larger bucket is twice as long."""
 DEFAULT_CONTEXT = 4096

@@ -114,11 +114,6 @@ def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1
     return reduce(arith.logical_or, chosen) if chosen else constant_tensor(np.zeros(x.shape, bool))
 
 
-def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
-    """Return the operand; the importer casts it to the dtype of the result."""
-    return x
-
-
 def dropout(x: Tensor, ratio: Any = None, training: Tensor | None = None, *, seed: int = 0) -> Any:
     if training is not None and as_number(training, False) and as_number(ratio, 0.5):
         raise ModelError("dropout by chance, as in training; export the model for inference")
