@@ -97,7 +97,7 @@ class GuardedProgram:
         self._free = np.ones(self.program.buffers[self.arena].nbytes, bool)
         for start, end in self.regions:
             self._free[start:end] = False
-        self._kept = {n: to_host(raw) for n, raw in enumerate(self._bytes) if n != self.arena}
+        self._loaded_bytes = {n: to_host(raw) for n, raw in enumerate(self._bytes) if n != self.arena}
         self.replay = self.backend.compile(self.program, self.buffers, self.device, SingleDeviceComm())
 
     def _make_buffer(self, spec: BufferSpec, weights: Mapping[str, Array]) -> Any:
@@ -160,7 +160,7 @@ class GuardedProgram:
                 f"{past} bytes past the end" if past is not None and past < GUARD_BYTES else f"{before} bytes before"
             )
             return f"{wrong.size} bytes were written outside of all values, the first {where} of one"
-        for number, before_bytes in self._kept.items():
+        for number, before_bytes in self._loaded_bytes.items():
             if not np.array_equal(to_host(self._bytes[number]), before_bytes):
                 spec = self.program.buffers[number]
                 return f"{spec.kind} %{spec.name} or the {GUARD_BYTES} bytes after it were written"

@@ -72,7 +72,7 @@ class Lines:
     def __init__(self) -> None:
         self.seen: set[tuple[int, int]] = set()
         self._left: dict[int, set[int]] = {}
-        self._kept: list[CodeType] = []  # so that no number is given to another
+        self._retained_code: list[CodeType] = []  # so that no number is given to another
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -87,7 +87,7 @@ class Lines:
         code = frame.f_code
         left = self._left.get(id(code))
         if left is None:
-            self._kept.append(code)
+            self._retained_code.append(code)
             ours = code.co_filename.startswith(ROOT) and not code.co_filename.startswith(HERE)
             left = {line for *_, line in code.co_lines() if line} - {code.co_firstlineno} if ours else set()
             self._left[id(code)] = left
