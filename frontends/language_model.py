@@ -218,10 +218,8 @@ class Model:
             for text, stop, decoder in zip(texts, until, decoders, strict=True)
         ]
 
-    def _generate_text(
-        self, ids: list[int], resolved_options: tuple[GenerationParams, tuple[str, ...]]
-    ) -> Iterator[str]:
-        params, stops = resolved_options
+    def _generate_text(self, ids: list[int], options: tuple[GenerationParams, tuple[str, ...]]) -> Iterator[str]:
+        params, stops = options
         decoder, until = Utf8Stream(self.tokenizer), StopStringFilter(stops)
         for one in self._sample(ids, params):
             if new_text := until.feed(decoder.feed(one.token)):

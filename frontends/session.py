@@ -268,12 +268,10 @@ class Session:
         """Return whether every step of a chunked prefill is already bound to a pipeline."""
         return all(step in self._pipelines for step in reading.steps)
 
-    def end_prefill(
-        self, reading: ChunkedPrefill, results: Sequence[Mapping[str, npt.NDArray[Any]]]
-    ) -> list[list[F32]]:
+    def end_prefill(self, reading: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
         """Advance the sequences after all chunks have run, and return the rows of each chunk per sequence."""
         self.reversible_step, self.lengths, self.recent = None, reading.lengths, reading.recent
-        return reading.split_rows_by_sequence(results, [self.make_empty_rows(False)] * self.sequences)
+        return reading.split_rows_by_sequence(runs, [self.make_empty_rows(False)] * self.sequences)
 
     def make_empty_rows(self, hidden: bool) -> F32:
         """Return the rows of an idle sequence: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
@@ -332,18 +330,9 @@ class Session:
     def _step_of(
         self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
     ) -> Step:
-        cells, max_chunk_tokens = self._round_up_context(length), next_power_of_two(self.batch)
+        cells, batch = self._round_up_context(length), next_power_of_two(self.batch)
         return _step(
-            self.sequences,
-            tokens,
-            cells,
-            self.context,
-            outputs,
-            gives,
-            max_chunk_tokens,
-            reversible,
-            turn,
-            *self._cache_dtypes,
+            self.sequences, tokens, cells, self.context, outputs, gives, batch, reversible, turn, *self._cache_dtypes
         )
 
     def _round_up_context(self, length: int) -> int:

@@ -106,9 +106,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 def add_chat_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags of the chat template."""
     names = ("--chat-template", "--chat-template-file")
-    sub.add_argument(
-        *names, dest="template", metavar="FILE", help="chat template (jinja2) that replaces the template of the model"
-    )
+    sub.add_argument(*names, dest="template", metavar="FILE", help="chat template (jinja2) instead of the model's own")
     further = "further variables of the chat template, as '{\"enable_thinking\": false}'"
     sub.add_argument("--chat-template-kwargs", dest="variables", type=parse_json_object, metavar="JSON", help=further)
     sub.add_argument("--tools", metavar="FILE", help="JSON list of the functions that the chat template describes")
@@ -127,9 +125,7 @@ def add_ending_flags(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--context-shift", action="store_true", help="drop the older half of a full context and continue")
     rules = sub.add_mutually_exclusive_group()
-    rules.add_argument(
-        "--grammar", metavar="GBNF", help="grammar that the text must follow, in the syntax of llama.cpp or Lark"
-    )
+    rules.add_argument("--grammar", metavar="GBNF", help="grammar of the text, in the syntax of llama.cpp or Lark")
     rules.add_argument("--grammar-file", metavar="FILE", help="file with such a grammar")
     rules.add_argument("-j", "--json-schema", metavar="JSON", help="JSON schema that the text must follow")
     lenient = "ignore keywords of the schema that hocket cannot enforce, and list them"
@@ -154,20 +150,8 @@ def add_sampling_flags(sub: argparse.ArgumentParser) -> None:
         metavar="K",
         help="keep the K most probable tokens; 0 or -1: all (40)",
     )
-    add(
-        "--top-p",
-        type=parse_number,
-        default=0.95,
-        metavar="P",
-        help="keep the most probable tokens up to a sum of P (0.95)",
-    )
-    add(
-        "--min-p",
-        type=parse_number,
-        default=0.05,
-        metavar="P",
-        help="keep tokens above P times the highest probability (0.05)",
-    )
+    add("--top-p", type=parse_number, default=0.95, metavar="P", help="keep the most probable up to P in sum (0.95)")
+    add("--min-p", type=parse_number, default=0.05, metavar="P", help="keep those above P times the maximum (0.05)")
     add("--repeat-penalty", type=parse_number, default=1.0, metavar="X", help="divide logits of recent tokens by X (1)")
     add(
         "--repeat-last-n",

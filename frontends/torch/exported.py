@@ -312,10 +312,8 @@ class _ProgramImporter:
                 (s.target for s in self.exported_program.graph_signature.input_specs if s.arg.name == node.name), None
             )
             data = known.float() if known.dtype in (_find_torch_dtype("float64"), _find_torch_dtype("bool")) else known
-            stored_weight = self._add_weight(name or f"folded.{node.name}", data.contiguous())
-            self.values[node] = Tensor(
-                stored_weight.value, stored_weight.shape, known.dtype == _find_torch_dtype("bool")
-            )
+            leaf = self._add_weight(name or f"folded.{node.name}", data.contiguous())
+            self.values[node] = Tensor(leaf.value, leaf.shape, known.dtype == _find_torch_dtype("bool"))
         return self.values[node]
 
     # ------------------------------------------------------------------------------------------------------ results
