@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plan_scaling import describe_time_use
+from plan_scaling import CONTEXT_TOKENS, describe_time_use
 
 from hocket.frontends.laying_out import make_workload
 from hocket.frontends.models import Model, Step
@@ -21,7 +21,6 @@ from hocket.graph import Graph
 from hocket.scheduler import Plan, Workload, compute_missing_bytes, format_bytes, parse_simulated_group, plan_for_group
 from hocket.scheduler.units import format_seconds
 
-CONTEXT_TOKENS = 4096
 MACHINES = ("h200:1", "h200:2,nvlink", "h200:4,nvlink", "h200:8,nvlink", "rtx4090:2,pcie4")
 STEPS = {
     "decode": Step(1, 1, CONTEXT_TOKENS, CONTEXT_TOKENS, 1),
@@ -81,8 +80,10 @@ def predict_plan_seconds(plan: Plan, use: Workload | None) -> float:
     """Return the predicted seconds of one run, or of a workload."""
     if use is None:
         return plan.cost.total
-    made = cache(lambda *asked: plan_for_group(use.build_graph(*asked), plan.group, hardware=plan.hardware, like=plan))
-    return use.score_plans(made)[0]
+    build_plan = cache(
+        lambda *asked: plan_for_group(use.build_graph(*asked), plan.group, hardware=plan.hardware, like=plan)
+    )
+    return use.score_plans(build_plan)[0]
 
 
 def compute_stored_bytes(plan: Plan) -> int:
@@ -125,9 +126,9 @@ def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterato
         for sequences in (0, 1, 16):
             use = build_workload(model, sequences) if sequences else None
             graph = model.graph(STEPS["decode"]) if use is None else use.build_graph(sequences, 1)
-            auto, most = plan_on_machine(graph, machine, use=use), len(parse_simulated_group(machine).group)
+            auto, device_count = plan_on_machine(graph, machine, use=use), len(parse_simulated_group(machine).group)
             rivals: list[tuple[float, str]] = []
-            for devices in sorted({1, 2, most}):
+            for devices in sorted({1, 2, device_count}):
                 for mode in ("none",) if devices == 1 else ("layer", "tensor", "layer,tensor")[: 2 + (devices > 2)]:
                     plan = plan_on_machine(graph, machine, mode, devices, use)
                     once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
@@ -138,11 +139,11 @@ def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterato
                         else [(predict_plan_seconds(plan, use), f"{mode}, {devices} device{'s' * (devices > 1)}")]
                     )
             (best, which), own = min(rivals), predict_plan_seconds(auto, use)
-            wanted = "one token" if use is None else str(use)
+            workload_text = "one token" if use is None else str(use)
             cells = (
                 f"{name}, {COMPARED_LAYER_COUNT} layers",
                 machine,
-                wanted,
+                workload_text,
                 format_seconds(own),
                 format_seconds(best),
                 which,

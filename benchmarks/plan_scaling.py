@@ -67,10 +67,10 @@ def format_machine_spec(gpus: int) -> str:
 def describe_time_use(plan: Plan) -> str:
     """Return the shares of compute, launches and collectives in the time of a step."""
     total = plan.cost.total
-    launches = plan.hardware.launch * max(sum(lane.launches()) for lane in plan.lanes)
+    launches = plan.hardware.launch * max(sum(device_plan.launches()) for device_plan in plan.lanes)
     parts = {"work": plan.cost.compute - launches, "launches": launches, "collectives": plan.cost.collectives}
-    said = ", ".join(f"{name} {max(0.0, seconds) / total:.0%}" for name, seconds in parts.items())
-    return f"{said} ({plan.cost.hidden / total:.0%} beside work)" if plan.cost.hidden else said
+    shares_text = ", ".join(f"{name} {max(0.0, seconds) / total:.0%}" for name, seconds in parts.items())
+    return f"{shares_text} ({plan.cost.hidden / total:.0%} beside work)" if plan.cost.hidden else shares_text
 
 
 def find_best_unused(plan: Plan, used: int) -> str:
@@ -102,11 +102,17 @@ def format_rows(graph: Graph, sequences: int) -> Iterator[tuple[str, str]]:
 
 def format_row(plan: Plan, sequences: int) -> str:
     """Return the cells of a plan: devices, seconds, tokens/s and bytes."""
-    used = sum(bool(lane.program.instructions) for lane in plan.lanes)
-    held = plan.memory()["weight"] + plan.memory()["state"]
+    used = sum(bool(device_plan.program.instructions) for device_plan in plan.lanes)
+    stored_bytes = plan.memory()["weight"] + plan.memory()["state"]
     lacking = f", {format_bytes(short)} short" if (short := compute_missing_bytes(plan)) else ""
     rate = sequences / plan.cost.total
-    cells = (used, format_seconds(plan.cost.total), f"{rate:,.0f}", f"{rate / used:,.0f}", format_bytes(held) + lacking)
+    cells = (
+        used,
+        format_seconds(plan.cost.total),
+        f"{rate:,.0f}",
+        f"{rate / used:,.0f}",
+        format_bytes(stored_bytes) + lacking,
+    )
     return f"{' | '.join(map(str, cells))} | {describe_time_use(plan)} | {find_best_unused(plan, used)}"
 
 

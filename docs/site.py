@@ -66,8 +66,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the text of a page with links to READMEs in place of links to folders; mkdocs calls this hook."""
     markdown = indent_steps(markdown)
 
-    def named(link: re.Match[str]) -> str:
+    def replace_link(link: re.Match[str]) -> str:
         is_folder = (ROOT / posixpath.dirname(page.file.src_uri) / link[0]).is_dir()
         return f"{link[0].rstrip('/')}/README.md" if is_folder else link[0]
 
-    return LINK_TARGET.sub(named, markdown)
+    return LINK_TARGET.sub(replace_link, markdown)

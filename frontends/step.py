@@ -215,10 +215,10 @@ def _build_count_inputs(
     return arrays
 
 
-def _compute_output_rows(step: Step, wanted: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
-    if len(wanted) > step.outputs:
+def _compute_output_rows(step: Step, positions: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    if len(positions) > step.outputs:
         raise ModelError(
-            f"batch: wants {len(wanted)} rows of logits, the step gives {step.outputs}; use a step with more outputs"
+            f"batch: wants {len(positions)} rows of logits, the step gives {step.outputs}; use a step with more outputs"
         )
-    rows = [i * step.tokens + t for i, t in wanted]
+    rows = [i * step.tokens + t for i, t in positions]
     return np.array([*rows, *[0] * (step.outputs - len(rows))], np.int32)

@@ -21,7 +21,7 @@ from hocket.scheduler.running.packed import PackedWeightFiles, WeightOrigin
 COLUMNS = 512
 SHAPES = ((16,), (37,), (160,), (3, 21), (5, 1))
 """Of all but the last axis: groups of rows that are whole and one that is not, and matrices of experts."""
-PIECE_LAYOUTS: tuple[Layout, ...] = (
+SLICE_LAYOUTS: tuple[Layout, ...] = (
     REPLICATE,
     Shard(0, (((0, 32), (48, 5)), ((32, 16),))),
     Shard(1, (((0, 256),), ((256, 256),))),
@@ -76,7 +76,7 @@ def test_slices_are_of_the_requested_or_the_smallest_possible_size(monkeypatch: 
         assert len(next(iter(backend.split_weight(data, spec, buffer)))[0]) == rows
 
 
-@pytest.mark.parametrize("layout", PIECE_LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", SLICE_LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [DType.Q4_K, DType.Q8_0, DType.F16], ids=str)
 def test_shares_of_devices_are_loaded_in_slices_that_are_all_released(
     dtype: DType, layout: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
