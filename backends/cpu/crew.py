@@ -61,8 +61,8 @@ class ThreadPool:
         self._lead, self._go_on = KERNEL_FUNCTION(lead.address), KERNEL_FUNCTION(go_on.address)
         self._queues = [SimpleQueue() for _ in range(self.threads - 1)]
         for i, queue in enumerate(self._queues, 1):
-            given = (queue, block, i, self.threads)
-            threading.Thread(target=_run_worker_loop, args=given, name=f"hocket.{i}", daemon=True).start()
+            worker_args = (queue, block, i, self.threads)
+            threading.Thread(target=_run_worker_loop, args=worker_args, name=f"hocket.{i}", daemon=True).start()
         weakref.finalize(self, _stop_workers, self._queues)
 
     def run(self, order: int) -> int:

@@ -14,9 +14,9 @@ from ..simd.vectors import (
     add,
     add_int,
     and_int,
-    at_least,
-    at_most,
     bits_to_float,
+    clamp_max,
+    clamp_min,
     div,
     float_to_bits,
     fma,
@@ -86,7 +86,7 @@ def silu(x):
 @subroutine
 def relu(x):
     """Return ``max(x, 0)``; +0 for both zeros."""
-    return absolute(at_least(x, zeros()))
+    return absolute(clamp_min(x, zeros()))
 
 
 @subroutine
@@ -158,7 +158,7 @@ def log1p_unit_interval(x):
 @subroutine
 def softplus(x):
     """Return ``log(1 + exp(x))`` as ``max(x, 0) + log(1 + exp(-|x|))``."""
-    return add(at_least(x, zeros()), log1p_unit_interval(exp(sub(zeros(), absolute(x)))))
+    return add(clamp_min(x, zeros()), log1p_unit_interval(exp(sub(zeros(), absolute(x)))))
 
 
 @subroutine
@@ -350,7 +350,7 @@ def affine(x, a, b):
 
 @subroutine
 def clamp(x, low, high):
-    return at_most(at_least(x, splat(low)), splat(high))
+    return clamp_max(clamp_min(x, splat(low)), splat(high))
 
 
 @subroutine

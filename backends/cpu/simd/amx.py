@@ -62,10 +62,10 @@ def clear_tile(tile: int) -> Intrinsic:
 
 def _make_tile_move(name: str, tile: int) -> Intrinsic:
     @intrinsic(NOTHING, *[ADDRESS] * 3)
-    def moved(b, memory, p, step):
+    def move_tile(b, memory, p, step):
         _call(b, name, ir.Constant(_i8, tile), b.inttoptr(p, _CHAR), step)
 
-    return moved
+    return move_tile
 
 
 @cache

@@ -66,9 +66,9 @@ def _bf16_bits(b: Any, v: Any) -> Any:
     """Return the bits of a float32. Their upper half is the nearest bfloat16: ties to even, NaN stays NaN."""
     bits = b.bitcast(v, _I)
     odd = b.and_(b.lshr(bits, _ints(16)), _ints(1))
-    near = b.add(bits, b.add(odd, _ints(0x7FFF)))
+    nearest = b.add(bits, b.add(odd, _ints(0x7FFF)))
     quiet = b.or_(bits, _ints(0x400000))
-    return b.select(b.fcmp_unordered("uno", v, v), quiet, near)
+    return b.select(b.fcmp_unordered("uno", v, v), quiet, nearest)
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)

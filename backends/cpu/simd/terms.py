@@ -59,8 +59,8 @@ def store_ordered_bf16_terms(count: int) -> Intrinsic:
             b.store(shorts, b.inttoptr(to, shorts.type.as_pointer()), align=2)
             if term < count - 1:
                 low, high = (
-                    _zero_nonfinite(b, b.fsub(v, near))
-                    for v, near in zip((low, high), widen_bf16(b, shorts), strict=True)
+                    _zero_nonfinite(b, b.fsub(v, nearest))
+                    for v, nearest in zip((low, high), widen_bf16(b, shorts), strict=True)
                 )
                 to = b.add(to, step)
 

@@ -258,12 +258,12 @@ fma = intrinsic(FLOATS, FLOATS, FLOATS, FLOATS)(lambda b, x, y, z: _call(b, "llv
 maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maxnum.v16f32", _F, x, y))
 """The larger of two numbers, or the other one if one is NaN: for maxima that need not propagate NaN."""
 minimum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.minnum.v16f32", _F, x, y))
-at_least = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, low: b.select(b.fcmp_ordered(">", low, x), low, x))
+clamp_min = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, low: b.select(b.fcmp_ordered(">", low, x), low, x))
 """`x`, or `low` if it is larger; NaN stays NaN.
 
 This is one instruction, ``max(low, x)``, which returns its second operand unless the first is larger.
 """
-at_most = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, high: b.select(b.fcmp_ordered("<", high, x), high, x))
+clamp_max = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, high: b.select(b.fcmp_ordered("<", high, x), high, x))
 ieee_maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maximum.v16f32", _F, x, y))
 """The larger of two numbers, NaN if one is; +0 is larger than -0."""
 ieee_minimum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.minimum.v16f32", _F, x, y))
@@ -308,10 +308,10 @@ def _make_choice(sign: str) -> Intrinsic:
     """Make an intrinsic for the number of two for which ``x sign y`` holds; NaN if one of them is NaN."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
-    def chosen(b, x, y):
+    def choose(b, x, y):
         return b.select(b.fcmp_unordered("uno", x, y), b.fadd(x, y), b.select(b.fcmp_ordered(sign, x, y), x, y))
 
-    return chosen
+    return choose
 
 
 larger, smaller = _make_choice(">"), _make_choice("<")
@@ -416,12 +416,12 @@ shift_right = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.lshr(x, n))
 
 def _make_bytes_as_floats(first: int) -> Intrinsic:
     @intrinsic(FLOATS, INTS)
-    def made(b, x):
+    def convert(b, x):
         chars = b.bitcast(x, _B)
         lanes = ir.Constant(_I, list(range(first, first + LANES)))
         return b.sitofp(b.zext(b.shuffle_vector(chars, chars, lanes), _I), _F)
 
-    return made
+    return convert
 
 
 bytes_as_floats, next_bytes_as_floats = (_make_bytes_as_floats(first) for first in (0, LANES))

@@ -7,7 +7,7 @@ import numpy as np
 from .....ops.declaration.attributes import float_attribute
 from ....operands import BoundInstruction, float_bits
 from ...compiler import kernel, subroutine
-from ...simd.vectors import LANES, add, at_least, at_most, div, fma, mul, splat, sub, where_less, zeros
+from ...simd.vectors import LANES, add, clamp_max, clamp_min, div, fma, mul, splat, sub, where_less, zeros
 from ...steps import StepTableBuilder
 from ..functions import exp, expm1
 from ..packing import compute_thread_range
@@ -27,7 +27,7 @@ def xielu(a, thread, threads):
         source, target = XIELU.x(a, i), XIELU.y(a, i)
         for c in range(0, n, LANES):
             x = load_lanes(source, c, n, 4)
-            above, below = mul(positive, mul(x, x)), mul(negative, sub(expm1(at_most(x, eps)), x))
+            above, below = mul(positive, mul(x, x)), mul(negative, sub(expm1(clamp_max(x, eps)), x))
             store_lanes(target, c, n, fma(beta, x, where_less(zeros(), x, above, below)))
     return 0
 
@@ -35,9 +35,9 @@ def xielu(a, thread, threads):
 @subroutine
 def limited_unit(gate, up, alpha, limit, offset):
     """``g sigmoid(alpha g) (clip(up, -limit, limit) + offset)`` for ``g = min(gate, limit)``."""
-    g = at_most(gate, limit)
+    g = clamp_max(gate, limit)
     activation = div(g, add(splat(1.0), exp(sub(zeros(), mul(alpha, g)))))
-    return mul(activation, add(at_most(at_least(up, sub(zeros(), limit)), limit), offset))
+    return mul(activation, add(clamp_max(clamp_min(up, sub(zeros(), limit)), limit), offset))
 
 
 @kernel
