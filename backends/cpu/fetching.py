@@ -132,8 +132,8 @@ class TimedMatmul:
                         y=y.ctypes.data,
                         step=0,
                         scratch=scratch.ctypes.data + thread * blocks.scratch_bytes,
-                        near=near_distance,
-                        far=far_distance,
+                        l1_ahead=l1_ahead,
+                        l2_ahead=l2_ahead,
                         tickets=0,
                     ),
                     np.int64,
@@ -143,7 +143,7 @@ class TimedMatmul:
                     pairwise(grouped.compute_even_bounds(len(matrix), MAX_GROUP_ROWS, threads))
                 )
             ]
-            for near_distance, far_distance in PREFETCH_DISTANCES
+            for l1_ahead, l2_ahead in PREFETCH_DISTANCES
         ]
         self._memory = matrices, x, y, slots, scratch
         self._kernel = KERNEL_FUNCTION(

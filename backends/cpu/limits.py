@@ -23,11 +23,11 @@ from .simd.bytes import has_dot4
 
 MEASUREMENT_RUNS = 5
 READ_PATTERNS = (
-    {"streams": 1, "together": 0, "near": 0, "far": 0},
-    {"streams": 1, "together": 0, "near": 8192, "far": 16384},
-    {"streams": 1, "together": 1, "near": 0, "far": 0},
-    {"streams": 8, "together": 0, "near": 0, "far": 0},
-    {"streams": 8, "together": 0, "near": 2048, "far": 8192},
+    {"streams": 1, "together": 0, "l1_ahead": 0, "l2_ahead": 0},
+    {"streams": 1, "together": 0, "l1_ahead": 8192, "l2_ahead": 16384},
+    {"streams": 1, "together": 1, "l1_ahead": 0, "l2_ahead": 0},
+    {"streams": 8, "together": 0, "l1_ahead": 0, "l2_ahead": 0},
+    {"streams": 8, "together": 0, "l1_ahead": 2048, "l2_ahead": 8192},
 )
 """Patterns that only read memory, as words of `limits.READ`; the best one differs between processors."""
 ROW_BYTES = 1024 // DType.Q8_0.block * DType.Q8_0.block_bytes

@@ -23,7 +23,7 @@ from .compiler import KERNEL_FUNCTION, compile_missing
 from .crew import ThreadPool
 from .kernels import collective
 from .kernels.crew import RUN_ARGS
-from .kernels.loop import ARGS, BARRIER_FLAG, SHARED_BYTES, STEP_FAILED_OFFSET, STEP_WORDS, WHOLE_FLAG, run, timed
+from .kernels.loop import ARGS, BARRIER_FLAG, SHARED_BYTES, STEP_FAILED_OFFSET, STEP_WORDS, WHOLE_FLAG, run, run_timed
 from .kernels.packing import INVALID_ROW
 from .steps import TableStep
 
@@ -100,7 +100,7 @@ class Segment:
     def timed_segment(self) -> Segment:
         """The same segment with a loop that writes the start of each step into `times`, for `parse_step_times`."""
         segment = copy(self)
-        segment._loop = self._loop_at(timed.address, self.times.ctypes.data)
+        segment._loop = self._loop_at(run_timed.address, self.times.ctypes.data)
         return segment
 
     @staticmethod

@@ -57,9 +57,9 @@ def exp(x):
     Results are inf and 0 past the range; NaN passes both comparisons. The power is applied in two halves. Both halves
     are normal numbers.
     """
-    held = where_less(x, splat(-104.0), splat(-104.0), where_less(splat(90.0), x, splat(90.0), x))
-    n = round_to_int(mul(held, splat(1.4426950408889634)))
-    r = fma(to_float(n), splat(-0.693359375), held)
+    clamped = where_less(x, splat(-104.0), splat(-104.0), where_less(splat(90.0), x, splat(90.0), x))
+    n = round_to_int(mul(clamped, splat(1.4426950408889634)))
+    r = fma(to_float(n), splat(-0.693359375), clamped)
     r = fma(to_float(n), splat(2.12194440e-4), r)
     p = fma(r, splat(1.9875691500e-4), splat(1.3981999507e-3))
     p = fma(p, r, splat(8.3334519073e-3))
@@ -98,8 +98,8 @@ def expm1(x):
     p = fma(p, x, splat(4.16666637e-2))
     p = fma(p, x, splat(1.66666671e-1))
     p = fma(p, x, splat(FLOAT_HALF))
-    near = mul(x, fma(p, x, splat(FLOAT_ONE)))
-    return where_less(absolute(x), splat(FLOAT_HALF), near, sub(exp(x), splat(FLOAT_ONE)))
+    polynomial = mul(x, fma(p, x, splat(FLOAT_ONE)))
+    return where_less(absolute(x), splat(FLOAT_HALF), polynomial, sub(exp(x), splat(FLOAT_ONE)))
 
 
 @subroutine

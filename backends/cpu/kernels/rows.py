@@ -262,8 +262,8 @@ def make_row_walk(
     if not apart and any(s not in (0, 1) for s in steps) and n > 1:
         return None
     if not merged and not whole_rows and n > MAX_ROW_ELEMENTS:
-        piece = max(p for p in range(1, MAX_ROW_ELEMENTS + 1) if n % p == 0)
-        merged, n = [(n // piece, *(s * piece for s in steps))], piece
+        row_elements = max(p for p in range(1, MAX_ROW_ELEMENTS + 1) if n % p == 0)
+        merged, n = [(n // row_elements, *(s * row_elements for s in steps))], row_elements
     if len(merged) > 3:
         return None
     while len(merged) < 3:
@@ -297,15 +297,15 @@ def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Opera
             if to is not source:
                 _add_gather_step(steps, source, to)
         return add_row_step(steps, of, dense, out)
-    if (pieces := find_column_split(steps, sources, out)) is not None:
-        cut = zip(*(pieces.slice_by_thread(o) for o in (*sources, out)), strict=True)
-        parts = [None if None in each else _make_thread_work(of, each[:-1], each[-1]) for each in cut]
+    if (column_split := find_column_split(steps, sources, out)) is not None:
+        slices = zip(*(column_split.slice_by_thread(o) for o in (*sources, out)), strict=True)
+        parts = [None if None in each else _make_thread_work(of, each[:-1], each[-1]) for each in slices]
         if all(
             part is not None
-            for part, (first, last) in zip(parts, pairwise(pieces.axis_bounds), strict=True)
+            for part, (first, last) in zip(parts, pairwise(column_split.axis_bounds), strict=True)
             if first < last
         ):
-            steps.add_by_columns(of[0], parts, out, pieces.column_bounds)
+            steps.add_by_columns(of[0], parts, out, column_split.column_bounds)
             return True
     steps.add(of[0], whole.words, reads=sources, writes=[out])
     return True

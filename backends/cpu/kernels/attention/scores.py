@@ -63,9 +63,9 @@ def exp2(x):
 
     A polynomial of degree 5 on [-1/2, 1/2], which is 1 at 0. The integer part is added to the exponent.
     """
-    held = where_less(x, splat(-127.0), splat(-127.0), x)
-    n = add(held, splat(ROUNDING_CONSTANT))
-    r = sub(held, sub(n, splat(ROUNDING_CONSTANT)))
+    clamped = where_less(x, splat(-127.0), splat(-127.0), x)
+    n = add(clamped, splat(ROUNDING_CONSTANT))
+    r = sub(clamped, sub(n, splat(ROUNDING_CONSTANT)))
     p = fma(r, splat(1.3264727094e-03), splat(9.6715126824e-03))
     p = fma(p, r, splat(5.5507337439e-02))
     p = fma(p, r, splat(2.4022242085e-01))

@@ -92,12 +92,12 @@ def _make_multiply_few(dtype: DType, count: int) -> Subroutine:
     zeros, inner, inner_some = rows.zero_sums, rows.add_inner_product, rows.add_partial_inner_product
     joined, put_totals = rows.add_tiles, rows.store_lane_sums
 
-    def few(to, group, stride, left, columns, x, near, far):
+    def few(to, group, stride, left, columns, x, l1_ahead, l2_ahead):
         for i in range(min(LANES, left)):
             row, c = group + i * stride, 0
             first, second, third, fourth = zeros(), zeros(), zeros(), zeros()
             while c + 4 * LANES <= columns:
-                prefetch_lines(row + c * size, size, near, far)
+                prefetch_lines(row + c * size, size, l1_ahead, l2_ahead)
                 first = inner(first, weights(row, c, columns), x, 4 * c)
                 second = inner(second, weights(row, c + 16, columns), x, 4 * c + 64)
                 third = inner(third, weights(row, c + 32, columns), x, 4 * c + 128)
@@ -176,8 +176,8 @@ def bind_column_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     With more than `MAX_LEFTOVER_ROWS` rows of x it pays to expand the columns instead.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
-    alike = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= MAX_LEFTOVER_ROWS
-    if not alike or not (w.is_float and x.is_float) or w.strides[1] != 1 or y.strides[-1] != 1:
+    is_batched = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= MAX_LEFTOVER_ROWS
+    if not is_batched or not (w.is_float and x.is_float) or w.strides[1] != 1 or y.strides[-1] != 1:
         return False
     (matrices, count, _), (_, rows, width) = x.shape, w.shape
     words = COLUMN_MATMUL_ARGS(

@@ -419,8 +419,10 @@ def _make_format(
     """Make a format. `biases` is a number if the codes have a fixed zero point."""
     zero = biases if isinstance(biases, int) else 0
     bias = biases if isinstance(biases, Subroutine) else _make_zero_point_biases(scales, zero)
-    most = (1 << sum(widths)) - 1 if largest is None else largest
-    return PackedFormat(dtype, widths, four, split, codes or make_code_loader(widths), scales, bias, zero, halves, most)
+    max_code = (1 << sum(widths)) - 1 if largest is None else largest
+    return PackedFormat(
+        dtype, widths, four, split, codes or make_code_loader(widths), scales, bias, zero, halves, max_code
+    )
 
 
 _INTERLEAVED_BIASES = load_scales_next_to_biases, load_biases_next_to_scales

@@ -151,14 +151,14 @@ def make_store_units(kind: str) -> Subroutine:
 
 def make_amx_units(dtype: DType, kind: str) -> Subroutine:
     """Make `GatedVariant.compute_units` for AMX tiles."""
-    meet = tiled.make_amx_multiply(make_amx_weight(dtype), make_store_units(kind), 1)
+    multiply = tiled.make_amx_multiply(make_amx_weight(dtype), make_store_units(kind), 1)
 
     def units(a, mine, row, wide, chunk, stop, y, step, ahead):
         stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
         gate, up = ARGS.weights(a, 0) + row * stride, ARGS.weights(a, 1) + row * stride
         left = ARGS.rows(a) - row
-        squares = (min(wide, left) + GROUP_ROWS - 1) // GROUP_ROWS
-        meet(mine, gate, up, squares, left, stride, columns, x, pitch, chunk, stop, y, step, ahead * stride)
+        matrices = (min(wide, left) + GROUP_ROWS - 1) // GROUP_ROWS
+        multiply(mine, gate, up, matrices, left, stride, columns, x, pitch, chunk, stop, y, step, ahead * stride)
 
     return subroutine(units)
 
@@ -223,10 +223,11 @@ def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Ker
         kind: A key of `GATED`.
         rounding: The kind of `rounding` of x.
     """
-    way = make_gated_variant(dtype, kind, rounding)
-    units, wide_of, many, begin, end = way.compute_units, way.block_width, way.rows_per_chunk, way.begin, way.end
-    own = way.unit_scratch_bytes
-    passing, scratch = compute_padded_row_bytes(way), compute_gated_scratch_bytes(way)
+    variant = make_gated_variant(dtype, kind, rounding)
+    units, wide_of, many = variant.compute_units, variant.block_width, variant.rows_per_chunk
+    begin, end = variant.begin, variant.end
+    own = variant.unit_scratch_bytes
+    passing, scratch = compute_padded_row_bytes(variant), compute_gated_scratch_bytes(variant)
 
     def body(a, thread, threads):
         rows, count, step, tickets = ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
@@ -236,13 +237,13 @@ def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Ker
         for turn in range(spans):
             span = choose_span(turn, spans, thread, threads)
             start, last = compute_span_start(count, many, span, spans), compute_span_start(count, many, span + 1, spans)
-            drawn = select_span_queue(tickets, span)
-            piece, ticket = 0, take_work_item(drawn, 0)
+            queue = select_span_queue(tickets, span)
+            item, ticket = 0, take_work_item(queue, 0)
             for chunk in range(start, last, many):
                 stop = min(last, chunk + many)
                 row = 0
                 while row < rows:
-                    if piece == ticket:
+                    if item == ticket:
                         y, pace = ARGS.y(a) + chunk * step + 4 * row, step
                         if step == 0:
                             y, pace = mine + own, passing
@@ -257,27 +258,27 @@ def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Ker
                                     row // BLOCK_COLUMNS + b,
                                     y + (i - chunk) * pace + b * BLOCK_BYTES,
                                 )
-                        ticket = take_work_item(drawn, piece + 1)
-                    piece += 1
+                        ticket = take_work_item(queue, item + 1)
+                    item += 1
                     row += wide
-            finish_queue(drawn, ticket, piece, threads)
+            finish_queue(queue, ticket, item, threads)
         end(mine)
         return 0
 
     return Kernel(f"pairs_many.pair_many.{dtype}.{kind}" + TILE_SUFFIX * (rounding in TERMS_BY_KIND), body)
 
 
-def compute_padded_row_bytes(way: GatedVariant) -> int:
+def compute_padded_row_bytes(variant: GatedVariant) -> int:
     """Return the bytes from row to row of units that are not stored as float32.
 
     64 extra bytes spread the rows over the sets of the nearest cache.
     """
-    return way.max_block_width * BLOCK_BYTES + 64
+    return variant.max_block_width * BLOCK_BYTES + 64
 
 
-def compute_gated_scratch_bytes(way: GatedVariant) -> int:
+def compute_gated_scratch_bytes(variant: GatedVariant) -> int:
     """Return the scratch bytes of a thread: for the units, and blocks of units for each row of a chunk."""
-    return way.unit_scratch_bytes + way.rows_per_chunk * compute_padded_row_bytes(way)
+    return variant.unit_scratch_bytes + variant.rows_per_chunk * compute_padded_row_bytes(variant)
 
 
 def _fuse_gated_matmul_many(flow: Dataflow, number: int) -> FusedBinding:
@@ -298,18 +299,18 @@ def _fuse_gated_matmul_many(flow: Dataflow, number: int) -> FusedBinding:
 
 def _add_gated_matmul_many(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     """Add the step of a gated matmul of many rows."""
-    first, wanted = pair.matmuls[0], find_result_consumers(steps, pair.unit)
+    first, consumers = pair.matmuls[0], find_result_consumers(steps, pair.unit)
     w, x = first.operand(0), first.operand(1)
-    rounding, dealt, (stride, _) = (
+    rounding, is_shared, (stride, _) = (
         tiled.choose_activation_kind(first),
         is_shared_by_threads(steps, first),
         compute_weight_strides(w),
     )
     assert rounding is not None
-    q = quantise_activations(steps, x, rounding, for_all=dealt)[0]
-    records = wanted.make_records(steps, shared=True)
-    to = wanted.make_target(
-        pair.unit.out if wanted.needs_floats else None, wanted.make_scratch_rows(steps)[0], records[0]
+    q = quantise_activations(steps, x, rounding, for_all=is_shared)[0]
+    records = consumers.make_records(steps, shared=True)
+    to = consumers.make_target(
+        pair.unit.out if consumers.needs_floats else None, consumers.make_scratch_rows(steps)[0], records[0]
     )
     nbytes = compute_gated_scratch_bytes(make_gated_variant(w.dtype, pair.unit_kind, rounding))
     memory = steps.scratch(f"pair {nbytes}", nbytes * steps.threads)
@@ -318,11 +319,11 @@ def _add_gated_matmul_many(steps: StepTableBuilder, pair: GatedMatmul) -> None:
         words = ARGS(
             weights=pair.weight_addresses,
             stride=stride,
-            rows=wanted.columns,
+            rows=consumers.columns,
             columns=w.shape[-1],
             x=q.address,
             pitch=compute_quantised_bytes(1, w.shape[-1], rounding),
-            count=wanted.rows,
+            count=consumers.rows,
             y=to.float_rows.address,
             step=to.row_step_bytes,
             scratch=memory.address,
@@ -331,11 +332,11 @@ def _add_gated_matmul_many(steps: StepTableBuilder, pair: GatedMatmul) -> None:
         )
         return ThreadWork(words, [*(p.operand(0) for p in pair.matmuls), q], to.writes)
 
-    if dealt:
+    if is_shared:
         steps.add_queued(make_gated_matmul_many_kernel(w.dtype, pair.unit_kind, rounding), share)
     else:
         steps.add_per_thread(make_gated_matmul_many_kernel(w.dtype, pair.unit_kind, rounding), [share(0)])
-    wanted.remember_records(steps, records)
+    consumers.remember_records(steps, records)
 
 
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"mul_mat": (_fuse_gated_matmul_many,)}

@@ -70,8 +70,8 @@ def make_amx_weight(dtype: DType) -> AmxWeight:
         return AmxWeight(dtype, TILED_KIND, 1, 24, _make_expand_packed(FORMATS[dtype]))
     if dtype is DType.BF16:
         return AmxWeight(dtype, SPLIT_KIND, 1, 7, _expand_bf16)
-    terms, least = {DType.F16: (2, 7), DType.F32: (FLOAT32_TERMS, 96)}[dtype]
-    return AmxWeight(dtype, SPLIT_KIND, terms, least, _make_expand_split(dtype, terms))
+    terms, min_rows = {DType.F16: (2, 7), DType.F32: (FLOAT32_TERMS, 96)}[dtype]
+    return AmxWeight(dtype, SPLIT_KIND, terms, min_rows, _make_expand_split(dtype, terms))
 
 
 def _make_expand_packed(form: PackedFormat) -> Subroutine:
@@ -130,11 +130,11 @@ def make_multiply_terms(weight: AmxWeight, tiles_of_x: int) -> Subroutine:
     of_x = TERMS_BY_KIND[weight.activation_kind]
     pairs = [(i, j) for i in reversed(range(weight.term_count)) for j in reversed(range(of_x)) if i + j < FLOAT32_TERMS]
     news = [k == 0 or pairs[k - 1][0] != i for k, (i, _) in enumerate(pairs)]
-    made = (
+    parts = (
         _make_multiply_term(i * BLOCK_BYTES, j * BLOCK_BYTES, new, tiles_of_x == 2)
         for (i, j), new in zip(pairs, news, strict=True)
     )
-    return reduce(_chain_parts, made)
+    return reduce(_chain_parts, parts)
 
 
 def _make_multiply_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
