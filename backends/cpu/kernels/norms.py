@@ -40,19 +40,19 @@ def sum_of_squares(x, n):
 
 @subroutine
 def compute_rms_factor(square_sum, n, eps):
-    """Return ``1 / sqrt(squares / n + eps)``."""
+    """Return ``1 / sqrt(square_sum / n + eps)``."""
     return FLOAT_ONE / sqrt_scalar(square_sum / np.float32(n) + eps)
 
 
 @subroutine
 def compute_l2_factor(square_sum, n, eps):
-    """Return ``1 / max(sqrt(squares), eps)``, the definition of ggml."""
+    """Return ``1 / max(sqrt(square_sum), eps)``, the definition of ggml."""
     return FLOAT_ONE / max(sqrt_scalar(square_sum), eps)
 
 
 @subroutine
 def compute_l2_factor_added(square_sum, n, eps):
-    """Return ``1 / sqrt(squares + eps)``."""
+    """Return ``1 / sqrt(square_sum + eps)``."""
     return FLOAT_ONE / sqrt_scalar(square_sum + eps)
 
 

@@ -123,14 +123,14 @@ def _choose_key_split(steps: StepTableBuilder, walks: int, groups: int, k: Opera
     Returns:
         The groups of heads that walk together, and the number of splits of the keys.
     """
-    most = max(1, k.shape[-3] // MIN_KEYS_PER_SPLIT) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
+    max_splits = max(1, k.shape[-3] // MIN_KEYS_PER_SPLIT) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
     parts = _compute_split_count(steps, walks)
     if all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v)):
         if groups % parts == 0:
             return groups // parts, 1
-        if most >= parts:
+        if max_splits >= parts:
             return groups, parts
-    return 1, min(most, _compute_split_count(steps, walks * groups))
+    return 1, min(max_splits, _compute_split_count(steps, walks * groups))
 
 
 def _compute_split_count(steps: StepTableBuilder, units: int) -> int:
@@ -147,14 +147,14 @@ def _is_readable(x: Operand | None) -> bool:
 
 def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add attention steps: prefill kernels from `MIN_PREFILL_TOKENS` on, else decode; False if operands do not fit."""
-    given, sinks, out = call.src[:4], call.optional_operand(4), call.out
+    inputs, sinks, out = call.src[:4], call.optional_operand(4), call.out
     floats = (call.operand(0), call.optional_operand(3), sinks)
-    if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable, given[1:3])):
+    if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable, inputs[1:3])):
         return False
     if not out.is_float or out.strides[-1] != 1:
         return False
     q, k, v, mask = (
-        x and _copy_if_strided(steps, n, x) for n, x in zip(("q", "k", "v", "mask"), (*given, None), strict=False)
+        x and _copy_if_strided(steps, n, x) for n, x in zip(("q", "k", "v", "mask"), (*inputs, None), strict=False)
     )
     assert q is not None
     assert k is not None

@@ -276,29 +276,29 @@ def load_queries(a, heads, start, end, place):
 
 def _make_copy_tile_rows(cells: CacheCells) -> Subroutine:
     """Make ``(source, step, rows, size, to, wide)``: copy the rows of a tile to dense, zero-padded rows of `wide`."""
-    some = cells.load_first
+    load_first = cells.load_first
 
-    def take_rows(source, step, rows, size, to, wide):
+    def copy_tile_rows(source, step, rows, size, to, wide):
         for r in range(TILE_KEYS):
             for c in range(0, wide, LANES):
                 row = source + r * step
-                store(to + 4 * (r * wide + c), some(row, c, size) if r < rows and c < size else zeros())
+                store(to + 4 * (r * wide + c), load_first(row, c, size) if r < rows and c < size else zeros())
 
-    return subroutine(take_rows)
+    return subroutine(copy_tile_rows)
 
 
 def _make_copy_tile(k: DType, v: DType) -> Subroutine:
     """Make the part that copies the keys and values of a tile."""
-    take_keys, take_values = _make_copy_tile_rows(CELLS_BY_DTYPE[k]), _make_copy_tile_rows(CELLS_BY_DTYPE[v])
+    copy_keys, copy_values = _make_copy_tile_rows(CELLS_BY_DTYPE[k]), _make_copy_tile_rows(CELLS_BY_DTYPE[v])
 
-    def take_tile(a, heads, s, place):
+    def copy_tile(a, heads, s, place):
         keys, values, left = place[0], place[1], ARGS.keys(a) - s
         size, width, pace = ARGS.size(a), ARGS.width(a), ARGS.k_step(a)
-        take_keys(load_long(heads + HEAD_KEY) + s * pace, pace, left, size, keys, round_up(size, LANES))
+        copy_keys(load_long(heads + HEAD_KEY) + s * pace, pace, left, size, keys, round_up(size, LANES))
         pace = ARGS.v_step(a)
-        take_values(load_long(heads + HEAD_VALUE) + s * pace, pace, left, width, values, round_up(width, BLOCK_TOKENS))
+        copy_values(load_long(heads + HEAD_VALUE) + s * pace, pace, left, width, values, round_up(width, BLOCK_TOKENS))
 
-    return subroutine(take_tile)
+    return subroutine(copy_tile)
 
 
 @subroutine
@@ -336,9 +336,9 @@ def attend_block(a, count, union, hidden, slope, queries, state, result, place):
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
     """Make the part that processes all tokens of a unit with a tile. The tile is copied only if a token sees a key."""
-    take_tile = _make_copy_tile(k, v)
+    copy_tile = _make_copy_tile(k, v)
 
-    def meet_all(a, heads, start, end, s, place):
+    def attend_all(a, heads, start, end, s, place):
         shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
         _, _, _, hidden, bits, _, queries, states, results = place
         deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK_TOKENS)
@@ -355,7 +355,7 @@ def _make_attend_all(k: DType, v: DType) -> Subroutine:
                         load_mask(seen + 4 * s, step, count, keys - s, place[2], hidden)
                 if union != 0:
                     if not ready:
-                        take_tile(a, heads, s, place)
+                        copy_tile(a, heads, s, place)
                         ready = True
                     slope = load_scalar(head + HEAD_SLOPE)
                     attend_block(a, count, union, 0 if plain else hidden, slope, queries, states, results, place)
@@ -363,7 +363,7 @@ def _make_attend_all(k: DType, v: DType) -> Subroutine:
                 states += 8 * BLOCK_TOKENS
                 results += 4 * BLOCK_TOKENS * wide
 
-    return subroutine(meet_all)
+    return subroutine(attend_all)
 
 
 @subroutine
@@ -386,10 +386,10 @@ def store_results(a, heads, start, end, place):
 
 def make_span_kernel(
     name: str,
-    places: Subroutine,
-    take: Subroutine,
-    meet_all: Subroutine,
-    put: Subroutine,
+    locate_scratch: Subroutine,
+    load_unit: Subroutine,
+    attend_tile: Subroutine,
+    store_unit: Subroutine,
     begin: TileOperation,
     end: TileOperation,
 ) -> Kernel:
@@ -397,32 +397,32 @@ def make_span_kernel(
 
     Args:
         name: The name of the kernel.
-        places: ``(a, thread)`` returns the scratch layout; its first address is `memory`.
-        take: ``(a, heads, start, stop, place)`` loads the queries of tokens.
-        meet_all: ``(a, heads, start, stop, key, place)`` processes these tokens with the tile at `key`.
-        put: Stores results; arguments as `take`.
+        locate_scratch: ``(a, thread)`` returns the scratch layout; its first address is `memory`.
+        load_unit: ``(a, heads, start, stop, place)`` loads the queries of tokens.
+        attend_tile: ``(a, heads, start, stop, key, place)`` processes these tokens with the tile at `key`.
+        store_unit: Stores results; arguments as `load_unit`.
         begin: Called with ``(memory)`` first.
         end: Called with ``(memory)`` last.
     """
 
     def body(a, thread, threads):
-        tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), places(a, thread)
+        tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), locate_scratch(a, thread)
         tickets, spans = ARGS.tickets(a), (tokens + span - 1) // span
-        piece, mine = 0, take_work_item(tickets, 0)
+        item, mine = 0, take_work_item(tickets, 0)
         begin(place[0])
         for number in range(spans):
             start = (spans - 1 - number) * span
             stop = min(tokens, start + span)
             for unit in range(units):
-                if piece == mine:
+                if item == mine:
                     heads = ARGS.heads(a) + unit * ARGS.shared(a) * HEAD_BYTES
-                    take(a, heads, start, stop, place)
+                    load_unit(a, heads, start, stop, place)
                     for s in range(0, ARGS.keys(a), TILE_KEYS):
-                        meet_all(a, heads, start, stop, s, place)
-                    put(a, heads, start, stop, place)
-                    mine = take_work_item(tickets, piece + 1)
-                piece += 1
-        finish_queue(tickets, mine, piece, threads)
+                        attend_tile(a, heads, start, stop, s, place)
+                    store_unit(a, heads, start, stop, place)
+                    mine = take_work_item(tickets, item + 1)
+                item += 1
+        finish_queue(tickets, mine, item, threads)
         end(place[0])
         return 0
 

@@ -108,10 +108,10 @@ KEYS_PER_SOFTMAX_STEP = 8
 def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
     """Return the scratch bytes of a thread. `rows` is heads of a group times tokens of a unit."""
     deep, wide = max(1, math.ceil(size / MATRIX_SIZE)), math.ceil(width / MATRIX_SIZE)
-    squares, weights = TILE_HALVES * (deep + wide + 2) + deep + 2, 2 * TILE_HALVES * WEIGHT_BYTES
+    matrices, weights = TILE_HALVES * (deep + wide + 2) + deep + 2, 2 * TILE_HALVES * WEIGHT_BYTES
     lists = TILE_HALVES * (MAX_STEPS * (deep + wide) + 1) * STEP_BYTES + 64
     job = QUERY_BYTES * deep + MATRIX_BYTES * (wide + TILE_HALVES) + STATE_BYTES + JOB_BYTES
-    return TILE_MEMORY_BYTES + MATRIX_BYTES * squares + weights + lists + rows // BLOCK_TOKENS * job
+    return TILE_MEMORY_BYTES + MATRIX_BYTES * matrices + weights + lists + rows // BLOCK_TOKENS * job
 
 
 @subroutine
@@ -175,17 +175,17 @@ def load_queries(a, heads, start, end, place):
 
 def _make_load_tile(k: DType, v: DType) -> Subroutine:
     """Make the part that loads the matrices of keys and values of a tile."""
-    take_keys = make_rows_to_matrices(k, TILE_KEYS)
-    take_values = make_columns_to_matrices(v, TILE_KEYS)
+    load_keys = make_rows_to_matrices(k, TILE_KEYS)
+    load_values = make_columns_to_matrices(v, TILE_KEYS)
 
-    def take_tile(a, heads, s, place):
+    def load_tile(a, heads, s, place):
         left, deep, wide = ARGS.keys(a) - s, max(1, count_matrices(ARGS.size(a))), count_matrices(ARGS.width(a))
         step = ARGS.k_step(a)
-        take_keys(load_long(heads + HEAD_KEY) + s * step, step, left, ARGS.size(a), place[1], deep)
+        load_keys(load_long(heads + HEAD_KEY) + s * step, step, left, ARGS.size(a), place[1], deep)
         step = ARGS.v_step(a)
-        take_values(load_long(heads + HEAD_VALUE) + s * step, step, left, ARGS.width(a), place[2], wide, place[5])
+        load_values(load_long(heads + HEAD_VALUE) + s * step, step, left, ARGS.width(a), place[2], wide, place[5])
 
-    return subroutine(take_tile)
+    return subroutine(load_tile)
 
 
 @subroutine
@@ -288,13 +288,13 @@ def _make_softmax_job() -> Subroutine:
 
     Meanwhile the part runs the steps `at` to `end`.
     """
-    take = make_run_steps()
+    run_steps = make_run_steps()
 
-    def soften(a, mine, job, p, weights, at, end):
+    def compute_weights(a, mine, job, p, weights, at, end):
         state, hidden, cap = load_long(job + JOB_STATE), load_long(job + JOB_MASK), ARGS.cap(a)
         first, last = load_long(job + JOB_FIRST), load_long(job + JOB_LAST)
         stop = min(at + STEP_BYTES, end)
-        take(mine, at, stop)
+        run_steps(mine, at, stop)
         if cap > FLOAT_ZERO or hidden != 0:
             slope = load_scalar(load_long(job + JOB_HEAD) + HEAD_SLOPE)
             finish_key_scores(
@@ -317,21 +317,21 @@ def _make_softmax_job() -> Subroutine:
             for r in range(rows, rows + MATRIX_BYTES, 2 * ROW_BYTES):
                 due += pace * STEP_BYTES
                 while due >= whole:
-                    take(mine, stop, stop + STEP_BYTES)
+                    run_steps(mine, stop, stop + STEP_BYTES)
                     stop, due = stop + STEP_BYTES, due - whole
                 sums, more = exponentiate_key_pair(r, x, y, to, sums, more)
                 to += 64
         store_two(state + 128, sums, more)
 
-    return subroutine(soften)
+    return subroutine(compute_weights)
 
 
 def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
     """Make the part that processes jobs. Round i: scores of job i, weights of job i - 1, results of job i - 2."""
-    take, start, soften = make_run_steps(), make_begin_step(), _make_softmax_job()
+    run_steps, begin_steps, compute_weights = make_run_steps(), make_begin_step(), _make_softmax_job()
     list_scores, list_results = _make_list_scores(k), _make_list_results(v)
 
-    def meet(a, jobs, count, place):
+    def attend_jobs(a, jobs, count, place):
         mine, keys, values, scores, weights, _, _, steps, _, _, _, _ = place
         deep, wide = max(1, count_matrices(ARGS.size(a))), count_matrices(ARGS.width(a))
         for i in range(count + 2):
@@ -342,20 +342,22 @@ def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
                 end = list_results(end, job - 2 * JOB_BYTES, values, weights + even * WEIGHT_BYTES, wide)
             if end > steps:
                 add_end_step(end)
-                start(mine, steps)
+                begin_steps(mine, steps)
             if 0 < i <= count:
-                soften(a, mine, job - JOB_BYTES, scores + odd * MATRIX_BYTES, weights + odd * WEIGHT_BYTES, steps, end)
+                compute_weights(
+                    a, mine, job - JOB_BYTES, scores + odd * MATRIX_BYTES, weights + odd * WEIGHT_BYTES, steps, end
+                )
             else:
-                take(mine, steps, end)
+                run_steps(mine, steps, end)
 
-    return subroutine(meet)
+    return subroutine(attend_jobs)
 
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
     """Make the part that processes all tokens of a unit with a tile. The tile is loaded only if a token sees a key."""
-    take_tile, meet = _make_load_tile(k, v), _make_attend_jobs(k, v)
+    load_tile, attend_jobs = _make_load_tile(k, v), _make_attend_jobs(k, v)
 
-    def meet_all(a, heads, start, end, s, place):
+    def attend_all(a, heads, start, end, s, place):
         shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
         _, _, _, _, _, between, bits, _, queries, results, masks, states = place
         deep, wide = max(1, count_matrices(ARGS.size(a))), count_matrices(ARGS.width(a))
@@ -387,10 +389,10 @@ def _make_attend_all(k: DType, v: DType) -> Subroutine:
                 states += STATE_BYTES
                 masks += TILE_HALVES * MATRIX_BYTES
         if job != jobs:
-            take_tile(a, heads, s, place)
-            meet(a, jobs, (job - jobs) // JOB_BYTES, place)
+            load_tile(a, heads, s, place)
+            attend_jobs(a, jobs, (job - jobs) // JOB_BYTES, place)
 
-    return subroutine(meet_all)
+    return subroutine(attend_all)
 
 
 @subroutine

@@ -64,7 +64,7 @@ def compute_matrices_per_pass(columns, terms):
 def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subroutine:
     """Make the part that multiplies activation rows `chunk` to `stop` with two groups for each of `matrices` matrices.
 
-    The part is ``(mine, w, v, squares, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``. The first
+    The part is ``(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``. The first
     `each` groups of a matrix are rows at `w`, the others rows at `v`. `left` weight rows exist. Meanwhile the part
     prefetches weight rows `ahead` bytes further on, and the next activation rows, to the second cache.
 
