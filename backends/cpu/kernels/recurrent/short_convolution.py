@@ -190,9 +190,9 @@ def make_head_convolution_kernel(norm: str) -> Kernel:
     """Make the kernel of convolution, SiLU and head norms. The state rows are saved and overwritten.
 
     Heads have `size` numbers. `state` is f32[sequences, 3, channels]; `saved_state` receives its copy. `w` is
-    [channels, 4]. `ids` [sequences, 3] name the rows of the next state among the rows of state and x. Normed heads are not written to
-    y. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row. Scratch of a thread: 3 rows,
-    and `TILE_TOKENS` heads.
+    [channels, 4]. `ids` [sequences, 3] name the rows of the next state among the rows of state and x. Normed heads
+    are not written to y. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row. Scratch
+    of a thread: 3 rows, and `TILE_TOKENS` heads.
     """
     factor = NORM_FACTORS[norm]
 
