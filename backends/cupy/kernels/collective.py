@@ -312,8 +312,8 @@ def launch_bfloat16_widening(launches: LaunchBuilder, wire: LaunchWord, out: Ope
     )
 
 
-def _has_one_dtype(offers: Iterable[CollectiveOperands]) -> bool:
-    types = {o.dtype for offer in offers for o in (offer.source, offer.target)}
+def _has_one_dtype(collectives: Iterable[CollectiveOperands]) -> bool:
+    types = {o.dtype for operands in collectives for o in (operands.source, operands.target)}
     return len(types) == 1 and types <= COLLECTIVE_TYPE_NAMES.keys()
 
 
@@ -326,20 +326,20 @@ def _make_gather_binder(
         parts: Returns pairs of a slice of the result, and its summands: pairs of a device and a slice of its operand.
     """
 
-    def bound(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
-        offers = group.list_operands(_read_sequence(call))
-        whole = max(math.prod(x.shape) for o in offers for x in (o.source, o.target))
+    def bind(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
+        operands = group.list_operands(_read_sequence(call))
+        whole = max(math.prod(x.shape) for o in operands for x in (o.source, o.target))
         require_supported(
-            _has_one_dtype(offers) and whole < MAX_ELEMENTS, "operands are of several types, or too large"
+            _has_one_dtype(operands) and whole < MAX_ELEMENTS, "operands are of several types, or too large"
         )
         words = _make_group_fields(launches, _read_sequence(call), group)
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 0])
-        for into, summands in parts(call):
-            sources = [slice_operand(offers[device].source, index) for device, index in summands]
+        for into, partial_sums in parts(call):
+            sources = [slice_operand(operands[device].source, index) for device, index in partial_sums]
             launch_gather_sum(launches, sources, slice_operand(call.out, into), group)
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 1])
 
-    return bound
+    return bind
 
 
 def launch_gather_sum(launches: LaunchBuilder, sources: list[Operand], out: Operand, group: PeerGroup) -> None:

@@ -146,8 +146,8 @@ def choose_tile_shape(
     if not (w.dtype in PLANE_LAYOUTS or w.dtype in FLOAT_DTYPES):
         return None
     largest = WARPGROUP_TILE if launches.limits.has_warpgroups else TALL_TILE
-    most = 1 if not is_even else w.shape[-1] // MIN_SPLIT_COLUMNS if largest == WARPGROUP_TILE else 2
-    shares = [n for n in COLUMN_SPLITS if n <= max(1, most)]
+    max_shares = 1 if not is_even else w.shape[-1] // MIN_SPLIT_COLUMNS if largest == WARPGROUP_TILE else 2
+    shares = [n for n in COLUMN_SPLITS if n <= max(1, max_shares)]
     tall = [(largest, n) for n in shares] if entries >= largest.entries else []
     if w.dtype in FLOAT_DTYPES:
         if largest == WARPGROUP_TILE and is_even and _is_cluster_faster(w.shape[-2], int(entries)):
@@ -174,11 +174,11 @@ def unpack_to_bf16(launches: LaunchBuilder, w: Operand, entries: int) -> Operand
     """
     rows, columns = w.shape[-2:]
     copy = replace(w, tensor=replace(w.tensor, shape=(rows, columns), dtype=DType.BF16, strides=(columns, 1)))
-    is_worth = (
+    is_faster = (
         entries >= MIN_UNPACKED_ENTRIES and 2 * rows * columns <= MAX_UNPACKED_BYTES and launches.limits.has_warpgroups
     )
     if (
-        not is_worth
+        not is_faster
         or (choice := choose_tile_shape(launches, copy, entries, 1, True)) is None
         or choice[0] != CLUSTER_TILE
     ):
