@@ -305,7 +305,7 @@ class CudaDriver:
         words = np.array(launch.words, np.uint64)
         parameters = np.array([words.ctypes.data], np.uint64)
 
-        def call(kept_alive: Any = (function, words, parameters)) -> None:
+        def call(references: Any = (function, words, parameters)) -> None:
             try:
                 if library is None:
                     sizes = *launch.grid, *launch.block, launch.shared_bytes
