@@ -140,13 +140,13 @@ class StepTableBuilder:
         """Append a step in which each thread does its own part; None for a thread without work."""
         self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)
 
-    def add_queued(self, kernel: Kernel, share: Callable[[int], ThreadWork]) -> None:
+    def add_queued(self, kernel: Kernel, make_work: Callable[[int], ThreadWork]) -> None:
         """Append a step with work items that threads take from a queue.
 
-        `share` returns the work of all threads for the address of the queue.
+        `make_work` returns the work of all threads for the address of the queue.
         """
         self._append(
-            kernel, {ALL_THREADS: share(self.allocate_memory(tickets.QUEUE_BYTES).address)}, False, uses_queue=True
+            kernel, {ALL_THREADS: make_work(self.allocate_memory(tickets.QUEUE_BYTES).address)}, False, uses_queue=True
         )
 
     def add_by_columns(

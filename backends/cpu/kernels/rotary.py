@@ -194,7 +194,7 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         else None
     )
 
-    def share(x: Operand, y: Operand, rows_per_head: int, first: int) -> ThreadWork:
+    def make_thread_work(x: Operand, y: Operand, rows_per_head: int, first: int) -> ThreadWork:
         walk = _make_rotation_walk(x, y)
         assert walk is not None
         words = ROTATION_ARGS(
@@ -210,7 +210,7 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         return ThreadWork(words, [x, turning.cosines, turning.sines], [y])
 
     if column_split is None:
-        whole = share(x, y, 1, 0)
+        whole = make_thread_work(x, y, 1, 0)
         steps.add(make_rotate_kernel(neighbours), whole.words, reads=whole.reads, writes=whole.writes)
     else:
         mine = zip(
@@ -219,7 +219,7 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
             column_split.axis_bounds,
             strict=False,
         )
-        shares = [share(x, y, rows_per_head, first) if x and y else None for x, y, first in mine]
+        shares = [make_thread_work(x, y, rows_per_head, first) if x and y else None for x, y, first in mine]
         steps.add_by_columns(make_rotate_kernel(neighbours), shares, y, column_split.column_bounds)
     return True
 
@@ -328,7 +328,7 @@ def _add_norm_and_rotation(
     """Add the fused step of norm, factors and rotation."""
     x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, make_rotation_plan(steps, rope)
 
-    def share(x: Operand, factors: Operand, y: Operand, first: int) -> ThreadWork:
+    def make_thread_work(x: Operand, factors: Operand, y: Operand, first: int) -> ThreadWork:
         walk = _make_norm_rotation_walk(x, factors, y)
         assert walk is not None
         words = SCALED_ROTATION_ARGS(
@@ -348,10 +348,10 @@ def _add_norm_and_rotation(
         slices = zip(
             *(column_split.slice_by_thread(o) for o in (x, factors, y)), column_split.axis_bounds, strict=False
         )
-        shares = [share(x, w, y, first) if x and w and y else None for x, w, y, first in slices]
+        shares = [make_thread_work(x, w, y, first) if x and w and y else None for x, w, y, first in slices]
         steps.add_by_columns(kernel, shares, y, column_split.column_bounds)
     else:
-        whole = share(x, factors, y, 0)
+        whole = make_thread_work(x, factors, y, 0)
         steps.add(kernel, whole.words, reads=whole.reads, writes=whole.writes)
 
 

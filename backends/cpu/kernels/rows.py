@@ -66,7 +66,7 @@ load_row_count = subroutine(lambda a: load_word(a, 1) * load_word(a, 2) * load_w
 def _make_row_address(at: int) -> Subroutine:
     """Make ``(a, i)``: the address of row `i` of the operand with its words from `at` on."""
 
-    def row(a, i):
+    def compute_row_address(a, i):
         outer, inner = load_word(a, 2), load_word(a, 3)
         base = load_word(a, at)
         if load_word(a, 1) * outer == 1:
@@ -79,16 +79,16 @@ def _make_row_address(at: int) -> Subroutine:
             + i % inner * load_word(a, at + 3)
         )
 
-    return subroutine(row)
+    return subroutine(compute_row_address)
 
 
 def _make_element_step(at: int) -> Subroutine:
     """Make ``(a)``: the bytes from element to element of the operand with its words from `at` on."""
 
-    def step(a):
+    def load_element_step(a):
         return load_word(a, at + OPERAND_WORDS - 1)
 
-    return subroutine(step)
+    return subroutine(load_element_step)
 
 
 @subroutine

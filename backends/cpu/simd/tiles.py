@@ -94,7 +94,7 @@ def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None) ->
     """
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
-    def codes(b, p, h):
+    def load_codes_of_planes(b, p, h):
         vectors = _unpack_fields(b, p, widths[0])
         for high in widths[1:]:
             vectors = [b.or_(x, y) for x, y in zip(vectors, _unpack_fields(b, h, high, widths[0]), strict=True)]
@@ -102,7 +102,7 @@ def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None) ->
             vectors = [look_up.body(b, table.body(b), x) for x in vectors]
         return pack_vectors(b, vectors)
 
-    return codes
+    return load_codes_of_planes
 
 
 def _unpack_fields(b: Any, plane: Any, width: int, to: int = 0) -> list[Any]:

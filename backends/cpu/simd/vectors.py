@@ -321,11 +321,11 @@ def make_comparison(sign: str) -> Intrinsic:
     """Make an intrinsic that is 1 where ``x sign y`` holds, else 0; for NaN only ``!=`` holds."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
-    def holds(b, x, y):
+    def compare_lanes(b, x, y):
         compare = b.fcmp_unordered if sign == "!=" else b.fcmp_ordered
         return b.select(compare(sign, x, y), _const(_F, 1.0), _const(_F, 0.0))
 
-    return holds
+    return compare_lanes
 
 
 @intrinsic(FLOATS, INTS)
@@ -353,7 +353,7 @@ def _make_lane_reduction(join: Callable[..., Any]) -> Intrinsic:
     """Make an intrinsic that reduces all lanes in the order of a tree."""
 
     @intrinsic(FLOAT, FLOATS)
-    def across(b, x):
+    def reduce_lanes(b, x):
         n = LANES
         while n > 1:
             n //= 2
@@ -362,7 +362,7 @@ def _make_lane_reduction(join: Callable[..., Any]) -> Intrinsic:
             x = join(b, b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
         return b.extract_element(x, ir.Constant(_i32, 0))
 
-    return across
+    return reduce_lanes
 
 
 lane_sum, lane_product = (
@@ -416,12 +416,12 @@ shift_right = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.lshr(x, n))
 
 def _make_bytes_as_floats(first: int) -> Intrinsic:
     @intrinsic(FLOATS, INTS)
-    def convert(b, x):
+    def convert_bytes(b, x):
         chars = b.bitcast(x, _B)
         lanes = ir.Constant(_I, list(range(first, first + LANES)))
         return b.sitofp(b.zext(b.shuffle_vector(chars, chars, lanes), _I), _F)
 
-    return convert
+    return convert_bytes
 
 
 bytes_as_floats, next_bytes_as_floats = (_make_bytes_as_floats(first) for first in (0, LANES))

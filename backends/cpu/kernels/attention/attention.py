@@ -191,13 +191,13 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         kernel = many.make_prefill_attention_kernel(k.dtype, v.dtype)
         common |= {"scratch": scratch.address, "scratch_bytes": each}
 
-        def share(tickets: int) -> ThreadWork:
+        def make_thread_work(tickets: int) -> ThreadWork:
             return ThreadWork(attention_many.ARGS(**common, span=span, tickets=tickets), reads, [out, scratch])
 
         if steps.is_shared(reads, [out]):
-            steps.add_queued(kernel, share)
+            steps.add_queued(kernel, make_thread_work)
         else:
-            steps.add_per_thread(kernel, [share(0)])
+            steps.add_per_thread(kernel, [make_thread_work(0)])
         return True
     beside, chunks = _choose_key_split(steps, math.prod(leading), heads // shared, k, v)
     rows = tokens * shared
@@ -228,14 +228,14 @@ def _bind_join(
         steps.add(attention_few.join, attention_few.ARGS(**common), reads=reads, writes=[call.out, scratch])
         return
 
-    def share(thread: int, out: Operand) -> ThreadWork:
+    def make_thread_work(thread: int, out: Operand) -> ThreadWork:
         moved = heads.copy()
         moved[..., HEAD_OUT // 8] += out.address - call.out.address
         own_scratch = common["scratch"] + thread * common["scratch_bytes"]
         words = {**common, "heads": steps.constant(moved).address, "scratch": own_scratch}
         return ThreadWork(attention_few.ARGS(**words), reads, [out])
 
-    steps.add_per_thread(attention_few.join, [share(thread, out) for thread, out in enumerate(own)])
+    steps.add_per_thread(attention_few.join, [make_thread_work(thread, out) for thread, out in enumerate(own)])
     steps.set_per_thread_value(own, call.out)
 
 

@@ -350,7 +350,7 @@ def add_matmul_step(
     memory = steps.scratch(f"product {blocks.scratch_bytes}", blocks.scratch_bytes * steps.threads)
     l1_ahead, l2_ahead = find_prefetch_distance(w.dtype, several=math.prod(y.shape[:-1]) > to.expert_count)
 
-    def share(first: int, last: int, thread: int, tickets: int = 0) -> ThreadWork:
+    def make_thread_work(first: int, last: int, thread: int, tickets: int = 0) -> ThreadWork:
         mine, own = y.slice_axis(len(y.shape) - 1, first, last - first), x[thread]
         words = ARGS(
             w=w.address + first * stride,
@@ -375,13 +375,16 @@ def add_matmul_step(
 
     is_shared = is_shared_by_threads(steps, call)
     if is_shared and math.prod(y.shape[:-1]) >= MIN_EVENLY_SHARED_ROWS * to.slots_per_token:
-        steps.add_queued(kernel, lambda tickets: share(0, y.shape[-1], 0, tickets))
+        steps.add_queued(kernel, lambda tickets: make_thread_work(0, y.shape[-1], 0, tickets))
     elif is_shared:
         bounds = choose_thread_columns(call, blocks.tile_groups * GROUP_ROWS, steps.threads)
-        parts = [share(*pair, thread) if pair[0] < pair[1] else None for thread, pair in enumerate(pairwise(bounds))]
+        parts = [
+            make_thread_work(*pair, thread) if pair[0] < pair[1] else None
+            for thread, pair in enumerate(pairwise(bounds))
+        ]
         steps.add_by_columns(kernel, parts, y, bounds)
     elif y.shape[-1]:
-        steps.add_per_thread(kernel, [share(0, y.shape[-1], 0)])
+        steps.add_per_thread(kernel, [make_thread_work(0, y.shape[-1], 0)])
 
 
 def is_shared_by_threads(steps: StepTableBuilder, call: BoundInstruction) -> bool:

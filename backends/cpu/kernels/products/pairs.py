@@ -161,7 +161,7 @@ def _add_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     memory = steps.scratch("pair", 2 * count * wide * steps.threads)
     l1_ahead, l2_ahead = find_prefetch_distance(w.dtype, several=count > slots.expert_count)
 
-    def share(thread: int, to: QuantisedTarget) -> ThreadWork:
+    def make_thread_work(thread: int, to: QuantisedTarget) -> ThreadWork:
         low, own = bounds[thread], bounds[thread + 1] - bounds[thread]
         words = ARGS(
             weights=[at + low * stride for at in pair.weight_addresses],
@@ -186,7 +186,7 @@ def _add_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
         )
         return ThreadWork(words, [*(p.operand(0) for p in pair.matmuls), q[thread], slots.operand], to.writes)
 
-    shares = [None if to is None else share(thread, to) for thread, to in enumerate(targets)]
+    shares = [None if to is None else make_thread_work(thread, to) for thread, to in enumerate(targets)]
     if is_shared:
         steps.add_by_columns(make_gated_matmul_few_kernel(form, pair.unit_kind), shares, y, bounds)
     else:

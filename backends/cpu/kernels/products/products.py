@@ -40,7 +40,7 @@ def make_expand_group(form: PackedFormat) -> Subroutine:
     high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
     biased = form.zero_point == 0
 
-    def expand(to, group, stride, left, columns, first, count):
+    def expand_group(to, group, stride, left, columns, first, count):
         for start in range(first, first + count, UNIT_BLOCKS):
             blocks, planes = min(UNIT_BLOCKS, first + count - start), group + start * nbytes
             second = planes + blocks * 64 * width
@@ -56,7 +56,7 @@ def make_expand_group(form: PackedFormat) -> Subroutine:
                     store(to + BIASES_OFFSET + 64, o)
                 to += EXPANDED_BLOCK_BYTES
 
-    return subroutine(expand)
+    return subroutine(expand_group)
 
 
 def make_add_block(form: PackedFormat, rows: DotTile) -> Subroutine:
@@ -64,47 +64,47 @@ def make_add_block(form: PackedFormat, rows: DotTile) -> Subroutine:
 
     The part adds the products of the block and the rows `r`. Byte `at` of `r` holds the records of the same columns.
     """
-    biased, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
+    add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
     add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
 
-    def add(acc, codes, scales, biases, r, at):
+    def add_block(acc, codes, scales, biases, r, at):
         # acc[i, row] += w_scale[row] * x_scale[i] * (codes[row] . x_codes[i]), for both halves of the block
         acc = add_products(acc, codes, scales[0], scales[1], r, at)
         if not centred:
-            acc = biased(acc, biases[0], r, at + SUMS_OFFSET)  # acc[i, row] += bias[row] * sum(x[i])
+            acc = add_biases(acc, biases[0], r, at + SUMS_OFFSET)  # acc[i, row] += bias[row] * sum(x[i])
             if halves:
-                acc = biased(acc, sub(biases[1], biases[0]), r, at + SUMS_OFFSET + 4)
+                acc = add_biases(acc, sub(biases[1], biases[0]), r, at + SUMS_OFFSET + 4)
         return acc
 
-    return subroutine(add)
+    return subroutine(add_block)
 
 
 def make_add_expanded_block(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make `WeightTiling.add_block` for tiles of one group."""
-    add = make_add_block(form, rows)
+    add_block = make_add_block(form, rows)
 
-    def add_one(acc, p, r, at):
+    def add_expanded_block(acc, p, r, at):
         scales = (load(p + SCALES_OFFSET), load(p + SCALES_OFFSET + 64))
         biases = (load(p + BIASES_OFFSET), load(p + BIASES_OFFSET + 64))
-        return add(acc, load_codes(p), scales, biases, r, at)
+        return add_block(acc, load_codes(p), scales, biases, r, at)
 
-    return subroutine(add_one)
+    return subroutine(add_expanded_block)
 
 
 def make_add_two_blocks(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make ``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``: `make_add_block` for two groups."""
-    biased, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
+    add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
     add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
 
-    def add(acc, u, v, s, f, m, o, r, at):
+    def add_two_blocks(acc, u, v, s, f, m, o, r, at):
         acc = add_products(acc, u, v, s[0], f[0], s[1], f[1], r, at)
         if not centred:
-            acc = biased(acc, m[0], o[0], r, at + SUMS_OFFSET)
+            acc = add_biases(acc, m[0], o[0], r, at + SUMS_OFFSET)
             if halves:
-                acc = biased(acc, sub(m[1], m[0]), sub(o[1], o[0]), r, at + SUMS_OFFSET + 4)
+                acc = add_biases(acc, sub(m[1], m[0]), sub(o[1], o[0]), r, at + SUMS_OFFSET + 4)
         return acc
 
-    return subroutine(add)
+    return subroutine(add_two_blocks)
 
 
 @subroutine
@@ -115,12 +115,12 @@ def load_two_vectors(p):
 
 def make_add_expanded_pair(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make `WeightTiling.add_block` for tiles of two groups."""
-    add = make_add_two_blocks(form, rows)
+    add_two_blocks = make_add_two_blocks(form, rows)
 
-    def add_pair(acc, p, r, at):
+    def add_expanded_pair(acc, p, r, at):
         q = p + EXPANDED_GROUP_BYTES
         scales, biases = load_two_vectors(p + SCALES_OFFSET), load_two_vectors(p + BIASES_OFFSET)
-        return add(
+        return add_two_blocks(
             acc,
             load_codes(p),
             load_codes(q),
@@ -132,7 +132,7 @@ def make_add_expanded_pair(form: PackedFormat, rows: DotTile) -> Subroutine:
             at,
         )
 
-    return subroutine(add_pair)
+    return subroutine(add_expanded_pair)
 
 
 def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subroutine:
@@ -143,17 +143,17 @@ def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subro
     """
     codes, scales, biases = form.load_codes, form.load_scales, form.load_biases
     if groups == 1:
-        add = make_add_block(form, rows)
+        add_block = make_add_block(form, rows)
 
         def multiply_block(acc, p, h, last, b, apart, x, at):
-            return add(acc, codes(p, h), scales(last, b), biases(last, b), x, at)
+            return add_block(acc, codes(p, h), scales(last, b), biases(last, b), x, at)
     else:
-        add = make_add_two_blocks(form, rows)
+        add_block = make_add_two_blocks(form, rows)
 
         def multiply_block(acc, p, h, last, b, apart, x, at):
             u, v = codes(p, h), codes(p + apart, h + apart)
             s, f, m, o = scales(last, b), scales(last + apart, b), biases(last, b), biases(last + apart, b)
-            return add(acc, u, v, s, f, m, o, x, at)
+            return add_block(acc, u, v, s, f, m, o, x, at)
 
     return subroutine(multiply_block)
 

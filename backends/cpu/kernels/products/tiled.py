@@ -81,7 +81,7 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
     w_block, x_block = weight.block_bytes, weight.activation_block_bytes
     lines, wide = x_block // MAX_MATRICES // 64, TERMS_PER_PASS // weight.term_count
 
-    def multiply(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead):
+    def multiply_matrices(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead):
         n, apart = columns // BLOCK_COLUMNS, each * GROUP_ROWS * stride
         passes = (n + wide - 1) // wide
         parts = passes * matrices * ((stop - chunk + PANEL_ROWS - 1) // PANEL_ROWS)
@@ -131,7 +131,7 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
                         emit(mine, sums, min(PANEL_ROWS, stop - i), left - k * each * GROUP_ROWS, place, step)
                     sums += MATRIX_SUM_BYTES
 
-    return subroutine(multiply)
+    return subroutine(multiply_matrices)
 
 
 def make_store_sums() -> Subroutine:
@@ -139,7 +139,7 @@ def make_store_sums() -> Subroutine:
     unit = select_tile_operations()
     store_0, store_1, store_2, store_3 = unit.store[:4]
 
-    def put_sums(mine, sums, rows, left, to, step):
+    def store_sums(mine, sums, rows, left, to, step):
         if rows == PANEL_ROWS and left >= 2 * GROUP_ROWS:
             store_0(mine, to, step)
             store_1(mine, to + TILE_ROW_BYTES, step)
@@ -156,7 +156,7 @@ def make_store_sums() -> Subroutine:
                 if left > GROUP_ROWS:
                     store_lanes(to + i * step, GROUP_ROWS, left, load(at + TILE_BYTES))
 
-    return subroutine(put_sums)
+    return subroutine(store_sums)
 
 
 ARGS = declare_args("w stride rows columns x pitch count y step scratch tickets")
@@ -169,7 +169,7 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
     Words in bytes: `pitch` from 32 rows of activation tiles to the next, `stride` of a weight row, `step` from row to
     row of y. Each thread has `SCRATCH_BYTES`.
     """
-    multiply, configure = make_amx_multiply(weight, make_store_sums(), 2), select_tile_operations().configure
+    multiply_matrices, configure = make_amx_multiply(weight, make_store_sums(), 2), select_tile_operations().configure
     release = select_tile_operations().release
 
     terms = weight.term_count
@@ -194,7 +194,7 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
                         w, to = ARGS.w(a) + row * stride, ARGS.y(a) + chunk * step + 4 * row
                         v, stop = w + GROUP_ROWS * stride, min(end, chunk + ROWS_PER_CHUNK)
                         ahead = threads * matrices_per_pass * 2 * GROUP_ROWS * stride
-                        multiply(
+                        multiply_matrices(
                             mine, w, v, matrices, rows - row, stride, columns, x, pitch, chunk, stop, to, step, ahead
                         )
                         ticket = take_work_item(own, item + 1)
@@ -214,7 +214,7 @@ def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int
     tiled = quantise_activations(steps, x, weight.activation_kind, for_all=is_shared)[0]
     memory = steps.scratch("tiled", SCRATCH_BYTES * steps.threads)
 
-    def share(tickets: int) -> ThreadWork:
+    def make_thread_work(tickets: int) -> ThreadWork:
         words = ARGS(
             w=w.address,
             stride=stride,
@@ -231,6 +231,6 @@ def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int
         return ThreadWork(words, [w, tiled], [y])
 
     if is_shared:
-        steps.add_queued(make_amx_matmul_kernel(weight), share)
+        steps.add_queued(make_amx_matmul_kernel(weight), make_thread_work)
     elif y.shape[-1]:
-        steps.add_per_thread(make_amx_matmul_kernel(weight), [share(0)])
+        steps.add_per_thread(make_amx_matmul_kernel(weight), [make_thread_work(0)])

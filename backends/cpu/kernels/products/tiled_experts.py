@@ -115,7 +115,7 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: in
         emit: The epilogue of `tiled.make_amx_multiply`.
         each: Groups of a matrix that belong to the first weight: 1 for a gated unit, else 2.
     """
-    multiply, configure = make_amx_multiply(weight, emit, each), select_tile_operations().configure
+    multiply_matrices, configure = make_amx_multiply(weight, emit, each), select_tile_operations().configure
     release = select_tile_operations().release
     terms = weight.term_count
 
@@ -141,7 +141,7 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: in
                         w, v = ARGS.weights(a, 0) + skipped, ARGS.weights(a, 1) + skipped
                         matrices = (min(wide, left) + each * GROUP_ROWS - 1) // (each * GROUP_ROWS)
                         x, count = mine + GATHERED_OFFSET, stop - chunk
-                        multiply(
+                        multiply_matrices(
                             mine,
                             w,
                             v,
@@ -225,7 +225,7 @@ def add_amx_moe_step(
     nbytes = compute_moe_scratch_bytes(pitch)
     memory = steps.scratch(f"experts {nbytes}", nbytes * steps.threads)
 
-    def share(tickets: int) -> ThreadWork:
+    def make_thread_work(tickets: int) -> ThreadWork:
         words = ARGS(
             weights=begins,
             stride=stride,
@@ -247,6 +247,6 @@ def add_amx_moe_step(
         return ThreadWork(words, [*(p.operand(0) for p in products), tiled, slots.operand], to.writes)
 
     if is_shared:
-        steps.add_queued(kernel, share)
+        steps.add_queued(kernel, make_thread_work)
     elif rows:
-        steps.add_per_thread(kernel, [share(0)])
+        steps.add_per_thread(kernel, [make_thread_work(0)])

@@ -102,11 +102,11 @@ class AttentionShape:
             max(1, min(MAX_KEY_SPLITS, n * min_splits, count_blocks(self.key_count, keys))) for n in (1, 2)
         )
 
-        def idle(splits: int) -> float:
+        def compute_wave_overhead(splits: int) -> float:
             waves = splits * count / TARGET_MULTIPROCESSORS
             return round(math.ceil(waves) / waves, 2)
 
-        return min(range(min_splits, max_splits + 1), key=idle)
+        return min(range(min_splits, max_splits + 1), key=compute_wave_overhead)
 
 
 def find_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
