@@ -89,7 +89,7 @@ WIDEN = declare_args("rows columns x x_row y y_row")
 
 
 @cache
-def widen_rows(dtype: DType) -> Kernel:
+def make_widen_rows_kernel(dtype: DType) -> Kernel:
     """Return the kernel that copies rows of `dtype` to rows of float32; `x_row` and `y_row` are bytes."""
     copy = _make_load_row(dtype)
 
@@ -282,12 +282,12 @@ def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
                 y=target.address,
                 y_row=target.row_stride_bytes,
             )
-            steps.add(widen_rows(source.dtype), words, reads=[source], writes=[target])
+            steps.add(make_widen_rows_kernel(source.dtype), words, reads=[source], writes=[target])
     return True
 
 
 def _can_widen(source: Operand, target: Operand) -> bool:
-    """Return whether `widen_rows` copies `source` there: rows of 16-bit numbers to rows of float32."""
+    """Return whether `make_widen_rows_kernel` copies `source` there: rows of 16-bit numbers to rows of float32."""
     halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_blocks
     return halves and source.has_even_rows and target.is_float and target.has_even_rows
 

@@ -43,7 +43,7 @@ ANGLE_ARGS = declare_args(
 
 
 @kernel
-def turns(a, thread, threads):
+def compute_angle_tables(a, thread, threads):
     """Compute cosines and sines [count, pairs] of int32 `positions`.
 
     Positions are in runs of `run`: `run_bytes` and `position_bytes` are the bytes from run to run and from
@@ -304,7 +304,7 @@ def _add_angle_step(
         sines=sines.address,
     )
     reads = [pos] if factors is None else [pos, factors]
-    steps.add(turns, words, reads=reads, writes=[cosines, sines])
+    steps.add(compute_angle_tables, words, reads=reads, writes=[cosines, sines])
     return cosines, sines
 
 

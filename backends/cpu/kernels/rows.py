@@ -143,7 +143,7 @@ def make_unary_kernel(name: str, function: Subroutine | None = None) -> Kernel:
 
 
 @kernel
-def collect(a, thread, threads):
+def copy_strided_rows(a, thread, threads):
     """Copy strided elements to dense rows."""
     n, apart = UNARY_ARGS.columns(a), splat_int(UNARY_ARGS.x_step(a))
     lo, hi = compute_thread_range(UNARY_ARGS.rows(a), thread, threads)
@@ -323,7 +323,7 @@ def _make_gather_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Op
 
 
 def _make_gather_walk(x: Operand, to: Operand) -> list[int] | None:
-    """Return the walk of `collect`, or None."""
+    """Return the walk of `copy_strided_rows`, or None."""
     if not (x.is_float and to.is_float and to.tensor.spec.size):
         return None
     walk = make_row_walk(to.shape, [x, to], apart=True)
@@ -342,7 +342,7 @@ def _add_gather_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
     walk = _make_gather_walk(x, to)
     if walk is None:
         return False
-    steps.add(collect, UNARY_ARGS(walk=walk), reads=[x], writes=[to])
+    steps.add(copy_strided_rows, UNARY_ARGS(walk=walk), reads=[x], writes=[to])
     return True
 
 

@@ -210,11 +210,11 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     writes = [parts, scratch, out] if chunks == 1 else [parts, scratch]
     steps.add(attention_few.make_decode_attention_kernel(k.dtype, v.dtype), words, reads=reads, writes=writes)
     if chunks > 1:
-        _bind_join(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
+        _add_combine_step(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
     return True
 
 
-def _bind_join(
+def _add_combine_step(
     steps: StepTableBuilder,
     call: BoundInstruction,
     common: Mapping[str, int],
@@ -225,7 +225,9 @@ def _bind_join(
     """Add the step that combines the partial results. Each thread does all of it if only products follow."""
     own = make_thread_copies(steps, call)
     if own is None:
-        steps.add(attention_few.join, attention_few.ARGS(**common), reads=reads, writes=[call.out, scratch])
+        steps.add(
+            attention_few.combine_partial_results, attention_few.ARGS(**common), reads=reads, writes=[call.out, scratch]
+        )
         return
 
     def make_thread_work(thread: int, out: Operand) -> ThreadWork:
@@ -235,7 +237,9 @@ def _bind_join(
         words = {**common, "heads": steps.constant(moved).address, "scratch": own_scratch}
         return ThreadWork(attention_few.ARGS(**words), reads, [out])
 
-    steps.add_per_thread(attention_few.join, [make_thread_work(thread, out) for thread, out in enumerate(own)])
+    steps.add_per_thread(
+        attention_few.combine_partial_results, [make_thread_work(thread, out) for thread, out in enumerate(own)]
+    )
     steps.set_per_thread_value(own, call.out)
 
 

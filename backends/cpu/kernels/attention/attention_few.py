@@ -1,6 +1,7 @@
-"""Decode attention: lanes are keys. Keys and values are read once for all heads that share them.
+"""Decode attention of few tokens with online softmax: SIMD lanes are keys, and each thread has heads or keys.
 
-Groups of heads walk through a cache together: memory is read front to back. Threads may split the keys (`join`).
+Keys and values are read once for all heads that share them. Groups of heads walk through a cache together: memory is
+read front to back. If threads split the keys, `combine_partial_results` combines their results.
 """
 
 from __future__ import annotations
@@ -443,7 +444,7 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
 
 
 @kernel
-def join(a, thread, threads):
+def combine_partial_results(a, thread, threads):
     """Combine the partial results of every group of heads."""
     lo, hi = compute_thread_range(ARGS.units(a), thread, threads)
     for unit in range(lo, hi):

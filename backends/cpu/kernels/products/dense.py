@@ -149,7 +149,7 @@ COLUMN_MATMUL_ARGS = declare_args(
 
 
 @kernel
-def columns(a, thread, threads):
+def multiply_columns(a, thread, threads):
     """Compute ``y[b, i] = w[b] @ x[b, i]`` where the columns of w are dense: `count` rows of x in each of `matrices`.
 
     Words in bytes: ``*_between`` from matrix to matrix, ``*_row`` from row to row, `w_step` from column to column of w,
@@ -200,7 +200,7 @@ def bind_column_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         y_between=4 * y.strides[0],
         y_row=4 * y.strides[1],
     )
-    steps.add(columns, words, reads=[w, x], writes=[y])
+    steps.add(multiply_columns, words, reads=[w, x], writes=[y])
     return True
 
 

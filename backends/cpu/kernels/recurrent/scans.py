@@ -80,7 +80,7 @@ def make_key_major_scan_kernel(bonus: bool) -> Kernel:
 
 
 @kernel
-def by_value(a, thread, threads):
+def scan_value_major(a, thread, threads):
     """Compute with a state [value, key]: ``S = S * fading + (S read_key) write_key^T + v k^T``, ``out = S r``."""
     tokens, heads, keys = BY_VALUE_ARGS.tokens(a), BY_VALUE_ARGS.heads(a), BY_VALUE_ARGS.keys(a)
     values = BY_VALUE_ARGS.values(a)
@@ -205,7 +205,7 @@ def _bind_rwkv_wkv7(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     named = {"r": r, "fading": fading, "k": k, "v": v, "read_key": read_key, "write_key": write_key, "out": out}
     strides = {name: compute_sequence_strides(o, 3, len(k.shape) == 4) for name, o in named.items()}
     block = BY_VALUE_ARGS(**_make_size_words(k, v), **strides, state=state.address, new=new.address)
-    steps.add(by_value, block, reads=[*walked, state], writes=[out, new])
+    steps.add(scan_value_major, block, reads=[*walked, state], writes=[out, new])
     return True
 
 
