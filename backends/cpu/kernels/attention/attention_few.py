@@ -329,11 +329,8 @@ def _make_add_keys(keys: KeyOperations) -> Subroutine:
         rows, pitch, queries = tokens * shared, query_bytes(size), memory + scratch_bytes(size)
         for row in range(beside * rows):
             g, t, h = row // rows, row % rows // shared, row % shared
-            prepare_query(
-                load_long(heads + (g * shared + h) * HEAD_BYTES + HEAD_QUERY) + t * ARGS.q_step(a),
-                size,
-                queries + row * pitch,
-            )
+            query = load_long(heads + (g * shared + h) * HEAD_BYTES + HEAD_QUERY) + t * ARGS.q_step(a)
+            prepare_query(query, size, queries + row * pitch)
             store(lanes + row * VECTOR_BYTES, splat(MINUS_INFINITY))
         for s in range(low, high, LANES):
             for g in range(beside):
