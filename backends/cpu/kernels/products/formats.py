@@ -420,9 +420,8 @@ def _make_format(
     zero = biases if isinstance(biases, int) else 0
     bias = biases if isinstance(biases, Subroutine) else _make_zero_point_biases(scales, zero)
     max_code = (1 << sum(widths)) - 1 if largest is None else largest
-    return PackedFormat(
-        dtype, widths, four, split, codes or make_code_loader(widths), scales, bias, zero, halves, max_code
-    )
+    loader = codes or make_code_loader(widths)
+    return PackedFormat(dtype, widths, four, split, loader, scales, bias, zero, halves, max_code)
 
 
 _INTERLEAVED_BIASES = load_scales_next_to_biases, load_biases_next_to_scales
