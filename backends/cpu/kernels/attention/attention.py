@@ -1,4 +1,8 @@
-"""Binding of attention to its kernels. A table with the addresses of each head makes all variants alike."""
+"""Binding of attention ops to the decode and prefill kernels.
+
+Kernels read the addresses of query, key, value, mask and result of each head from a table. So batches, grouped heads
+and shared masks need no kernels of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Integer scores for keys in blocks: queries are quantised to 8-bit blocks; lanes are 16 keys.
+"""Attention scores of keys in Q8_0 or Q4_0 blocks, by integer dot products with queries in 8-bit blocks.
 
-The codes of 16 keys are transposed once for all heads that share them: four columns to a lane.
+SIMD lanes are 16 keys. Their codes are transposed once for all heads that share them: four columns to a lane.
 """
 
 from __future__ import annotations

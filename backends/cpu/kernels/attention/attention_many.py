@@ -1,4 +1,4 @@
-"""Prefill attention by vectors: blocks of 32 tokens times tiles of 64 keys, with online softmax. Lanes are tokens.
+"""Prefill attention by vectors: blocks of 32 tokens times tiles of 64 keys, with online softmax. SIMD lanes are tokens.
 
 1. Copy the keys and values of a tile, so that rows are dense and padded.
 2. Compute the scores ``K Q^T`` with `add_matrix_product`.

@@ -1,8 +1,8 @@
-"""Matrices for attention by AMX tiles: 32 x 32 numbers in bfloat16 terms, or in float32.
+"""Matrices of 32 x 32 numbers for attention by AMX tiles: their layout, conversion and products.
 
-A matrix of two terms has four tiles: two of high terms, then two of low terms. A left matrix (keys, values) has 32 rows
-of 32 numbers. A right matrix (queries, weights) has 16 rows of pairs for 32 tokens. Both sides must agree on the pairs:
-for keys and queries they are columns 16 apart.
+Matrices are sums of bfloat16 terms, or float32. A matrix of two terms has four tiles: two of high terms, then two of
+low terms. A left matrix (keys, values) has 32 rows of 32 numbers. A right matrix (queries, weights) has 16 rows of
+pairs for 32 tokens. Both sides must agree on the pairs: for keys and queries they are columns 16 apart.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""float32 matrix products with unpacked weights of float32, float16 or bfloat16. AMX tiles take large products."""
+"""Matrix products with unpacked weights of float32, float16 or bfloat16, in float32 vectors.
+
+Large products use AMX tiles instead (`tiled`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated units of two operands or of the halves of one operand, quantised at once for packed products."""
+"""Gated units such as SwiGLU, of two operands or of the halves of one, quantised at once for packed products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loops of a matrix product for all weight types: experts, rows of activations, groups of weight rows.
+"""Matrix products for all weight types: the loops over experts, activation rows and groups of weight rows.
 
 1. Split the rows of the weight into groups of 16, and the columns into blocks.
 2. Many activation rows: expand some blocks of a tile of groups, which stay in the nearest cache. Then multiply these

@@ -28,7 +28,7 @@ def make_gated_moe_kernel(dtype: DType, kind: str) -> Kernel:
 
 
 def _fuse_gated_moe(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse a gated MoE matmul with activations are tiles."""
+    """Fuse a gated MoE matmul with activations in tiles."""
     pair = match_gated_matmul(flow, number)
     first = pair.matmuls[0]
     require_supported(

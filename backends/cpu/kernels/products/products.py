@@ -1,6 +1,7 @@
 """Matrix products with packed weights: activations quantised to 8 bits, integer dot products, float32 sums.
 
-Each code is unpacked once for a chunk of activation rows.
+Each weight code is unpacked once for a chunk of activation rows. This module also chooses and binds the kernel of
+every `mul_mat`.
 """
 
 from __future__ import annotations

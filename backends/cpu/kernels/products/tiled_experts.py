@@ -1,4 +1,4 @@
-"""MoE products of prompts by AMX tiles.
+"""MoE products of many activation rows by AMX tiles, one expert after another.
 
 1. Gather the activation rows of an expert into tiles. They are scattered in memory.
 2. Multiply the tiles with all rows of the expert's weight.

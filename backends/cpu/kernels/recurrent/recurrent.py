@@ -1,6 +1,7 @@
-"""The gated delta rule. Each head has a state S [value, key], a decay f = exp(g) and an update rate beta.
+"""The gated delta rule: token by token, in pairs of tokens, or in pairs with a transposed state.
 
-``S = f * S``, then ``d = beta * (v - S k)``, then ``S = S + d k^T``, then ``out = S q / sqrt(size)``.
+Each head has a state S [value, key], a decay f = exp(g) and an update rate beta. A token computes ``S = f * S``, then
+``d = beta * (v - S k)``, then ``S = S + d k^T``, then ``out = S q / sqrt(size)``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The short convolution of a delta-net layer: alone, and fused with its saved rows, SiLU and the norms of its heads."""
+"""The short convolution of a delta-net layer: alone, or fused with its saved rows, SiLU and the norms of its heads."""
 
 from __future__ import annotations
 

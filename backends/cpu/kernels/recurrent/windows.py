@@ -1,4 +1,4 @@
-"""Sliding windows of images, read in place by offsets that are known when a program is bound.
+"""Convolutions and other sliding windows of images, read in place by offsets that are computed at binding.
 
 A convolution is the product of windows and a weight. One kernel expands the windows as it reads them, so that they are
 not written to memory. Padding is written around a copy of the image.

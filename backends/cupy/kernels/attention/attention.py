@@ -1,4 +1,4 @@
-"""Binds attention: few query rows go key by key, many go in tiles through tensor cores.
+"""Binding of attention: few query rows are processed key by key, many rows in tiles on tensor cores.
 
 With 16-bit KV caches, few rows use tensor cores, too. Sequences are split over blocks along the keys:
 

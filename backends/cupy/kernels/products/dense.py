@@ -1,4 +1,4 @@
-"""GEMV with float weights that have contiguous rows."""
+"""GEMV of a few rows with float32, float16 or bfloat16 weights that have contiguous rows."""
 
 from __future__ import annotations
 

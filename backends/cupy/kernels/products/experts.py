@@ -1,4 +1,4 @@
-"""Fuses the MoE feed-forward network of a few tokens into two launches: gated units, and the weighted sum.
+"""Fusion of the MoE feed-forward network of a few tokens into two launches: gated units, and the weighted sum.
 
 A shared expert that every token uses is part of the same launches.
 """

@@ -1,4 +1,4 @@
-"""Matmuls with packed weights, and dequantised rows of them."""
+"""Matmuls with packed quantised weights for few and many rows, and lookups of dequantised weight rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fuses matmuls of the same few rows into one launch."""
+"""Fusion of matmuls that read the same few rows into one launch."""
 
 from __future__ import annotations
 
