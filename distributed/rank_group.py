@@ -2,12 +2,12 @@
 
 Devices of one rank exchange data through its memory. A sum over ranks has three steps:
 
-1. A reduce-scatter within each rank: each device has the sum of one piece.
-2. A sum of each piece over the ranks: the devices of a rank send at the same time.
-3. An all-gather of the pieces within each rank.
+1. A reduce-scatter within each rank: each device has the sum of one slice.
+2. A sum of each slice over the ranks: the devices of a rank send at the same time.
+3. An all-gather of the slices within each rank.
 
 No byte is sent to another rank twice. If all ranks are on one machine, compiled code sums through shared memory
-(`Slabs`) and needs no packets.
+(`SharedBuffers`) and needs no packets.
 """
 
 from __future__ import annotations

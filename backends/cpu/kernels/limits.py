@@ -109,7 +109,7 @@ INDEPENDENT_TILES = 4
 
 @cache
 def make_multiply_tiles_kernel() -> Kernel:
-    """Make the kernel of bfloat16 turns of `INDEPENDENT_TILES` tile products. Each thread has `NBYTES` of memory."""
+    """Make the kernel of bfloat16 turns of `INDEPENDENT_TILES` tile products. Each thread has `TILE_MEMORY_BYTES`."""
     unit = select_tile_operations()
     configure, release, clear_0, clear_1, clear_2, clear_3 = unit.configure, unit.release, *unit.clear[:4]
     load_x, load_y, load_u, load_v = unit.load[4:]

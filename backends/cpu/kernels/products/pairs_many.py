@@ -133,7 +133,7 @@ def _make_block_width(weight: AmxWeight) -> Subroutine:
 
 
 def make_store_units(kind: str) -> Subroutine:
-    """Make `store_units` of `tiled.make_amx_multiply` for alternating groups of two weights: store the gated units."""
+    """Make `emit` of `tiled.make_amx_multiply` for alternating groups of two weights: store the gated units."""
     unit, stores = GATED[kind], select_tile_operations().store
     store_0, store_1, store_2, store_3 = stores[:4]
 

@@ -67,7 +67,7 @@ store_split_terms, SPLIT_TERMS = store_ordered_bf16_terms(TERMS_BY_KIND[SPLIT_KI
 
 @subroutine
 def quantise_block(x, record, zero):
-    """Quantise 32 values to 8-bit codes, scales and sums (`tiles.RECORD`).
+    """Quantise 32 values to 8-bit codes, scales and sums (`tiles.RECORD_BYTES`).
 
     If a value is NaN, the scale of its half is NaN. If a value exceeds 3e33, products of its half are NaN.
     """
