@@ -22,7 +22,7 @@ class ReaderTable:
         self, program: Program, bind: Callable[[int], BoundInstruction], final_reads: Sequence[Region]
     ) -> None:
         """Store the program, its binder and `final_reads`: the regions that are read after the last instruction."""
-        self.program, self.kept_regions = program, final_reads
+        self.program, self.final_regions = program, final_reads
         self._bind = bind
         self._bound_instructions: dict[int, BoundInstruction] = {}
         self._accesses: dict[int, AccessedRegions] = {}
@@ -77,7 +77,7 @@ class ReaderTable:
                     _record_write(region, producers[region.buffer], number if is_traced and at == 0 else None)
             if is_traced:
                 readers[number] = []
-        for region in self.kept_regions:
+        for region in self.final_regions:
             for maker in _find_producers(region, producers[region.buffer]):
                 readers.pop(maker, None)
         return readers

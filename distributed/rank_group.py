@@ -42,7 +42,7 @@ class DevicePlacement:
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.world, self.ranks = world, tuple(ranks)
         self.local_devices = tuple(d for d, rank in enumerate(ranks) if rank == world.rank)
-        self._slabs: SharedBuffers | None = None
+        self._shared_buffers: SharedBuffers | None = None
 
     @property
     def spans_ranks(self) -> bool:
@@ -91,20 +91,20 @@ class DevicePlacement:
 
         All ranks call it.
         """
-        if self._slabs is None:
+        if self._shared_buffers is None:
             head, devices = 16 + 8 * len(self.ranks), len(self.ranks)
             words = self.world.shared_words(head + devices * SHARED_SUM_ELEMENTS)
             if words is None:
                 return None
-            self._slabs = SharedBuffers(
+            self._shared_buffers = SharedBuffers(
                 words[:head], words[head:].view(np.float32).reshape(2, devices, SHARED_SUM_ELEMENTS)
             )
             self.world.register_wake(self._wake)
-        return self._slabs
+        return self._shared_buffers
 
     def _wake(self, why: str) -> None:
-        assert self._slabs is not None
-        self._slabs.signal_pad[FAILURE_WORD] = 1
+        assert self._shared_buffers is not None
+        self._shared_buffers.signal_pad[FAILURE_WORD] = 1
 
     def _channel(self, device: int) -> int:
         """Return the channel on which the rank of a device sends to all ranks."""
@@ -147,7 +147,7 @@ class RankGroup:
         self.is_apart = bool(apart)
         own = {group: [d for d in group if d in between.local_devices] for group in self.collective_groups}
         self.thread_groups = {group: ThreadGroup(len(mine), timeout) for group, mine in own.items() if mine}
-        self.signal_boards = {
+        self.signal_pads = {
             group: make_signal_pad(len(group))
             for group in apart
             if shares and len({devices[d].kind for d in group}) == 1
@@ -162,14 +162,14 @@ class RankGroup:
         self.between.world.fail(why)
 
     def _wake(self, why: str) -> None:
-        for board in self.signal_boards.values():
+        for board in self.signal_pads.values():
             board[FAILURE_WORD] = 1
         for group in self.thread_groups.values():
             group.abort(why)
 
     def clear(self) -> None:
         """Forget all of a run except its number and the failure of a rank, which may come while the run ends."""
-        for board in self.signal_boards.values():
+        for board in self.signal_pads.values():
             reset_run_numbers(board)
         for group in self.thread_groups.values():
             group.clear()
@@ -189,7 +189,7 @@ class RankGroupMember:
             len(group.devices),
         )
         self.timeout, self.transfer_dtype, self.shared_buffers = group.timeout, group.wire, group.shared_buffers
-        self.signal_pad: npt.NDArray[np.int64] | None = group.signal_boards.get(self.device_numbers)
+        self.signal_pad: npt.NDArray[np.int64] | None = group.signal_pads.get(self.device_numbers)
         self.devices: Sequence[Device] = [group.devices[d] for d in self.device_numbers]
         self._between, self._world = group.between, group.between.world
         by_rank: dict[int, list[int]] = {}

@@ -169,7 +169,7 @@ class StepTableBuilder:
         bounds = (self._column_bounds.get(o.region) for o in operands)
         return next((b for b in bounds if b is not None), None)
 
-    def is_repeated(self, reads: Sequence[Operand]) -> bool:
+    def can_repeat_per_thread(self, reads: Sequence[Operand]) -> bool:
         """Return whether each thread should repeat a small computation on these operands for itself."""
         return sum(o.tensor.spec.nbytes for o in reads) <= MAX_DUPLICATED_BYTES
 

@@ -24,7 +24,7 @@ WORK_FLAG, ASLEEP_FLAG = 1, 2
 IDLE_SPINS = SPINS_BEFORE_YIELD + 4000
 """Spins of a thread before it sleeps, about 2 ms. For most of them it yields its core."""
 THREADS_SLEEPING = -1
-"""Status of `lead` if threads must be woken. Kernels do not use it."""
+"""Status of `start_run` if threads must be woken. Kernels do not use it."""
 RUN_ARGS = declare_args("loop words")
 """Words of a run: the addresses of a loop and of its words."""
 
@@ -59,10 +59,11 @@ def run_main_thread(order, shared_block, threads):
 
 
 @kernel
-def lead(order, shared_block, threads):
+def start_run(order, shared_block, threads):
     """Run all threads and return the status of thread 0.
 
-    If threads sleep, return `THREADS_SLEEPING` before the work of thread 0. The caller wakes them and calls `go_on`.
+    If threads sleep, return `THREADS_SLEEPING` before the work of thread 0. The caller wakes the threads and calls
+    `continue_run`.
     """
     if publish_run(order, shared_block, threads) > 0:
         return THREADS_SLEEPING
@@ -70,13 +71,13 @@ def lead(order, shared_block, threads):
 
 
 @kernel
-def go_on(order, shared_block, threads):
+def continue_run(order, shared_block, threads):
     """Go on with a run after all threads are awake, and return its status."""
     return run_main_thread(order, shared_block, threads)
 
 
 @kernel
-def follow(shared_block, thread, threads):
+def run_worker_thread(shared_block, thread, threads):
     """Run the work of another thread for every run, until it sleeps."""
     state, looks = shared_block + STATES_OFFSET + CACHE_LINE_BYTES * thread, 0
     while True:

@@ -36,7 +36,7 @@ READ_ARGS = declare_args("memory turns streams together l1_ahead l2_ahead sums")
 
 
 @kernel
-def read(a, thread, threads):
+def read_memory(a, thread, threads):
     """Add up memory in turns of 512 bytes; each thread reads `streams` streams at a time.
 
     The parts of threads are separate, or interleaved chunk by chunk if `together`. `l1_ahead` and `l2_ahead` are the
@@ -69,7 +69,7 @@ MULTIPLY_ARGS = declare_args("turns values sums")
 
 
 @kernel
-def multiply(a, thread, threads):
+def multiply_floats(a, thread, threads):
     """Compute float32 turns of `INDEPENDENT_SUMS` products and sums of two vectors.
 
     Each thread has 64 bytes for its sums.
@@ -87,7 +87,7 @@ def multiply(a, thread, threads):
 
 
 @kernel
-def dot(a, thread, threads):
+def multiply_bytes(a, thread, threads):
     """Compute int8 turns of `INDEPENDENT_SUMS` products and sums of two vectors, four products in each 32-bit lane."""
     u, v = load_bytes(MULTIPLY_ARGS.values(a)), load_bytes(MULTIPLY_ARGS.values(a) + 64)
     s0, s1, s2, s3, s4, s5 = zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints()

@@ -287,7 +287,7 @@ def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _can_widen(source: Operand, target: Operand) -> bool:
-    """Return whether the kernel of `make_widen_rows_kernel` copies `source`: rows of 16-bit numbers to rows of float32."""
+    """Return whether the kernel of `make_widen_rows_kernel` copies `source`: 16-bit rows to rows of float32."""
     halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_blocks
     return halves and source.has_even_rows and target.is_float and target.has_even_rows
 

@@ -184,7 +184,7 @@ def _add_quantised_norm(
 ) -> bool:
     """Add a scaled norm that quantises its result; False if a separate step is better or all readers use float32."""
     consumers, x, y = find_result_consumers(steps, product), norm.operand(0), product.out
-    each = steps.threads > 1 and consumers.is_shared_by_threads and steps.is_repeated([y])
+    each = steps.threads > 1 and consumers.is_shared_by_threads and steps.can_repeat_per_thread([y])
     shares_columns = steps.threads > 1 and consumers.is_shared_by_threads and consumers.rows == 1 and not each
     if not consumers.quantised_tensors or shares_columns:
         return False

@@ -319,12 +319,12 @@ def _make_block_key_operations(dtype: DType) -> KeyOperations:
     )
 
 
-def _make_add_keys(keys: KeyOperations) -> Subroutine:
+def _make_score_keys(keys: KeyOperations) -> Subroutine:
     """Make the scores of all rows of a walk for keys `low` to `high`, and the highest score of each lane in `lanes`."""
     prepare_query, store_scores = keys.prepare_query, keys.store_scores
     query_bytes, scratch_bytes = keys.query_bytes, keys.scratch_bytes
 
-    def add_keys(a, heads, low, high, scores, reach, lanes, memory):
+    def score_keys(a, heads, low, high, scores, reach, lanes, memory):
         tokens, shared, size, beside = ARGS.tokens(a), ARGS.shared(a), ARGS.size(a), ARGS.beside(a)
         rows, pitch, queries = tokens * shared, query_bytes(size), memory + scratch_bytes(size)
         for row in range(beside * rows):
@@ -338,7 +338,7 @@ def _make_add_keys(keys: KeyOperations) -> Subroutine:
                 to = scores + row * reach + 4 * (s - low)
                 store_scores(a, group, s, high, queries + row * pitch, memory, to, reach, lanes + row * VECTOR_BYTES)
 
-    return subroutine(add_keys)
+    return subroutine(score_keys)
 
 
 def _make_locate_values(cells: CacheCells) -> Subroutine:
@@ -399,7 +399,7 @@ def _make_add_values(cells: CacheCells) -> Subroutine:
 @cache
 def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the decode kernel for keys of type `k` and values of type `v`. A unit is a walk and a split of the keys."""
-    add_keys = _make_add_keys(
+    score_keys = _make_score_keys(
         _make_block_key_operations(k) if k.is_quantised else _make_float_key_operations(CELLS_BY_DTYPE[k])
     )
     add_values = _make_add_values(CELLS_BY_DTYPE[v])
@@ -426,7 +426,7 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
                 store_scalar(states + r * pitch, MIN_SCORE)
             for low in range(start, end, KEYS_PER_SCORE_PASS):
                 high = min(end, low + KEYS_PER_SCORE_PASS)
-                add_keys(a, heads, low, high, scores, reach, lanes, memory)
+                score_keys(a, heads, low, high, scores, reach, lanes, memory)
                 for r in range(rows):
                     update_online_softmax(
                         scores + r * reach, high - low, lanes + r * VECTOR_BYTES, states + r * pitch, width

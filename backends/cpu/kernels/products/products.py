@@ -237,7 +237,7 @@ def make_thread_copies(steps: StepTableBuilder, call: BoundInstruction) -> Seque
         too large to be computed by every thread.
     """
     y = call.out
-    if steps.threads == 1 or not steps.is_repeated([y]) or not y.is_dense:
+    if steps.threads == 1 or not steps.can_repeat_per_thread([y]) or not y.is_dense:
         return None
     readers = call.find_readers()
     if not readers or not all(_can_read_thread_copies(r, y) for r in readers):

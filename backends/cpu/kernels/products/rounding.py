@@ -162,7 +162,7 @@ def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_
     bounds = steps.find_column_bounds([x])
     if bounds is not None and (rows > 1 or any(b % BLOCK_COLUMNS for b in bounds)):
         bounds = None
-    if own is not None or (for_all and bounds is None and steps.is_repeated([x])):
+    if own is not None or (for_all and bounds is None and steps.can_repeat_per_thread([x])):
         records = steps.take_private_memory(name, nbytes)
         parts = [
             _make_quantise_work(o, to, rows, kind, 0, columns)
