@@ -78,12 +78,12 @@ def _build_head_table(
     every, sinks = np.arange(heads), call.optional_operand(4)
     group = every // (heads // k.shape[-2])
     if mask is None:
-        seen = np.array(steps.constant(np.zeros(keys, np.float32)).address)
+        mask_addresses = np.array(steps.constant(np.zeros(keys, np.float32)).address)
     else:
         own = call.attrs["mask_heads"] != "one"
         missing = count - (len(mask.shape) - 2 - own)
         axes = [(i - missing, index) for i, index in outer[missing:]]
-        seen = (
+        mask_addresses = (
             _compute_addresses(mask, [*axes, (len(axes), every)]) if own else _compute_addresses(mask, axes)[..., None]
         )
     slopes = [float_bits(slope * LOG2_E) for slope in alibi_slopes(heads, _float_attribute(call, "max_bias"))]
@@ -92,7 +92,7 @@ def _build_head_table(
         _compute_addresses(q, [*outer, (count + 1, every)]),
         _compute_addresses(k, [*outer, (count + 1, group)]),
         _compute_addresses(v, [*outer, (count + 1, group)]),
-        seen,
+        mask_addresses,
         _compute_addresses(call.out, [*outer, (count + 1, every)]),
         np.array(slopes),
         np.array(steps.constant(none).address) if sinks is None else _compute_addresses(sinks, [(0, every)]),

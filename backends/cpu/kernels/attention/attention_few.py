@@ -248,10 +248,10 @@ def _make_float_key_operations(cells: CacheCells) -> KeyOperations:
         """Store the scores of a row from its products, which are `count` vectors apart."""
         shared, keys, apart = ARGS.shared(a), ARGS.keys(a), count * VECTOR_BYTES
         head = heads + row % shared * HEAD_BYTES
-        hidden = load_mask_lanes(load_long(head + HEAD_MASK) + row // shared * ARGS.mask_step(a), s, keys)
+        mask = load_mask_lanes(load_long(head + HEAD_MASK) + row // shared * ARGS.mask_step(a), s, keys)
         first = fold_2(load(products), load(products + apart))
         x = fold_1(first, fold_2(load(products + 2 * apart), load(products + 3 * apart)))
-        x = finish_scores(mul(x, splat(ARGS.factor(a))), hidden, ARGS.cap(a), load_scalar(head + HEAD_SLOPE))
+        x = finish_scores(mul(x, splat(ARGS.factor(a))), mask, ARGS.cap(a), load_scalar(head + HEAD_SLOPE))
         store(lanes, max_or_second(x, load(lanes)))
         store(to, x)
 
@@ -308,9 +308,9 @@ def _make_block_key_operations(dtype: DType) -> KeyOperations:
         for t in range(ARGS.tokens(a)):
             for h in range(shared):
                 head, row = heads + h * HEAD_BYTES, t * shared + h
-                hidden = load_mask_lanes(load_long(head + HEAD_MASK) + t * ARGS.mask_step(a), s, keys)
+                mask = load_mask_lanes(load_long(head + HEAD_MASK) + t * ARGS.mask_step(a), s, keys)
                 x = mul(dot_query_keys(queries + row * pitch, memory, size), splat(factor))
-                x = finish_scores(x, hidden, cap, load_scalar(head + HEAD_SLOPE))
+                x = finish_scores(x, mask, cap, load_scalar(head + HEAD_SLOPE))
                 store(lanes + row * VECTOR_BYTES, max_or_second(x, load(lanes + row * VECTOR_BYTES)))
                 store(scores + row * reach, x)
 

@@ -154,9 +154,9 @@ def add_matrix_product(a, row, column, b, step, n, to, pace, fades):
 
 
 @subroutine
-def load_two_scaled(rows, fade):
-    """Load a row of 32 numbers as two vectors: ``fade * rows[c]``."""
-    f = splat_from(fade)
+def load_two_scaled(rows, factor_address):
+    """Load a row of 32 numbers, times the factor at `factor_address`, as two vectors."""
+    f = splat_from(factor_address)
     return mul(load(rows), f), mul(load(rows + 64), f)
 
 
@@ -168,27 +168,27 @@ def store_two(to, x, y):
 
 
 @subroutine
-def find_visible_keys(seen, step, tokens, s, keys, to):
+def find_visible_keys(mask, step, tokens, s, keys, to):
     """Find the visible keys of a tile for each 8 tokens, one word of bits per 8 tokens at `to`.
 
     Returns:
         The bits of keys that any token sees, and whether the mask is zero throughout.
     """
-    marks, union, mask = zero_ints(), 0, seen + 4 * s
+    marks, union, tile_mask = zero_ints(), 0, mask + 4 * s
     whole = keys - s >= TILE_KEYS and tokens >= BLOCK_TOKENS
     for first in range(0, BLOCK_TOKENS, MATRIX_ROWS):
         bits = 0
         for r in range(0, TILE_KEYS, LANES):
-            tops = splat(MINUS_INFINITY)
+            max_lanes = splat(MINUS_INFINITY)
             if whole:
                 for t in range(first, first + MATRIX_ROWS):
-                    lanes = load(mask + t * step + 4 * r)
-                    marks, tops = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, tops)
+                    lanes = load(tile_mask + t * step + 4 * r)
+                    marks, max_lanes = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, max_lanes)
             else:
                 for t in range(first, min(tokens, first + MATRIX_ROWS)):
-                    lanes = load_mask_lanes(seen + t * step, s + r, keys)
-                    marks, tops = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, tops)
-            bits |= find_visible_lanes(tops) << r
+                    lanes = load_mask_lanes(mask + t * step, s + r, keys)
+                    marks, max_lanes = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, max_lanes)
+            bits |= find_visible_lanes(max_lanes) << r
         store_long(to + first, bits)
         union |= bits
     return union, greater_bits(where_nonzero(bits_to_float(marks), splat(FLOAT_ONE), zeros()), zeros()) == 0
@@ -203,29 +203,29 @@ def find_bit_range(bits):
 
 
 @subroutine
-def apply_tile_softmax(p, hidden, low, high, cap, slope, state, fades):
+def apply_tile_softmax(scores, lane_mask, low, high, cap, slope, state, fades):
     """Replace the scores of a tile by weights, update the state, and store the factors of earlier sums in `fades`.
 
-    `hidden` is the mask with tokens as lanes, or 0. The state holds the highest score and the sum of weights of each
+    `lane_mask` is the mask with tokens as lanes, or 0. The state holds the highest score and the sum of weights of each
     token.
     """
     before, other = load(state), load(state + 64)
     x, y, h, g = before, other, zeros(), zeros()
     for r in range(4 * BLOCK_TOKENS * low, 4 * BLOCK_TOKENS * high, 4 * BLOCK_TOKENS):
-        u, v = load(p + r), load(p + r + 64)
-        if cap > FLOAT_ZERO or hidden != 0:
-            if hidden != 0:
-                h, g = load(hidden + r), load(hidden + r + 64)
+        u, v = load(scores + r), load(scores + r + 64)
+        if cap > FLOAT_ZERO or lane_mask != 0:
+            if lane_mask != 0:
+                h, g = load(lane_mask + r), load(lane_mask + r + 64)
             u, v = finish_scores(u, h, cap, slope), finish_scores(v, g, cap, slope)
-            store_two(p + r, u, v)
+            store_two(scores + r, u, v)
         x, y = max_or_second(u, x), max_or_second(v, y)
     store_two(state, x, y)
     h, g = exp2(sub(before, x)), exp2(sub(other, y))
     store_two(fades, h, g)
     sums, more = mul(load(state + 128), h), mul(load(state + 192), g)
     for r in range(4 * BLOCK_TOKENS * low, 4 * BLOCK_TOKENS * high, 4 * BLOCK_TOKENS):
-        u, v = exp2(sub(load(p + r), x)), exp2(sub(load(p + r + 64), y))
-        store_two(p + r, u, v)
+        u, v = exp2(sub(load(scores + r), x)), exp2(sub(load(scores + r + 64), y))
+        store_two(scores + r, u, v)
         sums, more = add(sums, u), add(more, v)
     store_two(state + 128, sums, more)
 
@@ -302,18 +302,21 @@ def _make_copy_tile(k: DType, v: DType) -> Subroutine:
 
 
 @subroutine
-def load_mask(seen, step, count, left, p, hidden):
-    """Load the mask of a tile with tokens as lanes. `p` is scratch for as many rows."""
-    copy_padded_rows(seen, step, count, left, FLOAT_ONE, p, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
+def load_mask(mask, step, count, left, scratch, lane_mask):
+    """Load the mask of a tile with tokens as lanes. `scratch` has as many rows as the mask."""
+    copy_padded_rows(mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
     for r in range(0, TILE_KEYS, LANES):
-        transpose_16x16(p + 4 * r, 4 * TILE_KEYS, hidden + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS)
+        transpose_16x16(scratch + 4 * r, 4 * TILE_KEYS, lane_mask + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS)
         transpose_16x16(
-            p + 4 * (LANES * TILE_KEYS + r), 4 * TILE_KEYS, hidden + 4 * BLOCK_TOKENS * r + 64, 4 * BLOCK_TOKENS
+            scratch + 4 * (LANES * TILE_KEYS + r),
+            4 * TILE_KEYS,
+            lane_mask + 4 * BLOCK_TOKENS * r + 64,
+            4 * BLOCK_TOKENS,
         )
 
 
 @subroutine
-def attend_block(a, count, union, hidden, slope, queries, state, result, place):
+def attend_block(a, count, union, lane_mask, slope, queries, state, result, place):
     """Process a block of tokens of one head with a tile: scores, weights, results."""
     keys, values, p, _, bits, fades, _, _, _ = place
     size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
@@ -323,7 +326,7 @@ def attend_block(a, count, union, hidden, slope, queries, state, result, place):
         add_matrix_product(
             keys + r * row, row, 4, queries, 4 * BLOCK_TOKENS, size, p + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS, 0
         )
-    apply_tile_softmax(p, hidden, low, high, ARGS.cap(a), slope, state, fades)
+    apply_tile_softmax(p, lane_mask, low, high, ARGS.cap(a), slope, state, fades)
     for t in range(0, count, MATRIX_ROWS):
         low, high = find_bit_range(load_long(bits + t))
         at, to = values + 4 * low * wide, result + 4 * t * wide
@@ -340,25 +343,25 @@ def _make_attend_all(k: DType, v: DType) -> Subroutine:
 
     def attend_all(a, heads, start, end, s, place):
         shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
-        _, _, _, hidden, bits, _, queries, states, results = place
+        _, _, _, lane_mask, bits, _, queries, states, results = place
         deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK_TOKENS)
         ready = False
         for first in range(start, end, BLOCK_TOKENS):
             known, union, plain, count = 0, 0, False, min(BLOCK_TOKENS, end - first)
             for h in range(shared):
                 head = heads + h * HEAD_BYTES
-                seen = load_long(head + HEAD_MASK) + first * step
-                if seen != known:
-                    union, plain = find_visible_keys(seen, step, count, s, keys, bits)
-                    known = seen
+                mask = load_long(head + HEAD_MASK) + first * step
+                if mask != known:
+                    union, plain = find_visible_keys(mask, step, count, s, keys, bits)
+                    known = mask
                     if union != 0 and not plain:
-                        load_mask(seen + 4 * s, step, count, keys - s, place[2], hidden)
+                        load_mask(mask + 4 * s, step, count, keys - s, place[2], lane_mask)
                 if union != 0:
                     if not ready:
                         copy_tile(a, heads, s, place)
                         ready = True
                     slope = load_scalar(head + HEAD_SLOPE)
-                    attend_block(a, count, union, 0 if plain else hidden, slope, queries, states, results, place)
+                    attend_block(a, count, union, 0 if plain else lane_mask, slope, queries, states, results, place)
                 queries += 4 * BLOCK_TOKENS * deep
                 states += 8 * BLOCK_TOKENS
                 results += 4 * BLOCK_TOKENS * wide

@@ -237,21 +237,25 @@ def _make_list_results(v: DType) -> Subroutine:
 
 
 @subroutine
-def finish_key_scores(p, n, hidden, cap, slope):
+def finish_key_scores(scores, n, lane_mask, cap, slope):
     """Apply cap and mask to the scores of `n` keys in place."""
     for r in range(0, n * ROW_BYTES, ROW_BYTES):
         h = g = zeros()
-        if hidden != 0:
-            h, g = load(hidden + r), load(hidden + r + 64)
-        store_two(p + r, finish_scores(load(p + r), h, cap, slope), finish_scores(load(p + r + 64), g, cap, slope))
+        if lane_mask != 0:
+            h, g = load(lane_mask + r), load(lane_mask + r + 64)
+        store_two(
+            scores + r,
+            finish_scores(load(scores + r), h, cap, slope),
+            finish_scores(load(scores + r + 64), g, cap, slope),
+        )
 
 
 @subroutine
-def compute_max_scores(p, n, x, y):
+def compute_max_scores(scores, n, x, y):
     """Return the maxima of `x`, `y` and the scores of `n` keys. Four chains hide the latency."""
     x1 = x2 = x3 = x
     y1 = y2 = y3 = y
-    for r in range(p, p + n * ROW_BYTES, 4 * ROW_BYTES):
+    for r in range(scores, scores + n * ROW_BYTES, 4 * ROW_BYTES):
         x, y = max_or_second(load(r), x), max_or_second(load(r + 64), y)
         x1, y1 = max_or_second(load(r + ROW_BYTES), x1), max_or_second(load(r + ROW_BYTES + 64), y1)
         x2, y2 = max_or_second(load(r + 2 * ROW_BYTES), x2), max_or_second(load(r + 2 * ROW_BYTES + 64), y2)
@@ -272,12 +276,12 @@ def rescale_state(state, x, y, result, rows):
 
 
 @subroutine
-def exponentiate_key_pair(p, x, y, to, sums, more):
+def exponentiate_key_pair(scores, x, y, to, sums, more):
     """Convert the scores of two keys to weights in pairs, and add the weights to `sums` and `more`."""
-    u, v = exp2(sub(load(p), x)), exp2(sub(load(p + ROW_BYTES), x))
+    u, v = exp2(sub(load(scores), x)), exp2(sub(load(scores + ROW_BYTES), x))
     store_weight_terms(to, TERM_BYTES, u, v)
     sums = add(sums, add(u, v))
-    u, v = exp2(sub(load(p + 64), y)), exp2(sub(load(p + ROW_BYTES + 64), y))
+    u, v = exp2(sub(load(scores + 64), y)), exp2(sub(load(scores + ROW_BYTES + 64), y))
     store_weight_terms(to + GROUP, TERM_BYTES, u, v)
     return sums, add(more, add(u, v))
 
@@ -290,22 +294,22 @@ def _make_softmax_job() -> Subroutine:
     """
     run_steps = make_run_steps()
 
-    def compute_weights(a, mine, job, p, weights, at, end):
-        state, hidden, cap = load_long(job + JOB_STATE), load_long(job + JOB_MASK), ARGS.cap(a)
+    def compute_weights(a, mine, job, scores, weights, at, end):
+        state, lane_mask, cap = load_long(job + JOB_STATE), load_long(job + JOB_MASK), ARGS.cap(a)
         first, last = load_long(job + JOB_FIRST), load_long(job + JOB_LAST)
         stop = min(at + STEP_BYTES, end)
         run_steps(mine, at, stop)
-        if cap > FLOAT_ZERO or hidden != 0:
+        if cap > FLOAT_ZERO or lane_mask != 0:
             slope = load_scalar(load_long(job + JOB_HEAD) + HEAD_SLOPE)
             finish_key_scores(
-                p + first * MATRIX_BYTES,
+                scores + first * MATRIX_BYTES,
                 (last - first) * MATRIX_SIZE,
-                hidden and hidden + first * MATRIX_BYTES,
+                lane_mask and lane_mask + first * MATRIX_BYTES,
                 cap,
                 slope,
             )
         x, y = load(state), load(state + 64)
-        u, v = compute_max_scores(p + first * MATRIX_BYTES, (last - first) * MATRIX_SIZE, x, y)
+        u, v = compute_max_scores(scores + first * MATRIX_BYTES, (last - first) * MATRIX_SIZE, x, y)
         if greater_bits(u, add(x, splat(RESCALE_SLACK))) | greater_bits(v, add(y, splat(RESCALE_SLACK))):
             x, y = u, v
             rows = load_long(state + BEGUN_OFFSET) * count_matrices(ARGS.width(a)) * MATRIX_SIZE
@@ -313,7 +317,7 @@ def _make_softmax_job() -> Subroutine:
         sums, more = load(state + 128), load(state + 192)
         pace, due, whole = (end - stop) // STEP_BYTES, 0, (last - first) * LANES * STEP_BYTES
         for half in range(first, last):
-            to, rows = weights + half * WEIGHT_BYTES, p + half * MATRIX_BYTES
+            to, rows = weights + half * WEIGHT_BYTES, scores + half * MATRIX_BYTES
             for r in range(rows, rows + MATRIX_BYTES, 2 * ROW_BYTES):
                 due += pace * STEP_BYTES
                 while due >= whole:
@@ -364,22 +368,22 @@ def _make_attend_all(k: DType, v: DType) -> Subroutine:
         jobs = states + shared * ARGS.span(a) // BLOCK_TOKENS * STATE_BYTES
         job = jobs
         for first in range(start, end, BLOCK_TOKENS):
-            known, union, hidden, count = 0, 0, 0, min(BLOCK_TOKENS, end - first)
+            known, union, lane_mask, count = 0, 0, 0, min(BLOCK_TOKENS, end - first)
             for h in range(shared):
                 head = heads + h * HEAD_BYTES
-                seen = load_long(head + HEAD_MASK) + first * step
-                if seen != known:
-                    union, plain = find_visible_keys(seen, step, count, s, keys, bits)
-                    known, hidden = seen, 0
+                mask = load_long(head + HEAD_MASK) + first * step
+                if mask != known:
+                    union, plain = find_visible_keys(mask, step, count, s, keys, bits)
+                    known, lane_mask = mask, 0
                     if union != 0 and not plain:
-                        hidden = masks
-                        load_mask(seen + 4 * s, step, count, keys - s, between, hidden)
+                        lane_mask = masks
+                        load_mask(mask + 4 * s, step, count, keys - s, between, lane_mask)
                 if union != 0:
                     low, high = find_visible_halves(union)
                     store_long(job + JOB_QUERIES, queries)
                     store_long(job + JOB_RESULTS, results)
                     store_long(job + JOB_STATE, states)
-                    store_long(job + JOB_MASK, hidden)
+                    store_long(job + JOB_MASK, lane_mask)
                     store_long(job + JOB_HEAD, head)
                     store_long(job + JOB_FIRST, low)
                     store_long(job + JOB_LAST, high)
