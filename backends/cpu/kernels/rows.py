@@ -202,7 +202,7 @@ CHOICE_ARGS = make_row_args("t x z y")
 
 
 @kernel
-def choose(a, thread, threads):
+def select_elements(a, thread, threads):
     """Compute ``t != 0 ? x : z``. Each operand may be one number for the whole row."""
     n, t_step = CHOICE_ARGS.columns(a), CHOICE_ARGS.t_step(a)
     x_step, z_step = CHOICE_ARGS.x_step(a), CHOICE_ARGS.z_step(a)
@@ -424,7 +424,7 @@ def _bind_compare(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _bind_where(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    return add_row_step(steps, (choose, CHOICE_ARGS, {}), [call.operand(i) for i in range(3)], call.out)
+    return add_row_step(steps, (select_elements, CHOICE_ARGS, {}), [call.operand(i) for i in range(3)], call.out)
 
 
 def _bind_fill(steps: StepTableBuilder, call: BoundInstruction) -> bool:

@@ -73,19 +73,19 @@ def _bf16_bits(b: Any, v: Any) -> Any:
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
 def store_first_bf16(b, a, v, count):
-    """The first `count` lanes as bfloat16: the nearest, even ones on a tie; NaN stays."""
+    """Store the first `count` lanes as bfloat16, rounded to nearest, ties to even; NaN stays NaN."""
     _store_first(b, a, b.trunc(b.lshr(_bf16_bits(b, v), _ints(16)), _SHORTS), count)
 
 
 @intrinsic(FLOATS, FLOATS)
 def round_to_half(b, v):
-    """Each lane rounded to the nearest float16, ties to even."""
+    """Round each lane to the nearest float16, ties to even."""
     return b.fpext(b.fptrunc(v, _HALVES), _F)
 
 
 @intrinsic(FLOATS, FLOATS)
 def round_to_bf16(b, v):
-    """Each lane rounded to the nearest bfloat16, ties to even."""
+    """Round each lane to the nearest bfloat16, ties to even."""
     return b.bitcast(b.and_(_bf16_bits(b, v), _ints(-0x10000)), _F)
 
 

@@ -178,7 +178,7 @@ def make_scan_kernel(per_head: bool) -> Kernel:
     return Kernel(f"selective_scan.scan.{'head' if per_head else 'column'}", body)
 
 
-def _is_compiled(call: BoundInstruction) -> bool:
+def _has_scan_kernel(call: BoundInstruction) -> bool:
     """Return whether the kernels of this file compute a `ssm_scan`."""
     x, dt, rates, b, c, state = (call.operand(i) for i in range(6))
     out, new = call.dst
@@ -193,7 +193,7 @@ def _is_compiled(call: BoundInstruction) -> bool:
 
 
 def _bind_ssm_scan(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    if not _is_compiled(call):
+    if not _has_scan_kernel(call):
         return False
     x, dt, rates, b, c, state = (call.operand(i) for i in range(6))
     out, new = call.dst

@@ -82,7 +82,10 @@ TAPPED = declare_args("sequences tokens channels x x_between x_row w w_row y y_b
 
 @kernel
 def convolve_taps(a, thread, threads):
-    """Any number of taps: ``y[t, c] = sum_j w[c, j] x[t + j, c]``. Each thread has `taps` vectors of scratch."""
+    """Convolve with any number of taps: ``y[t, c] = sum_j w[c, j] x[t + j, c]``.
+
+    Each thread has `taps` vectors of scratch.
+    """
     tokens, channels, taps = TAPPED.tokens(a), TAPPED.channels(a), TAPPED.taps(a)
     columns = TAPPED.scratch(a) + thread * 4 * LANES * taps
     blocks = (channels + LANES - 1) // LANES

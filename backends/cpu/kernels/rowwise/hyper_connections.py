@@ -103,7 +103,7 @@ def make_update_streams_kernel(mixes: bool) -> Kernel:
 
 @kernel
 def compute_mixing_matrices(a, thread, threads):
-    """Matrices of at most 16 streams: a softmax, then divisions by the sums of columns and rows in turn."""
+    """Compute matrices of at most 16 streams: a softmax, then divisions by the sums of columns and rows in turn."""
     n, iterations, eps = COMB.streams(a), COMB.iterations(a), splat(COMB.eps(a))
     scale, base = splat_from(COMB.scale(a) + 8), COMB.base(a) + 8 * n
     first, last = compute_thread_range(COMB.tokens(a), thread, threads)
