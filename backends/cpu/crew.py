@@ -66,7 +66,7 @@ class ThreadPool:
         weakref.finalize(self, _stop_workers, self._queues)
 
     def run(self, order: int) -> int:
-        """Run the work at `order` (`kernels.crew.RUN_ARGS`) on all threads, and return the status of the first."""
+        """Run the work at `order` (`kernels.crew.RUN_ARGS`) on all threads. Return the status of the first."""
         with self._call_lock:
             if not self._queues:
                 self._start_workers()
