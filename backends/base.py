@@ -357,8 +357,8 @@ def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[
             at = number
             call()
     except BaseException as why:  # an interrupt, too, leaves an instruction half done
-        said = str(why) if isinstance(why, HocketError) else " ".join(f"{type(why).__name__}: {why}".split())
-        raise StepError(program.instructions[at].node, str(on), at, said) from why
+        message = str(why) if isinstance(why, HocketError) else " ".join(f"{type(why).__name__}: {why}".split())
+        raise StepError(program.instructions[at].node, str(on), at, message) from why
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

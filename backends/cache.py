@@ -68,8 +68,8 @@ def write_cached(file: Path, data: bytes) -> None:
 
 
 @cache
-def evict_oldest_files(folder: Path, most: int) -> None:
-    """Delete the least recently used files until at most `most` bytes are left.
+def evict_oldest_files(folder: Path, max_bytes: int) -> None:
+    """Delete the least recently used files until at most `max_bytes` bytes are left.
 
     A process does this when it first writes a file, so its own files may exceed the limit. Other processes may delete
     and read at the same time. A file that is open stays readable, and a missing file is created again.
@@ -81,7 +81,7 @@ def evict_oldest_files(folder: Path, most: int) -> None:
                 with suppress(OSError):  # another process was quicker
                     of = entry.stat(follow_symlinks=False)
                     files.append((of.st_mtime, of.st_size, entry.path))
-    excess = sum(size for _, size, _ in files) - most
+    excess = sum(size for _, size, _ in files) - max_bytes
     for _, size, path in sorted(files):
         if excess <= 0:
             break

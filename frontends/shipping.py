@@ -16,7 +16,7 @@ from multiprocessing import get_all_start_methods, get_context
 from ..backends.base import find_devices
 from ..backends.cpu.binding import find_program_kernels
 from ..backends.cpu.compiler import Kernel, precompile_kernels
-from ..backends.cpu.kernels.crew import follow, go_on, lead
+from ..backends.cpu.kernels.crew import continue_run, run_worker_thread, start_run
 from ..backends.cpu.kernels.loop import run
 from ..backends.cpu.kernels.packing import make_pack_kernel, make_unpack_kernel
 from ..backends.cpu.kernels.products.formats import FORMATS
@@ -41,7 +41,7 @@ COMMON_WEIGHT_DTYPES = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5
 
 def list_kernels_to_compile(*, of_all_types: bool) -> Iterator[Kernel]:
     """Yield the kernels of the embedded model, and of decoders with common dtypes or with all dtypes."""
-    yield from (run, lead, go_on, follow, top_k)
+    yield from (run, start_run, continue_run, run_worker_thread, top_k)
     caches = [(dtype, dtype) for dtype in FLOAT_DTYPES] if of_all_types else [ONE_DEVICE.cache_dtypes]
     model = open_model(None)
     graphs = [

@@ -99,10 +99,10 @@ class CpuBackend(NumpyBackend):
         step = max(LOAD_CHUNK_BYTES * stored.shape[0] // stored.nbytes // together, 1) * together
         start = 0
         for first in range(0, declared.shape[0], step):
-            part = data[first : first + step]
-            piece = Spec((len(part), *declared.shape[1:]), declared.dtype)
-            nbytes = self.stored(piece, "weight").nbytes
-            yield part, piece, buffer[start : start + nbytes]
+            rows = data[first : first + step]
+            chunk_spec = Spec((len(rows), *declared.shape[1:]), declared.dtype)
+            nbytes = self.stored(chunk_spec, "weight").nbytes
+            yield rows, chunk_spec, buffer[start : start + nbytes]
             start += nbytes
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
@@ -152,12 +152,12 @@ class CpuBackend(NumpyBackend):
 
         def in_python(i: Instruction) -> list[Callable[[], object]]:
             """Make the NumPy calls of an instruction; rows of narrow dtypes are copied to float32 and back."""
-            kept = [
+            narrow_tensors = [
                 t
                 for t in (*i.src, *i.dst)
                 if t and t.dtype in NARROW_STATE_DTYPES and kinds[t.buffer] not in LOADED_LEAVES
             ]
-            floats = {t: np.empty(t.shape, np.float32) for t in kept}
+            floats = {t: np.empty(t.shape, np.float32) for t in narrow_tensors}
             calls = self.bind_instruction(i, buffers, lambda t: floats[t] if t in floats else view(t), comm)
             lie = {t: self.view(buffers[t.buffer], t) for t in floats}
             before = [partial(_copy_to_float32, lie[t], floats[t], t.dtype) for t in floats]
@@ -168,8 +168,8 @@ class CpuBackend(NumpyBackend):
 
         if self._thread_pool is None:
             self._thread_pool = ThreadPool(self.threads)
-        if (kept := load_cached_replay(program, buffers, on, self._thread_pool, comm)) is not None:
-            return kept
+        if (replay := load_cached_replay(program, buffers, on, self._thread_pool, comm)) is not None:
+            return replay
 
         from .binding import bind_program  # imports all kernels
 
@@ -183,12 +183,12 @@ class CpuBackend(NumpyBackend):
         return [*list_kernel_calls(program, self.threads, lambda i: locate_op_source(i.op))]
 
 
-def _copy_to_float32(kept: Array, floats: Array, dtype: DType) -> None:
-    floats[...] = decode_array(kept, dtype)
+def _copy_to_float32(stored: Array, floats: Array, dtype: DType) -> None:
+    floats[...] = decode_array(stored, dtype)
 
 
-def _copy_from_float32(floats: Array, kept: Array, dtype: DType) -> None:
-    kept[...] = encode_array(floats, dtype)
+def _copy_from_float32(floats: Array, stored: Array, dtype: DType) -> None:
+    stored[...] = encode_array(floats, dtype)
 
 
 def _dequantise_view(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:

@@ -112,8 +112,10 @@ def _find_host_cpu_file() -> Path | None:
         first = Path("/proc/cpuinfo").read_text("utf-8", "replace").partition("\n\n")[0]
     except OSError:
         return None
-    told = [line for line in first.splitlines() if not line.startswith(("cpu MHz", "bogomips", "apicid", "core id"))]
-    digest = hashlib.sha256(repr((told, platform.machine(), llvmlite.__version__)).encode()).hexdigest()
+    cpu_lines = [
+        line for line in first.splitlines() if not line.startswith(("cpu MHz", "bogomips", "apicid", "core id"))
+    ]
+    digest = hashlib.sha256(repr((cpu_lines, platform.machine(), llvmlite.__version__)).encode()).hexdigest()
     return cache_folder() / "processors" / f"{digest[:40]}.json"
 
 

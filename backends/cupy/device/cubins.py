@@ -59,15 +59,15 @@ def load_or_compile_cubin(
         BackendError: The source does not compile.
     """
     target = _make_cache_path(source, arch, compiler)
-    if (kept := read_cached(target)) is not None:
-        names, image = kept.split(b"\n", 1)
+    if (cached := read_cached(target)) is not None:
+        names, image = cached.split(b"\n", 1)
         return image, json.loads(names)
     log.info(COMPILING_MESSAGE, source.file)
-    made = compiler.compile(source, arch)
+    compiled = compiler.compile(source, arch)
     log.info(COMPILED_MESSAGE, source.file)
-    names = json.dumps(dict(made.mangled_names)).encode()
-    write_cached(target, names + b"\n" + made.image)
-    return made.image, dict(made.mangled_names)
+    names = json.dumps(dict(compiled.mangled_names)).encode()
+    write_cached(target, names + b"\n" + compiled.image)
+    return compiled.image, dict(compiled.mangled_names)
 
 
 def _make_cache_path(source: KernelSource, arch: str, compiler: CompilerModule) -> Path:
