@@ -22,7 +22,7 @@ from ...steps import MIN_SHARED_BYTES, StepTableBuilder, ThreadWork
 from ..cells import CELLS_BY_DTYPE
 from ..products.products import make_thread_copies
 from ..rows import UNARY_ARGS, make_row_walk, make_unary_kernel
-from . import attention_few, attention_many, attention_tiled
+from . import attention_few, attention_many, attention_tiled, partial_results
 from .attention_squares import is_exact_in_tiles
 from .scores import HEAD_OUT
 
@@ -30,8 +30,6 @@ MIN_PREFILL_TOKENS = 16
 """Fewest tokens for which lanes should be tokens (prefill kernel)."""
 MAX_HEADS_PER_UNIT = 8
 """Largest number of heads of a group."""
-MIN_KEYS_PER_SPLIT = 256
-"""Fewest keys for a split of the keys."""
 LOG2_E = math.log2(math.e)
 
 Addresses = npt.NDArray[np.int64]
@@ -127,7 +125,7 @@ def _choose_key_split(steps: StepTableBuilder, walks: int, groups: int, k: Opera
     Returns:
         The groups of heads that walk together, and the number of splits of the keys.
     """
-    max_splits = max(1, k.shape[-3] // MIN_KEYS_PER_SPLIT) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
+    max_splits = max(1, k.shape[-3] // attention_few.KEYS_PER_CHUNK) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
     parts = _compute_split_count(steps, walks)
     if all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v)):
         if groups % parts == 0:
@@ -203,17 +201,20 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         else:
             steps.add_per_thread(kernel, [make_thread_work(0)])
         return True
-    beside, chunks = _choose_key_split(steps, math.prod(leading), heads // shared, k, v)
+    beside, splits = _choose_key_split(steps, math.prod(leading), heads // shared, k, v)
+    chunks = 1 if splits == 1 else -(-keys // attention_few.KEYS_PER_CHUNK)
     rows = tokens * shared
     each = attention_few.compute_decode_scratch_bytes(rows * beside, keys, size, width)
-    parts = steps.scratch("attention parts", units * rows * chunks * attention_few.compute_partial_result_bytes(width))
+    parts = steps.scratch(
+        "attention parts", units * rows * chunks * partial_results.compute_partial_result_bytes(width)
+    )
     scratch = steps.scratch("attention", each * steps.threads)
     common |= {"scratch": scratch.address, "scratch_bytes": each}
-    common |= {"partial": parts.address, "chunks": chunks, "beside": beside}
+    common |= {"partial": parts.address, "chunks": chunks, "beside": beside, "splits": splits}
     words = attention_few.ARGS(**common)
-    writes = [parts, scratch, out] if chunks == 1 else [parts, scratch]
+    writes = [parts, scratch, out] if splits == 1 else [parts, scratch]
     steps.add(attention_few.make_decode_attention_kernel(k.dtype, v.dtype), words, reads=reads, writes=writes)
-    if chunks > 1:
+    if splits > 1:
         _add_combine_step(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
     return True
 

@@ -16,11 +16,7 @@ from ...simd.tiles import make_dot_tile
 from ...simd.vectors import (
     LANES,
     MANY_REGISTERS,
-    add,
     count_vector_registers,
-    fma,
-    lane_max_without_nan,
-    lane_sum,
     load,
     load_first_lanes,
     load_long,
@@ -28,23 +24,26 @@ from ...simd.vectors import (
     mul,
     prefetch_l2,
     splat,
-    splat_from,
     store,
-    store_scalar,
-    sub,
-    zeros,
 )
 from ...words import declare_args
 from ..blocks import BLOCK_ELEMENTS
 from ..cells import CELLS_BY_DTYPE, CacheCells
 from ..packing import compute_thread_range
-from ..rows import store_lanes
 from . import attention_keys
 from .attention_keys import TRANSPOSED_BLOCK_BYTES, dot_query_keys
+from .partial_results import (
+    PARTIAL_VALUES_OFFSET,
+    VALUE_COLUMNS,
+    VECTOR_BYTES,
+    clear_partial,
+    compute_partial_result_bytes,
+    finish_row,
+    merge_partial,
+    update_online_softmax,
+)
 from .scores import (
     COMMON_ARGS,
-    FLOAT_ONE,
-    FLOAT_ZERO,
     HEAD_BYTES,
     HEAD_KEY,
     HEAD_MASK,
@@ -52,10 +51,7 @@ from .scores import (
     HEAD_QUERY,
     HEAD_SLOPE,
     HEAD_VALUE,
-    MIN_SCORE,
     MINUS_INFINITY,
-    exp2,
-    exp2_scalar,
     find_visible_range,
     finish_scores,
     load_mask_lanes,
@@ -64,37 +60,31 @@ from .scores import (
     round_up,
 )
 
-ARGS = declare_args(f"{COMMON_ARGS} partial chunks beside")
+ARGS = declare_args(f"{COMMON_ARGS} partial chunks beside splits")
 """The last words: partial results, the number of key splits, groups of heads that walk together."""
 CACHE_LINE_BYTES = 64
 """Bytes of a cache line."""
-VALUE_COLUMNS = 64
-"""Elements of a value that are summed at once."""
 KEYS_PER_VALUE_PASS = 32
 """Keys per head while values are summed."""
-KEYS_PER_SCORE_PASS = 1024
-"""Keys per block of scores."""
+KEYS_PER_CHUNK = 256
+"""Keys whose scores make one partial result.
+
+Chunks begin at multiples of this number, so that a result does not depend on the number of threads or sequences.
+"""
 PREFETCH_KEYS = 32
 """Prefetch distance in keys, to the second cache. Prefetches are spread among the products, which many would delay."""
 MAX_ROWS_PER_PASS = 4 if count_vector_registers() == MANY_REGISTERS else 1
 """Rows that use keys and values at once. Each load and each conversion to float32 serves all of them."""
-VECTOR_BYTES = 4 * LANES
-PARTIAL_SUM_OFFSET, PARTIAL_VALUES_OFFSET = 4, 64
-"""Offsets into a partial result: first the highest score, then the sum of weights, then the weighted values."""
-
-
-def compute_partial_result_bytes(width: int) -> int:
-    """Return the bytes of a partial result."""
-    return PARTIAL_VALUES_OFFSET + 4 * (-(-width // VALUE_COLUMNS) * VALUE_COLUMNS)
 
 
 def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread: scores, highest scores; then values, or queries and products or keys."""
+    """Return the scratch bytes of a thread: scores, highest scores, results; then values, queries, products or keys."""
     floats = 4 * MAX_ROWS_PER_PASS * VECTOR_BYTES + rows * 4 * (-(-size // LANES) * LANES)
     blocks = attention_keys.compute_transposed_keys_bytes(size) + rows * attention_keys.compute_quantised_query_bytes(
         size
     )
-    scores = rows * 4 * (min(KEYS_PER_SCORE_PASS, -(-keys // LANES) * LANES) + LANES)
+    scores = rows * 4 * (min(KEYS_PER_CHUNK, -(-keys // LANES) * LANES) + LANES)
+    scores += (rows + 1) * compute_partial_result_bytes(width)
     return scores + max(4 * KEYS_PER_VALUE_PASS * VALUE_COLUMNS, floats, blocks)
 
 
@@ -170,53 +160,20 @@ def prefetch_rows(rows, step, count, nbytes):
 
 
 @subroutine
-def update_online_softmax(scores, n, lanes, state, width):
-    """Replace scores of a row by weights; update its online softmax state. `lanes`: highest score of each lane."""
-    before = load_scalar(state)
-    top = max(lane_max_without_nan(load(lanes)), before)
-    highest, sums = splat(top), zeros()
-    for s in range(0, n, LANES):
-        p = exp2(sub(load(scores + 4 * s), highest))
-        store(scores + 4 * s, p)
-        sums = add(sums, p)
-    fewer = exp2_scalar(before - top)
-    store_scalar(state, top)
-    store_scalar(state + PARTIAL_SUM_OFFSET, fewer * load_scalar(state + PARTIAL_SUM_OFFSET) + lane_sum(sums))
-    if fewer < FLOAT_ONE:
-        for c in range(PARTIAL_VALUES_OFFSET, PARTIAL_VALUES_OFFSET + 4 * width, 4 * LANES):
-            store(state + c, mul(load(state + c), splat(fewer)))
-
-
-@subroutine
-def combine_row(parts, count, span, factors, sink, out, width):
-    """Combine `count` partial results of a row. `factors` is scratch for `count` numbers."""
-    top, weight = max(sink, MIN_SCORE), FLOAT_ZERO
-    for i in range(count):
-        top = max(top, load_scalar(parts + i * span))
-    for i in range(count):
-        f = exp2_scalar(load_scalar(parts + i * span) - top)
-        store_scalar(factors + 4 * i, f)
-        weight += f * load_scalar(parts + i * span + PARTIAL_SUM_OFFSET)
-    weight += exp2_scalar(sink - top)
-    f = splat(FLOAT_ONE / weight if weight != FLOAT_ZERO else FLOAT_ZERO)  # NaN stays NaN
-    for c in range(0, width, LANES):
-        acc = zeros()
-        for i in range(count):
-            acc = fma(load(parts + i * span + PARTIAL_VALUES_OFFSET + 4 * c), splat_from(factors + 4 * i), acc)
-        store_lanes(out, c, width, mul(acc, f))
-
-
-@subroutine
 def combine_group(a, unit, scratch):
-    """Combine the partial results of a group of heads."""
+    """Merge the partial results of a group of heads and write its weighted means. `scratch` has room for one result."""
     tokens, shared, count, width = ARGS.tokens(a), ARGS.shared(a), ARGS.chunks(a), ARGS.width(a)
     span = PARTIAL_VALUES_OFFSET + 4 * round_up(width, VALUE_COLUMNS)
     for t in range(tokens):
         for h in range(shared):
             head = ARGS.heads(a) + (unit * shared + h) * HEAD_BYTES
-            parts = ARGS.partial(a) + ((unit * tokens + t) * shared + h) * count * span
-            out = load_long(head + HEAD_OUT) + t * ARGS.out_step(a)
-            combine_row(parts, count, span, scratch, load_sink_score(head), out, width)
+            state = ARGS.partial(a) + ((unit * tokens + t) * shared + h) * count * span
+            if count > 1:
+                parts, state = state, scratch
+                clear_partial(state, span)
+                for i in range(count):
+                    merge_partial(state, parts + i * span, width)
+            finish_row(state, load_sink_score(head), load_long(head + HEAD_OUT) + t * ARGS.out_step(a), width)
 
 
 def _select_read_cells(cells: CacheCells) -> CacheCells:
@@ -406,33 +363,47 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
 
     def body(a, thread, threads):
         tokens, keys, width, chunks = ARGS.tokens(a), ARGS.keys(a), ARGS.width(a), ARGS.chunks(a)
-        beside, span = ARGS.beside(a), PARTIAL_VALUES_OFFSET + 4 * round_up(width, VALUE_COLUMNS)
-        heads_of = beside * ARGS.shared(a)
-        rows, reach, pitch = tokens * heads_of, 4 * min(KEYS_PER_SCORE_PASS, round_up(keys, LANES)), chunks * span
+        beside, splits, span = (
+            ARGS.beside(a),
+            ARGS.splits(a),
+            PARTIAL_VALUES_OFFSET + 4 * round_up(width, VALUE_COLUMNS),
+        )
+        heads_of, pitch = beside * ARGS.shared(a), chunks * span
+        rows, reach = tokens * heads_of, 4 * min(KEYS_PER_CHUNK, round_up(keys, LANES))
         scores = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a)
         lanes = scores + rows * reach
-        memory = lanes + rows * VECTOR_BYTES
-        lo, hi = compute_thread_range(ARGS.units(a) // beside * chunks, thread, threads)
+        fresh = lanes + rows * VECTOR_BYTES  # the results of a chunk before they are merged
+        memory = fresh + rows * span
+        lo, hi = compute_thread_range(ARGS.units(a) // beside * splits, thread, threads)
         for unit in range(lo, hi):
-            walk, chunk = unit // chunks, unit % chunks
+            walk, split = unit // splits, unit % splits
             heads = ARGS.heads(a) + walk * heads_of * HEAD_BYTES
-            states = ARGS.partial(a) + (walk * rows * chunks + chunk) * span
+            states = ARGS.partial(a) + walk * rows * pitch
             start, end = find_visible_range(heads, heads_of, tokens, ARGS.mask_step(a), keys)
-            first, last = compute_thread_range((end - start + LANES - 1) // LANES, chunk, chunks)
-            start, end = start + first * LANES, min(end, start + last * LANES)
-            for r in range(rows):
-                for c in range(0, span, 64):
-                    store(states + r * pitch + c, zeros())
-                store_scalar(states + r * pitch, MIN_SCORE)
-            for low in range(start, end, KEYS_PER_SCORE_PASS):
-                high = min(end, low + KEYS_PER_SCORE_PASS)
-                score_keys(a, heads, low, high, scores, reach, lanes, memory)
-                for r in range(rows):
-                    update_online_softmax(
-                        scores + r * reach, high - low, lanes + r * VECTOR_BYTES, states + r * pitch, width
-                    )
-                add_values(a, heads, low, high, scores, reach, states, pitch, memory)
-            if chunks == 1:
+            for r in range(rows * chunks):
+                if r % chunks % splits == split:
+                    clear_partial(states + r * span, span)
+            first = max(start // LANES * LANES, split * KEYS_PER_CHUNK)
+            chunk = split
+            while chunk * KEYS_PER_CHUNK < end:
+                low, high = max(start // LANES * LANES, chunk * KEYS_PER_CHUNK), min(end, (chunk + 1) * KEYS_PER_CHUNK)
+                if low < high:
+                    to, apart = states + chunk % chunks * span, pitch
+                    if chunks == 1 and low > first:
+                        to, apart = fresh, span
+                        for r in range(rows):
+                            clear_partial(fresh + r * span, span)
+                    score_keys(a, heads, low, high, scores, reach, lanes, memory)
+                    for r in range(rows):
+                        update_online_softmax(
+                            scores + r * reach, high - low, lanes + r * VECTOR_BYTES, to + r * apart, width
+                        )
+                    add_values(a, heads, low, high, scores, reach, to, apart, memory)
+                    if to == fresh:
+                        for r in range(rows):
+                            merge_partial(states + r * pitch, fresh + r * span, width)
+                chunk += splits
+            if splits == 1:
                 for group in range(walk * beside, walk * beside + beside):
                     combine_group(a, group, scores)
         return 0
