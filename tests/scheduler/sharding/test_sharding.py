@@ -87,7 +87,7 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
     graph = open_model(None).graph(Step(1, 8, 256, 512, 1))
     one, two = (plan(graph, devices(n), split_mode="tensor") for n in (1, 2))
     for kind in ("weight", "state"):
-        whole, stored = one.lanes[0].memory()[kind], one.lanes[0].backend.stored
+        whole, stored = one.lanes[0].memory()[kind], one.lanes[0].backend.storage_spec
         sharded_leaves = (v for v in two.graph.leaves(kind) if isinstance(two.leaves[v.node.name], Shard))
         shard_bytes = sum(stored(v.spec, kind).nbytes for v in sharded_leaves)
         assert shard_bytes > 0.8 * whole
