@@ -162,6 +162,19 @@ def test_a_failed_device_ends_only_the_request_that_fails():
         assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
 
 
+@pytest.mark.parametrize("recurrent", [False, True], ids=["attention", "recurrent"])
+def test_requests_that_are_left_move_together(recurrent):
+    pool = FakePool(8, recurrent=recurrent)
+    engine = make_engine(pool)
+    requests = [make_request(str(i), BASE[i : i + 3], limit=12 if i in (0, 6) else 2, seed=i + 1) for i in range(8)]
+    for request in requests:
+        engine.submit(request)
+    events = run_all(engine)
+    assert {slot // 2 for slot in pool.decoded[-1]} == {pool.decoded[-1][0] // 2}
+    for request in requests:
+        assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
+
+
 def test_the_cells_of_a_failed_request_are_not_reused():
     pool = FakePool(1)
     engine = make_engine(pool)
