@@ -40,7 +40,7 @@ class ApiError(HocketError):
         status: The HTTP status.
         message: One line for the client.
         param: The field of the body that is wrong.
-        type: The type of the error; by default that of the status.
+        type: The type of the error; by default the type of the status.
         retry_seconds: The value of ``Retry-After``.
         extra: Further fields of the error object.
     """

@@ -118,7 +118,7 @@ class DrainingServer(uvicorn.Server):
         self._signal_count += 1
 
     def request_exit(self) -> None:
-        """Do what a signal does; any thread may call it."""
+        """End the server as a signal does; any thread may call it."""
         self.handle_exit(signal.SIGTERM, None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -161,10 +161,6 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._head_bytes, self._is_head_too_long = 0, False
         self._head_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the head of the first request."""
-        super().connection_made(transport)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -216,5 +212,5 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _close_slow(self) -> None:
-        if not self.transport.is_closing():
+        if self.transport is not None and not self.transport.is_closing():
             self.transport.close()

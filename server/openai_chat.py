@@ -28,7 +28,7 @@ from .responses import (
 )
 from .schemas import ChatBody, TemplateBody
 from .state import ServingState, state_of
-from .streams import Finish, Piece, Progress, Update, read_complete_texts
+from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
 
 ID_PREFIX = "chatcmpl-"
 
@@ -69,7 +69,7 @@ class ChatAnswer:
         self._state, self._body, self._chat = state, body, chat
         self._parsers = [chat.make_parser() for _ in range(body.n)]
         self._has_begun = [False] * body.n
-        self._held_tokens: list[list[TokenEvent]] = [[] for _ in range(body.n)]
+        self._waiting_tokens: list[list[TokenEvent]] = [[] for _ in range(body.n)]
         """Tokens of text that the parser holds."""
         self._cached_tokens: list[int | None] = [None] * body.n
         self._finishes: dict[int, Finish] = {}
@@ -133,19 +133,19 @@ class ChatAnswer:
             chunk = self._build_chunk(i, {"role": "assistant", "content": None})
             chunks.append(format_event(self._add_prompt(chunk)))
         parser = self._parsers[i]
-        if isinstance(update, Piece):
-            self._held_tokens[i] += update.tokens
+        if isinstance(update, TextUpdate):
+            self._waiting_tokens[i] += update.tokens
             deltas = parser.feed(update.text)
         else:
             deltas = parser.finish()
         for j, delta in enumerate(deltas):
             tokens: tuple[TokenEvent, ...] = ()
             if j == len(deltas) - 1:
-                tokens, self._held_tokens[i] = tuple(self._held_tokens[i]), []
+                tokens, self._waiting_tokens[i] = tuple(self._waiting_tokens[i]), []
             chunks.append(format_event(self._build_chunk(i, describe_delta(delta), tokens)))
         if isinstance(update, Finish):
             self._finishes[i] = update
-            tokens = tuple(self._held_tokens[i])
+            tokens = tuple(self._waiting_tokens[i])
             chunk = self._build_chunk(i, {}, tokens, choose_finish_reason(update, parser))
             if not self._body.stream_options.include_usage:
                 chunk["timings"] = describe_timing(update.timing, update.token_count)
@@ -232,7 +232,7 @@ def describe_delta(delta: Delta) -> dict[str, object]:
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 
-def build_routes() -> list[Route]:
+def build_chat_routes() -> list[Route]:
     """Return the routes of this module; llama-server serves them with and without ``/v1``."""
     routes = []
     for prefix in ("/v1", ""):

@@ -23,7 +23,7 @@ from .requests import make_id
 from .responses import DONE, PING, EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
 from .schemas import EmbeddingBody, TextBody
 from .state import ServingState, state_of
-from .streams import Finish, Piece, Progress, Update, read_complete_texts
+from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
 
 NORMALISED = 2
 """The value of ``embd_normalize`` for vectors of length 1; -1 leaves vectors as they are."""
@@ -106,7 +106,7 @@ class TextAnswer:
 
     def _format_update(self, update: Update) -> bytes:
         i = update.choice
-        if isinstance(update, Piece):
+        if isinstance(update, TextUpdate):
             return format_event({**self._frame, "choices": [self._build_choice(i, update.text, update.tokens, None)]})
         if isinstance(update, Progress):
             if not self._body.return_progress:
@@ -177,12 +177,12 @@ async def create_native_embeddings(request: Request) -> Response:
 async def _embed(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[np.float32], int]:
     """Return a vector for each text, and the number of all tokens."""
     state.builder.check_model(body.model)
-    given = body.content if body.input is None else body.input
-    if given is None:
+    content = body.content if body.input is None else body.input
+    if content is None:
         raise refuse("input is missing", "input")
     if body.embd_normalize not in (NORMALISED, -1):
         raise refuse(f"embd_normalize is {body.embd_normalize}; need 2 or -1", "embd_normalize")
-    texts = await state.builder.encode_prompts(given)
+    texts = await state.builder.encode_prompts(content)
     vectors = await asyncio.to_thread(state.service.embed, texts, normalise=body.embd_normalize == NORMALISED)
     return vectors, sum(map(len, texts))
 
@@ -214,7 +214,7 @@ def _describe_model(state: ServingState) -> dict[str, object]:
     }
 
 
-def build_routes() -> list[Route]:
+def build_text_routes() -> list[Route]:
     """Return the routes of this module."""
     routes = [Route("/v1/completions", create_completion, methods=["POST"])]
     routes.append(Route("/v1/embeddings", create_embeddings, methods=["POST"]))

@@ -16,7 +16,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 class ServerOptions:
     """Addresses, access, limits and defaults of a server. Seconds and bytes are part of the names.
 
-    - `api_keys`: clients need one of them; without keys everybody who reaches the address is served.
+    - `api_keys`: clients need one of them; without keys, every client that reaches the address is served.
     - `insecure`: permit an address other than loopback without a key.
     - `cors_origins`: origins of web pages that may call the server; ``localhost`` for every port of the machine, or
       ``*``.

@@ -25,7 +25,7 @@ from .messages import ChatPrompt, render_messages
 from .options import ServerOptions
 from .schemas import ChatBody, ResponseFormat, SamplingBody, TemplateBody
 
-Result = TypeVar("Result")
+Output = TypeVar("Output")
 TEXT_THREADS = 2
 """Threads that render, tokenize and compile grammars."""
 MAX_PROMPTS = 2048
@@ -53,7 +53,7 @@ class RequestBuilder:
         self._workers = ThreadPoolExecutor(TEXT_THREADS, "hocket-text")
         self._longest_token = 0
 
-    async def run_in_thread(self, function: Callable[..., Result], *args: object) -> Result:
+    async def run_in_thread(self, function: Callable[..., Output], *args: object) -> Output:
         """Return the result of a slow function, which runs in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, function, *args)
 
@@ -138,9 +138,9 @@ class RequestBuilder:
         tokenizer, context = self._service.tokenizer, self._service.status.context
         if not self._longest_token:
             self._longest_token = max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_tokens)), default=1)
-        least = len(text) // max(1, self._longest_token)
-        if least > context and tokenizer.kind not in NO_SPACE_KINDS:
-            raise make_context_error(least, context)
+        min_tokens = len(text) // max(1, self._longest_token)
+        if min_tokens > context and tokenizer.kind not in NO_SPACE_KINDS:
+            raise make_context_error(min_tokens, context)
         return tuple(encode())
 
     # ------------------------------------------------------------------------------------------------------ requests
@@ -197,9 +197,9 @@ class RequestBuilder:
         )
 
     def _read_bias(self, body: SamplingBody) -> tuple[tuple[int, float], ...]:
-        """Return the logit bias: keys are tokens, or texts whose tokens get the number; ``false`` bans a token."""
-        given = body.logit_bias
-        pairs = list(given.items()) if isinstance(given, dict) else given
+        """Return the logit bias: a key is a token, or a text for all its tokens; ``false`` bans a token."""
+        bias = body.logit_bias
+        pairs = list(bias.items()) if isinstance(bias, dict) else bias
         sums: dict[int, float] = {}
         for key, value in pairs:
             if value is True:
@@ -238,7 +238,7 @@ class RequestBuilder:
         top_logprobs: int | None,
         id: str,
     ) -> tuple[GenerationRequest, ...]:
-        """Return the requests of text prompts: `choices` of the first prompt, then those of the next one.
+        """Return the requests of text prompts: `choices` of the first prompt, then `choices` of the next one.
 
         Raises:
             ApiError: The grammar is wrong, or there are too many texts.

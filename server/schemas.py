@@ -204,7 +204,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     content: Prompt = ""
     add_special: bool = False
     parse_special: bool = True
-    with_pieces: bool = False
+    adds_texts: bool = msgspec.field(default=False, name="with_pieces")
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):

@@ -58,9 +58,9 @@ class ErrorLayer:
             if has_started:
                 LOGGER.exception("%s: the response has failed", path)
                 raise
-            shown = as_api_error(error)
-            content = shown.as_anthropic() if path.startswith(ANTHROPIC_PREFIX) else shown.as_openai()
-            await JsonResponse(content, shown.status, shown.headers)(scope, receive, send_counted)
+            answer = as_api_error(error)
+            content = answer.as_anthropic() if path.startswith(ANTHROPIC_PREFIX) else answer.as_openai()
+            await JsonResponse(content, answer.status, answer.headers)(scope, receive, send_counted)
 
 
 class OriginLayer:
@@ -123,8 +123,8 @@ class AccessLayer:
     def _has_key(self, headers: Headers) -> bool:
         """Compare with all keys, so that the time says nothing about them."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        found = [hmac.compare_digest(key, given.encode("latin-1", "replace")) for key in self._keys]
+        offered = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        found = [hmac.compare_digest(key, offered.encode("latin-1", "replace")) for key in self._keys]
         return any(found)
 
 

@@ -35,7 +35,7 @@ class ServingState:
 
     @cached_property
     def visible_tokens(self) -> frozenset[int]:
-        """Tokens with markers of thoughts and tool calls, whose text stays in answers."""
+        """Tokens with markers of thoughts and tool calls; their text stays in answers."""
         return frozenset(i for i, text in enumerate(self.service.tokenizer.tokens) if text in MARKERS)
 
     def find_problem(self) -> str:
@@ -75,7 +75,7 @@ class ServingState:
         return stream
 
     def release(self, stream: AnswerStream) -> None:
-        """End what is left of a stream in the engine, and forget it."""
+        """End the running requests of a stream, and forget the stream."""
         self.active_streams.discard(stream)
         stream.close()
 
@@ -88,7 +88,7 @@ class ServingState:
             self.release(stream)
 
     def begin_drain(self) -> None:
-        """Refuse new requests, and end those that have no slot yet."""
+        """Refuse new requests, and end requests without a slot."""
         self.is_draining = True
         for stream in list(self.active_streams):
             if stream.is_queued:

@@ -1,4 +1,4 @@
-"""A model service without weights: an engine of a few lines whose texts a test writes, and a server around it."""
+"""A model service without weights: a small engine with texts that a test writes, and a server around it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RunningRequest:
 
 
 class FakeService:
-    """A `ModelService` whose answer to every prompt is `answer`, token by token, in a thread of its own.
+    """A `ModelService` that answers every prompt by `answer`, token by token, in a thread of its own.
 
     Args:
         answer: The text, or a function from the text of the prompt to it.

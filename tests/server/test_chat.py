@@ -11,7 +11,7 @@ import pytest
 
 from ..given.fake_service import CHAT_TEMPLATE, FakeService, RunningServer, serve
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 WEATHER = {
     "type": "function",
     "function": {
@@ -29,8 +29,8 @@ TIME = {"type": "function", "function": {"name": "time"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city":"Oslo"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
+@pytest.fixture(name="server", scope="module")
+def chat_server() -> Iterator[RunningServer]:
     with serve(FakeService()) as running:
         yield running
 
@@ -39,12 +39,12 @@ def server() -> Iterator[RunningServer]:
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     server.service.answer = "the answer"
     server.service.requests.clear()
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as connected:
+        yield connected
 
 
 def create(client: openai.OpenAI, **options: object):
-    return client.chat.completions.create(model="any", messages=MESSAGES, **options)  # type: ignore[call-overload]
+    return client.chat.completions.create(model="any", messages=ONE_MESSAGE, **options)  # type: ignore[call-overload]
 
 
 def read_stream(client: openai.OpenAI, **options: object) -> tuple[str, list]:
@@ -165,7 +165,7 @@ def test_a_bias_outside_of_the_vocabulary_is_refused(client: openai.OpenAI) -> N
 
 
 def test_ignored_fields_are_named_in_a_header(client: openai.OpenAI) -> None:
-    raw = client.chat.completions.with_raw_response.create(model="m", messages=MESSAGES, user="me", store=False)
+    raw = client.chat.completions.with_raw_response.create(model="m", messages=ONE_MESSAGE, user="me", store=False)
     assert raw.headers["x-hocket-ignored"] == "user"
 
 
@@ -209,7 +209,7 @@ def test_a_wrong_grammar_is_refused_before_a_stream_begins(client: openai.OpenAI
 
 
 def show_prompt(server: RunningServer, **body: object) -> str:
-    response = server.post("/apply-template", {"messages": MESSAGES, **body})
+    response = server.post("/apply-template", {"messages": ONE_MESSAGE, **body})
     assert response.status_code == 200, response.text
     return str(response.json()["prompt"])
 
@@ -220,7 +220,7 @@ def test_messages_are_rendered(server: RunningServer) -> None:
     assert show_prompt(server, messages=messages) == "<|system|>be<|user|>a\nb<|assistant|>"
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
-        *MESSAGES,
+        *ONE_MESSAGE,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "2"},
     ]
@@ -230,12 +230,12 @@ def test_messages_are_rendered(server: RunningServer) -> None:
 
 
 def test_an_answer_of_the_assistant_is_continued(server: RunningServer) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": "Well"}]
+    messages = [*ONE_MESSAGE, {"role": "assistant", "content": "Well"}]
     assert show_prompt(server, messages=messages) == "<|user|>hi<|assistant|>Well"
     extra = {"add_generation_prompt": False, "continue_final_message": True}
     assert show_prompt(server, messages=messages, **extra) == "<|user|>hi<|assistant|>Well"
-    kept = show_prompt(server, messages=messages, continue_final_message=False)
-    assert kept == "<|user|>hi<|assistant|>Well<|assistant|>"
+    complete = show_prompt(server, messages=messages, continue_final_message=False)
+    assert complete == "<|user|>hi<|assistant|>Well<|assistant|>"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_an_answer_of_the_assistant_is_continued(server: RunningServer) -> None:
         [{"role": "user", "content": "x", "tool_calls": []}, {"role": "user", "content": "x", "tool_calls": 1}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
         [{"role": "assistant", "tool_calls": [1]}],
-        [*MESSAGES, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
+        [*ONE_MESSAGE, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
         [{"role": "assistant", "content": "a"}],
     ],
 )
@@ -263,12 +263,12 @@ def test_a_malformed_message_is_refused(server: RunningServer, messages: list[di
 
 
 def test_the_tokens_of_a_chat_are_counted(server: RunningServer) -> None:
-    response = server.post("/v1/chat/completions/input_tokens", {"messages": MESSAGES})
+    response = server.post("/v1/chat/completions/input_tokens", {"messages": ONE_MESSAGE})
     assert response.json()["input_tokens"] == 4
 
 
 def test_reserved_variables_of_the_template_are_refused(server: RunningServer) -> None:
-    body = {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}
+    body = {"messages": ONE_MESSAGE, "chat_template_kwargs": {"messages": []}}
     assert server.post("/v1/chat/completions", body).status_code == 400
 
 
@@ -320,7 +320,7 @@ def test_the_arguments_of_a_call_are_streamed(client: openai.OpenAI, server: Run
     assert (text, chunks[-1].choices[0].finish_reason) == ("", "tool_calls")
 
 
-def test_a_call_that_the_limit_cuts_ends_with_length(client: openai.OpenAI, server: RunningServer) -> None:
+def test_a_call_that_reaches_the_limit_ends_with_length(client: openai.OpenAI, server: RunningServer) -> None:
     server.service.answer = CALL
     choice = create(client, tools=[WEATHER], max_tokens=44).choices[0]
     assert choice.finish_reason == "length"
@@ -369,14 +369,14 @@ def test_contradictions_are_refused(client: openai.OpenAI, options: dict[str, ob
 
 def test_a_template_that_knows_no_tools_gets_none() -> None:
     with serve(FakeService(template="{{ messages[0].content }}")) as server:
-        body = {"messages": MESSAGES, "tools": [TIME]}
+        body = {"messages": ONE_MESSAGE, "tools": [TIME]}
         assert server.post("/v1/chat/completions", body).json()["error"]["param"] == "tools"
 
 
 def test_a_template_without_marks_has_calls_that_are_whole_answers() -> None:
     service = FakeService('{"name": "time", "parameters": {}}', template=CHAT_TEMPLATE.replace("<tool_call>", ""))
     with serve(service) as server:
-        body = {"messages": MESSAGES, "tools": [TIME]}
+        body = {"messages": ONE_MESSAGE, "tools": [TIME]}
         choice = server.post("/v1/chat/completions", body).json()["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}

@@ -33,7 +33,7 @@ def open_request(server: RunningServer, path: str = "/completion", **body: objec
 
 
 def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    """Return what arrives until a mark, or until the connection ends."""
+    """Return the bytes until a mark, or until the connection ends."""
     data = b""
     while mark not in data and (part := connection.recv(65536)):
         data += part

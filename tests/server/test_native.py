@@ -85,15 +85,15 @@ def test_reading_alone_gives_no_text(server: RunningServer) -> None:
 def test_tokens_go_there_and_back(server: RunningServer) -> None:
     tokens = server.post("/tokenize", {"content": "the 😀<|user|>"}).json()["tokens"]
     assert server.post("/detokenize", {"tokens": tokens}).json() == {"content": "the 😀<|user|>"}
-    pieces = server.post("/tokenize", {"content": "the 😀", "with_pieces": True}).json()["tokens"]
-    assert [piece["piece"] for piece in pieces] == ["the", " ", [0xF0], [0x9F], [0x98], [0x80]]
+    parts = server.post("/tokenize", {"content": "the 😀", "with_pieces": True}).json()["tokens"]
+    assert [part["piece"] for part in parts] == ["the", " ", [0xF0], [0x9F], [0x98], [0x80]]
     plain = server.post("/tokenize", {"content": "<|user|>", "parse_special": False}).json()["tokens"]
     assert len(plain) == 8
     assert server.post("/tokenize", {}).json() == {"tokens": []}
     assert server.post("/detokenize", {"tokens": [99999]}).status_code == 400
 
 
-def test_the_state_of_the_server_is_shown(server: RunningServer) -> None:
+def test_the_server_reports_its_state(server: RunningServer) -> None:
     assert server.get("/health").json() == server.get("/v1/health").json() == {"status": "ok"}
     props = server.get("/props").json()
     assert (props["total_slots"], props["default_generation_settings"]["n_ctx"]) == (4, 2048)
@@ -138,7 +138,7 @@ def test_endpoints_can_be_switched_off() -> None:
             assert (response.status_code, response.json()["error"]["type"]) == (501, "not_supported_error")
 
 
-def test_busy_slots_are_shown() -> None:
+def test_busy_slots_are_reported() -> None:
     with (
         serve(FakeService("x" * 500, slots=1, delay=0.01)) as server,
         httpx.stream("POST", f"{server.url}/completion", json={"prompt": "hi", "stream": True}) as response,
