@@ -69,7 +69,7 @@ def render_messages(
         raise refuse("the chat template of this model does not use tools; leave them out", "tools")
     messages = [read_message(message, i, format.template) for i, message in enumerate(body.messages)]
     prefix = _take_prefix(body, messages)
-    begins_answer = {"add_generation_prompt": body.add_generation_prompt or prefix is not None}
+    begins_answer = {"add_generation_prompt": body.add_generation_prompt is not False or prefix is not None}
     format = replace(format, variables={**begins_answer, **format.variables})
     text = format.render(messages, bos=tokenizer.bos_text, eos=tokenizer.eos_text)
     return ChatPrompt(text + (prefix or ""), format.template, prefix is not None)
@@ -85,7 +85,9 @@ def _take_prefix(body: ChatBody | TemplateBody, messages: list[dict[str, object]
         raise refuse("the last message is not a text of the assistant", "continue_final_message")
     if not is_answer or body.continue_final_message is False:
         return None
-    if not body.add_generation_prompt and not body.continue_final_message:
+    if body.continue_final_message and body.add_generation_prompt:
+        raise refuse("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+    if body.add_generation_prompt is False and not body.continue_final_message:
         return None
     if len(messages) == 1:
         raise refuse("the only message is an answer of the assistant; give a message before it", "messages")

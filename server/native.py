@@ -16,7 +16,7 @@ from .chat import check_choice_count
 from .errors import ApiError
 from .grammars import describe_ignored
 from .logprobs import describe_logprobs
-from .metrics import CONTENT_TYPE, describe_timing
+from .metrics import CONTENT_TYPE, AnswerClock, describe_timing
 from .requests import make_id
 from .responses import PING, EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
 from .schemas import CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
@@ -82,6 +82,7 @@ class NativeAnswer:
         self._token_counts = [0] * len(requests)
         self._has_new_line = [False] * len(requests)
         self._cached_tokens: list[int | None] = [None] * len(requests)
+        self._clocks = [AnswerClock() for _ in requests]
 
     def build_result(
         self, i: int, text: str, tokens: Sequence[TokenEvent], finish: Finish, *, is_streamed: bool = False
@@ -149,6 +150,8 @@ class NativeAnswer:
             self._has_new_line[i] |= "\n" in update.text
             if self._requests[i].top_logprobs is not None:
                 event["completion_probabilities"] = describe_logprobs(self._state.service.tokenizer, tokens)
+        if self._body.timings_per_token:
+            event["timings"] = self._clocks[i].describe_update(update)
         return format_event(event)
 
 
@@ -179,6 +182,7 @@ def describe_settings(request: GenerationRequest, body: CompletionBody) -> dict[
         "n_probs": request.top_logprobs or 0,
         "grammar": body.grammar,
         "post_sampling_probs": False,
+        "timings_per_token": body.timings_per_token,
         "lora": [],
     }
 
@@ -303,8 +307,10 @@ async def show_metrics(request: Request) -> Response:
     state = state_of(request)
     if not state.options.has_metrics:
         raise ApiError(501, "this server has no metrics")
-    headers = {"Process-Start-Time-Unix": str(int(state.metrics.start_time))}
-    return Response(state.metrics.format_metrics(), headers=headers, media_type=CONTENT_TYPE)
+    response = Response(state.metrics.format_metrics(), media_type=CONTENT_TYPE)
+    # The tests of llama-server compare the case of this name.
+    response.raw_headers.append((b"Process-Start-Time-Unix", b"%d" % state.metrics.start_time))
+    return response
 
 
 async def show_plan(request: Request) -> Response:

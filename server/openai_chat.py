@@ -14,7 +14,7 @@ from .answers import AnswerParser, Delta
 from .chat import PreparedChat, prepare_chat
 from .errors import ApiError
 from .logprobs import describe_logprobs
-from .metrics import describe_timing
+from .metrics import AnswerClock, describe_timing
 from .requests import make_id
 from .responses import (
     DONE,
@@ -73,6 +73,7 @@ class ChatAnswer:
         """Tokens of text that the parser holds."""
         self._cached_tokens: list[int | None] = [None] * body.n
         self._finishes: dict[int, Finish] = {}
+        self._clocks = [AnswerClock() for _ in range(body.n)]
         self._frame = {
             "id": chat.id,
             "created": int(time.time()),
@@ -142,7 +143,8 @@ class ChatAnswer:
             tokens: tuple[TokenEvent, ...] = ()
             if j == len(deltas) - 1:
                 tokens, self._waiting_tokens[i] = tuple(self._waiting_tokens[i]), []
-            chunks.append(format_event(self._build_chunk(i, describe_delta(delta), tokens)))
+            chunk = self._build_chunk(i, describe_delta(delta), tokens)
+            chunks.append(format_event({**chunk, **self._describe_times(update)}))
         if isinstance(update, Finish):
             self._finishes[i] = update
             tokens = tuple(self._waiting_tokens[i])
@@ -167,7 +169,13 @@ class ChatAnswer:
         delta = {} if self._has_begun[i] else {"role": "assistant", "content": None}
         self._has_begun[i] = True
         progress = {"total": update.prompt_tokens, "cache": self._cached_tokens[i], "processed": update.read_tokens}
-        return format_event({**self._build_chunk(i, dict(delta)), "prompt_progress": progress})
+        chunk = {**self._build_chunk(i, dict(delta)), "prompt_progress": progress}
+        return format_event({**chunk, **self._describe_times(update)})
+
+    def _describe_times(self, update: Update) -> dict[str, object]:
+        if not self._body.timings_per_token:
+            return {}
+        return {"timings": self._clocks[update.choice].describe_update(update)}
 
     def _describe_logprobs(self, tokens: Sequence[TokenEvent]) -> dict[str, object] | None:
         if not self._body.logprobs:

@@ -18,7 +18,7 @@ from .chat import check_choice_count
 from .errors import ApiError, refuse
 from .grammars import describe_ignored
 from .logprobs import describe_old_logprobs
-from .metrics import describe_timing
+from .metrics import AnswerClock, describe_timing
 from .requests import make_id
 from .responses import DONE, PING, EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
 from .schemas import EmbeddingBody, TextBody
@@ -72,6 +72,7 @@ class TextAnswer:
         self._offsets = [0] * len(requests)
         """Characters that each choice has sent."""
         self._finishes: dict[int, Finish] = {}
+        self._clocks = [AnswerClock() for _ in requests]
         self._frame: dict[str, object] = {
             "id": completion_id,
             "object": "text_completion",
@@ -107,17 +108,23 @@ class TextAnswer:
     def _format_update(self, update: Update) -> bytes:
         i = update.choice
         if isinstance(update, TextUpdate):
-            return format_event({**self._frame, "choices": [self._build_choice(i, update.text, update.tokens, None)]})
+            choice = self._build_choice(i, update.text, update.tokens, None)
+            return format_event({**self._frame, "choices": [choice], **self._describe_times(update)})
         if isinstance(update, Progress):
             if not self._body.return_progress:
                 return b""
             progress = {"total": update.prompt_tokens, "processed": update.read_tokens}
             chunk = {**self._frame, "choices": [self._build_choice(i, "", (), None)], "prompt_progress": progress}
-            return format_event(chunk)
+            return format_event({**chunk, **self._describe_times(update)})
         self._finishes[i] = update
         choice = self._build_choice(i, "", (), update.reason)
         timings = describe_timing(update.timing, update.token_count)
         return format_event({**self._frame, "choices": [choice], "timings": timings})
+
+    def _describe_times(self, update: Update) -> dict[str, object]:
+        if not self._body.timings_per_token:
+            return {}
+        return {"timings": self._clocks[update.choice].describe_update(update)}
 
     def _build_choice(self, i: int, text: str, tokens: Sequence[TokenEvent], reason: str | None) -> dict[str, object]:
         logprobs = None

@@ -16,6 +16,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 class ServerOptions:
     """Addresses, access, limits and defaults of a server. Seconds and bytes are part of the names.
 
+    - `host`: the address, or several with commas between them.
     - `api_keys`: clients need one of them; without keys, every client that reaches the address is served.
     - `insecure`: permit an address other than loopback without a key.
     - `cors_origins`: origins of web pages that may call the server; ``localhost`` for every port of the machine, or
@@ -69,10 +70,19 @@ class ServerOptions:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only programs of this machine reach the address."""
-        if self.host.strip("[]") in LOOPBACK_NAMES:
-            return True
-        try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return False
+        """Whether only programs of this machine reach the addresses."""
+        return all(map(_is_loopback, self.hosts))
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The addresses, without brackets."""
+        return tuple(host.strip().strip("[]") for host in self.host.split(","))
+
+
+def _is_loopback(host: str) -> bool:
+    if host in LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -28,7 +28,7 @@ from hocket.frontends.serving.requests import (
     TokenEvent,
 )
 from hocket.server.app import create_app
-from hocket.server.lifecycle import DrainingServer, bind_socket
+from hocket.server.lifecycle import DrainingServer, bind_sockets
 from hocket.server.options import ServerOptions
 
 SPECIAL_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<think>", "</think>")
@@ -278,7 +278,7 @@ def serve(service: FakeService | None = None, **options: object) -> Iterator[Run
     service = service or FakeService()
     settings = ServerOptions(port=0, **options)  # type: ignore[arg-type]
     ready = threading.Event()
-    listener = bind_socket(settings)
+    (listener,) = bind_sockets(settings)
     app = create_app(service, settings)
     server = DrainingServer(app, settings, lambda _: ready.set())
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
