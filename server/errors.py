@@ -112,8 +112,8 @@ def make_context_error(prompt_tokens: int, context: int) -> ApiError:
     """Return the error of a prompt that exceeds the context."""
     return ApiError(
         400,
-        f"the request ({prompt_tokens} tokens) exceeds the available context size ({context} tokens); shorten it, "
-        "or start the server with a larger --ctx-size",
+        f"the prompt is too large: it has {prompt_tokens} tokens, which exceeds the available context size of "
+        f"{context} tokens; shorten it, or start the server with a larger --ctx-size",
         type="exceed_context_size_error",
         extra={"n_prompt_tokens": prompt_tokens, "n_ctx": context},
     )

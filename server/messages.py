@@ -45,6 +45,7 @@ def render_messages(
     tokenizer: Tokenizer,
     *,
     template: str | None = None,
+    variables: Mapping[str, object] | None = None,
     uses_tools: bool = True,
 ) -> ChatPrompt:
     """Return the prompt of a chat.
@@ -54,17 +55,17 @@ def render_messages(
         metadata: The metadata of the model file.
         tokenizer: The tokenizer of the model.
         template: A template that replaces the template of the model.
+        variables: Variables of the template that the body does not set.
         uses_tools: Whether the template gets the tools.
 
     Raises:
         ApiError: A message is malformed, or the template does not know tools.
         ModelError: There is no template, or it refuses the messages.
     """
-    variables: dict[str, object] = dict(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    all_variables = {**(variables or {}), **effort, **body.chat_template_kwargs}
     tools = body.tools if uses_tools and body.tools else None
-    format = choose_chat_format(metadata, template=template, tools=tools, variables=variables)
+    format = choose_chat_format(metadata, template=template, tools=tools, variables=all_variables)
     if tools and "tools" not in format.template:
         raise refuse("the chat template of this model does not use tools; leave them out", "tools")
     messages = [read_message(message, i, format.template) for i, message in enumerate(body.messages)]

@@ -307,10 +307,8 @@ async def show_metrics(request: Request) -> Response:
     state = state_of(request)
     if not state.options.has_metrics:
         raise ApiError(501, "this server has no metrics")
-    response = Response(state.metrics.format_metrics(), media_type=CONTENT_TYPE)
-    # The tests of llama-server compare the case of this name.
-    response.raw_headers.append((b"Process-Start-Time-Unix", b"%d" % state.metrics.start_time))
-    return response
+    headers = {"Process-Start-Time-Unix": str(int(state.metrics.start_time))}
+    return Response(state.metrics.format_metrics(), headers=headers, media_type=CONTENT_TYPE)
 
 
 async def show_plan(request: Request) -> Response:

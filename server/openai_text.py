@@ -213,7 +213,7 @@ async def show_model(request: Request) -> Response:
 def _describe_model(state: ServingState) -> dict[str, object]:
     return {
         "id": state.service.model_name,
-        "aliases": list(state.options.aliases),
+        "aliases": [state.service.model_name, *state.options.aliases],
         "object": "model",
         "created": int(state.metrics.start_time),
         "owned_by": "hocket",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
+from dataclasses import field
 
 from ..frontends.errors import ModelError
 from ..frontends.generation.sampling import Sampling
@@ -23,7 +25,8 @@ class ServerOptions:
       ``*``.
     - `aliases`: further names of the model. `strict_model` refuses requests that name another one.
     - `sampling`: defaults of the sampling options. `default_max_tokens`: limit of requests that give none.
-    - `chat_template`: a template that replaces the template of the model.
+    - `chat_template`: a template that replaces the template of the model. `template_variables`: variables of the
+      template, such as ``enable_thinking``, for requests that do not set them.
     - `queue_seconds`: longest wait for a slot; `request_seconds`: longest duration of a request; `stall_seconds`:
       longest time in which a client reads nothing; `drain_seconds`: time for running requests after SIGTERM.
     - `heartbeat_seconds`: a silence of the engine after which ``/health`` reports a failure.
@@ -43,6 +46,7 @@ class ServerOptions:
     sampling: Sampling = Sampling(temperature=0.8)
     default_max_tokens: int = 4096
     chat_template: str | None = None
+    template_variables: Mapping[str, object] = field(default_factory=dict)
     max_body_bytes: int = 16 << 20
     max_header_bytes: int = 16 << 10
     max_connections: int = 1024

@@ -69,7 +69,12 @@ class RequestBuilder:
         def render() -> ChatPrompt:
             metadata, tokenizer = self._service.metadata, self._service.tokenizer
             return render_messages(
-                body, metadata, tokenizer, template=self._options.chat_template, uses_tools=uses_tools
+                body,
+                metadata,
+                tokenizer,
+                template=self._options.chat_template,
+                variables=self._options.template_variables,
+                uses_tools=uses_tools,
             )
 
         return await self.run_in_thread(render)
@@ -201,6 +206,8 @@ class RequestBuilder:
         bias = body.logit_bias
         pairs = list(bias.items()) if isinstance(bias, dict) else bias
         sums: dict[int, float] = {}
+        if body.ignore_eos:
+            sums = dict.fromkeys(self._service.tokenizer.eos_ids, -math.inf)
         for key, value in pairs:
             if value is True:
                 raise refuse("a logit bias is a number, or false to ban the token", "logit_bias")

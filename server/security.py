@@ -23,13 +23,13 @@ PUBLIC_PATHS = frozenset(("/", "/health", "/v1/health"))
 ANTHROPIC_PREFIX = "/v1/messages"
 LOCAL_ORIGINS = "localhost"
 """The entry of `ServerOptions.cors_origins` for the origins of this machine."""
-ORIGIN_HEADERS = {b"Vary": b"Origin", b"Access-Control-Expose-Headers": b"*"}
+ORIGIN_HEADERS = {b"vary": b"Origin", b"access-control-expose-headers": b"*"}
 PREFLIGHT_HEADERS = {
-    b"Access-Control-Allow-Methods": b"GET, POST, OPTIONS",
-    b"Access-Control-Allow-Headers": b"*, Authorization",
-    b"Access-Control-Max-Age": b"600",
+    b"access-control-allow-methods": b"GET, POST, OPTIONS",
+    b"access-control-allow-headers": b"*, Authorization",
+    b"access-control-max-age": b"600",
 }
-"""Headers for permitted origins; the tests of llama-server compare the case of their names."""
+"""Headers of the answer to a preflight request."""
 
 
 class ErrorLayer:
@@ -85,7 +85,7 @@ class OriginLayer:
             if is_preflight:  # without the headers below, the browser sends no request
                 return await JsonResponse({})(scope, receive, send)
             raise ApiError(403, f"the origin {origin!a:.80} is not permitted; start the server with --cors-origins")
-        headers = {**ORIGIN_HEADERS, b"Access-Control-Allow-Origin": origin.encode("latin-1")}
+        headers = {**ORIGIN_HEADERS, b"access-control-allow-origin": origin.encode("latin-1")}
 
         async def send_permitted(message: Message) -> None:
             if message["type"] == "http.response.start":

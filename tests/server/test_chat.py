@@ -155,8 +155,9 @@ def test_sampling_options_reach_the_engine(client: openai.OpenAI, server: Runnin
     assert request.params.seed == 2**64 - 7
     assert not request.uses_cache
     create(client, extra_body={"logit_bias": [[65, False]], "ignore_eos": True, "max_tokens": 12})
-    assert server.service.requests[1].params.sampling.bias == ((65, -math.inf),)
-    assert not server.service.requests[1].params.end_tokens
+    params = server.service.requests[1].params
+    assert dict(params.sampling.bias) == {65: -math.inf, server.service.tokenizer.eos_id: -math.inf}
+    assert not params.end_tokens
 
 
 def test_a_bias_outside_of_the_vocabulary_is_refused(client: openai.OpenAI) -> None:
@@ -205,6 +206,16 @@ def test_a_wrong_grammar_is_refused_before_a_stream_begins(client: openai.OpenAI
         create(client, stream=True, extra_body=extra)
 
 
+def test_keywords_that_a_schema_loses_are_named(client: openai.OpenAI, server: RunningServer) -> None:
+    schema = {"type": "array", "items": {"const": 1}, "uniqueItems": True, "minItems": 1}
+    body: dict[str, object] = {"messages": ONE_MESSAGE, "max_tokens": 3}
+    response = server.post("/v1/chat/completions", {**body, "json_schema": schema})
+    assert "uniqueItems" in response.headers["x-hocket-ignored"]
+    format = {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
+    refused = server.post("/v1/chat/completions", {**body, "response_format": format})
+    assert (refused.status_code, "uniqueItems" in refused.text) == (400, True)
+
+
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
@@ -234,6 +245,8 @@ def test_an_answer_of_the_assistant_is_continued(server: RunningServer) -> None:
     assert show_prompt(server, messages=messages) == "<|user|>hi<|assistant|>Well"
     extra = {"add_generation_prompt": False, "continue_final_message": True}
     assert show_prompt(server, messages=messages, **extra) == "<|user|>hi<|assistant|>Well"
+    both = {"messages": messages, "add_generation_prompt": True, "continue_final_message": True}
+    assert server.post("/v1/chat/completions", both).status_code == 400
     complete = show_prompt(server, messages=messages, continue_final_message=False)
     assert complete == "<|user|>hi<|assistant|>Well<|assistant|>"
 
@@ -265,6 +278,19 @@ def test_a_malformed_message_is_refused(server: RunningServer, messages: list[di
 def test_the_tokens_of_a_chat_are_counted(server: RunningServer) -> None:
     response = server.post("/v1/chat/completions/input_tokens", {"messages": ONE_MESSAGE})
     assert response.json()["input_tokens"] == 4
+
+
+def test_variables_of_the_template_have_defaults() -> None:
+    with serve(FakeService(), template_variables={"enable_thinking": True}) as server:
+        assert show_prompt(server).endswith("<think>")
+        assert not show_prompt(server, chat_template_kwargs={"enable_thinking": False}).endswith("<think>")
+
+
+def test_times_are_reported_with_every_chunk(client: openai.OpenAI) -> None:
+    _, chunks = read_stream(client, extra_body={"timings_per_token": True, "return_progress": True})
+    counts = [chunk.timings["predicted_n"] for chunk in chunks if getattr(chunk, "timings", None)]
+    assert counts == [0, *range(1, 9), 8]
+    assert chunks[0].prompt_progress == {"total": 4, "cache": 4, "processed": 4}
 
 
 def test_reserved_variables_of_the_template_are_refused(server: RunningServer) -> None:

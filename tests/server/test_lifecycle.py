@@ -16,6 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from hocket.server.lifecycle import bind_sockets
+from hocket.server.options import ServerOptions
+
 from ..given.fake_service import FakeService, RunningServer, serve, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -199,6 +202,18 @@ def test_requests_that_outlast_the_drain_end_with_an_error() -> None:
         server.thread.join(5)
         assert not server.thread.is_alive()
         assert server.service.status.running == 0
+
+
+def test_several_addresses_are_served() -> None:
+    options = ServerOptions(host="127.0.0.1,127.0.0.2", port=0)
+    listeners = bind_sockets(options)
+    try:
+        assert [listener.getsockname()[0] for listener in listeners] == ["127.0.0.1", "127.0.0.2"]
+        with pytest.raises(OSError, match="in use"):
+            bind_sockets(ServerOptions(port=listeners[0].getsockname()[1]))
+    finally:
+        for listener in listeners:
+            listener.close()
 
 
 SCRIPT = """

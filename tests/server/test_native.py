@@ -71,6 +71,20 @@ def test_several_prompts_give_a_list(server: RunningServer) -> None:
     assert [(result["index"], result["content"]) for result in results] == [(i, "the answer") for i in range(3)]
 
 
+def test_the_number_of_texts_is_limited(server: RunningServer) -> None:
+    assert len(server.post("/completion", {"prompt": ["a", "b"], "n_cmpl": 2}).json()) == 4
+    assert server.post("/completion", {"prompt": "a", "n": 5}).status_code == 400
+    response = server.post("/completion", {"prompt": ["a"] * 257})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_the_end_token_is_banned_on_request(server: RunningServer) -> None:
+    result = server.post("/completion", {"prompt": "hi", "ignore_eos": True, "n_predict": 12}).json()
+    assert (result["tokens_predicted"], result["stop_type"]) == (12, "limit")
+    eos = server.service.tokenizer.eos_id
+    assert result["generation_settings"]["logit_bias"] == [{"token": eos, "bias": None}]
+
+
 def test_fields_are_selected(server: RunningServer) -> None:
     fields = ["content", "generation_settings/n_predict", "nothing"]
     body = {"prompt": "hi", "n_predict": 1, "response_fields": fields}

@@ -110,7 +110,12 @@ def test_wrong_embedding_requests_are_refused(server: RunningServer, body: dict[
 
 def test_the_model_has_all_its_names(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
-    assert (model.id, model.owned_by, model.aliases, model.meta["n_vocab"]) == ("fake-model", "hocket", ["other"], 270)
+    assert (model.id, model.owned_by, model.aliases, model.meta["n_vocab"]) == (
+        "fake-model",
+        "hocket",
+        ["fake-model", "other"],
+        270,
+    )
     assert client.models.retrieve("other").id == "fake-model"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("third")
