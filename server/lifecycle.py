@@ -153,7 +153,7 @@ class DrainingServer(uvicorn.Server):
             self._drain_end = now + self._options.drain_seconds
         if not self._state.is_draining:
             return is_over
-        if not self._state.active_streams:
+        if self._state.is_idle:
             return True
         if now >= self._drain_end and not self._final_end:
             self._state.interrupt_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 from collections.abc import Sequence
@@ -190,7 +189,8 @@ async def _embed(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[
     if body.embd_normalize not in (NORMALISED, -1):
         raise refuse(f"embd_normalize is {body.embd_normalize}; need 2 or -1", "embd_normalize")
     texts = await state.builder.encode_prompts(content)
-    vectors = await asyncio.to_thread(state.service.embed, texts, normalise=body.embd_normalize == NORMALISED)
+    with state.counted_embedding():
+        vectors = await state.builder.embed(texts, normalise=body.embd_normalize == NORMALISED)
     return vectors, sum(map(len, texts))
 
 

@@ -14,6 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from ..frontends.errors import ModelError
 from ..frontends.generation.generate import EMPTY_PROMPT_ERROR, GenerationParams
 from ..frontends.generation.grammar import Grammar
@@ -28,6 +31,8 @@ from .schemas import ChatBody, ResponseFormat, SamplingBody, TemplateBody
 Output = TypeVar("Output")
 TEXT_THREADS = 2
 """Threads that render, tokenize and compile grammars."""
+EMBEDDING_THREADS = 4
+"""Threads that wait for vectors."""
 MAX_PROMPTS = 2048
 """Prompts of one request."""
 MAX_TEXTS = 256
@@ -51,15 +56,22 @@ class RequestBuilder:
         self._service, self._options = service, options
         self._grammars = GrammarCache(service.tokenizer)
         self._workers = ThreadPoolExecutor(TEXT_THREADS, "hocket-text")
+        self._embedding_workers = ThreadPoolExecutor(EMBEDDING_THREADS, "hocket-embed")
         self._longest_token = 0
 
     async def run_in_thread(self, function: Callable[..., Output], *args: object) -> Output:
         """Return the result of a slow function, which runs in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, function, *args)
 
+    async def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> npt.NDArray[np.float32]:
+        """Return a vector for each text; raises as `ModelService.embed`."""
+        embed = partial(self._service.embed, texts, normalise=normalise)
+        return await asyncio.get_running_loop().run_in_executor(self._embedding_workers, embed)
+
     def close(self) -> None:
         """End the worker threads after their present work."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._embedding_workers):
+            workers.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------------------ prompts
 

@@ -51,7 +51,7 @@ async def read_body(request: Request, kind: type[Body]) -> tuple[Body, dict[str,
 def add_ignored(headers: dict[str, str], names: Iterable[str]) -> None:
     """Add names to the header of ignored fields."""
     if joined := ", ".join(filter(None, [headers.get(IGNORED_HEADER), *names])):
-        headers[IGNORED_HEADER] = joined.encode("ascii", "backslashreplace").decode()
+        headers[IGNORED_HEADER] = joined.encode("unicode_escape").decode()
 
 
 def format_event(data: object, event: str = "") -> bytes:

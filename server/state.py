@@ -20,6 +20,8 @@ from .streams import AnswerStream, EventBridge, Finish
 
 RETRY_SECONDS = 10.0
 """The value of ``Retry-After`` while the server ends or its engine has failed."""
+MAX_EMBEDDINGS = 64
+"""Embedding requests that run or wait at once."""
 
 
 class ServingState:
@@ -31,6 +33,8 @@ class ServingState:
         self.metrics = ServerMetrics(service)
         self.is_draining = False
         self.active_streams: set[AnswerStream] = set()
+        self.embedding_count = 0
+        """Embedding requests that run or wait."""
         self._bridge: EventBridge | None = None
 
     @cached_property
@@ -86,6 +90,26 @@ class ServingState:
             yield stream
         finally:
             self.release(stream)
+
+    @contextmanager
+    def counted_embedding(self) -> Iterator[None]:
+        """Return the context of one embedding request.
+
+        Raises:
+            ApiError: Too many of them wait already.
+        """
+        if self.embedding_count >= MAX_EMBEDDINGS:
+            raise ApiError(429, f"{MAX_EMBEDDINGS} embedding requests wait already", retry_seconds=1)
+        self.embedding_count += 1
+        try:
+            yield
+        finally:
+            self.embedding_count -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no response is being generated."""
+        return not self.active_streams and not self.embedding_count
 
     def begin_drain(self) -> None:
         """Refuse new requests, and end requests without a slot."""

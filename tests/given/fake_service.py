@@ -166,6 +166,8 @@ class FakeService:
         """Return vectors with the counts and sums of the tokens."""
         if any(not text for text in texts):
             raise ModelError("text 1 has no tokens; give some text to embed")
+        while self.pauses and not self._is_closed:
+            time.sleep(0.01)
         self.embedded.append(texts)
         rows = np.array([[len(text), sum(text), 1.0, 0.5] for text in texts], np.float32)
         return rows / np.linalg.norm(rows, axis=-1, keepdims=True) if normalise else rows
@@ -269,7 +271,7 @@ class RunningServer:
 
     def post(self, path: str, body: object = None, **options: object) -> httpx.Response:
         """Send a POST request with a JSON body."""
-        return httpx.post(self.url + path, json=body, timeout=20, **options)  # type: ignore[arg-type]
+        return httpx.post(self.url + path, json=body, **{"timeout": 20, **options})  # type: ignore[arg-type]
 
 
 @contextmanager

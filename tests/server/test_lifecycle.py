@@ -95,6 +95,24 @@ def test_choices_that_do_not_all_fit_into_the_queue_are_withdrawn() -> None:
         assert len(service.cancelled) == 2
 
 
+def test_the_number_of_waiting_embeddings_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.server.state.MAX_EMBEDDINGS", 1)
+    service = FakeService()
+    service.pauses = True
+    with serve(service) as server:
+        results: list[int] = []
+        first = threading.Thread(
+            target=lambda: results.append(server.post("/v1/embeddings", {"input": "a"}).status_code)
+        )
+        first.start()
+        wait_until(lambda: server.server._state.embedding_count == 1)
+        assert server.post("/v1/embeddings", {"input": "a"}).status_code == 429
+        service.pauses = False
+        first.join()
+        assert results == [200]
+        assert server.post("/v1/embeddings", {"input": "a"}).status_code == 200
+
+
 def test_silent_streams_get_comments() -> None:
     service = FakeService()
     service.pauses = True
