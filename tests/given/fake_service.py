@@ -297,7 +297,7 @@ def serve(service: FakeService | None = None, **options: object) -> Iterator[Run
         service.close(0)
 
 
-def wait_until(is_true: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(is_true: Callable[[], bool], seconds: float = 30.0) -> None:
     """Wait until a condition holds.
 
     Raises:

@@ -192,13 +192,15 @@ def test_an_engine_that_ends_takes_its_streams_with_it() -> None:
 
 
 def test_running_requests_end_before_the_server() -> None:
-    with serve(FakeService("x" * 60, slots=1, delay=0.01)) as server:
+    with serve(FakeService("x" * 200, slots=1, delay=0.01)) as server:
         with open_request(server, stream=True) as running, open_request(server, stream=True) as queued:
-            wait_until(lambda: server.service.status.queued == 1)
+            wait_until(lambda: server.service.status.queued == 1 and server.service.status.running == 1)
+            server.service.pauses = True
             server.server.request_exit()
             assert b"shutting down" in read_until(queued, b"0\r\n\r\n")
             assert server.get("/health").status_code == 503
             assert server.post("/completion", {"prompt": "a"}).status_code == 503
+            server.service.pauses = False
             assert b'"stop_type":"eos"' in read_until(running, b"0\r\n\r\n")
         server.thread.join(5)
         assert not server.thread.is_alive()
