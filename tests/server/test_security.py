@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 from collections.abc import Iterator
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from hocket.frontends.errors import ModelError
+from hocket.server.anthropic import MessagesBody
 from hocket.server.errors import ApiError, as_api_error
 from hocket.server.options import ServerOptions
+from hocket.server.schemas import ChatBody, CompletionBody, EmbeddingBody, TextBody, TokenizeBody
 
 from ..given.fake_service import FakeService, RunningServer, serve
 
@@ -217,6 +221,59 @@ def test_errors_have_one_shape(server: RunningServer, method: str, path: str, bo
     assert error["code"] == status
     assert "\n" not in error["message"]
     assert response.headers["server"] == "hocket"
+
+
+ODD_VALUES: tuple[object, ...] = (
+    0,
+    -1,
+    2,
+    1.5,
+    1e300,
+    10**25,
+    "",
+    "a",
+    "\0",
+    "é😀",
+    [],
+    [1],
+    ["a"],
+    [[1]],
+    [{}],
+    {},
+    True,
+)
+ODD_VALUES += (
+    {"a": 1},
+    {"1": False, "zz": -3},
+    {"bos": 1},
+    {"messages": 1},
+    {"type": []},
+    {"type": "tool"},
+    "required",
+)
+ODD_VALUES += ({"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}}, [{"type": "function"}], [None])
+ODD_VALUES += ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[[["}}]}],)
+ODD_BODIES = {
+    "/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "hi"}]}),
+    "/v1/messages": (MessagesBody, {"messages": [{"role": "user", "content": "hi"}]}),
+    "/v1/completions": (TextBody, {"prompt": "hi"}),
+    "/completion": (CompletionBody, {"prompt": "hi"}),
+    "/v1/embeddings": (EmbeddingBody, {"input": "hi"}),
+    "/tokenize": (TokenizeBody, {}),
+}
+
+
+@pytest.mark.parametrize("path", ODD_BODIES)
+def test_no_value_of_a_field_makes_the_server_fail(server: RunningServer, path: str) -> None:
+    kind, body = ODD_BODIES[path]
+    names = [field.encode_name for field in msgspec.structs.fields(kind)]
+    limit = {"max_tokens": 2} if "max_tokens" in names else {}
+    rng = random.Random(path)
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        for _ in range(60):
+            odd = {name: rng.choice(ODD_VALUES) for name in rng.sample(names, rng.choice((1, 1, 2)))}
+            response = client.post(path, json={**body, **limit, **odd})
+            assert response.status_code in (200, 400, 429), (odd, response.text)
 
 
 def test_an_unexpected_exception_has_an_id_alone(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
