@@ -177,17 +177,20 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Admit requests, then read a chunk of a prompt or decode one token of each running request."""
-        self._admit()
+        events: list[Event] = list(self._admit())
         reading = [one for one in self._running.values() if one.unread]
         decoding = [one for one in self._running.values() if one.next_token is not None]
         if reading and (self._reads_next or not decoding):
             self._reads_next = False
-            return list(self._read_chunk(min(reading, key=lambda one: one.submitted), decoding))
+            events += self._read_chunk(min(reading, key=lambda one: one.submitted), decoding)
+            return events
         self._reads_next = True
-        return list(self._decode(decoding)) if decoding else []
+        if decoding:
+            events += self._decode(decoding)
+        return events
 
-    def _admit(self) -> None:
-        """Start queued requests in free slots, in order.
+    def _admit(self) -> Iterator[Event]:
+        """Start queued requests in free slots, in order, and yield the number of tokens that each finds there.
 
         A request waits if the prompt that another slot is reading shares a longer prefix with it than all cells that
         have been read.
@@ -215,6 +218,7 @@ class Engine:
             )
             self._running[match.target] = running
             self._count(prompt_tokens=len(request.prompt) - match.tokens, cached_tokens=match.tokens)
+            yield ProgressEvent(request.id, match.tokens)
 
     def _window_size(self, slot: int) -> int:
         """Return the slots of the window that has a slot and all running requests."""

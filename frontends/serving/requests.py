@@ -78,7 +78,10 @@ class RequestTiming:
 
 @dataclass(frozen=True, slots=True)
 class ProgressEvent:
-    """The prompt of a request has been read up to token `read_tokens`, cached tokens included."""
+    """The prompt of a request has been read up to token `read_tokens`, cached tokens included.
+
+    The first one comes when the request gets a slot.
+    """
 
     request: str
     read_tokens: int
