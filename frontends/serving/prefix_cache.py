@@ -123,7 +123,7 @@ class PrefixCache:
         return PrefixMatch(tokens, best if tokens else target, target)
 
     def move_slot(self, source: int, target: int, length: int) -> None:
-        """Move the `length` tokens of a running request to a free slot, whose own tokens are forgotten."""
+        """Move the `length` tokens of a running request to a free slot, and forget the old tokens of that slot."""
         self.forget(target)
         self._memory.copy_cells(source, target, length)
         if self._memory.has_recurrent_states:
@@ -181,8 +181,8 @@ class PrefixCache:
         """
         self._tokens[slot], self._lengths[slot] = tuple(tokens), len(tokens)
         self._touch(slot)
-        wanted = len(tokens) in (prompt_tokens, self._branch_points[slot])
-        if wanted and self._memory.has_recurrent_states:
+        is_saved = len(tokens) in (prompt_tokens, self._branch_points[slot])
+        if is_saved and self._memory.has_recurrent_states:
             nbytes = self._memory.compute_state_bytes()
             if nbytes <= self._state_bytes:
                 self._keep(slot, len(tokens), _SavedState(self._memory.save_states(slot), nbytes))

@@ -56,9 +56,18 @@ class EngineThread:
         options: The options of the engine.
         name: The name of the model for clients.
         version: The version of hocket, for the fingerprint.
+        on_failure: Called in the thread of the engine, with the reason, if the engine ends by an error.
     """
 
-    def __init__(self, model: Model, options: EngineOptions, *, name: str, version: str) -> None:
+    def __init__(
+        self,
+        model: Model,
+        options: EngineOptions,
+        *,
+        name: str,
+        version: str,
+        on_failure: Callable[[str], None] = lambda why: None,
+    ) -> None:
         self._model, self._name = model, name
         root = model.session
         self._pool = SlotPool(root, options.slots, context=root.context, batch=root.batch)
@@ -75,7 +84,7 @@ class EngineThread:
         self._receivers_lock = threading.Lock()
         self._orders: SimpleQueue[Callable[[], list[Event]] | None] = SimpleQueue()
         self._status, self._last_beat = self._engine.status, time.monotonic()
-        self._failure, self._is_closing = "", False
+        self._failure, self._is_closing, self._on_failure = "", False, on_failure
         self._fingerprint = self._compute_fingerprint(version)
         self._thread = threading.Thread(target=self._run, name="hocket-engine", daemon=True)
         self._thread.start()
@@ -176,6 +185,7 @@ class EngineThread:
                 self._status, self._last_beat = self._engine.status, time.monotonic()
         except BaseException as error:  # clients must learn of any failure
             self._fail(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._on_failure(self._failure)
             raise
         self._fail("the server shuts down")
 
