@@ -179,25 +179,33 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._pool.prepare()
+            self._pool.prepare(self._note_status)
             while self._take_orders():
                 self._send(self._engine.step())
-                self._status, self._last_beat = self._engine.status, time.monotonic()
+                self._note_status()
         except BaseException as error:  # clients must learn of any failure
             self._fail(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             self._on_failure(self._failure)
             raise
         self._fail("the server shuts down")
 
+    def _note_status(self) -> None:
+        self._status, self._last_beat = self._engine.status, time.monotonic()
+
     def _take_orders(self) -> bool:
-        """Carry out all orders, waiting for one if there is no work; return False when the engine is to end."""
+        """Carry out all orders; return False when the engine is to end.
+
+        Without work this waits for the first order, but not for a second one: `status` must show the end of the last
+        request at once.
+        """
+        waits = not self._engine.has_work
         try:
             while True:
-                waits = not self._engine.has_work
                 order = self._orders.get(waits, HEARTBEAT_SECONDS if waits else None)
                 if order is None:
                     return False
                 self._send(order())
+                waits = False
         except Empty:
             return True
 
