@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,7 +124,9 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
         ("--timeout", "longest duration of a request", 3600),
         ("--drain", "time for running requests after SIGTERM", 30),
     ):
-        sub.add_argument(flag, type=parse_duration, default=float(seconds), metavar="S", help=f"{help}, in s ({seconds})")
+        sub.add_argument(
+            flag, type=parse_duration, default=float(seconds), metavar="S", help=f"{help}, in s ({seconds})"
+        )
     sub.add_argument("--ssl-cert-file", metavar="FILE", help="certificate for HTTPS, with --ssl-key-file")
     sub.add_argument("--ssl-key-file", metavar="FILE", help="private key for HTTPS")
 
@@ -147,11 +150,20 @@ def run(args: argparse.Namespace) -> int:
     queue = QUEUE_PER_SLOT * args.parallel if args.queue is None else args.queue
     engine = EngineOptions(args.parallel, queue, args.max_gap / 1e3, args.cache_memory << 20)
     with model:
-        service = EngineThread(model, engine, name=name, version=__version__)
+        failures: list[str] = []
+
+        def end_server(why: str) -> None:
+            failures.append(why)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        service = EngineThread(model, engine, name=name, version=__version__, on_failure=end_server)
         try:
-            return run_server(service, options, lambda url: write_log_line(f"hocket: serves {name} at {url}"))
+            code = run_server(service, options, lambda url: write_log_line(f"hocket: serves {name} at {url}"))
         finally:
             service.close(0.0)
+        if failures:
+            write_log_line(f"hocket: the engine has failed: {failures[0]}")
+        return 1 if failures else code
 
 
 def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
@@ -226,11 +238,12 @@ def check_server_options(options: ServerOptions) -> None:
 
     from jinja2 import TemplateSyntaxError
 
-    from ...server.lifecycle import bind_socket
+    from ...server.lifecycle import bind_sockets
     from ..gguf.chat_sandbox import ChatEnvironment
 
     try:
-        bind_socket(options).close()
+        for listener in bind_sockets(options):
+            listener.close()
     except (OSError, UnicodeError) as error:
         reason = (getattr(error, "strerror", None) or "is no address").partition(" (while ")[0]
         raise ModelError(f"{options.host}:{options.port}: {reason}; choose another --host or --port") from None
