@@ -70,12 +70,12 @@ class Candidate:
             return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
         return self.plan is None and other.is_from_search and self.is_from_search
 
-    def with_correction(self, off: float) -> Candidate:
-        """Return the candidate with a smaller correction factor, after a similar plan took `off` times its estimate."""
+    def with_correction(self, time_ratio: float) -> Candidate:
+        """Return the candidate with a smaller correction factor, after a similar plan took `time_ratio` times its estimate."""
         known = self.correction_factor or 1.0
         return (
-            replace(self, seconds=self.seconds * off / known, correction_factor=off)
-            if off < (self.correction_factor or math.inf)
+            replace(self, seconds=self.seconds * time_ratio / known, correction_factor=time_ratio)
+            if time_ratio < (self.correction_factor or math.inf)
             else self
         )
 
@@ -118,11 +118,11 @@ class Candidate:
             pipeline_description=how,
         )
 
-    def compute_penalised_seconds(self, once: float) -> float:
-        """Return the seconds with the penalties for devices and for memory; one device would store `once` bytes."""
+    def compute_penalised_seconds(self, single_device_bytes: float) -> float:
+        """Return the seconds with the penalties for devices and for memory; one device would store `single_device_bytes` bytes."""
         if self.device_count == 1:
             return self.seconds
-        copied = min(1.0, max(0.0, self.stored_bytes / max(once, 1.0) - 1) / (self.device_count - 1))
+        copied = min(1.0, max(0.0, self.stored_bytes / max(single_device_bytes, 1.0) - 1) / (self.device_count - 1))
         return (
             self.seconds
             / (1 - FULL_COPY_PENALTY * copied)
@@ -144,7 +144,9 @@ def score_by_run_time(plan: Plan) -> tuple[float, str]:
     return plan.cost.total, ""
 
 
-def choose_best_plan(candidates: Sequence[Candidate], once: float, scorer: PlanScorer = score_by_run_time) -> Plan:
+def choose_best_plan(
+    candidates: Sequence[Candidate], single_device_bytes: float, scorer: PlanScorer = score_by_run_time
+) -> Plan:
     """Return the plan of the candidate that fits, or misses fewest bytes, and has the lowest penalised seconds.
 
     The reasons of the plan list the rejected candidates. A plan is built only for the candidate with the best estimate.
@@ -154,7 +156,7 @@ def choose_best_plan(candidates: Sequence[Candidate], once: float, scorer: PlanS
 
     Args:
         candidates: The candidates. The first one has its plan.
-        once: Bytes of weights and states on one device.
+        single_device_bytes: Bytes of weights and states on one device.
         scorer: Returns the seconds of a plan.
     """
     left = list(candidates)
@@ -164,7 +166,7 @@ def choose_best_plan(candidates: Sequence[Candidate], once: float, scorer: PlanS
 
     def cost(candidate: Candidate) -> tuple[float, float]:
         return candidate.missing_bytes, candidate.compute_penalised_seconds(
-            once if candidate.plan is None else alone_bytes
+            single_device_bytes if candidate.plan is None else alone_bytes
         )
 
     while (best := min(left, key=cost)).plan is None:
@@ -209,9 +211,9 @@ def choose_best_plan(candidates: Sequence[Candidate], once: float, scorer: PlanS
 
 
 def _replace_refined(
-    candidates: Sequence[Candidate], bound: Candidate, refined: Iterable[Candidate]
+    candidates: Sequence[Candidate], replaced: Candidate, refined: Iterable[Candidate]
 ) -> list[Candidate]:
-    """Return `candidates` with `refined` in place of `bound` and of candidates of the same kind that have no plan."""
+    """Return `candidates` with `refined` in place of `replaced` and of candidates of the same kind that have no plan."""
     known = {(candidate.kind, candidate.device_count) for candidate in candidates if candidate.plan is not None}
     fresh = [candidate for candidate in refined if (candidate.kind, candidate.device_count) not in known]
     known = {(candidate.kind, candidate.device_count) for candidate in fresh}
@@ -219,7 +221,7 @@ def _replace_refined(
         *(
             candidate
             for candidate in candidates
-            if candidate is not bound and (candidate.kind, candidate.device_count) not in known
+            if candidate is not replaced and (candidate.kind, candidate.device_count) not in known
         ),
         *fresh,
     ]

@@ -53,22 +53,27 @@ class BranchScheduler:
     """
 
     def __init__(
-        self, graph: Graph, devices: int, hardware: Hardware, seconds: Mapping[Node, float], memory: float
+        self,
+        graph: Graph,
+        device_count: int,
+        hardware: Hardware,
+        node_seconds: Mapping[Node, float],
+        device_memory_bytes: float,
     ) -> None:
         self.graph, self.device_count, self.hardware, self.node_seconds, self.device_memory_bytes = (
             graph,
-            devices,
+            device_count,
             hardware,
-            seconds,
-            memory,
+            node_seconds,
+            device_memory_bytes,
         )
         self.compute_nodes = [node for node in graph.nodes if not node.is_leaf]
-        self.total_seconds = sum(seconds.values())
+        self.total_seconds = sum(node_seconds.values())
         self._message_seconds: dict[tuple[int, bool], float] = {}
 
-    def compute_lower_bound(self, devices: int) -> float:
-        """Return the least seconds of any placement of the nodes on `devices` devices."""
-        return max(self._critical_seconds, self.total_seconds / devices)
+    def compute_lower_bound(self, device_count: int) -> float:
+        """Return the least seconds of any placement of the nodes on `device_count` devices."""
+        return max(self._critical_seconds, self.total_seconds / device_count)
 
     @cached_property
     def _critical_seconds(self) -> float:
@@ -79,8 +84,8 @@ class BranchScheduler:
             ends[node] = start + self.node_seconds.get(node, 0.0)
         return max(ends.values(), default=0.0)
 
-    def compute_cluster_bound(self, devices: int) -> float | None:
-        """Return the least seconds of any placement of the clusters on `devices` devices.
+    def compute_cluster_bound(self, device_count: int) -> float | None:
+        """Return the least seconds of any placement of the clusters on `device_count` devices.
 
         None if all placements save less than `GAIN`.
         """
@@ -88,7 +93,7 @@ class BranchScheduler:
         for cluster in self._clusters:
             start = max((ends[source] for source in cluster.operand_reader_counts), default=0.0)
             ends[cluster.nodes[-1]] = start + cluster.seconds
-        bound = max(self.total_seconds / devices, *ends.values())
+        bound = max(self.total_seconds / device_count, *ends.values())
         return bound if bound <= self.total_seconds * (1 - MIN_BRANCH_SAVING) else None
 
     @cached_property
@@ -99,32 +104,36 @@ class BranchScheduler:
         """
         return self.estimate_overlapped_share(self.device_count) <= 1 - MIN_BRANCH_SAVING
 
-    def estimate_overlapped_share(self, stages: int) -> float:
-        """Return the share of the total time that `stages` stages of consecutive nodes take.
+    def estimate_overlapped_share(self, stage_count: int) -> float:
+        """Return the share of the total time that `stage_count` stages of consecutive nodes take.
 
         Independent stages run at the same time.
         """
         stage: dict[Node, int] = {}
         spent = 0.0
         for node in self.compute_nodes:
-            stage[node] = min(int(spent / self.total_seconds * stages), stages - 1) if self.total_seconds else 0
+            stage[node] = (
+                min(int(spent / self.total_seconds * stage_count), stage_count - 1) if self.total_seconds else 0
+            )
             spent += self.node_seconds.get(node, 0.0)
         ends: dict[Node, float] = {}
-        free = [0.0] * stages
+        free = [0.0] * stage_count
         for node in order_by_hops(self.graph, stage):
             start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
             free[stage[node]] = ends[node] = max(start, free[stage[node]]) + self.node_seconds.get(node, 0.0)
         return max(free) / self.total_seconds if self.total_seconds else 1.0
 
-    def find_schedules(self, devices: int) -> list[BranchSchedule]:
-        """Return the best schedules found on `devices` devices; each saves at least `GAIN`."""
+    def find_schedules(self, device_count: int) -> list[BranchSchedule]:
+        """Return the best schedules found on `device_count` devices; each saves at least `GAIN`."""
         grain = max(
-            self.total_seconds / devices / MAX_PARTS_PER_DEVICE,
+            self.total_seconds / device_count / MAX_PARTS_PER_DEVICE,
             MAX_PARTS_PER_DEVICE * self.hardware.collective_seconds(0.0),
         )
         whole = [Cluster([*cluster.nodes], cluster.seconds, {}) for cluster in self._clusters]
         parts = [part for cluster in self._clusters for part in split_cluster(cluster, self.node_seconds, grain)]
-        schedules = (schedule for division in (whole, parts) for schedule in self._schedule_clusters(division, devices))
+        schedules = (
+            schedule for division in (whole, parts) for schedule in self._schedule_clusters(division, device_count)
+        )
         return [schedule for schedule in schedules if schedule.seconds <= self.total_seconds * (1 - MIN_BRANCH_SAVING)]
 
     @cached_property
@@ -137,7 +146,7 @@ class BranchScheduler:
             self.hardware.collective_seconds(0.0),
         )
 
-    def _schedule_clusters(self, division: Sequence[Cluster], devices: int) -> Iterator[BranchSchedule]:
+    def _schedule_clusters(self, division: Sequence[Cluster], device_count: int) -> Iterator[BranchSchedule]:
         """Yield schedules of these clusters by list scheduling, and schedules that moves of clusters improved."""
         clusters, owner = link_clusters(division, self.hardware.collective_seconds(0.0))
         until_end: dict[Cluster, float] = defaultdict(float)
@@ -148,14 +157,14 @@ class BranchScheduler:
                 until_end[read] = max(
                     until_end[read], until_end[cluster] + self.estimate_result_message_seconds(source)
                 )
-        scheduler = _ListScheduler(self, devices)
+        scheduler = _ListScheduler(self, device_count)
         for cluster in sorted(clusters, key=until_end.__getitem__, reverse=True):
             scheduler.place_cluster(cluster)
         order = [
             node for cluster in sorted(clusters, key=scheduler.start_by_cluster.__getitem__) for node in cluster.nodes
         ]
         yield from self._build_schedules(scheduler.placement, order)
-        if (better := self._improve_placement(clusters, scheduler.placement, order, devices)) is not None:
+        if (better := self._improve_placement(clusters, scheduler.placement, order, device_count)) is not None:
             yield from self._build_schedules(better, order)
 
     def _build_schedules(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
@@ -169,7 +178,7 @@ class BranchScheduler:
             yield BranchSchedule(placement, each, max(ends.values()), leaf_bytes)
 
     def _improve_placement(
-        self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], devices: int
+        self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], device_count: int
     ) -> Placement | None:
         """Return a better placement, found by moves of single clusters; None if all moves take longer."""
         first = best = max(self._predict_ends(placement, order).values())
@@ -178,7 +187,7 @@ class BranchScheduler:
         before = math.inf
         while best < before and left > 0:
             before = best
-            for cluster, device in product(movable, range(devices)):
+            for cluster, device in product(movable, range(device_count)):
                 if device != better[cluster.nodes[0]] and left > 0:
                     moved, left = {**better, **dict.fromkeys(cluster.nodes, device)}, left - 1
                     seconds = max(self._predict_ends(moved, order).values())
@@ -250,14 +259,14 @@ class BranchScheduler:
 class _ListScheduler:
     """A list scheduler: it places clusters on devices one by one, each after the clusters that it reads."""
 
-    def __init__(self, branches: BranchScheduler, devices: int) -> None:
+    def __init__(self, branches: BranchScheduler, device_count: int) -> None:
         self.branches = branches
         self.placement: dict[Node, int] = {}
         self.start_by_cluster: dict[Cluster, float] = {}
         self.end_by_node: dict[Node, float] = {}
-        self.device_free_times = [0.0] * devices
-        self.leaves_by_device: list[set[Value]] = [set() for _ in range(devices)]
-        self.leaf_bytes_by_device = [0] * devices
+        self.device_free_times = [0.0] * device_count
+        self.leaves_by_device: list[set[Value]] = [set() for _ in range(device_count)]
+        self.leaf_bytes_by_device = [0] * device_count
         self.device_by_state: dict[Value, int] = {}
 
     def place_cluster(self, cluster: Cluster) -> None:

@@ -97,13 +97,13 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
     )
 
 
-def _suggest_context(short: Sequence[MemoryPool], plan: Plan, context: int | None) -> str | None:
+def _suggest_context(short_pools: Sequence[MemoryPool], plan: Plan, context: int | None) -> str | None:
     """Suggest the largest context that fits, if smaller caches are enough."""
     if context is None:
         return None
     caches = frozenset(v.node.name for v in plan.graph.states if v.shape and v.shape[0] >= context)
     sizes = []
-    for pool in short:
+    for pool in short_pools:
         cache_bytes = pool.count_leaf_bytes(caches)
         if cache_bytes <= pool.missing_bytes:
             return None
@@ -150,16 +150,16 @@ def _is_partitioned(plan: Plan) -> bool:
     return any(isinstance(layout, Shard | Local) for layout in plan.leaves.values())
 
 
-def choose_host_offload(lacking: float, plan_with: Callable[[float], Plan]) -> Plan | None:
+def choose_host_offload(missing_share: float, build_plan_for_share: Callable[[float], Plan]) -> Plan | None:
     """Return the fitting plan with the smallest host share, found by bisection; None without a fitting plan.
 
     Args:
-        lacking: The share of all weights and states that did not fit.
-        plan_with: Builds the plan in which the host has a given share of all weights and states.
+        missing_share: The share of all weights and states that did not fit.
+        build_plan_for_share: Builds the plan in which the host has a given share of all weights and states.
     """
-    low, share, fitting = 0.0, min(1.0, lacking), None
+    low, share, fitting = 0.0, min(1.0, missing_share), None
     for _ in range(MAX_OFFLOAD_PLANS):
-        offload_plan = plan_with(share)
+        offload_plan = build_plan_for_share(share)
         if not compute_missing_bytes(offload_plan):
             fitting, high = offload_plan, share
         elif share >= 1.0:

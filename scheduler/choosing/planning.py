@@ -63,35 +63,43 @@ class PlanBuilder(ShardedPlanBuilder):
     """One checked request of `plan_for_group`, and the methods that build plans for it."""
 
     def build_unverified(
-        self, mode: SplitModeBuilder, like: Plan | None, choose: FactorChooser | None, host: HostOffload | None
+        self,
+        mode: SplitModeBuilder,
+        earlier_plan: Plan | None,
+        choose_factors: FactorChooser | None,
+        host: HostOffload | None,
     ) -> Plan:
         """Return the unverified plan, with host offload if it does not fit and a host is given.
 
         Args:
             mode: Builds the plan of the split mode.
-            like: An earlier plan; its layout is kept.
-            choose: Chooses the factors to shard instead of the search.
+            earlier_plan: An earlier plan; its layout is kept.
+            choose_factors: Chooses the factors to shard instead of the search.
             host: The host device for leaves that do not fit.
         """
-        plan = self.build_for_mode(mode, like, choose)
+        plan = self.build_for_mode(mode, earlier_plan, choose_factors)
         if (
             host is not None
-            and like is None
+            and earlier_plan is None
             and mode is not PlanBuilder.build_tensor_parallel
             and compute_missing_bytes(plan)
         ):
-            plan = self.build_with_host_offload(host, alone=mode is PlanBuilder.build_single_device) or plan
+            plan = (
+                self.build_with_host_offload(host, uses_single_device=mode is PlanBuilder.build_single_device) or plan
+            )
         taken = {str(device_plan.device) for device_plan in plan.lanes}
         return replace(plan, spare=tuple(name for name in self.device_names if name not in taken))
 
-    def build_for_mode(self, mode: SplitModeBuilder, like: Plan | None, choose: FactorChooser | None) -> Plan:
+    def build_for_mode(
+        self, mode: SplitModeBuilder, earlier_plan: Plan | None, choose_factors: FactorChooser | None
+    ) -> Plan:
         """Return the plan in `mode`, unless an earlier plan, a lack of choice or the caller decides."""
-        if like is not None:
-            return self.build_with_fixed_layout(like)
+        if earlier_plan is not None:
+            return self.build_with_fixed_layout(earlier_plan)
         if len(self.group) == 1 and not self.placement_rules:
             return self.build_unsharded()
-        if choose is not None:
-            chosen, why = choose(self.graph, self.factors), "chosen by the caller"
+        if choose_factors is not None:
+            chosen, why = choose_factors(self.graph, self.factors), "chosen by the caller"
             if mode is PlanBuilder.build_hybrid:
                 return self.build_with_groups(
                     split_into_groups(self.devices_per_machine, len(self.group)), FactorChoice(chosen, (why,))
@@ -184,11 +192,15 @@ class PlanBuilder(ShardedPlanBuilder):
             self.tensor_split or memory_proportions([device for _, device in self.group])
         )
 
-    def _build_layers_by_shares(self, shares: Sequence[float], *, trim: bool = False, last: str = "") -> Plan:
-        """Return the layer split by `shares`; `last` is the reason for the last device."""
-        where = split_layers(self.graph, shares, self.user_pins)
-        because = [f"layer split, with {share / sum(shares):.0%} of the weights and states" for share in shares]
-        because[-1] = last or because[-1]
+    def _build_layers_by_shares(
+        self, proportions: Sequence[float], *, trim: bool = False, last_device_reason: str = ""
+    ) -> Plan:
+        """Return the layer split by `proportions`; `last_device_reason` is the reason for the last device."""
+        where = split_layers(self.graph, proportions, self.user_pins)
+        because = [
+            f"layer split, with {share / sum(proportions):.0%} of the weights and states" for share in proportions
+        ]
+        because[-1] = last_device_reason or because[-1]
         return self._build_pinned({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
 
     def build_branches(self, schedule: BranchSchedule) -> Plan:
@@ -196,10 +208,10 @@ class PlanBuilder(ShardedPlanBuilder):
         pins = {node: Pin(device, "it is in a branch of its own") for node, device in schedule.placement.items()}
         return self._build_pinned(pins, trim=True, order=schedule.order)
 
-    def build_with_host_offload(self, host: HostOffload, *, alone: bool) -> Plan | None:
+    def build_with_host_offload(self, host: HostOffload, *, uses_single_device: bool) -> Plan | None:
         """Return a layer split with the host as one more device for leaves that do not fit.
 
-        With `alone` only the first device and the host have work. Returns None if the host is already in the group.
+        With `uses_single_device` only the first device and the host have work. Returns None if the host is already in the group.
         """
         if str(host.device) in {str(device) for _, device in self.group}:
             return None
@@ -207,16 +219,16 @@ class PlanBuilder(ShardedPlanBuilder):
             self.graph, (*self.group, (host.backend, host.device)), (), self.hardware, self.placement_rules
         )
         shares = self.tensor_split or memory_proportions([device for _, device in self.group])
-        if alone:
+        if uses_single_device:
             shares = [1.0] + [0.0] * (len(self.group) - 1)
         why = f"weights that do not fit stay on {host.device}"
 
         def plan_with(share: float) -> Plan:
             rest = [(1 - share) * s / sum(shares) for s in shares]
-            plan = wider._build_layers_by_shares([*rest, share], trim=alone, last=why)
+            plan = wider._build_layers_by_shares([*rest, share], trim=uses_single_device, last_device_reason=why)
             return replace(plan, host=host.hardware) if plan.lanes[-1].device == host.device else plan
 
-        first = self._build_layers_by_shares(shares, trim=alone)
+        first = self._build_layers_by_shares(shares, trim=uses_single_device)
         total = sum(first.memory()[kind] for kind in ("weight", "state"))
         return (
             choose_host_offload(compute_missing_bytes(first) / max(total, 1), plan_with)
@@ -226,19 +238,19 @@ class PlanBuilder(ShardedPlanBuilder):
 
     def _build_pinned(
         self,
-        base: Mapping[Node, Pin],
+        base_pins: Mapping[Node, Pin],
         fixed_values: Mapping[Value, Local] = NO_FIXED_VALUES,
         *,
         trim: bool = False,
         order: Sequence[Node] = (),
     ) -> Plan:
-        """Return the plan with the pins `base`, in which user pins take precedence, and the layouts of `fixed_values`.
+        """Return the plan with the pins `base_pins`, in which user pins take precedence, and the layouts of `fixed_values`.
 
         With `trim`, devices without work are left out. Nodes start in `order`, if it is given.
         """
 
         def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
-            where = {**base, **pins}
+            where = {**base_pins, **pins}
             placement = {n: p.device for n, p in where.items()}
             return where, place_nodes(self.graph, placement, len(self.group), fixed_values, order)
 
@@ -258,9 +270,9 @@ class PlanBuilder(ShardedPlanBuilder):
         placed = place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(used), order=order)
         return few._assemble_plan(placed, frozenset(), (), where)
 
-    def build_with_factors(self, chosen: frozenset[Factor], why: str) -> Plan:
-        """Return the plan in which these factors are sharded where possible; `why` is the reason in `explain`."""
-        return self.build_sharded(FactorChoice(chosen, (why,)))
+    def build_with_factors(self, chosen_factors: frozenset[Factor], reason: str) -> Plan:
+        """Return the plan in which these factors are sharded where possible; `reason` is the reason in `explain`."""
+        return self.build_sharded(FactorChoice(chosen_factors, (reason,)))
 
     def build_tensor_parallel(self) -> Plan:
         """Return the plan with tensor parallelism wherever kernels get shorter."""
@@ -301,16 +313,25 @@ class PlanBuilder(ShardedPlanBuilder):
 
     def _build_hybrid_stages(
         self,
-        where: Placement,
+        stage_by_node: Placement,
         groups: StageGroups,
-        cuts: ShardedFactors,
-        why: tuple[str, ...],
-        earlier: Mapping[str, Layout] | None = None,
+        sharded_factors: ShardedFactors,
+        reasons: tuple[str, ...],
+        earlier_layouts: Mapping[str, Layout] | None = None,
     ) -> Plan:
-        """Return the plan of nodes in stages, each sharded within its group; `where` is the stage of each node."""
+        """Return the plan of nodes in stages, each sharded within its group; `stage_by_node` is the stage of each node."""
 
         def partition_groups(chunks: OverlapChunks = SINGLE_CHUNK) -> HybridGraphs:
-            return partition_hybrid(self.graph, where, groups, cuts, self.proportions, self.hardware, earlier, chunks)
+            return partition_hybrid(
+                self.graph,
+                stage_by_node,
+                groups,
+                sharded_factors,
+                self.proportions,
+                self.hardware,
+                earlier_layouts,
+                chunks,
+            )
 
         def build_with_chunks(chunks: OverlapChunks, note: str) -> Plan | None:
             hybrid_graphs = partition_groups(chunks)
@@ -319,22 +340,24 @@ class PlanBuilder(ShardedPlanBuilder):
             ):
                 return None
             return self._assemble_plan(
-                hybrid_graphs.partitioned_graphs, hybrid_graphs.sharded_factors, (*why, note), {}
+                hybrid_graphs.partitioned_graphs, hybrid_graphs.sharded_factors, (*reasons, note), {}
             )
 
         first = partition_groups()
-        plan = self._assemble_plan(self._require_supported(first.partitioned_graphs), first.sharded_factors, why, {})
+        plan = self._assemble_plan(
+            self._require_supported(first.partitioned_graphs), first.sharded_factors, reasons, {}
+        )
         return (
             choose_overlap_chunks(plan, build_with_chunks)
             if first.has_chunks and can_group_overlap(self.group)
             else plan
         )
 
-    def with_first_devices(self, devices: int) -> PlanBuilder:
-        """Return the same request for the first `devices` devices of the group."""
-        if devices == len(self.group):
+    def with_first_devices(self, device_count: int) -> PlanBuilder:
+        """Return the same request for the first `device_count` devices of the group."""
+        if device_count == len(self.group):
             return self
-        few = PlanBuilder(self.graph, self.group[:devices], (), self.hardware, use=self.workload)
+        few = PlanBuilder(self.graph, self.group[:device_count], (), self.hardware, workload=self.workload)
         few.factor_search, few.unrepeated_reasons, few.repeated_layers = (
             self.factor_search,
             self.unrepeated_reasons,

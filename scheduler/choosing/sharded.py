@@ -55,19 +55,19 @@ class ShardedPlanBuilder:
         self,
         graph: Graph,
         group: Devices,
-        shares: Sequence[float],
+        proportions: Sequence[float],
         hardware: Hardware,
-        place: PlacementRules = (),
-        earlier: Plan | None = None,
-        use: Workload | None = None,
+        placement_rules: PlacementRules = (),
+        earlier_plan: Plan | None = None,
+        workload: Workload | None = None,
     ) -> None:
-        self.graph, self.group, self.hardware, self.workload = graph, group, hardware, use
-        self.placement_rules = [(pattern, str(DeviceName.parse(device))) for pattern, device in place]
-        self.tensor_split = shares or (() if earlier is None else earlier.shares)
-        self.earlier_layouts = NO_LEAF_LAYOUTS if earlier is None else earlier.leaves
+        self.graph, self.group, self.hardware, self.workload = graph, group, hardware, workload
+        self.placement_rules = [(pattern, str(DeviceName.parse(device))) for pattern, device in placement_rules]
+        self.tensor_split = proportions or (() if earlier_plan is None else earlier_plan.shares)
+        self.earlier_layouts = NO_LEAF_LAYOUTS if earlier_plan is None else earlier_plan.leaves
         self.proportions = self.tensor_split or [1.0] * len(group)
         self.device_names = [str(device) for _, device in group]
-        self.user_pins = find_user_pins(graph, self.placement_rules, self.device_names, strict=earlier is None)
+        self.user_pins = find_user_pins(graph, self.placement_rules, self.device_names, strict=earlier_plan is None)
 
         self.unrepeated_reasons: tuple[str, ...] = ()
 
@@ -183,24 +183,28 @@ class ShardedPlanBuilder:
                 return where, sharded
             pins.update(relocate_unsupported(found, where, self.group))
 
-    def _require_supported(self, sharded: PartitionedGraphs) -> PartitionedGraphs:
-        """Return `sharded`; raise `PlanError` that names the first node without support on its device."""
-        for found in find_unsupported(sharded.graphs, sharded.source_nodes, self.group):
+    def _require_supported(self, partitioned_graphs: PartitionedGraphs) -> PartitionedGraphs:
+        """Return `partitioned_graphs`; raise `PlanError` that names the first node without support on its device."""
+        for found in find_unsupported(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
             raise PlanError(f"{found.local_node!r} cannot run on {self.device_names[found.device]}: {found.reason}")
-        return sharded
+        return partitioned_graphs
 
     def _assemble_plan(
-        self, sharded: PartitionedGraphs, cuts: ShardedFactors, reasons: tuple[str, ...], where: Mapping[Node, Pin]
+        self,
+        partitioned_graphs: PartitionedGraphs,
+        sharded_factors: ShardedFactors,
+        reasons: tuple[str, ...],
+        pins: Mapping[Node, Pin],
     ) -> Plan:
-        device_plans = build_device_plans(sharded.graphs, self.group)
-        placed = list_pinned_nodes(self.graph, where)
+        device_plans = build_device_plans(partitioned_graphs.graphs, self.group)
+        placed = list_pinned_nodes(self.graph, pins)
         shares = tuple(self.tensor_split)
         return Plan(
             self.graph,
             device_plans,
-            sharded.leaves,
-            sharded.outputs,
-            cuts,
+            partitioned_graphs.leaves,
+            partitioned_graphs.outputs,
+            sharded_factors,
             reasons,
             self.hardware,
             placed,

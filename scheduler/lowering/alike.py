@@ -91,21 +91,21 @@ def with_numbered_names(graph: Graph) -> Graph:
     return _rebuild_graph(graph, became, [str(at) for at in range(len(graph.outputs))])
 
 
-def with_graph_names(lowered: Graph, program: Program, graph: Graph) -> tuple[Graph, Program]:
+def with_graph_names(lowered_graph: Graph, program: Program, graph: Graph) -> tuple[Graph, Program]:
     """Return the lowered form of a numbered graph with the names and the collectives of `graph`.
 
     Args:
-        lowered: The lowered graph, with numbers as names.
-        program: The program of `lowered`.
+        lowered_graph: The lowered graph, with numbers as names.
+        program: The program of `lowered_graph`.
         graph: A graph that is structurally equal to the one that was lowered.
     """
     became: dict[Node, tuple[Value, ...]] = {}
-    for node in lowered.nodes:
+    for node in lowered_graph.nodes:
         at, suffix = split_numbered_name(node.name)
         own = graph.nodes[at]
         name, attrs = (f"{own.name or own.op}{suffix}", node.attrs) if suffix else (own.name, own.attrs)
         became[node] = Node(node.op, _map_operands(node, became), attrs, node.specs, name).results
-    renamed = _rebuild_graph(lowered, became, list(graph.outputs))
+    renamed = _rebuild_graph(lowered_graph, became, list(graph.outputs))
     called = assign_names(renamed)
 
     def leaf(text: str) -> str:
@@ -128,12 +128,14 @@ def with_graph_names(lowered: Graph, program: Program, graph: Graph) -> tuple[Gr
     )
 
 
-def _map_operands(node: Node, became: dict[Node, tuple[Value, ...]]) -> tuple[Value | None, ...]:
-    return tuple([None if s is None else became[s.node][s.index] for s in node.src])
+def _map_operands(node: Node, replacements: dict[Node, tuple[Value, ...]]) -> tuple[Value | None, ...]:
+    return tuple([None if s is None else replacements[s.node][s.index] for s in node.src])
 
 
-def _rebuild_graph(graph: Graph, became: dict[Node, tuple[Value, ...]], outputs: list[str]) -> Graph:
+def _rebuild_graph(graph: Graph, replacements: dict[Node, tuple[Value, ...]], output_names: list[str]) -> Graph:
     """Return the graph with the outputs and updates of `graph` in terms of the replaced nodes."""
-    values = [became[v.node][v.index] for v in graph.outputs.values()]
-    updates = {became[old.node][old.index]: became[new.node][new.index] for old, new in graph.updates.items()}
-    return Graph(dict(zip(outputs, values, strict=True)), updates)
+    values = [replacements[v.node][v.index] for v in graph.outputs.values()]
+    updates = {
+        replacements[old.node][old.index]: replacements[new.node][new.index] for old, new in graph.updates.items()
+    }
+    return Graph(dict(zip(output_names, values, strict=True)), updates)

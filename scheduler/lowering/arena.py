@@ -50,7 +50,7 @@ def assign_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
     return Arena(tuple(offsets), top)
 
 
-def assign_offsets_by_repetition(lifetimes: Iterable[Lifetime], run_of: Sequence[int]) -> Arena:
+def assign_offsets_by_repetition(lifetimes: Iterable[Lifetime], repetition_of_step: Sequence[int]) -> Arena:
     """Return offsets that stay valid if repetitions of steps are repeated in any order, except the first and the last.
 
     The arena has three regions, from the bottom:
@@ -61,13 +61,13 @@ def assign_offsets_by_repetition(lifetimes: Iterable[Lifetime], run_of: Sequence
 
     Args:
         lifetimes: The lifetimes of the values.
-        run_of: The repetition of each step; -1 is the part before all repetitions.
+        repetition_of_step: The repetition of each step; -1 is the part before all repetitions.
     """
-    all_lifetimes, end, last_repetition = list(lifetimes), len(run_of), run_of[-1]
+    all_lifetimes, end, last_repetition = list(lifetimes), len(repetition_of_step), repetition_of_step[-1]
     bounds = [
         (
-            run_of[w.first_step] if w.first_step >= 0 else -1,
-            run_of[w.last_step] if w.last_step < end else last_repetition,
+            repetition_of_step[w.first_step] if w.first_step >= 0 else -1,
+            repetition_of_step[w.last_step] if w.last_step < end else last_repetition,
         )
         for w in all_lifetimes
     ]
@@ -89,28 +89,28 @@ def assign_offsets_by_repetition(lifetimes: Iterable[Lifetime], run_of: Sequence
     return Arena(tuple(offsets), top)
 
 
-def _take_gap(free: list[tuple[int, int]], need: int, top: int) -> tuple[int, int]:
-    """Take `need` bytes from the smallest sufficient gap, or from the end; return the offset and the new top."""
-    fitting = [(size, offset) for offset, size in free if size >= need]
+def _take_gap(gaps: list[tuple[int, int]], nbytes: int, arena_end: int) -> tuple[int, int]:
+    """Take `nbytes` bytes from the smallest sufficient gap, or from the end; return the offset and the new top."""
+    fitting = [(size, offset) for offset, size in gaps if size >= nbytes]
     if fitting:
         size, offset = min(fitting)
-        free.remove((offset, size))
-        if size > need:
-            insort(free, (offset + need, size - need))
-        return offset, top
-    if free and sum(free[-1]) == top:  # the last gap is at the end and can grow
-        offset, _ = free.pop()
-        return offset, offset + need
-    return top, top + need
+        gaps.remove((offset, size))
+        if size > nbytes:
+            insort(gaps, (offset + nbytes, size - nbytes))
+        return offset, arena_end
+    if gaps and sum(gaps[-1]) == arena_end:  # the last gap is at the end and can grow
+        offset, _ = gaps.pop()
+        return offset, offset + nbytes
+    return arena_end, arena_end + nbytes
 
 
-def _free_gap(free: list[tuple[int, int]], offset: int, size: int) -> list[tuple[int, int]]:
-    """Return `free` with one more gap, merged with its neighbours."""
-    if not size:
-        return free
-    insort(free, (offset, size))
+def _free_gap(gaps: list[tuple[int, int]], offset: int, nbytes: int) -> list[tuple[int, int]]:
+    """Return `gaps` with one more gap, merged with its neighbours."""
+    if not nbytes:
+        return gaps
+    insort(gaps, (offset, nbytes))
     merged: list[tuple[int, int]] = []
-    for start, length in free:
+    for start, length in gaps:
         if merged and sum(merged[-1]) == start:
             merged[-1] = (merged[-1][0], merged[-1][1] + length)
         else:

@@ -56,7 +56,10 @@ class ExecutionOrder:
 
 
 def choose_execution_order(
-    graph: Graph, views: Mapping[Value, StridedView], stored_spec_of: Callable[[Value], Spec], overlaps: bool = False
+    graph: Graph,
+    views: Mapping[Value, StridedView],
+    stored_spec_of: Callable[[Value], Spec],
+    prefers_overlap: bool = False,
 ) -> ExecutionOrder:
     """Order `graph` so that as many states as possible are updated in place.
 
@@ -68,7 +71,7 @@ def choose_execution_order(
         graph: The graph with dense copies.
         views: The strided view of each value.
         stored_spec_of: Returns the stored spec of a value.
-        overlaps: Place nodes that can overlap a collective directly after it.
+        prefers_overlap: Place nodes that can overlap a collective directly after it.
     """
     readers: dict[Value, list[Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -105,28 +108,28 @@ def choose_execution_order(
         else:
             donated.update(dict.fromkeys(line[1:], state))
             over.update((result, victim) for victim, result in pairwise(line))
-    order = _order_nodes(graph, waits.extra_predecessors, in_turn=overlaps)
+    order = _order_nodes(graph, waits.extra_predecessors, collectives_first=prefers_overlap)
     return ExecutionOrder(
-        _move_collectives_earlier(order, waits.extra_predecessors) if overlaps else order, donated, over, copied
+        _move_collectives_earlier(order, waits.extra_predecessors) if prefers_overlap else order, donated, over, copied
     )
 
 
 def _list_inplace_chains(
-    state: Value, new: Value, views: Mapping[Value, StridedView], lasting: Container[Value]
+    state: Value, new_state: Value, views: Mapping[Value, StridedView], lasting_values: Container[Value]
 ) -> Iterator[Sequence[Value]]:
     """Yield chains of values that may be written one after the other into the memory of a state.
 
     The first chain has all results on the path to the new state that change the state in place, unless one is in
-    `lasting`. The last chain has only the state and the new value.
+    `lasting_values`. The last chain has only the state and the new value.
     """
-    last = views[new].base
+    last = views[new_state].base
     line = [last]
     while (into := find_inplace_operand(line[-1])) is not None and views[into].covers_base:
         base = views[into].base
         line.append(base)
         if base == state and len(line) > 2:
             yield line[::-1]
-        if base.node.is_leaf or base in lasting:
+        if base.node.is_leaf or base in lasting_values:
             break
     yield state, last
 
@@ -156,15 +159,15 @@ def add_required_copies(graph: Graph) -> Graph:
     return Graph(outputs, updates)
 
 
-def can_overwrite(result: Value, victim: Value, views: Mapping[Value, StridedView]) -> bool:
-    """Return whether the node of `result` may write it over `victim`.
+def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value, StridedView]) -> bool:
+    """Return whether the node of `result` may write it over `overwritten_value`.
 
-    The node may do so if it does not read `victim`, or reads it only as its in-place operand.
+    The node may do so if it does not read `overwritten_value`, or reads it only as its in-place operand.
     """
     node, declared = result.node, op_of(result.node)
     allowed = {name for index, name in declared.inplace_pairs(node.attrs) if index == result.index}
     for name, source in zip(declared.operand_names, node.src, strict=False):
-        if source is None or views[source].base != victim:
+        if source is None or views[source].base != overwritten_value:
             continue
         dense = views[source].covers_base and source.spec.size == result.spec.size
         is_read_inplace = any(
@@ -196,9 +199,9 @@ class _ExtraDependences:
         for (_, first), (_, second) in pairwise(sorted(collectives, key=lambda m: m[0])):
             self.add_predecessors(second, [first])
 
-    def add_predecessors(self, node: Node, before: list[Node]) -> None:
-        self.extra_predecessors[node] += before
-        if any(self.node_positions[n] > self.node_positions[node] for n in before):
+    def add_predecessors(self, node: Node, predecessors: list[Node]) -> None:
+        self.extra_predecessors[node] += predecessors
+        if any(self.node_positions[n] > self.node_positions[node] for n in predecessors):
             self.lowest_irregular_position = min(self.lowest_irregular_position, self.node_positions[node])
 
     def is_needed_by_any(self, start: Node, targets: set[Node]) -> bool:
@@ -221,14 +224,16 @@ class _ExtraDependences:
         return False
 
 
-def _order_nodes(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = False) -> tuple[Node, ...]:
+def _order_nodes(
+    graph: Graph, extra_predecessors: Mapping[Node, list[Node]], *, collectives_first: bool = False
+) -> tuple[Node, ...]:
     """Return the nodes in execution order.
 
     - A writer of a state follows the readers of the old state.
     - A node that only a new state needs directly follows the last value that it reads, so that less memory is needed.
     - A value is sent at once, because another device waits for it.
     - Nodes that depend on a message come last.
-    - With `in_turn`, a collective precedes nodes that only the next collective needs.
+    - With `collectives_first`, a collective precedes nodes that only the next collective needs.
 
     Raises:
         PlanError: The numbers of collectives contradict the dependences between them.
@@ -242,8 +247,8 @@ def _order_nodes(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: boo
             if node in done:
                 stack.pop()
                 continue
-            read, before = [v.node for v in node.inputs], later.get(node, [])
-            waiting = [n for n in ((*before, *read) if in_turn else (*read, *before)) if n not in done]
+            read, before = [v.node for v in node.inputs], extra_predecessors.get(node, [])
+            waiting = [n for n in ((*before, *read) if collectives_first else (*read, *before)) if n not in done]
             if waiting:
                 begun.add(node)
                 if (first := next((n for n in waiting if n in begun), None)) is not None:
@@ -269,7 +274,7 @@ def _order_by_messages(graph: Graph) -> Sequence[Node]:
     return sorted(nodes, key=last_message.__getitem__)
 
 
-def _move_collectives_earlier(order: Sequence[Node], later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
+def _move_collectives_earlier(order: Sequence[Node], extra_predecessors: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
     """Move each collective directly after its operands, and independent nodes directly after the collective.
 
     A `receive` keeps its position, because all later nodes wait for it.
@@ -279,7 +284,7 @@ def _move_collectives_earlier(order: Sequence[Node], later: Mapping[Node, list[N
     last_collective: Node | None = None
 
     def sources(node: Node) -> list[Node]:
-        return [*(v.node for v in node.inputs), *later.get(node, ())]
+        return [*(v.node for v in node.inputs), *extra_predecessors.get(node, ())]
 
     for node in order:
         if node.op == "receive":

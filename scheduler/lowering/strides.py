@@ -49,10 +49,10 @@ def make_dense_view(value: Value) -> StridedView:
     return StridedView(value, 0, value.shape, contiguous_strides(value.shape))
 
 
-def apply_view(node: Node, source: StridedView) -> StridedView | None:
-    """Return the result of a view node over `source`; None without strides for it (a reshape of a permuted array)."""
-    seen = _compute_view_strides(node.op, tuple(node.attrs.items()), source.shape, source.strides)
-    return None if seen is None else StridedView(source.base, source.offset + seen[0], *seen[1:])
+def apply_view(node: Node, source_view: StridedView) -> StridedView | None:
+    """Return the result of a view node over `source_view`; None without strides for it (a reshape of a permuted array)."""
+    seen = _compute_view_strides(node.op, tuple(node.attrs.items()), source_view.shape, source_view.strides)
+    return None if seen is None else StridedView(source_view.base, source_view.offset + seen[0], *seen[1:])
 
 
 @lru_cache(maxsize=1 << 14)

@@ -119,11 +119,11 @@ def find_indexed_operand(node: Node) -> tuple[str, Value, Sequence[str]]:
 def propagate_layouts(
     graph: Graph,
     factors: Factors,
-    chosen: frozenset[Factor],
+    chosen_factors: frozenset[Factor],
     pins: Pins = NO_PINS,
     replicated_values: Iterable[Value] = (),
-    rows: Factor | None = None,
-    early: Container[Value] = frozenset(),
+    row_factor: Factor | None = None,
+    early_sums: Container[Value] = frozenset(),
 ) -> ShardingAssignment:
     """Propagate the chosen factors to all values; where two layouts differ, insert a layout conversion.
 
@@ -132,17 +132,17 @@ def propagate_layouts(
     Args:
         graph: The graph to shard.
         factors: The factors of `graph`.
-        chosen: The factors to shard.
+        chosen_factors: The factors to shard.
         pins: Nodes on one device, and leaves with a fixed layout.
         replicated_values: Values that end whole on every device, for other pipeline stages.
-        rows: The factor that scatters the rows of partial sums at nodes that cannot pass them on.
-        early: Partial sums that are completed at once: no node passes them on.
+        row_factor: The factor that scatters the rows of partial sums at nodes that cannot pass them on.
+        early_sums: Partial sums that are completed at once: no node passes them on.
     """
     users = graph.users()
     return propagate_with_replicated_weights(
-        lambda whole: LayoutPropagation(graph, factors, chosen, users, whole, pins, rows, early).propagate(
-            replicated_values
-        )
+        lambda whole: LayoutPropagation(
+            graph, factors, chosen_factors, users, whole, pins, row_factor, early_sums
+        ).propagate(replicated_values)
     )
 
 
@@ -171,22 +171,25 @@ class LayoutPropagation:
         self,
         graph: Graph,
         factors: Factors,
-        chosen: frozenset[Factor],
-        users: Mapping[Value, list[Node]],
-        whole: frozenset[Value],
+        chosen_factors: frozenset[Factor],
+        users_of_value: Mapping[Value, list[Node]],
+        replicated_weights: frozenset[Value],
         pins: Pins = NO_PINS,
-        rows: Factor | None = None,
-        early: Container[Value] = frozenset(),
+        row_factor: Factor | None = None,
+        early_sums: Container[Value] = frozenset(),
     ) -> None:
         self.graph, self.factors, self.users_of_value, self.replicated_weights, self.pins = (
             graph,
             factors,
-            users,
-            whole,
+            users_of_value,
+            replicated_weights,
             pins,
         )
-        self.row_factor, self.early_sums = rows, early
-        self.assignment = ShardingAssignment(chosen if rows is None else chosen | {rows}, replicated_weights=whole)
+        self.row_factor, self.early_sums = row_factor, early_sums
+        self.assignment = ShardingAssignment(
+            chosen_factors if row_factor is None else chosen_factors | {row_factor},
+            replicated_weights=replicated_weights,
+        )
         self.converted_layouts: set[tuple[Value, FactorLayout]] = set()
         self.stored_values: set[Value] = (
             set()
@@ -288,36 +291,36 @@ class LayoutPropagation:
         legal = [f for f in candidates if f not in uses.coupled_factors and self._can_shard_node(node, f, uses)]
         return max(legal, key=lambda f: (f is not self.row_factor, self._count_operand_bytes(node, f)), default=None)
 
-    def _can_scatter_rows(self, node: Node, rows: Factor) -> bool:
-        """Return whether `node` reads a partial sum that can be scattered by the factor `rows`."""
+    def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
+        """Return whether `node` reads a partial sum that can be scattered by the factor `row_factor`."""
         uses = self.factors.roles_of(node)
         if (
-            rows in uses.coupled_factors
-            or rows is uses.indexed_factor
-            or not all(rows in self.factors.factors_of(v) for v in node.results)
+            row_factor in uses.coupled_factors
+            or row_factor is uses.indexed_factor
+            or not all(row_factor in self.factors.factors_of(v) for v in node.results)
         ):
             return False
         sums = (
             s
             for s in node.inputs
-            if self.assignment.produced_layouts[s].is_partial and rows in self.factors.factors_of(s)
+            if self.assignment.produced_layouts[s].is_partial and row_factor in self.factors.factors_of(s)
         )
         return any(not self._is_converted(s, REPLICATE) for s in sums)
 
-    def _can_shard_node(self, node: Node, factor: Factor, uses: FactorRoles) -> bool:
+    def _can_shard_node(self, node: Node, factor: Factor, roles: FactorRoles) -> bool:
         """Return whether `factor` can shard `node`.
 
         Legal are two cases. Either every result has the factor, or it is contracted or indexed and all results lack it.
         In the second case, each term of the sum is on one device.
         """
         has = [factor in self.factors.factors_of(v) for v in node.results]
-        if factor is uses.indexed_factor:
+        if factor is roles.indexed_factor:
             table, _, joint = find_indexed_operand(node)
             others = [s for n, s in list_operands(node) if n != table]
             summed = [s for n, s in list_operands(node) if n in joint and n != table]
             alone = not any(has) and not any(factor in self.factors.factors_of(s) for s in others)
             return alone and not any(isinstance(self.assignment.produced_layouts[s], FactorShard) for s in summed)
-        if any(has) or factor not in uses.contracted_factors or len(has) > 1:
+        if any(has) or factor not in roles.contracted_factors or len(has) > 1:
             return all(has)
         axes = [axis for s in node.inputs for axis in self.factors.axes_of(s)]
         return all(factor in segment for axis in axes if any(factor in s for s in axis) for segment in axis)
@@ -351,11 +354,11 @@ class LayoutPropagation:
         return tuple(wants), result_layout
 
     @staticmethod
-    def _keeps_routing(node: Node, source: Value, routed: RoutedPartial) -> bool:
-        """Return whether `node` produces a value with the same routing from an operand with the routing `routed`."""
+    def _keeps_routing(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
+        """Return whether `node` produces a value with the same routing from an operand with the routing `routed_layout`."""
         specs = [None if s is None else s.spec for s in node.src]
-        places = [i for i, s in enumerate(node.src) if s == source]
-        count = len(routed.index_operand.shape)
+        places = [i for i, s in enumerate(node.src) if s == operand]
+        count = len(routed_layout.index_operand.shape)
         return all(op_of(node).keeps_leading_axes(specs, node.specs[0], node.attrs, i, count) for i in places)
 
     def _choose_unsharded_layouts(self, node: Node) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
@@ -382,43 +385,43 @@ class LayoutPropagation:
                 return tuple(partial_layouts[s] if n in together else REPLICATE for n, s in named), PARTIAL
         return whole, REPLICATE
 
-    def _find_common_routing(self, node: Node, partial: set[Value]) -> RoutedPartial | None:
-        """Return the common routing of the operands in `partial` if zeros in all of them give zeros; otherwise None."""
-        routed, *others = {self.assignment.produced_layouts[s] for s in partial}
+    def _find_common_routing(self, node: Node, partial_operands: set[Value]) -> RoutedPartial | None:
+        """Return the common routing of the operands in `partial_operands` if zeros in all of them give zeros; otherwise None."""
+        routed, *others = {self.assignment.produced_layouts[s] for s in partial_operands}
         if (
             others
             or not isinstance(routed, RoutedPartial)
-            or not all(self._keeps_routing(node, s, routed) for s in partial)
+            or not all(self._keeps_routing(node, s, routed) for s in partial_operands)
         ):
             return None
-        names = {n for n, s in list_operands(node) if s in partial}
+        names = {n for n, s in list_operands(node) if s in partial_operands}
         return (
             routed
             if any(names >= set(j.split("+")) for j in op_of(node).zero_preserving_operands(node.attrs))
             else None
         )
 
-    def _accepts_partial_sum(self, user: Node, value: Value) -> bool:
-        """Return whether `user` can read `value` as a partial sum."""
-        if user in self.pins.nodes or value in self.early_sums:
+    def _accepts_partial_sum(self, reader_node: Node, value: Value) -> bool:
+        """Return whether `reader_node` can read `value` as a partial sum."""
+        if reader_node in self.pins.nodes or value in self.early_sums:
             return False
-        declared, layout = op_of(user), self.assignment.produced_layouts[value]
-        passing = declared.linear_operands(user.attrs)
-        if isinstance(layout, RoutedPartial) and self._keeps_routing(user, value, layout):
+        declared, layout = op_of(reader_node), self.assignment.produced_layouts[value]
+        passing = declared.linear_operands(reader_node.attrs)
+        if isinstance(layout, RoutedPartial) and self._keeps_routing(reader_node, value, layout):
             if (
-                layout.factor is self.factors.roles_of(user).indexed_factor
-                and find_indexed_operand(user)[1] == layout.index_operand
+                layout.factor is self.factors.roles_of(reader_node).indexed_factor
+                and find_indexed_operand(reader_node)[1] == layout.index_operand
             ):
                 return value not in self.final_values
-            passing = declared.zero_preserving_operands(user.attrs)
+            passing = declared.zero_preserving_operands(reader_node.attrs)
         names = {n for joint in passing for n in joint.split("+")}
-        places = [n for n, s in list_operands(user) if s == value]
-        others = [s for s in user.inputs if s != value]
+        places = [n for n, s in list_operands(reader_node) if s == value]
+        others = [s for s in reader_node.inputs if s != value]
         has_sharded_operand = any(self._is_stored(s) and self._list_chosen_factors(s) for s in others)
         return value not in self.final_values and len(places) == 1 and places[0] in names and not has_sharded_operand
 
-    def _add_conversions(self, value: Value, target_layout: FactorLayout, node: Node | None) -> None:
-        """Add the conversions that `node` needs to read `value` in layout `target_layout`.
+    def _add_conversions(self, value: Value, target_layout: FactorLayout, reader_node: Node | None) -> None:
+        """Add the conversions that `reader_node` needs to read `value` in layout `target_layout`.
 
         A slice of a value that is whole already sends no bytes.
         """
@@ -429,12 +432,12 @@ class LayoutPropagation:
             source_layout = REPLICATE
         for state in find_conversion_path(source_layout, target_layout):
             if not self._is_converted(value, state):
-                self._record_conversion(LayoutConversion(value, source_layout, state, node))
+                self._record_conversion(LayoutConversion(value, source_layout, state, reader_node))
             source_layout = state
 
-    def _is_converted(self, value: Value, state: FactorLayout) -> bool:
+    def _is_converted(self, value: Value, layout: FactorLayout) -> bool:
         """Return whether the value exists in this layout at the current node."""
-        return (value, state) in self.converted_layouts
+        return (value, layout) in self.converted_layouts
 
     def _is_stored(self, value: Value) -> bool:
         """Return whether the value is a weight, a state or a view of one that was visited already."""

@@ -101,26 +101,26 @@ def forbid_axis_sharding(axis: Axis) -> None:
         forbid_sharding(segment)
 
 
-def split_factor(factor: Factor, outer: int) -> None:
-    """Split `factor` everywhere into a product of `outer` and the rest."""
-    factor.parts = (Factor(outer, factor.blocked), Factor(factor.size // outer, factor.blocked))
+def split_factor(factor: Factor, outer_size: int) -> None:
+    """Split `factor` everywhere into a product of `outer_size` and the rest."""
+    factor.parts = (Factor(outer_size, factor.blocked), Factor(factor.size // outer_size, factor.blocked))
 
 
-def merge_factors(one: Factor, two: Factor) -> None:
+def merge_factors(factor: Factor, other_factor: Factor) -> None:
     """Merge two root factors of one size into one."""
-    if one is two:
+    if factor is other_factor:
         return
-    if two.segments and not one.segments:
-        one, two = two, one
-    two.up = one
-    one.blocked |= two.blocked
-    if one.segments and two.segments:
-        unify_axes((one.segments[:1], one.segments[1:]), (two.segments[:1], two.segments[1:]))
+    if other_factor.segments and not factor.segments:
+        factor, other_factor = other_factor, factor
+    other_factor.up = factor
+    factor.blocked |= other_factor.blocked
+    if factor.segments and other_factor.segments:
+        unify_axes((factor.segments[:1], factor.segments[1:]), (other_factor.segments[:1], other_factor.segments[1:]))
 
 
-def align_products(a: Sequence[Factor], b: Sequence[Factor]) -> None:
+def align_products(product: Sequence[Factor], other_product: Sequence[Factor]) -> None:
     """Unify two products, outer first; split the larger factor if the smaller one divides it, else forbid sharding."""
-    left, right, i = list_root_factors(a), list_root_factors(b), 0
+    left, right, i = list_root_factors(product), list_root_factors(other_product), 0
     while i < min(len(left), len(right)):
         x, y = left[i], right[i]
         if x is y or x.size == y.size:
@@ -136,14 +136,14 @@ def align_products(a: Sequence[Factor], b: Sequence[Factor]) -> None:
         left, right = list_root_factors(left), list_root_factors(right)
 
 
-def split_segment(product: Sequence[Factor], at: int) -> bool:
-    """Split a segment at entry `at`; forbid sharding and return False if the outermost factor has no boundary there."""
-    inner = compute_product_size(product[1:])
-    head = product[0]
-    if inner and at % inner == 0:
-        head.segments = (Factor(at // inner, head.blocked), Factor(head.size - at // inner, head.blocked))
+def split_segment(segment: Sequence[Factor], entry: int) -> bool:
+    """Split a segment at entry `entry`; forbid sharding and return False if the outermost factor has no boundary there."""
+    inner = compute_product_size(segment[1:])
+    head = segment[0]
+    if inner and entry % inner == 0:
+        head.segments = (Factor(entry // inner, head.blocked), Factor(head.size - entry // inner, head.blocked))
         return True
-    forbid_sharding(product)
+    forbid_sharding(segment)
     return False
 
 
@@ -155,18 +155,18 @@ def find_segment_bounds(axis: Axis) -> list[int]:
     return at
 
 
-def split_axis_at(axis: Axis, at: Iterable[int]) -> bool:
+def split_axis_at(axis: Axis, first_entries: Iterable[int]) -> bool:
     """Split `axis` so that segments begin at each of these entries; return False if one split is impossible."""
-    for point in at:
+    for point in first_entries:
         found = _find_segment_around(axis, point)
         if found is not None and not split_segment(*found):
             return False
     return True
 
 
-def _find_segment_around(axis: Axis, point: int) -> tuple[list[Factor], int] | None:
-    """Return the segment with entries on both sides of `point`, and the entries before it; None at a boundary."""
-    before, ahead = point, list(reversed(axis))
+def _find_segment_around(axis: Axis, entry: int) -> tuple[list[Factor], int] | None:
+    """Return the segment with entries on both sides of `entry`, and the entries before it; None at a boundary."""
+    before, ahead = entry, list(reversed(axis))
     while ahead and before > 0:
         product = list_root_factors(ahead.pop())
         size = compute_product_size(product)
@@ -179,18 +179,18 @@ def _find_segment_around(axis: Axis, point: int) -> tuple[list[Factor], int] | N
     return None
 
 
-def unify_axes(one: Axis, two: Axis) -> None:
+def unify_axes(axis: Axis, other_axis: Axis) -> None:
     """Unify two axes: make them the same index, or forbid to shard them."""
     for _ in range(4):  # a split may change both axes, as they share factors
-        if find_segment_bounds(one) == find_segment_bounds(two):
+        if find_segment_bounds(axis) == find_segment_bounds(other_axis):
             break
-        split_axis_at(one, find_segment_bounds(two))
-        split_axis_at(two, find_segment_bounds(one))
+        split_axis_at(axis, find_segment_bounds(other_axis))
+        split_axis_at(other_axis, find_segment_bounds(axis))
     else:
-        forbid_axis_sharding(one)
-        forbid_axis_sharding(two)
+        forbid_axis_sharding(axis)
+        forbid_axis_sharding(other_axis)
         return
-    for a, b in zip(list_segments(one), list_segments(two), strict=True):
+    for a, b in zip(list_segments(axis), list_segments(other_axis), strict=True):
         align_products(a, b)
 
 

@@ -63,12 +63,12 @@ def collapse_repeats(graph: Graph) -> CollapsedGraph | None:
 
 
 def _split_at_single_values(
-    nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting: frozenset[Value]
+    nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting_values: frozenset[Value]
 ) -> list[_LayerSection]:
-    """Split the graph wherever exactly one value crosses that is not in `lasting`."""
+    """Split the graph wherever exactly one value crosses that is not in `lasting_values`."""
     crossing: list[list[Value]] = [[] for _ in range(len(nodes) + 1)]
     for value, (defined_at, read) in spans.items():
-        if value not in lasting:
+        if value not in lasting_values:
             for point in range(defined_at + 1, read + 1):
                 crossing[point].append(value)
     cuts = [0, *(p for p in range(1, len(nodes)) if len(crossing[p]) == 1), len(nodes)]
@@ -110,14 +110,14 @@ def _build_section_key(graph: Graph, section: _LayerSection, lasting: frozenset[
     return (tuple(lines), lasting_values, leaves, before, ref(section.outgoing_value))
 
 
-def _join_sections(graph: Graph, groups: Sequence[Sequence[_LayerSection]]) -> CollapsedGraph | None:
+def _join_sections(graph: Graph, section_groups: Sequence[Sequence[_LayerSection]]) -> CollapsedGraph | None:
     """Join the first section of each group; return None if the specs of the crossing values differ."""
     new: dict[Value, Value] = {}
     times: Counter[Node] = Counter()
     leaf_copies: dict[str, tuple[str, ...]] = {}
     updates: dict[Value, Value] = {}
     last: Value | None = None
-    for group in groups:
+    for group in section_groups:
         section = group[0]
         if section.incoming_value is not None:
             if last is None or last.spec != section.incoming_value.spec:
@@ -131,7 +131,7 @@ def _join_sections(graph: Graph, groups: Sequence[Sequence[_LayerSection]]) -> C
             leaf_copies[leaf.name] = tuple(list(other.own_leaves)[at].name for other in group)
             times[leaf] = len(group)
         last = None if section.outgoing_value is None else new[section.outgoing_value]
-    remaining_leaves = {leaf for group in groups for leaf in group[0].own_leaves}
+    remaining_leaves = {leaf for group in section_groups for leaf in group[0].own_leaves}
     for state, new_value in graph.updates.items():
         if state.node in remaining_leaves or new_value in new:
             updates[state] = new.get(new_value, new_value)

@@ -20,8 +20,10 @@ class AssignmentCost:
     `node_multiplicity` is the number of original nodes of each node, if more than one.
     """
 
-    def __init__(self, graph: Graph, devices: int, hardware: Hardware, times: Mapping[Node, int] | None = None) -> None:
-        self.device_count, self.hardware, self.node_multiplicity = devices, hardware, times or {}
+    def __init__(
+        self, graph: Graph, device_count: int, hardware: Hardware, node_multiplicity: Mapping[Node, int] | None = None
+    ) -> None:
+        self.device_count, self.hardware, self.node_multiplicity = device_count, hardware, node_multiplicity or {}
         counts = WorkCounter()
         self.node_work = {n: counts.count_work(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
         self.stored_values = [n.results[0] for n in graph.nodes if n.op in ("weight", "state")]
@@ -114,7 +116,7 @@ def select_collective(conversion: LayoutConversion) -> tuple[str, int]:
     return "all_reduce" if is_all_reduce else "all_gather", conversion.value.spec.nbytes
 
 
-def _estimate_device_bytes(nbytes: float, uncut: Iterable[Value], share: float) -> float:
-    """Return the bytes of a device that has `share` of all values except the whole ones in `uncut`."""
-    whole = min(nbytes, sum(v.spec.nbytes for v in uncut))
-    return whole + (nbytes - whole) * share
+def _estimate_device_bytes(total_bytes: float, whole_values: Iterable[Value], share: float) -> float:
+    """Return the bytes of a device that has `share` of all values except the whole ones in `whole_values`."""
+    whole = min(total_bytes, sum(v.spec.nbytes for v in whole_values))
+    return whole + (total_bytes - whole) * share

@@ -170,22 +170,26 @@ class Factors:
                     f"{node!r}: factors do not fit {value!r}"
                 )
 
-    def _unify_lookup(self, node: Node, declared: Op[Any], dim: Dimension, axis: Axis, size: int) -> None:
+    def _unify_lookup(self, node: Node, declared: Op[Any], dimension: Dimension, axis: Axis, size: int) -> None:
         """Unify the axes that the same row numbers index, so that they have equal shard ranges."""
-        numbers = node.src[declared.operand_names.index(dim.index)]
+        numbers = node.src[declared.operand_names.index(dimension.index)]
         assert numbers is not None
-        unify_axes(axis, self._lookup_axes.setdefault((numbers, size), (axis, dim.factors[0]))[0])
+        unify_axes(axis, self._lookup_axes.setdefault((numbers, size), (axis, dimension.factors[0]))[0])
 
-    def _unify_dimension(self, dim: Dimension, axis: Axis, named: dict[str, Axis], sizes: Mapping[str, int]) -> None:
-        if len(dim.factors) == 1 and dim.factors[0] not in named:
-            named[dim.factors[0]] = axis
+    def _unify_dimension(
+        self, dimension: Dimension, axis: Axis, axis_by_name: dict[str, Axis], size_by_name: Mapping[str, int]
+    ) -> None:
+        if len(dimension.factors) == 1 and dimension.factors[0] not in axis_by_name:
+            axis_by_name[dimension.factors[0]] = axis
         else:
-            unify_axes(axis, self._build_product_axis(dim, named, sizes))
+            unify_axes(axis, self._build_product_axis(dimension, axis_by_name, size_by_name))
 
-    def _build_product_axis(self, dim: Dimension, named: dict[str, Axis], sizes: Mapping[str, int]) -> Axis:
+    def _build_product_axis(
+        self, dimension: Dimension, axis_by_name: dict[str, Axis], size_by_name: Mapping[str, int]
+    ) -> Axis:
         parts = [
-            make_axis(int(f), blocked=True) if f.isdecimal() else named.setdefault(f, make_axis(sizes[f]))
-            for f in dim.factors
+            make_axis(int(f), blocked=True) if f.isdecimal() else axis_by_name.setdefault(f, make_axis(size_by_name[f]))
+            for f in dimension.factors
         ]
         if (axis := multiply_axes(parts)) is not None:
             return axis
@@ -222,18 +226,20 @@ class Factors:
         return [(DimensionRole.CONTRACTED, axis) for axis in summed]
 
     @staticmethod
-    def _unify_repeated_axis(whole: Axis, part: Axis, how: LeadingAxes) -> None:
-        size, n = find_segment_bounds(whole)[-1], find_segment_bounds(part)[-1]
+    def _unify_repeated_axis(full_axis: Axis, repeated_axis: Axis, leading_axes: LeadingAxes) -> None:
+        size, n = find_segment_bounds(full_axis)[-1], find_segment_bounds(repeated_axis)[-1]
         if n == size:
-            unify_axes(whole, part)
+            unify_axes(full_axis, repeated_axis)
         elif n > 1:
             ratio = make_axis(size // n)
-            axis = multiply_axes([ratio, part] if how is LeadingAxes.TILED else [part, ratio])
+            axis = multiply_axes(
+                [ratio, repeated_axis] if leading_axes is LeadingAxes.TILED else [repeated_axis, ratio]
+            )
             if axis is None:
-                forbid_axis_sharding(whole)
-                forbid_axis_sharding(part)
+                forbid_axis_sharding(full_axis)
+                forbid_axis_sharding(repeated_axis)
             else:
-                unify_axes(whole, axis)
+                unify_axes(full_axis, axis)
 
     def _apply_links(self, node: Node, declared: Op[Any]) -> None:
         """Create the axes of a view or a concatenation from its axis links."""
@@ -281,13 +287,13 @@ class Factors:
         ]
         self._index_axes[node] = [self._axes[v] for v in (*node.inputs, result)]
 
-    def _multiply_operand_axes(self, source: Value, which: Sequence[int]) -> Axis:
-        axes = [self._axes[source][a] for a in which]
+    def _multiply_operand_axes(self, operand: Value, axis_numbers: Sequence[int]) -> Axis:
+        axes = [self._axes[operand][a] for a in axis_numbers]
         product = multiply_axes(axes)
         if product is None:
             for axis in axes:
                 forbid_axis_sharding(axis)
-            return make_axis(math.prod(source.shape[a] for a in which), blocked=True)
+            return make_axis(math.prod(operand.shape[a] for a in axis_numbers), blocked=True)
         return product
 
     @staticmethod
@@ -311,15 +317,15 @@ class Factors:
 
 
 def _compute_roles(
-    roles: Sequence[tuple[DimensionRole, Axis]],
-    indices: Sequence[Sequence[Axis]],
+    axes_with_role: Sequence[tuple[DimensionRole, Axis]],
+    index_axes: Sequence[Sequence[Axis]],
     segments_of: Callable[[Axis], list[list[Factor]]],
 ) -> FactorRoles:
     """Return the roles of the factors of a node; `segments_of` gives the final segments of an axis."""
     used: dict[DimensionRole, set[Factor]] = {role: set() for role in DimensionRole}
-    for axes in indices:
+    for axes in index_axes:
         used[DimensionRole.COUPLED] |= find_repeated_factors(map(segments_of, axes))
-    for role, axis in roles:
+    for role, axis in axes_with_role:
         parts = segments_of(axis)
         if role is DimensionRole.INDEXED and (len(parts) > 1 or len(parts[0]) > 1):
             role = DimensionRole.COUPLED  # a device has one range of rows

@@ -13,7 +13,7 @@ from .axes import Factor, compute_product_size
 
 
 def compute_index_ranges(
-    axis: Sequence[Sequence[Factor]], factor: Factor, low: int, high: int
+    axis: Sequence[Sequence[Factor]], factor: Factor, first_index: int, end_index: int
 ) -> tuple[IndexRange, ...]:
     """Return the entries of an axis with an index of `factor` in ``[low, high)``; segments without the factor are
     whole.
@@ -21,8 +21,8 @@ def compute_index_ranges(
     Args:
         axis: The segments of the axis.
         factor: The sharded factor.
-        low: The first index of the device.
-        high: The end of the indices of the device.
+        first_index: The first index of the device.
+        end_index: The end of the indices of the device.
     """
     runs: list[IndexRange] = []
     start = 0
@@ -32,17 +32,17 @@ def compute_index_ranges(
             at = segment.index(factor)
             inner = compute_product_size(segment[at + 1 :])
             for outer in range(compute_product_size(segment[:at])):
-                runs.append((start + (outer * factor.size + low) * inner, (high - low) * inner))
+                runs.append((start + (outer * factor.size + first_index) * inner, (end_index - first_index) * inner))
         else:
             runs.append((start, size))
         start += size
     return merge_ranges(runs)
 
 
-def merge_ranges(runs: Sequence[IndexRange]) -> tuple[IndexRange, ...]:
-    """Return `runs` without empty ranges, with adjacent ranges merged."""
+def merge_ranges(ranges: Sequence[IndexRange]) -> tuple[IndexRange, ...]:
+    """Return `ranges` without empty ranges, with adjacent ranges merged."""
     merged: list[IndexRange] = []
-    for offset, length in runs:
+    for offset, length in ranges:
         if length and merged and sum(merged[-1]) == offset:
             merged[-1] = (merged[-1][0], merged[-1][1] + length)
         elif length:
@@ -51,7 +51,10 @@ def merge_ranges(runs: Sequence[IndexRange]) -> tuple[IndexRange, ...]:
 
 
 def factor_ranges_from_layout(
-    axis: Sequence[Sequence[Factor]], at: int, factor: Factor, ranges_by_device: Sequence[Sequence[IndexRange]]
+    axis: Sequence[Sequence[Factor]],
+    segment_number: int,
+    factor: Factor,
+    ranges_by_device: Sequence[Sequence[IndexRange]],
 ) -> tuple[tuple[int, int], ...] | None:
     """Return the indices of `factor` that each device has if the entries of an axis have the ranges `ranges_by_device`.
 
@@ -59,26 +62,27 @@ def factor_ranges_from_layout(
 
     Args:
         axis: The segments of the axis.
-        at: The number of the segment.
+        segment_number: The number of the segment.
         factor: A factor of the segment.
         ranges_by_device: The index ranges of each device.
     """
-    start, size = sum(map(compute_product_size, axis[:at])), compute_product_size(axis[at])
+    start, size = sum(map(compute_product_size, axis[:segment_number])), compute_product_size(axis[segment_number])
     indices: list[tuple[int, int]] = []
     for runs in ranges_by_device:
         entries = sum(max(0, min(o + n, start + size) - max(o, start)) for o, n in runs)
         low = indices[-1][1] if indices else 0
         indices.append((low, low + entries * factor.size // max(size, 1)))
     fits = all(
-        compute_index_ranges(axis[at : at + 1], factor, *has) == _clip_ranges(runs, start, start + size)
+        compute_index_ranges(axis[segment_number : segment_number + 1], factor, *has)
+        == _clip_ranges(runs, start, start + size)
         for has, runs in zip(indices, ranges_by_device, strict=True)
     )
     return tuple(indices) if fits and indices[-1][1] == factor.size else None
 
 
-def _clip_ranges(runs: Sequence[IndexRange], start: int, stop: int) -> tuple[IndexRange, ...]:
-    """Return the parts of `runs` in ``[start, stop)``, counted from `start`."""
-    return merge_ranges([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in runs])
+def _clip_ranges(ranges: Sequence[IndexRange], start: int, stop: int) -> tuple[IndexRange, ...]:
+    """Return the parts of `ranges` in ``[start, stop)``, counted from `start`."""
+    return merge_ranges([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in ranges])
 
 
 ROW_GRANULARITY, MIN_GRAINS_PER_DEVICE = 32, 8
@@ -123,16 +127,16 @@ class ShardRanges:
             self._assigned_ranges[factor] = tuple((end - grain * n, end) for end, n in zip(ends, counts, strict=True))
         return self._assigned_ranges[factor]
 
-    def assign_ranges(self, factor: Factor, indices: tuple[tuple[int, int], ...] | None) -> None:
-        """Assign `indices` to a factor without ranges; divide it by the proportions if `indices` is None."""
-        if indices is not None:
-            self._assigned_ranges.setdefault(factor, indices)
+    def assign_ranges(self, factor: Factor, ranges_by_device: tuple[tuple[int, int], ...] | None) -> None:
+        """Assign `ranges_by_device` to a factor without ranges; divide it by the proportions if `ranges_by_device` is None."""
+        if ranges_by_device is not None:
+            self._assigned_ranges.setdefault(factor, ranges_by_device)
         self.ranges_of(factor)
 
-    def _choose_granularity(self, size: int) -> int:
+    def _choose_granularity(self, factor_size: int) -> int:
         """Return the block size in which a factor of this size is divided."""
         return (
             ROW_GRANULARITY
-            if size % ROW_GRANULARITY == 0 and size >= ROW_GRANULARITY * MIN_GRAINS_PER_DEVICE * len(self)
+            if factor_size % ROW_GRANULARITY == 0 and factor_size >= ROW_GRANULARITY * MIN_GRAINS_PER_DEVICE * len(self)
             else 1
         )

@@ -37,23 +37,25 @@ class PendingCollective(NamedTuple):
         return f"{self.call} in run {self.run}"
 
 
-def find_pipeline_order_faults(programs: Sequence[Sequence[Program]], order: PipelineOrder) -> Iterator[str]:
+def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], order: PipelineOrder) -> Iterator[str]:
     """Yield all faults of a pipeline order.
 
     Args:
-        programs: For each run the program of each device.
+        programs_by_run: For each run the program of each device.
         order: For each device its actions.
     """
-    known = [tuple(map(id, run)) for run in programs]
+    known = [tuple(map(id, run)) for run in programs_by_run]
     calls_by_programs = {
-        key: _list_calls_with_participants(run) for key, run in dict(zip(known, programs, strict=True)).items()
+        key: _list_calls_with_participants(run) for key, run in dict(zip(known, programs_by_run, strict=True)).items()
     }
     complaints = [why for own in calls_by_programs.values() for why in _find_calls_of_all_devices(own)]
-    wrong = next((len(each) for each in programs if len(each) != len(order)), len(order))
+    wrong = next((len(each) for each in programs_by_run if len(each) != len(order)), len(order))
     if wrong != len(order):
         complaints.append(f"there are {wrong} devices, and {len(order)} are told what to do")
     complaints += [
-        why for device, actions in enumerate(order) for why in _find_memory_faults(device, actions, len(programs))
+        why
+        for device, actions in enumerate(order)
+        for why in _find_memory_faults(device, actions, len(programs_by_run))
     ]
     yield from complaints
     if not complaints:
@@ -107,7 +109,7 @@ def _find_calls_of_all_devices(calls_by_device: CallsWithParticipants) -> Iterat
         yield f"{a} joins all devices: runs follow each other only where devices meet by letters, or in teams"
 
 
-def _find_memory_faults(device: int, actions: Sequence[PipelineAction], runs: int) -> Iterator[str]:
+def _find_memory_faults(device: int, actions: Sequence[PipelineAction], run_count: int) -> Iterator[str]:
     """Yield memory faults: the arena has room for one run, and a run needs the states that the run before it left."""
     current_run, follows, state = -1, "put", 0
     for what, run in actions:
@@ -130,8 +132,8 @@ def _find_memory_faults(device: int, actions: Sequence[PipelineAction], runs: in
         current_run, follows = run, NEXT_ACTION[what]
     if follows != "put":
         yield f"device {device}: run {current_run} is begun, and not kept"
-    if state != runs:
-        yield f"device {device}: it makes {state} of {runs} runs"
+    if state != run_count:
+        yield f"device {device}: it makes {state} of {run_count} runs"
 
 
 def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingCollective]]) -> Iterator[str]:
@@ -169,6 +171,6 @@ def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingColl
         yield f"devices wait for each other: {'; '.join(waiting)}"
 
 
-def _make_collective_key(coming: PendingCollective) -> tuple[object, int]:
+def _make_collective_key(pending: PendingCollective) -> tuple[object, int]:
     """Return the properties that all participants must agree on."""
-    return coming.call.op in POINT_TO_POINT_OPS or coming.call.op, coming.call.sequence
+    return pending.call.op in POINT_TO_POINT_OPS or pending.call.op, pending.call.sequence

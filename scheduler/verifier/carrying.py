@@ -30,23 +30,23 @@ class CarriedValueTrace(ValueTrace):
 
     def __init__(
         self,
-        meaning: ValueNumbering,
+        numbering: ValueNumbering,
         graphs: Sequence[Graph],
-        leaves: Mapping[tuple[int, str], Fact],
-        of: ShortenedGraph,
+        leaf_facts: Mapping[tuple[int, str], Fact],
+        shortened: ShortenedGraph,
     ) -> None:
-        super().__init__(meaning, graphs, leaves)
-        self.short_repetitions = of.short_repetitions
-        known = {graph: DeviceRepetitions(graph, of) for graph in set(graphs)}
+        super().__init__(numbering, graphs, leaf_facts)
+        self.short_repetitions = shortened.short_repetitions
+        known = {graph: DeviceRepetitions(graph, shortened) for graph in set(graphs)}
         self.device_repetitions = [known[graph] for graph in graphs]
         self.carried_partial_sums: dict[tuple[int, CarriedKey, int], dict[int, list[Fact]]] = defaultdict(dict)
         self.carried_sum_numbers: dict[
             tuple[int, str, int], int
         ] = {}  # equal for the chunks of one value, which may be joined
         self.producer_by_number: dict[int, tuple[int, int]] = {}  # value number: (position of the node, result)
-        for at, node in enumerate(of.short_nodes):
+        for at, node in enumerate(shortened.short_nodes):
             for value in node.results:
-                self.producer_by_number.setdefault(meaning.number_by_value[value], (at, value.index))
+                self.producer_by_number.setdefault(numbering.number_by_value[value], (at, value.index))
 
     def find_faults(self) -> Iterator[str]:
         """Yield all faults of the short graphs, and carried values that are incomplete or vary between repetitions."""
@@ -86,12 +86,12 @@ class CarriedValueTrace(ValueTrace):
                 if why := self._check_carried_sum(number, parts):
                     yield f"the sum that run {run} carries from place {place}{ending}: {why}"
 
-    def _check_carried_sum(self, number: int, parts: Sequence[Sequence[Fact]]) -> str | None:
+    def _check_carried_sum(self, value_number: int, facts_by_device: Sequence[Sequence[Fact]]) -> str | None:
         """Return why the devices' facts of a value are not complete; None if they are."""
-        if len(parts) != len(self.graphs) or any(len(facts) != 1 for facts in parts):
+        if len(facts_by_device) != len(self.graphs) or any(len(facts) != 1 for facts in facts_by_device):
             return "not every device brings a part"
-        device_facts = [facts[0] for facts in parts]
-        if not all(self.numbering.has_equal_entries(number, device_facts[0].axes, f.axes) for f in device_facts):
+        device_facts = [facts[0] for facts in facts_by_device]
+        if not all(self.numbering.has_equal_entries(value_number, device_facts[0].axes, f.axes) for f in device_facts):
             return "the devices bring different entries"
         return check_complete_sum([fact.partial_sum for fact in device_facts], self._complete_sums)
 
@@ -109,13 +109,13 @@ class CarriedValueTrace(ValueTrace):
                 if known.setdefault(name, carried_facts) != carried_facts:
                     yield f"device {device}: {node!r} of run {run} is not what other runs carry there"
 
-    def _find_position_in_repetition(self, number: int, run: int) -> tuple[int, int, int]:
+    def _find_position_in_repetition(self, value_number: int, repetition: int) -> tuple[int, int, int]:
         """Return a value's position in its repetition, its result index, and how many repetitions ago it was computed.
 
         For a value from before all repetitions, return the position in the graph and -1 repetitions.
         """
-        at, index = self.producer_by_number[number]
+        at, index = self.producer_by_number[value_number]
         there = self.short_repetitions.repetition_of(at)
         if there == PREAMBLE and self.short_repetitions.position_if_carried(at, 0) is None:
             return at, index, -1
-        return at - self.short_repetitions.first_node_of(there), index, run - there
+        return at - self.short_repetitions.first_node_of(there), index, repetition - there

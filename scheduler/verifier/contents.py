@@ -73,20 +73,20 @@ class BufferContents:
             return f"{tensor} lies outside its buffer of {self.program.buffers[tensor.buffer].nbytes} bytes"
         return None
 
-    def check_view(self, tensor: Tensor, seen: ViewedValue) -> str | None:
+    def check_view(self, tensor: Tensor, view: ViewedValue) -> str | None:
         """Return why `tensor` is not this view of this value in memory; None if it is."""
-        if (tensor.shape, tensor.strides) != (seen.shape, seen.strides) or tensor.dtype is not seen.dtype:
-            return f"{tensor} is not {seen.dtype}{list(seen.shape)} by strides {list(seen.strides)}"
+        if (tensor.shape, tensor.strides) != (view.shape, view.strides) or tensor.dtype is not view.dtype:
+            return f"{tensor} is not {view.dtype}{list(view.shape)} by strides {list(view.strides)}"
         if why := self.check_bounds(tensor):
             return why
         extent = compute_byte_extent(tensor)
         if extent[1] == extent[2]:
             return None
         start, content = self.find_content(extent)
-        if content != seen.base:
-            return f"reads {seen.base!r} from {tensor}, which holds {format_content(content)}"
-        if tensor.offset != seen.compute_start_byte(start):
-            return f"reads other entries of {seen.base!r} than its view has: {tensor}"
+        if content != view.base:
+            return f"reads {view.base!r} from {tensor}, which holds {format_content(content)}"
+        if tensor.offset != view.compute_start_byte(start):
+            return f"reads other entries of {view.base!r} than its view has: {tensor}"
         return None
 
 
@@ -99,9 +99,9 @@ class ViewedValue(NamedTuple):
     strides: tuple[int, ...]
     dtype: DType
 
-    def compute_start_byte(self, start: int) -> int:
-        """Return the first byte of the view if its base begins at byte `start`."""
-        return start + self.offset * self.dtype.block_bytes // self.dtype.block
+    def compute_start_byte(self, base_start_byte: int) -> int:
+        """Return the first byte of the view if its base begins at byte `base_start_byte`."""
+        return base_start_byte + self.offset * self.dtype.block_bytes // self.dtype.block
 
 
 class ViewTable:
@@ -128,10 +128,12 @@ class ViewTable:
         return self.view_by_value[value]
 
 
-def _apply_view(node: Node, source: ViewedValue) -> ViewedValue:
+def _apply_view(node: Node, source_view: ViewedValue) -> ViewedValue:
     """Return the view that a view node has of its source's base."""
-    shift, shape, strides = _compute_view_geometry(node.op, tuple(node.attrs.items()), source.shape, source.strides)
-    return ViewedValue(source.base, source.offset + shift, shape, strides, source.dtype)
+    shift, shape, strides = _compute_view_geometry(
+        node.op, tuple(node.attrs.items()), source_view.shape, source_view.strides
+    )
+    return ViewedValue(source_view.base, source_view.offset + shift, shape, strides, source_view.dtype)
 
 
 @lru_cache(maxsize=1 << 14)  # every layer and device asks
@@ -155,15 +157,15 @@ def find_stored_dtype(backend: Backend, value: Value) -> DType:
     return backend.stored(value.spec, find_storage_kind(value)).dtype
 
 
-def check_scratch(memory: BufferContents, scratch: Tensor | None, need: int) -> str | None:
-    """Return why an instruction's scratch is not `need` bytes in the arena; None if it is."""
+def check_scratch(contents: BufferContents, scratch: Tensor | None, needed_bytes: int) -> str | None:
+    """Return why an instruction's scratch is not `needed_bytes` bytes in the arena; None if it is."""
     if scratch is None:
-        return f"needs {need} bytes of scratch" if need else None
+        return f"needs {needed_bytes} bytes of scratch" if needed_bytes else None
     if len(scratch.shape) != 1 or scratch != Tensor(0, scratch.offset, scratch.shape, (1,), DType.I8):
         return f"its scratch is {scratch}, which is no row of bytes in the arena"
-    if scratch.shape[0] != need or scratch.offset % ALIGNMENT:
-        return f"its scratch is {scratch}, need {need} bytes at a multiple of {ALIGNMENT}"
-    why = memory.check_bounds(scratch)
+    if scratch.shape[0] != needed_bytes or scratch.offset % ALIGNMENT:
+        return f"its scratch is {scratch}, need {needed_bytes} bytes at a multiple of {ALIGNMENT}"
+    why = contents.check_bounds(scratch)
     return why and f"its scratch: {why}"
 
 
@@ -193,9 +195,9 @@ def _has_valid_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool
     return len(shape) == len(strides) and all(0 <= n <= MAX_SIZE // 16 for n in (*shape, *strides))
 
 
-def has_common_bytes(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
+def has_common_bytes(extent: tuple[int, int, int], other_extent: tuple[int, int, int]) -> bool:
     """Return whether two extents (buffer, first byte, end byte) have bytes in common."""
-    return one[0] == two[0] and max(one[1], two[1]) < min(one[2], two[2])
+    return extent[0] == other_extent[0] and max(extent[1], other_extent[1]) < min(extent[2], other_extent[2])
 
 
 def is_dense(tensor: Tensor | ViewedValue) -> bool:

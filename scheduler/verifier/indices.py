@@ -40,9 +40,9 @@ Digits: TypeAlias = tuple[tuple[int, int], ...]
 Entries: TypeAlias = npt.NDArray[np.int64]
 
 
-def make_full_index(n: int) -> IndexRanges:
-    """Return the index of all entries of an axis of size `n`, in order."""
-    return ((0, n),) if n else ()
+def make_full_index(size: int) -> IndexRanges:
+    """Return the index of all entries of an axis of size `size`, in order."""
+    return ((0, size),) if size else ()
 
 
 def count_entries(index: IndexRanges) -> int:
@@ -58,31 +58,31 @@ def list_entries(index: IndexRanges) -> Entries:
     return np.concatenate([np.arange(start, start + n, dtype=np.int64) for start, n in index])
 
 
-def build_index(listed: Entries) -> IndexRanges:
+def build_index(entries: Entries) -> IndexRanges:
     """Return the index of a list of entries."""
-    if not listed.size:
+    if not entries.size:
         return ()
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(listed) != 1) + 1])
-    lengths = np.diff(np.append(starts, listed.size))
-    return tuple(zip(listed[starts].tolist(), lengths.tolist(), strict=True))
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(entries) != 1) + 1])
+    lengths = np.diff(np.append(starts, entries.size))
+    return tuple(zip(entries[starts].tolist(), lengths.tolist(), strict=True))
 
 
 @lru_cache(maxsize=1 << 14)
-def slice_index(index: IndexRanges, start: int, stop: int, shift: int = 0) -> IndexRanges:
-    """Return the entries at the positions `start` to `stop` of an index, each entry less `shift`."""
+def slice_index(index: IndexRanges, start: int, stop: int, subtracted: int = 0) -> IndexRanges:
+    """Return the entries at the positions `start` to `stop` of an index, each entry less `subtracted`."""
     runs, at = [], 0
     for first, n in index:
         low, high = max(start, at), min(stop, at + n)
         if low < high:
-            runs.append((first + low - at - shift, high - low))
+            runs.append((first + low - at - subtracted, high - low))
         at += n
     return tuple(runs)
 
 
 @lru_cache(maxsize=1 << 12)
-def has_common_entries(one: IndexRanges, two: IndexRanges) -> bool:
+def has_common_entries(index: IndexRanges, other_index: IndexRanges) -> bool:
     """Return whether two indices have an entry in common."""
-    runs = sorted([*((a, 0, n) for a, n in one), *((a, 1, n) for a, n in two)])
+    runs = sorted([*((a, 0, n) for a, n in index), *((a, 1, n) for a, n in other_index)])
     ends = [0, 0]
     for start, which, n in runs:
         if start < ends[1 - which]:
@@ -92,14 +92,14 @@ def has_common_entries(one: IndexRanges, two: IndexRanges) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def has_each_entry_once(index: IndexRanges, n: int) -> bool:
-    """Return whether an index has each entry from 0 to `n` exactly once, in any order."""
+def has_each_entry_once(index: IndexRanges, size: int) -> bool:
+    """Return whether an index has each entry from 0 to `size` exactly once, in any order."""
     at = 0
     for start, k in sorted(index):
         if start != at:
             return False
         at += k
-    return at == n
+    return at == size
 
 
 @lru_cache(maxsize=1 << 12)
@@ -109,10 +109,10 @@ def has_duplicates(index: IndexRanges) -> bool:
     return any(sum(a) > b[0] for a, b in pairwise(ordered))
 
 
-def concatenate_indices(parts: Sequence[IndexRanges]) -> IndexRanges:
+def concatenate_indices(indices: Sequence[IndexRanges]) -> IndexRanges:
     """Return the index of several indices, one after the other."""
     runs: list[tuple[int, int]] = []
-    for start, n in (run for part in parts for run in part):
+    for start, n in (run for part in indices for run in part):
         if runs and sum(runs[-1]) == start:
             runs[-1] = (runs[-1][0], runs[-1][1] + n)
         else:
@@ -122,140 +122,153 @@ def concatenate_indices(parts: Sequence[IndexRanges]) -> IndexRanges:
 
 @lru_cache(maxsize=1 << 14)
 def split_into_factors(
-    index: IndexRanges, sizes: tuple[int, ...], local: tuple[int, ...]
+    index: IndexRanges, factor_sizes: tuple[int, ...], local_sizes: tuple[int, ...]
 ) -> tuple[IndexRanges, ...] | None:
     """Split an index of a product axis into one index for each factor.
 
     Args:
         index: The entries of the product axis.
-        sizes: The factor sizes of the whole axis, outer first.
-        local: The factor sizes of this index, outer first.
+        factor_sizes: The factor sizes of the whole axis, outer first.
+        local_sizes: The factor sizes of this index, outer first.
 
     Returns:
         The index of each factor; None if the entries are not a product of this form.
     """
-    if count_entries(index) != math.prod(local):
+    if count_entries(index) != math.prod(local_sizes):
         return None
-    if len(sizes) == 1:
+    if len(factor_sizes) == 1:
         return (index,)
-    if local == sizes and index == make_full_index(math.prod(sizes)):
-        return tuple(map(make_full_index, sizes))
-    if 0 in local:
-        return tuple(((0, m),) if m else () for m in local)
-    grid, indices, inner = list_entries(index).reshape(local), [], math.prod(sizes)
+    if local_sizes == factor_sizes and index == make_full_index(math.prod(factor_sizes)):
+        return tuple(map(make_full_index, factor_sizes))
+    if 0 in local_sizes:
+        return tuple(((0, m),) if m else () for m in local_sizes)
+    grid, indices, inner = list_entries(index).reshape(local_sizes), [], math.prod(factor_sizes)
     total = np.zeros((), np.int64)
-    for axis, n in enumerate(sizes):
+    for axis, n in enumerate(factor_sizes):
         inner //= n
-        line = grid[(0,) * axis + (slice(None),) + (0,) * (len(sizes) - axis - 1)] // inner % n
+        line = grid[(0,) * axis + (slice(None),) + (0,) * (len(factor_sizes) - axis - 1)] // inner % n
         indices.append(build_index(line))
-        total = total + (line * inner).reshape(-1, *[1] * (len(sizes) - axis - 1))
+        total = total + (line * inner).reshape(-1, *[1] * (len(factor_sizes) - axis - 1))
     return tuple(indices) if np.array_equal(total, grid) else None
 
 
 @lru_cache(maxsize=1 << 14)
-def multiply_indices(indices: tuple[IndexRanges, ...], sizes: tuple[int, ...]) -> IndexRanges:
-    """Return the index of a product axis from the indices of its factors; factors and `sizes` are outer first."""
-    if len(indices) == 1:
-        return indices[0]
-    if all(i == make_full_index(n) for i, n in zip(indices, sizes, strict=True)):
-        return make_full_index(math.prod(sizes))
+def multiply_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes: tuple[int, ...]) -> IndexRanges:
+    """Return the index of a product axis from the indices of its factors; factors and `factor_sizes` are outer first."""
+    if len(factor_indices) == 1:
+        return factor_indices[0]
+    if all(i == make_full_index(n) for i, n in zip(factor_indices, factor_sizes, strict=True)):
+        return make_full_index(math.prod(factor_sizes))
     total = np.zeros((), np.int64)
-    for index, n in zip(indices, sizes, strict=True):
+    for index, n in zip(factor_indices, factor_sizes, strict=True):
         total = total[..., None] * n + list_entries(index)
     return build_index(total.ravel())
 
 
-def _extract_digit(listed: Entries, digit: tuple[int, int]) -> Entries:
+def _extract_digit(entries: Entries, digit: tuple[int, int]) -> Entries:
     """Return the part of each entry number that belongs to a digit."""
     stride, n = digit
-    return listed // stride % n * stride
+    return entries // stride % n * stride
 
 
-def _clear_digits(listed: Entries, digits: Digits) -> Entries:
+def _clear_digits(entries: Entries, digits: Digits) -> Entries:
     """Return the entry numbers with these digits set to zero."""
     for digit in digits:
-        listed = listed - _extract_digit(listed, digit)
-    return listed
+        entries = entries - _extract_digit(entries, digit)
+    return entries
 
 
-def intersect_digits(one: Digits, two: Digits) -> Digits:
+def intersect_digits(digits: Digits, other_digits: Digits) -> Digits:
     """Return the digits that both values have."""
-    return one if one == two else tuple(d for d in one if d in two)
+    return digits if digits == other_digits else tuple(d for d in digits if d in other_digits)
 
 
 @lru_cache(maxsize=1 << 14)
-def find_common_index(one: IndexRanges, ones: Digits, two: IndexRanges, twos: Digits) -> IndexRanges | None:
+def find_common_index(
+    index: IndexRanges, digits: Digits, other_index: IndexRanges, other_digits: Digits
+) -> IndexRanges | None:
     """Return the entries that two values both hold, if each value may exchange the entries of its digits.
 
     Args:
-        one: Entries of the first value.
-        ones: Digits on which the first value does not depend.
-        two: Entries of the second value.
-        twos: Digits on which the second value does not depend.
+        index: Entries of the first value.
+        digits: Digits on which the first value does not depend.
+        other_index: Entries of the second value.
+        other_digits: Digits on which the second value does not depend.
 
     Returns:
-        Entries that are equal to `one` up to `ones` and equal to `two` up to `twos`; None if such entries do not
+        Entries that are equal to `index` up to `digits` and equal to `other_index` up to `other_digits`; None if such entries do not
         exist.
     """
-    if one == two:
-        return one
-    if count_entries(one) != count_entries(two) or not (ones or twos):
+    if index == other_index:
+        return index
+    if count_entries(index) != count_entries(other_index) or not (digits or other_digits):
         return None
-    a, b = list_entries(one), list_entries(two)
+    a, b = list_entries(index), list_entries(other_index)
     merged = a
-    for digit in ones:
-        if digit not in twos:
+    for digit in digits:
+        if digit not in other_digits:
             merged = merged + _extract_digit(b, digit) - _extract_digit(merged, digit)
-    same_a = np.array_equal(_clear_digits(merged, ones), _clear_digits(a, ones))
-    same_b = np.array_equal(_clear_digits(merged, twos), _clear_digits(b, twos))
+    same_a = np.array_equal(_clear_digits(merged, digits), _clear_digits(a, digits))
+    same_b = np.array_equal(_clear_digits(merged, other_digits), _clear_digits(b, other_digits))
     return build_index(merged) if same_a and same_b else None
 
 
-def is_full_index(index: IndexRanges, digits: Digits, n: int) -> bool:
-    """Return whether an index is all entries of an axis of size `n`, in order, up to the digits."""
-    return index == make_full_index(n) or (
-        bool(digits) and find_common_index(index, digits, make_full_index(n), ()) is not None
+def is_full_index(index: IndexRanges, digits: Digits, axis_size: int) -> bool:
+    """Return whether an index is all entries of an axis of size `axis_size`, in order, up to the digits."""
+    return index == make_full_index(axis_size) or (
+        bool(digits) and find_common_index(index, digits, make_full_index(axis_size), ()) is not None
     )
 
 
 @lru_cache(maxsize=1 << 14)
-def is_valid_broadcast(part: IndexRanges, digits: Digits, n: int, over: IndexRanges, size: int, tiled: bool) -> bool:
+def is_valid_broadcast(
+    small_index: IndexRanges,
+    small_digits: Digits,
+    small_size: int,
+    large_index: IndexRanges,
+    large_size: int,
+    is_tiled: bool,
+) -> bool:
     """Return whether a kernel that repeats local entries of a smaller axis over a larger one reads the right entries.
 
     Args:
-        part: Entries of the smaller axis that the device has.
-        digits: Digits of the smaller axis on which its value does not depend.
-        n: Size of the whole smaller axis.
-        over: Entries of the larger axis that the device has.
-        size: Size of the whole larger axis.
-        tiled: If True, entry i of the larger axis reads entry i modulo `n`. If False, each entry serves neighbours.
+        small_index: Entries of the smaller axis that the device has.
+        small_digits: Digits of the smaller axis on which its value does not depend.
+        small_size: Size of the whole smaller axis.
+        large_index: Entries of the larger axis that the device has.
+        large_size: Size of the whole larger axis.
+        is_tiled: If True, entry i of the larger axis reads entry i modulo `small_size`. If False, each entry serves neighbours.
     """
-    mine, theirs = count_entries(part), count_entries(over)
-    if n == 1 or not theirs or not n:
-        return mine == n or not theirs
-    if not mine or theirs % mine or size % n:
+    mine, theirs = count_entries(small_index), count_entries(large_index)
+    if small_size == 1 or not theirs or not small_size:
+        return mine == small_size or not theirs
+    if not mine or theirs % mine or large_size % small_size:
         return False
-    at = np.arange(theirs) % mine if tiled else np.arange(theirs) // (theirs // mine)
-    expected_entries = list_entries(over) % n if tiled else list_entries(over) // (size // n)
-    return np.array_equal(_clear_digits(list_entries(part)[at], digits), _clear_digits(expected_entries, digits))
+    at = np.arange(theirs) % mine if is_tiled else np.arange(theirs) // (theirs // mine)
+    expected_entries = (
+        list_entries(large_index) % small_size if is_tiled else list_entries(large_index) // (large_size // small_size)
+    )
+    return np.array_equal(
+        _clear_digits(list_entries(small_index)[at], small_digits), _clear_digits(expected_entries, small_digits)
+    )
 
 
-def to_product_digits(digits: Digits, inner: int) -> Digits:
-    """Return digits of a factor as digits of a product in which each entry of the factor has `inner` entries."""
-    return tuple((stride * inner, n) for stride, n in digits)
+def to_product_digits(factor_digits: Digits, inner_size: int) -> Digits:
+    """Return digits of a factor as digits of a product in which each entry of the factor has `inner_size` entries."""
+    return tuple((stride * inner_size, n) for stride, n in factor_digits)
 
 
-def to_factor_digits(digits: Digits, inner: int, size: int) -> Digits:
+def to_factor_digits(product_digits: Digits, inner_size: int, factor_size: int) -> Digits:
     """Return the digits of a product that lie in one factor.
 
     Args:
-        digits: Digits of the product. A digit may cover a part of the factor.
-        inner: Number of entries of the product within each entry of the factor.
-        size: Size of the factor.
+        product_digits: Digits of the product. A digit may cover a part of the factor.
+        inner_size: Number of entries of the product within each entry of the factor.
+        factor_size: Size of the factor.
     """
     inside = []
-    for stride, n in digits:
-        low, high = max(stride, inner), min(stride * n, inner * size)
-        if low < high and low % stride == high % low == low % inner == 0 and (stride * n) % high == 0:
-            inside.append((low // inner, high // low))
+    for stride, n in product_digits:
+        low, high = max(stride, inner_size), min(stride * n, inner_size * factor_size)
+        if low < high and low % stride == high % low == low % inner_size == 0 and (stride * n) % high == 0:
+            inside.append((low // inner_size, high // low))
     return tuple(inside)

@@ -48,11 +48,11 @@ def list_collective_calls(device: int, program: Program) -> list[CollectiveCall]
     return [_make_collective_call(device, i) for i in program.instructions if i.op in COLLECTIVES]
 
 
-def _make_collective_call(device: int, i: Instruction) -> CollectiveCall:
-    number = i.attrs["sequence"]
+def _make_collective_call(device: int, instruction: Instruction) -> CollectiveCall:
+    number = instruction.attrs["sequence"]
     assert isinstance(number, int)
-    shapes = (*(None if t is None else t.spec for t in i.src), *(t.spec for t in i.dst))
-    return CollectiveCall(device, i.op, number, i.attrs, shapes, i.node)
+    shapes = (*(None if t is None else t.spec for t in instruction.src), *(t.spec for t in instruction.dst))
+    return CollectiveCall(device, instruction.op, number, instruction.attrs, shapes, instruction.node)
 
 
 def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:

@@ -63,12 +63,12 @@ def find_plan_faults(plan: Plan) -> Iterator[str]:
         yield from complaints
         return  # the proof of the short plan holds for the long plan only without these faults
     short = make_short_plan(plan, of)
-    complaints = [*find_name_faults(short, of)] or [*_find_faults(short, partial(CarriedValueTrace, of=of))]
+    complaints = [*find_name_faults(short, of)] or [*_find_faults(short, partial(CarriedValueTrace, shortened=of))]
     yield from complaints or find_repetition_faults(short, of)
 
 
-def _find_faults(plan: Plan, follow: Callable[..., ValueTrace]) -> Iterator[str]:
-    """Yield all faults of a plan, instruction by instruction; `follow` makes the value trace of all devices."""
+def _find_faults(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
+    """Yield all faults of a plan, instruction by instruction; `make_trace` makes the value trace of all devices."""
     sound = True
     for why in find_record_faults(plan):
         sound = False
@@ -101,7 +101,7 @@ def _find_faults(plan: Plan, follow: Callable[..., ValueTrace]) -> Iterator[str]
         yield why
     if sound:  # with a fault, the programs do not run the graphs
         complaints = list(find_leaf_faults(plan))
-        yield from complaints or _PlanCheck(plan, follow).find_faults()
+        yield from complaints or _PlanCheck(plan, make_trace).find_faults()
 
 
 def _is_computation(node: Node) -> bool:
@@ -109,7 +109,9 @@ def _is_computation(node: Node) -> bool:
     return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
 
 
-def _find_device_program_faults(device_plan: Lane, proven: dict[tuple[object, ...], list[Lane]]) -> Iterator[str]:
+def _find_device_program_faults(
+    device_plan: Lane, proven_device_plans: dict[tuple[object, ...], list[Lane]]
+) -> Iterator[str]:
     """Yield the faults of a device's graph and program; a pair that equals a proven one is not checked again."""
     try:
         if device_plan.graph.roots():  # a device may have no work
@@ -122,7 +124,7 @@ def _find_device_program_faults(device_plan: Lane, proven: dict[tuple[object, ..
         device_plan.backend.name,
         make_equality_key(device_plan.graph, device_plan.program),
     )
-    others = proven.setdefault(key, [])
+    others = proven_device_plans.setdefault(key, [])
     if not any(
         is_equal_to_proven(device_plan.graph, device_plan.program, other.graph, other.program) for other in others
     ):
@@ -132,10 +134,10 @@ def _find_device_program_faults(device_plan: Lane, proven: dict[tuple[object, ..
             others.append(device_plan)
 
 
-def _is_visible_shard(layout: Layout, device: int, own: tuple[IndexRanges, ...]) -> bool:
+def _is_visible_shard(layout: Layout, device: int, device_entries: tuple[IndexRanges, ...]) -> bool:
     """Return whether a reader of a value with this layout sees the entries of `device`."""
     if isinstance(layout, Shard):
-        return 0 not in map(len, own)
+        return 0 not in map(len, device_entries)
     return device == (layout.devices[0] if isinstance(layout, Local) else 0)
 
 
@@ -147,8 +149,8 @@ def _is_covered_by_others(layout: Layout, device: int) -> bool:
 class _PlanCheck:
     """Compares the values of all devices with the user's graph."""
 
-    def __init__(self, plan: Plan, follow: Callable[..., ValueTrace]) -> None:
-        self.plan, self.device_count, self.make_trace = plan, len(plan.lanes), follow
+    def __init__(self, plan: Plan, make_trace: Callable[..., ValueTrace]) -> None:
+        self.plan, self.device_count, self.make_trace = plan, len(plan.lanes), make_trace
         self.numbering = ValueNumbering(plan.graph)
 
     def find_faults(self) -> Iterator[str]:
@@ -235,8 +237,8 @@ class _PlanCheck:
         missing = int(n - have.sum())
         return f"has {missing} of {n} entries on no device" if missing else None
 
-    def _bind_leaf(self, node: Node, leaves: dict[tuple[int, str], Fact]) -> Iterator[str]:
-        """Add the facts of a leaf to `leaves`, as each device receives it when it is loaded or fed.
+    def _bind_leaf(self, node: Node, leaf_facts: dict[tuple[int, str], Fact]) -> Iterator[str]:
+        """Add the facts of a leaf to `leaf_facts`, as each device receives it when it is loaded or fed.
 
         Yield the faults of its layout.
         """
@@ -251,7 +253,7 @@ class _PlanCheck:
         number = self.numbering.number_by_value[value]
         # Devices with the same entries share one fact.
         fact_by_entries = {a: Fact(number, a) for a in {*axes} if a is not None}
-        leaves.update({(d, node.name): fact_by_entries[a] for d, a in enumerate(axes) if a is not None})
+        leaf_facts.update({(d, node.name): fact_by_entries[a] for d, a in enumerate(axes) if a is not None})
 
     # ------------------------------------------------------------------------------------------------------- ends
 
@@ -318,31 +320,31 @@ class _PlanCheck:
         self,
         trace: ValueTrace,
         device: int,
-        local: Value,
-        value: Value,
+        device_value: Value,
+        graph_value: Value,
         expected_entries: tuple[IndexRanges, ...],
-        what: str,
+        subject: str,
     ) -> Iterator[str]:
         """Yield a fault if a device value is not the entries `expected_entries` of a graph value.
 
-        The subject of the message is `what`.
+        The subject of the message is `subject`.
 
         Args:
             trace: The facts of all device values.
             device: Number of the device.
-            local: The device value.
-            value: The graph value.
-            expected_entries: The entries of `value` that the device must have.
+            device_value: The device value.
+            graph_value: The graph value.
+            expected_entries: The entries of `graph_value` that the device must have.
         """
-        facts = trace.find_facts(device, local)
-        if not any(self.numbering.is_fact_of(h, value, expected_entries) for h in facts):
-            number = self.numbering.number_by_value[value]
+        facts = trace.find_facts(device, device_value)
+        if not any(self.numbering.is_fact_of(h, graph_value, expected_entries) for h in facts):
+            number = self.numbering.number_by_value[graph_value]
             others = [
                 "a sum still owed" if h.partial_sum else f"entries {[format_index(i) for i in h.axes]}"
                 for h in facts
                 if h.value_number == number
             ]
             yield (
-                f"{what} on device {device} should be entries {[format_index(i) for i in expected_entries]} "
-                f"of {value!r} and is {others[0] if others else 'another value'}"
+                f"{subject} on device {device} should be entries {[format_index(i) for i in expected_entries]} "
+                f"of {graph_value!r} and is {others[0] if others else 'another value'}"
             )

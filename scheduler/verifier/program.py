@@ -163,9 +163,9 @@ class _ProgramCheck:
 
     # -------------------------------------------------------------------------------------------------- each step
 
-    def _find_instruction_faults(self, i: Instruction) -> Iterator[str]:
+    def _find_instruction_faults(self, instruction: Instruction) -> Iterator[str]:
         """Yield faults of an instruction that is not a save, and record its writes."""
-        work = self._identify_instruction(i)
+        work = self._identify_instruction(instruction)
         if isinstance(work, str):
             yield work
             return
@@ -173,29 +173,29 @@ class _ProgramCheck:
         if what in self.executed_work:
             yield "runs a second time"
         self.executed_work.add(what)
-        if len(node.src) != len(i.src) or len(results) != len(i.dst):
-            yield f"{len(i.src)} operands and {len(i.dst)} results"
+        if len(node.src) != len(instruction.src) or len(results) != len(instruction.dst):
+            yield f"{len(instruction.src)} operands and {len(instruction.dst)} results"
             return
-        complaints = list(self._find_operand_faults(node, i))
-        if why := check_scratch(self.contents, i.scratch, self.backend.scratch(node)):
+        complaints = list(self._find_operand_faults(node, instruction))
+        if why := check_scratch(self.contents, instruction.scratch, self.backend.scratch(node)):
             complaints.append(why)
         complaints += [
             f"result: {why}"
-            for value, tensor in zip(results, i.dst, strict=True)
+            for value, tensor in zip(results, instruction.dst, strict=True)
             if (why := self._check_location(tensor, value))
         ]
         yield from complaints
         if complaints:
             return
-        taken = [compute_byte_extent(t) for t in (i.scratch, *i.dst) if t is not None]
-        yield from _find_overlaps(i, node, taken)
+        taken = [compute_byte_extent(t) for t in (instruction.scratch, *instruction.dst) if t is not None]
+        yield from _find_overlaps(instruction, node, taken)
         for extent in taken:
             self.contents.record_write(extent, None)
         written_values = node.results if isinstance(what, Node) else (what,)
-        for written_value, extent in zip(written_values, taken[i.scratch is not None :], strict=True):
+        for written_value, extent in zip(written_values, taken[instruction.scratch is not None :], strict=True):
             self.contents.record_write(extent, written_value)
 
-    def _identify_instruction(self, i: Instruction) -> tuple[Node, Sequence[Value], object] | str:
+    def _identify_instruction(self, instruction: Instruction) -> tuple[Node, Sequence[Value], object] | str:
         """Return the work of an instruction, or why it computes nothing.
 
         The work is a node of the graph, or the copy of a new state over the old one.
@@ -203,26 +203,32 @@ class _ProgramCheck:
         Returns:
             The node, the values that it writes, and a key that differs for each work.
         """
-        if i.index >= 0:
-            node = self.graph.nodes[i.index] if i.index < len(self.graph.nodes) else None
+        if instruction.index >= 0:
+            node = self.graph.nodes[instruction.index] if instruction.index < len(self.graph.nodes) else None
             if node is None or node.is_leaf or op_of(node).is_view:
                 return "the graph has no such node to compute"
-            if (i.op, i.attrs) != (node.op, node.attrs):
-                return f"{i.op} with {dict(i.attrs)} is not {node!r}"
+            if (instruction.op, instruction.attrs) != (node.op, node.attrs):
+                return f"{instruction.op} with {dict(instruction.attrs)} is not {node!r}"
             return (
-                (node, node.results, node) if i.node == self.name_by_node[node] else f"it is %{self.name_by_node[node]}"
+                (node, node.results, node)
+                if instruction.node == self.name_by_node[node]
+                else f"it is %{self.name_by_node[node]}"
             )
-        name = self.state_name_by_buffer.get(i.dst[0].buffer) if i.dst else None
-        if name not in self.updates or i.index != -1:
+        name = self.state_name_by_buffer.get(instruction.dst[0].buffer) if instruction.dst else None
+        if name not in self.updates or instruction.index != -1:
             return "the graph has no such node, nor does it copy a new state"
         state, new = update = self.updates[name]
-        if (i.op, i.attrs, i.node) != (cont.name, cont.defaults, f"{self.name_by_node[state.node]}.update"):
-            return f"{i.op} is no copy of the new state over %{quote_node_name(name)}"
+        if (instruction.op, instruction.attrs, instruction.node) != (
+            cont.name,
+            cont.defaults,
+            f"{self.name_by_node[state.node]}.update",
+        ):
+            return f"{instruction.op} is no copy of the new state over %{quote_node_name(name)}"
         return cont(new).node, (state,), update
 
-    def _find_operand_faults(self, node: Node, i: Instruction) -> Iterator[str]:
+    def _find_operand_faults(self, node: Node, instruction: Instruction) -> Iterator[str]:
         """Yield operands that are not the node's sources, and strided operands of a kernel that reads dense ones."""
-        for position, (source, tensor) in enumerate(zip(node.src, i.src, strict=True)):
+        for position, (source, tensor) in enumerate(zip(node.src, instruction.src, strict=True)):
             if (source is None) != (tensor is None):
                 yield f"operand {position} is {'missing' if tensor is None else 'too many'}"
             elif source is not None and tensor is not None:
@@ -245,26 +251,30 @@ class _ProgramCheck:
         return None
 
 
-def _has_equal_strides(one: Tensor, two: Tensor) -> bool:
+def _has_equal_strides(tensor: Tensor, other_tensor: Tensor) -> bool:
     """Return whether entry i of both tensors has the same offset, if the tensors begin at the same byte."""
-    triples = zip(one.shape, one.strides, two.strides, strict=False)
-    return one.shape == two.shape and all(n == 1 or s == t for n, s, t in triples)
+    triples = zip(tensor.shape, tensor.strides, other_tensor.strides, strict=False)
+    return tensor.shape == other_tensor.shape and all(n == 1 or s == t for n, s, t in triples)
 
 
-def _find_overlaps(i: Instruction, node: Node, taken: list[tuple[int, int, int]]) -> Iterator[str]:
+def _find_overlaps(instruction: Instruction, node: Node, written_extents: list[tuple[int, int, int]]) -> Iterator[str]:
     """Yield results or scratch that share bytes; a result may share bytes with an operand only as the op declares."""
-    if any(has_common_bytes(one, two) for number, one in enumerate(taken) for two in taken[:number]):
+    if any(
+        has_common_bytes(one, two) for number, one in enumerate(written_extents) for two in written_extents[:number]
+    ):
         yield "a result or the scratch overlaps another"
     declared = op_of(node)
     operands = [
-        (n, t, compute_byte_extent(t)) for n, t in zip(declared.operand_names, i.src, strict=False) if t is not None
+        (n, t, compute_byte_extent(t))
+        for n, t in zip(declared.operand_names, instruction.src, strict=False)
+        if t is not None
     ]
-    for result, extent in enumerate(taken, -(i.scratch is not None)):
+    for result, extent in enumerate(written_extents, -(instruction.scratch is not None)):
         for name, tensor, read in operands:
             if not has_common_bytes(extent, read):
                 continue
             allowed = [n for r, n in declared.inplace_pairs(node.attrs) if r == result]
-            exact = result >= 0 and read == extent and _has_equal_strides(tensor, i.dst[result])
+            exact = result >= 0 and read == extent and _has_equal_strides(tensor, instruction.dst[result])
             is_read_inplace = any(n in allowed and t == tensor for n, t, _ in operands)
             if not exact or not (name in allowed or is_read_inplace):
                 yield f"overwrites its operand {name} while reading it"

@@ -30,28 +30,30 @@ class ConsumerTable:
         self._op = op
         self._groups: dict[AttrItems, _ConsumerGroup] = {}
 
-    def add_consumer(self, user: OpInstance, numbers: tuple[int, ...]) -> None:
+    def add_consumer(self, graph_node: OpInstance, result_numbers: tuple[int, ...]) -> None:
         """Add a node of the user's graph and the numbers of its results."""
-        self._groups.setdefault(self._list_fixed_attributes(user), _ConsumerGroup(self._op)).consumers.append(
-            (user, numbers)
+        self._groups.setdefault(self._list_fixed_attributes(graph_node), _ConsumerGroup(self._op)).consumers.append(
+            (graph_node, result_numbers)
         )
 
-    def find_candidates(self, mine: OpInstance, axes: Sequence[ValueEntries | None]) -> Iterator[Consumer]:
+    def find_candidates(
+        self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
+    ) -> Iterator[Consumer]:
         """Yield the nodes of the user's graph that a device's node may be.
 
         If there are none, some other nodes follow, from which the caller explains the fault. A device's node without
         entries may be any node if no node has its attributes.
 
         Args:
-            mine: The device's node.
-            axes: Entries of each operand that the device has.
+            device_node: The device's node.
+            operand_entries: Entries of each operand that the device has.
         """
-        group = self._groups.get(self._list_fixed_attributes(mine))
+        group = self._groups.get(self._list_fixed_attributes(device_node))
         if group is not None:
-            yield from group.find_candidates(mine, axes)
+            yield from group.find_candidates(device_node, operand_entries)
             return
         others = (reader for group in self._groups.values() for reader in group.consumers)
-        yield from others if all(s.size == 0 for s in mine.results) else islice(others, MAX_EXAMPLES)
+        yield from others if all(s.size == 0 for s in device_node.results) else islice(others, MAX_EXAMPLES)
 
     def _list_fixed_attributes(self, node: OpInstance) -> AttrItems:
         """Return the attributes that a node and its local version must have in common."""
@@ -66,13 +68,20 @@ class _ConsumerGroup:
         self._op = op
         self.consumers: list[Consumer] = []
 
-    def find_candidates(self, mine: OpInstance, axes: Sequence[ValueEntries | None]) -> Iterator[Consumer]:
+    def find_candidates(
+        self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
+    ) -> Iterator[Consumer]:
         """Yield the nodes of the group that a device's node may be; slices only if they contain its first entry."""
-        (operand, *_) = axes or (None,)
-        if self._op != "slice" or operand is None or len(self.consumers) <= MAX_EXAMPLES or not mine.results[0].size:
+        (operand, *_) = operand_entries or (None,)
+        if (
+            self._op != "slice"
+            or operand is None
+            or len(self.consumers) <= MAX_EXAMPLES
+            or not device_node.results[0].size
+        ):
             yield from self.consumers
             return
-        attrs = mine.attrs_by_name
+        attrs = device_node.attrs_by_name
         index, _ = operand[as_integer(attrs["axis"]) % len(operand)]
         entries = slice_index(index, as_integer(attrs["start"]), as_integer(attrs["stop"]))
         if not entries:

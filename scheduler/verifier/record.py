@@ -41,10 +41,10 @@ def find_record_faults(plan: Plan) -> Iterator[str]:
             yield f"{hardware} has a speed that no device has"
 
 
-def _is_device_name(text: str) -> bool:
-    """Return whether `text` is the name that a device has."""
+def _is_device_name(name: str) -> bool:
+    """Return whether `name` is the name that a device has."""
     try:
-        return str(DeviceName.parse(text)) == text
+        return str(DeviceName.parse(name)) == name
     except BackendError:
         return False
 

@@ -30,21 +30,24 @@ ByteExtent: TypeAlias = tuple[int, int, int]
 class DeviceRepetitions:
     """The repetition of each node of a device's short graph, and the values that are carried between repetitions."""
 
-    def __init__(self, graph: Graph, of: ShortenedGraph) -> None:
-        self.graph, self.shortened_graph = graph, of
-        self.kind_by_node = of.kind_by_node(graph)
+    def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
+        self.graph, self.shortened_graph = graph, shortened
+        self.kind_by_node = shortened.kind_by_node(graph)
         read = {self.find_carried_key(s.node, self.kind_by_node[node]) for node in graph.nodes for s in node.inputs} - {
             None
         }
         offered = ((node, self.find_carried_key(node, self.kind_by_node[node] + 1)) for node in graph.nodes)
         self.carried_key_by_node = {node: name for node, name in offered if name is not None and name in read}
 
-    def find_carried_key(self, node: Node, reader: int) -> CarriedKey | None:
-        """Return the key under which repetition `reader` finds `node` among its carried values; else None."""
-        if self.kind_by_node[node] != reader - 1 or not PREAMBLE < reader <= self.shortened_graph.short_count:
+    def find_carried_key(self, node: Node, reader_repetition: int) -> CarriedKey | None:
+        """Return the key under which repetition `reader_repetition` finds `node` among its carried values; else None."""
+        if (
+            self.kind_by_node[node] != reader_repetition - 1
+            or not PREAMBLE < reader_repetition <= self.shortened_graph.short_count
+        ):
             return None
         number, ending = split_numbered_name(node.name)
-        place = self.shortened_graph.short_repetitions.position_if_carried(number, reader)
+        place = self.shortened_graph.short_repetitions.position_if_carried(number, reader_repetition)
         return None if place is None else (place, ending)
 
     def list_collective_numbers(self) -> list[tuple[int, int]]:
@@ -93,7 +96,7 @@ class DeviceRepetitions:
 
 
 def find_device_repetition_faults(
-    graph: Graph, program: Program, backend: Backend, of: ShortenedGraph
+    graph: Graph, program: Program, backend: Backend, shortened: ShortenedGraph
 ) -> Iterator[str]:
     """Yield all reasons, as text, why the repetitions of a proven program may not follow each other.
 
@@ -101,9 +104,9 @@ def find_device_repetition_faults(
         graph: The device's short graph.
         program: Its proven program.
         backend: The backend of the device.
-        of: The shortened graph of the user.
+        shortened: The shortened graph of the user.
     """
-    runs = DeviceRepetitions(graph, of)
+    runs = DeviceRepetitions(graph, shortened)
     complaints = list(runs.find_faults())
     yield from complaints or _RepetitionCheck(runs, program, backend).find_faults()
 
@@ -111,20 +114,20 @@ def find_device_repetition_faults(
 class _RepetitionCheck:
     """The instructions of one short program, by repetition."""
 
-    def __init__(self, runs: DeviceRepetitions, program: Program, backend: Backend) -> None:
+    def __init__(self, repetitions: DeviceRepetitions, program: Program, backend: Backend) -> None:
         self.device_repetitions, self.shortened_graph, self.program, self.views = (
-            runs,
-            runs.shortened_graph,
+            repetitions,
+            repetitions.shortened_graph,
             program,
             ViewTable(backend),
         )
-        nodes = runs.graph.nodes
+        nodes = repetitions.graph.nodes
         self.kind_by_instruction = [
-            runs.kind_by_node[nodes[i.index]] if i.index >= 0 else self.shortened_graph.kind_of_name(i.node)
+            repetitions.kind_by_node[nodes[i.index]] if i.index >= 0 else self.shortened_graph.kind_of_name(i.node)
             for i in program.instructions
         ]
         self.kind_by_buffer = [PREAMBLE, *(self.shortened_graph.kind_of_name(b.name) for b in program.buffers[1:])]
-        self.tensor_by_value: dict[Value, Tensor] = {v: program.inputs[v.node.name] for v in runs.graph.inputs}
+        self.tensor_by_value: dict[Value, Tensor] = {v: program.inputs[v.node.name] for v in repetitions.graph.inputs}
         for i in program.instructions:
             if i.index >= 0:
                 self.tensor_by_value.update(zip(nodes[i.index].results, i.dst, strict=True))
@@ -172,18 +175,22 @@ class _RepetitionCheck:
                 elif any(t is not None and compute_byte_extent(t) in own for t in (*i.dst, i.scratch)):
                     yield f"step %{quote_node_name(i.node)} writes where runs keep what they saved"
 
-    def _find_leaf_access_faults(self, i: Instruction, kind: int) -> Iterator[str]:
+    def _find_leaf_access_faults(self, instruction: Instruction, repetition_kind: int) -> Iterator[str]:
         """Yield instructions that use leaves of another repetition.
 
         An instruction reads leaves of its own repetition or of none, and writes states of its own repetition.
         """
-        for tensor in (*i.src, *i.dst):
-            if tensor is not None and tensor.buffer and self.kind_by_buffer[tensor.buffer] not in (kind, PREAMBLE):
+        for tensor in (*instruction.src, *instruction.dst):
+            if (
+                tensor is not None
+                and tensor.buffer
+                and self.kind_by_buffer[tensor.buffer] not in (repetition_kind, PREAMBLE)
+            ):
                 owner = self.kind_by_buffer[tensor.buffer]
-                yield f"step %{quote_node_name(i.node)} of run {kind} uses a leaf of run {owner}"
-        for tensor in i.dst:
-            if tensor.buffer and self.kind_by_buffer[tensor.buffer] != kind:
-                yield f"step %{quote_node_name(i.node)} of run {kind} writes a state of another run"
+                yield f"step %{quote_node_name(instruction.node)} of run {repetition_kind} uses a leaf of run {owner}"
+        for tensor in instruction.dst:
+            if tensor.buffer and self.kind_by_buffer[tensor.buffer] != repetition_kind:
+                yield f"step %{quote_node_name(instruction.node)} of run {repetition_kind} writes a state of another run"
 
     def _find_base(self, value: Value) -> Value:
         """Return the value that has the memory of `value`."""
@@ -221,14 +228,14 @@ class _RepetitionCheck:
         return {v: compute_byte_extent(self.tensor_by_value[v]) for v in there}
 
     def _find_overwrites(
-        self, lasting: Mapping[Value, ByteExtent], carried: Mapping[Value, ByteExtent]
+        self, lasting_extents: Mapping[Value, ByteExtent], carried_extents: Mapping[Value, ByteExtent]
     ) -> Iterator[str]:
         """Yield instructions that overwrite a long-lived value, or a value that their repetition carries on."""
         nodes, ready = self.device_repetitions.graph.nodes, dict[Value, ByteExtent]()
         for i, kind in zip(self.program.instructions, self.kind_by_instruction, strict=True):
             written = [compute_byte_extent(t) for t in (*i.dst, i.scratch) if t is not None]
             own = nodes[i.index].results if i.index >= 0 else ()
-            for value, extent in lasting.items() if self._is_inner_kind(kind) else ():
+            for value, extent in lasting_extents.items() if self._is_inner_kind(kind) else ():
                 if any(has_common_bytes(extent, other) for other in written):
                     yield f"step %{quote_node_name(i.node)} of run {kind} overwrites {value!r}, which later runs read"
             for value, extent in ready.items():
@@ -237,4 +244,4 @@ class _RepetitionCheck:
                 ):
                     step = f"step %{quote_node_name(i.node)} of run {kind}"
                     yield f"{step} overwrites {value!r}, which the next run reads"
-            ready.update((value, carried[value]) for value in own if value in carried)
+            ready.update((value, carried_extents[value]) for value in own if value in carried_extents)

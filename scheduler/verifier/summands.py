@@ -79,41 +79,41 @@ OptionalPartialSum = PartialSum | None
 """A partial sum; None if the device has the value itself."""
 
 
-def make_contraction_sum(box: tuple[IndexRanges, ...], sizes: tuple[int, ...]) -> OptionalPartialSum:
-    """Make the partial sum of a contraction over the entries of `box`: all terms, no terms, or some of them."""
-    if all(map(has_each_entry_once, box, sizes)):
+def make_contraction_sum(index_box: tuple[IndexRanges, ...], axis_sizes: tuple[int, ...]) -> OptionalPartialSum:
+    """Make the partial sum of a contraction over the entries of `index_box`: all terms, no terms, or some of them."""
+    if all(map(has_each_entry_once, index_box, axis_sizes)):
         return None
-    if any(not i for i in box):
+    if any(not i for i in index_box):
         return NO_TERMS
-    return PartialSum("terms", box, sizes)
+    return PartialSum("terms", index_box, axis_sizes)
 
 
-def make_linear_sum(joint: str, parts: Sequence[OptionalPartialSum]) -> OptionalPartialSum:
+def make_linear_sum(linear_operands: str, operand_sums: Sequence[OptionalPartialSum]) -> OptionalPartialSum:
     """Make the partial sum of a linear op.
 
     Args:
-        joint: Names of the operands in which the op is linear, joined by ``+``.
-        parts: Partial sum of each of these operands.
+        linear_operands: Names of the operands in which the op is linear, joined by ``+``.
+        operand_sums: Partial sum of each of these operands.
     """
-    if all(p is None for p in parts):
+    if all(p is None for p in operand_sums):
         return None
-    if all(p is NO_TERMS for p in parts):
+    if all(p is NO_TERMS for p in operand_sums):
         return NO_TERMS
-    return PartialSum("linear", operand_sums=tuple(parts), linear_operands=joint)
+    return PartialSum("linear", operand_sums=tuple(operand_sums), linear_operands=linear_operands)
 
 
 def check_complete_sum(
     partial_sums: Sequence[OptionalPartialSum],
-    counted: dict[tuple[int, ...], Sequence[OptionalPartialSum]] | None = None,
+    known_complete: dict[tuple[int, ...], Sequence[OptionalPartialSum]] | None = None,
 ) -> str | None:
     """Return why the partial sums of one value are not complete, each term once; None if they are.
 
     Args:
         partial_sums: The partial sum of each device.
-        counted: Partial sums that are known to be complete. If `partial_sums` are complete, they are added.
+        known_complete: Partial sums that are known to be complete. If `partial_sums` are complete, they are added.
     """
     seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]] = {}
-    known = {} if counted is None else counted
+    known = {} if known_complete is None else known_complete
     why = _check_complete_sum(partial_sums, known, seen)
     if why is None:
         known |= seen
@@ -122,20 +122,20 @@ def check_complete_sum(
 
 def _check_complete_sum(
     partial_sums: Sequence[OptionalPartialSum],
-    known: Mapping[tuple[int, ...], object],
-    seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
+    known_complete: Mapping[tuple[int, ...], object],
+    being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
     """Return the same as `check_complete_sum`.
 
-    `seen` has the sums that are being checked already. It holds the objects, because keys are object ids.
+    `being_checked` has the sums that are being checked already. It holds the objects, because keys are object ids.
     """
     key = tuple(map(id, partial_sums))
-    if key in known or key in seen:
+    if key in known_complete or key in being_checked:
         return None
-    seen[key] = partial_sums
+    being_checked[key] = partial_sums
     there = [(d, s) for d, s in enumerate(partial_sums) if s is not NO_TERMS]
     if any(s is not None and s.kind == "linear" for _, s in there):
-        return _check_linear_sum(partial_sums, known, seen)
+        return _check_linear_sum(partial_sums, known_complete, being_checked)
     if not there:
         return "no device brings anything"
     whole = [d for d, s in there if s is None]
@@ -148,8 +148,8 @@ def _check_complete_sum(
 
 def _check_linear_sum(
     partial_sums: Sequence[OptionalPartialSum],
-    known: Mapping[tuple[int, ...], object],
-    seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
+    known_complete: Mapping[tuple[int, ...], object],
+    being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
     """Return why the partial sums of a linear op's result are incomplete, or None.
 
@@ -162,7 +162,7 @@ def _check_linear_sum(
         return "the devices owe sums of different kinds"
     for i in range(forms.pop()[1]):
         parts = [s.operand_sums[i] if s is not None and s.kind == "linear" else s for s in partial_sums]
-        if why := _check_complete_sum(parts, known, seen):
+        if why := _check_complete_sum(parts, known_complete, being_checked):
             return why
     return None
 

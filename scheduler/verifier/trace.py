@@ -52,13 +52,13 @@ class ValueTrace:
     """
 
     def __init__(
-        self, meaning: ValueNumbering, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Fact]
+        self, numbering: ValueNumbering, graphs: Sequence[Graph], leaf_facts: Mapping[tuple[int, str], Fact]
     ) -> None:
-        self.numbering, self.graphs, self.leaf_facts = meaning, graphs, leaves
+        self.numbering, self.graphs, self.leaf_facts = numbering, graphs, leaf_facts
         self.facts_by_node: list[dict[Node, list[list[Fact]]]] = [{} for _ in graphs]
         self.computing_devices: dict[frozenset[int], set[int]] = {}
         self.complete_devices: dict[int, set[int]] = {}
-        self.max_combinations = MAX_COMBINATIONS_PER_VALUE * len(meaning.value_by_number)
+        self.max_combinations = MAX_COMBINATIONS_PER_VALUE * len(numbering.value_by_number)
         self.search_limit_note = ""
         self._interned_facts: dict[tuple[Fact, ...], list[Fact]] = {}
         self._instance_by_node: dict[Node, tuple[int, OpInstance]] = {}
@@ -152,7 +152,7 @@ class ValueTrace:
         return self._instance_by_node[node]
 
     def _infer_node_facts(
-        self, node: Node, mine: OpInstance, known: Sequence[list[Fact]], reasons: list[str]
+        self, node: Node, instance: OpInstance, operand_facts: Sequence[list[Fact]], reasons: list[str]
     ) -> tuple[list[list[Fact]], frozenset[int], set[int]]:
         """Infer the facts of each result, the numbers that may be computed (not converted), and the complete numbers.
 
@@ -160,11 +160,11 @@ class ValueTrace:
         """
         results: list[list[Fact]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()
-        for pair in self._list_conversion_operands(known) if node.op in CONVERSION_OPS else ():
+        for pair in self._list_conversion_operands(operand_facts) if node.op in CONVERSION_OPS else ():
             self._add_new_facts(results[0], infer_conversion_facts(node, pair))
-        for operands in self._list_operand_combinations(node, known):
+        for operands in self._list_operand_combinations(node, operand_facts):
             is_copy = REGISTRY[node.op].is_view or bool(infer_conversion_facts(node, operands))
-            for match in self._find_matching_facts(node.op, mine, operands, reasons):
+            for match in self._find_matching_facts(node.op, instance, operands, reasons):
                 if not is_copy:
                     computed.add(match[0].value_number)
                 complete |= {fact.value_number for fact in match if self._is_complete_value(fact)}
@@ -173,18 +173,21 @@ class ValueTrace:
         return results, frozenset(computed), complete
 
     @staticmethod
-    def _list_conversion_operands(known: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
+    def _list_conversion_operands(operand_facts: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
         """Yield the operands of a conversion: the first, or the first two if they are parts of one value."""
-        if len(known) == 1:
-            yield from ((fact,) for fact in known[0])
-        elif len(known) == 2:
-            yield from ((a, b) for a, b in product(*known) if a.value_number == b.value_number)
+        if len(operand_facts) == 1:
+            yield from ((fact,) for fact in operand_facts[0])
+        elif len(operand_facts) == 2:
+            yield from ((a, b) for a, b in product(*operand_facts) if a.value_number == b.value_number)
 
-    def _list_operand_combinations(self, node: Node, known: Sequence[list[Fact]]) -> Iterator[tuple[Fact | None, ...]]:
+    def _list_operand_combinations(
+        self, node: Node, operand_facts: Sequence[list[Fact]]
+    ) -> Iterator[tuple[Fact | None, ...]]:
         """Yield operand facts for which the user's graph has such a node."""
         left_out: dict[int | None, list[None]] = {None: [None]}
         choices = [
-            self._group_by_number(k) if s is not None else left_out for s, k in zip(node.src, known, strict=True)
+            self._group_by_number(k) if s is not None else left_out
+            for s, k in zip(node.src, operand_facts, strict=True)
         ]
         tried = 0
         for sources in self.numbering.find_operand_numbers(node.op, choices):
@@ -207,17 +210,17 @@ class ValueTrace:
         """Return one shared list for equal facts, so that results are inferred once."""
         return self._interned_facts.setdefault(tuple(facts), facts)
 
-    def _group_by_number(self, known: list[Fact]) -> dict[int | None, list[Fact]]:
+    def _group_by_number(self, facts: list[Fact]) -> dict[int | None, list[Fact]]:
         """Return the facts of an operand, a list from `_intern_facts`, by value number."""
-        if (numbered := self._facts_by_number.get(id(known))) is None:
-            numbered = self._facts_by_number[id(known)] = {}
-            for fact in known:
+        if (numbered := self._facts_by_number.get(id(facts))) is None:
+            numbered = self._facts_by_number[id(facts)] = {}
+            for fact in facts:
                 numbered.setdefault(fact.value_number, []).append(fact)
         return numbered
 
     @staticmethod
-    def _add_new_facts(facts: list[Fact], more: Sequence[Fact]) -> None:
-        facts += [h for h in more if h not in facts]
+    def _add_new_facts(facts: list[Fact], new_facts: Sequence[Fact]) -> None:
+        facts += [h for h in new_facts if h not in facts]
 
     def _follow_leaf(self, device: int, node: Node) -> Iterator[str]:
         fact = self.leaf_facts.get((device, node.name))
@@ -237,23 +240,23 @@ class ValueTrace:
             self.facts_by_node[device][node] = [self._intern_facts([fact])]
 
     def _find_matching_facts(
-        self, op: str, mine: OpInstance, operands: Sequence[Fact | None], reasons: list[str]
+        self, op: str, instance: OpInstance, operand_facts: Sequence[Fact | None], reasons: list[str]
     ) -> Iterator[list[Fact]]:
         """Yield the facts of all results of a device's node if its operands have these facts."""
         meaning = self.numbering
-        key = (op, tuple(None if o is None else o.value_number for o in operands))
-        axes = tuple(None if o is None else meaning.with_digits(o.value_number, o.axes) for o in operands)
+        key = (op, tuple(None if o is None else o.value_number for o in operand_facts))
+        axes = tuple(None if o is None else meaning.with_digits(o.value_number, o.axes) for o in operand_facts)
         readers = meaning.consumers.get(key)
-        for user, numbers in readers.find_candidates(mine, axes) if readers is not None else ():
-            if [s.dtype for s in user.results] != [s.dtype for s in mine.results]:
+        for user, numbers in readers.find_candidates(instance, axes) if readers is not None else ():
+            if [s.dtype for s in user.results] != [s.dtype for s in instance.results]:
                 reasons.append(f"the results have other dtypes than {user.results}")
                 continue
-            restricted_result = restrict_op(op, user, mine, axes)
+            restricted_result = restrict_op(op, user, instance, axes)
             if isinstance(restricted_result, str):
                 reasons.append(restricted_result)
                 continue
             try:
-                operand_sums = [None if o is None else o.partial_sum for o in operands]
+                operand_sums = [None if o is None else o.partial_sum for o in operand_facts]
                 result_sum = propagate_partial_sum(op, user, operand_sums, restricted_result, key[1])
             except ValueError as why:
                 reasons.append(str(why))
@@ -268,13 +271,13 @@ class ValueTrace:
 
     # ------------------------------------------------------------------------ all devices of one collective group
 
-    def _follow_collective(self, members: Mapping[int, Node]) -> Iterator[str]:
-        one = next(iter(members.values()))
-        if len({n.op for n in members.values()}) > 1:
+    def _follow_collective(self, node_by_device: Mapping[int, Node]) -> Iterator[str]:
+        one = next(iter(node_by_device.values()))
+        if len({n.op for n in node_by_device.values()}) > 1:
             yield f"not every device comes to {one!r}"
             return
-        devices = sorted(members)
-        nodes = [members[d] for d in devices]
+        devices = sorted(node_by_device)
+        nodes = [node_by_device[d] for d in devices]
         known = [self.find_facts(d, n.inputs[0]) for d, n in zip(devices, nodes, strict=True)]
         if not all(known):
             return
@@ -297,15 +300,15 @@ class ValueTrace:
             yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
 
     def _list_device_combinations(
-        self, nodes: Sequence[Node], choices: Sequence[list[Fact]]
+        self, nodes: Sequence[Node], facts_by_device: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact, ...]]:
         """Yield combinations of facts, one per device, that fit the first device; any fact if there is no fit."""
-        (first,), attrs = choices[0], nodes[0].attrs
+        (first,), attrs = facts_by_device[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
         axis = -1 if sums else as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
         runs = () if sums else as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
         fitting: list[list[Fact]] = []
-        for device, facts in enumerate(choices):
+        for device, facts in enumerate(facts_by_device):
             expected_axes = list(first.axes)
             if device < len(runs) and axis < len(expected_axes):
                 expected_axes[axis] = concatenate_indices([runs[device]])
@@ -350,29 +353,36 @@ class ValueTrace:
         return results
 
     @staticmethod
-    def _slice_fact(number: int, axes: tuple[IndexRanges, ...], device: int, node: Node) -> Fact:
+    def _slice_fact(value_number: int, whole_axes: tuple[IndexRanges, ...], device: int, node: Node) -> Fact:
         axis, own = as_integer(node.attrs["axis"]), as_index_ranges(node.attrs["runs"])[device]
-        return Fact(number, (*axes[:axis], select_positions(axes[axis], concatenate_indices([own])), *axes[axis + 1 :]))
+        return Fact(
+            value_number,
+            (
+                *whole_axes[:axis],
+                select_positions(whole_axes[axis], concatenate_indices([own])),
+                *whole_axes[axis + 1 :],
+            ),
+        )
 
     def _concatenate_shards(
-        self, device_facts: Sequence[Fact], axis: int, runs: Sequence[IndexRanges]
+        self, device_facts: Sequence[Fact], axis: int, ranges_by_device: Sequence[IndexRanges]
     ) -> tuple[IndexRanges, ...] | str:
         """Return the entries of a value from shards of one axis, or why they do not fit."""
         number, axes = device_facts[0].value_number, device_facts[0].axes
         if any(h.partial_sum is not None for h in device_facts):
             return "it is a sum still owed"
-        if len(runs) != len(device_facts):
-            return f"runs are given for {len(runs)} devices"
+        if len(ranges_by_device) != len(device_facts):
+            return f"runs are given for {len(ranges_by_device)} devices"
         for fact in device_facts:
             if not self.numbering.has_equal_entries(
                 number, (*axes[:axis], (), *axes[axis + 1 :]), clear_axis(fact.axes, axis)
             ):
                 return "the devices bring different entries of another axis"
-        for device, (fact, own) in enumerate(zip(device_facts, runs, strict=True)):
+        for device, (fact, own) in enumerate(zip(device_facts, ranges_by_device, strict=True)):
             if count_entries(fact.axes[axis]) != count_entries(own):
                 return f"device {device} brings {count_entries(fact.axes[axis])} entries to {count_entries(own)} places"
         index = _merge_scattered_entries(
-            tuple(concatenate_indices([r]) for r in runs), tuple(h.axes[axis] for h in device_facts)
+            tuple(concatenate_indices([r]) for r in ranges_by_device), tuple(h.axes[axis] for h in device_facts)
         )
         n = self.numbering.value_by_number[number].shape[axis]
         if index is None:
@@ -397,12 +407,12 @@ def _order_nodes(graph: Graph) -> tuple[Node, ...]:
 
 @lru_cache(maxsize=1024)
 def _merge_scattered_entries(
-    places: tuple[IndexRanges, ...], entries_by_device: tuple[IndexRanges, ...]
+    positions_by_device: tuple[IndexRanges, ...], entries_by_device: tuple[IndexRanges, ...]
 ) -> IndexRanges | None:
     """Return the entries of an axis from each device's places; None if a place is empty or two devices disagree."""
-    size = max((sum(run) for index in places for run in index), default=0)
+    size = max((sum(run) for index in positions_by_device for run in index), default=0)
     whole_axis = np.full(size, -1, np.int64)
-    for index, mine in zip(places, entries_by_device, strict=True):
+    for index, mine in zip(positions_by_device, entries_by_device, strict=True):
         at, new = list_entries(index), list_entries(mine)
         before = whole_axis[at]
         if ((before >= 0) & (before != new)).any():

@@ -62,34 +62,41 @@ class ValueNumbering:
         return self._numbers_by_key[key]
 
     def find_operand_numbers(
-        self, op: str, choices: Sequence[Collection[int | None]]
+        self, op: str, allowed_numbers: Sequence[Collection[int | None]]
     ) -> Iterator[tuple[int | None, ...]]:
         """Yield the operand numbers of nodes with the op `op` that have operand i in ``choices[i]``.
 
         Only the readers of the operand with the fewest readers are compared.
         """
-        if not choices and (op, ()) in self.consumers:
+        if not allowed_numbers and (op, ()) in self.consumers:
             yield ()
         none: list[tuple[int | None, ...]] = []
-        found = [[self._operand_numbers.get((op, (i, n)), none) for n in numbers] for i, numbers in enumerate(choices)]
+        found = [
+            [self._operand_numbers.get((op, (i, n)), none) for n in numbers]
+            for i, numbers in enumerate(allowed_numbers)
+        ]
         fewest = min(found, key=lambda lists: sum(map(len, lists)), default=[])
         for sources in chain.from_iterable(fewest):
-            if len(sources) == len(choices) and all(n in c for n, c in zip(sources, choices, strict=True)):
+            if len(sources) == len(allowed_numbers) and all(
+                n in c for n, c in zip(sources, allowed_numbers, strict=True)
+            ):
                 yield sources
 
-    def _infer_digits(self, op: str, here: OpInstance, sources: Sequence[int | None]) -> list[tuple[Digits, ...]]:
+    def _infer_digits(
+        self, op: str, instance: OpInstance, operand_numbers: Sequence[int | None]
+    ) -> list[tuple[Digits, ...]]:
         """Return for each axis of each result the digits on which the result does not depend."""
         axes = tuple(
             None if s is None or number is None else self.with_digits(number, tuple(map(make_full_index, s.shape)))
-            for s, number in zip(here.src, sources, strict=True)
+            for s, number in zip(instance.src, operand_numbers, strict=True)
         )
-        restricted_result = restrict_op(op, here, here, axes)
+        restricted_result = restrict_op(op, instance, instance, axes)
         if isinstance(restricted_result, RestrictedResult):
             return [tuple(digits for _, digits in result) for result in restricted_result.axes]
-        return [((),) * len(r.shape) for r in here.results]
+        return [((),) * len(r.shape) for r in instance.results]
 
-    def with_digits(self, number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
-        return tuple(zip(indices, self.digits_by_number[number], strict=True))
+    def with_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
+        return tuple(zip(indices, self.digits_by_number[value_number], strict=True))
 
     def is_fact_of(self, fact: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
         """Return whether a fact says: these entries of `value`, no partial sum."""
@@ -100,7 +107,11 @@ class ValueNumbering:
             and self.has_equal_entries(number, fact.axes, indices)
         )
 
-    def has_equal_entries(self, number: int, one: Sequence[IndexRanges], two: Sequence[IndexRanges]) -> bool:
+    def has_equal_entries(
+        self, value_number: int, indices: Sequence[IndexRanges], other_indices: Sequence[IndexRanges]
+    ) -> bool:
         """Return whether two lists of entries are equal up to the digits of a value."""
-        digits = self.digits_by_number[number]
-        return all(find_common_index(a, d, b, d) is not None for a, b, d in zip(one, two, digits, strict=True))
+        digits = self.digits_by_number[value_number]
+        return all(
+            find_common_index(a, d, b, d) is not None for a, b, d in zip(indices, other_indices, digits, strict=True)
+        )
