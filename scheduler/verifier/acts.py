@@ -51,7 +51,7 @@ def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], ord
     complaints = [why for own in calls_by_programs.values() for why in _find_calls_of_all_devices(own)]
     wrong = next((len(each) for each in programs_by_run if len(each) != len(order)), len(order))
     if wrong != len(order):
-        complaints.append(f"there are {wrong} devices, and {len(order)} are told what to do")
+        complaints.append(f"the programs are for {wrong} devices, but the order is for {len(order)}")
     complaints += [
         why
         for device, actions in enumerate(order)
@@ -106,7 +106,10 @@ def _find_calls_of_all_devices(calls_by_device: CallsWithParticipants) -> Iterat
         if a.op not in POINT_TO_POINT_OPS and len(participants) == len(calls_by_device)
     )
     if a := next(every, None):
-        yield f"{a} joins all devices: runs follow each other only where devices meet by letters, or in teams"
+        yield (
+            f"{a} joins all devices; pipelined runs need stages that exchange messages, or collective "
+            "groups of some devices"
+        )
 
 
 def _find_memory_faults(device: int, actions: Sequence[PipelineAction], run_count: int) -> Iterator[str]:
@@ -118,22 +121,22 @@ def _find_memory_faults(device: int, actions: Sequence[PipelineAction], run_coun
             yield (
                 f"{where}: "
                 + {
-                    "put": f"no inputs lie there since those of run {current_run}",
-                    "run": f"inputs of run {current_run} lie there, which it has not read yet",
-                    "keep": f"results of run {current_run} lie there, which nobody has kept",
+                    "put": f"the arena has no inputs after those of run {current_run}",
+                    "run": f"the arena has inputs of run {current_run}, which has not begun yet",
+                    "keep": f"the arena has results of run {current_run}, which are not retained yet",
                 }[follows]
             )
         elif what != "put" and run != current_run:
-            yield f"{where}: what lies there is of run {current_run}"
+            yield f"{where}: the arena belongs to run {current_run}"
         if what == "run":
             if run != state:
-                yield f"{where}: its states are those before run {state}"
+                yield f"{where}: the states are from before run {state}"
             state = run + 1
         current_run, follows = run, NEXT_ACTION[what]
     if follows != "put":
-        yield f"device {device}: run {current_run} is begun, and not kept"
+        yield f"device {device}: run {current_run} begins, but its results are not retained"
     if state != run_count:
-        yield f"device {device}: it makes {state} of {run_count} runs"
+        yield f"device {device}: it executes {state} of {run_count} runs"
 
 
 def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingCollective]]) -> Iterator[str]:
@@ -161,7 +164,7 @@ def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingColl
                 for other in others
                 if (other.run, _make_collective_key(other)) != (mine.run, _make_collective_key(mine))
             ]:
-                yield f"{strange[0]}: {mine} comes in its place"
+                yield f"{strange[0]} does not match {mine}"
                 return
             for d in mine.participants:
                 at[d] += 1

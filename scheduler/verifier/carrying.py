@@ -84,15 +84,15 @@ class CarriedValueTrace(ValueTrace):
             for number in {h.value_number for facts in facts_by_device.values() for h in facts}:
                 parts = [[h for h in facts if h.value_number == number] for _, facts in sorted(facts_by_device.items())]
                 if why := self._check_carried_sum(number, parts):
-                    yield f"the sum that run {run} carries from place {place}{ending}: {why}"
+                    yield f"the sum that repetition {run} carries from position {place}{ending}: {why}"
 
     def _check_carried_sum(self, value_number: int, facts_by_device: Sequence[Sequence[Fact]]) -> str | None:
         """Return why the devices' facts of a value are not complete; None if they are."""
         if len(facts_by_device) != len(self.graphs) or any(len(facts) != 1 for facts in facts_by_device):
-            return "not every device brings a part"
+            return "not every device has exactly one partial sum"
         device_facts = [facts[0] for facts in facts_by_device]
         if not all(self.numbering.has_equal_entries(value_number, device_facts[0].axes, f.axes) for f in device_facts):
-            return "the devices bring different entries"
+            return "the devices have different entries"
         return check_complete_sum([fact.partial_sum for fact in device_facts], self._complete_sums)
 
     def _find_unequal_carries(self) -> Iterator[str]:
@@ -107,7 +107,10 @@ class CarriedValueTrace(ValueTrace):
                     for some in results
                 ]
                 if known.setdefault(name, carried_facts) != carried_facts:
-                    yield f"device {device}: {node!r} of run {run} is not what other runs carry there"
+                    yield (
+                        f"device {device}: {node!r} of repetition {run} differs from the value that other "
+                        "repetitions carry"
+                    )
 
     def _find_position_in_repetition(self, value_number: int, repetition: int) -> tuple[int, int, int]:
         """Return a value's position in its repetition, its result index, and how many repetitions ago it was computed.

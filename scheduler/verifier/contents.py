@@ -65,18 +65,18 @@ class BufferContents:
     def check_bounds(self, tensor: Tensor) -> str | None:
         """Return why `tensor` does not lie in a buffer; None if it does."""
         if not 0 <= tensor.buffer < len(self.program.buffers):
-            return f"{tensor} lies in no buffer"
+            return f"{tensor} is in no buffer of the program"
         if not _has_valid_strides(tensor.shape, tensor.strides):
-            return f"shape {list(tensor.shape)} with strides {list(tensor.strides)} is no tensor"
+            return f"shape {list(tensor.shape)} with strides {list(tensor.strides)} is not a valid tensor"
         _, start, end = compute_byte_extent(tensor)
         if not 0 <= start <= end <= self.program.buffers[tensor.buffer].nbytes:
-            return f"{tensor} lies outside its buffer of {self.program.buffers[tensor.buffer].nbytes} bytes"
+            return f"{tensor} is outside its buffer of {self.program.buffers[tensor.buffer].nbytes} bytes"
         return None
 
     def check_view(self, tensor: Tensor, view: ViewedValue) -> str | None:
         """Return why `tensor` is not this view of this value in memory; None if it is."""
         if (tensor.shape, tensor.strides) != (view.shape, view.strides) or tensor.dtype is not view.dtype:
-            return f"{tensor} is not {view.dtype}{list(view.shape)} by strides {list(view.strides)}"
+            return f"{tensor} is not {view.dtype}{list(view.shape)} with strides {list(view.strides)}"
         if why := self.check_bounds(tensor):
             return why
         extent = compute_byte_extent(tensor)
@@ -162,7 +162,7 @@ def check_scratch(contents: BufferContents, scratch: Tensor | None, needed_bytes
     if scratch is None:
         return f"needs {needed_bytes} bytes of scratch" if needed_bytes else None
     if len(scratch.shape) != 1 or scratch != Tensor(0, scratch.offset, scratch.shape, (1,), DType.I8):
-        return f"its scratch is {scratch}, which is no row of bytes in the arena"
+        return f"its scratch is {scratch}, need a one-dimensional byte tensor in the arena"
     if scratch.shape[0] != needed_bytes or scratch.offset % ALIGNMENT:
         return f"its scratch is {scratch}, need {needed_bytes} bytes at a multiple of {ALIGNMENT}"
     why = contents.check_bounds(scratch)

@@ -61,7 +61,7 @@ def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
     complaints = [*_find_group_faults(calls_by_device), *_find_message_faults(calls_by_device)]
     for calls in calls_by_device:
         times = Counter((a.sequence, a.op) for a in calls)
-        complaints += [f"{a} is there twice" for a in calls if times[a.sequence, a.op] > 1]
+        complaints += [f"{a} is called twice" for a in calls if times[a.sequence, a.op] > 1]
         complaints += [f"{b} runs after {a}" for a, b in pairwise(calls) if b.sequence < a.sequence]
     yield from complaints
     if not complaints:
@@ -81,12 +81,12 @@ def _find_group_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> I
         first = next(iter(members.values()))
         missing = sorted(set().union(*(participants[d] for d in members)) - members.keys())
         if missing:
-            yield f"{first}: device {missing[0]} does not come"
+            yield f"{first}: device {missing[0]} does not call it"
         for place, other in enumerate(members.values()):
             if other.agreement_key != first.agreement_key:
-                yield f"{first} meets {other}, which is another"
+                yield f"{first} does not match {other}"
             if "rank" in other.attributes and other.attributes["rank"] != place:
-                yield f"{other}: its rank is {other.attributes['rank']!r}"
+                yield f"{other}: its rank is {other.attributes['rank']!r}, need {place}"
 
 
 def _find_message_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:

@@ -45,7 +45,8 @@ def propagate_partial_sum(
         return restricted_result.partial_sum
     if restricted_result.partial_sum is not None:
         raise ValueError(
-            f"operands {', '.join(sorted(sums_by_operand))} are sums still owed, and it sums over shards besides"
+            f"operands {', '.join(sorted(sums_by_operand))} are partial sums that no all-reduce "
+            "completes, and the node sums over shards itself"
         )
     attrs = graph_node.attrs_by_name
     empty = {n for n, o in sums_by_operand.items() if o is NO_TERMS}
@@ -58,7 +59,9 @@ def propagate_partial_sum(
             return make_linear_sum(
                 joint, [sums_by_operand.get(n) for n in _list_present_operands(declared, graph_node, joint)]
             )
-    raise ValueError(f"{op} is not linear in {' and '.join(sorted(sums_by_operand))}, a sum that is still owed")
+    raise ValueError(
+        f"{op} is not linear in {' and '.join(sorted(sums_by_operand))}, a partial sum that no all-reduce completes"
+    )
 
 
 def _list_present_operands(declared: Op[Any], graph_node: OpInstance, joint: str) -> list[str]:
@@ -119,14 +122,15 @@ def _infer_lookup_sum(
     rows = restricted_result.table_rows
     assert rows is not None
     if restricted_result.partial_sum is not None:
-        raise ValueError(f"it sums over shards, and has only some rows of {rows.table_operand} besides")
+        raise ValueError(f"the node sums over shards, and the device has only some rows of {rows.table_operand}")
     at = declared.operand_names.index(rows.index_operand)
     number, numbers = operand_numbers[at], graph_node.src[at]
     assert number is not None
     assert numbers is not None
     if sums_by_operand.get(rows.table_operand) is not None or sums_by_operand.get(rows.index_operand) is not None:
         raise ValueError(
-            f"{rows.table_operand} or {rows.index_operand} is a sum still owed, and there are only some rows"
+            f"{rows.table_operand} or {rows.index_operand} is a partial sum that no all-reduce "
+            "completes, and the device has only some rows"
         )
     rank = len(numbers.shape)
     keeps_leading_axes = declared.keeps_leading_axes(
@@ -147,7 +151,9 @@ def _infer_lookup_sum(
             and own is not NO_TERMS
             and not (operand_sum == own and _has_same_routing(declared, graph_node, name, own))
         ):
-            raise ValueError(f"{name} is a sum still owed, and not by the rows of {rows.table_operand} that are here")
+            raise ValueError(
+                f"{name} is a partial sum over other terms than the rows of {rows.table_operand} on this device"
+            )
     if all(
         sums_by_operand.get(n) == own and (own is NO_TERMS or _has_same_routing(declared, graph_node, n, own))
         for n in added

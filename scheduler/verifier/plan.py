@@ -178,10 +178,10 @@ class _PlanCheck:
         pin_by_number: dict[int, tuple[str, int]] = {}
         for placed in self.plan.placed:
             if not 0 <= placed.device < self.device_count:
-                yield f"nodes are placed on device {placed.device} of {self.device_count}"
+                yield f"nodes are pinned to device {placed.device} of {self.device_count}"
             for name in placed.nodes:
                 if name not in known:
-                    yield f"a node %{quote_node_name(name)} is placed that the graph does not have"
+                    yield f"node %{quote_node_name(name)} is pinned, but the graph does not have it"
                     continue
                 number = self.numbering.number_by_value[known.pop(name).results[0]]
                 allowed.setdefault(number, set()).add(placed.device)
@@ -191,13 +191,15 @@ class _PlanCheck:
         for numbers, where in trace.computing_devices.items():
             if numbers <= allowed.keys() and (strange := where.difference(*(allowed[n] for n in numbers))):
                 name, device = pin_by_number[min(numbers)]
-                yield f"%{quote_node_name(name)} is placed on device {device}, and computed on {sorted(strange)}"
+                yield (
+                    f"%{quote_node_name(name)} is pinned to device {device}, but computed on devices {sorted(strange)}"
+                )
         for number, devices in allowed.items():
             value = self.numbering.value_by_number[number]
             is_computed = value.spec.size and not value.node.is_leaf and not op_of(value.node).is_view
             if is_computed and devices.isdisjoint(trace.complete_devices.get(number, ())):
                 name, device = pin_by_number[number]
-                yield f"%{quote_node_name(name)} is placed on device {device}, and not computed there"
+                yield f"%{quote_node_name(name)} is pinned to device {device}, but not computed there"
 
     # ---------------------------------------------------------------------------------------------------- layouts
 
@@ -206,7 +208,7 @@ class _PlanCheck:
         full = tuple(map(make_full_index, value.shape))
         if isinstance(layout, Local):
             if not layout.devices or not all(0 <= d < self.device_count for d in layout.devices):
-                return f"lies on devices {list(layout.devices)} of {self.device_count}"
+                return f"is on devices {list(layout.devices)} of {self.device_count}"
             return [full if d in layout.devices else None for d in range(self.device_count)]
         if isinstance(layout, Shard):
             if why := self._check_coverage(value, layout):
@@ -222,15 +224,15 @@ class _PlanCheck:
     def _check_coverage(self, value: Value, layout: Shard) -> str | None:
         """Return why a sharded layout is malformed or incomplete."""
         if not 0 <= layout.axis < len(value.shape) or len(layout.index_ranges) != self.device_count:
-            return f"is cut along axis {layout.axis} for {len(layout.index_ranges)} devices"
+            return f"is sharded along axis {layout.axis} for {len(layout.index_ranges)} devices"
         n, dtype = value.shape[layout.axis], value.dtype
         if any(len(run) != 2 for runs in layout.index_ranges for run in runs):
-            return "has runs that are no pairs of offset and length"
+            return "has index ranges that are not pairs of offset and length"
         if any(start < 0 or k < 0 or start + k > n for runs in layout.index_ranges for start, k in runs):
-            return f"has runs outside its {n} entries"
+            return f"has index ranges outside its {n} entries"
         in_blocks = dtype.is_quantised and layout.axis == len(value.shape) - 1
         if in_blocks and any(part % dtype.block for runs in layout.index_ranges for run in runs for part in run):
-            return f"is cut inside blocks of {dtype.block}"
+            return f"is split inside quantisation blocks of {dtype.block}"
         have = np.zeros(n, bool)
         for runs in layout.index_ranges:
             have[list_entries(concatenate_indices([runs]))] = True
@@ -248,7 +250,7 @@ class _PlanCheck:
             yield f"{node.op} %{node.label} {axes}"
             return
         if node.op == "input" and (isinstance(layout, Shard) or any(a != axes[0] for a in axes)):
-            yield f"input %{node.label} is given whole to every device, and the plan says {layout}"
+            yield f"input %{node.label} must be whole on every device, but its layout is {layout}"
             return
         number = self.numbering.number_by_value[value]
         # Devices with the same entries share one fact.
@@ -301,7 +303,7 @@ class _PlanCheck:
                 changes = self.numbering.number_by_value[new] != self.numbering.number_by_value[state]
                 if mine is None:
                     if name in updates:
-                        yield f"device {device} updates state %{quote_node_name(name)}, which does not lie there"
+                        yield f"device {device} updates state %{quote_node_name(name)}, which it does not have"
                 elif name in updates:
                     yield from self._find_end_value_faults(
                         trace, device, updates[name], new, mine, f"state %{quote_node_name(name)}"
@@ -314,7 +316,7 @@ class _PlanCheck:
                     and _is_visible_shard(self.plan.leaves[name], device, mine)
                 ):
                     label = f"%{quote_node_name(name)}"
-                    yield f"device {device} does not have state {label}, which is read there between runs"
+                    yield f"device {device} does not have state {label}, which is read from this device between runs"
 
     def _find_end_value_faults(
         self,
@@ -340,7 +342,9 @@ class _PlanCheck:
         if not any(self.numbering.is_fact_of(h, graph_value, expected_entries) for h in facts):
             number = self.numbering.number_by_value[graph_value]
             others = [
-                "a sum still owed" if h.partial_sum else f"entries {[format_index(i) for i in h.axes]}"
+                "a partial sum that no all-reduce completes"
+                if h.partial_sum
+                else f"entries {[format_index(i) for i in h.axes]}"
                 for h in facts
                 if h.value_number == number
             ]

@@ -49,7 +49,7 @@ def find_program_faults(graph: Graph, program: Program, backend: Backend) -> Ite
     """Yield all faults of `program` as text. The arguments are the same as for `verify_program`."""
     complaints = list(_find_buffer_faults(graph, program, backend))
     if not all([type(part) for part in entry] == [int, Instruction] for entry in program.undo):
-        complaints.append("what undoes a step are a number and an instruction for each save")
+        complaints.append("each entry of undo must be an instruction number and an instruction")
     yield from complaints
     if not complaints:  # with faults, buffer numbers have no meaning
         yield from _ProgramCheck(graph, program, backend).find_faults()
@@ -65,12 +65,12 @@ def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Ite
     for number, buffer in enumerate(program.buffers[1:], 1):
         key = buffer.kind, buffer.name
         if key not in leaves or times[key] > 1:
-            again = "and so is another" if key in leaves else "which the graph does not have"
+            again = "like another buffer" if key in leaves else "which the graph does not have"
             yield f"buffer {number} is {buffer.kind} %{quote_node_name(buffer.name)}, {again}"
             continue
         stored = backend.stored(leaves[key], buffer.kind)
         if buffer != BufferSpec(*key, stored.nbytes, leaves[key], stored):
-            yield f"{buffer} is for {buffer.kind} %{quote_node_name(buffer.name)}: {leaves[key]}, kept as {stored}"
+            yield f"{buffer} is for {buffer.kind} %{quote_node_name(buffer.name)}: {leaves[key]}, stored as {stored}"
     for kind, name in leaves.keys() - times.keys():
         yield f"{kind} %{quote_node_name(name)} has no buffer"
 
@@ -113,22 +113,22 @@ class _ProgramCheck:
         for number, buffer in enumerate(program.buffers[1:], 1):
             memory.record_write((number, 0, buffer.nbytes), leaves[buffer.kind, buffer.name])
         for name in program.inputs.keys() - {v.node.name for v in self.graph.inputs}:
-            yield f"input %{quote_node_name(name)} has a place, and the graph does not have it"
+            yield f"input %{quote_node_name(name)} has a location, but the graph does not have it"
         for value in self.graph.inputs:
             what = f"input %{quote_node_name(value.node.name)}"
             if value.node.name not in program.inputs:
-                yield f"{what} has no place"
+                yield f"{what} has no location"
                 continue
             tensor = program.inputs[value.node.name]
             if why := self._check_location(tensor, value):
                 yield f"{what}: {why}"
             elif tensor.buffer:
-                yield f"{what} lies outside the arena"
+                yield f"{what} is outside the arena"
             else:
                 memory.overwritten_values.clear()
                 memory.record_write(compute_byte_extent(tensor), value)
                 if memory.overwritten_values:
-                    yield f"{what} lies where {format_content(memory.overwritten_values[0])} lies"
+                    yield f"{what} overlaps {format_content(memory.overwritten_values[0])}"
         memory.overwritten_values.clear()
 
     def _find_end_faults(self) -> Iterator[str]:
@@ -138,7 +138,7 @@ class _ProgramCheck:
             if not node.is_leaf and not op_of(node).is_view and node not in self.executed_work:
                 yield f"%{self.name_by_node[node]} never runs"
         for name in program.outputs.keys() - self.graph.outputs.keys():
-            yield f"output {name!r} has a place, and the graph does not have it"
+            yield f"output {name!r} has a location, but the graph does not have it"
         for name, value in self.graph.outputs.items():
             if name not in program.outputs:
                 yield f"output {name!r} is missing"
@@ -149,7 +149,7 @@ class _ProgramCheck:
             if buffer.nbytes and not self._can_remain(content, buffer):
                 yield f"at the end, {buffer.kind} %{quote_node_name(buffer.name)} holds {format_content(content)}"
         if not memory.arena_end <= program.buffers[0].nbytes < memory.arena_end + ALIGNMENT:
-            yield f"its arena has {program.buffers[0].nbytes} bytes, and what lies in it needs {memory.arena_end}"
+            yield f"its arena has {program.buffers[0].nbytes} bytes, but its contents need {memory.arena_end}"
 
     def _can_remain(self, content: object, buffer: BufferSpec) -> bool:
         """Return whether a buffer may have this content at the end: the new state, else the content before the run."""
@@ -216,36 +216,36 @@ class _ProgramCheck:
             )
         name = self.state_name_by_buffer.get(instruction.dst[0].buffer) if instruction.dst else None
         if name not in self.updates or instruction.index != -1:
-            return "the graph has no such node, nor does it copy a new state"
+            return "the instruction is neither a node of the graph nor the copy of a new state"
         state, new = update = self.updates[name]
         if (instruction.op, instruction.attrs, instruction.node) != (
             cont.name,
             cont.defaults,
             f"{self.name_by_node[state.node]}.update",
         ):
-            return f"{instruction.op} is no copy of the new state over %{quote_node_name(name)}"
+            return f"{instruction.op} does not copy the new state over %{quote_node_name(name)}"
         return cont(new).node, (state,), update
 
     def _find_operand_faults(self, node: Node, instruction: Instruction) -> Iterator[str]:
         """Yield operands that are not the node's sources, and strided operands of a kernel that reads dense ones."""
         for position, (source, tensor) in enumerate(zip(node.src, instruction.src, strict=True)):
             if (source is None) != (tensor is None):
-                yield f"operand {position} is {'missing' if tensor is None else 'too many'}"
+                yield f"operand {position} is {'missing' if tensor is None else 'unexpected'}"
             elif source is not None and tensor is not None:
                 if why := self.contents.check_view(tensor, self.views.resolve_view(source)):
                     yield f"operand {position}: {why}"
                 elif not is_dense(tensor) and not self.backend.reads_strided(node, position):
-                    yield f"operand {position} is {tensor}, and its kernel reads dense ones"
+                    yield f"operand {position} is {tensor}, but its kernel reads dense operands only"
 
     def _check_location(self, tensor: Tensor, value: Value) -> str | None:
         """Return why a value must not be written there; allowed are the arena, and a state that takes its new value."""
         whole = self.views.resolve_view(value)
         if (tensor.shape, tensor.strides, tensor.dtype) != (whole.shape, whole.strides, whole.dtype):
-            return f"{value!r}, kept as {whole.dtype}, is written to {tensor}"
+            return f"{value!r}, stored as {whole.dtype}, is written to {tensor}"
         if why := self.contents.check_bounds(tensor):
             return why
         if tensor.offset % ALIGNMENT:
-            return f"{tensor} begins at no multiple of {ALIGNMENT} bytes"
+            return f"{tensor} does not begin at a multiple of {ALIGNMENT} bytes"
         if tensor.buffer and tensor.buffer not in self.state_name_by_buffer:
             return f"{tensor} is written into {self.program.buffers[tensor.buffer].kind}s"
         return None

@@ -72,14 +72,17 @@ def find_length_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
     )
     sizes = len(shortened.deep_graph.nodes), len(shortened.short_graph.nodes)
     if plan.graph is not shortened.deep_graph or plan.placed:
-        yield "its lanes repeat runs of another graph, or nodes are placed"
+        yield "its device plans repeat parts of another graph, or nodes are pinned"
         return
     room = sizes[0] - runs.start - runs.count * runs.length
     if (
         min(runs.start, runs.length - 1, shortened.short_count - 1, left_out, room) < 0
         or sizes[0] != sizes[1] + left_out
     ):
-        yield f"its lanes repeat {shortened.short_count} kinds of {runs}, which the graph of {sizes[0]} nodes does not have"
+        yield (
+            f"its device plans repeat {shortened.short_count} kinds of {runs}, "
+            f"which the graph of {sizes[0]} nodes does not have"
+        )
         return
     place = {node: at for nodes in (shortened.deep_nodes, shortened.short_nodes) for at, node in enumerate(nodes)}
     for number, node in enumerate(shortened.deep_nodes):
@@ -87,21 +90,23 @@ def find_length_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
         kind = _find_repetition_kind(shortened, run)
         short = shortened.short_nodes[number - (run - kind) * runs.length]
         if (node.op, node.attrs, node.specs) != (short.op, short.attrs, short.specs) or short.name != str(place[short]):
-            yield f"{node!r} of run {run} is not like {short!r}"
+            yield f"{node!r} of repetition {run} differs from {short!r}"
             return
         reads = [
             None if s is None else (_find_representative_node(shortened, place[s.node], run, kind), s.index)
             for s in node.src
         ]
         if reads != [None if s is None else (place[s.node], s.index) for s in short.src]:
-            yield f"{node!r} of run {run} reads other values than {short!r}"
+            yield f"{node!r} of repetition {run} reads other values than {short!r}"
             return
         if (
             node.is_leaf
             and plan.leaves[node.name]
             != plan.leaves[shortened.deep_nodes[_find_first_equivalent_node(shortened, number, run)].name]
         ):
-            yield f"{node.op} %{node.label} of run {run} lies otherwise than that of another run of its kind"
+            yield (
+                f"{node.op} %{node.label} of repetition {run} has another layout than in another repetition of its kind"
+            )
     yield from _find_output_and_update_faults(shortened, place)
 
 
@@ -162,7 +167,7 @@ def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: 
     long, short = changes(shortened.deep_graph), changes(shortened.short_graph)
     for run in {*long, *(r for r, kind in shortened.repetitions_with_kind if kind in short)}:
         if long[run] != short[_find_repetition_kind(shortened, run)]:
-            yield f"states of run {run} change otherwise than those of its kind"
+            yield f"states of repetition {run} change differently from those of its kind"
     if shortened.deep_graph.outputs.keys() != shortened.short_graph.outputs.keys():
         yield "the short graph has other outputs"
         return
@@ -172,7 +177,7 @@ def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: 
             shortened.short_graph.outputs[name],
         )
         if 0 <= run < shortened.deep_repetitions.count:
-            yield f"output {name!r} belongs to run {run}"
+            yield f"output {name!r} belongs to repetition {run}"
         elif (
             _find_representative_node(
                 shortened, position_by_node[value.node], run, _find_repetition_kind(shortened, run)
@@ -180,7 +185,7 @@ def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: 
             != position_by_node[short_value.node]
             or value.index != short_value.index
         ):
-            yield f"output {name!r} of the short graph is another"
+            yield f"output {name!r} of the short graph is another value"
 
 
 def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
@@ -189,7 +194,7 @@ def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[st
         for node in device_plan.graph.nodes:
             named = NUMBERED_NAME.fullmatch(node.name)
             if named is None or int(named[1]) >= len(shortened.short_graph.nodes):
-                yield f"device {device}: {node!r} is called by no number of a node of the short graph"
+                yield f"device {device}: {node!r} does not have the number of a short graph node as its name"
 
 
 def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
@@ -206,8 +211,8 @@ def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Itera
                 find_device_repetition_faults(device_plan.graph, device_plan.program, device_plan.backend, shortened)
             )
             if DeviceRepetitions(device_plan.graph, shortened).list_collective_numbers() != collective_numbers[0]:
-                faults_by_program[key].append("it meets others in other runs than device 0 does")
+                faults_by_program[key].append("its collectives are in other repetitions than those of device 0")
         yield from (f"device {device}: {why}" for why in faults_by_program[key])
     for (number, run), (following, later) in pairwise(collective_numbers[0]):
         if following != number + 1 or later < run:
-            yield f"meeting {following} of run {later} follows meeting {number} of run {run}"
+            yield f"collective {following} of repetition {later} follows collective {number} of repetition {run}"

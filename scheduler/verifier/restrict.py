@@ -17,7 +17,7 @@ product as a partial sum of 4 of 8 terms.
 >>> restrict_op("mul_mat", user, columns, (entries((0, 6), (0, 4)), entries((0, 3), (0, 4)))).partial_sum.index_box
 (((0, 4),),)
 >>> restrict_op("mul_mat", user, columns, (entries((0, 6), (0, 4)), entries((0, 3), (4, 4))))
-'operands hold different entries of k: [0:4] and [4:8]'
+'operands have different entries of k: [0:4] and [4:8]'
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def _intersect_entries(entries: AxisEntries, other_entries: AxisEntries, axis_na
     index = find_common_index(*entries, *other_entries)
     if index is None:
         raise RestrictionError(
-            f"operands hold different entries of {axis_name}: {format_index(entries[0])} and {format_index(other_entries[0])}"
+            f"operands have different entries of {axis_name}: {format_index(entries[0])} and "
+            f"{format_index(other_entries[0])}"
         )
     return index, intersect_digits(entries[1], other_entries[1])
 
@@ -197,7 +198,7 @@ def _restrict_by_signature(
             index, digits = names.entries_by_dimension[name]
             if not is_full_index(index, digits, sizes[name]):
                 raise RestrictionError(
-                    f"{name} must be whole, and only {format_index(index)} of {sizes[name]} is there"
+                    f"{name} must be whole, but the device has {format_index(index)} of {sizes[name]}"
                 )
             names.entries_by_dimension[name] = (make_full_index(sizes[name]), ())
     results = tuple(
@@ -266,13 +267,13 @@ def _add_factor_entries(
     here = tuple(int(f) if f.isdecimal() else device_sizes.get(f, -1) for f in dim.factors)
     parts = split_into_factors(index, theirs, here)
     if parts is None:
-        raise RestrictionError(f"{format_index(index)} is no product ({' '.join(dim.factors)})")
+        raise RestrictionError(f"{format_index(index)} is not a product ({' '.join(dim.factors)})")
     inner = math.prod(theirs)
     for name, n, part in zip(dim.factors, theirs, parts, strict=True):
         inner = inner // n if n else 0
         if name.isdecimal():
             if part != make_full_index(n):
-                raise RestrictionError(f"{format_index(part)} of the fixed {name} is there")
+                raise RestrictionError(f"the device has {format_index(part)} of the fixed size {name}")
         else:
             dimensions.intersect_dimension(name, (part, to_factor_digits(digits, inner, n) if inner else ()))
 
@@ -319,7 +320,8 @@ def _require_matching_broadcasts(
                 *part[i], n, leading_entries[shift + i][0], size, operand.leading is LeadingAxes.TILED
             ):
                 raise RestrictionError(
-                    f"{operand.name} holds {format_index(part[i][0])} of {n}, to be repeated over others than its own"
+                    f"{operand.name} has {format_index(part[i][0])} of {n}, but is repeated over "
+                    "entries that need others"
                 )
             elif n != 1:
                 leading_entries[shift + i] = (leading_entries[shift + i][0], ())
@@ -348,7 +350,7 @@ def _restrict_by_links(
     }
     result, shape = graph_node.results[0], device_node.results[0].shape
     if len(shape) != len(result.shape):
-        raise RestrictionError(f"the result is {list(shape)}, a share of {result}")
+        raise RestrictionError(f"the result is {list(shape)}, need as many axes as {result}")
     parts: dict[int, list[tuple[int, bool, AxisEntries]]] = {}
     for link in links:
         part, spec = operand_entries[link.operand], graph_node.src[link.operand]
@@ -408,7 +410,7 @@ def _map_reshaped_axes(
     flat = multiply_indices(tuple(entries[a][0] for a in link.source), sizes)
     parts = split_into_factors(flat, after, tuple(local_shape[a] for a in link.result))
     if parts is None:
-        raise RestrictionError(f"{format_index(flat)} is not {list(after)} cut along axes")
+        raise RestrictionError(f"{format_index(flat)} cannot be split along the axes of {list(after)}")
     digits: Digits = ()
     for i, a in enumerate(link.source):
         digits += to_product_digits(entries[a][1], math.prod(sizes[i + 1 :]))
@@ -424,7 +426,7 @@ def _require_whole_unlinked_axes(
     for operand, (spec, part) in enumerate(zip(graph_node.src, operand_entries, strict=True)):
         for a, n in enumerate(spec.shape if spec is not None else ()):
             if (operand, a) not in linked and part is not None and not is_full_index(*part[a], n):
-                raise RestrictionError(f"axis {a} must be whole, and only {format_index(part[a][0])} of {n} is there")
+                raise RestrictionError(f"axis {a} must be whole, but the device has {format_index(part[a][0])} of {n}")
 
 
 def _combine_linked_entries(
@@ -433,7 +435,7 @@ def _combine_linked_entries(
     """Return the entries of one result axis from the entries of all its links."""
     if not linked_parts:
         if not is_view and local_size != axis_size:
-            raise RestrictionError(f"an axis of the result is {local_size} of {axis_size} long, and must be whole")
+            raise RestrictionError(f"an axis of the result has {local_size} of {axis_size} entries, but must be whole")
         return _make_prefix_index(axis_size, local_size), ((1, axis_size),) if is_view and axis_size > 1 else ()
     if not any(inside for _, inside, _ in linked_parts):
         common_entries = linked_parts[0][2]

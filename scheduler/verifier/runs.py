@@ -68,7 +68,7 @@ class DeviceRepetitions:
                     and not self._is_carry_placeholder(source.node)
                 )
                 if there != kind and not lasts and not (is_carried and not is_leaf):
-                    yield f"{node!r} of run {kind} reads {source!r} of run {there}"
+                    yield f"{node!r} of repetition {kind} reads {source!r} of repetition {there}"
         makers: dict[CarriedKey, list[Node]] = defaultdict(list)
         for node, name in self.carried_key_by_node.items():
             makers[name].append(node)
@@ -77,16 +77,19 @@ class DeviceRepetitions:
                 *range(PREAMBLE, self.shortened_graph.short_count)
             ]
             if not makes or len({node.specs for node in nodes}) > 1:
-                yield f"what is carried from place {place} of a run{f' ({ending})' * bool(ending)} differs between runs"
+                yield (
+                    f"the value carried from position {place} of a "
+                    f"repetition{f' ({ending})' * bool(ending)} differs between repetitions"
+                )
         for old, new in self.graph.updates.items():
             if self.kind_by_node[old.node] != self.kind_by_node[new.node]:
-                yield f"{old!r} changes in another run"
+                yield f"{old!r} is updated in another repetition"
         for output, value in self.graph.outputs.items():
             if (
                 self.kind_by_node[value.node] not in (PREAMBLE, self.shortened_graph.short_count)
                 or output not in self.shortened_graph.short_graph.outputs
             ):
-                yield f"output {output!r} belongs to a run"
+                yield f"output {output!r} belongs to a repetition"
 
     def _is_carry_placeholder(self, node: Node) -> bool:
         """Return whether a node before all repetitions stands for a carried value."""
@@ -135,7 +138,7 @@ class _RepetitionCheck:
     def find_faults(self) -> Iterator[str]:
         """Yield all faults of the repetitions of one device."""
         if self.kind_by_instruction != sorted(self.kind_by_instruction):
-            yield "steps of a run come after those of the next"
+            yield "instructions of a repetition come after those of the next one"
         yield from self._find_saved_bytes_faults()
         for i, kind in zip(self.program.instructions, self.kind_by_instruction, strict=True):
             yield from self._find_leaf_access_faults(i, kind)
@@ -157,23 +160,23 @@ class _RepetitionCheck:
         start = at = min((low for _, low, _ in saved_extents), default=program.buffers[0].nbytes)
         for _, low, high in saved_extents:
             if low != at:
-                yield f"what a run keeps begins at byte {low} of the arena, and not at {at}"
+                yield f"the saves of a repetition begin at byte {low} of the arena, need {at}"
             at = -(-high // ALIGNMENT) * ALIGNMENT
         if at != program.buffers[0].nbytes:
-            yield f"the arena has {program.buffers[0].nbytes} bytes, and what runs keep ends at {at}"
+            yield f"the arena has {program.buffers[0].nbytes} bytes, but the saves of repetitions end at {at}"
         own = set(saved_extents)
         undone = (back for _, back in program.undo)
         used = [t for i in (*program.instructions, *undone) for t in (*i.src, *i.dst, i.scratch) if t is not None]
         for tensor in (*used, *program.inputs.values(), *program.outputs.values()):
             extent = compute_byte_extent(tensor)
             if tensor.buffer == 0 and extent[2] > start and extent[1] < extent[2] and extent not in own:
-                yield f"{tensor} lies where runs keep what they saved"
+                yield f"{tensor} overlaps the saves of repetitions"
         for at, i in enumerate(program.instructions):
             if at not in program.save_positions:
                 if i.index < 0:
-                    yield f"step %{quote_node_name(i.node)} copies a state when all runs have ended"
+                    yield f"step %{quote_node_name(i.node)} copies a state after all repetitions"
                 elif any(t is not None and compute_byte_extent(t) in own for t in (*i.dst, i.scratch)):
-                    yield f"step %{quote_node_name(i.node)} writes where runs keep what they saved"
+                    yield f"step %{quote_node_name(i.node)} writes into the saves of repetitions"
 
     def _find_leaf_access_faults(self, instruction: Instruction, repetition_kind: int) -> Iterator[str]:
         """Yield instructions that use leaves of another repetition.
@@ -187,10 +190,16 @@ class _RepetitionCheck:
                 and self.kind_by_buffer[tensor.buffer] not in (repetition_kind, PREAMBLE)
             ):
                 owner = self.kind_by_buffer[tensor.buffer]
-                yield f"step %{quote_node_name(instruction.node)} of run {repetition_kind} uses a leaf of run {owner}"
+                yield (
+                    f"step %{quote_node_name(instruction.node)} of repetition {repetition_kind} uses a "
+                    f"leaf of repetition {owner}"
+                )
         for tensor in instruction.dst:
             if tensor.buffer and self.kind_by_buffer[tensor.buffer] != repetition_kind:
-                yield f"step %{quote_node_name(instruction.node)} of run {repetition_kind} writes a state of another run"
+                yield (
+                    f"step %{quote_node_name(instruction.node)} writes a state of another repetition than "
+                    f"{repetition_kind}"
+                )
 
     def _find_base(self, value: Value) -> Value:
         """Return the value that has the memory of `value`."""
@@ -204,15 +213,18 @@ class _RepetitionCheck:
             for value in node.results:
                 base = self._find_base(value)
                 if base not in self.tensor_by_value:
-                    return f"{base!r} is carried from run to run, and lies in no arena"
+                    return f"{base!r} is carried between repetitions, but is not in the arena"
                 number, ending = split_numbered_name(base.node.name)
                 kind = self.device_repetitions.kind_by_node[node]
                 if (there := self.device_repetitions.kind_by_node[base.node]) != kind:
-                    return f"{value!r} is carried from run {kind}, and lies in memory of run {there}"
+                    return f"{value!r} is carried from repetition {kind}, but is in memory of repetition {there}"
                 name = number - self.shortened_graph.short_repetitions.first_node_of(kind), ending, base.index
                 found[base] = compute_byte_extent(self.tensor_by_value[base])
                 if places.setdefault(name, found[base]) != found[base]:
-                    return f"{base!r} is carried at bytes {found[base][1:]} of the arena, and in another run elsewhere"
+                    return (
+                        f"{base!r} is carried at bytes {found[base][1:]} of the arena, but elsewhere in "
+                        "another repetition"
+                    )
         return found
 
     def _find_long_lived_extents(self) -> Mapping[Value, ByteExtent]:
@@ -237,11 +249,14 @@ class _RepetitionCheck:
             own = nodes[i.index].results if i.index >= 0 else ()
             for value, extent in lasting_extents.items() if self._is_inner_kind(kind) else ():
                 if any(has_common_bytes(extent, other) for other in written):
-                    yield f"step %{quote_node_name(i.node)} of run {kind} overwrites {value!r}, which later runs read"
+                    yield (
+                        f"step %{quote_node_name(i.node)} of repetition {kind} overwrites {value!r}, "
+                        "which later repetitions read"
+                    )
             for value, extent in ready.items():
                 if self.device_repetitions.kind_by_node[value.node] == kind and any(
                     has_common_bytes(extent, other) for other in written
                 ):
-                    step = f"step %{quote_node_name(i.node)} of run {kind}"
-                    yield f"{step} overwrites {value!r}, which the next run reads"
+                    step = f"step %{quote_node_name(i.node)} of repetition {kind}"
+                    yield f"{step} overwrites {value!r}, which the next repetition reads"
             ready.update((value, carried_extents[value]) for value in own if value in carried_extents)

@@ -13,13 +13,13 @@ complete:
 
 >>> check_complete_sum([make_linear_sum("a+b", [left, None]), make_linear_sum("a+b", [right, NO_TERMS])])
 >>> check_complete_sum([make_linear_sum("a+b", [left, None]), make_linear_sum("a+b", [right, None])])
-'device 0 brings all of it, and devices [1] bring it again'
+'device 0 has the complete value, and devices [1] add to it'
 
 A product is linear in each factor, but only in one factor at a time. Some terms of one factor and the other terms of
 the other factor do not form a sum:
 
 >>> check_complete_sum([make_linear_sum("a", [left]), make_linear_sum("b", [right])])
-'the devices owe sums of different kinds'
+'the devices have partial sums of different kinds'
 
 Two equal partial sums of one value have the same terms of the same sum, so the verifier may merge them. For each op on
 the way, `linear_operands` and `operand_sums` say which operands carry the sum. At its start, `index_box` and
@@ -137,11 +137,11 @@ def _check_complete_sum(
     if any(s is not None and s.kind == "linear" for _, s in there):
         return _check_linear_sum(partial_sums, known_complete, being_checked)
     if not there:
-        return "no device brings anything"
+        return "no device has a term"
     whole = [d for d, s in there if s is None]
     if whole:
         others = [d for d, _ in there if d != whole[0]]
-        return f"device {whole[0]} brings all of it, and devices {others} bring it again" if others else None
+        return f"device {whole[0]} has the complete value, and devices {others} add to it" if others else None
     boxes = [(d, s) for d, s in there if s is not None]
     return _check_disjoint_cover(boxes)
 
@@ -159,7 +159,7 @@ def _check_linear_sum(
     forms = {(s.linear_operands, len(s.operand_sums)) for s in partial_sums if s is not None and s.kind == "linear"}
     kinds = {s.kind for s in partial_sums if s is not None}
     if len(forms) > 1 or "terms" in kinds:
-        return "the devices owe sums of different kinds"
+        return "the devices have partial sums of different kinds"
     for i in range(forms.pop()[1]):
         parts = [s.operand_sums[i] if s is not None and s.kind == "linear" else s for s in partial_sums]
         if why := _check_complete_sum(parts, known_complete, being_checked):
@@ -174,7 +174,7 @@ def _check_disjoint_cover(boxes: Sequence[tuple[int, PartialSum]]) -> str | None
         if box.axis_sizes != sizes:
             return "the devices sum over different axes"
         if box.routing != by:
-            return "the devices look rows up by different numbers"
+            return "the devices look up rows by different index values"
         if any(map(has_duplicates, box.index_box)):
             return f"device {device} has a term twice"
     if all(has_duplicates(tuple(chain(*axis))) for axis in zip(*(box.index_box for _, box in boxes), strict=True)):

@@ -128,8 +128,8 @@ class ValueTrace:
             reasons: list[str] = []
             results, computed, complete = self._infer_node_facts(node, mine, known, reasons)
             if not results[0]:
-                why = "; ".join(dict.fromkeys(reasons)) or "it has no such node on these values"
-                yield f"device {device}: {node!r} is no part of the graph: {why}"
+                why = "; ".join(dict.fromkeys(reasons)) or "the graph has no such node with these operands"
+                yield f"device {device}: {node!r} is not a node of the graph: {why}"
                 return
             done = self._followed_nodes[key] = (
                 [self._intern_facts(result_facts) for result_facts in results],
@@ -195,7 +195,8 @@ class ValueTrace:
                 tried += 1
                 if tried > self.max_combinations:
                     self.search_limit_note = (
-                        f"; the search for what %{node.label} is ended after {self.max_combinations} combinations"
+                        f"; the search for the graph node of %{node.label} ended after "
+                        f"{self.max_combinations} combinations"
                     )
                     return
                 yield operands
@@ -227,13 +228,13 @@ class ValueTrace:
         if node.op == "constant":
             theirs = self.numbering.leaf_by_name.get((node.op, node.name))
             if theirs is None or theirs.attrs != node.attrs or theirs.specs != node.specs:
-                yield f"device {device}: constant %{node.label} is not the graph's"
+                yield f"device {device}: constant %{node.label} differs from the constant of the graph"
                 return
             fact = Fact(
                 self.numbering.number_by_value[theirs.results[0]], tuple(map(make_full_index, node.specs[0].shape))
             )
         if fact is None:
-            yield f"device {device}: {node.op} %{node.label} is not bound there"
+            yield f"device {device}: {node.op} %{node.label} is not bound"
         elif tuple(map(count_entries, fact.axes)) != node.specs[0].shape:
             yield f"device {device}: {node!r}, but it is bound to entries {[format_index(i) for i in fact.axes]}"
         else:
@@ -274,7 +275,7 @@ class ValueTrace:
     def _follow_collective(self, node_by_device: Mapping[int, Node]) -> Iterator[str]:
         one = next(iter(node_by_device.values()))
         if len({n.op for n in node_by_device.values()}) > 1:
-            yield f"not every device comes to {one!r}"
+            yield f"not every device calls {one!r}"
             return
         devices = sorted(node_by_device)
         nodes = [node_by_device[d] for d in devices]
@@ -297,7 +298,7 @@ class ValueTrace:
         for device, node, results_there in zip(devices, nodes, after, strict=True):
             self.facts_by_node[device][node] = [self._intern_facts(results_there)]
         if not has_match:
-            yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
+            yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices have different values'}"
 
     def _list_device_combinations(
         self, nodes: Sequence[Node], facts_by_device: Sequence[list[Fact]]
@@ -322,7 +323,7 @@ class ValueTrace:
         for tried, device_facts in enumerate(product(*fitting)):
             if tried == self.max_combinations:
                 self.search_limit_note = (
-                    f"; the search for what comes to {nodes[0]!r} ended after {self.max_combinations} combinations"
+                    f"; the search for the operands of {nodes[0]!r} ended after {self.max_combinations} combinations"
                 )
                 return
             yield device_facts
@@ -332,7 +333,7 @@ class ValueTrace:
         first, attrs = device_facts[0], nodes[0].attrs
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
             if not all(self.numbering.has_equal_entries(first.value_number, first.axes, h.axes) for h in device_facts):
-                return "the devices bring different entries"
+                return "the devices have different entries"
             if why := check_complete_sum([h.partial_sum for h in device_facts], self._complete_sums):
                 return why
             whole_axes = first.axes
@@ -370,23 +371,25 @@ class ValueTrace:
         """Return the entries of a value from shards of one axis, or why they do not fit."""
         number, axes = device_facts[0].value_number, device_facts[0].axes
         if any(h.partial_sum is not None for h in device_facts):
-            return "it is a sum still owed"
+            return "it is a partial sum that no all-reduce completes"
         if len(ranges_by_device) != len(device_facts):
-            return f"runs are given for {len(ranges_by_device)} devices"
+            return f"index ranges are given for {len(ranges_by_device)} devices"
         for fact in device_facts:
             if not self.numbering.has_equal_entries(
                 number, (*axes[:axis], (), *axes[axis + 1 :]), clear_axis(fact.axes, axis)
             ):
-                return "the devices bring different entries of another axis"
+                return "the devices have different entries of another axis"
         for device, (fact, own) in enumerate(zip(device_facts, ranges_by_device, strict=True)):
             if count_entries(fact.axes[axis]) != count_entries(own):
-                return f"device {device} brings {count_entries(fact.axes[axis])} entries to {count_entries(own)} places"
+                return (
+                    f"device {device} has {count_entries(fact.axes[axis])} entries for {count_entries(own)} positions"
+                )
         index = _merge_scattered_entries(
             tuple(concatenate_indices([r]) for r in ranges_by_device), tuple(h.axes[axis] for h in device_facts)
         )
         n = self.numbering.value_by_number[number].shape[axis]
         if index is None:
-            return f"the runs do not put entries of axis {axis} everywhere, or two at one place"
+            return f"the index ranges leave positions of axis {axis} empty, or put two entries at one position"
         is_all = is_full_index(index, self.numbering.digits_by_number[number][axis], n)
         return (*axes[:axis], make_full_index(n) if is_all else index, *axes[axis + 1 :])
 

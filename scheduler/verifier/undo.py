@@ -66,7 +66,7 @@ class SavedContent:
     state_name: str
 
     def __repr__(self) -> str:
-        return f"what was saved of %{quote_node_name(self.state_name)}"
+        return f"the saved value of %{quote_node_name(self.state_name)}"
 
 
 def build_save_and_restore_nodes(instruction: Instruction, state: Value) -> tuple[Node, Node]:
@@ -104,7 +104,7 @@ class UndoCheck:
 
     def find_save_faults(self, step: int, instruction: Instruction) -> Iterator[str]:
         """Yield the faults of a saving instruction, and of the instruction that restores the state."""
-        where, back = f"step {step} (%{quote_node_name(instruction.node)}, which saves)", self.restore_by_step[step]
+        where, back = f"step {step} (%{quote_node_name(instruction.node)}, a save)", self.restore_by_step[step]
         complaints = list(self._find_form_faults(instruction, back)) or list(self._find_node_faults(instruction, back))
         yield from (f"{where}: {why}" for why in complaints)
         if complaints:
@@ -116,7 +116,7 @@ class UndoCheck:
         earlier, leaf = self.saved_state_by_buffer.get(state.buffer), self.state_by_name.get(name)
         if earlier is None and content != leaf:
             content_text = format_content(content)
-            yield f"{where}: %{quote_node_name(name)} holds {content_text} and no longer what it held before the step"
+            yield f"{where}: %{quote_node_name(name)} holds {content_text} and not its value from before the run"
         if earlier is not None and (earlier.row_index is None or content == leaf or not isinstance(content, Value)):
             yield f"{where}: %{quote_node_name(name)} is saved a second time, and holds {format_content(content)}"
         index = instruction.src[1] if len(instruction.src) > 1 else None
@@ -132,7 +132,7 @@ class UndoCheck:
             self.saved_extents.append(compute_byte_extent(index))
             _, numbers = self.contents.find_content(compute_byte_extent(index))
             if not isinstance(numbers, Value) or index.dtype is not find_stored_dtype(self.backend, numbers):
-                yield f"{where}: the numbers of its rows are not there"
+                yield f"{where}: the row numbers of the save are not in memory"
             else:
                 self.last_save_by_value[numbers] = step
         yield from self._find_lost_value_faults(where)
@@ -146,10 +146,10 @@ class UndoCheck:
             or saved_tensor is None
             or None in (*save.src, *restore.src)
         ):
-            yield f"{save.op} is no way to save, or {restore.op} none to put that back"
+            yield f"{save.op} cannot save a state, or {restore.op} cannot restore it"
             return
         if any(step.attrs != REGISTRY[step.op].defaults or step.index != -1 for step in (save, restore)):
-            yield f"{save.op} or {restore.op} is said to be a node of the graph, or has other attributes than a copy"
+            yield f"{save.op} or {restore.op} has the number of a graph node, or other attributes than a copy"
         index = save.src[1:]
         restore_operands = (saved_tensor,) if not index else (state, saved_tensor, *index)
         if (
@@ -157,7 +157,7 @@ class UndoCheck:
             or len(save.dst) != 1
             or len(index) != (save.op == get_rows.name)
         ):
-            yield f"%{quote_node_name(restore.node)} does not put back what was saved where it was"
+            yield f"%{quote_node_name(restore.node)} does not restore the saved value to its location"
             return
         taken = [t for t in (saved_tensor, save.scratch, restore.scratch) if t is not None]
         for tensor in (*save.src, *taken):
@@ -166,9 +166,9 @@ class UndoCheck:
                 return
         buffers = self.program.buffers
         if buffers[state.buffer].kind != "state" or compute_byte_extent(state)[1:] != (0, buffers[state.buffer].nbytes):
-            yield f"{state} is not the whole of a state"
+            yield f"{state} is not a whole state"
         if any(t.buffer or t.offset % ALIGNMENT for t in taken):
-            yield f"what is saved lies outside the arena, or begins at no multiple of {ALIGNMENT} bytes"
+            yield f"the saved value is outside the arena, or does not begin at a multiple of {ALIGNMENT} bytes"
         whole = state.shape if not index else (*_require_tensor(index[0]).shape, *state.shape[-1:])
         if (
             not is_dense(state)
@@ -176,16 +176,16 @@ class UndoCheck:
             or saved_tensor.shape != whole
             or not _is_lossless(state, saved_tensor)
         ):
-            yield f"{saved_tensor} does not hold what it saves of {state}"
+            yield f"{saved_tensor} cannot hold the saved entries of {state}"
         if index and (len(state.shape) < 2 or not _is_row_index(_require_tensor(index[0]), state)):
-            yield f"{index[0]} numbers no rows of {state}"
+            yield f"{index[0]} does not number rows of {state}"
         reads = [compute_byte_extent(_require_tensor(t)) for t in save.src]
         if save.scratch is not None and has_common_bytes(
             compute_byte_extent(save.scratch), compute_byte_extent(saved_tensor)
         ):
-            yield "its scratch overlaps what it saves"
+            yield "its scratch overlaps the saved value"
         if any(has_common_bytes(read, compute_byte_extent(t)) for read in reads for t in taken):
-            yield "it overwrites what it reads"
+            yield "it overwrites its operands"
 
     def _find_node_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
         """Yield the faults of a save and its undo as graph nodes."""
@@ -195,15 +195,15 @@ class UndoCheck:
         nodes = build_save_and_restore_nodes(save, leaf)
         dtypes = find_stored_dtype(self.backend, leaf), find_stored_dtype(self.backend, nodes[0].results[0])
         if (state.dtype, saved_tensor.dtype) != dtypes or not (index or state.shape == leaf.shape):
-            yield f"{state} is kept as {saved_tensor}, need {dtypes[0]} of %{quote_node_name(name)} as {dtypes[1]}"
+            yield f"{state} is saved as {saved_tensor}, need {dtypes[0]} of %{quote_node_name(name)} as {dtypes[1]}"
         if (save.node, restore.node) != (f"{name}.save", f"{name}.undo"):
-            yield f"it saves %{quote_node_name(name)}, which is put back by %{quote_node_name(restore.node)}"
+            yield f"it saves %{quote_node_name(name)}, which is restored by %{quote_node_name(restore.node)}"
         for node, step in zip(nodes, (save, restore), strict=True):
             if why := check_scratch(self.contents, step.scratch, self.backend.scratch(node)):
                 yield f"{step.op}: {why}"
             for position, tensor in enumerate(map(_require_tensor, step.src)):
                 if not is_dense(tensor) and not self.backend.reads_strided(node, position):
-                    yield f"operand {position} of {step.op} is {tensor}, and its kernel reads dense ones"
+                    yield f"operand {position} of {step.op} is {tensor}, but its kernel reads dense operands only"
 
     def find_overwrite_faults(self, step: int, instruction: Instruction, node: Node | None) -> Iterator[str]:
         """Yield the faults of a computing instruction: it must not overwrite unsaved entries or needed values."""
@@ -218,7 +218,7 @@ class UndoCheck:
                 continue
             saved = self.saved_state_by_buffer.get(tensor.buffer)
             if saved is None:
-                yield f"{where}: overwrites state %{quote_node_name(buffer.name)}, which nothing saved before"
+                yield f"{where}: overwrites state %{quote_node_name(buffer.name)}, which was not saved before"
             elif saved.row_index is not None and not _is_write_within_saved_rows(node, result, instruction, saved):
                 yield f"{where}: overwrites more of state %{quote_node_name(buffer.name)} than the rows that were saved"
 
@@ -230,7 +230,7 @@ class UndoCheck:
         """
         for value in self.contents.overwritten_values:
             if value in self.last_save_by_value and not self._is_restored_first(value):
-                yield f"{subject}: overwrites {format_content(value)}, which is needed to undo the step"
+                yield f"{subject}: overwrites {format_content(value)}, which is needed to undo the run"
         self.contents.overwritten_values.clear()
 
     def _is_restored_first(self, value: object) -> bool:
@@ -250,7 +250,7 @@ class UndoCheck:
         """Yield the faults of the undo as a whole."""
         steps = [at for at, _ in self.program.undo]
         if any(a >= b for a, b in pairwise(steps)) or not all(0 <= at < len(self.program.instructions) for at in steps):
-            yield f"what is saved at steps {steps} is not put back in reverse order"
+            yield f"the saves at steps {steps} are not restored in reverse order"
         for back in self.valid_restores:
             if back.scratch is None:
                 continue
@@ -258,7 +258,7 @@ class UndoCheck:
             if any(
                 has_common_bytes(compute_byte_extent(back.scratch), saved_extent) for saved_extent in self.saved_extents
             ):
-                yield f"%{quote_node_name(back.node)} has its scratch where something is kept to undo the step"
+                yield f"%{quote_node_name(back.node)} has its scratch in bytes that the undo needs"
 
 
 def _is_row_index(index: Tensor, table: Tensor) -> bool:
