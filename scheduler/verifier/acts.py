@@ -1,6 +1,7 @@
 """The verifier of pipeline orders: each run must find the same memory as a run alone.
 
-It walks through the actions of all devices. For each device it follows:
+A pipeline order lists for each device its actions: `put` writes the inputs of a run, `run` executes its program,
+`keep` retains its results. The verifier simulates the actions of all devices. For each device it records:
 
 - the run that has its inputs, results and saves in the arena;
 - the run after which the states are;
@@ -27,7 +28,7 @@ CallsWithParticipants = Sequence[Sequence[tuple[CollectiveCall, tuple[int, ...]]
 
 
 class PendingCollective(NamedTuple):
-    """The next collective of a device: the run, the call of its program, and the participants."""
+    """The next collective that a device will call: the run, the call of its program, and the participants."""
 
     run: int
     call: CollectiveCall
@@ -38,11 +39,11 @@ class PendingCollective(NamedTuple):
 
 
 def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], order: PipelineOrder) -> Iterator[str]:
-    """Yield all faults of a pipeline order.
+    """Yield all faults of a pipeline order as text.
 
     Args:
         programs_by_run: For each run the program of each device.
-        order: For each device its actions.
+        order: For each device its actions, in order.
     """
     known = [tuple(map(id, run)) for run in programs_by_run]
     calls_by_programs = {
@@ -73,12 +74,12 @@ def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], ord
 
 
 def find_global_collectives(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield a message about the first collective that joins all devices, if the programs have one."""
+    """Yield a fault for the first collective in which all devices participate; such runs cannot be pipelined."""
     return _find_calls_of_all_devices(_list_calls_with_participants(programs))
 
 
 def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParticipants:
-    """Return the collective calls of each device with their participants."""
+    """Return the collective calls of each device, in program order, each with the numbers of its participants."""
     calls_by_device = [list_collective_calls(device, program) for device, program in enumerate(programs)]
     members: dict[int, dict[int, None]] = {}
     for a in (a for calls in calls_by_device for a in calls if a.op not in POINT_TO_POINT_OPS):
@@ -91,14 +92,14 @@ def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParti
 
 
 def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
-    """Return the sender and the receiver of a message."""
+    """Return the numbers of the sender and of the receiver of a message."""
     if message.op == "send":
         return message.device, as_integer(message.attributes["to"])
     return as_integer(message.attributes["source"]), message.device
 
 
 def _find_calls_of_all_devices(calls_by_device: CallsWithParticipants) -> Iterator[str]:
-    """Yield the first call that joins all devices."""
+    """Yield a fault for the first collective in which all devices participate."""
     every = (
         a
         for calls in calls_by_device
@@ -113,7 +114,12 @@ def _find_calls_of_all_devices(calls_by_device: CallsWithParticipants) -> Iterat
 
 
 def _find_memory_faults(device: int, actions: Sequence[PipelineAction], run_count: int) -> Iterator[str]:
-    """Yield memory faults: the arena has room for one run, and a run needs the states that the run before it left."""
+    """Yield the actions of one device that find the wrong content in its arena or its states.
+
+    The actions of a run must be `put`, `run`, `keep`, without an action of another run between them, because the
+    arena has room for one run. Runs must be executed in order, because each run reads the states that the run before
+    it left.
+    """
     current_run, follows, state = -1, "put", 0
     for what, run in actions:
         where = f"device {device}: {what} {run}"
@@ -140,7 +146,11 @@ def _find_memory_faults(device: int, actions: Sequence[PipelineAction], run_coun
 
 
 def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingCollective]]) -> Iterator[str]:
-    """Run all devices through their collectives, which all participants reach together; yield the first fault."""
+    """Simulate the collectives of all devices; yield the first mismatch, or the calls that wait for each other.
+
+    A collective happens when all participants have reached it. A mismatch is a participant that calls another
+    collective, or the collective of another run.
+    """
     at = [0] * len(calls_by_device)
 
     def next_of(device: int) -> PendingCollective | None:
@@ -175,5 +185,5 @@ def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingColl
 
 
 def _make_collective_key(pending: PendingCollective) -> tuple[object, int]:
-    """Return the properties that all participants must agree on."""
+    """Return the op and sequence number on which all participants must agree; sends and receives count as one op."""
     return pending.call.op in POINT_TO_POINT_OPS or pending.call.op, pending.call.sequence

@@ -1,4 +1,8 @@
-"""Facts about device values, and the conversions that keep a value of the user's graph."""
+"""Facts about device values, and the facts about results of conversions.
+
+A conversion is a node that the planner added: a copy, a message, a slice, a concatenation, or zeros. The user's graph
+need not have such a node.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,14 @@ CONVERSION_OPS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact about a device value: it is the entries `axes` of graph value `value_number`, or a partial sum of them."""
+    """A proven statement about a device value: it is some entries of a value of the user's graph, or a partial sum of
+    them.
+
+    - `value_number`: the number of the graph value in `ValueNumbering`.
+    - `axes`: for each axis, the entries of the graph value that the device value has, in memory order.
+    - `partial_sum`: the terms that the device value has, if the values of all devices must be added; None for a
+      complete value.
+    """
 
     value_number: int
     axes: tuple[IndexRanges, ...]
@@ -24,15 +35,23 @@ class Fact:
 
 
 def clear_axis(axes: tuple[IndexRanges, ...], axis: int) -> tuple[IndexRanges, ...]:
-    """Return the axes with an empty index for `axis`."""
+    """Return the entries of a value with an empty index in place of one axis, to compare all other axes."""
     return (*axes[:axis], (), *axes[axis + 1 :])
 
 
 def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[Fact]:
-    """Return the fact about the result of a conversion that keeps the value, as a list of at most one.
+    """Return the fact about the result of a conversion as a list of one, or an empty list if the node is no conversion.
 
-    Such conversions are: a copy, a message, a slice (fewer entries), a concatenation of shards, and zeros as the
-    partial sum without terms.
+    The conversions and their results are:
+
+    - A copy or a message has the fact of its operand.
+    - A slice has fewer entries of the same graph value.
+    - A concatenation has the entries of two shards of one graph value.
+    - Zeros are a partial sum without terms.
+
+    Args:
+        node: The device's node.
+        operands: The fact about each operand, None for a missing operand.
     """
     first, attrs = operands[0] if operands else None, node.attrs
     if first is None or node.op not in CONVERSION_OPS:

@@ -1,8 +1,13 @@
-"""Exact arithmetic on the entries of an axis, for the verifier of plans.
+"""Exact arithmetic on the entries of one axis, for the verifier of plans.
 
-An index is a tuple of ranges (first entry, length). It lists the entries in memory order. Neighbouring ranges are
-merged, so equal lists are equal tuples. A digit ``(stride, size)`` of an axis is a part of the entry number on which a
-value does not depend. Two entries that differ only in this digit are equal, so a device that has one of them has both.
+Terms:
+
+- An entry is a position on an axis of the user's graph. A device has some of the entries.
+- An index (`IndexRanges`) is a tuple of ranges (first entry, length). It lists entries in memory order. Neighbouring
+  ranges are merged, so equal lists are equal tuples.
+- A digit is a pair (stride, size). It stands for the part ``entry // stride % size`` of the entry number. An ignored
+  digit of a value is a digit on which the value does not depend, for example because it was broadcast. Two entries
+  that differ only in ignored digits have equal values, so a device that has one of them has both.
 
 Example: An axis of 12 entries is two segments of (3 heads, 2 places). A device that has head 1 of both segments has
 the entries 2, 3, 8 and 9. As a product of the factors 2, 3 and 2, the device has sizes 2, 1 and 2: all of the outer
@@ -41,25 +46,29 @@ Entries: TypeAlias = npt.NDArray[np.int64]
 
 
 def make_full_index(size: int) -> IndexRanges:
-    """Return the index of all entries of an axis of size `size`, in order."""
+    """Return the index of all entries of an axis, in order.
+
+    Args:
+        size: The number of entries of the axis.
+    """
     return ((0, size),) if size else ()
 
 
 def count_entries(index: IndexRanges) -> int:
-    """Return the number of entries of an index."""
+    """Return the number of entries that an index lists."""
     return sum(n for _, n in index)
 
 
 @lru_cache(maxsize=1024)
 def list_entries(index: IndexRanges) -> Entries:
-    """Return the entry numbers one by one. The array is cached; do not write to it."""
+    """Return the entry numbers of an index one by one. The array is cached and must not be written."""
     if not index:
         return np.zeros(0, np.int64)
     return np.concatenate([np.arange(start, start + n, dtype=np.int64) for start, n in index])
 
 
 def build_index(entries: Entries) -> IndexRanges:
-    """Return the index of a list of entries."""
+    """Return the index of an array of entry numbers; consecutive numbers become one range."""
     if not entries.size:
         return ()
     starts = np.concatenate([[0], np.flatnonzero(np.diff(entries) != 1) + 1])
@@ -69,7 +78,14 @@ def build_index(entries: Entries) -> IndexRanges:
 
 @lru_cache(maxsize=1 << 14)
 def slice_index(index: IndexRanges, start: int, stop: int, subtracted: int = 0) -> IndexRanges:
-    """Return the entries at the positions `start` to `stop` of an index, each entry less `subtracted`."""
+    """Return the part of an index from position `start` up to position `stop`, with `subtracted` taken from each entry.
+
+    Args:
+        index: The index to slice.
+        start: The first position in the index; it is a position, not an entry number.
+        stop: The end position.
+        subtracted: The number to subtract from each entry number.
+    """
     runs, at = [], 0
     for first, n in index:
         low, high = max(start, at), min(stop, at + n)
@@ -81,7 +97,7 @@ def slice_index(index: IndexRanges, start: int, stop: int, subtracted: int = 0) 
 
 @lru_cache(maxsize=1 << 12)
 def has_common_entries(index: IndexRanges, other_index: IndexRanges) -> bool:
-    """Return whether two indices have an entry in common."""
+    """Return whether two indices have at least one entry in common."""
     runs = sorted([*((a, 0, n) for a, n in index), *((a, 1, n) for a, n in other_index)])
     ends = [0, 0]
     for start, which, n in runs:
@@ -93,7 +109,12 @@ def has_common_entries(index: IndexRanges, other_index: IndexRanges) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def has_each_entry_once(index: IndexRanges, size: int) -> bool:
-    """Return whether an index has each entry from 0 to `size` exactly once, in any order."""
+    """Return whether an index has each entry of an axis exactly once, in any order.
+
+    Args:
+        index: The index to test.
+        size: The number of entries of the axis.
+    """
     at = 0
     for start, k in sorted(index):
         if start != at:
@@ -104,13 +125,13 @@ def has_each_entry_once(index: IndexRanges, size: int) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def has_duplicates(index: IndexRanges) -> bool:
-    """Return whether an index has an entry more than once."""
+    """Return whether an index lists an entry more than once."""
     ordered = sorted(index)
     return any(sum(a) > b[0] for a, b in pairwise(ordered))
 
 
 def concatenate_indices(indices: Sequence[IndexRanges]) -> IndexRanges:
-    """Return the index of several indices, one after the other."""
+    """Return one index with the entries of several indices, one index after the other."""
     runs: list[tuple[int, int]] = []
     for start, n in (run for part in indices for run in part):
         if runs and sum(runs[-1]) == start:
@@ -126,13 +147,16 @@ def split_into_factors(
 ) -> tuple[IndexRanges, ...] | None:
     """Split an index of a product axis into one index for each factor.
 
+    Example: Of the axis (2 segments, 3 heads, 2 places), the entries 2, 3, 8 and 9 are all segments, head 1 and all
+    places.
+
     Args:
         index: The entries of the product axis.
         factor_sizes: The factor sizes of the whole axis, outer first.
-        local_sizes: The factor sizes of this index, outer first.
+        local_sizes: The number of entries of each factor that `index` has, outer first.
 
     Returns:
-        The index of each factor; None if the entries are not a product of this form.
+        The index of each factor; None if the entries are not a product of `local_sizes` entries of the factors.
     """
     if count_entries(index) != math.prod(local_sizes):
         return None
@@ -154,7 +178,12 @@ def split_into_factors(
 
 @lru_cache(maxsize=1 << 14)
 def multiply_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes: tuple[int, ...]) -> IndexRanges:
-    """Return the index of a product axis from the indices of its factors; factors and `factor_sizes` are outer first."""
+    """Return the index of a product axis from the indices of its factors: the inverse of `split_index_into_factors`.
+
+    Args:
+        factor_indices: The entries of each factor, outer first.
+        factor_sizes: The sizes of the whole factors, outer first.
+    """
     if len(factor_indices) == 1:
         return factor_indices[0]
     if all(i == make_full_index(n) for i, n in zip(factor_indices, factor_sizes, strict=True)):
@@ -166,7 +195,7 @@ def multiply_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes: tupl
 
 
 def _extract_digit(entries: Entries, digit: tuple[int, int]) -> Entries:
-    """Return the part of each entry number that belongs to a digit."""
+    """Return the value of one digit of each entry number, times its stride."""
     stride, n = digit
     return entries // stride % n * stride
 
@@ -179,7 +208,7 @@ def _clear_digits(entries: Entries, digits: Digits) -> Entries:
 
 
 def intersect_digits(digits: Digits, other_digits: Digits) -> Digits:
-    """Return the digits that both values have."""
+    """Return the ignored digits that both of two values have."""
     return digits if digits == other_digits else tuple(d for d in digits if d in other_digits)
 
 
@@ -187,17 +216,19 @@ def intersect_digits(digits: Digits, other_digits: Digits) -> Digits:
 def find_common_index(
     index: IndexRanges, digits: Digits, other_index: IndexRanges, other_digits: Digits
 ) -> IndexRanges | None:
-    """Return the entries that two values both hold, if each value may exchange the entries of its digits.
+    """Return entries that are equivalent to two indices at once, where ignored digits may be exchanged.
+
+    The verifier uses it where two operands must have the same entries of one axis.
 
     Args:
         index: Entries of the first value.
-        digits: Digits on which the first value does not depend.
+        digits: Ignored digits of the first value.
         other_index: Entries of the second value.
-        other_digits: Digits on which the second value does not depend.
+        other_digits: Ignored digits of the second value.
 
     Returns:
-        Entries that are equal to `index` up to `digits` and equal to `other_index` up to `other_digits`; None if such entries do not
-        exist.
+        Entries that differ from `index` only in `digits`, and from `other_index` only in `other_digits`. None if no
+        such entries exist.
     """
     if index == other_index:
         return index
@@ -214,7 +245,13 @@ def find_common_index(
 
 
 def is_full_index(index: IndexRanges, digits: Digits, axis_size: int) -> bool:
-    """Return whether an index is all entries of an axis of size `axis_size`, in order, up to the digits."""
+    """Return whether an index is all entries of an axis in order, where ignored digits may differ.
+
+    Args:
+        index: The entries that the device has.
+        digits: The ignored digits of the value.
+        axis_size: The number of entries of the whole axis.
+    """
     return index == make_full_index(axis_size) or (
         bool(digits) and find_common_index(index, digits, make_full_index(axis_size), ()) is not None
     )
@@ -229,15 +266,16 @@ def is_valid_broadcast(
     large_size: int,
     is_tiled: bool,
 ) -> bool:
-    """Return whether a kernel that repeats local entries of a smaller axis over a larger one reads the right entries.
+    """Return whether a kernel that broadcasts a local smaller axis over a local larger axis reads the right entries.
 
     Args:
         small_index: Entries of the smaller axis that the device has.
-        small_digits: Digits of the smaller axis on which its value does not depend.
+        small_digits: Ignored digits of the smaller axis.
         small_size: Size of the whole smaller axis.
         large_index: Entries of the larger axis that the device has.
         large_size: Size of the whole larger axis.
-        is_tiled: If True, entry i of the larger axis reads entry i modulo `small_size`. If False, each entry serves neighbours.
+        is_tiled: If True, entry i of the larger axis reads entry ``i % small_size`` of the smaller one. If False, it
+            reads entry ``i // (large_size // small_size)``.
     """
     mine, theirs = count_entries(small_index), count_entries(large_index)
     if small_size == 1 or not theirs or not small_size:
@@ -254,17 +292,22 @@ def is_valid_broadcast(
 
 
 def to_product_digits(factor_digits: Digits, inner_size: int) -> Digits:
-    """Return digits of a factor as digits of a product in which each entry of the factor has `inner_size` entries."""
+    """Return the digits of a factor as digits of a product axis: strides are multiplied by `inner_size`.
+
+    Args:
+        factor_digits: Digits of the factor.
+        inner_size: The product of the sizes of all factors inside of this one.
+    """
     return tuple((stride * inner_size, n) for stride, n in factor_digits)
 
 
 def to_factor_digits(product_digits: Digits, inner_size: int, factor_size: int) -> Digits:
-    """Return the digits of a product that lie in one factor.
+    """Return the parts of product digits that belong to one factor, as digits of the factor.
 
     Args:
-        product_digits: Digits of the product. A digit may cover a part of the factor.
-        inner_size: Number of entries of the product within each entry of the factor.
-        factor_size: Size of the factor.
+        product_digits: Digits of the product axis. A digit may cover several factors or a part of one.
+        inner_size: The product of the sizes of all factors inside of this one.
+        factor_size: The size of the factor.
     """
     inside = []
     for stride, n in product_digits:
@@ -272,3 +315,21 @@ def to_factor_digits(product_digits: Digits, inner_size: int, factor_size: int) 
         if low < high and low % stride == high % low == low % inner_size == 0 and (stride * n) % high == 0:
             inside.append((low // inner_size, high // low))
     return tuple(inside)
+
+
+def select_positions(index: IndexRanges, positions: IndexRanges) -> IndexRanges:
+    """Return the entries at some positions of an index.
+
+    Args:
+        index: The index to select from.
+        positions: Positions in `index`, as ranges (first position, length).
+    """
+    if len(positions) == 1:
+        return slice_index(index, positions[0][0], sum(positions[0]))
+    return build_index(list_entries(index)[list_entries(positions)])
+
+
+def format_index(index: IndexRanges) -> str:
+    """Format an index for a message, as in ``[0:2, 6:8]``; ranges after the fourth are replaced by an ellipsis."""
+    ranges_text = ", ".join(f"{start}:{start + n}" for start, n in index[:4])
+    return f"[{ranges_text}{', …' if len(index) > 4 else ''}]"

@@ -1,4 +1,4 @@
-"""The comparison of a device's program with a proven program, so that equal programs are proven once.
+"""The comparison of a device's program with a program that is proven already, so that equal programs are proven once.
 
 All inputs of the proof must be equal, node by node and instruction by instruction, with two exceptions:
 
@@ -22,15 +22,15 @@ COMMUNICATION_ATTRS = ("sequence", "to", "source", "rank")
 
 
 def make_equality_key(graph: Graph, program: Program) -> Hashable:
-    """Return a key that is equal for programs that may be equal."""
+    """Return a dictionary key that equal programs share; programs with equal keys are candidates, not proven equal."""
     return len(program.instructions), tuple([(n.op, n.specs) for n in graph.nodes])
 
 
 def is_equal_to_proven(graph: Graph, program: Program, proven_graph: Graph, proven_program: Program) -> bool:
-    """Return whether the proof of one program holds for another.
+    """Return whether the proof of one program also holds for another program, because they are equal except for names.
 
     Args:
-        graph: A legal graph.
+        graph: The graph of the program in question. It is legal.
         program: The program in question.
         proven_graph: The graph of the proven program.
         proven_program: The proven program.
@@ -76,7 +76,7 @@ def is_equal_to_proven(graph: Graph, program: Program, proven_graph: Graph, prov
 def _is_equal_node(
     node: Node, proven_node: Node, positions: Mapping[Node, int], proven_positions: Mapping[Node, int]
 ) -> bool:
-    """Return whether two nodes do the same with the values at the same positions."""
+    """Return whether two nodes have the same op, attributes, specs, and operands at the same positions."""
     if node.op != proven_node.op or node.specs != proven_node.specs or len(node.src) != len(proven_node.src):
         return False
     if attribute_key(node.attrs) != attribute_key(proven_node.attrs) and (
@@ -95,20 +95,21 @@ def _remove_communication_attrs(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
 def _locate_values(
     values: tuple[Value | None, ...], position_by_node: Mapping[Node, int]
 ) -> list[tuple[int, int] | None]:
-    """Return each value as (position of its node, result index)."""
+    """Return each value as (position of its node in the graph, result number)."""
     return [None if v is None else (position_by_node[v.node], v.index) for v in values]
 
 
 def _has_equal_tensors(
     tensors: Mapping[str, Any], proven_tensors: Mapping[str, Any], name_by_proven_name: Mapping[str, str]
 ) -> bool:
-    """Return whether two tables of tensors are equal after the names of the second are translated by `name_by_proven_name`."""
+    """Return whether two tables of tensors by name are equal, after the names of the second table are translated."""
     return dict(tensors) == {
         name_by_proven_name.get(name, ""): tensor for name, tensor in proven_tensors.items()
     } and len(tensors) == len(proven_tensors)
 
 
 def _is_equal_instruction(instruction: Instruction, proven_instruction: Instruction) -> bool:
+    """Return whether two instructions have the same op, node number, operands, results and scratch."""
     return (
         instruction.op == proven_instruction.op
         and instruction.index == proven_instruction.index
@@ -126,10 +127,10 @@ def _has_matching_name(
     leaf_by_proven_name: Mapping[str, str],
     proven_program: Program,
 ) -> bool:
-    """Return whether an instruction has the name and the attributes that it must have.
+    """Return whether an instruction has the name and the attributes of its node.
 
-    They are the name and attributes of its node. A copy or save of a state has them from the proven program's state
-    in the same buffer.
+    An instruction without a node copies or saves a state. It must have the attributes of the proven instruction, and
+    the name of the state in the same buffer.
     """
     if instruction.index >= 0:
         node = graph.nodes[instruction.index]

@@ -1,7 +1,8 @@
-"""Propagation of partial sums through nodes.
+"""The rules that derive the partial sum of a node's result from the partial sums of its operands.
 
-The input is the partial sums of the operands, or a lookup table with only some local rows. The rules come from the
-op declarations alone; the verifier takes nothing from the planner.
+A partial sum of a value is the part of its terms that a device has. The rules use op declarations only: linear
+operands, operands whose zeros give zeros, and lookups in tables with some local rows. The verifier takes nothing from
+the planner.
 """
 
 from __future__ import annotations
@@ -25,17 +26,23 @@ def propagate_partial_sum(
     restricted_result: RestrictedResult,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
-    """Return the partial sum of the result of a device's node.
+    """Return the partial sum of the results of a device's node, None if they are complete.
+
+    1. A lookup in a table with some local rows has the terms of these rows.
+    2. With complete operands, the node's own contraction gives the partial sum.
+    3. Zeros in operands that give zeros are a partial sum without terms.
+    4. A routed partial sum stays routed if the result is zero at the same indices.
+    5. A partial sum of linear operands stays a partial sum.
 
     Args:
         op: Name of the op.
-        graph_node: The node of the user's graph.
-        operand_sums: Partial sum of each operand.
+        graph_node: The matching node of the user's graph.
+        operand_sums: Partial sum of each operand; None for a complete operand.
         restricted_result: Entries of the results, their contraction terms, and local table rows.
-        operand_numbers: Number of the value of each operand.
+        operand_numbers: Value number of each operand; None for a missing operand.
 
     Raises:
-        ValueError: If the result is not a sum of the user's value any more.
+        ValueError: The node needs complete operands, or sums over shards itself.
     """
     declared = REGISTRY[op]
     sums_by_operand = {n: o for n, o in zip(declared.operand_names, operand_sums, strict=False) if o is not None}
@@ -65,7 +72,7 @@ def propagate_partial_sum(
 
 
 def _list_present_operands(declared: Op[Any], graph_node: OpInstance, joint: str) -> list[str]:
-    """Return the operands of a joint that the user's node has."""
+    """Return the names of a joint ("a+b") that the node has as operands, in operand order."""
     here = [n for n, s in zip(declared.operand_names, graph_node.src, strict=False) if s is not None]
     return [n for n in here if n in joint.split("+")]
 
@@ -73,9 +80,13 @@ def _list_present_operands(declared: Op[Any], graph_node: OpInstance, joint: str
 def _propagate_routing(
     declared: Op[Any], graph_node: OpInstance, sums_by_operand: Mapping[str, OptionalPartialSum]
 ) -> PartialSum | None:
-    """Return the common routed partial sum of the operands if the result has it too; else None.
+    """Return the routed partial sum that all given operands share if the result has it too; else None.
 
-    The result has it if it is zero everywhere except where the same rows are looked up.
+    The result has it if two conditions hold:
+
+    - Zeros in these operands give zeros in the result.
+    - The leading axes of the result and of each operand are the same, so each entry comes from the same looked-up
+      row.
     """
     first = next(iter(sums_by_operand.values()))
     if (
@@ -95,7 +106,7 @@ def _propagate_routing(
 
 
 def _has_same_routing(declared: Op[Any], graph_node: OpInstance, operand: str, partial_sum: PartialSum) -> bool:
-    """Return whether the routed entries of the result are computed from the same entries of `operand`."""
+    """Return whether each routed entry of the result is computed from the entry of `operand` at the same leading index."""
     if partial_sum.routing is None:
         return False
     return declared.keeps_leading_axes(
@@ -114,10 +125,13 @@ def _infer_lookup_sum(
     restricted_result: RestrictedResult,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
-    """Return the partial sum of a lookup in a table with only some local rows.
+    """Return the partial sum of a lookup in a table of which the device has only some rows.
 
-    The result has the entries that name a local row. Operands that are added may be partial sums; all other operands
-    must be complete for these entries.
+    The device has the terms of result entries that look up a local row. Operands that the op adds to the looked-up
+    rows may be partial sums too. All other operands must be complete, or be routed by the same rows.
+
+    Raises:
+        ValueError: The node also sums over shards, or an operand is a partial sum that must be complete.
     """
     rows = restricted_result.table_rows
     assert rows is not None

@@ -29,7 +29,7 @@ from ..layout import Layout, Local, Partial, Shard
 from ..plan import Lane, Plan
 from .carrying import CarriedValueTrace
 from .held import Fact
-from .indices import IndexRanges, concatenate_indices, list_entries, make_full_index
+from .indices import IndexRanges, concatenate_indices, format_index, list_entries, make_full_index
 from .likeness import is_equal_to_proven, make_equality_key
 from .meetings import find_collective_faults
 from .program import find_program_faults
@@ -41,7 +41,6 @@ from .repeating import (
     find_shortened_graph,
     make_short_plan,
 )
-from .restrict import format_index
 from .trace import ValueTrace
 from .undo import list_save_nodes
 from .value_numbering import ValueNumbering

@@ -1,4 +1,4 @@
-"""Nodes of the user's graph that have one op and the same operands, found by the attributes of a device's node.
+"""The nodes of the user's graph with one op and equal operands, found by the attributes of a device's node.
 
 A value may have thousands of readers. A device's node is compared only with nodes of the same attributes. Slices are
 compared only if they contain the first entry of the device's slice.
@@ -24,14 +24,14 @@ MAX_EXAMPLES = 4
 
 
 class ConsumerTable:
-    """Nodes that have the op `op` and equal operands, in the order in which they were added."""
+    """The nodes of the user's graph that have the op `op` and the same operands, in the order in which they were added."""
 
     def __init__(self, op: str) -> None:
         self._op = op
         self._groups: dict[AttrItems, _ConsumerGroup] = {}
 
     def add_consumer(self, graph_node: OpInstance, result_numbers: tuple[int, ...]) -> None:
-        """Add a node of the user's graph and the numbers of its results."""
+        """Add a node of the user's graph with the value numbers of its results."""
         self._groups.setdefault(self._list_fixed_attributes(graph_node), _ConsumerGroup(self._op)).consumers.append(
             (graph_node, result_numbers)
         )
@@ -39,10 +39,10 @@ class ConsumerTable:
     def find_candidates(
         self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Yield the nodes of the user's graph that a device's node may be.
+        """Yield the nodes of the user's graph that a device's node may be a local version of.
 
-        If there are none, some other nodes follow, from which the caller explains the fault. A device's node without
-        entries may be any node if no node has its attributes.
+        If no node has its attributes, `MAX_EXAMPLES` other nodes follow, from which the caller explains the fault. A
+        device's node without entries may be a local version of any node.
 
         Args:
             device_node: The device's node.
@@ -56,13 +56,13 @@ class ConsumerTable:
         yield from others if all(s.size == 0 for s in device_node.results) else islice(others, MAX_EXAMPLES)
 
     def _list_fixed_attributes(self, node: OpInstance) -> AttrItems:
-        """Return the attributes that a node and its local version must have in common."""
+        """Return the attributes of a node that its local version on a device must have too, sorted by name."""
         local = list_local_attrs(REGISTRY[self._op])
         return tuple(sorted(item for item in node.attrs if item[0] not in local))
 
 
 class _ConsumerGroup:
-    """Nodes that differ only in local attributes, such as sizes."""
+    """Nodes of the user's graph that differ only in attributes that a local version may change, such as sizes."""
 
     def __init__(self, op: str) -> None:
         self._op = op
@@ -71,7 +71,13 @@ class _ConsumerGroup:
     def find_candidates(
         self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Yield the nodes of the group that a device's node may be; slices only if they contain its first entry."""
+        """Yield the nodes of the group that a device's node may be; of many slices only those with the device's first
+        entry.
+
+        Args:
+            device_node: The device's node.
+            operand_entries: Entries of each operand that the device has.
+        """
         (operand, *_) = operand_entries or (None,)
         if (
             self._op != "slice"
@@ -97,7 +103,7 @@ class _ConsumerGroup:
 
     @cached_property
     def _sorted_slices(self) -> tuple[list[int], list[int], list[int]]:
-        """Sort the slices by start.
+        """The slices of the group, sorted by their starts, for a search by position.
 
         Returns:
             The starts; for each slice the largest end of it and all earlier ones; the positions in `consumers`.

@@ -36,10 +36,10 @@ from ...ops.declaration.signature import Dimension, DimensionRole, LeadingAxes, 
 from .indices import (
     Digits,
     IndexRanges,
-    build_index,
     concatenate_indices,
     count_entries,
     find_common_index,
+    format_index,
     intersect_digits,
     is_full_index,
     is_valid_broadcast,
@@ -154,12 +154,6 @@ def _intersect_entries(entries: AxisEntries, other_entries: AxisEntries, axis_na
             f"{format_index(other_entries[0])}"
         )
     return index, intersect_digits(entries[1], other_entries[1])
-
-
-def format_index(index: IndexRanges) -> str:
-    """Format an index as text; ranges after the fourth are left out."""
-    ranges_text = ", ".join(f"{start}:{start + n}" for start, n in index[:4])
-    return f"[{ranges_text}{', …' if len(index) > 4 else ''}]"
 
 
 def _restrict_by_signature(
@@ -449,15 +443,3 @@ def _combine_linked_entries(
         at += count_entries(index)
         indices.append(index)
     return concatenate_indices(indices), ()
-
-
-def replace_axis_index(axes: ValueEntries, axis: int, index: IndexRanges) -> ValueEntries:
-    """Return `axes` with another index on one axis."""
-    return (*axes[:axis], (index, axes[axis][1]), *axes[axis + 1 :])
-
-
-def select_positions(index: IndexRanges, positions: IndexRanges) -> IndexRanges:
-    """Return the entries of `index` at these positions."""
-    if len(positions) == 1:
-        return slice_index(index, positions[0][0], sum(positions[0]))
-    return build_index(list_entries(index)[list_entries(positions)])

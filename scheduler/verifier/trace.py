@@ -23,13 +23,15 @@ from .indices import (
     build_index,
     concatenate_indices,
     count_entries,
+    format_index,
     is_full_index,
     list_entries,
     make_full_index,
+    select_positions,
 )
 from .op_instances import OpInstance, make_op_instance
 from .passing import propagate_partial_sum
-from .restrict import format_index, restrict_op, select_positions
+from .restrict import restrict_op
 from .summands import EMPTY_SUM, OptionalPartialSum, check_complete_sum
 from .value_numbering import ValueNumbering
 
