@@ -1,8 +1,8 @@
 """The value trace of a short plan with repetitions that may follow each other in any order.
 
 The values that a repetition carries to the next must be the same graph values in every repetition, shifted by the
-repetition index. A partial sum must be complete where it is carried. Its readers need not know its terms: for them
-each device has one term, of as many terms as there are devices.
+repetition index. A partial sum must be complete where it is carried. The readers of a carried partial sum see one
+opaque term per device in place of its terms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ UNREACHABLE_INDEX = 1 << 62
 
 
 class CarriedValueTrace(ValueTrace):
-    """Follows the short graphs of all devices; `find_faults` also yields facts that do not hold for all repetitions."""
+    """The value trace of the short graphs of all devices; it also requires equal carried values in all repetitions.
+
+    Args:
+        numbering: The numbered values of the user's short graph.
+        graphs: The short graph of each device.
+        leaf_facts: The fact about each leaf except constants, by device number and leaf name.
+        shortened: The shortened graph of the user.
+    """
 
     def __init__(
         self,
@@ -59,7 +66,7 @@ class CarriedValueTrace(ValueTrace):
             yield from self._find_unequal_carries()
 
     def _follow_node(self, device: int, node: Node) -> Iterator[str]:
-        """Infer the facts of a node. A carried partial sum becomes one opaque term per device for its readers."""
+        """Record the facts of one node, and replace a carried partial sum by one opaque term per device for its readers."""
         yield from super()._follow_node(device, node)
         runs = self.device_repetitions[device]
         if (name := runs.carried_key_by_node.get(node)) is None or node not in self.facts_by_node[device]:
@@ -79,7 +86,7 @@ class CarriedValueTrace(ValueTrace):
         self.facts_by_node[device][node] = carried
 
     def _find_incomplete_carried_sums(self) -> Iterator[str]:
-        """Yield carried partial sums that are not complete."""
+        """Yield the carried partial sums that do not have each term on exactly one device."""
         for (run, (place, ending), _), facts_by_device in self.carried_partial_sums.items():
             for number in {h.value_number for facts in facts_by_device.values() for h in facts}:
                 parts = [[h for h in facts if h.value_number == number] for _, facts in sorted(facts_by_device.items())]
@@ -87,7 +94,12 @@ class CarriedValueTrace(ValueTrace):
                     yield f"the sum that repetition {run} carries from position {place}{ending}: {why}"
 
     def _check_carried_sum(self, value_number: int, facts_by_device: Sequence[Sequence[Fact]]) -> str | None:
-        """Return why the devices' facts of a value are not complete; None if they are."""
+        """Return why the devices' facts about a carried value do not form a complete sum; None if they do.
+
+        Args:
+            value_number: The number of the graph value.
+            facts_by_device: The facts of each device about this value; each device must have exactly one.
+        """
         if len(facts_by_device) != len(self.graphs) or any(len(facts) != 1 for facts in facts_by_device):
             return "not every device has exactly one partial sum"
         device_facts = [facts[0] for facts in facts_by_device]
@@ -96,7 +108,7 @@ class CarriedValueTrace(ValueTrace):
         return check_complete_sum([fact.partial_sum for fact in device_facts], self._complete_sums)
 
     def _find_unequal_carries(self) -> Iterator[str]:
-        """Yield carried values that differ between repetitions."""
+        """Yield carried values that are not the same graph value, entries and partial sum in every repetition."""
         for device, runs in enumerate(self.device_repetitions):
             known: dict[CarriedKey, object] = {}
             for node, name in runs.carried_key_by_node.items():
@@ -113,9 +125,11 @@ class CarriedValueTrace(ValueTrace):
                     )
 
     def _find_position_in_repetition(self, value_number: int, repetition: int) -> tuple[int, int, int]:
-        """Return a value's position in its repetition, its result index, and how many repetitions ago it was computed.
+        """Return where a graph value is computed, relative to a repetition.
 
-        For a value from before all repetitions, return the position in the graph and -1 repetitions.
+        Returns:
+            The position of its node in its repetition, its result number, and how many repetitions ago it was
+            computed. For a value from before all repetitions, the position in the graph and -1 repetitions.
         """
         at, index = self.producer_by_number[value_number]
         there = self.short_repetitions.repetition_of(at)

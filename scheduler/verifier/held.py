@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...graph.node import Node
-from ...ops.collectives import as_integer
-from .indices import IndexRanges, concatenate_indices, has_duplicates, slice_index
+from ...ops.collectives import as_index_ranges, as_integer
+from .indices import IndexRanges, concatenate_indices, has_duplicates, select_positions, slice_index
 from .summands import NO_TERMS, OptionalPartialSum
 
 CONVERSION_OPS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
@@ -77,3 +77,17 @@ def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[
     ):  # no shard has an entry twice; without this rule the number of facts would grow without end
         return []
     return [Fact(first.value_number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.partial_sum)]
+
+
+def slice_collective_fact(value_number: int, whole_axes: tuple[IndexRanges, ...], device: int, node: Node) -> Fact:
+    """Return the fact about the part of a whole value that a device receives from a scattering collective.
+
+    Args:
+        value_number: The number of the graph value.
+        whole_axes: The entries of the value before it is scattered.
+        device: The position of the device in the collective group.
+        node: The collective's node; its attributes are the axis and the ranges of each device.
+    """
+    axis, own = as_integer(node.attrs["axis"]), as_index_ranges(node.attrs["runs"])[device]
+    index = select_positions(whole_axes[axis], concatenate_indices([own]))
+    return Fact(value_number, (*whole_axes[:axis], index, *whole_axes[axis + 1 :]))

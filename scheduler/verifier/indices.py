@@ -329,6 +329,25 @@ def select_positions(index: IndexRanges, positions: IndexRanges) -> IndexRanges:
     return build_index(list_entries(index)[list_entries(positions)])
 
 
+@lru_cache(maxsize=1024)
+def merge_scattered_entries(
+    positions_by_device: tuple[IndexRanges, ...], entries_by_device: tuple[IndexRanges, ...]
+) -> IndexRanges | None:
+    """Return the entries of the whole axis when each device writes its entries to its positions.
+
+    Returns None if a position stays empty, or if two devices write different entries to one position.
+    """
+    size = max((sum(run) for index in positions_by_device for run in index), default=0)
+    whole_axis = np.full(size, -1, np.int64)
+    for index, mine in zip(positions_by_device, entries_by_device, strict=True):
+        at, new = list_entries(index), list_entries(mine)
+        before = whole_axis[at]
+        if ((before >= 0) & (before != new)).any():
+            return None
+        whole_axis[at] = new
+    return None if (whole_axis < 0).any() else build_index(whole_axis)
+
+
 def format_index(index: IndexRanges) -> str:
     """Format an index for a message, as in ``[0:2, 6:8]``; ranges after the fourth are replaced by an ellipsis."""
     ranges_text = ", ".join(f"{start}:{start + n}" for start, n in index[:4])

@@ -106,7 +106,7 @@ def _propagate_routing(
 
 
 def _has_same_routing(declared: Op[Any], graph_node: OpInstance, operand: str, partial_sum: PartialSum) -> bool:
-    """Return whether each routed entry of the result is computed from the entry of `operand` at the same leading index."""
+    """Return whether each routed entry of the result needs only the entry of `operand` at the same leading index."""
     if partial_sum.routing is None:
         return False
     return declared.keeps_leading_axes(

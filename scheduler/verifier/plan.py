@@ -1,7 +1,7 @@
 """The verifier of whole plans. It shares no code with the planner.
 
-From the devices' own graphs and the declarations of ops, it derives the values of every device and compares them
-with the user's graph. It verifies that:
+From the graphs of the devices and the declarations of ops, it derives which values of the user's graph each device
+has, and which entries of them. It verifies that:
 
 - each node of a device is a node of the user's graph on the entries of its operands;
 - partial sums are operands of linear ops only, and are then reduced once, each term once;
@@ -47,13 +47,16 @@ from .value_numbering import ValueNumbering
 
 
 def verify_plan(plan: Plan) -> None:
-    """Raise `PlanError` with the first fault of `plan`."""
+    """Raise `PlanError` with the first fault of `plan`; return if it has none."""
     for why in find_plan_faults(plan):
         raise PlanError(f"plan for {', '.join(str(device_plan.device) for device_plan in plan.lanes)}: {why}")
 
 
 def find_plan_faults(plan: Plan) -> Iterator[str]:
-    """Yield all faults of `plan` as text; nothing if it is right."""
+    """Yield all faults of `plan` as text; nothing if it is correct.
+
+    A plan with repeated layers is proven by its short plan (`repeating`).
+    """
     of = find_shortened_graph(plan)
     if of is None:
         yield from _find_faults(plan, ValueTrace)
@@ -67,7 +70,13 @@ def find_plan_faults(plan: Plan) -> Iterator[str]:
 
 
 def _find_faults(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
-    """Yield all faults of a plan, instruction by instruction; `make_trace` makes the value trace of all devices."""
+    """Yield all faults of a plan, instruction by instruction, without regard to repetitions.
+
+    Args:
+        plan: The plan.
+        make_trace: Makes the value trace of all devices, from the value numbering, the device graphs and the leaf
+            facts.
+    """
     sound = True
     for why in find_record_faults(plan):
         sound = False
@@ -104,14 +113,20 @@ def _find_faults(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[
 
 
 def _is_computation(node: Node) -> bool:
-    """Return whether a node runs a kernel: it is neither a leaf nor a view nor unknown."""
+    """Return whether a node runs a kernel: it is neither a leaf nor a view, and its op is known."""
     return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
 
 
 def _find_device_program_faults(
     device_plan: Lane, proven_device_plans: dict[tuple[object, ...], list[Lane]]
 ) -> Iterator[str]:
-    """Yield the faults of a device's graph and program; a pair that equals a proven one is not checked again."""
+    """Yield the faults of a device's graph and program; a pair that equals a proven one is not checked again.
+
+    Args:
+        device_plan: The graph and the program of the device.
+        proven_device_plans: The device plans without faults so far, by a key that equal ones share. A correct one is
+            added.
+    """
     try:
         if device_plan.graph.roots():  # a device may have no work
             verify(device_plan.graph)
@@ -134,26 +149,35 @@ def _find_device_program_faults(
 
 
 def _is_visible_shard(layout: Layout, device: int, device_entries: tuple[IndexRanges, ...]) -> bool:
-    """Return whether a reader of a value with this layout sees the entries of `device`."""
+    """Return whether a value with this layout is read from `device`, between runs or by a later plan.
+
+    A `Local` value is read from its first device, a replicated value from device 0, and a shard from each device with
+    entries.
+    """
     if isinstance(layout, Shard):
         return 0 not in map(len, device_entries)
     return device == (layout.devices[0] if isinstance(layout, Local) else 0)
 
 
 def _is_covered_by_others(layout: Layout, device: int) -> bool:
-    """Return whether other devices have all entries of a sharded value."""
+    """Return whether a device has no entries of a sharded value, and other devices have all of them."""
     return isinstance(layout, Shard) and not layout.index_ranges[device] and any(layout.index_ranges)
 
 
 class _PlanCheck:
-    """Compares the values of all devices with the user's graph."""
+    """Compares the values of all devices with the user's graph.
+
+    Args:
+        plan: The plan.
+        make_trace: Makes the value trace of all devices.
+    """
 
     def __init__(self, plan: Plan, make_trace: Callable[..., ValueTrace]) -> None:
         self.plan, self.device_count, self.make_trace = plan, len(plan.lanes), make_trace
         self.numbering = ValueNumbering(plan.graph)
 
     def find_faults(self) -> Iterator[str]:
-        """Yield layout faults of leaves, then faults of the values, or else of outputs, updates and pins."""
+        """Yield layout faults of leaves and faults of device values; without these, faults of outputs, updates and pins."""
         leaves: dict[tuple[int, str], Fact] = {}
         for node in self.plan.graph.nodes:
             if node.is_leaf and node.op != "constant":
@@ -168,9 +192,9 @@ class _PlanCheck:
             yield why + trace.search_limit_note
 
     def _find_placement_faults(self, trace: ValueTrace) -> Iterator[str]:
-        """Yield the nodes that are computed on other devices than the plan says.
+        """Yield pinned nodes that are computed on another device than their own, or not at all.
 
-        Equal nodes may run on a device of either.
+        Nodes with the same value number may run on the device of either.
         """
         known = {name: node for node, name in assign_names(self.plan.graph).items()}
         allowed: dict[int, set[int]] = {}
@@ -203,7 +227,7 @@ class _PlanCheck:
     # ---------------------------------------------------------------------------------------------------- layouts
 
     def _list_device_entries(self, value: Value, layout: Layout | None) -> list[tuple[IndexRanges, ...] | None] | str:
-        """Return for each device its entries of `value` (None without any), or why the layout is wrong."""
+        """Return for each device its entries of `value` (None without any), or text that says why the layout is wrong."""
         full = tuple(map(make_full_index, value.shape))
         if isinstance(layout, Local):
             if not layout.devices or not all(0 <= d < self.device_count for d in layout.devices):
@@ -221,7 +245,7 @@ class _PlanCheck:
         return [full] * self.device_count
 
     def _check_coverage(self, value: Value, layout: Shard) -> str | None:
-        """Return why a sharded layout is malformed or incomplete."""
+        """Return why a sharded layout is malformed or does not have all entries of `value`; None if it is correct."""
         if not 0 <= layout.axis < len(value.shape) or len(layout.index_ranges) != self.device_count:
             return f"is sharded along axis {layout.axis} for {len(layout.index_ranges)} devices"
         n, dtype = value.shape[layout.axis], value.dtype
@@ -239,9 +263,8 @@ class _PlanCheck:
         return f"has {missing} of {n} entries on no device" if missing else None
 
     def _bind_leaf(self, node: Node, leaf_facts: dict[tuple[int, str], Fact]) -> Iterator[str]:
-        """Add the facts of a leaf to `leaf_facts`, as each device receives it when it is loaded or fed.
-
-        Yield the faults of its layout.
+        """Add the fact about a leaf on each device to `leaf_facts`, by device number and leaf name; yield faults of its
+        layout.
         """
         value, layout = node.results[0], self.plan.leaves.get(node.name)
         axes = self._list_device_entries(value, layout)
@@ -287,7 +310,7 @@ class _PlanCheck:
                     yield f"device {device} has an output {name!r}, which the graph does not have"
 
     def _find_update_faults(self, trace: ValueTrace) -> Iterator[str]:
-        """Yield states that a device updates wrongly or not at all, and visible states that it does not have."""
+        """Yield states that a device updates wrongly or not at all, and states that a device must have but does not."""
         updates_by_name = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
         entries_by_state = {
             s: self._list_device_entries(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states
@@ -326,16 +349,15 @@ class _PlanCheck:
         expected_entries: tuple[IndexRanges, ...],
         subject: str,
     ) -> Iterator[str]:
-        """Yield a fault if a device value is not the entries `expected_entries` of a graph value.
-
-        The subject of the message is `subject`.
+        """Yield a fault if a device value at the end is not the required entries of a graph value.
 
         Args:
             trace: The facts of all device values.
             device: Number of the device.
-            device_value: The device value.
-            graph_value: The graph value.
+            device_value: The value on the device.
+            graph_value: The value of the user's graph.
             expected_entries: The entries of `graph_value` that the device must have.
+            subject: The subject of the message, such as ``output 'y'``.
         """
         facts = trace.find_facts(device, device_value)
         if not any(self.numbering.is_fact_of(h, graph_value, expected_entries) for h in facts):

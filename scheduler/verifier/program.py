@@ -1,8 +1,8 @@
-"""The verifier of programs. It shares no code with the planner: it follows the content of each byte of memory.
+"""The verifier of programs. It shares no code with the planner: it records the content of each byte of memory.
 
-Writes of an instruction replace the content of these bytes. Each read must find the complete value that the graph
-names. One fault covers early reuse, a wrong alias, a reader after the writer of its state, and a lost output: at
-this instruction, these bytes hold another value.
+Writes of an instruction replace the content of the written bytes. Each read must find the complete value that the
+graph names. So one check finds early reuse, a wrong alias, a reader after the writer of its state, and a lost output:
+the bytes hold another value at this instruction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAF_OPS = ("weight", "state", "constant")
 
 
 def verify_program(graph: Graph, program: Program, backend: Backend) -> None:
-    """Raise `PlanError` with the first fault of a program.
+    """Raise `PlanError` with the first fault of a program; return if it has none.
 
     Args:
         graph: The graph that the program must run.
@@ -46,7 +46,7 @@ def verify_program(graph: Graph, program: Program, backend: Backend) -> None:
 
 
 def find_program_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
-    """Yield all faults of `program` as text. The arguments are the same as for `verify_program`."""
+    """Yield all faults of `program` as text; the arguments are the same as for `verify_program`."""
     complaints = list(_find_buffer_faults(graph, program, backend))
     if not all([type(part) for part in entry] == [int, Instruction] for entry in program.undo):
         complaints.append("each entry of undo must be an instruction number and an instruction")
@@ -56,7 +56,7 @@ def find_program_faults(graph: Graph, program: Program, backend: Backend) -> Ite
 
 
 def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
-    """Yield buffer faults: buffer 0 is the arena; each weight, state and constant has a buffer of the right size."""
+    """Yield buffer faults: buffer 0 is the arena; each weight, state and constant has one buffer of the stored size."""
     if not program.buffers or program.buffers[0] != BufferSpec("arena", "", program.buffers[0].nbytes):
         yield "its first buffer is not the arena"
         return
@@ -76,7 +76,7 @@ def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Ite
 
 
 class _ProgramCheck:
-    """Follows one program, instruction by instruction."""
+    """The check of one program, instruction by instruction."""
 
     def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:
         self.graph, self.program, self.backend = graph, program, backend
@@ -107,7 +107,7 @@ class _ProgramCheck:
     # -------------------------------------------------------------------------------------------------- both ends
 
     def _place_leaves(self) -> Iterator[str]:
-        """Record the leaves in memory, as they are before the first instruction; yield faults of inputs."""
+        """Record the leaves as the content of their buffers before the first instruction; yield faults of inputs."""
         memory, program = self.contents, self.program
         leaves = {(n.op, n.name): n.results[0] for n in self.graph.nodes if n.is_leaf}
         for number, buffer in enumerate(program.buffers[1:], 1):
@@ -132,7 +132,7 @@ class _ProgramCheck:
         memory.overwritten_values.clear()
 
     def _find_end_faults(self) -> Iterator[str]:
-        """Yield nodes that did not run, missing outputs, and wrong content of buffers that outlive the run."""
+        """Yield nodes that did not run, missing outputs, and wrong final content of weights, states and the arena."""
         program, memory = self.program, self.contents
         for node in self.graph.nodes:
             if not node.is_leaf and not op_of(node).is_view and node not in self.executed_work:
@@ -152,7 +152,7 @@ class _ProgramCheck:
             yield f"its arena has {program.buffers[0].nbytes} bytes, but its contents need {memory.arena_end}"
 
     def _can_remain(self, content: object, buffer: BufferSpec) -> bool:
-        """Return whether a buffer may have this content at the end: the new state, else the content before the run."""
+        """Return whether a buffer may have this content after the run: the new state, else the content before the run."""
         if buffer.kind != "state" or buffer.name not in self.updates:
             return isinstance(content, Value) and (content.node.op, content.node.name) == (buffer.kind, buffer.name)
         state, new = self.updates[buffer.name]
@@ -196,12 +196,12 @@ class _ProgramCheck:
             self.contents.record_write(extent, written_value)
 
     def _identify_instruction(self, instruction: Instruction) -> tuple[Node, Sequence[Value], object] | str:
-        """Return the work of an instruction, or why it computes nothing.
+        """Return the node that an instruction computes, or text that says why it computes none.
 
-        The work is a node of the graph, or the copy of a new state over the old one.
+        It may also be the copy of a new state over the old one.
 
         Returns:
-            The node, the values that it writes, and a key that differs for each work.
+            The node, the values that it writes, and a key that is unique for each node or state copy.
         """
         if instruction.index >= 0:
             node = self.graph.nodes[instruction.index] if instruction.index < len(self.graph.nodes) else None
@@ -227,7 +227,7 @@ class _ProgramCheck:
         return cont(new).node, (state,), update
 
     def _find_operand_faults(self, node: Node, instruction: Instruction) -> Iterator[str]:
-        """Yield operands that are not the node's sources, and strided operands of a kernel that reads dense ones."""
+        """Yield operands that are not the node's operands, and strided operands of a kernel that reads dense ones only."""
         for position, (source, tensor) in enumerate(zip(node.src, instruction.src, strict=True)):
             if (source is None) != (tensor is None):
                 yield f"operand {position} is {'missing' if tensor is None else 'unexpected'}"
@@ -238,7 +238,7 @@ class _ProgramCheck:
                     yield f"operand {position} is {tensor}, but its kernel reads dense operands only"
 
     def _check_location(self, tensor: Tensor, value: Value) -> str | None:
-        """Return why a value must not be written there; allowed are the arena, and a state that takes its new value."""
+        """Return why `value` must not be written to `tensor`, or None if it may; allowed are the arena and states."""
         whole = self.views.resolve_view(value)
         if (tensor.shape, tensor.strides, tensor.dtype) != (whole.shape, whole.strides, whole.dtype):
             return f"{value!r}, stored as {whole.dtype}, is written to {tensor}"
@@ -252,13 +252,19 @@ class _ProgramCheck:
 
 
 def _has_equal_strides(tensor: Tensor, other_tensor: Tensor) -> bool:
-    """Return whether entry i of both tensors has the same offset, if the tensors begin at the same byte."""
+    """Return whether element i of both tensors has the same offset, if the tensors begin at the same byte."""
     triples = zip(tensor.shape, tensor.strides, other_tensor.strides, strict=False)
     return tensor.shape == other_tensor.shape and all(n == 1 or s == t for n, s, t in triples)
 
 
 def _find_overlaps(instruction: Instruction, node: Node, written_extents: list[tuple[int, int, int]]) -> Iterator[str]:
-    """Yield results or scratch that share bytes; a result may share bytes with an operand only as the op declares."""
+    """Yield results or scratch that overlap each other, or an operand that the op does not declare as in-place.
+
+    Args:
+        instruction: The instruction.
+        node: Its node.
+        written_extents: The byte extents of the scratch, if there is one, and of each result.
+    """
     if any(
         has_common_bytes(one, two) for number, one in enumerate(written_extents) for two in written_extents[:number]
     ):

@@ -24,7 +24,7 @@ MAX_EXAMPLES = 4
 
 
 class ConsumerTable:
-    """The nodes of the user's graph that have the op `op` and the same operands, in the order in which they were added."""
+    """The nodes of the user's graph that have one op and the same operands, in the order in which they were added."""
 
     def __init__(self, op: str) -> None:
         self._op = op

@@ -1,7 +1,7 @@
 """The verifier of the plan record: devices, layouts, sharded axes, tensor split, speeds and pins.
 
-Graphs and programs have verifiers of their own. Each statement must be well formed, and must be about devices,
-leaves, outputs and nodes that exist.
+Graphs and programs have verifiers of their own. Each field must be well formed, and must name devices, leaves,
+outputs and nodes that exist.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..plan import Plan
 
 
 def find_record_faults(plan: Plan) -> Iterator[str]:
-    """Yield all faults of the record of `plan`, as text."""
+    """Yield all faults of the fields of a plan, except the graphs and programs of its devices, as text."""
     try:
         verify(plan.graph)
     except GraphError as why:
@@ -44,7 +44,7 @@ def find_record_faults(plan: Plan) -> Iterator[str]:
 
 
 def _is_device_name(name: str) -> bool:
-    """Return whether `name` is the name that a device has."""
+    """Return whether `name` is exactly the text that a parsed device name has."""
     try:
         return str(DeviceName.parse(name)) == name
     except BackendError:
@@ -52,7 +52,9 @@ def _is_device_name(name: str) -> bool:
 
 
 def _find_device_list_faults(plan: Plan) -> Iterator[str]:
-    """Yield device faults: there is a device, each device occurs once, and it belongs to the backend that runs it."""
+    """Yield device faults: no device, a device that occurs twice, wrong ranks, or a device that its backend does not
+    have.
+    """
     if not plan.lanes:
         yield "it has no devices"
     if len({str(device_plan.device) for device_plan in plan.lanes}) != len(plan.lanes):
@@ -76,7 +78,7 @@ def _find_device_list_faults(plan: Plan) -> Iterator[str]:
 
 
 def find_leaf_faults(plan: Plan) -> Iterator[str]:
-    """Yield leaves of devices that are not leaves of the user's graph, or have another op or dtype there.
+    """Yield leaves of devices that are not leaves of the user's graph, or have another op, dtype or layout there.
 
     The caller has checked graphs and layouts.
     """
@@ -94,7 +96,7 @@ def find_leaf_faults(plan: Plan) -> Iterator[str]:
 
 
 def _has_constant_on_device(layout: Layout, device: int) -> bool:
-    """Return whether a device has a constant with this layout."""
+    """Return whether a device has the whole value of a leaf with this layout."""
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and device in layout.devices)
 
 

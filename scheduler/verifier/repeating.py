@@ -1,14 +1,14 @@
-"""The verifier of plans that repeat a part of a short graph: the proof of the short plan holds for the long one.
+"""The verifier of plans with repeated layers: the proof of a short plan also holds for the deep plan.
 
 The short plan is proven like any other plan. The rest is an induction over the repetitions. Before each repetition:
 
 1. the memory of a device has the same layout;
-2. each place holds the same graph value, shifted by the repetition index;
+2. each location has the same graph value, shifted by the repetition index;
 3. all partial sums are complete.
 
 So a repetition may follow any other, and the proof of its kind holds for each equal repetition.
 
-- `find_length_faults`: the long graph is the short graph with more repetitions.
+- `find_repeated_graph_faults`: the deep graph is the short graph with more repetitions.
 - `find_repetition_faults`: reads, writes and saves of each device's repetitions (`runs`), and equal collectives.
 - `CarriedValueTrace` of `carrying`: the values of all devices that are carried from repetition to repetition.
 """
@@ -33,7 +33,10 @@ NUMBERED_NAME = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
 
 
 def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
-    """Return the shortened graph of a plan; None if each instruction of the plan is to be checked."""
+    """Return the shortened graph that all device plans of a plan unroll; None if they do not share one.
+
+    With None, the verifier checks each instruction of the plan.
+    """
     shorts = [device_plan.short for device_plan in plan.lanes]
     first = shorts[0] if shorts else None
     return (
@@ -44,7 +47,7 @@ def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
 
 
 def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
-    """Make the plan of the short graph from the plan of the long one."""
+    """Return the plan of the short graph: the short programs of the devices and the layouts of the short leaves."""
     device_plans = [
         Lane(device_plan.device, device_plan.backend, device_plan.short.graph, device_plan.short.program)
         for device_plan in plan.lanes
@@ -111,7 +114,7 @@ def find_length_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
 
 
 def _find_repetition_kind(shortened: ShortenedGraph, repetition: int) -> int:
-    """Return the kind of a repetition."""
+    """Return the kind of a repetition of the deep graph: the repetition of the short graph that stands for it."""
     return (
         PREAMBLE
         if repetition == PREAMBLE
@@ -122,7 +125,7 @@ def _find_repetition_kind(shortened: ShortenedGraph, repetition: int) -> int:
 
 
 def _find_first_equivalent_node(shortened: ShortenedGraph, node_number: int, repetition: int) -> int:
-    """Return the equivalent of node `node_number` in the first repetition of the same kind."""
+    """Return the number of the node that corresponds to a deep node in the first repetition of the same kind."""
     return (
         node_number
         if repetition in (PREAMBLE, shortened.deep_repetitions.count)
@@ -133,9 +136,16 @@ def _find_first_equivalent_node(shortened: ShortenedGraph, node_number: int, rep
 def _find_representative_node(
     shortened: ShortenedGraph, source_number: int, reader_repetition: int, reader_kind: int
 ) -> int | None:
-    """Return the short node for node `source_number` of the long graph, as a repetition of that kind reads it.
+    """Return the number of the short node that stands for a deep node, as seen by a reader in some repetition.
 
-    It is None if the repetition may not read the source.
+    Args:
+        shortened: The shortened graph.
+        source_number: The number of the deep node that is read.
+        reader_repetition: The repetition of the reader.
+        reader_kind: The kind of this repetition.
+
+    Returns:
+        The number of the short node; None if the repetition may not read the deep node.
     """
     there, length = shortened.deep_repetitions.repetition_of(source_number), shortened.deep_repetitions.length
     if there == reader_repetition:
@@ -152,7 +162,7 @@ def _find_representative_node(
 
 
 def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: Mapping[Node, int]) -> Iterator[str]:
-    """Yield outputs that belong to a repetition, and states that change differently in equal repetitions."""
+    """Yield outputs that belong to a repetition, and states that change differently in repetitions of one kind."""
 
     def changes(graph: Graph) -> dict[int, set[tuple[int, int, int]]]:
         runs = shortened.deep_repetitions if graph is shortened.deep_graph else shortened.short_repetitions
@@ -189,7 +199,7 @@ def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: 
 
 
 def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield device nodes without the number of a short node as their name."""
+    """Yield device nodes without the number of a short node as their name, by which they are assigned to repetitions."""
     for device, device_plan in enumerate(short_plan.lanes):
         for node in device_plan.graph.nodes:
             named = NUMBERED_NAME.fullmatch(node.name)
@@ -198,7 +208,12 @@ def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[st
 
 
 def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield why the repetitions of a proven short plan cannot be repeated, or where devices run other collectives."""
+    """Yield why the repetitions of a proven short plan cannot be repeated, and devices whose collectives differ.
+
+    Args:
+        short_plan: The proven plan of the short graph.
+        shortened: The shortened graph.
+    """
     faults_by_program: dict[tuple[object, ...], list[str]] = {}
     collective_numbers = [
         DeviceRepetitions(device_plan.graph, shortened).list_collective_numbers()

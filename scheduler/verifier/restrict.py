@@ -1,7 +1,8 @@
-"""The result entries of an op on some entries of its operands, derived from the op's declaration.
+"""The entries of a node's results, inferred from the entries of its operands and the declaration of its op.
 
-The verifier of plans calls this module for every node of a device. The inputs are the node of the user's graph, the
-device's node with its smaller operands, and the entries of these operands. Nothing is taken from the planner.
+The verifier of plans calls `infer_result_entries` for every node of a device. The inputs are the node of the user's
+graph, the device's node with its smaller operands, and the entries of these operands. Nothing is taken from the
+planner.
 
 Example: The user multiplies a weight of 6 rows by 3 vectors of 8. A device with the rows 2 and 3 of the weight
 computes the columns 2 and 3 of the product. A device with the columns 0 to 3 of both operands computes all of the
@@ -43,7 +44,6 @@ from .indices import (
     intersect_digits,
     is_full_index,
     is_valid_broadcast,
-    list_entries,
     make_full_index,
     multiply_indices,
     slice_index,
@@ -62,20 +62,20 @@ ROW_RANGE_ATTRS = frozenset({"first", "total"})
 
 
 class RestrictionError(Exception):
-    """The device's node is not the user's node on some of its entries."""
+    """A device's node is not a local version of the node of the user's graph; the text says why."""
 
 
 @lru_cache(maxsize=1 << 15)
 def restrict_op(
     op: str, graph_node: OpInstance, device_node: OpInstance, operand_entries: tuple[ValueEntries | None, ...]
 ) -> RestrictedResult | str:
-    """Return the results of a device's node as entries of the user's results, or why it is not the user's node.
+    """Return the results of a device's node as entries of a graph node's results, or why it is no local version of it.
 
     Args:
         op: Name of the op.
         graph_node: The node of the user's graph.
         device_node: The device's node.
-        operand_entries: Local entries of each operand; None for a missing operand.
+        operand_entries: Entries of each operand that the device has; None for a missing operand.
     """
     declared = REGISTRY[op]
     try:
@@ -91,17 +91,17 @@ def restrict_op(
 
 
 def _make_empty_entries(graph_spec: Spec, device_spec: Spec) -> ValueEntries:
-    """Return the entries of a result without elements; its sizes decide them."""
+    """Return the entries of a result without elements: a prefix of each axis, of the local size."""
     return tuple((_make_prefix_index(n, m), ()) for n, m in zip(graph_spec.shape, device_spec.shape, strict=True))
 
 
 def _make_prefix_index(axis_size: int, entry_count: int) -> IndexRanges:
-    """Return the index of the first `entry_count` entries."""
+    """Return the index of the first `entry_count` entries of an axis."""
     return make_full_index(axis_size) if entry_count == axis_size else make_full_index(entry_count)
 
 
 def _require_equal_attrs(declared: Op[Any], graph_node: OpInstance, device_node: OpInstance) -> None:
-    """Require equal attributes, except the attributes that may differ for a local version."""
+    """Raise `RestrictionError` unless both nodes have equal attributes, except those that may differ locally."""
     theirs, local = device_node.attrs_by_name, list_local_attrs(declared)
     for name, value in graph_node.attrs:
         if name in local or (found := theirs.get(name)) is value:
@@ -112,7 +112,7 @@ def _require_equal_attrs(declared: Op[Any], graph_node: OpInstance, device_node:
 
 @cache
 def list_local_attrs(declared: Op[Any]) -> frozenset[str]:
-    """Return the names of the attributes that may differ between a node and its local version."""
+    """Return the names of the attributes that may differ between a graph node and its local version on a device."""
     sizes = SIZE_ATTRS if declared.localise is not None else frozenset[str]()
     return sizes | ROW_RANGE_ATTRS if any(s.indexed_dimension for s in declared.signatures.values()) else sizes
 
@@ -122,14 +122,16 @@ def list_local_attrs(declared: Op[Any]) -> frozenset[str]:
 
 @dataclass
 class _DimensionIndices:
-    """The local entries of each dimension of a signature, on which all operands agree."""
+    """The local entries of each dimension of a signature; all operands with a dimension must have the same entries."""
 
     entries_by_dimension: dict[str, AxisEntries] = field(default_factory=dict)
     leading_entries: list[AxisEntries] = field(default_factory=list)
     contracted_leading_entries: list[AxisEntries] = field(default_factory=list)
 
     def intersect_dimension(self, name: str, entries: AxisEntries) -> None:
-        """Add an operand's entries of a dimension; all operands must agree."""
+        """Add the entries that an operand has of a dimension; raise `RestrictionError` if another operand has other
+        entries.
+        """
         self.entries_by_dimension[name] = (
             _intersect_entries(self.entries_by_dimension[name], entries, name)
             if name in self.entries_by_dimension
@@ -137,7 +139,7 @@ class _DimensionIndices:
         )
 
     def intersect_leading(self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]) -> None:
-        """Add an operand's entries of its leading axes to `common_entries`; all operands must agree."""
+        """Add an operand's entries of its leading axes to `common_entries`; raise `RestrictionError` if they differ."""
         for i, part in enumerate(operand_entries):
             if i < len(common_entries):
                 common_entries[i] = _intersect_entries(common_entries[i], part, f"leading axis {i}")
@@ -146,7 +148,7 @@ class _DimensionIndices:
 
 
 def _intersect_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: str) -> AxisEntries:
-    """Return the entries on which two operands agree. Raises `RestrictionError` if they differ."""
+    """Return entries that fit two operands, and the digits that both ignore; raise `RestrictionError` if they differ."""
     index = find_common_index(*entries, *other_entries)
     if index is None:
         raise RestrictionError(
@@ -159,7 +161,7 @@ def _intersect_entries(entries: AxisEntries, other_entries: AxisEntries, axis_na
 def _restrict_by_signature(
     declared: Op[Any], graph_node: OpInstance, device_node: OpInstance, operand_entries: tuple[ValueEntries | None, ...]
 ) -> RestrictedResult:
-    """Infer the results of an op with a signature.
+    """Infer the result entries of an op with a signature, such as ``a[n k], b[m k] -> [m n]``.
 
     1. Split the operands' entries into the dimensions of the signature; all operands must agree on each dimension.
     2. Require that coupled dimensions are whole.
@@ -221,9 +223,9 @@ def _restrict_by_signature(
 def _find_local_table_rows(
     signature: Signature, graph_node: OpInstance, device_node: OpInstance, dimensions: _DimensionIndices
 ) -> TableRows | None:
-    """Return the local rows of a lookup table; None if all rows are local.
+    """Return the rows that the device has of a lookup table; None if it has all rows or the op looks nothing up.
 
-    The entries of the table must be the rows that the device's attributes state.
+    The entries of the table must be the rows that the device's attributes `first` and `total` state.
     """
     if signature.indexed_dimension is None:
         return None
@@ -255,7 +257,7 @@ def _add_factor_entries(
     device_sizes: Mapping[str, int],
     dimensions: _DimensionIndices,
 ) -> None:
-    """Add an operand's entries of one dimension to the entries of the dimension's factors."""
+    """Split an operand's entries of one dimension, and add the entries of each of its factors to `dimensions`."""
     index, digits = entries
     theirs = tuple(int(f) if f.isdecimal() else graph_sizes[f] for f in dim.factors)
     here = tuple(int(f) if f.isdecimal() else device_sizes.get(f, -1) for f in dim.factors)
@@ -275,7 +277,7 @@ def _add_factor_entries(
 def _combine_factor_entries(
     dim: Dimension, dimensions: _DimensionIndices, graph_sizes: Mapping[str, int], device_sizes: Mapping[str, int]
 ) -> AxisEntries:
-    """Return a result's entries of one dimension. A factor that no operand has is whole."""
+    """Return the entries of one axis of a result from the entries of its factors; other factors must be whole."""
     indices, digits, theirs = [], list[tuple[int, int]](), []
     for name in dim.factors:
         n = int(name) if name.isdecimal() else graph_sizes[name]
@@ -322,7 +324,7 @@ def _require_matching_broadcasts(
 
 
 def _require_result_shapes(device_node: OpInstance, result_entries: Sequence[ValueEntries]) -> None:
-    """Require that the device's results have the shapes of these entries."""
+    """Raise `RestrictionError` unless the device's results have the shapes of these entries."""
     for spec, axes in zip(device_node.results, result_entries, strict=True):
         if spec.shape != tuple(count_entries(i) for i, _ in axes):
             raise RestrictionError(
@@ -336,7 +338,7 @@ def _require_result_shapes(device_node: OpInstance, result_entries: Sequence[Val
 def _restrict_by_links(
     declared: Op[Any], graph_node: OpInstance, device_node: OpInstance, operand_entries: tuple[ValueEntries | None, ...]
 ) -> RestrictedResult:
-    """Infer the result of an op that links operand axes to result axes."""
+    """Infer the result entries of an op that links operand axes to result axes, such as a slice or a reshape."""
     assert declared.links is not None
     links = declared.links(graph_node.src, graph_node.attrs_by_name)
     starts = {
@@ -370,10 +372,8 @@ def _restrict_by_links(
 def _map_linked_axis(
     link: AxisLink, entries: AxisEntries, operand_size: int, result_size: int, local_start: int, local_size: int
 ) -> tuple[bool, AxisEntries]:
-    """Map the entries of one linked axis.
-
-    Returns:
-        True and the entries if the operand axis is a part of the result axis; else False and the entries.
+    """Map the entries of an operand axis to the linked result axis; True if the operand axis is a part of the result
+    axis.
     """
     index, digits = entries
     if operand_size < result_size:
@@ -398,7 +398,7 @@ def _map_reshaped_axes(
     local_shape: tuple[int, ...],
     collected: dict[int, list[Any]],
 ) -> None:
-    """Map the entries of axes that a reshape combines or splits, and add them to `collected`."""
+    """Map the entries of axes that a reshape combines or splits, and add the results to `collected` by result axis."""
     sizes = tuple(operand_spec.shape[a] for a in link.source)
     after = tuple(graph_node.results[0].shape[a] for a in link.result)
     flat = multiply_indices(tuple(entries[a][0] for a in link.source), sizes)
@@ -415,7 +415,7 @@ def _map_reshaped_axes(
 def _require_whole_unlinked_axes(
     links: Sequence[AxisLink], graph_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
 ) -> None:
-    """Require that operand axes without a link are whole."""
+    """Raise `RestrictionError` unless the device has all entries of operand axes without a link."""
     linked = {(m.operand, a) for m in links for a in m.source}
     for operand, (spec, part) in enumerate(zip(graph_node.src, operand_entries, strict=True)):
         for a, n in enumerate(spec.shape if spec is not None else ()):
@@ -426,7 +426,11 @@ def _require_whole_unlinked_axes(
 def _combine_linked_entries(
     linked_parts: Sequence[tuple[int, bool, AxisEntries]] | None, axis_size: int, local_size: int, is_view: bool
 ) -> AxisEntries:
-    """Return the entries of one result axis from the entries of all its links."""
+    """Return the entries of one result axis from the entries that its links give.
+
+    Each linked part is its local start, whether it is a part of the axis, and its entries. A view may show any prefix
+    of a broadcast axis.
+    """
     if not linked_parts:
         if not is_view and local_size != axis_size:
             raise RestrictionError(f"an axis of the result has {local_size} of {axis_size} entries, but must be whole")

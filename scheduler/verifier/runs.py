@@ -4,8 +4,12 @@ The short program itself is proven elsewhere. In addition, this module requires:
 
 1. A repetition reads only its own values, long-lived values, and values that the repetition before carries to it.
    Carried values have the same extent in every repetition.
-2. No instruction overwrites a long-lived value.
-3. The saved bytes of the repetitions lie one after the other at the end of the arena, and no other value lies there.
+2. No instruction overwrites a long-lived value. A long-lived value is computed before all repetitions and read in
+   them.
+3. The saved bytes of the repetitions are one after the other at the end of the arena, which has no other value there.
+
+Repetitions of a short program are kinds: kind k stands for the repetitions k, k + n, k + 2n and so on of the deep
+graph, where n is the number of kinds. The kind `PREAMBLE` is the part before all repetitions.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ ByteExtent: TypeAlias = tuple[int, int, int]
 
 
 class DeviceRepetitions:
-    """The repetition of each node of a device's short graph, and the values that are carried between repetitions."""
+    """The kind of repetition of each node of a device's short graph, and the keys of the values that repetitions carry
+    on.
+    """
 
     def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
         self.graph, self.shortened_graph = graph, shortened
@@ -40,7 +46,12 @@ class DeviceRepetitions:
         self.carried_key_by_node = {node: name for node, name in offered if name is not None and name in read}
 
     def find_carried_key(self, node: Node, reader_repetition: int) -> CarriedKey | None:
-        """Return the key under which repetition `reader_repetition` finds `node` among its carried values; else None."""
+        """Return the key of `node` among the values that are carried to a repetition; None if it is not carried there.
+
+        Args:
+            node: A node of the device's graph.
+            reader_repetition: The repetition that reads the node; a node is carried by one repetition only.
+        """
         if (
             self.kind_by_node[node] != reader_repetition - 1
             or not PREAMBLE < reader_repetition <= self.shortened_graph.short_count
@@ -51,12 +62,12 @@ class DeviceRepetitions:
         return None if place is None else (place, ending)
 
     def list_collective_numbers(self) -> list[tuple[int, int]]:
-        """Return (sequence number, repetition) of each collective of the device, sorted."""
+        """Return (sequence number, kind of repetition) of each collective of the device, sorted."""
         collectives = ((self.kind_by_node[n], find_collective_number(n.op, n.attrs)) for n in self.graph.nodes)
         return sorted((number, kind) for kind, number in collectives if number is not None)
 
     def find_faults(self) -> Iterator[str]:
-        """Yield nodes that read uncarried values of other repetitions, and values that only some repetitions carry."""
+        """Yield reads of values that are not carried, and carried values that not all repetitions have alike."""
         for node in self.graph.nodes:
             kind = self.kind_by_node[node]
             for source in node.inputs:
@@ -92,7 +103,7 @@ class DeviceRepetitions:
                 yield f"output {output!r} belongs to a repetition"
 
     def _is_carry_placeholder(self, node: Node) -> bool:
-        """Return whether a node before all repetitions stands for a carried value."""
+        """Return whether a node before all repetitions stands for a value that the first repetition reads as carried."""
         return (
             self.shortened_graph.short_repetitions.position_if_carried(split_numbered_name(node.name)[0], 0) is not None
         )
@@ -101,7 +112,7 @@ class DeviceRepetitions:
 def find_device_repetition_faults(
     graph: Graph, program: Program, backend: Backend, shortened: ShortenedGraph
 ) -> Iterator[str]:
-    """Yield all reasons, as text, why the repetitions of a proven program may not follow each other.
+    """Yield all reasons, as text, why the repetitions of a proven program may not follow each other in any order.
 
     Args:
         graph: The device's short graph.
@@ -115,7 +126,7 @@ def find_device_repetition_faults(
 
 
 class _RepetitionCheck:
-    """The instructions of one short program, by repetition."""
+    """The check of the instructions of one short program, by repetition."""
 
     def __init__(self, repetitions: DeviceRepetitions, program: Program, backend: Backend) -> None:
         self.device_repetitions, self.shortened_graph, self.program, self.views = (
@@ -136,7 +147,7 @@ class _RepetitionCheck:
                 self.tensor_by_value.update(zip(nodes[i.index].results, i.dst, strict=True))
 
     def find_faults(self) -> Iterator[str]:
-        """Yield all faults of the repetitions of one device."""
+        """Yield all faults of the repetitions of one device's program."""
         if self.kind_by_instruction != sorted(self.kind_by_instruction):
             yield "instructions of a repetition come after those of the next one"
         yield from self._find_saved_bytes_faults()
@@ -149,11 +160,11 @@ class _RepetitionCheck:
         yield from self._find_overwrites(self._find_long_lived_extents(), carried)
 
     def _is_inner_kind(self, kind: int) -> bool:
-        """Return whether instructions of this kind repeat: they are neither before nor after all repetitions."""
+        """Return whether instructions of this kind are repeated: they are neither before nor after all repetitions."""
         return PREAMBLE < kind < self.shortened_graph.short_count
 
     def _find_saved_bytes_faults(self) -> Iterator[str]:
-        """Yield saves that are not one after the other at the end of the arena, and other values that lie there."""
+        """Yield gaps between the saves of repetitions at the end of the arena, and other values that overlap them."""
         program = self.program
         saves = [at for at in sorted(program.save_positions) if self._is_inner_kind(self.kind_by_instruction[at])]
         saved_extents = [compute_byte_extent(program.instructions[at].dst[0]) for at in saves]
@@ -179,9 +190,9 @@ class _RepetitionCheck:
                     yield f"step %{quote_node_name(i.node)} writes into the saves of repetitions"
 
     def _find_leaf_access_faults(self, instruction: Instruction, repetition_kind: int) -> Iterator[str]:
-        """Yield instructions that use leaves of another repetition.
+        """Yield a fault if an instruction reads leaves of another repetition, or writes a state of another repetition.
 
-        An instruction reads leaves of its own repetition or of none, and writes states of its own repetition.
+        Leaves of the part before all repetitions may be read.
         """
         for tensor in (*instruction.src, *instruction.dst):
             if (
@@ -202,11 +213,11 @@ class _RepetitionCheck:
                 )
 
     def _find_base(self, value: Value) -> Value:
-        """Return the value that has the memory of `value`."""
+        """Return the value that owns the memory of `value`; `value` itself unless it is a view."""
         return self.views.resolve_view(value).base
 
     def _find_carried_extents(self) -> Mapping[Value, ByteExtent] | str:
-        """Return the extent of each base value that has carried values, the same in all repetitions; or a fault."""
+        """Return the byte extent of each base value that is carried; text if the extent differs between repetitions."""
         places: dict[tuple[int, str, int], ByteExtent] = {}
         found: dict[Value, ByteExtent] = {}
         for node in self.device_repetitions.carried_key_by_node:
@@ -228,7 +239,7 @@ class _RepetitionCheck:
         return found
 
     def _find_long_lived_extents(self) -> Mapping[Value, ByteExtent]:
-        """Return the extents of values from before all repetitions that are read later, except placeholders."""
+        """Return the byte extents of values from before all repetitions that are read later, except carry placeholders."""
         graph, kind = self.device_repetitions.graph, self.device_repetitions.kind_by_node
         read = [s for node in graph.nodes if kind[node] != PREAMBLE for s in node.inputs]
         bases = {
@@ -242,7 +253,12 @@ class _RepetitionCheck:
     def _find_overwrites(
         self, lasting_extents: Mapping[Value, ByteExtent], carried_extents: Mapping[Value, ByteExtent]
     ) -> Iterator[str]:
-        """Yield instructions that overwrite a long-lived value, or a value that their repetition carries on."""
+        """Yield instructions that overwrite a long-lived value, or a value that their own repetition carries on.
+
+        Args:
+            lasting_extents: The byte extent of each long-lived value.
+            carried_extents: The byte extent of each carried value.
+        """
         nodes, ready = self.device_repetitions.graph.nodes, dict[Value, ByteExtent]()
         for i, kind in zip(self.program.instructions, self.kind_by_instruction, strict=True):
             written = [compute_byte_extent(t) for t in (*i.dst, i.scratch) if t is not None]

@@ -1,33 +1,32 @@
-"""The value trace: for each value of a device's graph the user's value, the entries, and the partial sum.
+"""The value trace: for each device value, the graph value that it equals, the entries, and the partial sum.
 
-All devices are followed together, sources first. A node must be a node of the user's graph on its operands' entries,
-or a conversion that keeps the value. A value may have several facts: a slice of the graph may also be a shard.
+All devices are traced together, operands first. A device's node must be one of two things:
+
+- a local version of a node of the user's graph, on the entries of its operands;
+- a conversion that keeps the value (`held`).
+
+A value may have several facts: a slice of the graph may also be a shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import product
 from typing import TypeAlias
-
-import numpy as np
 
 from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES, as_index_ranges, as_integer
-from .held import CONVERSION_OPS, Fact, clear_axis, infer_conversion_facts
+from .held import CONVERSION_OPS, Fact, clear_axis, infer_conversion_facts, slice_collective_fact
 from .indices import (
     IndexRanges,
-    build_index,
     concatenate_indices,
     count_entries,
     format_index,
     is_full_index,
-    list_entries,
     make_full_index,
-    select_positions,
+    merge_scattered_entries,
 )
 from .op_instances import OpInstance, make_op_instance
 from .passing import propagate_partial_sum
@@ -46,11 +45,20 @@ _FollowedNode: TypeAlias = tuple[list[list[Fact]], list[set[int]]]
 
 
 class ValueTrace:
-    """Follows the graphs of all devices. `find_faults` yields the nodes that are not part of the user's graph.
+    """Derives the facts of all values of all devices; `find_faults` yields the nodes that are not in the user's graph.
 
-    Afterwards `facts_by_node` has the facts of each device value. `computing_devices` maps numbers that a node may
-    compute to the devices with such a node; a product with a slice of a weight is a part of the whole product.
-    `complete_devices` maps a number to the devices that compute all of it.
+    After `find_faults`:
+
+    - `facts_by_node` has for each device the facts of each result of each node.
+    - `computing_devices` maps a set of value numbers that a node may compute to the devices with such a node. A
+      product with a slice of a weight, for example, is a part of the whole product.
+    - `complete_devices` maps a value number to the devices that compute all of its entries.
+    - `search_limit_note` is the end of a message, if a search was stopped.
+
+    Args:
+        numbering: The numbered values of the user's graph.
+        graphs: The graph of each device.
+        leaf_facts: The fact about each leaf except constants, by device number and leaf name.
     """
 
     def __init__(
@@ -77,10 +85,12 @@ class ValueTrace:
                     self.missing_participants.setdefault(_make_collective_key(device, node), set()).add((device, node))
 
     def find_facts(self, device: int, value: Value) -> list[Fact]:
+        """Return the facts about a device value; an empty list if its node has a fault or was not reached."""
         results = self.facts_by_node[device].get(value.node)
         return results[value.index] if results else []
 
     def find_faults(self) -> Iterator[str]:
+        """Derive the facts of all device values, and yield the nodes that are not in the user's graph."""
         orders = {graph: _order_nodes(graph) for graph in set(self.graphs)}
         ahead = [list(reversed(orders[graph])) for graph in self.graphs]
         moved = True
@@ -94,7 +104,11 @@ class ValueTrace:
             yield "devices wait for each other in a circle"
 
     def _is_ready(self, device: int, node: Node) -> bool:
-        """Note that the device has reached `node`. Return whether all other participants have."""
+        """Record that the device has reached `node`, and return whether all participants of a collective have reached
+        it.
+
+        A node that is no collective is always ready.
+        """
         if node.op not in COLLECTIVES:
             return True
         missing = self.missing_participants.get(_make_collective_key(device, node), set())
@@ -104,7 +118,7 @@ class ValueTrace:
     # ------------------------------------------------------------------------------------------------ one device
 
     def _follow_node(self, device: int, node: Node) -> Iterator[str]:
-        """Infer the facts of one node; yield a fault if the user's graph has no such node."""
+        """Record the facts of one device's node; yield a fault if the user's graph has no such node."""
         if node.is_leaf:
             yield from self._follow_leaf(device, node)
             return
@@ -145,7 +159,9 @@ class ValueTrace:
             those.add(device)
 
     def _number_instance(self, node: Node) -> tuple[int, OpInstance]:
-        """Return the node as an `OpInstance`, with the number that all equal instances share."""
+        """Return the attributes and specs of a node, and a number that all nodes with equal op, attributes and specs
+        share.
+        """
         if node not in self._instance_by_node:
             mine = make_op_instance(node)
             self._instance_by_node[node] = self._instance_numbers.setdefault(
@@ -156,9 +172,12 @@ class ValueTrace:
     def _infer_node_facts(
         self, node: Node, instance: OpInstance, operand_facts: Sequence[list[Fact]], reasons: list[str]
     ) -> tuple[list[list[Fact]], frozenset[int], set[int]]:
-        """Infer the facts of each result, the numbers that may be computed (not converted), and the complete numbers.
+        """Infer the facts of each result of a device's node; `reasons` receives the reasons why graph nodes do not
+        match.
 
-        If `node` is not a node of the user's graph, there are no facts, and `reasons` says why.
+        Returns:
+            The facts of each result, empty without a match. The value numbers that the node computes, without copies.
+            The value numbers of which the node computes all entries.
         """
         results: list[list[Fact]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()
@@ -176,7 +195,7 @@ class ValueTrace:
 
     @staticmethod
     def _list_conversion_operands(operand_facts: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
-        """Yield the operands of a conversion: the first, or the first two if they are parts of one value."""
+        """Yield the operand facts of a conversion: of its only operand, or of two operands with parts of one value."""
         if len(operand_facts) == 1:
             yield from ((fact,) for fact in operand_facts[0])
         elif len(operand_facts) == 2:
@@ -185,7 +204,10 @@ class ValueTrace:
     def _list_operand_combinations(
         self, node: Node, operand_facts: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact | None, ...]]:
-        """Yield operand facts for which the user's graph has such a node."""
+        """Yield one fact for each operand, in all combinations for which the user's graph has a node with this op.
+
+        At most `max_combinations` are yielded; then `search_limit_note` is set.
+        """
         left_out: dict[int | None, list[None]] = {None: [None]}
         choices = [
             self._group_by_number(k) if s is not None else left_out
@@ -204,17 +226,17 @@ class ValueTrace:
                 yield operands
 
     def _is_complete_value(self, fact: Fact) -> bool:
-        """Return whether a fact is all of a value, not a partial sum."""
+        """Return whether a fact states that a device value has all entries and all terms of a graph value."""
         shape = self.numbering.value_by_number[fact.value_number].shape
         digits = self.numbering.digits_by_number[fact.value_number]
         return fact.partial_sum is None and all(map(is_full_index, fact.axes, digits, shape))
 
     def _intern_facts(self, facts: list[Fact]) -> list[Fact]:
-        """Return one shared list for equal facts, so that results are inferred once."""
+        """Return one shared list for equal lists of facts, so that the results of equal nodes are inferred once."""
         return self._interned_facts.setdefault(tuple(facts), facts)
 
     def _group_by_number(self, facts: list[Fact]) -> dict[int | None, list[Fact]]:
-        """Return the facts of an operand, a list from `_intern_facts`, by value number."""
+        """Return the facts of an operand by value number. The argument must be a list that `_intern_facts` returned."""
         if (numbered := self._facts_by_number.get(id(facts))) is None:
             numbered = self._facts_by_number[id(facts)] = {}
             for fact in facts:
@@ -223,9 +245,13 @@ class ValueTrace:
 
     @staticmethod
     def _add_new_facts(facts: list[Fact], new_facts: Sequence[Fact]) -> None:
+        """Add to `facts` each of `new_facts` that is not in it."""
         facts += [h for h in new_facts if h not in facts]
 
     def _follow_leaf(self, device: int, node: Node) -> Iterator[str]:
+        """Record the fact of a leaf; yield a fault if the leaf is not bound, or its shape differs from the bound
+        entries.
+        """
         fact = self.leaf_facts.get((device, node.name))
         if node.op == "constant":
             theirs = self.numbering.leaf_by_name.get((node.op, node.name))
@@ -245,7 +271,10 @@ class ValueTrace:
     def _find_matching_facts(
         self, op: str, instance: OpInstance, operand_facts: Sequence[Fact | None], reasons: list[str]
     ) -> Iterator[list[Fact]]:
-        """Yield the facts of all results of a device's node if its operands have these facts."""
+        """Yield the facts of all results of a device's node for each graph node that matches one fact per operand.
+
+        `reasons` receives the reasons why a graph node does not match.
+        """
         meaning = self.numbering
         key = (op, tuple(None if o is None else o.value_number for o in operand_facts))
         axes = tuple(None if o is None else meaning.with_digits(o.value_number, o.axes) for o in operand_facts)
@@ -275,6 +304,7 @@ class ValueTrace:
     # ------------------------------------------------------------------------ all devices of one collective group
 
     def _follow_collective(self, node_by_device: Mapping[int, Node]) -> Iterator[str]:
+        """Record the facts of a collective's results on all devices; yield a fault if the operands do not fit."""
         one = next(iter(node_by_device.values()))
         if len({n.op for n in node_by_device.values()}) > 1:
             yield f"not every device calls {one!r}"
@@ -305,7 +335,11 @@ class ValueTrace:
     def _list_device_combinations(
         self, nodes: Sequence[Node], facts_by_device: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact, ...]]:
-        """Yield combinations of facts, one per device, that fit the first device; any fact if there is no fit."""
+        """Yield one fact for each device, in all combinations that fit the only fact of the first device.
+
+        A device without a fitting fact takes part with any fact, so that a fault is found. At most `max_combinations`
+        are yielded; then `search_limit_note` is set.
+        """
         (first,), attrs = facts_by_device[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
         axis = -1 if sums else as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
@@ -331,7 +365,7 @@ class ValueTrace:
             yield device_facts
 
     def _infer_collective_results(self, nodes: Sequence[Node], device_facts: Sequence[Fact]) -> list[Fact] | str:
-        """Return each device's fact after a collective, or why the collective is wrong."""
+        """Return the fact of each device after a collective, or the reason why the collective is wrong."""
         first, attrs = device_facts[0], nodes[0].attrs
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
             if not all(self.numbering.has_equal_entries(first.value_number, first.axes, h.axes) for h in device_facts):
@@ -349,28 +383,19 @@ class ValueTrace:
         if nodes[0].op in ("all_reduce", "all_gather"):
             results = [Fact(first.value_number, whole_axes)] * len(nodes)
         else:
-            results = [self._slice_fact(first.value_number, whole_axes, d, n) for d, n in enumerate(nodes)]
+            results = [slice_collective_fact(first.value_number, whole_axes, d, n) for d, n in enumerate(nodes)]
         for node, fact in zip(nodes, results, strict=True):
             if tuple(map(count_entries, fact.axes)) != node.specs[0].shape:
                 return f"{node!r} gives entries {[format_index(i) for i in fact.axes]}"
         return results
 
-    @staticmethod
-    def _slice_fact(value_number: int, whole_axes: tuple[IndexRanges, ...], device: int, node: Node) -> Fact:
-        axis, own = as_integer(node.attrs["axis"]), as_index_ranges(node.attrs["runs"])[device]
-        return Fact(
-            value_number,
-            (
-                *whole_axes[:axis],
-                select_positions(whole_axes[axis], concatenate_indices([own])),
-                *whole_axes[axis + 1 :],
-            ),
-        )
-
     def _concatenate_shards(
         self, device_facts: Sequence[Fact], axis: int, ranges_by_device: Sequence[IndexRanges]
     ) -> tuple[IndexRanges, ...] | str:
-        """Return the entries of a value from shards of one axis, or why they do not fit."""
+        """Return the entries of the whole value that devices have as shards of `axis`, or why the shards do not fit.
+
+        `ranges_by_device` has the positions of each device's entries in the whole value.
+        """
         number, axes = device_facts[0].value_number, device_facts[0].axes
         if any(h.partial_sum is not None for h in device_facts):
             return "it is a partial sum that no all-reduce completes"
@@ -386,7 +411,7 @@ class ValueTrace:
                 return (
                     f"device {device} has {count_entries(fact.axes[axis])} entries for {count_entries(own)} positions"
                 )
-        index = _merge_scattered_entries(
+        index = merge_scattered_entries(
             tuple(concatenate_indices([r]) for r in ranges_by_device), tuple(h.axes[axis] for h in device_facts)
         )
         n = self.numbering.value_by_number[number].shape[axis]
@@ -405,22 +430,6 @@ def _make_collective_key(device: int, node: Node) -> object:
 
 
 def _order_nodes(graph: Graph) -> tuple[Node, ...]:
-    """Return the nodes of a graph, sources first, with collectives by sequence number."""
+    """Return the nodes of a graph, operands first, with collectives in the order of their sequence numbers."""
     collectives = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: as_integer(n.attrs["sequence"]))
     return topological_order(map(Value, (*collectives, *graph.nodes)))
-
-
-@lru_cache(maxsize=1024)
-def _merge_scattered_entries(
-    positions_by_device: tuple[IndexRanges, ...], entries_by_device: tuple[IndexRanges, ...]
-) -> IndexRanges | None:
-    """Return the entries of an axis from each device's places; None if a place is empty or two devices disagree."""
-    size = max((sum(run) for index in positions_by_device for run in index), default=0)
-    whole_axis = np.full(size, -1, np.int64)
-    for index, mine in zip(positions_by_device, entries_by_device, strict=True):
-        at, new = list_entries(index), list_entries(mine)
-        before = whole_axis[at]
-        if ((before >= 0) & (before != new)).any():
-            return None
-        whole_axis[at] = new
-    return None if (whole_axis < 0).any() else build_index(whole_axis)

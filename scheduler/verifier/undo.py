@@ -1,11 +1,12 @@
-"""The verifier of saves: wherever a run stops, its undo restores every state.
+"""The verifier of state saves: wherever a run stops, its undo restores every state.
 
-This holds if:
+Before an instruction overwrites a state, a save copies the state, or its rows that will change, into the arena. After
+a failed run, the restoring instructions (`Program.undo`) run in reverse order. The states are right if:
 
 1. each state is saved before its first write, and the save has all entries that are written;
 2. if rows are saved again before other rows are written, each undo goes back to the save before it;
 3. the saved values and the row indices outlive the run;
-4. each undo instruction reads the save and writes it back to the same place.
+4. each undo instruction reads the save and writes it back to the same location.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ RESTORE_OP_BY_SAVE_OP = {cont.name: cont.name, get_rows.name: set_rows.name}
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A saved state: all of it, or some rows of it if there is a `row_index`."""
+    """A saved state: all of it, or the rows that `row_index` numbers."""
 
     instruction_number: int
     state: Tensor
@@ -50,7 +51,7 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class InstructionLabel:
-    """An instruction as messages name it; formatted only when a message needs it."""
+    """The number and the name of an instruction, formatted only when a message needs it."""
 
     number: int
     node_name: str
@@ -61,7 +62,7 @@ class InstructionLabel:
 
 @dataclass(frozen=True, slots=True)
 class SavedContent:
-    """The memory content where a state was saved."""
+    """The content of the bytes to which a state was saved."""
 
     state_name: str
 
@@ -70,7 +71,12 @@ class SavedContent:
 
 
 def build_save_and_restore_nodes(instruction: Instruction, state: Value) -> tuple[Node, Node]:
-    """Return the save instruction `instruction` of `state`, and the instruction that restores it, as graph nodes."""
+    """Return the save of a state and its restoring instruction as graph nodes, in order to ask the backend about them.
+
+    Args:
+        instruction: The saving instruction, `cont` or `get_rows`.
+        state: The saved state.
+    """
     table = input("table", _require_tensor(instruction.src[0]).shape, state.dtype)
     if instruction.op == cont.name:
         saved_value = cont(table)
@@ -81,7 +87,7 @@ def build_save_and_restore_nodes(instruction: Instruction, state: Value) -> tupl
 
 
 def list_save_nodes(graph: Graph, program: Program) -> Iterator[Node]:
-    """Yield the nodes that a program without faults runs in addition to its graph."""
+    """Yield the nodes of all saves and restores of a correct program; they are not in its graph."""
     states = {v.node.name: v for v in graph.states}
     for at in program.save_positions:
         i = program.instructions[at]
@@ -89,7 +95,14 @@ def list_save_nodes(graph: Graph, program: Program) -> Iterator[Node]:
 
 
 class UndoCheck:
-    """Checks the saves of one program as its instructions go by; `memory` has the contents of the buffers."""
+    """The check of all saves of one program, instruction by instruction.
+
+    Args:
+        graph: The graph of the device.
+        program: Its program.
+        backend: The backend of the device.
+        contents: The contents of all buffers, which the caller updates.
+    """
 
     def __init__(self, graph: Graph, program: Program, backend: Backend, contents: BufferContents) -> None:
         self.program, self.backend, self.contents = program, backend, contents
@@ -103,7 +116,12 @@ class UndoCheck:
         self.valid_restores: list[Instruction] = []  # restoring instructions without faults
 
     def find_save_faults(self, step: int, instruction: Instruction) -> Iterator[str]:
-        """Yield the faults of a saving instruction, and of the instruction that restores the state."""
+        """Yield the faults of a saving instruction and of its restoring instruction, and record the saved bytes.
+
+        Args:
+            step: The number of the instruction in the program.
+            instruction: The saving instruction.
+        """
         where, back = f"step {step} (%{quote_node_name(instruction.node)}, a save)", self.restore_by_step[step]
         complaints = list(self._find_form_faults(instruction, back)) or list(self._find_node_faults(instruction, back))
         yield from (f"{where}: {why}" for why in complaints)
@@ -138,7 +156,7 @@ class UndoCheck:
         yield from self._find_lost_value_faults(where)
 
     def _find_form_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
-        """Yield the faults of a save and its undo that need no knowledge of memory contents."""
+        """Yield the faults of a save and its restore in ops, operands and locations, without a look at memory contents."""
         state, saved_tensor = (*save.src, None)[0], (*save.dst, None)[0]
         if (
             RESTORE_OP_BY_SAVE_OP.get(save.op) != restore.op
@@ -188,7 +206,7 @@ class UndoCheck:
             yield "it overwrites its operands"
 
     def _find_node_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
-        """Yield the faults of a save and its undo as graph nodes."""
+        """Yield the faults of a save and its restore as kernels: dtypes, names, scratch and dense operands."""
         state, saved_tensor, index = _require_tensor(save.src[0]), save.dst[0], save.src[1:]
         name = self.program.buffers[state.buffer].name
         leaf = self.state_by_name[name]
@@ -206,7 +224,13 @@ class UndoCheck:
                     yield f"operand {position} of {step.op} is {tensor}, but its kernel reads dense operands only"
 
     def find_overwrite_faults(self, step: int, instruction: Instruction, node: Node | None) -> Iterator[str]:
-        """Yield the faults of a computing instruction: it must not overwrite unsaved entries or needed values."""
+        """Yield a fault if a computing instruction overwrites unsaved state entries, or values that the undo reads.
+
+        Args:
+            step: The number of the instruction in the program.
+            instruction: The computing instruction.
+            node: The node of the graph that it computes; None for the copy of a new state.
+        """
         where = InstructionLabel(step, instruction.node)
         yield from self._find_lost_value_faults(where)
         scratch = [] if instruction.scratch is None else [instruction.scratch]
@@ -223,7 +247,7 @@ class UndoCheck:
                 yield f"{where}: overwrites more of state %{quote_node_name(buffer.name)} than the rows that were saved"
 
     def _find_lost_value_faults(self, subject: object) -> Iterator[str]:
-        """Yield the overwritten values that the undo needs.
+        """Yield the values that were just overwritten although the undo reads them.
 
         A state that is the row index of other states may change after it was saved itself: the undo restores it
         first.
@@ -234,7 +258,7 @@ class UndoCheck:
         self.contents.overwritten_values.clear()
 
     def _is_restored_first(self, value: object) -> bool:
-        """Return whether the undo restores the state `value` before it reads the state as a row index."""
+        """Return whether the undo restores the state `value` before it reads this state as a row index."""
         if not isinstance(value, Value) or value.node.op != "state":
             return False
         saved = [
@@ -247,7 +271,9 @@ class UndoCheck:
         )
 
     def find_end_faults(self) -> Iterator[str]:
-        """Yield the faults of the undo as a whole."""
+        """Yield restores that are not in reverse order of the saves, and restores with scratch in bytes that the undo
+        reads.
+        """
         steps = [at for at, _ in self.program.undo]
         if any(a >= b for a, b in pairwise(steps)) or not all(0 <= at < len(self.program.instructions) for at in steps):
             yield f"the saves at steps {steps} are not restored in reverse order"
@@ -262,11 +288,12 @@ class UndoCheck:
 
 
 def _is_row_index(index: Tensor, table: Tensor) -> bool:
-    """Return whether `index` has integers that can number the rows of `table`."""
+    """Return whether `index` has integers, for the same leading axes as `table`, that can number its rows."""
     return index.dtype.is_integer and index.shape[:-1] == table.shape[:-2]
 
 
 def _require_tensor(tensor: Tensor | None) -> Tensor:
+    """Return a tensor of which the caller has checked that it is present."""
     assert tensor is not None
     return tensor
 
@@ -277,7 +304,14 @@ def _is_lossless(state: Tensor, saved_tensor: Tensor) -> bool:
 
 
 def _is_write_within_saved_rows(node: Node | None, result: int, instruction: Instruction, saved: SavedState) -> bool:
-    """Return whether the op declares that it changes only the rows of the state that were saved."""
+    """Return whether an op declares that it changes only rows of the state that were saved.
+
+    Args:
+        node: The node that writes the state; None for the copy of a new state.
+        result: The number of the result that is written over the state.
+        instruction: The instruction of the node.
+        saved: The save of the state, with a row index.
+    """
     declared = None if node is None else op_of(node)
     changed = None if declared is None or node is None else declared.overwritten_entries(node.attrs)
     if declared is None or node is None or changed is None or result >= len(instruction.dst):
@@ -301,7 +335,10 @@ def _is_write_within_saved_rows(node: Node | None, result: int, instruction: Ins
 
 
 def _list_row_number_addresses(index: Tensor, leading_shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
-    """Return the sorted byte offsets of the row numbers per entry of the axes `leading_shape`; None if they are unclear."""
+    """Return the byte offset of each row number, sorted for each index of the leading axes; None for other shapes.
+
+    Two tensors with equal addresses read the same row numbers.
+    """
     at: npt.NDArray[np.int64] = np.full((), index.offset, np.int64)
     for n, stride in zip(index.shape, index.strides, strict=True):
         at = at[..., None] + np.arange(n) * stride * index.dtype.block_bytes

@@ -1,4 +1,23 @@
-"""The numbers of the values of the user's graph: values that are computed alike, and copies, share a number."""
+"""Value numbering of the user's graph: values that are computed alike, and copies, share a number.
+
+Two nodes are computed alike if they have the same op, attributes and specs, and operands with the same numbers. This
+is global value numbering, as in the GVN pass of LLVM.
+
+Example: `b` repeats `a`, and `c` copies it, so all three have one number. A device may compute any of them in place
+of the others.
+
+>>> from ...graph.node import input
+>>> from ...ops import cont, neg
+>>> x = input("x", (3,))
+>>> a, b = neg(x), neg(x)
+>>> c = cont(a)
+>>> numbering = ValueNumbering(Graph({"a": a, "b": b, "c": c}))
+>>> [numbering.number_by_value[value] for value in (x, a, b, c)]
+[0, 1, 1, 1]
+
+For each number, `digits_by_number` has the ignored digits of each axis (`indices`). `consumers` has for each op and
+list of operand numbers the nodes with these operands.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +43,14 @@ Key: TypeAlias = tuple[object, ...]
 
 
 class ValueNumbering:
-    """The numbered values of the user's graph. Values that are computed alike, and copies, share a number."""
+    """The values of the user's graph by number; values that are computed alike, and copies, share a number.
+
+    - `value_by_number`: for each number the first value that has it.
+    - `number_by_value`: the number of each value.
+    - `digits_by_number`: for each number the ignored digits of each axis.
+    - `consumers`: for an op and operand numbers, the nodes that have these operands.
+    - `leaf_by_name`: leaves by op and name.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.value_by_number: list[Value] = []
@@ -41,6 +67,7 @@ class ValueNumbering:
             self.number_by_value.update(zip(node.results, numbers, strict=True))
 
     def _number_results(self, node: Node) -> tuple[int, ...]:
+        """Return the numbers of the results of a node; a node that no earlier node equals gets new numbers."""
         if node.op == "cont":
             return (self.number_by_value[node.inputs[0]],)
         sources = tuple(None if s is None else self.number_by_value[s] for s in node.src)
@@ -64,9 +91,13 @@ class ValueNumbering:
     def find_operand_numbers(
         self, op: str, allowed_numbers: Sequence[Collection[int | None]]
     ) -> Iterator[tuple[int | None, ...]]:
-        """Yield the operand numbers of nodes with the op `op` that have operand i in ``choices[i]``.
+        """Yield the operand numbers of all nodes with an op of which each operand number is allowed.
 
-        Only the readers of the operand with the fewest readers are compared.
+        Only the nodes of the operand with the fewest nodes are compared.
+
+        Args:
+            op: Name of the op.
+            allowed_numbers: For each operand the allowed numbers; ``{None}`` for an operand that must be missing.
         """
         if not allowed_numbers and (op, ()) in self.consumers:
             yield ()
@@ -85,7 +116,13 @@ class ValueNumbering:
     def _infer_digits(
         self, op: str, instance: OpInstance, operand_numbers: Sequence[int | None]
     ) -> list[tuple[Digits, ...]]:
-        """Return for each axis of each result the digits on which the result does not depend."""
+        """Return the ignored digits of each axis of each result of a node, from the digits of its operands.
+
+        Args:
+            op: Name of the op.
+            instance: The attributes and specs of the node.
+            operand_numbers: The number of each operand; None for a missing operand.
+        """
         axes = tuple(
             None if s is None or number is None else self.with_digits(number, tuple(map(make_full_index, s.shape)))
             for s, number in zip(instance.src, operand_numbers, strict=True)
@@ -96,10 +133,22 @@ class ValueNumbering:
         return [((),) * len(r.shape) for r in instance.results]
 
     def with_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
+        """Return the entries of each axis of a value, paired with the ignored digits of the axis.
+
+        Args:
+            value_number: The number of the graph value.
+            indices: The entries of each axis that a device has.
+        """
         return tuple(zip(indices, self.digits_by_number[value_number], strict=True))
 
     def is_fact_of(self, fact: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
-        """Return whether a fact says: these entries of `value`, no partial sum."""
+        """Return whether a fact states that a device value is these entries of a graph value, and no partial sum.
+
+        Args:
+            fact: The fact about the device value.
+            value: The graph value.
+            indices: The required entries of each axis; ignored digits may differ.
+        """
         number = self.number_by_value[value]
         return (
             fact.value_number == number
@@ -110,7 +159,13 @@ class ValueNumbering:
     def has_equal_entries(
         self, value_number: int, indices: Sequence[IndexRanges], other_indices: Sequence[IndexRanges]
     ) -> bool:
-        """Return whether two lists of entries are equal up to the digits of a value."""
+        """Return whether two lists of entries of one value are equal on each axis, where ignored digits may differ.
+
+        Args:
+            value_number: The number of the graph value.
+            indices: Entries of each axis.
+            other_indices: Entries of each axis to compare with.
+        """
         digits = self.digits_by_number[value_number]
         return all(
             find_common_index(a, d, b, d) is not None for a, b, d in zip(indices, other_indices, digits, strict=True)

@@ -9,7 +9,7 @@ import pytest
 
 MODULES = (
     *("sharding.axes", "sharding.factors", "sharding.states", "sharding.assign"),
-    *("verifier.indices", "verifier.restrict", "verifier.summands"),
+    *("verifier.indices", "verifier.restrict", "verifier.summands", "verifier.value_numbering"),
 )
 
 

@@ -229,7 +229,7 @@ FAULTS: dict[str, tuple[Callable[[], Plan], str]] = {
     "a step is missing": (without_a_step, "never runs"),
     "a result lies elsewhere": (wrong_offset, "holds"),
     "meetings are exchanged": (with_exchanged_collectives, "runs after"),
-    "lowered as if nothing came again": (lowered_as_if_nothing_came_again, "run"),
+    "lowered as if nothing came again": (lowered_as_if_nothing_came_again, "repetition"),
     "kept in another order": (with_exchanged_saves, "the saves of a repetition begin"),
     "another node in one run of the long graph": (lambda: long_graph("blk.10.attended", scale=0.25), "differs from"),
     "a state that one run does not change": (lambda: without_update("blk.10.cache_v"), "states of repetition 9 change"),
@@ -243,7 +243,7 @@ FAULTS: dict[str, tuple[Callable[[], Plan], str]] = {
     "runs behind the graph": (lambda: with_repeats(start=10_000), "which the graph"),
     "runs begin a node later": (
         lambda: with_repeats(start=shorts(plan_graph())[0].shortened_graph.deep_repetitions.start + 1),
-        "run",
+        "repetition",
     ),
 }
 
