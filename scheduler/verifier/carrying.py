@@ -66,7 +66,7 @@ class CarriedValueTrace(ValueTrace):
             yield from self._find_unequal_carries()
 
     def _follow_node(self, device: int, node: Node) -> Iterator[str]:
-        """Record the facts of one node, and replace a carried partial sum by one opaque term per device for its readers."""
+        """Record the facts of one node; replace a carried partial sum by one opaque term per device for its readers."""
         yield from super()._follow_node(device, node)
         runs = self.device_repetitions[device]
         if (name := runs.carried_key_by_node.get(node)) is None or node not in self.facts_by_node[device]:

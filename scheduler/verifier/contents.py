@@ -61,8 +61,8 @@ class BufferContents:
         ranges[first:last] = [content for _, content in new]
 
     def find_content(self, extent: tuple[int, int, int]) -> tuple[int, object]:
-        """Return the value that holds all bytes of `extent`, and the byte at which it begins; the value is None if no
-        value does.
+        """Return the byte at which the value begins that holds all bytes of `extent`, and the value, or None for mixed
+        content.
         """
         buffer, start, end = extent
         at = bisect_right(self.starts[buffer], start) - 1

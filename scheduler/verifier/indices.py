@@ -227,8 +227,7 @@ def find_common_index(
         other_digits: Ignored digits of the second value.
 
     Returns:
-        Entries that differ from `index` only in `digits`, and from `other_index` only in `other_digits`. None if no
-        such entries exist.
+        Entries that differ from `index` only in `digits`, and from `other_index` only in `other_digits`; else None.
     """
     if index == other_index:
         return index

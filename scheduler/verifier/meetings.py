@@ -49,7 +49,7 @@ def list_collective_calls(device: int, program: Program) -> list[CollectiveCall]
 
 
 def _make_collective_call(device: int, instruction: Instruction) -> CollectiveCall:
-    """Return a collective instruction as a call; the specs are those of its operands and results."""
+    """Return a collective instruction as a call, with the specs of its operands and results."""
     number = instruction.attrs["sequence"]
     assert isinstance(number, int)
     shapes = (*(None if t is None else t.spec for t in instruction.src), *(t.spec for t in instruction.dst))

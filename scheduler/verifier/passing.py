@@ -1,8 +1,8 @@
 """The rules that derive the partial sum of a node's result from the partial sums of its operands.
 
 A partial sum of a value is the part of its terms that a device has. The rules use op declarations only: linear
-operands, operands whose zeros give zeros, and lookups in tables with some local rows. The verifier takes nothing from
-the planner.
+operands, operands in which zeros give zeros, and lookups in tables with some local rows. The verifier takes nothing
+from the planner.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _infer_lookup_sum(
     restricted_result: RestrictedResult,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
-    """Return the partial sum of a lookup in a table of which the device has only some rows.
+    """Return the partial sum of a lookup in a table if the device has only some rows of the table.
 
     The device has the terms of result entries that look up a local row. Operands that the op adds to the looked-up
     rows may be partial sums too. All other operands must be complete, or be routed by the same rows.

@@ -177,7 +177,7 @@ class _PlanCheck:
         self.numbering = ValueNumbering(plan.graph)
 
     def find_faults(self) -> Iterator[str]:
-        """Yield layout faults of leaves and faults of device values; without these, faults of outputs, updates and pins."""
+        """Yield layout faults of leaves and faults of device values; else faults of outputs, updates and pins."""
         leaves: dict[tuple[int, str], Fact] = {}
         for node in self.plan.graph.nodes:
             if node.is_leaf and node.op != "constant":
@@ -227,7 +227,7 @@ class _PlanCheck:
     # ---------------------------------------------------------------------------------------------------- layouts
 
     def _list_device_entries(self, value: Value, layout: Layout | None) -> list[tuple[IndexRanges, ...] | None] | str:
-        """Return for each device its entries of `value` (None without any), or text that says why the layout is wrong."""
+        """Return for each device its entries of `value` (None without any), or text that tells why the layout is wrong."""
         full = tuple(map(make_full_index, value.shape))
         if isinstance(layout, Local):
             if not layout.devices or not all(0 <= d < self.device_count for d in layout.devices):

@@ -152,7 +152,7 @@ class _ProgramCheck:
             yield f"its arena has {program.buffers[0].nbytes} bytes, but its contents need {memory.arena_end}"
 
     def _can_remain(self, content: object, buffer: BufferSpec) -> bool:
-        """Return whether a buffer may have this content after the run: the new state, else the content before the run."""
+        """Return whether a buffer may have this content after the run: the new state, else the content from before it."""
         if buffer.kind != "state" or buffer.name not in self.updates:
             return isinstance(content, Value) and (content.node.op, content.node.name) == (buffer.kind, buffer.name)
         state, new = self.updates[buffer.name]
@@ -227,7 +227,7 @@ class _ProgramCheck:
         return cont(new).node, (state,), update
 
     def _find_operand_faults(self, node: Node, instruction: Instruction) -> Iterator[str]:
-        """Yield operands that are not the node's operands, and strided operands of a kernel that reads dense ones only."""
+        """Yield operands that are not the node's operands, and strided operands of kernels for dense operands."""
         for position, (source, tensor) in enumerate(zip(node.src, instruction.src, strict=True)):
             if (source is None) != (tensor is None):
                 yield f"operand {position} is {'missing' if tensor is None else 'unexpected'}"

@@ -71,8 +71,7 @@ class _ConsumerGroup:
     def find_candidates(
         self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Yield the nodes of the group that a device's node may be; of many slices only those with the device's first
-        entry.
+        """Yield the nodes of the group that a device's node may be; of many slices only the ones with its first entry.
 
         Args:
             device_node: The device's node.

@@ -33,7 +33,7 @@ NUMBERED_NAME = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
 
 
 def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
-    """Return the shortened graph that all device plans of a plan unroll; None if they do not share one.
+    """Return the shortened graph that all device plans of a plan unroll, or None.
 
     With None, the verifier checks each instruction of the plan.
     """
@@ -199,7 +199,7 @@ def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: 
 
 
 def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield device nodes without the number of a short node as their name, by which they are assigned to repetitions."""
+    """Yield device nodes without the number of a short node as their name; the number assigns them to a repetition."""
     for device, device_plan in enumerate(short_plan.lanes):
         for node in device_plan.graph.nodes:
             named = NUMBERED_NAME.fullmatch(node.name)
@@ -208,7 +208,7 @@ def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[st
 
 
 def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield why the repetitions of a proven short plan cannot be repeated, and devices whose collectives differ.
+    """Yield why the repetitions of a proven short plan cannot be repeated, and devices with other collectives.
 
     Args:
         short_plan: The proven plan of the short graph.

@@ -8,8 +8,8 @@ The short program itself is proven elsewhere. In addition, this module requires:
    them.
 3. The saved bytes of the repetitions are one after the other at the end of the arena, which has no other value there.
 
-Repetitions of a short program are kinds: kind k stands for the repetitions k, k + n, k + 2n and so on of the deep
-graph, where n is the number of kinds. The kind `PREAMBLE` is the part before all repetitions.
+The repetitions of a short program are kinds. With n kinds, kind k stands for the repetitions k, k + n, k + 2n and so
+on of the deep graph. The kind `PREAMBLE` is the part before all repetitions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DeviceRepetitions:
         self.carried_key_by_node = {node: name for node, name in offered if name is not None and name in read}
 
     def find_carried_key(self, node: Node, reader_repetition: int) -> CarriedKey | None:
-        """Return the key of `node` among the values that are carried to a repetition; None if it is not carried there.
+        """Return the key of `node` among the values that are carried to a repetition, or None for other values.
 
         Args:
             node: A node of the device's graph.
@@ -239,7 +239,7 @@ class _RepetitionCheck:
         return found
 
     def _find_long_lived_extents(self) -> Mapping[Value, ByteExtent]:
-        """Return the byte extents of values from before all repetitions that are read later, except carry placeholders."""
+        """Return the extents of values from before all repetitions that are read later, except carry placeholders."""
         graph, kind = self.device_repetitions.graph, self.device_repetitions.kind_by_node
         read = [s for node in graph.nodes if kind[node] != PREAMBLE for s in node.inputs]
         bases = {

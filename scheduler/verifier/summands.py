@@ -81,7 +81,7 @@ OptionalPartialSum = PartialSum | None
 
 
 def make_contraction_sum(index_box: tuple[IndexRanges, ...], axis_sizes: tuple[int, ...]) -> OptionalPartialSum:
-    """Return the partial sum of a contraction of which a device has the terms in `index_box`.
+    """Return the partial sum of a contraction for a device that has the terms in `index_box`.
 
     Args:
         index_box: For each contracted axis, the entries that the device has.
@@ -142,7 +142,7 @@ def _check_complete_sum(
     Args:
         partial_sums: The partial sum of each device.
         known_complete: Lists that are known to be complete, by the ids of their objects.
-        being_checked: Lists whose check has begun. It holds the objects, because keys are object ids.
+        being_checked: Lists that are checked already or now. It holds the objects, because keys are object ids.
     """
     key = tuple(map(id, partial_sums))
     if key in known_complete or key in being_checked:

@@ -176,8 +176,8 @@ class ValueTrace:
         match.
 
         Returns:
-            The facts of each result, empty without a match. The value numbers that the node computes, without copies.
-            The value numbers of which the node computes all entries.
+            The facts of each result, empty without a match; the value numbers that the node computes, without copies;
+            the value numbers that the node computes with all entries.
         """
         results: list[list[Fact]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()

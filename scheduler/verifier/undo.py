@@ -156,7 +156,7 @@ class UndoCheck:
         yield from self._find_lost_value_faults(where)
 
     def _find_form_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
-        """Yield the faults of a save and its restore in ops, operands and locations, without a look at memory contents."""
+        """Yield faults of a save and its restore in ops, operands and locations, without a look at memory contents."""
         state, saved_tensor = (*save.src, None)[0], (*save.dst, None)[0]
         if (
             RESTORE_OP_BY_SAVE_OP.get(save.op) != restore.op
@@ -293,7 +293,7 @@ def _is_row_index(index: Tensor, table: Tensor) -> bool:
 
 
 def _require_tensor(tensor: Tensor | None) -> Tensor:
-    """Return a tensor of which the caller has checked that it is present."""
+    """Return `tensor`; the caller has checked that it is not None."""
     assert tensor is not None
     return tensor
 

@@ -91,7 +91,7 @@ class ValueNumbering:
     def find_operand_numbers(
         self, op: str, allowed_numbers: Sequence[Collection[int | None]]
     ) -> Iterator[tuple[int | None, ...]]:
-        """Yield the operand numbers of all nodes with an op of which each operand number is allowed.
+        """Yield the operand numbers of all nodes that have the op `op` and allowed operands only.
 
         Only the nodes of the operand with the fewest nodes are compared.
 
