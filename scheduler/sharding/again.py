@@ -1,7 +1,7 @@
 """Incremental propagation: derive the layouts of a set of factors from an assignment for a similar set.
 
-The factor search tries each of many factors together with the chosen ones. A node is visited again only if one of these
-has changed:
+The factor search tries each of many factors together with the chosen ones. A node is visited again only if one of
+these has changed:
 
 - the choice of a factor of its operands or results,
 - the layout of an operand,
@@ -24,7 +24,7 @@ from .states import FactorLayout
 
 
 class IncrementalPropagator:
-    """Derives the layouts of one graph for many sets of factors, each from an earlier assignment."""
+    """Derives the layouts of one graph for many sets of factors, each from the assignment of a similar set."""
 
     def __init__(self, graph: Graph, factors: Factors) -> None:
         self.graph, self.factors, self.users_of_value = graph, factors, graph.users()
@@ -39,7 +39,7 @@ class IncrementalPropagator:
         self.unsharded_assignment, self.stored_values = uncut.propagate(), uncut.stored_values
 
     def propagate(self, chosen_factors: frozenset[Factor], base_assignment: ShardingAssignment) -> ShardingAssignment:
-        """Return the assignment that `propagate_layouts` returns for the `chosen_factors` factors.
+        """Return the same assignment as `propagate_layouts`, computed from the differences to another assignment.
 
         Args:
             chosen_factors: The factors to shard.
@@ -55,7 +55,14 @@ class IncrementalPropagator:
 
 
 class _IncrementalPropagation(LayoutPropagation):
-    """One propagation over the nodes that may differ from `base`, operands first."""
+    """One propagation over the nodes that may differ from a base assignment, operands first.
+
+    Args:
+        propagator: The graph, its factors and node positions.
+        chosen_factors: The factors to shard.
+        replicated_weights: Weights that stay whole though they have a chosen factor.
+        base_assignment: The assignment from which this one is derived.
+    """
 
     def __init__(
         self,
@@ -99,7 +106,9 @@ class _IncrementalPropagation(LayoutPropagation):
         self.stored_values, self.base_assignment = propagator.stored_values, base_assignment
 
     def update_nodes(self, changed_nodes: set[Node]) -> ShardingAssignment:
-        """Visit the `changed_nodes` nodes and all nodes that depend on a difference; return the new assignment."""
+        """Assign layouts to the changed nodes and to all nodes that depend on a changed layout; return the new
+        assignment.
+        """
         nodes, out, base = self.graph.nodes, self.assignment, self.base_assignment
         leaves = {value.node for value in self.replicated_weights ^ base.replicated_weights}
         waiting = [self.node_positions[node] for node in {*changed_nodes, *leaves}]
@@ -136,6 +145,7 @@ class _IncrementalPropagation(LayoutPropagation):
         return out
 
     def _is_converted(self, value: Value, layout: FactorLayout) -> bool:
+        """Return whether a conversion before the current node gives `value` this layout."""
         return any(
             c.target_layout == layout
             for place, _, c in self.conversions_of_value.get(value, ())
@@ -143,8 +153,10 @@ class _IncrementalPropagation(LayoutPropagation):
         )
 
     def _is_stored(self, value: Value) -> bool:
+        """Return whether `value` is a weight, a state or a view of one, at a position before the current node."""
         return value in self.stored_values and self.node_positions[value.node] < self.current_position
 
     def _record_conversion(self, conversion: LayoutConversion) -> None:
+        """Add a conversion at the position of the current node."""
         self.conversions_of_value[conversion.value].append((self.current_position, self.conversion_count, conversion))
         self.conversion_count += 1

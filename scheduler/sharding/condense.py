@@ -1,4 +1,4 @@
-"""Collapse repeated layers to one section each, so that the factor search grows with the number of different layers.
+"""Collapse repeated layers to two sections each, so that the factor search grows with the number of different layers.
 
 1. Split the graph wherever exactly one value crosses, as the residual stream of a model does. Long-lived values, such
    as a mask that every layer reads, do not count.
@@ -21,10 +21,10 @@ from ...graph.node import Node, Value
 
 @dataclass(frozen=True, slots=True)
 class CollapsedGraph:
-    """A graph in which one layer stands for several.
+    """A graph in which one layer stands for several equal layers.
 
-    `node_multiplicity` is the number of original nodes of each node. `leaf_copies` has the names of the original leaves
-    of each leaf.
+    - `node_multiplicity`: the number of original nodes of each node.
+    - `leaf_copies`: for each leaf, by name, the names of the original leaves.
     """
 
     graph: Graph
@@ -34,7 +34,10 @@ class CollapsedGraph:
 
 @dataclass(slots=True)
 class _LayerSection:
-    """The nodes between two splits, the values that cross there, and the leaves that only these nodes read."""
+    """The nodes between two split points, the values that cross there, and the leaves that only these nodes read.
+
+    `own_leaves` maps each of these leaves to its position.
+    """
 
     nodes: Sequence[Node]
     incoming_value: Value | None
@@ -43,10 +46,10 @@ class _LayerSection:
 
 
 def collapse_repeats(graph: Graph) -> CollapsedGraph | None:
-    """Return `graph` with two sections in place of each longer repetition; None if all sections differ.
+    """Return `graph` with two sections in place of each longer repetition; None if no section is repeated.
 
-    The first section stands for all but the last. So every section has the same successor as in the original; the place
-    of a sum over devices depends on the successor.
+    The first section stands for all but the last. So every section has the same successor as in the original; the
+    place of a sum over devices depends on the successor.
     """
     nodes = [
         n for n in order_with_state_updates(graph) if not n.is_leaf
@@ -65,7 +68,13 @@ def collapse_repeats(graph: Graph) -> CollapsedGraph | None:
 def _split_at_single_values(
     nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting_values: frozenset[Value]
 ) -> list[_LayerSection]:
-    """Split the graph wherever exactly one value crosses that is not in `lasting_values`."""
+    """Split the graph into sections, wherever exactly one value crosses that is not in `lasting_values`.
+
+    Args:
+        nodes: The nodes that compute, in order.
+        spans: For each value the positions of its node and of its last reader.
+        lasting_values: Long-lived values, which do not count.
+    """
     crossing: list[list[Value]] = [[] for _ in range(len(nodes) + 1)]
     for value, (defined_at, read) in spans.items():
         if value not in lasting_values:
@@ -111,7 +120,7 @@ def _build_section_key(graph: Graph, section: _LayerSection, lasting: frozenset[
 
 
 def _join_sections(graph: Graph, section_groups: Sequence[Sequence[_LayerSection]]) -> CollapsedGraph | None:
-    """Join the first section of each group; return None if the specs of the crossing values differ."""
+    """Return a graph of the first section of each group; None if the spec of a value that crosses differs."""
     new: dict[Value, Value] = {}
     times: Counter[Node] = Counter()
     leaf_copies: dict[str, tuple[str, ...]] = {}

@@ -28,7 +28,12 @@ MIN_GAIN = 0.03
 
 @dataclass(frozen=True)
 class SequenceParallelOptions:
-    """A graph with chosen factors on `device_count` devices: rows between sums are replicated or sharded."""
+    """The choice of replicated or sharded rows between sums, for a graph with chosen factors on equal devices.
+
+    - `chosen_factors`: the factors that are sharded in any case.
+    - `pins`: nodes on one device, and leaves with a fixed layout.
+    - `replicated_values`: values that end whole on every device.
+    """
 
     graph: Graph
     factors: Factors
@@ -40,11 +45,14 @@ class SequenceParallelOptions:
 
     @cached_property
     def replicated_assignment(self) -> ShardingAssignment:
-        """The assignment with all rows whole."""
+        """The assignment in which every device computes all rows after a sum."""
         return self._propagate()
 
     def choose_fastest(self) -> ShardingAssignment:
-        """Return the assignment with whole rows, or with sharded rows where that is predicted to be faster."""
+        """Return the assignment with replicated rows, or with sharded rows where that is predicted to be faster.
+
+        Sharded rows must save at least the share `MIN_GAIN` of the time.
+        """
         if not (candidates := list_row_factors(self.replicated_assignment, self.factors, self.device_count)):
             return self.replicated_assignment
         costs = AssignmentCost(self.graph, self.device_count, self.hardware)
@@ -59,16 +67,22 @@ class SequenceParallelOptions:
         return best
 
     def shard_if_saving(self, row_factor: Factor, min_saving_seconds: float) -> ShardingAssignment | None:
-        """Return the assignment with sharded `row_factor` if that saves more compute than `min_saving_seconds`, or None.
+        """Return the assignment with sharded rows if it saves enough seconds of kernels, else None.
 
         Where sums overlap with compute, only compute seconds can be saved.
+
+        Args:
+            row_factor: The factor of the rows.
+            min_saving_seconds: The seconds of kernels that sharded rows must save, at least.
         """
         assignment, costs = self._propagate(row_factor), AssignmentCost(self.graph, self.device_count, self.hardware)
         before, after = costs.estimate_run(self.replicated_assignment), costs.estimate_run(assignment)
         return assignment if before.compute - after.compute > min_saving_seconds else None
 
     def _propagate(self, row_factor: Factor | None = None) -> ShardingAssignment:
-        """Return the assignment, with sums taken early where that costs no more."""
+        """Return the assignment, with early sums where they cost no more; rows are sharded by `row_factor`, if there is
+        one.
+        """
         early = frozenset[Value]()
         while True:
             assignment = propagate_layouts(
@@ -80,12 +94,12 @@ class SequenceParallelOptions:
             early |= found
 
     def _estimate_collective_seconds(self, conversion: LayoutConversion) -> float:
-        """Return the seconds of a collective."""
+        """Return the seconds of the collective of a layout conversion."""
         return self.hardware.estimate_collective(*select_collective(conversion), range(self.device_count)).seconds
 
 
 def list_row_factors(assignment: ShardingAssignment, factors: Factors, device_count: int) -> list[Factor]:
-    """Return the row factors of sums that end whole, which sequence parallelism may shard.
+    """Return the factors by which sequence parallelism may shard the rows of sums that end whole.
 
     Args:
         assignment: An assignment with whole rows.

@@ -1,7 +1,16 @@
-"""Shard ranges: the indices of each factor that each device has, and the index ranges of an axis that follow.
+"""Shard ranges: the indices of each factor that each device has, and the ranges of axis entries that follow from them.
 
-`ShardRanges` divides a factor in the proportions of the devices. `compute_index_ranges` turns the indices of a factor
-into ranges of an axis.
+`ShardRanges` divides a factor in the proportions of the devices. `compute_axis_ranges_of_factor` turns the indices of
+a factor into ranges of entries of an axis.
+
+Example: An axis of 12 entries is (2 segments, 3 heads, 2 places). A device with head 1 has the entries 2 to 3 and 8
+to 9, as pairs (first entry, length):
+
+>>> segments, heads, places = Factor(2), Factor(3), Factor(2)
+>>> compute_index_ranges([[segments, heads, places]], heads, 1, 2)
+((2, 2), (8, 2))
+>>> ShardRanges([1, 2]).ranges_of(heads)
+((0, 1), (1, 3))
 """
 
 from __future__ import annotations
@@ -15,14 +24,18 @@ from .axes import Factor, compute_product_size
 def compute_index_ranges(
     axis: Sequence[Sequence[Factor]], factor: Factor, first_index: int, end_index: int
 ) -> tuple[IndexRange, ...]:
-    """Return the entries of an axis with an index of `factor` in ``[low, high)``; segments without the factor are
-    whole.
+    """Return the entries of an axis that a device has if it has the indices `first_index` to `end_index` of a factor.
+
+    Segments without the factor are whole.
 
     Args:
         axis: The segments of the axis.
         factor: The sharded factor.
         first_index: The first index of the device.
-        end_index: The end of the indices of the device.
+        end_index: The end of the indices of the device, exclusive.
+
+    Returns:
+        Pairs (first entry, length).
     """
     runs: list[IndexRange] = []
     start = 0
@@ -40,7 +53,7 @@ def compute_index_ranges(
 
 
 def merge_ranges(ranges: Sequence[IndexRange]) -> tuple[IndexRange, ...]:
-    """Return `ranges` without empty ranges, with adjacent ranges merged."""
+    """Return ranges (first entry, length) without empty ranges, with adjacent ranges merged."""
     merged: list[IndexRange] = []
     for offset, length in ranges:
         if length and merged and sum(merged[-1]) == offset:
@@ -56,15 +69,18 @@ def factor_ranges_from_layout(
     factor: Factor,
     ranges_by_device: Sequence[Sequence[IndexRange]],
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return the indices of `factor` that each device has if the entries of an axis have the ranges `ranges_by_device`.
+    """Return the indices of a factor that each device has, from the entries of an axis that it has.
 
-    The result is None if the layout cannot be expressed by indices of `factor`.
+    This is the inverse of `compute_axis_ranges_of_factor`.
 
     Args:
         axis: The segments of the axis.
-        segment_number: The number of the segment.
+        segment_number: The number of the segment that has the factor.
         factor: A factor of the segment.
-        ranges_by_device: The index ranges of each device.
+        ranges_by_device: The entries of the axis that each device has.
+
+    Returns:
+        Pairs (first index, end index); None if the layout cannot be expressed by indices of `factor`.
     """
     start, size = sum(map(compute_product_size, axis[:segment_number])), compute_product_size(axis[segment_number])
     indices: list[tuple[int, int]] = []
@@ -81,7 +97,7 @@ def factor_ranges_from_layout(
 
 
 def _clip_ranges(ranges: Sequence[IndexRange], start: int, stop: int) -> tuple[IndexRange, ...]:
-    """Return the parts of `ranges` in ``[start, stop)``, counted from `start`."""
+    """Return the parts of ranges within ``[start, stop)``, with entry numbers counted from `start`."""
     return merge_ranges([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in ranges])
 
 
@@ -92,7 +108,7 @@ A factor is large if each device gets at least `MIN_GRAINS_PER_DEVICE` blocks.""
 
 
 class ShardRanges:
-    """Divides factors over devices in given proportions, by largest remainder.
+    """Divides factors over devices in given proportions, by the largest remainder method.
 
     A device that loses by rounding in one factor gains in a later factor of the same size. So over many layers each
     device gets its proportion. The ranges of a factor are computed once.
@@ -108,7 +124,7 @@ class ShardRanges:
         return len(self.proportions)
 
     def ranges_of(self, factor: Factor) -> tuple[tuple[int, int], ...]:
-        """Return the indices ``[low, high)`` of `factor` of each device."""
+        """Return for each device its indices of a factor, as a pair (first index, end index)."""
         if factor not in self._assigned_ranges:
             grain = self._choose_granularity(factor.size)
             size, remainders = (
@@ -128,13 +144,15 @@ class ShardRanges:
         return self._assigned_ranges[factor]
 
     def assign_ranges(self, factor: Factor, ranges_by_device: tuple[tuple[int, int], ...] | None) -> None:
-        """Assign `ranges_by_device` to a factor without ranges; divide it by the proportions if `ranges_by_device` is None."""
+        """Give a factor without ranges the indices of `ranges_by_device`, or for None indices by the proportions."""
         if ranges_by_device is not None:
             self._assigned_ranges.setdefault(factor, ranges_by_device)
         self.ranges_of(factor)
 
     def _choose_granularity(self, factor_size: int) -> int:
-        """Return the block size in which a factor of this size is divided."""
+        """Return the number of indices in which a factor of this size is divided: `ROW_GRANULARITY`, or 1 for small
+        factors.
+        """
         return (
             ROW_GRANULARITY
             if factor_size % ROW_GRANULARITY == 0 and factor_size >= ROW_GRANULARITY * MIN_GRAINS_PER_DEVICE * len(self)

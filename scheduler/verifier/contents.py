@@ -61,7 +61,7 @@ class BufferContents:
         ranges[first:last] = [content for _, content in new]
 
     def find_content(self, extent: tuple[int, int, int]) -> tuple[int, object]:
-        """Return the byte at which the value begins that holds all bytes of `extent`, and the value, or None for mixed
+        """Return the first byte and the value of the content that has all bytes of `extent`; (start, None) for mixed
         content.
         """
         buffer, start, end = extent

@@ -227,7 +227,7 @@ class _PlanCheck:
     # ---------------------------------------------------------------------------------------------------- layouts
 
     def _list_device_entries(self, value: Value, layout: Layout | None) -> list[tuple[IndexRanges, ...] | None] | str:
-        """Return for each device its entries of `value` (None without any), or text that tells why the layout is wrong."""
+        """Return for each device its entries of `value` (None without any), or text about the fault of the layout."""
         full = tuple(map(make_full_index, value.shape))
         if isinstance(layout, Local):
             if not layout.devices or not all(0 <= d < self.device_count for d in layout.devices):

@@ -152,7 +152,7 @@ class _ProgramCheck:
             yield f"its arena has {program.buffers[0].nbytes} bytes, but its contents need {memory.arena_end}"
 
     def _can_remain(self, content: object, buffer: BufferSpec) -> bool:
-        """Return whether a buffer may have this content after the run: the new state, else the content from before it."""
+        """Return whether a buffer may have this content after the run: the new state, else the content before it."""
         if buffer.kind != "state" or buffer.name not in self.updates:
             return isinstance(content, Value) and (content.node.op, content.node.name) == (buffer.kind, buffer.name)
         state, new = self.updates[buffer.name]

@@ -101,7 +101,7 @@ def _make_prefix_index(axis_size: int, entry_count: int) -> IndexRanges:
 
 
 def _require_equal_attrs(declared: Op[Any], graph_node: OpInstance, device_node: OpInstance) -> None:
-    """Raise `RestrictionError` if an attribute differs that must be equal on a device (`list_attrs_that_may_differ`)."""
+    """Raise `RestrictionError` if an attribute differs that must be equal on a device."""
     theirs, local = device_node.attrs_by_name, list_local_attrs(declared)
     for name, value in graph_node.attrs:
         if name in local or (found := theirs.get(name)) is value:
@@ -148,7 +148,7 @@ class _DimensionIndices:
 
 
 def _intersect_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: str) -> AxisEntries:
-    """Return entries that fit two operands, and the digits that both ignore. Raises `RestrictionError` if they differ."""
+    """Return entries that fit two operands, and the digits that both ignore; `RestrictionError` if they differ."""
     index = find_common_index(*entries, *other_entries)
     if index is None:
         raise RestrictionError(

@@ -103,7 +103,7 @@ class DeviceRepetitions:
                 yield f"output {output!r} belongs to a repetition"
 
     def _is_carry_placeholder(self, node: Node) -> bool:
-        """Return whether a node before all repetitions stands for a value that the first repetition reads as carried."""
+        """Return whether a node before all repetitions stands for a value that the first repetition reads."""
         return (
             self.shortened_graph.short_repetitions.position_if_carried(split_numbered_name(node.name)[0], 0) is not None
         )

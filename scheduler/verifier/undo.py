@@ -293,7 +293,7 @@ def _is_row_index(index: Tensor, table: Tensor) -> bool:
 
 
 def _require_tensor(tensor: Tensor | None) -> Tensor:
-    """Return `tensor`; the caller has checked that it is not None."""
+    """Return `tensor`, which the caller knows to be present."""
     assert tensor is not None
     return tensor
 

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 MODULES = (
-    *("sharding.axes", "sharding.factors", "sharding.states", "sharding.assign"),
+    *("sharding.axes", "sharding.factors", "sharding.states", "sharding.assign", "sharding.shares"),
     *("verifier.indices", "verifier.restrict", "verifier.summands", "verifier.value_numbering"),
 )
 
