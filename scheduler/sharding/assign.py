@@ -56,7 +56,7 @@ from .states import FactorLayout, FactorShard, RoutedPartial, find_conversion_pa
 
 @dataclass(frozen=True, slots=True)
 class LayoutConversion:
-    """Before `reader_node` runs, `value` changes from `source_layout` to `target_layout`.
+    """A change of `value` from `source_layout` to `target_layout`, before `reader_node` runs.
 
     `reader_node` is None for conversions of outputs and state updates.
     """
@@ -74,7 +74,7 @@ class LayoutConversion:
 
 @dataclass(slots=True)
 class ShardingAssignment:
-    """The factor layout of every value and node, and the layout conversions.
+    """The factor layout of every value and node of a graph, and the layout conversions.
 
     - `produced_layouts`: the layout in which each value is produced.
     - `node_layouts`: for each node its `FactorShard`, `Replicate` if every device computes all of it, the partial sum
@@ -99,14 +99,16 @@ class ShardingAssignment:
 
 
 def list_operands(node: Node) -> list[tuple[str, Value]]:
-    """Return the names and values of the operands that are present."""
+    """Return the name and the value of each operand of a node that is present."""
     return [(n, s) for n, s in zip(op_of(node).operand_names, node.src, strict=False) if s is not None]
 
 
 def find_indexed_operand(node: Node) -> tuple[str, Value, Sequence[str]]:
-    """Return the name of the indexed operand, the value with the row numbers, and the names of jointly linear operands.
+    """Return the table that a node looks up rows in, the row numbers, and the operands that are added to the rows.
 
-    The jointly linear operands are the indexed operand and the operands that are added to it.
+    Returns:
+        The name of the table operand; the value with the row numbers; the names of the table and of the added
+        operands.
     """
     declared = op_of(node)
     looked_up = declared.signature_for(node.attrs).indexed_dimension
@@ -125,7 +127,7 @@ def propagate_layouts(
     row_factor: Factor | None = None,
     early_sums: Container[Value] = frozenset(),
 ) -> ShardingAssignment:
-    """Propagate the chosen factors to all values; where two layouts differ, insert a layout conversion.
+    """Derive the layouts of all values from the chosen factors; where two layouts differ, insert a layout conversion.
 
     A weight that one node needs whole stays whole on every device. Nodes that can use a slice of it take the slice.
 
@@ -149,7 +151,7 @@ def propagate_layouts(
 def propagate_with_replicated_weights(
     propagate: Callable[[frozenset[Value]], ShardingAssignment],
 ) -> ShardingAssignment:
-    """Repeat the propagation until it knows every weight that stays whole, and return the last assignment.
+    """Repeat a propagation until it knows every weight that stays whole, and return the last assignment.
 
     Args:
         propagate: Propagates the layouts for a given set of replicated weights.
@@ -165,7 +167,7 @@ def propagate_with_replicated_weights(
 
 
 class LayoutPropagation:
-    """One propagation over the graph, operands first."""
+    """One propagation of layouts through a graph, operands first, by the rules at the head of this module."""
 
     def __init__(
         self,
@@ -197,13 +199,14 @@ class LayoutPropagation:
         self.final_values = {*graph.outputs.values(), *graph.updates.values()}
 
     def propagate(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
-        """Visit all nodes and return the assignment."""
+        """Assign layouts to all nodes in order, add the conversions of outputs, and return the assignment."""
         for node in self.graph.nodes:
             self._visit_node(node)
         self._visit_outputs(replicated_values)
         return self.assignment
 
     def _visit_node(self, node: Node) -> None:
+        """Assign the layouts of the operands and results of a node."""
         if node.is_leaf:
             self._visit_leaf(node)
         else:
@@ -220,6 +223,7 @@ class LayoutPropagation:
             self._add_conversions(new, self.assignment.produced_layouts[state], None)
 
     def _visit_leaf(self, node: Node) -> None:
+        """Assign the layout of a leaf: a fixed one, a shard of its largest chosen factor, or `Replicate`."""
         value = node.results[0]
         if (fixed_layout := self.pins.leaves.get(value)) is not None:
             self.assignment.produced_layouts[value] = fixed_layout
@@ -248,6 +252,7 @@ class LayoutPropagation:
         return sorted(dict.fromkeys(ordered), key=lambda f: -f.size)
 
     def _visit_computation(self, node: Node) -> None:
+        """Assign layouts to a node that computes, by the first of the seven rules that applies."""
         by: FactorLayout
         wants: tuple[FactorLayout, ...]
         results: tuple[FactorLayout, ...]
@@ -275,9 +280,7 @@ class LayoutPropagation:
             self.stored_values.add(node.results[0])
 
     def _choose_factor(self, node: Node) -> Factor | None:
-        """Return the factor that shards `node`: the best legal one of its sharded operands and stored operands, or
-        None.
-        """
+        """Return the legal factor of sharded or stored operands with the most operand bytes, or None (rules 2 to 4)."""
         candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
             layout = self.assignment.produced_layouts[source]
@@ -292,7 +295,7 @@ class LayoutPropagation:
         return max(legal, key=lambda f: (f is not self.row_factor, self._count_operand_bytes(node, f)), default=None)
 
     def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
-        """Return whether `node` reads a partial sum that can be scattered by the factor `row_factor`."""
+        """Return whether `node` reads a partial sum that a reduce-scatter can scatter by `row_factor` (rule 6)."""
         uses = self.factors.roles_of(node)
         if (
             row_factor in uses.coupled_factors
@@ -310,8 +313,8 @@ class LayoutPropagation:
     def _can_shard_node(self, node: Node, factor: Factor, roles: FactorRoles) -> bool:
         """Return whether `factor` can shard `node`.
 
-        Legal are two cases. Either every result has the factor, or it is contracted or indexed and all results lack it.
-        In the second case, each term of the sum is on one device.
+        Legal are two cases. Either every result has the factor, or it is contracted or indexed and all results lack
+        it. In the second case, each term of the sum is on one device.
         """
         has = [factor in self.factors.factors_of(v) for v in node.results]
         if factor is roles.indexed_factor:
@@ -330,7 +333,7 @@ class LayoutPropagation:
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.factors_of(s))
 
     def _choose_lookup_layouts(self, node: Node, factor: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
-        """Return the layouts of the operands and of the result of a lookup in a table that `factor` shards.
+        """Return the operand layouts and the result layout of a lookup in a table that `factor` shards (rule 4).
 
         Each device looks up the rows of its shard. An operand that is added to the rows is read as a partial sum, so
         that it counts once.
@@ -355,17 +358,17 @@ class LayoutPropagation:
 
     @staticmethod
     def _keeps_routing(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
-        """Return whether `node` produces a value with the same routing from an operand with the routing `routed_layout`."""
+        """Return whether a routed partial sum in `operand` gives a result that is routed by the same row numbers."""
         specs = [None if s is None else s.spec for s in node.src]
         places = [i for i, s in enumerate(node.src) if s == operand]
         count = len(routed_layout.index_operand.shape)
         return all(op_of(node).keeps_leading_axes(specs, node.specs[0], node.attrs, i, count) for i in places)
 
     def _choose_unsharded_layouts(self, node: Node) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
-        """Return the layouts of operands and results without a factor.
+        """Return the operand layouts and the result layout of a node without a factor (rules 5 and 7).
 
-        All operands are whole, or partial sums stay as they are. They stay if the op is linear in them, all their users
-        pass them on, and the results are not larger.
+        Partial sums stay if the op is linear in them, all their users pass them on, and the results are not larger.
+        Otherwise all operands are whole.
         """
         layouts, named = self.assignment.produced_layouts, list_operands(node)
         partial = {s for s in node.inputs if layouts[s].is_partial and not self._is_converted(s, REPLICATE)}
@@ -386,7 +389,7 @@ class LayoutPropagation:
         return whole, REPLICATE
 
     def _find_common_routing(self, node: Node, partial_operands: set[Value]) -> RoutedPartial | None:
-        """Return the common routing of the operands in `partial_operands` if zeros in all of them give zeros; otherwise None."""
+        """Return the routed layout that all these operands share, if zeros in all of them give zeros; else None."""
         routed, *others = {self.assignment.produced_layouts[s] for s in partial_operands}
         if (
             others
@@ -402,7 +405,7 @@ class LayoutPropagation:
         )
 
     def _accepts_partial_sum(self, reader_node: Node, value: Value) -> bool:
-        """Return whether `reader_node` can read `value` as a partial sum."""
+        """Return whether a node can read `value` as a partial sum and pass the partial sum on."""
         if reader_node in self.pins.nodes or value in self.early_sums:
             return False
         declared, layout = op_of(reader_node), self.assignment.produced_layouts[value]
@@ -421,10 +424,7 @@ class LayoutPropagation:
         return value not in self.final_values and len(places) == 1 and places[0] in names and not has_sharded_operand
 
     def _add_conversions(self, value: Value, target_layout: FactorLayout, reader_node: Node | None) -> None:
-        """Add the conversions that `reader_node` needs to read `value` in layout `target_layout`.
-
-        A slice of a value that is whole already sends no bytes.
-        """
+        """Add the conversions that `reader_node` needs to read `value` in layout `target_layout`, unless they exist."""
         source_layout = self.assignment.produced_layouts[value]
         if not find_conversion_path(source_layout, target_layout) or self._is_converted(value, target_layout):
             return
@@ -436,11 +436,11 @@ class LayoutPropagation:
             source_layout = state
 
     def _is_converted(self, value: Value, layout: FactorLayout) -> bool:
-        """Return whether the value exists in this layout at the current node."""
+        """Return whether an earlier conversion gives `value` this layout."""
         return (value, layout) in self.converted_layouts
 
     def _is_stored(self, value: Value) -> bool:
-        """Return whether the value is a weight, a state or a view of one that was visited already."""
+        """Return whether `value` is a weight, a state or a view of one; its shards save bytes to store and to read."""
         return value in self.stored_values
 
     def _record_conversion(self, conversion: LayoutConversion) -> None:

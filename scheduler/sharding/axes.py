@@ -174,7 +174,7 @@ def split_axis_at(axis: Axis, first_entries: Iterable[int]) -> bool:
 
 
 def _find_segment_around(axis: Axis, entry: int) -> tuple[list[Factor], int] | None:
-    """Return the segment that has entries on both sides of `entry`, and the offset in it; None at a segment boundary."""
+    """Return the segment with entries on both sides of `entry`, and the offset in it; None at a segment boundary."""
     before, ahead = entry, list(reversed(axis))
     while ahead and before > 0:
         product = list_root_factors(ahead.pop())

@@ -42,7 +42,7 @@ again."""
 
 
 def find_token_factor(assignment: ShardingAssignment, factors: Factors) -> Factor | None:
-    """Return the token factor of the partial sums if it is large enough for two chunks, otherwise None."""
+    """Return the token factor of the partial sums, if it is large enough for two overlap chunks, or None."""
     rows = [
         f
         for f in list_row_factors(assignment, factors, CHUNK_COUNTS[0])
@@ -53,7 +53,7 @@ def find_token_factor(assignment: ShardingAssignment, factors: Factors) -> Facto
 
 @dataclass(frozen=True, slots=True)
 class OverlapChunks:
-    """The number of chunks, and the condition for sequence parallelism.
+    """The number of overlap chunks, and the condition for sequence parallelism within each chunk.
 
     With `required_saving_seconds`, each chunk is sharded by tokens if that saves more seconds of compute.
     """
@@ -77,7 +77,7 @@ def partition_in_chunks(
     first_sequence_number: int = 0,
     replicated_outputs: Container[Value] = frozenset(),
 ) -> PartitionedGraphs | None:
-    """Emit the graphs of `partition_graph` in `chunk_count` chunks between two sums; None if that is impossible.
+    """Partition a graph over devices, with the nodes around each sum split into chunks of tokens.
 
     Args:
         graph: The graph to partition.
@@ -88,6 +88,9 @@ def partition_in_chunks(
         chunk_count: The number of chunks.
         first_sequence_number: The sequence number of the first collective.
         replicated_outputs: Outputs that end whole on every device.
+
+    Returns:
+        The graphs of all devices, or None if a node needs all tokens of a device at once.
     """
     token_ranges = (
         [shard_ranges.ranges_of(token_factor)[d] for d in range(len(shard_ranges))]
@@ -117,7 +120,7 @@ def split_into_chunks(
     chunk_count: int,
     token_ranges: Sequence[tuple[int, int]] = (),
 ) -> PartitionedGraphs | None:
-    """Split the nodes around each all-reduce into `chunk_count` chunks of tokens, so that chunks overlap its communication.
+    """Split the nodes around each all-reduce into chunks of tokens, so that computation and communication overlap.
 
     Returns None if a node needs the tokens of all chunks of a device together.
 
@@ -150,7 +153,10 @@ def split_into_chunks(
 
 
 class _TokenRanges:
-    """The tokens in `chunk_count` chunks, and the range of each chunk on this device if chunks are sharded."""
+    """The token ranges of the chunks, and with sharded tokens the range of each chunk on each device.
+
+    `chunk_bounds` has the first token and the end of each chunk.
+    """
 
     def __init__(
         self, device: int, token_factor: Factor, chunk_count: int, token_ranges: Sequence[tuple[int, int]]
@@ -171,7 +177,12 @@ class _TokenRanges:
         """The index ranges of each chunk on each device, from the start of the chunk."""
 
     def count_tokens(self, *, is_share: bool, chunk_number: int | None = None) -> int:
-        """Return the number of tokens of chunk `chunk_number`, or of all; with `is_share` only the tokens of this device."""
+        """Return the number of tokens of a chunk.
+
+        Args:
+            is_share: Whether to count only the tokens of this device.
+            chunk_number: The number of the chunk; None for all tokens.
+        """
         if is_share:
             return sum(
                 n
@@ -187,7 +198,7 @@ class _TokenRanges:
 
 
 class _ChunkedGraph:
-    """One graph during the split: for each value its chunks, the whole value, or both."""
+    """One device graph during its split: for each value its chunks, the whole value, or both."""
 
     def __init__(
         self, graph: Graph, source_nodes: Mapping[Node, Node], factors: Factors, token_ranges: _TokenRanges
@@ -217,7 +228,11 @@ class _ChunkedGraph:
         )
 
     def build_graph(self, first_chunk_numbers: Mapping[int, int]) -> Graph:
-        """Return the graph in chunks; `first_chunk_numbers` maps each sequence number to the number of its first chunk."""
+        """Return the graph in chunks.
+
+        Args:
+            first_chunk_numbers: For each sequence number of the unsplit graph the sequence number of its first chunk.
+        """
         self.sequence_numbers = first_chunk_numbers
         for node in self.graph.nodes:
             if node in self.chunked_nodes:
@@ -232,10 +247,10 @@ class _ChunkedGraph:
         )
 
     def _is_per_token(self, node: Node) -> bool:
-        """Return whether a node treats each token separately, or converts the layout of a value with tokens.
+        """Return whether a node may be computed in chunks of tokens, and store the token axes of its results.
 
-        Such a conversion sums, scatters or gathers the tokens, or is zeros in their place. The axes of the results are
-        stored.
+        It may be if it treats each token separately. It also may be if it is a conversion that sums, scatters or
+        gathers the tokens, or zeros in their place.
         """
         if node not in self.origins and node.inputs and node.inputs[0] in self.token_axes:
             return self._is_token_conversion(node, node.inputs[0])
@@ -264,8 +279,9 @@ class _ChunkedGraph:
         return True
 
     def _is_token_conversion(self, node: Node, token_value: Value) -> bool:
-        """Return whether a conversion sums, scatters or gathers tokens, or is zeros in their place; store its token
-        axis.
+        """Return whether a conversion may be split into chunks of tokens, and store the token axis of its result.
+
+        It sums, scatters or gathers the tokens of `token_value`, or is zeros in their place.
         """
         axis, is_share = self.token_axes[token_value], token_value in self.sharded_values
         runs = self.token_ranges.ranges_by_device
@@ -283,8 +299,12 @@ class _ChunkedGraph:
         return False
 
     def _find_token_axis(self, value: Value, local_value: Value, is_share: bool) -> int | None:
-        """Return the axis of `local_value` with the tokens alone, all of them or only the tokens of this device; otherwise
-        None.
+        """Return the number of the axis of `local_value` that has the tokens and nothing else, or None.
+
+        Args:
+            value: The value of the unsharded graph.
+            local_value: The value on the device.
+            is_share: Whether the device has only its shard of the tokens.
         """
         axes = self.factors.axes_of(value)
         at = next((n for n, axis in enumerate(axes) if axis == [[self.token_factor]]), None)
@@ -295,7 +315,7 @@ class _ChunkedGraph:
         )
 
     def _find_chunked_nodes(self) -> set[Node]:
-        """Return the nodes that are computed in chunks."""
+        """Return the nodes that are computed in chunks: all per-token nodes that follow the first chunked nodes."""
         first, parted = self._find_first_chunked_nodes(), set[Node]()
         for node in self.graph.nodes:
             if node in self.per_token_nodes and (node in first or any(s.node in parted for s in node.inputs)):
@@ -320,7 +340,7 @@ class _ChunkedGraph:
         return found
 
     def _build_node(self, node: Node, chunk_number: int | None = None) -> Node:
-        """Return a whole node, or its chunk `chunk_number`."""
+        """Return a node for all tokens, or with `chunk_number` for one chunk, with operands of the same tokens."""
         src = [
             None if s is None else self._join_chunks(s) if chunk_number is None else self._slice_chunk(s, chunk_number)
             for s in node.src
@@ -337,7 +357,7 @@ class _ChunkedGraph:
         return op_of(node).build_node(src, attrs, name)
 
     def _localise_attributes(self, node: Node, chunk_number: int) -> Mapping[str, Attr]:
-        """Return the attributes of a chunk that state a shape, or the tokens of each device."""
+        """Return the attributes of a chunk's node that state a shape, or the token ranges of each device."""
         result, runs = node.results[0], self.token_ranges.chunk_ranges_by_device[chunk_number]
         if node.op in ("reduce_scatter", "all_gather"):
             return {"runs": runs}
@@ -350,7 +370,7 @@ class _ChunkedGraph:
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 
     def _slice_chunk(self, value: Value, chunk_number: int) -> Value:
-        """Return chunk `chunk_number` of a value; a value without tokens is read whole."""
+        """Return a chunk of a value; a value without tokens is returned whole."""
         if value in self.chunk_values:
             return self.chunk_values[value][chunk_number]
         if value not in self.token_axes:
@@ -360,7 +380,7 @@ class _ChunkedGraph:
         return slice_(self.whole_values[value], axis=self.token_axes[value], start=low, stop=high, name=name)
 
     def _join_chunks(self, value: Value) -> Value:
-        """Return a whole value; chunks are joined in pairs."""
+        """Return a whole value; chunks are concatenated in pairs."""
         if value not in self.whole_values:
             parts = self.chunk_values[value]
             while len(parts) > 1:  # in pairs, for the fewest copies
@@ -371,6 +391,6 @@ class _ChunkedGraph:
 
 
 def _find_slice_range(attrs: Attrs) -> tuple[int, int] | None:
-    """Return offset and length of a slice with two given bounds, otherwise None."""
+    """Return (offset, length) of a slice if both bounds are numbers, or None."""
     start, stop = attrs.get("start"), attrs.get("stop")
     return (start, stop - start) if isinstance(start, int) and isinstance(stop, int) else None

@@ -46,7 +46,7 @@ class _LayerSection:
 
 
 def collapse_repeats(graph: Graph) -> CollapsedGraph | None:
-    """Return `graph` with two sections in place of each longer repetition; None if no section is repeated.
+    """Return `graph` with two sections in place of each longer repetition, or None without repetitions.
 
     The first section stands for all but the last. So every section has the same successor as in the original; the
     place of a sum over devices depends on the successor.

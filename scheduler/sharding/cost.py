@@ -120,7 +120,7 @@ class AssignmentCost:
 def select_collective(conversion: LayoutConversion) -> tuple[str, int]:
     """Return the op of the collective that prices a conversion, and the bytes of the whole value.
 
-    A reduce-scatter is priced like the all-gather that follows it.
+    It is an all-reduce for a sum that ends whole. All other conversions are priced as an all-gather.
     """
     is_all_reduce = conversion.source_layout.is_partial and not isinstance(conversion.target_layout, FactorShard)
     return "all_reduce" if is_all_reduce else "all_gather", conversion.value.spec.nbytes

@@ -1,7 +1,7 @@
-"""The SPMD partitioner: write one graph for each device, with local shapes, sliced leaves and collectives.
+"""The SPMD partitioner: emit one graph for each device, with local shapes, sliced leaves and collectives.
 
 Input is a graph with a sharding assignment and the shard ranges of its factors. Devices with equal parts share one
-graph.
+graph. As in GSPMD (Xu et al., 2021), collectives convert a value between the layouts of its node and its readers.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def partition_graph(
 
 
 def _choose_output_layout(layout: FactorLayout) -> FactorLayout:
-    """Return the layout of an output: a partial sum is completed."""
+    """Return the layout in which an output ends: `Replicate` for a partial sum, else its produced layout."""
     return REPLICATE if layout.is_partial else layout
 
 
@@ -104,7 +104,7 @@ def _build_device_key(device: int, assignment: ShardingAssignment, shard_ranges:
 def _find_unread_replicas(
     graph: Graph, graphs: Sequence[Graph], leaf_layouts: Mapping[str, Layout], fixed_values: Container[Value]
 ) -> dict[str, Layout]:
-    """Return the layouts of replicated weights and states that some devices do not read, because of pins."""
+    """Return layouts for replicated weights and states that, because of pins, only some devices read: on these only."""
     read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
     homes: dict[str, Layout] = {}
     for node in graph.nodes:
@@ -127,7 +127,7 @@ def make_unused_name(name: str, taken_names: Container[str]) -> str:
 
 
 def keep_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph:
-    """Keep the collectives of a device in its graph even if the device does not use their results."""
+    """Return `graph` with extra outputs for collectives that the device must call although nothing reads them."""
     there, missing = set(graph.nodes), {}
     for number, value in reversed(list(enumerate(collectives))):  # the last first, as it may read earlier ones
         if value.node not in there:
@@ -157,7 +157,7 @@ class _NodeTemplate:
 
 
 class _LayoutTable:
-    """The layouts of all values, and the sequence numbers of all collectives and messages."""
+    """The layouts of all values, and the sequence numbers of all collectives and messages, for all devices."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _LayoutTable:
         self.node_templates = {node: self._build_template(node) for node in graph.nodes if not node.is_leaf}
 
     def make_form(self, value: Value, factor_layout: FactorLayout) -> _ValueForm:
-        """Return the pair of `value` and its layout on a device, interned.
+        """Return the interned pair of a value and its layout on a device.
 
         A local value is complete on its device. A partial sum gets the layout in which its node produces it.
         """
@@ -203,12 +203,13 @@ class _LayoutTable:
         return self._cached_forms.setdefault((value, factor_layout), _ValueForm(value, factor_layout))
 
     def _build_template(self, node: Node) -> _NodeTemplate:
+        """Return the op, the attributes and the operand forms of a node."""
         declared, wants = op_of(node), iter(self.assignment.operand_layouts[node])
         reads = tuple([None if s is None else self.make_form(s, next(wants)) for s in node.src])
         return _NodeTemplate(declared, declared.normalise_attributes(node.attrs), reads)
 
     def shape_on_device(self, form: _ValueForm, device: int) -> tuple[int, ...]:
-        """Return the shape of the part that `device` has."""
+        """Return the shape of the part of a value that `device` has."""
         if form not in self._cached_shapes:
             layout = self.layout_of(form.value, form.layout)
             self._cached_shapes[form] = tuple(
@@ -217,7 +218,7 @@ class _LayoutTable:
         return self._cached_shapes[form][device]
 
     def layout_of(self, value: Value, factor_layout: FactorLayout) -> Layout:
-        """Return the layout of `value` in factor layout `factor_layout`."""
+        """Return the layout of `value` with index ranges in place of factors."""
         if isinstance(factor_layout, Local):
             return factor_layout
         if isinstance(factor_layout, FixedShard):
@@ -229,6 +230,7 @@ class _LayoutTable:
         return self._cached_shards[value, factor_layout.factor]
 
     def _build_shard(self, value: Value, factor: Factor) -> Shard:
+        """Return the axis of `value` that has `factor`, and the entries of each device, as a layout."""
         for axis, segments in enumerate(self.factors.axes_of(value)):
             if any(factor in s for s in segments):
                 ranges = self.shard_ranges.ranges_of(factor)
@@ -246,7 +248,12 @@ class _DeviceEmitter:
         self.collective_values: list[Value] = []
 
     def emit_graph(self, graph: Graph, output_layouts: Mapping[str, FactorLayout]) -> Graph:
-        """Return the graph of the device; `output_layouts` has the layouts of the outputs."""
+        """Return the graph of the device.
+
+        Args:
+            graph: The graph of the user.
+            output_layouts: The layout in which each output ends.
+        """
         layouts, assignment = self.layouts, self.layouts.assignment
         for node in graph.nodes:
             by = assignment.produced_layouts[node.results[0]] if node.is_leaf else assignment.node_layouts[node]
@@ -287,16 +294,17 @@ class _DeviceEmitter:
         return keep_collectives(Graph(outputs, updates), self.collective_values)
 
     def _is_on_other_device(self, layout: FactorLayout) -> bool:
+        """Return whether only other devices have a value with this layout."""
         return isinstance(layout, Local) and self.device_number not in layout.devices
 
     def _join_collective(self, operand: Value) -> None:
-        """Take part in the collective that makes an operand whole for another device."""
+        """Emit this device's part of the collective that makes an operand whole for a node of another device."""
         layout = self.layouts.assignment.produced_layouts[operand]
         if layout.is_partial or isinstance(layout, FactorShard | FixedShard):
             self._replicate(operand)
 
     def _publish_value(self, value: Value, local_value: Value) -> None:
-        """Store the local part of a value; if only this device has the value, send it to all readers."""
+        """Store the local part of a value; if only this device has the value, send it to all devices that read it."""
         self.local_values[self.layouts.produced_forms[value]] = local_value
         layout = self.layouts.assignment.produced_layouts[value]
         if isinstance(layout, Local) and self.device_number == layout.devices[0]:
@@ -306,11 +314,13 @@ class _DeviceEmitter:
                 )
 
     def _emit_leaf(self, node: Node) -> Value:
+        """Return the leaf with the shape of the part that the device has."""
         value = node.results[0]
         shape = self.layouts.shape_on_device(self.layouts.produced_forms[value], self.device_number)
         return Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name).results[0]
 
     def _emit_node(self, node: Node) -> Sequence[Value]:
+        """Return the results of a node on the local parts of its operands."""
         layouts, assignment, work = self.layouts, self.layouts.assignment, self.layouts.node_templates[node]
         src = [None if form is None else self._value_in_layout(form) for form in work.operand_forms]
         results, attrs, by = node.results, work.attrs, assignment.node_layouts[node]
@@ -331,26 +341,28 @@ class _DeviceEmitter:
             )
         return new_values
 
-    def _count_local_entries(self, layout: Layout, axis: int, axis_size: int) -> int:
+    def _count_local_entries(self, layout: Layout, axis: int, end_entry: int) -> int:
+        """Return how many of the entries before `end_entry` of an axis the device has."""
         return (
-            layout.count_entries_before(self.device_number, axis_size)
+            layout.count_entries_before(self.device_number, end_entry)
             if isinstance(layout, Shard) and layout.axis == axis
-            else axis_size
+            else end_entry
         )
 
     # ---------------------------------------------------------------------------------------------- conversions
 
     def _value_in_layout(self, form: _ValueForm) -> Value:
-        """Return a value in a layout, converted at its first use."""
+        """Return a value in a layout; the first call emits the conversion."""
         if (there := self.local_values.get(form)) is None:
             there = self.local_values[form] = self._convert(form.value, form.layout)
         return there
 
     def _replicate(self, value: Value) -> Value:
+        """Return the whole value, converted if needed."""
         return self._value_in_layout(self.layouts.make_form(value, REPLICATE))
 
     def _convert(self, value: Value, target_layout: FactorLayout) -> Value:
-        """Convert `value` to a layout in which the device does not have it yet."""
+        """Emit the conversion of a value to a layout in which the device does not have it yet."""
         source_layout = self.layouts.assignment.produced_layouts[value]
         if isinstance(source_layout, Local) and target_layout is REPLICATE:
             return self._emit_receive(value, source_layout)
@@ -367,7 +379,7 @@ class _DeviceEmitter:
         return new
 
     def _emit_receive(self, value: Value, layout: Local) -> Value:
-        """Receive a value that only one device has."""
+        """Emit a message that receives a value from the device that has it."""
         source, number = layout.devices[0], self.layouts.message_numbers[value][self.device_number]
         name = f"{self.layouts.node_names[value.node]}.from.{source}"
         new = receive(shape=value.shape, dtype=value.dtype, source=source, sequence=number, name=name)
@@ -375,7 +387,7 @@ class _DeviceEmitter:
         return new
 
     def _emit_collective(self, value: Value, source_layout: FactorLayout, target_layout: FactorLayout) -> Value:
-        """Emit the collective that converts `value` from layout `source_layout` to layout `target_layout`."""
+        """Emit the collective that converts a value from one layout to another."""
         mine = self.local_values[self.layouts.produced_forms[value]]
         number, label = self.layouts.sequence_numbers[value, target_layout], self.layouts.node_names[value.node]
         before, after = self.layouts.layout_of(value, source_layout), self.layouts.layout_of(value, target_layout)
@@ -398,6 +410,7 @@ class _DeviceEmitter:
         )
 
     def _emit_slices(self, value: Value, target_layout: FactorLayout) -> Value:
+        """Return the shard of a whole value that the device needs, as a concatenation of slices."""
         layout = self.layouts.layout_of(value, target_layout)
         assert isinstance(layout, Shard)
         whole = self._replicate(value)

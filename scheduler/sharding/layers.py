@@ -24,12 +24,14 @@ NO_FIXED_VALUES: Mapping[Value, Local] = MappingProxyType({})
 
 
 def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Container[Node] = ()) -> Placement:
-    """Give each device consecutive nodes with about its proportion of the bytes of weights and states.
+    """Return a placement that gives each device consecutive nodes with about its proportion of the stored bytes.
+
+    Stored bytes are the bytes of weights and states; each counts for the first node that reads it.
 
     Args:
         graph: The graph to split.
-        proportions: A number for each device.
-        excluded_nodes: Nodes that do not count: the weights and states that they read are left aside.
+        proportions: The proportion of each device; they need not add up to 1.
+        excluded_nodes: Nodes with weights and states that do not count, because pins place them.
     """
     nodes = [n for n in order_with_state_updates(graph) if not n.is_leaf]
     return _split_by_load(graph, nodes, _compute_new_bytes(nodes, excluded_nodes), proportions)
@@ -38,7 +40,7 @@ def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Con
 def compute_balanced_proportions(
     graph: Graph, device_count: int, hardware: Hardware = DEFAULT_HARDWARE
 ) -> tuple[float, ...]:
-    """Return the proportions of stored bytes with which all devices are predicted to compute for an equal time.
+    """Return proportions of stored bytes for `split_layers` that balance the predicted compute time of all devices.
 
     Args:
         graph: The graph to split.
@@ -71,11 +73,17 @@ def _compute_new_bytes(nodes: Sequence[Node], excluded_nodes: Container[Node] = 
 def _split_by_load(
     graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proportions: Sequence[float]
 ) -> Placement:
-    """Give each device consecutive nodes with about its proportion of `loads`, at points where few bytes cross.
+    """Return a placement that gives each device consecutive nodes with about its proportion of a load.
 
     For each boundary of two devices there is an ideal load before it. A point is near if its load differs from the
     ideal load by at most half the smaller share of the two devices. The near point with the fewest crossing bytes is
     taken.
+
+    Args:
+        graph: The graph to split.
+        nodes: The nodes that compute, in order.
+        loads: The load of each node, such as its seconds or new bytes.
+        proportions: The proportion of each device.
     """
     live = [device for device, proportion in enumerate(proportions) if proportion > 0]
     shares = [proportions[device] / sum(proportions) for device in live]
@@ -95,7 +103,7 @@ def _split_by_load(
 
 
 def placement_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout]) -> Placement:
-    """Return the placement of a graph over weights and states that devices have already.
+    """Return a placement of a graph over weights and states that devices have already.
 
     A node runs on a device that has its weight or state, otherwise on the device of its last operand.
     """
@@ -111,7 +119,7 @@ def placement_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout]) -> 
 
 
 def _compute_crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> list[int]:
-    """Return for each point between nodes the bytes of live values and used states that cross it."""
+    """Return for each point between two nodes the bytes of live values and states in use that cross it."""
     at = {node: i for i, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
     spans: dict[Value, list[int]] = {}
@@ -131,7 +139,7 @@ def _compute_crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> list[int]:
 
 
 def find_home_devices(graph: Graph, placement: Placement) -> dict[Value, int]:
-    """Return the device of each computed value and of each state.
+    """Return the device that has each computed value and each state.
 
     A state is on the device that computes its new value, or else on the device that first reads it.
     """
@@ -149,7 +157,7 @@ def find_home_devices(graph: Graph, placement: Placement) -> dict[Value, int]:
 
 
 def order_by_hops(graph: Graph, placement: Placement) -> Sequence[Node]:
-    """Return the nodes that compute by the largest number of messages on a path to each.
+    """Return the nodes that compute, sorted by the largest number of messages on a path to each.
 
     So a device sends the results of its independent nodes before the results that wait for other devices.
     """
@@ -168,7 +176,7 @@ def emit_placed_graphs(
     fixed_layouts: Mapping[Value, Local] = NO_FIXED_VALUES,
     order: Sequence[Node] = (),
 ) -> PartitionedGraphs:
-    """Emit the graph of every device: its nodes, and the messages that it receives and sends.
+    """Emit the graph of every device for a placement of whole nodes: its nodes, and the messages between devices.
 
     1. A value is sent at most once to each device, as soon as it is computed.
     2. A weight is on every device that reads it.
@@ -196,7 +204,7 @@ def emit_placed_graphs(
 
 
 class _PlacedEmitter:
-    """Visits each node once and adds it to the graph of its device."""
+    """Adds each node to the graph of its device, with sends and receives where a reader is on another device."""
 
     def __init__(
         self,
@@ -237,11 +245,11 @@ class _PlacedEmitter:
             self._value_on_device(self.device_of(value), value)
 
     def device_of(self, value: Value) -> int:
-        """Return the device that has a value at the end."""
+        """Return the device that has a value at the end of a run."""
         return self.home_devices.get(value, 0)
 
     def _value_on_device(self, device: int, value: Value) -> Value:
-        """Return `value` on `device`: computed there, a leaf, or received."""
+        """Return `value` on `device`: computed there, a leaf there, or received with a new message."""
         key = (device, value)
         if key not in self.local_values:
             home = self.home_devices.get(value, device)
@@ -254,6 +262,7 @@ class _PlacedEmitter:
         return self.local_values[key]
 
     def _emit_message(self, value: Value, sender: int, receiver: int) -> Value:
+        """Emit a send of `value` on one device and the receive on another; return the received value."""
         number, self.next_sequence_number = self.next_sequence_number, self.next_sequence_number + 1
         name = f"{value.node.name}.to.{receiver}"
         self.sent_values[sender][make_unused_name(f"sent.{number}", self.graph.outputs)] = send(
@@ -268,6 +277,7 @@ class _PlacedEmitter:
         )
 
     def build_graphs(self) -> tuple[Graph, ...]:
+        """Return the graph of every device, with sent values as outputs."""
         graphs = []
         for device in range(self.device_count):
             outputs = {

@@ -28,7 +28,7 @@ PlacementRules = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A node that only device number `device` computes, with the reason."""
+    """The statement that only one device computes a node, with the reason."""
 
     device: int
     reason: str
@@ -51,7 +51,7 @@ NO_PINS = Pins()
 
 
 def find_stored_leaf(value: Value) -> Node | None:
-    """Return the weight or state that a value is or shows as a view; otherwise None."""
+    """Return the weight or state that a value is, or that it shows as a view; None for other values."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
         node = node.inputs[0].node
@@ -66,16 +66,17 @@ def find_user_pins(
 ) -> dict[Node, Pin]:
     """Return a pin for each node that a placement rule matches.
 
-    A rule matches the name of the node, or of a weight or state that the node reads.
+    A rule matches the name of the node, or of a weight or state that the node reads. The first matching rule counts.
 
     Args:
         graph: The graph to pin.
-        placement_rules: The placement rules.
+        placement_rules: Pairs (regular expression, device name).
         device_names: The names of all devices.
         strict: Whether each rule must match a node.
 
     Raises:
-        PlanError: A pattern is not a regular expression, a device is unknown, or with `strict` a rule matches no node.
+        PlanError: A pattern is not a regular expression, a device is unknown, or with `strict` a rule matches no
+            node.
     """
     pins: dict[Node, Pin] = {}
     if not placement_rules:
@@ -101,6 +102,7 @@ def find_user_pins(
 
 
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a regular expression; raise `PlanError` if it is not one."""
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError, Warning) as why:  # Warning: Python may be set to raise warnings
@@ -108,7 +110,7 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def pin_discrete_choices(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
-    """Pin discrete choices to device 0 if the backends of the group differ.
+    """Pin discrete choices to device 0 if the backends of the group differ; return the pins.
 
     A discrete choice has float operands and integer results. Backends round differently, so near a tie they would
     choose differently.
@@ -120,16 +122,16 @@ def pin_discrete_choices(graph: Graph, group: Sequence[tuple[Backend, Device]]) 
 
 
 def _is_discrete_choice(node: Node) -> bool:
+    """Return whether a node has float operands and integer results."""
     return any(s.dtype.is_float for s in node.inputs) and any(v.dtype.is_integer for v in node.results)
 
 
 def pin_earlier_layouts(
     pins: Pins, graph: Graph, leaf_layouts: Mapping[str, Layout], earlier_layouts: Mapping[str, Layout]
 ) -> Pins:
-    """Return `pins` with the weights and states that have another layout in `earlier_layouts` than in `leaf_layouts`.
+    """Return `pins` with the earlier layout of each weight and state that has another layout in the new plan.
 
-    They keep their earlier layout. Two graphs may slice one weight differently, so a factor of one graph need not exist
-    in the other.
+    Two graphs may slice one weight differently, so a factor of one graph need not exist in the other.
 
     Args:
         pins: The pins so far.
@@ -163,7 +165,7 @@ def pins_from_layouts(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pi
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedNode:
-    """A node `local_node` of the graph of a device that the device does not support, with the reason.
+    """A node of a device's graph that the device does not support, with the reason.
 
     `source_node` is the node of the user's graph for which the planner emitted `local_node`, if there is one.
     """
@@ -204,7 +206,7 @@ def find_unsupported(
 def relocate_unsupported(
     unsupported_nodes: Iterable[UnsupportedNode], pins: NodePins, group: Sequence[tuple[Backend, Device]]
 ) -> dict[Node, Pin]:
-    """Pin each unsupported node to the first device that supports it.
+    """Return a pin for each unsupported node, to the first device that supports it.
 
     Args:
         unsupported_nodes: The unsupported nodes.
@@ -235,7 +237,7 @@ def relocate_unsupported(
 
 
 def extend_pins(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
-    """Return `pins` with the nodes that belong to pinned nodes, which saves copies.
+    """Return `pins` and pins for nodes next to pinned nodes of one device, which saves messages.
 
     1. Views that only pinned nodes of one device read.
     2. Nodes that alone read results of pinned nodes of one device, and read no other computed or stored value.
@@ -263,7 +265,7 @@ def extend_pins(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
 
 
 def pin_leaves(graph: Graph, pins: NodePins) -> Pins:
-    """Return the pins with the weights and states that only pinned nodes read, on the devices of these nodes."""
+    """Return `pins` with layouts of the weights and states that only pinned nodes read: on the devices of these nodes."""
     users = graph.users()
     homes: dict[Value, Local] = {}
     for node in graph.nodes if pins else ():
@@ -276,7 +278,7 @@ def pin_leaves(graph: Graph, pins: NodePins) -> Pins:
 
 
 def list_pinned_nodes(graph: Graph, pins: NodePins) -> tuple[PinnedNodes, ...]:
-    """Return the pinned nodes by device and reason."""
+    """Return the names of the pinned nodes, grouped by device and reason, for the record of the plan."""
     if not pins:
         return ()
     called, groups = assign_names(graph), defaultdict[tuple[int, str], list[str]](list)

@@ -99,7 +99,7 @@ class SequenceParallelOptions:
 
 
 def list_row_factors(assignment: ShardingAssignment, factors: Factors, device_count: int) -> list[Factor]:
-    """Return the factors by which sequence parallelism may shard the rows of sums that end whole.
+    """Return the row factors of sums that end whole, which sequence parallelism may shard.
 
     Args:
         assignment: An assignment with whole rows.

@@ -36,10 +36,10 @@ NO_LEAF_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class FactorChoice:
-    """The factors to shard, the considered alternatives, and the predictions.
+    """The factors to shard, the considered alternatives as text, and predictions for one run.
 
-    `seconds` is the time of a run, and `communication_seconds` the part of it for collectives. `unsharded_seconds` is
-    the time without sharding. `stored_bytes` are the bytes of weights and states on each device.
+    `communication_seconds` is the part of `seconds` for collectives. `unsharded_seconds` is the time without
+    sharding. `stored_bytes` counts weights and states on each device.
     """
 
     factors: frozenset[Factor]
@@ -51,7 +51,7 @@ class FactorChoice:
 
 
 class FactorSearch:
-    """Searches the factors of one graph for any number of devices.
+    """The search for the best set of factors of one graph, for any number of devices.
 
     Repeated layers are scored once. Each set of factors is propagated once for all numbers of devices.
     """
@@ -71,7 +71,7 @@ class FactorSearch:
         )
 
     def choose_factors(self, device_count: int, hardware: Hardware, *, eager: bool = False) -> FactorChoice:
-        """Return the best set of factors for this number of devices.
+        """Return the set of factors with the least predicted time on this number of devices.
 
         Args:
             device_count: The number of devices.
@@ -103,9 +103,7 @@ class _GraphSearch:
     def find_assignment(
         self, chosen_factors: frozenset[Factor], current_factors: frozenset[Factor]
     ) -> ShardingAssignment | None:
-        """Return the assignment for the `chosen_factors` factors, derived from that for the `current_factors` ones; None if they
-        conflict.
-        """
+        """Return the assignment for `chosen_factors`, derived from the one for `current_factors`; None if they conflict."""
         if chosen_factors not in self._assignments:
             base = self._assignments[current_factors]
             assert base is not None
@@ -136,7 +134,7 @@ class _GraphSearch:
     def _score_extensions(
         self, costs: AssignmentCost, group_names: Iterable[str], current: _ScoredFactors
     ) -> dict[str, _ScoredFactors]:
-        """Return the scores of `current` with each of these groups, for groups that can be sharded together with it."""
+        """Return the scores of `current` with each of these groups added, for groups that can be added, by group name."""
         sets = {name: current.factors.union(self.factor_groups[name]) for name in group_names}
         assignments = {
             n: self.find_assignment(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors
@@ -150,7 +148,7 @@ class _GraphSearch:
     def _grow_greedily(
         self, costs: AssignmentCost, unsharded: _ScoredFactors, eager: bool, notes: list[str]
     ) -> _ScoredFactors:
-        """Add one group after another to `unsharded` while that pays, and note each step."""
+        """Add one group of factors after another to `unsharded` while that pays; add a line to `notes` for each step."""
         current = unsharded
         while tried := self._score_extensions(costs, self.factor_groups, current):
             saving_ratios = {
@@ -212,7 +210,7 @@ def _expand_to_full_graph(
     collapsed_factors: Factors,
     chosen_factors: frozenset[Factor],
 ) -> frozenset[Factor] | None:
-    """Return the factors of `graph` at the positions of the `chosen_factors` ones of its collapsed form, in all repetitions.
+    """Return the factors of `graph` at the positions of the factors of its collapsed form, in all repetitions.
 
     None means that the two graphs have different factors.
     """
@@ -253,7 +251,7 @@ MIN_SAVED_PER_COLLECTIVE = 0.1
 
 
 def _compute_saving_ratio(before: Estimate, after: Estimate, eager: bool) -> float:
-    """Return seconds of kernels saved for each second of collectives added; negative if the factors do not pay."""
+    """Return seconds of kernels saved for each second of collectives added; -1 if the factors do not pay."""
     saved = before.compute - after.compute
     added = max(0.0, after.collectives - before.collectives)
     pays = saved > 0 and (saved > MIN_SAVED_PER_COLLECTIVE * added if eager else after.total < before.total)
@@ -261,7 +259,7 @@ def _compute_saving_ratio(before: Estimate, after: Estimate, eager: bool) -> flo
 
 
 def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, has_best_ratio: bool) -> str:
-    """Return the words in which one choice is better than another."""
+    """Return the phrase that says why one set of factors was preferred to another."""
     if not has_best_ratio:
         return "has fewer bytes on each device than"
     faster = chosen.estimate.total <= other.estimate.total
@@ -275,10 +273,10 @@ def _format_cost(cost: Estimate) -> str:
 def group_factors(
     graph: Graph, factors: Factors, node_multiplicity: Mapping[Node, int] = NO_MULTIPLICITY
 ) -> dict[str, list[Factor]]:
-    """Return groups of factors with equal use, by name, without the factors that no plan may shard.
+    """Return groups of factors with equal use, by a name for people, without blocked factors.
 
-    A group shards a weight, or the whole axis of a state. Rows of a state that this graph slices are left out. A later,
-    longer step slices other rows of the same state.
+    A group shards a weight, or the whole axis of a state. Rows of a state that this graph slices are left out. A
+    later, longer step slices other rows of the same state.
 
     Args:
         graph: The graph to search.
@@ -313,10 +311,10 @@ def group_factors(
 
 
 def _describe_group(factors: Factors, factor: Factor, leaf: tuple[Node, int], layer_count: int) -> str:
-    """Return a group of factors in words.
+    """Return the name of a group of factors.
 
-    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of %output.weight
-    (128 pieces)``.
+    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of
+    %output.weight (128 pieces)``.
     """
     node, axis = leaf
     where, word = f"axis {axis} of %{node.name}", factors.describe_factor(factor)
@@ -329,14 +327,9 @@ def _describe_group(factors: Factors, factor: Factor, leaf: tuple[Node, int], la
 
 
 def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]) -> Value | None:
-    """Return a weight or state with two chosen factors, or with one factor in two axes; otherwise None.
+    """Return a weight or state that the chosen factors would shard twice, or None.
 
     A leaf can be sharded along one axis only.
-
-    Args:
-        graph: The graph to shard.
-        factors: The factors of `graph`.
-        chosen_factors: The factors to shard.
     """
     for node in graph.nodes:
         if node.op in ("weight", "state"):
@@ -353,14 +346,10 @@ def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozen
 def describe_factors(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor], leaf_layouts: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """Return (leaf, axis, segment, position) of each chosen factor, which is valid for every graph over the same
-    leaves.
+    """Return for each chosen factor one position (leaf, axis, segment, place in the segment) that identifies it.
 
-    Args:
-        graph: The graph with the factors.
-        factors: The factors of `graph`.
-        chosen_factors: The factors to describe.
-        leaf_layouts: Known layouts of leaves. A leaf that is sharded along another axis does not describe a factor.
+    The positions are valid in every graph over the same leaves. A leaf that `leaf_layouts` shards along another axis
+    is not used.
     """
     named: dict[Factor, tuple[str, int, int, int]] = {}
     for factor, place in _iterate_factor_positions(graph, factors, chosen_factors):
@@ -373,12 +362,9 @@ def describe_factors(
 def describe_all_factors(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """Return the descriptions of `describe_factors` by every leaf with a factor, for graphs over some of the leaves.
+    """Return every position (leaf, axis, segment, place in the segment) of the chosen factors.
 
-    Args:
-        graph: The graph with the factors.
-        factors: The factors of `graph`.
-        chosen_factors: The factors to describe.
+    So a graph over some of the leaves can find them (`factors_from_positions`).
     """
     return frozenset(place for _, place in _iterate_factor_positions(graph, factors, chosen_factors))
 
@@ -397,12 +383,12 @@ def _iterate_factor_positions(
 def factors_from_description(
     graph: Graph, factors: Factors, factor_positions: frozenset[tuple[str, int, int, int]]
 ) -> frozenset[Factor]:
-    """Return the factors of `graph` with these descriptions, which `describe_factors` gave for another graph.
+    """Return the factors of `graph` at positions that `list_factor_positions` returned for another graph.
 
     Args:
         graph: A graph over leaves of the other graph.
         factors: The factors of `graph`.
-        factor_positions: The descriptions; a description without a factor here is ignored.
+        factor_positions: The positions; a position without a factor here is ignored.
     """
     leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
     named = set()
@@ -427,7 +413,7 @@ def assign_shard_ranges(
     Args:
         graph: The graph to shard.
         factors: The factors of `graph`.
-        factor_positions: The sharded factors.
+        factor_positions: The positions of the sharded factors.
         proportions: The share of each device.
         earlier_layouts: Layouts of leaves from an earlier plan.
     """

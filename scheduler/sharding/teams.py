@@ -41,8 +41,8 @@ StageGroups = Sequence[Sequence[int]]
 class PipelineStage:
     """The graph of one pipeline stage.
 
-    `input_values` are its inputs from other stages, and `output_values` its outputs for other stages. Both map names to
-    values of the whole graph.
+    `input_values` are its inputs from other stages, and `output_values` its outputs for other stages. Both map names
+    to values of the whole graph.
     """
 
     graph: Graph
@@ -51,7 +51,7 @@ class PipelineStage:
 
 
 def split_into_groups(devices_per_machine: int, device_count: int) -> list[list[int]]:
-    """Divide the devices into groups of equal size, one after another.
+    """Return the device numbers of each group: consecutive devices in groups of equal size.
 
     A group has the devices of one machine. If all devices are in one machine, the division is the squarest one.
 
@@ -77,7 +77,10 @@ def split_into_groups(devices_per_machine: int, device_count: int) -> list[list[
 
 
 def find_groups_of_programs(programs: Sequence[Program]) -> list[list[int]] | None:
-    """Return the device numbers of each pipeline stage; None unless there are several stages of several devices."""
+    """Return the device numbers of each pipeline stage of a plan, found by the collectives of its programs.
+
+    None means that there are not several stages of several devices.
+    """
     devices, groups = len(programs), find_collective_groups(programs)
     if not any(1 < len(group) < devices for group in groups):
         return None
@@ -104,7 +107,7 @@ def partition_hybrid(
     earlier_layouts: Mapping[str, Layout] | None = None,
     chunks: OverlapChunks = SINGLE_CHUNK,
 ) -> HybridGraphs:
-    """Split a graph into pipeline stages, and partition each over its group.
+    """Split a graph into pipeline stages, and partition each stage over its group of devices.
 
     Args:
         graph: The graph to partition.
@@ -133,7 +136,7 @@ def partition_hybrid(
 def split_into_stages(
     graph: Graph, stage_by_node: Placement, groups: StageGroups, earlier_layouts: Mapping[str, Layout]
 ) -> list[PipelineStage]:
-    """Return the graph of every stage; states stay in the stage that has them already.
+    """Return the graph of every pipeline stage; states stay in the stage that has them already.
 
     Args:
         graph: The graph to split.
@@ -189,7 +192,7 @@ def split_into_stages(
 
 
 class _HybridPartitioner:
-    """The stages, partitioned one after another.
+    """Partitions the stages one after another and numbers the messages between them.
 
     `conflicting_leaves` are the leaves that two stages shard along different axes.
     """
@@ -230,7 +233,7 @@ class _HybridPartitioner:
         self.conflicting_leaves = frozenset(name for name, layout in self.leaf_layouts.items() if layout is None)
 
     def _partition_stage(self, stage_number: int, stage: PipelineStage) -> PartitionedGraphs:
-        """Partition one stage over its group."""
+        """Return the graphs of the devices of one stage."""
         graph, group, factors = stage.graph, self.stage_groups[stage_number], Factors(stage.graph)
         chosen = factors_from_description(graph, factors, self.requested_factors) if len(group) > 1 else frozenset()
         chosen = frozenset(f for f in chosen if f.can_be_sharded)
@@ -289,7 +292,7 @@ class _HybridPartitioner:
         return part
 
     def _number_messages(self, stage_number: int, stage: PipelineStage) -> None:
-        """Number the messages of a stage to later stages."""
+        """Assign a sender, a receiver and a sequence number to each message from a stage to later stages."""
         for name, value in stage.output_values.items():
             for later in range(stage_number + 1, len(self.stages)):
                 for label in (n for n, v in self.stages[later].input_values.items() if v == value):
@@ -327,7 +330,7 @@ class _HybridPartitioner:
         return Shard(axis, tuple(runs))
 
     def build(self) -> PartitionedGraphs:
-        """Return the graphs and layouts of all devices."""
+        """Return the graphs of all devices, with messages, and the layouts of leaves and outputs over all devices."""
         graphs: dict[int, Graph] = {}
         outputs: dict[str, Layout] = {}
         for number, (group, part) in enumerate(zip(self.stage_groups, self.stage_graphs, strict=True)):
@@ -347,7 +350,7 @@ class _HybridPartitioner:
         return PartitionedGraphs(tuple(graphs[d] for d in devices), tuple({} for _ in devices), leaves, ordered)
 
     def _add_messages(self, device: int, graph: Graph, output_values: Mapping[str, Value]) -> Graph:
-        """Return the graph of a device with receives from other stages and sends to them."""
+        """Return the graph of a device with receives in place of stage inputs, and sends of its stage outputs."""
         received = self.received_messages[device]
 
         def rule(node: Node) -> Value | None:
@@ -370,7 +373,7 @@ class _HybridPartitioner:
 
 
 def _find_layout_in_group(layout: Layout, shape: Sequence[int], group: Sequence[int]) -> Layout:
-    """Return the layout of a leaf of this shape within one group."""
+    """Return the layout of a leaf within one group, from its layout over all devices."""
     if isinstance(layout, Shard):
         runs = tuple(layout.index_ranges[d] for d in group)
         return REPLICATE if set(runs) == {((0, shape[layout.axis]),)} else Shard(layout.axis, runs)
