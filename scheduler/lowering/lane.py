@@ -128,7 +128,7 @@ class UnrollableProgram:
 
 
 def make_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> Lane:
-    """Make a device plan that unrolls the graph and the program of `short` at the first access."""
+    """Return a device plan that unrolls the graph and the program of `short` at the first access."""
     device_plan: Lane = object.__new__(Lane)
     for name, value in {"device": device, "backend": backend, "short": short}.items():
         object.__setattr__(device_plan, name, value)
@@ -136,7 +136,10 @@ def make_unrolled_device_plan(device: Device, backend: Backend, short: Unrollabl
 
 
 def unroll_device_plans(device_plans: Sequence[Lane], shortened: ShortenedGraph) -> tuple[Lane, ...]:
-    """Return the device plans of a deep graph from the device plans of its short graph."""
+    """Return the device plans of a deep graph from the device plans of its short graph.
+
+    Device plans with the same program share the unrolled one.
+    """
     shorts: dict[tuple[int, int], UnrollableProgram] = {}
     for device_plan in device_plans:
         shorts.setdefault(
@@ -152,7 +155,7 @@ def unroll_device_plans(device_plans: Sequence[Lane], shortened: ShortenedGraph)
 
 
 def find_first_equal_devices(device_plans: Sequence[Lane]) -> list[int]:
-    """Return for each device plan the number of the first one with the same program, which may be its own."""
+    """Return for each device plan the number of the first device plan with the same program, which may be its own."""
     first: dict[int, int] = {}
     return [first.setdefault(id(device_plan.program), number) for number, device_plan in enumerate(device_plans)]
 
@@ -160,9 +163,9 @@ def find_first_equal_devices(device_plans: Sequence[Lane]) -> list[int]:
 def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
     """Return for each device its collective group: the devices, itself included, that call the same collectives.
 
-    Devices with a collective of the same number call it together. The verifier checks that all collectives of a device
-    have one group. Messages pass between any two devices. Without collectives, all devices are one group, and its
-    messages take the shortest path.
+    Devices with a collective of the same number call it together. The verifier checks that all collectives of a
+    device have one group. Messages pass between any two devices. Without collectives, all devices are one group, and
+    its messages take the shortest path.
     """
     numbers: list[int | None] = []
     known: dict[int, int | None] = {}
@@ -182,7 +185,7 @@ def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...]
 def build_device_plans(
     graphs: Sequence[Graph], group: Devices, shortened: ShortenedGraph | None = None
 ) -> tuple[Lane, ...]:
-    """Build the device plan of each device from its graph.
+    """Return the device plan of each device: the lowered form of its graph, and its program.
 
     1. Structurally equal graphs on devices of one kind are lowered once, with numbers as names.
     2. Each of these graphs gets a copy of the program with its own names. Equal graphs share the copy.
@@ -228,7 +231,7 @@ def build_device_plans(
 def _find_device_repetitions(
     graph: Graph, is_alone: bool, shortened: ShortenedGraph | None
 ) -> DeviceRepetitions | None:
-    """Return the repetitions of the lowered `graph`; unless `is_alone`, its nodes have numbers as names."""
+    """Return the repetitions of a device graph; its nodes have numbers as names, except with `is_alone`."""
     if shortened is None or is_alone:
         return None if shortened is None else DeviceRepetitions(shortened)
 

@@ -1,4 +1,12 @@
-"""Lowering of one graph to a program: nodes in execution order, and a buffer location for each value."""
+"""Lowering of one graph to a program: the execution order of the nodes, and a buffer location for each value.
+
+1. Insert copies where a kernel or a state update needs them (`strides`, `order`).
+2. Choose the execution order, and the states that are updated in place (`order`).
+3. Ask the backend for groups of nodes that it runs in one kernel, and move the nodes of a group together.
+4. Add the saves of states, so that a failed run can be undone (`undo`).
+5. Choose the values that share memory, and the offset of each value in the arena (`arena`).
+6. Build the instructions.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +68,8 @@ def lower_with_state_saves(
         backend: The backend of the device.
         device: The device.
         repetitions: The repetitions of the graph, if they may be unrolled.
-        fused_groups: Known groups of nodes that the backend runs in one kernel. An entry is used if its order is valid for
-            this graph. Otherwise the backend is asked, and its answer is stored.
+        fused_groups: Known groups of nodes that the backend runs in one kernel. An entry is used if its order is
+            valid for this graph. Otherwise the backend is asked, and its answer is stored.
     """
     graph, views = insert_dense_copies(add_required_copies(graph), backend.reads_strided)
     order = choose_execution_order(
@@ -90,7 +98,7 @@ def lower_with_state_saves(
 
 
 def require_device_support(graph: Graph, backend: Backend, device: Device) -> None:
-    """Raise `PlanError` that names the first node without support on the device."""
+    """Raise `PlanError` that names the first node that the device does not support."""
     for node in graph.nodes:
         if node.is_leaf or op_of(node).is_view:
             continue
@@ -122,10 +130,12 @@ def _split_groups_by_repetition(
 
 @dataclass(frozen=True, slots=True)
 class _MemorySlots:
-    """The sharing of memory between values.
+    """The sharing of memory between values, and the steps until which memory is needed.
 
-    `slot_of` maps a base value to the value that owns its memory. `overlap_end_by_node` has the last step that overlaps
-    a collective.
+    - `slot_of`: maps a base value to the value that owns its memory, if another value does.
+    - `last_reading_step`: the last step that reads the memory of a value.
+    - `step_by_node`: the step of each node.
+    - `overlap_end_by_node`: the last step that overlaps a collective.
     """
 
     slot_of: Mapping[Value, Value]
@@ -137,8 +147,8 @@ class _MemorySlots:
 class _ProgramBuilder:
     """The builder of the program of one graph.
 
-    The backend may run the nodes of a group in `groups` in one kernel. So no node of a group writes memory that another
-    node of the group reads. With `is_roomy` no memory is reused, so only the graph limits the groups.
+    The backend may run the nodes of a group in `groups` in one kernel. So no node of a group writes memory that
+    another node of the group reads. With `is_roomy` no memory is reused, so only the graph limits the groups.
     """
 
     def __init__(
@@ -179,6 +189,7 @@ class _ProgramBuilder:
         self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers()
 
     def build_program(self) -> Program:
+        """Return the program: each node after the saves of the states that it overwrites, and at the end state copies."""
         instructions: list[Instruction] = []
         undo: list[tuple[int, Instruction]] = []
         for node in (*self.ordered_nodes, None):
@@ -201,21 +212,23 @@ class _ProgramBuilder:
         )
 
     def list_node_numbers(self, instruction_groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return the numbers of the nodes that these instructions of the program compute."""
+        """Return the numbers of the nodes that groups of instructions compute, group by group."""
         instructions = self.build_program().instructions
         numbers = ([instructions[n].index for n in group if instructions[n].index >= 0] for group in instruction_groups)
         return [group for group in numbers if group]
 
     def _build_undo_instruction(self, save: StateSave, save_instruction: Instruction) -> Instruction:
-        """Return the instruction that restores a state from its save."""
+        """Return the instruction that restores a state from its save, written over the saved state."""
         (state, *_), back = save_instruction.src, self._build_instruction(save.restore_node)
         assert state is not None, "what is saved is there"
         return replace(back, dst=(state,))
 
     def _iterate_saves(self) -> Iterator[StateSave]:
+        """Yield all state saves of the program."""
         return (save for saves in self.saves_by_writer.values() for save in saves)
 
     def _build_instruction(self, node: Node) -> Instruction:
+        """Return the instruction of a node, with the tensors of its operands, results and scratch."""
         src = tuple(None if s is None else self._find_or_make_tensor(s) for s in node.src)
         dst = tuple(map(self._find_or_make_tensor, node.results))
         index = self.node_indices.get(node, -1)
@@ -224,7 +237,10 @@ class _ProgramBuilder:
     # ------------------------------------------------------------------------------------------------- sharing
 
     def _assign_memory_slots(self) -> _MemorySlots:
-        """Choose in-place results and the last reading step of each memory; rollback reads after the last step."""
+        """Choose the results that reuse the memory of an operand, and the last step that reads each memory.
+
+        Values that the rollback reads are needed until the end.
+        """
         step = {n: i for i, n in enumerate(self.ordered_nodes)}
         last_read: dict[Value, int] = {}
         end = len(self.ordered_nodes)
@@ -266,7 +282,7 @@ class _ProgramBuilder:
         return _MemorySlots(slot_of, last_read, step, until)
 
     def _find_overlap_ends(self, step_by_node: Mapping[Node, int]) -> dict[Node, int]:
-        """Return the last overlapping step of each collective with overlap.
+        """Return for each overlapped collective the last step that runs at the same time.
 
         It precedes the first node that needs the result, and the next collective. Until this step, no instruction
         writes the memory that the collective reads.
@@ -291,7 +307,10 @@ class _ProgramBuilder:
         last_reading_step: Mapping[Value, int],
         step_by_node: Mapping[Node, int],
     ) -> Value | None:
-        """Return the slot of the in-place operand that `result` may reuse; None if another node still needs it."""
+        """Return the value that owns the memory of an in-place operand, if `result` may be written there; else None.
+
+        It may if no other node, and no other operand of the node, still needs this memory.
+        """
         node, source = result.node, find_inplace_operand(result)
         if source is None:
             return None
@@ -311,15 +330,17 @@ class _ProgramBuilder:
     # ------------------------------------------------------------------------------------------------- placing
 
     def _infer_stored_spec(self, value: Value) -> Spec:
+        """Return the spec in which the backend stores a value."""
         if (spec := self.stored_specs.get(value)) is None:
             spec = self.stored_specs[value] = self.backend.stored(value.spec, find_storage_kind(value))
         return spec
 
     def _count_stored_bytes(self, value: Value) -> int:
+        """Return the bytes in which the backend stores a value."""
         return self._infer_stored_spec(value).nbytes
 
     def _assign_buffers(self) -> tuple[list[BufferSpec], dict[Value, tuple[int, int]], dict[Node, Tensor]]:
-        """Return the buffers, the buffer and byte offset of base values with own memory, and the scratch of nodes."""
+        """Return the buffers, the location (buffer, byte offset) of values with own memory, and the scratch tensors."""
         owners: dict[Value, Lifetime] = {}
         for value in self.graph.inputs:
             last = self.memory_slots.last_reading_step.get(value, 0)
@@ -350,6 +371,7 @@ class _ProgramBuilder:
         return buffers, places, scratch
 
     def _build_arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
+        """Return the offsets of lifetimes in the arena."""
         return (
             assign_offsets_by_repetition(lifetimes, self.repetition_of_step)
             if self.repetition_of_step
@@ -357,7 +379,7 @@ class _ProgramBuilder:
         )
 
     def _make_lifetime(self, nbytes: int, first_step: int, last_step: int) -> Lifetime:
-        """Return the lifetime from the first step of the group of `first_step` to the last step of the group of `last_step`."""
+        """Return a lifetime that covers whole groups, from the group of the first to the group of the last step."""
         return Lifetime(
             nbytes,
             self.group_spans.get(first_step, (first_step, first_step))[0],
@@ -365,11 +387,13 @@ class _ProgramBuilder:
         )
 
     def _find_or_make_tensor(self, value: Value) -> Tensor:
+        """Return the tensor of a value; it is made at the first call."""
         if (tensor := self.tensor_by_value.get(value)) is None:
             tensor = self.tensor_by_value[value] = self._make_tensor(value)
         return tensor
 
     def _make_tensor(self, value: Value) -> Tensor:
+        """Return the buffer, offset, shape, strides and dtype of a value."""
         view = self.views[value]
         dtype = self._infer_stored_spec(view.base).dtype
         buffer, start = self.buffer_locations[self.memory_slots.slot_of.get(view.base, view.base)]

@@ -1,6 +1,11 @@
-"""The execution order, and the states that are updated in place.
+"""The execution order of a graph, and the states that are updated in place.
 
 A new state may be written into the memory of the old state if all readers of the old state can run before the writer.
+The order then has extra dependences: the writer follows these readers.
+
+Example: ``y = f(s)``, ``s' = g(s)`` is an update of state s. If g runs after f, g may write over s. But with ``y =
+f(s, s')``, f reads both states, so it would have to run both before and after g. Then s' gets its own memory, and is
+copied into s at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ class ExecutionOrder:
     copied_states: Mapping[Value, Value]
 
     def allows_order(self, nodes: Iterable[Node], views: Mapping[Value, StridedView]) -> bool:
-        """Return whether these nodes, all nodes that compute, may run in this other order.
+        """Return whether another order of all nodes that compute gives the same results.
 
         - Each node follows the nodes that it reads.
         - No node reads a state after it is overwritten.
@@ -61,11 +66,11 @@ def choose_execution_order(
     stored_spec_of: Callable[[Value], Spec],
     prefers_overlap: bool = False,
 ) -> ExecutionOrder:
-    """Order `graph` so that as many states as possible are updated in place.
+    """Return an order of the nodes in which as many states as possible are updated in place.
 
     A node may write the memory of a state if the stored dtypes are equal and all other readers can run before it. If
-    that would be a cycle, the new value gets its own memory and is copied at the end, which is slower. A state that is
-    changed several times in a run is changed in place each time, if all changes can be.
+    that would be a cycle, the new value gets its own memory and is copied at the end, which is slower. A state that
+    is changed several times in a run is changed in place each time, if all changes can be.
 
     Args:
         graph: The graph with dense copies.
@@ -117,10 +122,10 @@ def choose_execution_order(
 def _list_inplace_chains(
     state: Value, new_state: Value, views: Mapping[Value, StridedView], lasting_values: Container[Value]
 ) -> Iterator[Sequence[Value]]:
-    """Yield chains of values that may be written one after the other into the memory of a state.
+    """Yield lists of values that may be written one after the other into the memory of a state, best first.
 
-    The first chain has all results on the path to the new state that change the state in place, unless one is in
-    `lasting_values`. The last chain has only the state and the new value.
+    The first list has all results on the path to the new state that change the state in place, unless one is in
+    `lasting_values`. The last list has only the state and the new value.
     """
     last = views[new_state].base
     line = [last]
@@ -135,10 +140,15 @@ def _list_inplace_chains(
 
 
 def add_required_copies(graph: Graph) -> Graph:
-    """Add a copy for each new state that is another leaf, and for each output that is an old state or a quantised leaf.
+    """Return the graph with copies of outputs and new states that could not be read after the run otherwise.
 
-    Elements of a quantised leaf have no addresses. Afterwards no leaf is read after the last node. So state updates
-    change neither each other nor an output.
+    Copied are:
+
+    - a new state that is another leaf;
+    - an output that is the old value of an updated state;
+    - an output that is a quantised leaf, because its elements have no addresses.
+
+    Afterwards no leaf is read after the last node. So state updates change neither each other nor an output.
     """
 
     def base(value: Value) -> Node:
@@ -160,7 +170,7 @@ def add_required_copies(graph: Graph) -> Graph:
 
 
 def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value, StridedView]) -> bool:
-    """Return whether the node of `result` may write it over `overwritten_value`.
+    """Return whether the node of `result` may write it over the memory of `overwritten_value`.
 
     The node may do so if it does not read `overwritten_value`, or reads it only as its in-place operand.
     """
@@ -186,7 +196,10 @@ def _is_elementwise(node: Node) -> bool:
 
 
 class _ExtraDependences:
-    """Extra dependences: nodes that must follow nodes that they do not read. Collectives keep their sequence."""
+    """Dependences between nodes in addition to operands: each node maps to nodes that must run before it.
+
+    Collectives depend on the collective with the next lower sequence number.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.node_positions = {node: i for i, node in enumerate(graph.nodes)}
@@ -200,12 +213,13 @@ class _ExtraDependences:
             self.add_predecessors(second, [first])
 
     def add_predecessors(self, node: Node, predecessors: list[Node]) -> None:
+        """Require that `node` runs after all of `predecessors`."""
         self.extra_predecessors[node] += predecessors
         if any(self.node_positions[n] > self.node_positions[node] for n in predecessors):
             self.lowest_irregular_position = min(self.lowest_irregular_position, self.node_positions[node])
 
     def is_needed_by_any(self, start: Node, targets: set[Node]) -> bool:
-        """Return whether any node of `targets` depends on `start`."""
+        """Return whether any node of `targets` depends on `start`, through operands or extra dependences."""
         stack, seen, floor = (
             list(targets),
             set(targets),
@@ -227,7 +241,7 @@ class _ExtraDependences:
 def _order_nodes(
     graph: Graph, extra_predecessors: Mapping[Node, list[Node]], *, collectives_first: bool = False
 ) -> tuple[Node, ...]:
-    """Return the nodes in execution order.
+    """Return the nodes in execution order, each after its operands and its extra predecessors.
 
     - A writer of a state follows the readers of the old state.
     - A node that only a new state needs directly follows the last value that it reads, so that less memory is needed.
@@ -253,8 +267,9 @@ def _order_nodes(
                 begun.add(node)
                 if (first := next((n for n in waiting if n in begun), None)) is not None:
                     raise PlanError(
-                        f"{first!r} would wait for itself: meetings come in the order of their numbers, and one of a "
-                        "lower number reads what comes of one of a higher; number them as they follow from each other"
+                        f"{first!r} would wait for itself: collectives run in the order of their numbers, and one of a lower "
+                        "number reads the result of one of a higher number; number them in the order in which they "
+                        "depend on each other"
                     )
                 stack.extend(reversed(waiting))
             else:
@@ -264,7 +279,7 @@ def _order_nodes(
 
 
 def _order_by_messages(graph: Graph) -> Sequence[Node]:
-    """Return the nodes of a graph by the number of the last message that each depends on, none first."""
+    """Return the nodes of a graph by the number of the last message that each depends on, without one first."""
     nodes = order_with_state_updates(graph, {node for node in graph.nodes if node.op == "send"})
     last_message: dict[Node, int] = {}
     for node in graph.nodes:

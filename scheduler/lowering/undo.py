@@ -22,7 +22,7 @@ from .strides import StridedView, apply_view, make_dense_view
 
 @dataclass(frozen=True, slots=True)
 class StateSave:
-    """Run `save_node` before `writer` overwrites `state`; `restore_node` restores the state.
+    """A copy of a state: `save_node` runs before `writer` overwrites `state`, and `restore_node` restores it.
 
     A `writer` of None stands for the copies at the end. `views` has the views of values that are not in the graph.
     """
@@ -37,7 +37,14 @@ class StateSave:
 def build_state_saves(
     order: ExecutionOrder, views: Mapping[Value, StridedView], backend: Backend, device: Device
 ) -> tuple[StateSave, ...]:
-    """Return a state save for every state that the run changes."""
+    """Return a save of each state that the run changes: of the changed rows where possible, else of the whole state.
+
+    Args:
+        order: The nodes in execution order, and the states that they overwrite.
+        views: The strided view of each value.
+        backend: The backend of the device.
+        device: The device.
+    """
     changes: list[StateSave] = []
     whole: set[Value] = set()  # states with a complete first save, which covers later writes
     for result, state in order.inplace_states.items():
@@ -49,7 +56,13 @@ def build_state_saves(
 
 
 def _make_whole_state_save(writer_node: Node | None, state: Value, earlier_result: Value | None = None) -> StateSave:
-    """Make a save of the whole memory of `state`; `earlier_result` is an earlier result there."""
+    """Return a save of the whole memory of `state`.
+
+    Args:
+        writer_node: The node that overwrites the state; None for the copies at the end.
+        state: The state.
+        earlier_result: The value that is in the memory of the state before the node, if it is not the old state.
+    """
     saved_value = cont(state if earlier_result is None else earlier_result)
     back = cont(saved_value)
     return StateSave(
@@ -69,7 +82,7 @@ def _make_changed_rows_save(
     backend: Backend,
     device: Device,
 ) -> StateSave | None:
-    """Make a save of the rows in which `new_state` differs from the previous content of `state`.
+    """Return a save of the rows in which `new_state` differs from the previous content of `state`.
 
     Returns None if all rows may differ, or if the rows or their numbers cannot be saved.
     """
@@ -104,7 +117,10 @@ def _make_changed_rows_save(
 def _find_changed_rows(
     new_state: Value, state: Value, views: Mapping[Value, StridedView]
 ) -> tuple[Value, Value] | None:
-    """Return `state` as a table ``[..., rows, width]``, and the numbers of the rows in which `new_state` differs."""
+    """Return `state` as a table ``[..., rows, width]``, and the numbers of the rows in which `new_state` differs.
+
+    Returns None if the op does not declare which rows it changes.
+    """
     writer, declared = new_state.node, op_of(new_state.node)
     changed = declared.overwritten_entries(writer.attrs)
     operands = dict(zip(declared.operand_names, writer.src, strict=False))
@@ -123,6 +139,6 @@ def _find_changed_rows(
 
 
 def _is_lossless(state: Value, saved_value: Value, backend: Backend) -> bool:
-    """Return whether rows of `state` keep their bits in a save."""
+    """Return whether the dtype of a save holds every number of the state exactly."""
     was, now = (backend.stored(value.spec, find_storage_kind(value)).dtype for value in (state, saved_value))
     return was is now or (now is DType.F32 and was in STATE_DTYPES)

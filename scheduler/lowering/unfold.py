@@ -26,12 +26,12 @@ ARENA_BUFFER = 0
 
 
 def unroll_program(graph: Graph, program: Program, shortened: ShortenedGraph) -> tuple[Graph, Program]:
-    """Return the graph and the program of ``of.deep_graph`` on a device.
+    """Return the graph and the program of the deep graph on a device.
 
     Args:
-        graph: The part of ``of.short_graph`` on the device.
+        graph: The part of the short graph on the device.
         program: The program of `graph`.
-        shortened: The shortened graph.
+        shortened: The short graph, the deep graph and their repetitions.
     """
     unroller = _Unroller(graph, shortened)
     long = unroller.build_graph()
@@ -44,9 +44,9 @@ def unroll_kernel_calls(
     """Return the kernel calls of the unrolled program; None if one call belongs to two repetitions.
 
     Args:
-        graph: The part of ``of.short_graph`` on the device.
+        graph: The part of the short graph on the device.
         program: The program of `graph`.
-        shortened: The shortened graph.
+        shortened: The short graph, the deep graph and their repetitions.
         short_calls: The kernel calls of `program`.
     """
     kinds = find_kinds_of_instructions(graph, program, shortened)
@@ -83,6 +83,7 @@ class _Unroller:
     # ------------------------------------------------------------------------------------------------- the graph
 
     def build_graph(self) -> Graph:
+        """Return the deep graph on the device."""
         first_sequence = min((number for numbers in self.collectives_by_kind.values() for number in numbers), default=0)
         carried: dict[tuple[int, str], Node] = {}
         for run, kind in self.shortened_graph.repetitions_with_kind:
@@ -117,14 +118,21 @@ class _Unroller:
     def _find_operand_node(
         self, source: Value, repetition: int, kind: int, carried: Mapping[tuple[int, str], Node]
     ) -> Node:
-        """Return the node that a repetition reads where its kind reads `source`."""
+        """Return the deep node that a repetition reads where its kind reads `source`.
+
+        Args:
+            source: The value that the node of the short graph reads.
+            repetition: The repetition of the reader.
+            kind: The kind of this repetition.
+            carried: The nodes that the repetition before carries to this one, by key.
+        """
         if self.kind_by_node[source.node] == kind:
             return self.nodes_by_repetition[repetition][source.node]
         place = self._make_carried_key(source.node, kind) if self.kind_by_node[source.node] == kind - 1 else None
         return self.nodes_by_repetition[PREAMBLE][source.node] if place is None else carried[place]
 
     def _make_carried_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
-        """Return the position and name ending of a carried value that `reader_repetition` reads; None for other values."""
+        """Return the key (position, name ending) of a value that is carried to a repetition; None for other values."""
         number, ending = split_numbered_name(node.name)
         place = self.shortened_graph.short_repetitions.position_if_carried(number, reader_repetition)
         return None if place is None else (place, ending)
@@ -173,11 +181,12 @@ class _Unroller:
         return Program((arena, *buffers), tuple(steps), MappingProxyType(inputs), program.outputs, tuple(undo))
 
     def _rename_buffer(self, buffer: BufferSpec, repetition: int, kind: int) -> BufferSpec:
+        """Return the buffer of a leaf with the name that the leaf has in a repetition."""
         name = self.shortened_graph.name_in_repetition(buffer.name, repetition, kind)
         return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared_spec, buffer.stored_spec)
 
     def _name_outside_repetitions(self, name: str) -> str:
-        """Return the name of a leaf that is before or after all repetitions."""
+        """Return the deep name of a leaf that is before or after all repetitions."""
         kind = self.shortened_graph.kind_of_name(name)
         return self.shortened_graph.name_in_repetition(
             name, PREAMBLE if kind == PREAMBLE else self.shortened_graph.deep_repetitions.count, kind
@@ -197,6 +206,7 @@ class _Relocation:
     shift_bytes: int
 
     def relocate_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the kind as a tensor of the repetition."""
         if tensor.buffer != ARENA_BUFFER:
             return Tensor(self.buffer_numbers[tensor.buffer], tensor.offset, tensor.shape, tensor.strides, tensor.dtype)
         if not self.shift_bytes or tensor.offset < self.shifted_from_byte:
@@ -204,6 +214,7 @@ class _Relocation:
         return Tensor(ARENA_BUFFER, tensor.offset + self.shift_bytes, tensor.shape, tensor.strides, tensor.dtype)
 
     def relocate_instruction(self, instruction: Instruction, name: str, attrs: Attrs, index: int = -1) -> Instruction:
+        """Return an instruction of the kind as an instruction of the repetition, with a new name and attributes."""
         src = tuple([None if t is None else self.relocate_tensor(t) for t in instruction.src])
         scratch = None if instruction.scratch is None else self.relocate_tensor(instruction.scratch)
         return Instruction(

@@ -265,7 +265,7 @@ def extend_pins(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
 
 
 def pin_leaves(graph: Graph, pins: NodePins) -> Pins:
-    """Return `pins` with layouts of the weights and states that only pinned nodes read: on the devices of these nodes."""
+    """Return `pins` with layouts of weights and states that only pinned nodes read: on the devices of these nodes."""
     users = graph.users()
     homes: dict[Value, Local] = {}
     for node in graph.nodes if pins else ():

@@ -103,7 +103,7 @@ class _GraphSearch:
     def find_assignment(
         self, chosen_factors: frozenset[Factor], current_factors: frozenset[Factor]
     ) -> ShardingAssignment | None:
-        """Return the assignment for `chosen_factors`, derived from the one for `current_factors`; None if they conflict."""
+        """Return the assignment for `chosen_factors`, derived from that of `current_factors`; None if they conflict."""
         if chosen_factors not in self._assignments:
             base = self._assignments[current_factors]
             assert base is not None
@@ -134,7 +134,7 @@ class _GraphSearch:
     def _score_extensions(
         self, costs: AssignmentCost, group_names: Iterable[str], current: _ScoredFactors
     ) -> dict[str, _ScoredFactors]:
-        """Return the scores of `current` with each of these groups added, for groups that can be added, by group name."""
+        """Return the scores of `current` with each of these groups added, by name, for groups that can be added."""
         sets = {name: current.factors.union(self.factor_groups[name]) for name in group_names}
         assignments = {
             n: self.find_assignment(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors
@@ -148,7 +148,7 @@ class _GraphSearch:
     def _grow_greedily(
         self, costs: AssignmentCost, unsharded: _ScoredFactors, eager: bool, notes: list[str]
     ) -> _ScoredFactors:
-        """Add one group of factors after another to `unsharded` while that pays; add a line to `notes` for each step."""
+        """Add one group of factors after another to `unsharded` while that pays; note each step in `notes`."""
         current = unsharded
         while tried := self._score_extensions(costs, self.factor_groups, current):
             saving_ratios = {

@@ -9,6 +9,7 @@ import pytest
 
 MODULES = (
     *("sharding.axes", "sharding.factors", "sharding.states", "sharding.assign", "sharding.shares"),
+    "lowering.arena",
     *("verifier.indices", "verifier.restrict", "verifier.summands", "verifier.value_numbering"),
 )
 
