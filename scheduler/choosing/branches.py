@@ -46,10 +46,10 @@ class BranchScheduler:
 
     Args:
         graph: The graph to schedule.
-        devices: The number of devices.
+        device_count: The number of devices.
         hardware: The speeds of devices and links.
-        seconds: The seconds of each node on one device.
-        memory: The memory of the smallest device in bytes.
+        node_seconds: The seconds of each node on one device.
+        device_memory_bytes: The memory of the smallest device in bytes.
     """
 
     def __init__(
@@ -72,12 +72,15 @@ class BranchScheduler:
         self._message_seconds: dict[tuple[int, bool], float] = {}
 
     def compute_lower_bound(self, device_count: int) -> float:
-        """Return the least seconds of any placement of the nodes on `device_count` devices."""
+        """Return the least seconds of any placement of the nodes on `device_count` devices.
+
+        It is the longer of two times: the longest path, and all work divided by the devices.
+        """
         return max(self._critical_seconds, self.total_seconds / device_count)
 
     @cached_property
     def _critical_seconds(self) -> float:
-        """The seconds of the longest path."""
+        """The seconds of the longest path through the graph."""
         ends: dict[Node, float] = {}
         for node in self.compute_nodes:
             start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
@@ -87,7 +90,7 @@ class BranchScheduler:
     def compute_cluster_bound(self, device_count: int) -> float | None:
         """Return the least seconds of any placement of the clusters on `device_count` devices.
 
-        None if all placements save less than `GAIN`.
+        None if all placements save less than the share `MIN_BRANCH_SAVING`.
         """
         ends: dict[Node, float] = {}
         for cluster in self._clusters:
@@ -98,16 +101,14 @@ class BranchScheduler:
 
     @cached_property
     def can_overlap(self) -> bool:
-        """Whether pipeline stages on all devices save `MIN_BRANCH_SAVING` by concurrent work.
-
-        Fewer stages save less.
-        """
+        """Whether pipeline stages on all devices save `MIN_BRANCH_SAVING` by concurrent work; fewer stages save less."""
         return self.estimate_overlapped_share(self.device_count) <= 1 - MIN_BRANCH_SAVING
 
     def estimate_overlapped_share(self, stage_count: int) -> float:
-        """Return the share of the total time that `stage_count` stages of consecutive nodes take.
+        """Return the share of the total time that a run takes if its independent stages run at the same time.
 
-        Independent stages run at the same time.
+        Args:
+            stage_count: The number of stages of consecutive nodes.
         """
         stage: dict[Node, int] = {}
         spent = 0.0
@@ -124,7 +125,7 @@ class BranchScheduler:
         return max(free) / self.total_seconds if self.total_seconds else 1.0
 
     def find_schedules(self, device_count: int) -> list[BranchSchedule]:
-        """Return the best schedules found on `device_count` devices; each saves at least `GAIN`."""
+        """Return the best schedules found on `device_count` devices; each saves at least the share `MIN_BRANCH_SAVING`."""
         grain = max(
             self.total_seconds / device_count / MAX_PARTS_PER_DEVICE,
             MAX_PARTS_PER_DEVICE * self.hardware.collective_seconds(0.0),
@@ -138,7 +139,7 @@ class BranchScheduler:
 
     @cached_property
     def _clusters(self) -> Sequence[Cluster]:
-        """The clusters of the graph."""
+        """The clusters of the graph, each after the clusters that it reads."""
         return find_clusters(
             self.compute_nodes,
             self.node_seconds,
@@ -147,7 +148,7 @@ class BranchScheduler:
         )
 
     def _schedule_clusters(self, division: Sequence[Cluster], device_count: int) -> Iterator[BranchSchedule]:
-        """Yield schedules of these clusters by list scheduling, and schedules that moves of clusters improved."""
+        """Yield schedules of these clusters by list scheduling, and schedules that moves of single clusters improved."""
         clusters, owner = link_clusters(division, self.hardware.collective_seconds(0.0))
         until_end: dict[Cluster, float] = defaultdict(float)
         for cluster in reversed(clusters):
@@ -180,7 +181,7 @@ class BranchScheduler:
     def _improve_placement(
         self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], device_count: int
     ) -> Placement | None:
-        """Return a better placement, found by moves of single clusters; None if all moves take longer."""
+        """Return a faster placement, found by moves of single clusters; None if no move is faster."""
         first = best = max(self._predict_ends(placement, order).values())
         better, left = dict(placement), MAX_PREDICTED_NODES // len(order)
         movable = [cluster for cluster in clusters if self.state_users.keys().isdisjoint(cluster.nodes)]
@@ -203,7 +204,7 @@ class BranchScheduler:
         return {device: sum_leaf_bytes(own) for device, own in leaves.items()}
 
     def _predict_ends(self, placement: Placement, order: Sequence[Node]) -> dict[Node, float]:
-        """Return the predicted time of the end of each node, where each device executes its nodes in this order.
+        """Return the predicted time at which each node ends, if each device executes its nodes in this order.
 
         A device waits for each value of another device; a sender does not wait.
         """
@@ -224,7 +225,7 @@ class BranchScheduler:
 
     @cached_property
     def state_users(self) -> dict[Node, set[Value]]:
-        """The states that each node reads or replaces, of nodes with any."""
+        """For each node that reads or replaces states, these states."""
         states: dict[Node, set[Value]] = defaultdict(set)
         for node in self.compute_nodes:
             if found := {leaf for leaf in find_stored_leaves(node) if leaf.node.op == "state"}:
@@ -244,11 +245,11 @@ class BranchScheduler:
         return {node: [(s, at[s.node]) for s in node.inputs if s.node in at] for node in self.compute_nodes}
 
     def estimate_result_message_seconds(self, node: Node, sender: int = 0, receiver: int = 1) -> float:
-        """Return the seconds of a message with the results of a node."""
+        """Return the seconds of a message with all results of a node."""
         return self.estimate_message_seconds(sum(spec.nbytes for spec in node.specs), sender, receiver)
 
     def estimate_message_seconds(self, nbytes: int, sender: int, receiver: int) -> float:
-        """Return the seconds of a message of `nbytes` bytes."""
+        """Return the seconds of a message of `nbytes` bytes between two devices."""
         machine = self.hardware.machine
         key = nbytes, machine > 0 and sender // machine != receiver // machine
         if key not in self._message_seconds:
@@ -270,7 +271,7 @@ class _ListScheduler:
         self.device_by_state: dict[Value, int] = {}
 
     def place_cluster(self, cluster: Cluster) -> None:
-        """Place a cluster on the device with room that starts it first, or on the device of a state that it uses."""
+        """Place a cluster on the device with enough memory that can start it first, or on the device of its state."""
         leaves = {leaf for node in cluster.nodes for leaf in find_stored_leaves(node)}
         states = {state for node in cluster.nodes for state in self.branches.state_users.get(node, ())}
         fixed = sorted({self.device_by_state[state] for state in states if state in self.device_by_state})[:1]
@@ -288,7 +289,7 @@ class _ListScheduler:
             self.device_by_state.setdefault(state, device)
 
     def _list_candidate_devices(self) -> list[int]:
-        """Return the devices in use, and the first idle one of each machine."""
+        """Return the devices in use, and the first idle device of each machine."""
         machine, seen = self.branches.hardware.machine or len(self.device_free_times), set[int]()
         devices = []
         for device, free in enumerate(self.device_free_times):
@@ -310,11 +311,11 @@ class _ListScheduler:
 
 
 def find_stored_leaves(node: Node) -> set[Value]:
-    """Return the weights and states that a node reads, itself or through views."""
+    """Return the weights and states that a node reads, directly or through views."""
     leaves = (find_viewed_node(source) for source in node.inputs)
     return {leaf.results[0] for leaf in leaves if leaf.op in STORED_LEAF_OPS}
 
 
 def sum_leaf_bytes(leaves: Iterable[Value]) -> int:
-    """Return the bytes of weights and states."""
+    """Return the total bytes of weights and states."""
     return sum(leaf.spec.nbytes for leaf in leaves)

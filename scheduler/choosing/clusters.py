@@ -1,6 +1,6 @@
 """Clusters of nodes that gain nothing from separate devices.
 
-Only one node of a cluster, its exit, is read by other clusters.  So no path leaves a cluster and returns to it, and a
+Only one node of a cluster, its exit, is read by other clusters. So no path leaves a cluster and returns to it, and a
 device can execute one cluster after the other.
 """
 
@@ -34,8 +34,8 @@ def find_clusters(
 ) -> list[Cluster]:
     """Return the clusters of `nodes`; each follows the clusters that it reads.
 
-    A cluster joins its only reader. The exception is a cluster that can run at the same time as another operand of this
-    reader, if that saves more than `latency`.
+    A cluster joins its only reader. The exception is a cluster that can run at the same time as another operand of
+    this reader, if that saves more than `latency`.
 
     Args:
         nodes: Nodes that compute, in the order of a graph.
@@ -92,7 +92,7 @@ def find_clusters(
 
 
 def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seconds: float) -> Iterator[Cluster]:
-    """Yield consecutive parts of a cluster, each of at least `min_seconds` seconds except the last one.
+    """Yield consecutive parts of a cluster, each of at least `min_seconds` except the last one.
 
     Only one value passes from a part to the next.
     """
@@ -113,7 +113,7 @@ def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seco
 
 
 def link_clusters(clusters: Sequence[Cluster], latency: float) -> tuple[list[Cluster], dict[Node, Cluster]]:
-    """Return the clusters with the nodes that they read, and the cluster of each node.
+    """Return the clusters with the nodes that they read from other clusters, and the cluster of each node.
 
     A cluster that is shorter than `latency` seconds joins the only cluster that it reads.
     """

@@ -58,7 +58,7 @@ class MicroBatchChoice:
 
 
 def list_micro_batch_counts(sequence_count: int, stage_count: int) -> list[int]:
-    """Return the micro-batch counts to consider: at most `stage_count`, halved repeatedly down to two."""
+    """Return the micro-batch counts to consider, descending: at most `stage_count`, halved repeatedly down to two."""
     max_count = min(stage_count, sequence_count)
     return [max_count >> halved for halved in range(max_count.bit_length()) if max_count >> halved > 1]
 
@@ -68,7 +68,7 @@ def choose_micro_batches(
     plan_of: Callable[[int], Plan],
     counts_of: Callable[[int, int], Sequence[int]] = list_micro_batch_counts,
 ) -> MicroBatchChoice:
-    """Choose the micro-batches of a step; several must be `MIN_PIPELINE_SPEEDUP` times as fast as one.
+    """Choose the micro-batches of a step by predicted time; several must be `MIN_PIPELINE_SPEEDUP` times as fast as one.
 
     Args:
         sequence_count: The number of sequences.

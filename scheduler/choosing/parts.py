@@ -43,6 +43,11 @@ class ChunkTimeModel:
     """A model of the seconds of a run on each pipeline stage, from four plans.
 
     The plans have few or many tokens, and few or many cells. Between them, the time is bilinear in tokens and cells.
+
+    Args:
+        plan_of: Returns the plan of a run with a token count and a cell count.
+        token_counts: Few and many tokens.
+        cell_counts: Few and many cells of the context.
     """
 
     def __init__(self, plan_of: PlanForChunk, token_counts: tuple[int, int], cell_counts: tuple[int, int]) -> None:
@@ -63,8 +68,8 @@ class ChunkTimeModel:
     def _compute_interpolation_terms(self, token_count: int, end_token: int) -> tuple[float, float]:
         """Return the relative positions of a run between few and many tokens, and between few and many cells.
 
-        The run has `token_count` tokens and ends at sequence length `end_token`. A token sees all cells before the run, and on
-        average half of the cells of the run.
+        The run has `token_count` tokens and ends at sequence length `end_token`. A token sees all cells before the
+        run, and on average half of the cells of the run.
         """
         cells = (end_token - token_count / 2) / CALIBRATED_VISIBLE_SHARE
         return (token_count - self._min_tokens) / self._token_span, (cells - self._min_cells) / self._cell_span
@@ -79,7 +84,7 @@ class ChunkTimeModel:
         return [*map(StageTime, message_seconds, work)]
 
     def predict_slowest_stage_seconds(self, token_count: int, end_token: int) -> float:
-        """Return the seconds of the slowest stage; called some hundred times before a prompt begins."""
+        """Return the compute seconds of the slowest stage; called some hundred times before a prompt begins."""
         m, n = self._compute_interpolation_terms(token_count, end_token)
         return max(0.0, *(a + b * m + c * n + d * m * n for a, b, c, d in self._work_coefficients))
 
@@ -96,13 +101,14 @@ def choose_prefill_chunks(
 ) -> PrefillChunks:
     """Split a prompt into the fewest chunks that are near the shortest predicted time.
 
-    Each considered split has the largest chunks that take at most a time limit. The limits are the times of a chunk of
-    each size at the beginning and at the end of the prompt.
+    Each considered split has the largest chunks that take at most a time limit. The limits are the times of a chunk
+    of each size at the beginning and at the end of the prompt.
 
     Args:
-        token_count: Tokens of the prompt that are not in the cache yet.
-        past_tokens: Tokens that are already in the cache.
-        allowed_sizes: The chunk sizes, ascending. The last chunk may be smaller; it costs as much as the next size.
+        token_count: Tokens of the prompt that are not in the KV cache yet.
+        past_tokens: Tokens that are already in the KV cache.
+        allowed_sizes: The chunk sizes with a plan, ascending. The last chunk may be smaller; it costs as much as the
+            next size.
         time_model: The model of the stage times.
     """
     end = past_tokens + token_count
@@ -140,12 +146,12 @@ def _split_within_time(
 def compute_pipelined_seconds(
     chunk_sizes: Sequence[int], past_tokens: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> float:
-    """Return the time at which the last stage has computed the last chunk.
+    """Return the seconds from the start until the last stage has computed the last chunk.
 
     Args:
         chunk_sizes: The token counts of the chunks.
-        past_tokens: Tokens that are already in the cache.
-        allowed_sizes: The chunk sizes, ascending.
+        past_tokens: Tokens that are already in the KV cache.
+        allowed_sizes: The chunk sizes with a plan, ascending.
         time_model: The model of the stage times.
     """
     done: list[float] = []
@@ -158,5 +164,5 @@ def compute_pipelined_seconds(
 
 
 def round_up_to_chunk_size(token_count: int, allowed_sizes: Sequence[int]) -> int:
-    """Return the smallest size of at least `token_count` tokens."""
+    """Return the smallest allowed size of at least `token_count` tokens."""
     return allowed_sizes[bisect_left(allowed_sizes, token_count)]

@@ -60,7 +60,10 @@ FactorChooser = Callable[[Graph, Factors], frozenset[Factor]]
 
 
 class PlanBuilder(ShardedPlanBuilder):
-    """One checked request of `plan_for_group`, and the methods that build plans for it."""
+    """One checked request of `plan_for_group`, and the methods that build plans for it.
+
+    The methods `build_...` without arguments are the split modes.
+    """
 
     def build_unverified(
         self,
@@ -69,7 +72,7 @@ class PlanBuilder(ShardedPlanBuilder):
         choose_factors: FactorChooser | None,
         host: HostOffload | None,
     ) -> Plan:
-        """Return the unverified plan, with host offload if it does not fit and a host is given.
+        """Return the unverified plan of the request, with host offload if it does not fit and a host is given.
 
         Args:
             mode: Builds the plan of the split mode.
@@ -93,7 +96,12 @@ class PlanBuilder(ShardedPlanBuilder):
     def build_for_mode(
         self, mode: SplitModeBuilder, earlier_plan: Plan | None, choose_factors: FactorChooser | None
     ) -> Plan:
-        """Return the plan in `mode`, unless an earlier plan, a lack of choice or the caller decides."""
+        """Return the plan of the split mode `mode`, with three exceptions.
+
+        1. With `earlier_plan`, return a plan with its layout.
+        2. With one device and no placement rules, return the plan of one device.
+        3. With `choose_factors`, shard the factors that this function of the caller returns.
+        """
         if earlier_plan is not None:
             return self.build_with_fixed_layout(earlier_plan)
         if len(self.group) == 1 and not self.placement_rules:
@@ -108,7 +116,11 @@ class PlanBuilder(ShardedPlanBuilder):
         return mode(self)
 
     def build_with_fixed_layout(self, earlier: Plan) -> Plan:
-        """Return the plan over weights and states with the layouts of an earlier plan."""
+        """Return the plan over weights and states with the layouts of an earlier plan.
+
+        Raises:
+            PlanError: The graph reads a weight in parts that the layouts of the earlier plan cannot give.
+        """
         if (groups := find_groups_of_programs([device_plan.program for device_plan in earlier.lanes])) is not None:
             where = stages_from_layouts(self.graph, earlier.leaves, groups)
             return self._build_hybrid_stages(where, groups, earlier.cuts, ("an earlier plan's layout",), earlier.leaves)
@@ -141,7 +153,7 @@ class PlanBuilder(ShardedPlanBuilder):
                 return plan
 
     def build_single_device(self) -> Plan:
-        """Return the plan on the first device; only nodes that must run elsewhere use others.
+        """Return the plan on the first device; only nodes that must run elsewhere use other devices.
 
         Devices without work are left out.
         """
@@ -156,7 +168,11 @@ class PlanBuilder(ShardedPlanBuilder):
         return self._build_pinned(base, trim=True)
 
     def build_unsharded(self, *reasons: str) -> Plan:
-        """Return the plan of one device; it needs no factors, which take most of the time for a large graph."""
+        """Return the plan of one device, without factors, which take most of the time for a large graph.
+
+        Args:
+            reasons: The reasons of the plan, as text for `explain`.
+        """
         if (
             not self.unrepeated_reasons
             and (
@@ -195,7 +211,13 @@ class PlanBuilder(ShardedPlanBuilder):
     def _build_layers_by_shares(
         self, proportions: Sequence[float], *, trim: bool = False, last_device_reason: str = ""
     ) -> Plan:
-        """Return the layer split by `proportions`; `last_device_reason` is the reason for the last device."""
+        """Return the layer split with these proportions of the weights and states.
+
+        Args:
+            proportions: The proportion of each device.
+            trim: Whether devices without work are left out.
+            last_device_reason: The reason that `explain` gives for the nodes of the last device.
+        """
         where = split_layers(self.graph, proportions, self.user_pins)
         because = [
             f"layer split, with {share / sum(proportions):.0%} of the weights and states" for share in proportions
@@ -211,7 +233,8 @@ class PlanBuilder(ShardedPlanBuilder):
     def build_with_host_offload(self, host: HostOffload, *, uses_single_device: bool) -> Plan | None:
         """Return a layer split with the host as one more device for leaves that do not fit.
 
-        With `uses_single_device` only the first device and the host have work. Returns None if the host is already in the group.
+        With `uses_single_device` only the first device and the host have work. Returns None if the host is already in
+        the group.
         """
         if str(host.device) in {str(device) for _, device in self.group}:
             return None
@@ -244,9 +267,13 @@ class PlanBuilder(ShardedPlanBuilder):
         trim: bool = False,
         order: Sequence[Node] = (),
     ) -> Plan:
-        """Return the plan with the pins `base_pins`, in which user pins take precedence, and the layouts of `fixed_values`.
+        """Return the plan in which each node runs on the device of its pin; user pins take precedence.
 
-        With `trim`, devices without work are left out. Nodes start in `order`, if it is given.
+        Args:
+            base_pins: A pin for each node.
+            fixed_values: Weights and states with a device from an earlier plan.
+            trim: Whether devices without work are left out.
+            order: The nodes that compute, in order.
         """
 
         def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
@@ -271,7 +298,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return few._assemble_plan(placed, frozenset(), (), where)
 
     def build_with_factors(self, chosen_factors: frozenset[Factor], reason: str) -> Plan:
-        """Return the plan in which these factors are sharded where possible; `reason` is the reason in `explain`."""
+        """Return the plan in which these factors are sharded where possible; `reason` is shown by `explain`."""
         return self.build_sharded(FactorChoice(chosen_factors, (reason,)))
 
     def build_tensor_parallel(self) -> Plan:
@@ -319,7 +346,7 @@ class PlanBuilder(ShardedPlanBuilder):
         reasons: tuple[str, ...],
         earlier_layouts: Mapping[str, Layout] | None = None,
     ) -> Plan:
-        """Return the plan of nodes in stages, each sharded within its group; `stage_by_node` is the stage of each node."""
+        """Return the plan of a graph in pipeline stages, each sharded within its device group."""
 
         def partition_groups(chunks: OverlapChunks = SINGLE_CHUNK) -> HybridGraphs:
             return partition_hybrid(

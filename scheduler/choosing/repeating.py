@@ -65,7 +65,9 @@ def plan_repeated_layers(
     hardware: Hardware,
     fixed_layouts: Mapping[str, Layout] | None = None,
 ) -> RepeatedPlan | None:
-    """Plan `graph` from a shortened graph; None if that saves too few nodes or devices differ between repetitions.
+    """Plan a graph with repeated layers from a shortened graph; return None if that is impossible or saves too little.
+
+    It is impossible if devices differ between repetitions, or if a layout differs from `fixed_layouts`.
 
     Args:
         graph: The deep graph.
@@ -101,7 +103,16 @@ def plan_repeated_layers(
 
 
 class _ShortSharding:
-    """A short graph with the factors that are sharded over a device group."""
+    """A short graph with the factors that are sharded over a device group.
+
+    Args:
+        shortened: The short graph, the deep graph and their repetitions.
+        group: The devices.
+        hardware: The hardware model.
+        sharded_factors: The sharded factors of the deep graph.
+        proportions: The share of each device.
+        short_factors: The sharded factors of the short graph.
+    """
 
     def __init__(
         self,
@@ -119,12 +130,13 @@ class _ShortSharding:
 
     @cached_property
     def shard_ranges(self) -> ShardRanges:
+        """The shard ranges of the factors of the short graph."""
         return assign_shard_ranges(
             self.shortened_graph.short_graph, self.factors, self.short_sharded_factors, self.proportions
         )
 
     def with_kind_count(self, kind_count: int) -> _ShortSharding | None:
-        """Return the same sharding with `kind_count` kinds of repetitions; None without such a short graph."""
+        """Return the same sharding with another number of kinds of repetitions; None without such a short graph."""
         return (
             self
             if kind_count == self.shortened_graph.short_count
@@ -148,19 +160,25 @@ class _ShortSharding:
 
     @cached_property
     def sequence_parallel_options(self) -> SequenceParallelOptions:
+        """The choice of replicated or sharded rows for the short graph."""
         return SequenceParallelOptions(
             self.shortened_graph.short_graph, self.factors, self.chosen_factors, NO_PINS, len(self.group), self.hardware
         )
 
     @property
     def replicated_assignment(self) -> ShardingAssignment:
+        """The assignment of the short graph with replicated rows."""
         return self.sequence_parallel_options.replicated_assignment
 
     def build_partitioned_graphs(self, assignment: ShardingAssignment) -> PartitionedGraphs:
+        """Return the short graphs of all devices for an assignment."""
         return partition_graph(self.shortened_graph.short_graph, self.factors, assignment, self.shard_ranges)
 
     def unroll_partitioned_graphs(self, partitioned_graphs: PartitionedGraphs) -> RepeatedPlan | None:
-        """Return the plan of the deep graph; None if devices lack support or repetitions cannot be repeated."""
+        """Return the plan of the deep graph from the short graphs of all devices.
+
+        None if a device does not support a node, or if its repetitions cannot be repeated.
+        """
         of = self.shortened_graph
         if find_unsupported(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
             return None
@@ -179,7 +197,7 @@ class _ShortSharding:
         return RepeatedPlan(unroll_device_plans(device_plans, of), leaves, partitioned_graphs.outputs)
 
     def build_with_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
-        """Return the plan with overlap chunks.
+        """Return the plan with overlap chunks; None if chunks cannot be repeated.
 
         The last repetition is planned as a part behind the others, because its sums may have few tokens. A second try
         does the same with the first one, because before it no sum may have been reduce-scattered yet.
@@ -220,7 +238,7 @@ class _ShortSharding:
 
 
 def _plan_shortened_graph(sharding: _ShortSharding) -> RepeatedPlan | None:
-    """Plan the short graph and return the plan of the deep graph; None if too few nodes are saved."""
+    """Plan the short graph and return the plan of the deep graph; None if that saves too few nodes."""
     of, group = sharding.shortened_graph, sharding.group
     if (
         of.deep_repetitions.count - of.short_count
@@ -342,7 +360,7 @@ def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -
 
 
 def _find_storage_value(value: Value) -> Value:
-    """Return the value that owns the memory of `value`."""
+    """Return the value that owns the memory of `value`; `value` itself unless it is a view."""
     node: Node = value.node
     while not node.is_leaf and op_of(node).is_view:
         value = node.inputs[0]

@@ -47,8 +47,18 @@ from .uses import Workload
 class ShardedPlanBuilder:
     """One checked request of the planner, and the plan in which the factors of a choice are sharded.
 
-    `earlier_layouts` are the layouts of an earlier plan, `user_pins` the pins of the placement rules.
-    `unrepeated_reasons` says why repeated layers are not planned once.
+    - `earlier_layouts`: the layouts of an earlier plan over the same weights and states.
+    - `user_pins`: the pins of the placement rules.
+    - `unrepeated_reasons`: why repeated layers are not planned once, as text for `explain`.
+
+    Args:
+        graph: The graph to plan.
+        group: The backend and the device of each member.
+        proportions: The tensor split; empty for equal shares.
+        hardware: The speeds of devices and links.
+        placement_rules: Pairs (regular expression, device name).
+        earlier_plan: The plan with the layouts to keep.
+        workload: The workload for which layouts are scored.
     """
 
     def __init__(
@@ -73,18 +83,26 @@ class ShardedPlanBuilder:
 
     @cached_property
     def factor_search(self) -> FactorSearch:
+        """The factor search of the graph."""
         return FactorSearch(self.graph, Factors(self.graph))
 
     @cached_property
     def repeated_layers(self) -> RepeatedRuns | None:
+        """The repeated layers of the graph, if it has any."""
         return find_repeated_runs(self.graph)
 
     @property
     def factors(self) -> Factors:
+        """The factors of the graph."""
         return self.factor_search.factors
 
     def build_sharded(self, choice: FactorChoice, fixed_pins: Pins | None = None) -> Plan:
-        """Return the plan in which the chosen factors are sharded, except nodes with pins and pins in `fixed_pins`."""
+        """Return the plan in which the chosen factors are sharded, except at pinned nodes and leaves.
+
+        Args:
+            choice: The factors to shard, and the alternatives as reasons.
+            fixed_pins: Nodes and leaves with a layout from an earlier plan.
+        """
         first = {
             **pin_discrete_choices(self.graph, self.group),
             **({} if fixed_pins is None else fixed_pins.nodes),
@@ -143,7 +161,10 @@ class ShardedPlanBuilder:
     def _build_from_shortened_graph(
         self, choice: FactorChoice, fixed_layouts: Mapping[str, Layout] | None = None
     ) -> Plan | None:
-        """Return the plan of a shortened graph; None if pins or differences between repetitions prevent it."""
+        """Return the plan of a graph with repeated layers from a shortened graph; None if that is impossible.
+
+        Pins or differences between repetitions make it impossible.
+        """
         if self.user_pins or self.unrepeated_reasons or pin_discrete_choices(self.graph, self.group):
             return None
         every = describe_all_factors(self.graph, self.factors, choice.factors)
@@ -175,7 +196,12 @@ class ShardedPlanBuilder:
         pins: Mapping[Node, Pin],
         build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], PartitionedGraphs]],
     ) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
-        """Return the result of `build`, with more pins until every device supports its nodes."""
+        """Return the graphs that `build` builds for enough pins that every device supports its nodes.
+
+        Args:
+            pins: The pins so far.
+            build: Returns the used pins and the graphs of all devices.
+        """
         pins = dict(pins)
         while True:
             where, sharded = build(extend_pins(self.graph, pins))
@@ -184,7 +210,7 @@ class ShardedPlanBuilder:
             pins.update(relocate_unsupported(found, where, self.group))
 
     def _require_supported(self, partitioned_graphs: PartitionedGraphs) -> PartitionedGraphs:
-        """Return `partitioned_graphs`; raise `PlanError` that names the first node without support on its device."""
+        """Return `partitioned_graphs`; raise `PlanError` for the first node that its device does not support."""
         for found in find_unsupported(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
             raise PlanError(f"{found.local_node!r} cannot run on {self.device_names[found.device]}: {found.reason}")
         return partitioned_graphs
@@ -196,6 +222,7 @@ class ShardedPlanBuilder:
         reasons: tuple[str, ...],
         pins: Mapping[Node, Pin],
     ) -> Plan:
+        """Lower the graphs of all devices and return the plan."""
         device_plans = build_device_plans(partitioned_graphs.graphs, self.group)
         placed = list_pinned_nodes(self.graph, pins)
         shares = tuple(self.tensor_split)
@@ -215,9 +242,9 @@ class ShardedPlanBuilder:
 def choose_overlap_chunks(unchunked_plan: Plan, build_with_chunks: Callable[[OverlapChunks, str], Plan | None]) -> Plan:
     """Return the fastest of `unchunked_plan` and the plans with overlap chunks that `build_with_chunks` returns.
 
-    A plan must save `MIN_GAIN`, because predictions are not more exact. The chunk count grows while enough unoverlapped
-    collective time is left. With reduce-scattered chunks, two collectives of each sum have no overlap: the
-    reduce-scatter of the last chunk and the all-gather of the first. Such a plan must save more than these take.
+    A plan must save `MIN_GAIN`, because predictions are not more exact. The chunk count grows while enough
+    unoverlapped collective time is left. With reduce-scattered chunks, two collectives of each sum have no overlap:
+    the reduce-scatter of the last chunk and the all-gather of the first. Such a plan must save more than these take.
     """
     best, best_seconds = unchunked_plan, unchunked_plan.cost.total * (1 - MIN_GAIN)
     enough, waiting = (

@@ -46,7 +46,7 @@ class Workload:
 
     @property
     def balanced_graph(self) -> Graph:
-        """The graph for which the stages of a layer split are balanced."""
+        """The graph for which the stages of a layer split are balanced: a whole prompt, or a step of all sequences."""
         return (
             self.build_graph(1, self.prompt_tokens) if self.prompt_tokens else self.build_graph(self.sequence_count, 1)
         )
@@ -54,7 +54,7 @@ class Workload:
     def score_plans(
         self, plan_of: PlanForRun, counts_of: MicroBatchCounts = list_micro_batch_counts
     ) -> tuple[float, str]:
-        """Return the seconds of the workload with plans of one layout, and a phrase about pipelined runs.
+        """Return the predicted seconds of the workload with plans of one layout, and a phrase about pipelined runs.
 
         Args:
             plan_of: Returns the plan of a run.
@@ -139,12 +139,12 @@ class OptimisticEstimate:
         )
 
     def choose_micro_batch_counts(self, sequence_count: int, stage_count: int) -> list[int]:
-        """Return the micro-batch count with the lowest estimate; an empty list if no count is considered."""
+        """Return the micro-batch count with the lowest estimate, as a list of one; empty if no count is considered."""
         counts = list_micro_batch_counts(sequence_count, stage_count)
         return [min(counts, key=lambda n: self._estimate_step_seconds(n, stage_count))] if counts else []
 
     def _estimate_step_seconds(self, micro_batch_count: int, stage_count: int) -> float:
-        """Return the seconds of a step in `micro_batch_count` micro-batches through `stage_count` stages of one device."""
+        """Return the seconds of a step of all sequences in micro-batches through stages of one device each."""
         return (
             micro_batch_count
             * self._estimate_run_seconds(-(-self.workload.sequence_count // micro_batch_count), 1)
@@ -152,7 +152,12 @@ class OptimisticEstimate:
         )
 
     def _estimate_prefill_seconds(self, stage_count: int, device_count: int) -> float:
-        """Return the seconds of a prompt, as one run or in prefill chunks, including the filling of the pipeline."""
+        """Return the seconds of a prompt, as one run or in prefill chunks, including the filling of the pipeline.
+
+        Args:
+            stage_count: The number of pipeline stages.
+            device_count: The number of devices of each stage.
+        """
         prompt = self.workload.prompt_tokens
         whole, sizes = (
             self._estimate_run_seconds(1, prompt, device_count),

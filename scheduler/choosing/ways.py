@@ -1,4 +1,8 @@
-"""The candidates of split mode `auto`: tensor parallelism, a layer split, or both, on ever more devices."""
+"""The candidates of split mode `auto`: tensor parallelism, a layer split, or both, on ever more devices.
+
+The plan of one device is built first. The other candidates get estimates, and `auto` builds their plans only as far
+as they can win.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,15 @@ def _list_candidates(
     hardware: Hardware,
     costs: AssignmentCost,
 ) -> list[Candidate]:
-    """Return all candidates of several devices, with estimates of single runs."""
+    """Return all candidates of several devices, with estimates of single runs.
+
+    Args:
+        plan_builder: The request, for all devices.
+        single_device_plan: The plan of one device.
+        single_device_bytes: Bytes of weights and states on one device.
+        hardware: The hardware that `_with_fitted_launch_cost` returned.
+        costs: The work of each node.
+    """
     devices = len(plan_builder.group)
     seconds = {node: hardware.compute_seconds(*work) for node, work in costs.node_work.items()}
     branches = BranchScheduler(plan_builder.graph, devices, hardware, seconds, _find_smallest_memory(plan_builder))
@@ -93,7 +105,7 @@ def _list_candidates(
 def _make_bounded_branch_candidates(
     plan_builder: PlanBuilder, branches: BranchScheduler, single_device_bytes: float
 ) -> Iterator[Candidate]:
-    """Yield the candidate of independent branches with a better lower bound of its time, if there is a bound."""
+    """Yield the candidate of independent branches with the lower bound of its clusters, if it can save enough."""
     count = len(plan_builder.group)
     if (bound := branches.compute_cluster_bound(count)) is not None:
         lacking, refine = (
@@ -130,10 +142,10 @@ def _with_stage_overlap(candidate: Candidate, branches: BranchScheduler) -> Cand
 def _make_candidates_for_all_devices(
     plan_builder: PlanBuilder, single_device_plan: Plan, single_device_bytes: float, hardware: Hardware
 ) -> Iterator[Candidate]:
-    """Yield the candidates for all devices: two factor searches and a layer split.
+    """Yield the candidates that use all devices of `plan_builder`: two factor searches and a layer split.
 
     Args:
-        plan_builder: The request, for all devices.
+        plan_builder: The request.
         single_device_plan: The plan of one device.
         single_device_bytes: Bytes of weights and states on one device.
         hardware: The hardware that `_with_fitted_launch_cost` returned.
@@ -170,7 +182,7 @@ def _make_candidates_for_all_devices(
 
 
 def _can_form_groups(devices_per_machine: int, device_count: int) -> bool:
-    """Return whether `device_count` devices form several groups: whole machines, or halves of one machine."""
+    """Return whether the devices form several groups: whole machines, or halves of one machine."""
     return (
         device_count % devices_per_machine == 0
         if 0 < devices_per_machine < device_count
@@ -211,7 +223,7 @@ def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> It
 
 
 def _estimate_stage_transfer_seconds(hardware: Hardware, stage_count: int, devices_per_stage: int) -> float:
-    """Return the least seconds of the transfers between `stage_count` stages of `devices_per_stage` devices each."""
+    """Return the least seconds of the transfers between pipeline stages: one latency for each stage boundary."""
     ends = ((s * devices_per_stage - 1, s * devices_per_stage) for s in range(1, stage_count))
     return sum(hardware.collective_seconds(0.0, hardware.count_machines(pair)) for pair in ends)
 
@@ -222,9 +234,9 @@ def _find_smallest_memory(plan_builder: PlanBuilder) -> float:
 
 
 def _with_fitted_launch_cost(costs: AssignmentCost, single_device_plan: Plan) -> Hardware:
-    """Return the hardware with a launch time that makes the graph as long as its program on one device.
+    """Return the hardware with a launch time that makes the sum of all nodes as long as the plan of one device.
 
-    In the program, fused chains share one launch, and state saves add launches. `single_device_plan` is the plan of one device.
+    In the program of the plan, fused chains share one launch, and state saves add launches.
     """
     work = sum(costs.hardware.compute_seconds(*done, launches=0.0) for done in costs.node_work.values())
     return replace(costs.hardware, launch=max(0.0, single_device_plan.cost.total - work) / max(1, len(costs.node_work)))

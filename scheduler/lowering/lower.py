@@ -189,7 +189,7 @@ class _ProgramBuilder:
         self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers()
 
     def build_program(self) -> Program:
-        """Return the program: each node after the saves of the states that it overwrites, and at the end state copies."""
+        """Return the program: each node after the saves of states that it overwrites, and state copies at the end."""
         instructions: list[Instruction] = []
         undo: list[tuple[int, Instruction]] = []
         for node in (*self.ordered_nodes, None):
