@@ -6,8 +6,6 @@ Plans take long to build, so candidates compete with estimates first:
 2. If the candidate has a plan, its plan is the result.
 3. Otherwise build its plan, replace the estimate by the seconds of the plan, and correct the estimates of similar
    candidates. Continue with step 1.
-
-The estimates are optimistic, so a candidate without a plan is rejected only if even its estimate is worse.
 """
 
 from __future__ import annotations

@@ -101,7 +101,10 @@ class BranchScheduler:
 
     @cached_property
     def can_overlap(self) -> bool:
-        """Whether pipeline stages on all devices save `MIN_BRANCH_SAVING` by concurrent work; fewer stages save less."""
+        """Whether pipeline stages on all devices save `MIN_BRANCH_SAVING` by concurrent work.
+
+        Fewer stages save less.
+        """
         return self.estimate_overlapped_share(self.device_count) <= 1 - MIN_BRANCH_SAVING
 
     def estimate_overlapped_share(self, stage_count: int) -> float:
@@ -125,7 +128,7 @@ class BranchScheduler:
         return max(free) / self.total_seconds if self.total_seconds else 1.0
 
     def find_schedules(self, device_count: int) -> list[BranchSchedule]:
-        """Return the best schedules found on `device_count` devices; each saves at least the share `MIN_BRANCH_SAVING`."""
+        """Return the best schedules found on `device_count` devices; each saves at least `MIN_BRANCH_SAVING`."""
         grain = max(
             self.total_seconds / device_count / MAX_PARTS_PER_DEVICE,
             MAX_PARTS_PER_DEVICE * self.hardware.collective_seconds(0.0),
@@ -148,7 +151,7 @@ class BranchScheduler:
         )
 
     def _schedule_clusters(self, division: Sequence[Cluster], device_count: int) -> Iterator[BranchSchedule]:
-        """Yield schedules of these clusters by list scheduling, and schedules that moves of single clusters improved."""
+        """Yield schedules of these clusters by list scheduling, and schedules improved by moves of single clusters."""
         clusters, owner = link_clusters(division, self.hardware.collective_seconds(0.0))
         until_end: dict[Cluster, float] = defaultdict(float)
         for cluster in reversed(clusters):
@@ -181,7 +184,7 @@ class BranchScheduler:
     def _improve_placement(
         self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], device_count: int
     ) -> Placement | None:
-        """Return a faster placement, found by moves of single clusters; None if no move is faster."""
+        """Return a faster placement, found by moves of single clusters, or None."""
         first = best = max(self._predict_ends(placement, order).values())
         better, left = dict(placement), MAX_PREDICTED_NODES // len(order)
         movable = [cluster for cluster in clusters if self.state_users.keys().isdisjoint(cluster.nodes)]

@@ -20,7 +20,7 @@ MAX_OFFLOAD_PLANS = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
-    """A memory of `memory_bytes` bytes, and the device plans that use it; several devices of a machine may share one."""
+    """A memory of `memory_bytes` bytes with the device plans that use it; devices of a machine may share one."""
 
     device_plans: tuple[Lane, ...]
     memory_bytes: int
@@ -178,6 +178,6 @@ def choose_host_offload(missing_share: float, build_plan_for_share: Callable[[fl
 
 
 def memory_proportions(devices: Sequence[Device]) -> list[float]:
-    """Return the default proportions of a layer split: the memory of each device, or 1.0 if a device does not state it."""
+    """Return the default proportions of a layer split: the memory of each device, or 1.0 if one does not state it."""
     sizes = [float(device.memory or 0) for device in devices]
     return sizes if all(sizes) else [1.0] * len(sizes)

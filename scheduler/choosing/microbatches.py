@@ -68,7 +68,7 @@ def choose_micro_batches(
     plan_of: Callable[[int], Plan],
     counts_of: Callable[[int, int], Sequence[int]] = list_micro_batch_counts,
 ) -> MicroBatchChoice:
-    """Choose the micro-batches of a step by predicted time; several must be `MIN_PIPELINE_SPEEDUP` times as fast as one.
+    """Choose the micro-batches of a step; several must be predicted to be `MIN_PIPELINE_SPEEDUP` times as fast as one.
 
     Args:
         sequence_count: The number of sequences.

@@ -320,8 +320,14 @@ class PlanBuilder(ShardedPlanBuilder):
         return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
 
     def build_with_groups(self, groups: StageGroups, choice: FactorChoice) -> Plan:
-        """Return the hybrid split over these device groups; raise `PlanError` if nodes are pinned or nothing is
-        sharded.
+        """Return the hybrid split over these device groups.
+
+        Args:
+            groups: The devices of each pipeline stage.
+            choice: The factors to shard within each group.
+
+        Raises:
+            PlanError: Nodes are pinned, backends are mixed, or no factor can be sharded within a stage.
         """
         if self.user_pins or pin_discrete_choices(self.graph, self.group):
             raise PlanError(

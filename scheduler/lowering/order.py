@@ -267,9 +267,9 @@ def _order_nodes(
                 begun.add(node)
                 if (first := next((n for n in waiting if n in begun), None)) is not None:
                     raise PlanError(
-                        f"{first!r} would wait for itself: collectives run in the order of their numbers, and one of a lower "
-                        "number reads the result of one of a higher number; number them in the order in which they "
-                        "depend on each other"
+                        f"{first!r} would wait for itself: collectives run in the order of their numbers, "
+                        "and one of a lower number reads the result of one of a higher number; "
+                        "number them in the order in which they depend on each other"
                     )
                 stack.extend(reversed(waiting))
             else:

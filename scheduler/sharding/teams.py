@@ -69,8 +69,8 @@ def split_into_groups(devices_per_machine: int, device_count: int) -> list[list[
         )
     if size in (1, device_count) or device_count % size:
         raise PlanError(
-            f"split mode layer,tensor needs device groups of equal size, each of several devices; {device_count} devices "
-            "have no such groups; use layer or tensor, or another number of devices"
+            f"split mode layer,tensor needs device groups of equal size, each of several devices; "
+            f"{device_count} devices have no such groups; use layer or tensor, or another number of devices"
         )
     return [list(range(start, start + size)) for start in range(0, device_count, size)]
 
