@@ -187,7 +187,7 @@ def test_the_virtual_clock_computes_beside_a_sum_and_waits_behind_it():
 
 def test_a_plan_says_what_computing_beside_collectives_saves():
     text = branches_on(NullBackend(SPEEDS, computes_beside=True)).explain()
-    assert "devices compute beside 2 of 2 collectives, a save" in text
+    assert "devices compute beside 2 of 2 collectives, which saves" in text
     assert "beside the meeting before it" in text
     assert "beside" not in branches_on(NullBackend(SPEEDS)).explain()
 
