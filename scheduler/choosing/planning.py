@@ -115,30 +115,32 @@ class PlanBuilder(ShardedPlanBuilder):
             return self.build_with_factors(chosen, why)
         return mode(self)
 
-    def build_with_fixed_layout(self, earlier: Plan) -> Plan:
+    def build_with_fixed_layout(self, earlier_plan: Plan) -> Plan:
         """Return the plan over weights and states with the layouts of an earlier plan.
 
         Raises:
             PlanError: The graph reads a weight in parts that the layouts of the earlier plan cannot give.
         """
-        if (groups := find_groups_of_programs([device_plan.program for device_plan in earlier.lanes])) is not None:
-            where = stages_from_layouts(self.graph, earlier.leaves, groups)
-            return self._build_hybrid_stages(where, groups, earlier.cuts, ("an earlier plan's layout",), earlier.leaves)
-        fixed_pins = pins_from_layouts(self.graph, earlier.leaves)
-        stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
+        if (groups := find_groups_of_programs([device_plan.program for device_plan in earlier_plan.lanes])) is not None:
+            where = stages_from_layouts(self.graph, earlier_plan.leaves, groups)
+            return self._build_hybrid_stages(
+                where, groups, earlier_plan.cuts, ("an earlier plan's layout",), earlier_plan.leaves
+            )
+        fixed_pins = pins_from_layouts(self.graph, earlier_plan.leaves)
+        stored = [earlier_plan.leaves[v.node.name] for v in (*earlier_plan.graph.weights, *earlier_plan.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
-            where = placement_from_layouts(self.graph, earlier.leaves)
+            where = placement_from_layouts(self.graph, earlier_plan.leaves)
             base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
             return self._build_pinned(
                 base, {v: layout for v, layout in fixed_pins.leaves.items() if isinstance(layout, Local)}
             )
         if len(self.group) == 1 and not self.placement_rules and not fixed_pins.leaves:
             return self.build_unsharded("an earlier plan's layout")
-        chosen = factors_from_description(self.graph, self.factors, earlier.cuts)
-        if self.graph.digest() != earlier.graph.digest():  # the same position may have another factor
+        chosen = factors_from_description(self.graph, self.factors, earlier_plan.cuts)
+        if self.graph.digest() != earlier_plan.graph.digest():  # the same position may have another factor
             chosen = frozenset(f for f in chosen if f.can_be_sharded)
         choice = FactorChoice(chosen, ("an earlier plan's layout",))
-        if (short := self._build_from_shortened_graph(choice, earlier.leaves)) is not None:
+        if (short := self._build_from_shortened_graph(choice, earlier_plan.leaves)) is not None:
             return short
         while True:
             try:
@@ -148,7 +150,10 @@ class PlanBuilder(ShardedPlanBuilder):
                     "this graph reads a weight in other pieces than an earlier plan has cut it, which cannot be put "
                     f"together: {why}; make one plan for both, or load the weights anew"
                 ) from None
-            before, fixed_pins = fixed_pins, pin_earlier_layouts(fixed_pins, self.graph, plan.leaves, earlier.leaves)
+            before, fixed_pins = (
+                fixed_pins,
+                pin_earlier_layouts(fixed_pins, self.graph, plan.leaves, earlier_plan.leaves),
+            )
             if fixed_pins == before:
                 return plan
 
