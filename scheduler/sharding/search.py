@@ -103,7 +103,10 @@ class _GraphSearch:
     def find_assignment(
         self, chosen_factors: frozenset[Factor], current_factors: frozenset[Factor]
     ) -> ShardingAssignment | None:
-        """Return the assignment for `chosen_factors`, derived from that of `current_factors`; None if they conflict."""
+        """Return the assignment for `chosen_factors`, derived from the one for `current_factors`.
+
+        None means that the chosen factors conflict in a weight or state.
+        """
         if chosen_factors not in self._assignments:
             base = self._assignments[current_factors]
             assert base is not None
