@@ -47,44 +47,62 @@ from .uses import Workload
 class ShardedPlanBuilder:
     """One checked request of the planner, and the plan in which the factors of a choice are sharded.
 
-    `earlier_layouts` are the layouts of an earlier plan, `user_pins` the pins of the placement rules.
-    `unrepeated_reasons` says why repeated layers are not planned once.
+    - `earlier_layouts`: the layouts of an earlier plan over the same weights and states.
+    - `user_pins`: the pins of the placement rules.
+    - `unrepeated_reasons`: why repeated layers are not planned once, as text for `explain`.
+
+    Args:
+        graph: The graph to plan.
+        group: The backend and the device of each member.
+        proportions: The tensor split; empty for equal shares.
+        hardware: The speeds of devices and links.
+        placement_rules: Pairs (regular expression, device name).
+        earlier_plan: The plan with the layouts to keep.
+        workload: The workload for which layouts are scored.
     """
 
     def __init__(
         self,
         graph: Graph,
         group: Devices,
-        shares: Sequence[float],
+        proportions: Sequence[float],
         hardware: Hardware,
-        place: PlacementRules = (),
-        earlier: Plan | None = None,
-        use: Workload | None = None,
+        placement_rules: PlacementRules = (),
+        earlier_plan: Plan | None = None,
+        workload: Workload | None = None,
     ) -> None:
-        self.graph, self.group, self.hardware, self.workload = graph, group, hardware, use
-        self.placement_rules = [(pattern, str(DeviceName.parse(device))) for pattern, device in place]
-        self.tensor_split = shares or (() if earlier is None else earlier.shares)
-        self.earlier_layouts = NO_LEAF_LAYOUTS if earlier is None else earlier.leaves
+        self.graph, self.group, self.hardware, self.workload = graph, group, hardware, workload
+        self.placement_rules = [(pattern, str(DeviceName.parse(device))) for pattern, device in placement_rules]
+        self.tensor_split = proportions or (() if earlier_plan is None else earlier_plan.shares)
+        self.earlier_layouts = NO_LEAF_LAYOUTS if earlier_plan is None else earlier_plan.leaves
         self.proportions = self.tensor_split or [1.0] * len(group)
         self.device_names = [str(device) for _, device in group]
-        self.user_pins = find_user_pins(graph, self.placement_rules, self.device_names, strict=earlier is None)
+        self.user_pins = find_user_pins(graph, self.placement_rules, self.device_names, strict=earlier_plan is None)
 
         self.unrepeated_reasons: tuple[str, ...] = ()
 
     @cached_property
     def factor_search(self) -> FactorSearch:
+        """The factor search of the graph."""
         return FactorSearch(self.graph, Factors(self.graph))
 
     @cached_property
     def repeated_layers(self) -> RepeatedRuns | None:
+        """The repeated layers of the graph, if it has any."""
         return find_repeated_runs(self.graph)
 
     @property
     def factors(self) -> Factors:
+        """The factors of the graph."""
         return self.factor_search.factors
 
     def build_sharded(self, choice: FactorChoice, fixed_pins: Pins | None = None) -> Plan:
-        """Return the plan in which the chosen factors are sharded, except nodes with pins and pins in `fixed_pins`."""
+        """Return the plan in which the chosen factors are sharded, except at pinned nodes and leaves.
+
+        Args:
+            choice: The factors to shard, and the alternatives as reasons.
+            fixed_pins: Nodes and leaves with a layout from an earlier plan.
+        """
         first = {
             **pin_discrete_choices(self.graph, self.group),
             **({} if fixed_pins is None else fixed_pins.nodes),
@@ -143,7 +161,10 @@ class ShardedPlanBuilder:
     def _build_from_shortened_graph(
         self, choice: FactorChoice, fixed_layouts: Mapping[str, Layout] | None = None
     ) -> Plan | None:
-        """Return the plan of a shortened graph; None if pins or differences between repetitions prevent it."""
+        """Return the plan of a graph with repeated layers from a shortened graph; None if that is impossible.
+
+        Pins or differences between repetitions make it impossible.
+        """
         if self.user_pins or self.unrepeated_reasons or pin_discrete_choices(self.graph, self.group):
             return None
         every = describe_all_factors(self.graph, self.factors, choice.factors)
@@ -175,7 +196,12 @@ class ShardedPlanBuilder:
         pins: Mapping[Node, Pin],
         build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], PartitionedGraphs]],
     ) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
-        """Return the result of `build`, with more pins until every device supports its nodes."""
+        """Return the graphs that `build` builds for enough pins that every device supports its nodes.
+
+        Args:
+            pins: The pins so far.
+            build: Returns the used pins and the graphs of all devices.
+        """
         pins = dict(pins)
         while True:
             where, sharded = build(extend_pins(self.graph, pins))
@@ -183,24 +209,29 @@ class ShardedPlanBuilder:
                 return where, sharded
             pins.update(relocate_unsupported(found, where, self.group))
 
-    def _require_supported(self, sharded: PartitionedGraphs) -> PartitionedGraphs:
-        """Return `sharded`; raise `PlanError` that names the first node without support on its device."""
-        for found in find_unsupported(sharded.graphs, sharded.source_nodes, self.group):
+    def _require_supported(self, partitioned_graphs: PartitionedGraphs) -> PartitionedGraphs:
+        """Return `partitioned_graphs`; raise `PlanError` for the first node that its device does not support."""
+        for found in find_unsupported(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
             raise PlanError(f"{found.local_node!r} cannot run on {self.device_names[found.device]}: {found.reason}")
-        return sharded
+        return partitioned_graphs
 
     def _assemble_plan(
-        self, sharded: PartitionedGraphs, cuts: ShardedFactors, reasons: tuple[str, ...], where: Mapping[Node, Pin]
+        self,
+        partitioned_graphs: PartitionedGraphs,
+        sharded_factors: ShardedFactors,
+        reasons: tuple[str, ...],
+        pins: Mapping[Node, Pin],
     ) -> Plan:
-        device_plans = build_device_plans(sharded.graphs, self.group)
-        placed = list_pinned_nodes(self.graph, where)
+        """Lower the graphs of all devices and return the plan."""
+        device_plans = build_device_plans(partitioned_graphs.graphs, self.group)
+        placed = list_pinned_nodes(self.graph, pins)
         shares = tuple(self.tensor_split)
         return Plan(
             self.graph,
             device_plans,
-            sharded.leaves,
-            sharded.outputs,
-            cuts,
+            partitioned_graphs.leaves,
+            partitioned_graphs.outputs,
+            sharded_factors,
             reasons,
             self.hardware,
             placed,
@@ -211,9 +242,9 @@ class ShardedPlanBuilder:
 def choose_overlap_chunks(unchunked_plan: Plan, build_with_chunks: Callable[[OverlapChunks, str], Plan | None]) -> Plan:
     """Return the fastest of `unchunked_plan` and the plans with overlap chunks that `build_with_chunks` returns.
 
-    A plan must save `MIN_GAIN`, because predictions are not more exact. The chunk count grows while enough unoverlapped
-    collective time is left. With reduce-scattered chunks, two collectives of each sum have no overlap: the
-    reduce-scatter of the last chunk and the all-gather of the first. Such a plan must save more than these take.
+    A plan must save `MIN_GAIN`, because predictions are not more exact. The chunk count grows while enough
+    unoverlapped collective time is left. With reduce-scattered chunks, two collectives of each sum have no overlap:
+    the reduce-scatter of the last chunk and the all-gather of the first. Such a plan must save more than these take.
     """
     best, best_seconds = unchunked_plan, unchunked_plan.cost.total * (1 - MIN_GAIN)
     enough, waiting = (

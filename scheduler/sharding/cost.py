@@ -1,4 +1,7 @@
-"""The predicted time of one run of a graph over equal devices, for an assignment of factors."""
+"""The predicted time of one run of a graph over equal devices, for a sharding assignment.
+
+The time is the sum of the kernels on the busiest device and of the collectives, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,17 @@ from .states import FactorShard
 class AssignmentCost:
     """Predicts the time of one run over equal devices, for any number of assignments of one graph.
 
-    `node_multiplicity` is the number of original nodes of each node, if more than one.
+    Args:
+        graph: The graph.
+        device_count: The number of devices.
+        hardware: The speeds of each device and of the links.
+        node_multiplicity: For a collapsed graph, the number of original nodes of each node, if more than one.
     """
 
-    def __init__(self, graph: Graph, devices: int, hardware: Hardware, times: Mapping[Node, int] | None = None) -> None:
-        self.device_count, self.hardware, self.node_multiplicity = devices, hardware, times or {}
+    def __init__(
+        self, graph: Graph, device_count: int, hardware: Hardware, node_multiplicity: Mapping[Node, int] | None = None
+    ) -> None:
+        self.device_count, self.hardware, self.node_multiplicity = device_count, hardware, node_multiplicity or {}
         counts = WorkCounter()
         self.node_work = {n: counts.count_work(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
         self.stored_values = [n.results[0] for n in graph.nodes if n.op in ("weight", "state")]
@@ -32,7 +41,7 @@ class AssignmentCost:
         self._collective_seconds: dict[tuple[str, int], float] = {}
 
     def estimate_run(self, assignment: ShardingAssignment) -> Estimate:
-        """Return the predicted time of one run, in which sums are taken early where that costs no more."""
+        """Return the predicted time of one run; early sums are used where they cost no more."""
         times, compute = self.node_multiplicity, sum(self._compute_item_costs(assignment)[: len(self.node_work)])
         sent = [c for c in assignment.conversions if not c.needs_no_communication]
         seconds, count = sum(map(self._estimate_total_seconds, sent)), sum(times.get(c.value.node, 1) for c in sent)
@@ -42,7 +51,7 @@ class AssignmentCost:
         return Estimate(compute, seconds, count)
 
     def _estimate_total_seconds(self, conversion: LayoutConversion) -> float:
-        """Return the seconds of a collective, times the multiplicity of its node."""
+        """Return the seconds of the collective of a conversion, for all original nodes that its node stands for."""
         return self.node_multiplicity.get(conversion.value.node, 1) * self.estimate_conversion_seconds(conversion)
 
     def compute_max_stored_bytes(self, assignment: ShardingAssignment) -> float:
@@ -75,7 +84,7 @@ class AssignmentCost:
         return self.node_multiplicity.get(node, 1) * node.specs[0].nbytes * share
 
     def estimate_node_seconds(self, node: Node, assignment: ShardingAssignment) -> float:
-        """Return the seconds of `node` on the busiest device."""
+        """Return the seconds of the kernels of `node` on the device with the largest shard."""
         work = self.node_work[node]
         by = assignment.node_layouts[node]
         if isinstance(by, FactorShard):
@@ -97,7 +106,7 @@ class AssignmentCost:
         return self.hardware.compute_seconds(*work)
 
     def estimate_conversion_seconds(self, conversion: LayoutConversion) -> float:
-        """Return the seconds of the collective of a conversion."""
+        """Return the seconds of the collective of a layout conversion; 0 if no bytes are sent."""
         if conversion.needs_no_communication or self.device_count == 1:
             return 0.0
         collective = select_collective(conversion)
@@ -109,12 +118,21 @@ class AssignmentCost:
 
 
 def select_collective(conversion: LayoutConversion) -> tuple[str, int]:
-    """Return the op of the collective that determines the time of a conversion, and the bytes of the whole value."""
+    """Return the op of the collective that prices a conversion, and the bytes of the whole value.
+
+    It is an all-reduce for a sum that ends whole. All other conversions are priced as an all-gather.
+    """
     is_all_reduce = conversion.source_layout.is_partial and not isinstance(conversion.target_layout, FactorShard)
     return "all_reduce" if is_all_reduce else "all_gather", conversion.value.spec.nbytes
 
 
-def _estimate_device_bytes(nbytes: float, uncut: Iterable[Value], share: float) -> float:
-    """Return the bytes of a device that has `share` of all values except the whole ones in `uncut`."""
-    whole = min(nbytes, sum(v.spec.nbytes for v in uncut))
-    return whole + (nbytes - whole) * share
+def _estimate_device_bytes(total_bytes: float, whole_values: Iterable[Value], share: float) -> float:
+    """Return the bytes that a device with a shard reads and writes.
+
+    Args:
+        total_bytes: The bytes of all operands and results on one device without sharding.
+        whole_values: The values that each device has whole.
+        share: The share of all other values that the device has.
+    """
+    whole = min(total_bytes, sum(v.spec.nbytes for v in whole_values))
+    return whole + (total_bytes - whole) * share

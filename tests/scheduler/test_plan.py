@@ -294,7 +294,7 @@ def test_a_collapsed_graph_has_each_repeated_part_twice_and_counts_the_rest():
 def test_the_search_finds_the_same_in_the_collapsed_graph_as_in_the_whole(name, hardware, monkeypatch):
     graph, simulation = deep(12) if name == "deep" else decode_graph(name), parse_simulated_group(hardware)
     planned = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    monkeypatch.setattr("hocket.scheduler.sharding.search.collapse_repeats", lambda graph: None)
+    monkeypatch.setattr("hocket.scheduler.sharding.search.collapse_repeated_layers", lambda graph: None)
     whole = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
     assert planned.cuts == whole.cuts
     assert planned.reasons == whole.reasons

@@ -111,7 +111,7 @@ def test_collectives_that_are_numbered_against_their_operands_are_refused(backen
     first = all_reduce(input("x", (2, 4)), sequence=1, name="late")
     second = all_reduce(ops.silu(first), sequence=0, name="early")
     on = find_device(f"{backend}:0")
-    with pytest.raises(PlanError, match=r"%late = all_reduce.* would wait for itself: meetings come in the order"):
+    with pytest.raises(PlanError, match=r"%late = all_reduce.* would wait for itself: collectives run in the order"):
         lower_graph(Graph({"y": second}), *on)
 
 

@@ -37,7 +37,7 @@ def chunked_plan(
     plain = propagate_layouts(graph, factors, chosen)
     tokens = find_token_factor(plain, factors)
     assert tokens is not None
-    assignment = propagate_layouts(graph, factors, chosen, rows=tokens) if is_distributed else plain
+    assignment = propagate_layouts(graph, factors, chosen, row_factor=tokens) if is_distributed else plain
     cuts = describe_factors(graph, factors, chosen, {})
     own = shares or [1.0] * len(group)
     sharded = partition_in_chunks(

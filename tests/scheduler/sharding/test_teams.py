@@ -120,7 +120,7 @@ def test_device_groups_are_machines_or_the_squarest_division():
     assert split_into_groups(0, 6) == [[0, 1, 2], [3, 4, 5]]
     assert split_into_groups(2, 6) == [[0, 1], [2, 3], [4, 5]]
     for machine, devices in ((0, 3), (4, 6), (1, 4)):
-        with pytest.raises(PlanError, match="layer,tensor needs teams of several devices"):
+        with pytest.raises(PlanError, match="layer,tensor needs device groups of equal size"):
             split_into_groups(machine, devices)
 
 

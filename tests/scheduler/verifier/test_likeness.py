@@ -65,7 +65,7 @@ def test_what_is_stamped_is_what_lowering_gives():
 
 
 def test_a_graph_like_no_other_is_lowered_as_a_stamped_one_would_be(monkeypatch):
-    stamped = count_calls(monkeypatch, lane, "with_graph_names")
+    stamped = count_calls(monkeypatch, lane, "restore_graph_names")
     group = find_devices([f"reference:{d}" for d in range(3)], None)
     plan = plan_for_group(tower(), group, split_mode="tensor", tensor_split=(4, 3, 1), hardware=SLOW)
     assert not stamped
