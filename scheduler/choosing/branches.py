@@ -17,7 +17,7 @@ from itertools import product
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ..machines.hardware import STORED_LEAF_OPS, Hardware, find_viewed_node
-from ..sharding.layers import Placement, order_by_hops
+from ..sharding.layers import Placement, order_nodes_by_message_count
 from .clusters import Cluster, find_clusters, link_clusters, split_cluster
 
 MIN_BRANCH_SAVING = 0.03
@@ -122,7 +122,7 @@ class BranchScheduler:
             spent += self.node_seconds.get(node, 0.0)
         ends: dict[Node, float] = {}
         free = [0.0] * stage_count
-        for node in order_by_hops(self.graph, stage):
+        for node in order_nodes_by_message_count(self.graph, stage):
             start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
             free[stage[node]] = ends[node] = max(start, free[stage[node]]) + self.node_seconds.get(node, 0.0)
         return max(free) / self.total_seconds if self.total_seconds else 1.0
@@ -178,7 +178,7 @@ class BranchScheduler:
         """
         ends = self._predict_ends(placement, order)
         leaf_bytes = [*self._count_leaf_bytes(placement).values()]
-        for each in (sorted(order, key=ends.__getitem__), order_by_hops(self.graph, placement)):
+        for each in (sorted(order, key=ends.__getitem__), order_nodes_by_message_count(self.graph, placement)):
             yield BranchSchedule(placement, each, max(ends.values()), leaf_bytes)
 
     def _improve_placement(

@@ -177,7 +177,7 @@ def choose_host_offload(missing_share: float, build_plan_for_share: Callable[[fl
     return fitting
 
 
-def memory_proportions(devices: Sequence[Device]) -> list[float]:
+def compute_memory_proportions(devices: Sequence[Device]) -> list[float]:
     """Return the default proportions of a layer split: the memory of each device, or 1.0 if one does not state it."""
     sizes = [float(device.memory or 0) for device in devices]
     return sizes if all(sizes) else [1.0] * len(sizes)

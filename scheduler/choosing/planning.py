@@ -31,29 +31,29 @@ from ..sharding.layers import (
 from ..sharding.layers import emit_placed_graphs as place_nodes
 from ..sharding.pins import (
     Pin,
-    find_unsupported,
+    find_unsupported_nodes,
+    pin_changed_leaf_layouts,
     pin_discrete_choices,
-    pin_earlier_layouts,
     pins_from_layouts,
 )
 from ..sharding.search import (
     FactorChoice,
-    describe_all_factors,
-    factors_from_description,
+    factors_from_positions,
+    list_all_factor_positions,
 )
 from ..sharding.teams import (
     HybridGraphs,
     StageGroups,
-    find_groups_of_programs,
+    find_pipeline_stage_groups,
     partition_hybrid,
-    split_into_groups,
+    split_devices_into_groups,
     stages_from_layouts,
 )
 from ..spelling import decompose_unsupported
 from .branches import BranchSchedule
-from .fits import choose_host_offload, compute_missing_bytes, memory_proportions
+from .fits import choose_host_offload, compute_memory_proportions, compute_missing_bytes
 from .repeating import plan_repeated_layers
-from .sharded import ShardedPlanBuilder, choose_overlap_chunks
+from .sharded import ShardedPlanBuilder, choose_plan_with_overlap_chunks
 
 FactorChooser = Callable[[Graph, Factors], frozenset[Factor]]
 """Return the factors to shard, chosen by the caller."""
@@ -88,7 +88,7 @@ class PlanBuilder(ShardedPlanBuilder):
             and compute_missing_bytes(plan)
         ):
             plan = (
-                self.build_with_host_offload(host, uses_single_device=mode is PlanBuilder.build_single_device) or plan
+                self.build_with_host_offload(host, uses_single_device=mode is PlanBuilder.build_on_first_device) or plan
             )
         taken = {str(device_plan.device) for device_plan in plan.lanes}
         return replace(plan, spare=tuple(name for name in self.device_names if name not in taken))
@@ -110,7 +110,7 @@ class PlanBuilder(ShardedPlanBuilder):
             chosen, why = choose_factors(self.graph, self.factors), "chosen by the caller"
             if mode is PlanBuilder.build_hybrid:
                 return self.build_with_groups(
-                    split_into_groups(self.devices_per_machine, len(self.group)), FactorChoice(chosen, (why,))
+                    split_devices_into_groups(self.devices_per_machine, len(self.group)), FactorChoice(chosen, (why,))
                 )
             return self.build_with_factors(chosen, why)
         return mode(self)
@@ -121,7 +121,9 @@ class PlanBuilder(ShardedPlanBuilder):
         Raises:
             PlanError: The graph reads a weight in parts that the layouts of the earlier plan cannot give.
         """
-        if (groups := find_groups_of_programs([device_plan.program for device_plan in earlier_plan.lanes])) is not None:
+        if (
+            groups := find_pipeline_stage_groups([device_plan.program for device_plan in earlier_plan.lanes])
+        ) is not None:
             where = stages_from_layouts(self.graph, earlier_plan.leaves, groups)
             return self._build_hybrid_stages(
                 where, groups, earlier_plan.cuts, ("an earlier plan's layout",), earlier_plan.leaves
@@ -136,7 +138,7 @@ class PlanBuilder(ShardedPlanBuilder):
             )
         if len(self.group) == 1 and not self.placement_rules and not fixed_pins.leaves:
             return self.build_unsharded("an earlier plan's layout")
-        chosen = factors_from_description(self.graph, self.factors, earlier_plan.cuts)
+        chosen = factors_from_positions(self.graph, self.factors, earlier_plan.cuts)
         if self.graph.digest() != earlier_plan.graph.digest():  # the same position may have another factor
             chosen = frozenset(f for f in chosen if f.can_be_sharded)
         choice = FactorChoice(chosen, ("an earlier plan's layout",))
@@ -152,12 +154,12 @@ class PlanBuilder(ShardedPlanBuilder):
                 ) from None
             before, fixed_pins = (
                 fixed_pins,
-                pin_earlier_layouts(fixed_pins, self.graph, plan.leaves, earlier_plan.leaves),
+                pin_changed_leaf_layouts(fixed_pins, self.graph, plan.leaves, earlier_plan.leaves),
             )
             if fixed_pins == before:
                 return plan
 
-    def build_single_device(self) -> Plan:
+    def build_on_first_device(self) -> Plan:
         """Return the plan on the first device; only nodes that must run elsewhere use other devices.
 
         Devices without work are left out.
@@ -165,7 +167,7 @@ class PlanBuilder(ShardedPlanBuilder):
         hardware = self.hardware if len(self.group) == 1 else self.hardware.solo_hardware
         first = PlanBuilder(self.graph, self.group[:1], (), hardware)
         first.unrepeated_reasons, first.repeated_layers = self.unrepeated_reasons, self.repeated_layers
-        if not self.user_pins and not find_unsupported([self.graph], [{}], self.group[:1]):
+        if not self.user_pins and not find_unsupported_nodes([self.graph], [{}], self.group[:1]):
             return first.build_unsharded()
         base = {
             n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
@@ -210,7 +212,7 @@ class PlanBuilder(ShardedPlanBuilder):
         if self.workload is not None and not self.tensor_split and len(set(memory)) == 1:
             return self._build_layers_by_shares(compute_balanced_proportions(self.workload.balanced_graph, len(memory)))
         return self._build_layers_by_shares(
-            self.tensor_split or memory_proportions([device for _, device in self.group])
+            self.tensor_split or compute_memory_proportions([device for _, device in self.group])
         )
 
     def _build_layers_by_shares(
@@ -246,7 +248,7 @@ class PlanBuilder(ShardedPlanBuilder):
         wider = PlanBuilder(
             self.graph, (*self.group, (host.backend, host.device)), (), self.hardware, self.placement_rules
         )
-        shares = self.tensor_split or memory_proportions([device for _, device in self.group])
+        shares = self.tensor_split or compute_memory_proportions([device for _, device in self.group])
         if uses_single_device:
             shares = [1.0] + [0.0] * (len(self.group) - 1)
         why = f"weights that do not fit stay on {host.device}"
@@ -312,7 +314,7 @@ class PlanBuilder(ShardedPlanBuilder):
 
     def build_hybrid(self) -> Plan:
         """Return the hybrid split: layers over device groups, with tensor parallelism inside each group."""
-        groups = split_into_groups(self.devices_per_machine, len(self.group))
+        groups = split_devices_into_groups(self.devices_per_machine, len(self.group))
         return self.build_with_groups(
             groups, self.factor_search.choose_factors(len(groups[0]), self.hardware, eager=True)
         )
@@ -339,13 +341,13 @@ class PlanBuilder(ShardedPlanBuilder):
                 "split mode layer,tensor places no single nodes and mixes no backends; "
                 "leave --place out and name devices of one kind, or use layer or tensor"
             )
-        shares = self.tensor_split or memory_proportions([device for _, device in self.group])
+        shares = self.tensor_split or compute_memory_proportions([device for _, device in self.group])
         where = split_layers(self.graph, [sum(shares[d] for d in group) for group in groups])
-        cuts = describe_all_factors(self.graph, self.factors, choice.factors)
+        cuts = list_all_factor_positions(self.graph, self.factors, choice.factors)
         group_names = [", ".join(self.device_names[d] for d in (group[0], group[-1])) for group in groups]
         notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(group_names)]
         plan = self._build_hybrid_stages(where, groups, cuts, (*choice.alternatives, *notes))
-        if find_groups_of_programs([device_plan.program for device_plan in plan.lanes]) is None:
+        if find_pipeline_stage_groups([device_plan.program for device_plan in plan.lanes]) is None:
             raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
         return plan
 
@@ -373,7 +375,7 @@ class PlanBuilder(ShardedPlanBuilder):
 
         def build_with_chunks(chunks: OverlapChunks, note: str) -> Plan | None:
             hybrid_graphs = partition_groups(chunks)
-            if not hybrid_graphs.has_chunks or find_unsupported(
+            if not hybrid_graphs.has_chunks or find_unsupported_nodes(
                 hybrid_graphs.partitioned_graphs.graphs, hybrid_graphs.partitioned_graphs.source_nodes, self.group
             ):
                 return None
@@ -386,7 +388,7 @@ class PlanBuilder(ShardedPlanBuilder):
             self._require_supported(first.partitioned_graphs), first.sharded_factors, reasons, {}
         )
         return (
-            choose_overlap_chunks(plan, build_with_chunks)
+            choose_plan_with_overlap_chunks(plan, build_with_chunks)
             if first.has_chunks and can_group_overlap(self.group)
             else plan
         )

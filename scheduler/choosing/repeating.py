@@ -25,12 +25,12 @@ from ..machines.hardware import Hardware
 from ..plan import ShardedFactors
 from ..sharding.assign import ShardingAssignment
 from ..sharding.axes import Factor
-from ..sharding.chunks import OverlapChunks, find_token_factor, partition_in_chunks
+from ..sharding.chunks import OverlapChunks, find_chunkable_token_factor, partition_in_chunks
 from ..sharding.emit import PartitionedGraphs, partition_graph
 from ..sharding.factors import Factors
-from ..sharding.pins import NO_PINS, find_unsupported
-from ..sharding.rows import SequenceParallelOptions
-from ..sharding.search import assign_shard_ranges, factors_from_description
+from ..sharding.pins import NO_PINS, find_unsupported_nodes
+from ..sharding.rows import SequenceParallelChooser
+from ..sharding.search import assign_shard_ranges, factors_from_positions
 from ..sharding.shares import ShardRanges
 
 MIN_SAVED_NODES = 2_000
@@ -126,7 +126,7 @@ class _ShortSharding:
         self.shortened_graph, self.group, self.hardware = shortened, group, hardware
         self.sharded_factors, self.proportions, self.short_sharded_factors = sharded_factors, proportions, short_factors
         self.factors = Factors(shortened.short_graph)
-        self.chosen_factors = factors_from_description(shortened.short_graph, self.factors, short_factors)
+        self.chosen_factors = factors_from_positions(shortened.short_graph, self.factors, short_factors)
 
     @cached_property
     def shard_ranges(self) -> ShardRanges:
@@ -159,9 +159,9 @@ class _ShortSharding:
         return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
 
     @cached_property
-    def sequence_parallel_options(self) -> SequenceParallelOptions:
+    def sequence_parallel_options(self) -> SequenceParallelChooser:
         """The choice of replicated or sharded rows for the short graph."""
-        return SequenceParallelOptions(
+        return SequenceParallelChooser(
             self.shortened_graph.short_graph, self.factors, self.chosen_factors, NO_PINS, len(self.group), self.hardware
         )
 
@@ -174,13 +174,13 @@ class _ShortSharding:
         """Return the short graphs of all devices for an assignment."""
         return partition_graph(self.shortened_graph.short_graph, self.factors, assignment, self.shard_ranges)
 
-    def unroll_partitioned_graphs(self, partitioned_graphs: PartitionedGraphs) -> RepeatedPlan | None:
+    def build_repeated_plan(self, partitioned_graphs: PartitionedGraphs) -> RepeatedPlan | None:
         """Return the plan of the deep graph from the short graphs of all devices.
 
         None if a device does not support a node, or if its repetitions cannot be repeated.
         """
         of = self.shortened_graph
-        if find_unsupported(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
+        if find_unsupported_nodes(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
             return None
         device_plans = build_device_plans(partitioned_graphs.graphs, self.group, of)
         if not all(
@@ -213,13 +213,13 @@ class _ShortSharding:
             )
             if (
                 sharding is None
-                or (tokens := find_token_factor(sharding.replicated_assignment, sharding.factors)) is None
+                or (tokens := find_chunkable_token_factor(sharding.replicated_assignment, sharding.factors)) is None
             ):
                 return None
             assignment: ShardingAssignment | None = sharding.replicated_assignment
             if chunks.required_saving_seconds is not None:
                 part = len(sharding.shortened_graph.short_graph.nodes) / len(sharding.shortened_graph.deep_graph.nodes)
-                assignment = sharding.sequence_parallel_options.shard_if_saving(
+                assignment = sharding.sequence_parallel_options.shard_rows_if_saving(
                     tokens, chunks.required_saving_seconds * part
                 )
             if assignment is None:
@@ -233,7 +233,7 @@ class _ShortSharding:
                     tokens,
                     chunks.chunk_count,
                 )
-                return None if sharded is None else sharding.unroll_partitioned_graphs(sharded)
+                return None if sharded is None else sharding.build_repeated_plan(sharded)
         return None
 
 
@@ -244,16 +244,16 @@ def _plan_shortened_graph(sharding: _ShortSharding) -> RepeatedPlan | None:
         of.deep_repetitions.count - of.short_count
     ) * of.deep_repetitions.length * sharding.device_kind_count < MIN_SAVED_NODES:
         return None
-    assignment = sharding.sequence_parallel_options.choose_fastest()
+    assignment = sharding.sequence_parallel_options.choose_fastest_assignment()
     repeated_plan = (
-        sharding.unroll_partitioned_graphs(sharding.build_partitioned_graphs(assignment))
+        sharding.build_repeated_plan(sharding.build_partitioned_graphs(assignment))
         if _has_uniform_carries(of, assignment)
         else None
     )
     if (
         repeated_plan is None
         or not can_group_overlap(group)
-        or find_token_factor(sharding.replicated_assignment, sharding.factors) is None
+        or find_chunkable_token_factor(sharding.replicated_assignment, sharding.factors) is None
     ):
         return repeated_plan
     return replace(repeated_plan, build_with_chunks=sharding.build_with_chunks)
@@ -287,9 +287,7 @@ def _choose_kind_count(short_sharding: _ShortSharding) -> int:
     )
     sizes = [
         factor.size
-        for factor in factors_from_description(
-            short_sharding.shortened_graph.short_graph, short_sharding.factors, inner
-        )
+        for factor in factors_from_positions(short_sharding.shortened_graph.short_graph, short_sharding.factors, inner)
     ]
     shares = ShardRanges(short_sharding.proportions)
     assigned_sizes: dict[int, list[int]] = {size: [0] * len(short_sharding.proportions) for size in sizes}
@@ -354,12 +352,12 @@ def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -
     """Yield the values that a repetition reads of the one before it, each as the value that owns its memory."""
     for node in graph.nodes:
         for source in node.inputs:
-            base = _find_storage_value(source)
+            base = _find_memory_owner(source)
             if repetition_of_node[base.node] == repetition_of_node[node] - 1:
                 yield base
 
 
-def _find_storage_value(value: Value) -> Value:
+def _find_memory_owner(value: Value) -> Value:
     """Return the value that owns the memory of `value`; `value` itself unless it is a view."""
     node: Node = value.node
     while not node.is_leaf and op_of(node).is_view:

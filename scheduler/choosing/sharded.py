@@ -15,7 +15,7 @@ from ..layout import Layout
 from ..lowering.lane import Devices, build_device_plans
 from ..machines.hardware import Hardware
 from ..plan import Plan, ShardedFactors
-from ..sharding.chunks import CHUNK_COUNTS, OverlapChunks, find_token_factor, partition_in_chunks
+from ..sharding.chunks import CHUNK_COUNTS, OverlapChunks, find_chunkable_token_factor, partition_in_chunks
 from ..sharding.emit import PartitionedGraphs, partition_graph
 from ..sharding.factors import Factors
 from ..sharding.pins import (
@@ -23,22 +23,22 @@ from ..sharding.pins import (
     Pin,
     Pins,
     PlacementRules,
-    extend_pins,
-    find_unsupported,
+    find_unsupported_nodes,
     find_user_pins,
     list_pinned_nodes,
     pin_discrete_choices,
-    pin_leaves,
-    relocate_unsupported,
+    pin_leaves_of_pinned_nodes,
+    pin_neighbours_of_pinned_nodes,
+    pin_unsupported_nodes,
 )
-from ..sharding.rows import MIN_GAIN, SequenceParallelOptions
+from ..sharding.rows import MIN_GAIN, SequenceParallelChooser
 from ..sharding.search import (
     NO_LEAF_LAYOUTS,
     FactorChoice,
     FactorSearch,
     assign_shard_ranges,
-    describe_all_factors,
-    describe_factors,
+    list_all_factor_positions,
+    list_factor_positions,
 )
 from .repeating import RepeatedPlan, plan_repeated_layers
 from .uses import Workload
@@ -110,25 +110,27 @@ class ShardedPlanBuilder:
         }
         if fixed_pins is None and (short := self._build_from_shortened_graph(choice)) is not None:
             return short
-        asked = describe_factors(self.graph, self.factors, choice.factors, {})
+        asked = list_factor_positions(self.graph, self.factors, choice.factors, {})
         shares = assign_shard_ranges(self.graph, self.factors, asked, self.proportions, self.earlier_layouts)
 
-        def make_sequence_options(nodes: Mapping[Node, Pin]) -> SequenceParallelOptions:
-            pins = pin_leaves(self.graph, nodes) if fixed_pins is None else Pins(nodes, fixed_pins.leaves)
+        def make_sequence_options(nodes: Mapping[Node, Pin]) -> SequenceParallelChooser:
+            pins = (
+                pin_leaves_of_pinned_nodes(self.graph, nodes) if fixed_pins is None else Pins(nodes, fixed_pins.leaves)
+            )
             used_pins = pins if nodes or pins.leaves else NO_PINS
-            return SequenceParallelOptions(
+            return SequenceParallelChooser(
                 self.graph, self.factors, choice.factors, used_pins, len(self.group), self.hardware
             )
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
             return nodes, partition_graph(
-                self.graph, self.factors, make_sequence_options(nodes).choose_fastest(), shares
+                self.graph, self.factors, make_sequence_options(nodes).choose_fastest_assignment(), shares
             )
 
         where, sharded = self._pin_until_supported(first, build)
 
         def plan(sharded: PartitionedGraphs, *notes: str) -> Plan:
-            cuts = describe_factors(self.graph, self.factors, choice.factors, sharded.leaves)
+            cuts = list_factor_positions(self.graph, self.factors, choice.factors, sharded.leaves)
             note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
             return self._assemble_plan(
                 sharded, cuts, (*choice.alternatives, *note, *self.unrepeated_reasons, *notes), where
@@ -138,25 +140,25 @@ class ShardedPlanBuilder:
         if not can_group_overlap(self.group):
             return unchunked_plan
         of = make_sequence_options(where)
-        if (tokens := find_token_factor(of.replicated_assignment, self.factors)) is None:
+        if (tokens := find_chunkable_token_factor(of.replicated_assignment, self.factors)) is None:
             return unchunked_plan
 
         def build_with_chunks(chunks: OverlapChunks, note: str) -> Plan | None:
             assignment = (
                 of.replicated_assignment
                 if chunks.required_saving_seconds is None
-                else of.shard_if_saving(tokens, chunks.required_saving_seconds)
+                else of.shard_rows_if_saving(tokens, chunks.required_saving_seconds)
             )
             if assignment is None:
                 return None
             graphs = partition_in_chunks(self.graph, self.factors, assignment, shares, tokens, chunks.chunk_count)
             return (
                 None
-                if graphs is None or find_unsupported(graphs.graphs, graphs.source_nodes, self.group)
+                if graphs is None or find_unsupported_nodes(graphs.graphs, graphs.source_nodes, self.group)
                 else plan(graphs, note)
             )
 
-        return choose_overlap_chunks(unchunked_plan, build_with_chunks)
+        return choose_plan_with_overlap_chunks(unchunked_plan, build_with_chunks)
 
     def _build_from_shortened_graph(
         self, choice: FactorChoice, fixed_layouts: Mapping[str, Layout] | None = None
@@ -167,14 +169,14 @@ class ShardedPlanBuilder:
         """
         if self.user_pins or self.unrepeated_reasons or pin_discrete_choices(self.graph, self.group):
             return None
-        every = describe_all_factors(self.graph, self.factors, choice.factors)
+        every = list_all_factor_positions(self.graph, self.factors, choice.factors)
         repeated_plan = plan_repeated_layers(
             self.graph, self.repeated_layers, self.group, every, self.proportions, self.hardware, fixed_layouts
         )
         if repeated_plan is None:
             return None
         cuts, shares = (
-            describe_factors(self.graph, self.factors, choice.factors, repeated_plan.leaf_layouts),
+            list_factor_positions(self.graph, self.factors, choice.factors, repeated_plan.leaf_layouts),
             tuple(self.tensor_split),
         )
 
@@ -187,7 +189,7 @@ class ShardedPlanBuilder:
         first, in_chunks = plan(repeated_plan), repeated_plan.build_with_chunks
         if in_chunks is None:
             return first
-        return choose_overlap_chunks(
+        return choose_plan_with_overlap_chunks(
             first, lambda chunks, note: None if (of := in_chunks(chunks)) is None else plan(of, note)
         )
 
@@ -204,14 +206,14 @@ class ShardedPlanBuilder:
         """
         pins = dict(pins)
         while True:
-            where, sharded = build(extend_pins(self.graph, pins))
-            if not (found := find_unsupported(sharded.graphs, sharded.source_nodes, self.group)):
+            where, sharded = build(pin_neighbours_of_pinned_nodes(self.graph, pins))
+            if not (found := find_unsupported_nodes(sharded.graphs, sharded.source_nodes, self.group)):
                 return where, sharded
-            pins.update(relocate_unsupported(found, where, self.group))
+            pins.update(pin_unsupported_nodes(found, where, self.group))
 
     def _require_supported(self, partitioned_graphs: PartitionedGraphs) -> PartitionedGraphs:
         """Return `partitioned_graphs`; raise `PlanError` for the first node that its device does not support."""
-        for found in find_unsupported(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
+        for found in find_unsupported_nodes(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
             raise PlanError(f"{found.local_node!r} cannot run on {self.device_names[found.device]}: {found.reason}")
         return partitioned_graphs
 
@@ -239,7 +241,9 @@ class ShardedPlanBuilder:
         )
 
 
-def choose_overlap_chunks(unchunked_plan: Plan, build_with_chunks: Callable[[OverlapChunks, str], Plan | None]) -> Plan:
+def choose_plan_with_overlap_chunks(
+    unchunked_plan: Plan, build_with_chunks: Callable[[OverlapChunks, str], Plan | None]
+) -> Plan:
     """Return the fastest of `unchunked_plan` and the plans with overlap chunks that `build_with_chunks` returns.
 
     A plan must save `MIN_GAIN`, because predictions are not more exact. The chunk count grows while enough

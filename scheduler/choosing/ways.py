@@ -16,7 +16,7 @@ from ..plan import Plan
 from ..sharding.axes import Factor
 from ..sharding.cost import AssignmentCost
 from ..sharding.pins import pin_discrete_choices
-from ..sharding.teams import split_into_groups
+from ..sharding.teams import split_devices_into_groups
 from .auto import Candidate, choose_best_plan, score_by_run_time
 from .branches import MIN_BRANCH_SAVING, BranchScheduler
 from .planning import PlanBuilder
@@ -27,7 +27,7 @@ BRANCHES_KIND = "independent branches"
 
 def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
     """Return the fitting plan with the least penalised time; if none fits, the plan that misses fewest bytes."""
-    alone, use, graph = plan_builder.build_single_device(), plan_builder.workload, plan_builder.graph
+    alone, use, graph = plan_builder.build_on_first_device(), plan_builder.workload, plan_builder.graph
     among = replace(alone, hardware=plan_builder.hardware) if alone.hardware != plan_builder.hardware else alone
     costs = AssignmentCost(graph, 1, plan_builder.hardware)
     hardware = _with_fitted_launch_cost(costs, among)
@@ -95,7 +95,7 @@ def _list_candidates(
                     branches.compute_lower_bound(count),
                     single_device_bytes,
                     lacking,
-                    first.build_single_device,
+                    first.build_on_first_device,
                     refine=refine,
                 )
             )
@@ -113,7 +113,7 @@ def _make_bounded_branch_candidates(
             partial(_make_branch_candidates, plan_builder, branches),
         )
         yield Candidate(
-            BRANCHES_KIND, count, bound, single_device_bytes, lacking, plan_builder.build_single_device, refine=refine
+            BRANCHES_KIND, count, bound, single_device_bytes, lacking, plan_builder.build_on_first_device, refine=refine
         )
 
 
@@ -194,7 +194,7 @@ def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> It
     """Yield the hybrid split: layers across machines, or across halves of one, and tensor parallelism within each."""
     if pin_discrete_choices(plan_builder.graph, plan_builder.group):
         return
-    groups = split_into_groups(hardware.machine, len(plan_builder.group))
+    groups = split_devices_into_groups(hardware.machine, len(plan_builder.group))
     choice = plan_builder.factor_search.choose_factors(len(groups[0]), hardware, eager=True)
     stored_bytes = choice.stored_bytes / len(groups)
     lacking = max(0.0, stored_bytes - _find_smallest_memory(plan_builder))

@@ -54,7 +54,7 @@ def make_size_class_key(graph: Graph) -> Hashable:
     return tuple([(node.op, reads(node), sizes(node)) for node in graph.nodes])
 
 
-def make_identity_key(graph: Graph) -> Hashable:
+def make_names_and_collectives_key(graph: Graph) -> Hashable:
     """Return a key of the properties that structural equality ignores: names, and attributes of collectives.
 
     Two graphs with equal structural keys and equal keys of this kind have the same program.
@@ -91,7 +91,7 @@ def with_numbered_names(graph: Graph) -> Graph:
     return _rebuild_graph(graph, became, [str(at) for at in range(len(graph.outputs))])
 
 
-def with_graph_names(lowered_graph: Graph, program: Program, graph: Graph) -> tuple[Graph, Program]:
+def restore_graph_names(lowered_graph: Graph, program: Program, graph: Graph) -> tuple[Graph, Program]:
     """Return a lowered graph and program with the names and the collectives of another graph.
 
     Args:

@@ -62,7 +62,7 @@ def assign_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
     return Arena(tuple(offsets), top)
 
 
-def assign_offsets_by_repetition(lifetimes: Iterable[Lifetime], repetition_of_step: Sequence[int]) -> Arena:
+def assign_repeatable_arena_offsets(lifetimes: Iterable[Lifetime], repetition_of_step: Sequence[int]) -> Arena:
     """Return an arena that stays valid if all repetitions except the first and the last are repeated in any order.
 
     The arena has three regions, from the bottom:

@@ -17,7 +17,7 @@ from ...graph.node import Node
 from ...graph.repeated_runs import DeviceRepetitions, ShortenedGraph, split_numbered_name
 from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
 from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_number
-from .alike import make_identity_key, make_structural_key, with_graph_names, with_numbered_names
+from .alike import make_names_and_collectives_key, make_structural_key, restore_graph_names, with_numbered_names
 from .lower import FusedGroups, lower_with_state_saves
 from .unfold import unroll_kernel_calls, unroll_program
 
@@ -154,7 +154,7 @@ def unroll_device_plans(device_plans: Sequence[Lane], shortened: ShortenedGraph)
     )
 
 
-def find_first_equal_devices(device_plans: Sequence[Lane]) -> list[int]:
+def find_first_devices_with_same_program(device_plans: Sequence[Lane]) -> list[int]:
     """Return for each device plan the number of the first device plan with the same program, which may be its own."""
     first: dict[int, int] = {}
     return [first.setdefault(id(device_plan.program), number) for number, device_plan in enumerate(device_plans)]
@@ -202,7 +202,7 @@ def build_device_plans(
         its = make_structural_key(graph), None if shortened is None else tuple(shortened.kind_by_node(graph).values())
         patterns[graph] = numbers.setdefault(its, len(numbers))
     alone = {known for known, times in Counter(patterns.values()).items() if times == 1}
-    identities = {graph: make_identity_key(graph) for graph in patterns}
+    identities = {graph: make_names_and_collectives_key(graph) for graph in patterns}
     lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
     known: dict[Hashable, tuple[Graph, Program]] = {}
     gathered: dict[Hashable, FusedGroups] = defaultdict(dict)
@@ -222,7 +222,9 @@ def build_device_plans(
         key = (kind, identities[graph])
         named_entry = known.get(key)
         if named_entry is None or own:
-            named_entry = lowered_entry[:2] if is_alone else with_graph_names(lowered_entry[0], lowered_entry[1], graph)
+            named_entry = (
+                lowered_entry[:2] if is_alone else restore_graph_names(lowered_entry[0], lowered_entry[1], graph)
+            )
             known.setdefault(key, named_entry)
         device_plans.append(Lane(device, backend, *named_entry))
     return tuple(device_plans)

@@ -32,7 +32,7 @@ from ...ops.collectives import COLLECTIVES
 from ...ops.elementwise.binary import cont
 from ...ops.registry import find_inplace_operand, find_storage_kind
 from .alike import make_size_class_key
-from .arena import Arena, Lifetime, assign_offsets, assign_offsets_by_repetition
+from .arena import Arena, Lifetime, assign_offsets, assign_repeatable_arena_offsets
 from .order import ExecutionOrder, add_required_copies, can_overwrite, choose_execution_order
 from .strides import StridedView, insert_dense_copies
 from .undo import StateSave, build_state_saves
@@ -81,7 +81,9 @@ def lower_with_state_saves(
     groups: Sequence[Sequence[Node]] = ()
     if isinstance(backend, ReportsFusion):
         known, key = {} if fused_groups is None else fused_groups, make_size_class_key(graph)
-        if (groups := _select_node_groups(graph, known.get(key, ()))) and not order.allows_order(chain(*groups), views):
+        if (groups := _select_node_groups(graph, known.get(key, ()))) and not order.can_run_in_order(
+            chain(*groups), views
+        ):
             groups = ()
         if not groups:
             roomy = _ProgramBuilder(graph, backend, device, views, order, is_roomy=True)
@@ -170,7 +172,7 @@ class _ProgramBuilder:
         self.node_indices = {node: i for i, node in enumerate(graph.nodes)}
         self.saves_by_writer: dict[Node | None, list[StateSave]] = defaultdict(list)  # by the node that they precede
         for save in build_state_saves(order, views, backend, device):
-            self.saves_by_writer[save.make_writer].append(save)
+            self.saves_by_writer[save.writer].append(save)
             self.views.update(save.views)
             state = save.state.node.name
             self.node_names.update({save.save_node: f"{state}.save", save.restore_node: f"{state}.undo"})
@@ -261,7 +263,7 @@ class _ProgramBuilder:
         slot_of: dict[Value, Value] = dict(self.execution_order.inplace_states)
         for save in self._iterate_saves():
             step[save.save_node], step[save.restore_node] = (
-                end if save.make_writer is None else step[save.make_writer],
+                end if save.writer is None else step[save.writer],
                 end,
             )
             slot_of[save.restore_node.results[0]] = save.state
@@ -373,7 +375,7 @@ class _ProgramBuilder:
     def _build_arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
         """Return the offsets of lifetimes in the arena."""
         return (
-            assign_offsets_by_repetition(lifetimes, self.repetition_of_step)
+            assign_repeatable_arena_offsets(lifetimes, self.repetition_of_step)
             if self.repetition_of_step
             else assign_offsets(lifetimes)
         )

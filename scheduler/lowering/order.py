@@ -39,7 +39,7 @@ class ExecutionOrder:
     overwritten_values: Mapping[Value, Value]
     copied_states: Mapping[Value, Value]
 
-    def allows_order(self, nodes: Iterable[Node], views: Mapping[Value, StridedView]) -> bool:
+    def can_run_in_order(self, nodes: Iterable[Node], views: Mapping[Value, StridedView]) -> bool:
         """Return whether another order of all nodes that compute gives the same results.
 
         - Each node follows the nodes that it reads.

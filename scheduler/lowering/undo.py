@@ -28,7 +28,7 @@ class StateSave:
     """
 
     state: Value
-    make_writer: Node | None
+    writer: Node | None
     save_node: Node
     restore_node: Node
     views: Mapping[Value, StridedView]
@@ -109,7 +109,7 @@ def _make_changed_rows_save(
             return None
     return (
         StateSave(state, new_state.node, saved_value.node, back.node, seen)
-        if _is_lossless(state, saved_value, backend)
+        if _is_saved_losslessly(state, saved_value, backend)
         else None
     )
 
@@ -138,7 +138,7 @@ def _find_changed_rows(
     return (table, index) if index.shape[:-1] == ahead else None
 
 
-def _is_lossless(state: Value, saved_value: Value, backend: Backend) -> bool:
+def _is_saved_losslessly(state: Value, saved_value: Value, backend: Backend) -> bool:
     """Return whether the dtype of a save holds every number of the state exactly."""
     was, now = (backend.storage_spec(value.spec, find_storage_kind(value)).dtype for value in (state, saved_value))
     return was is now or (now is DType.F32 and was in STATE_DTYPES)

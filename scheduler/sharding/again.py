@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
-from .assign import LayoutConversion, LayoutPropagation, ShardingAssignment, propagate_with_replicated_weights
+from .assign import LayoutConversion, LayoutPropagation, ShardingAssignment, propagate_until_replicated_weights_known
 from .axes import Factor
 from .factors import Factors
 from .states import FactorLayout
@@ -36,9 +36,11 @@ class IncrementalPropagator:
                     nodes_of_factor[factor].add(node)
         self.nodes_of_factor = nodes_of_factor
         uncut = LayoutPropagation(graph, factors, frozenset(), self.users_of_value, frozenset())
-        self.unsharded_assignment, self.stored_values = uncut.propagate(), uncut.stored_values
+        self.unsharded_assignment, self.stored_values = uncut.propagate_through_graph(), uncut.stored_values
 
-    def propagate(self, chosen_factors: frozenset[Factor], base_assignment: ShardingAssignment) -> ShardingAssignment:
+    def propagate_from_base(
+        self, chosen_factors: frozenset[Factor], base_assignment: ShardingAssignment
+    ) -> ShardingAssignment:
         """Return the same assignment as `propagate_layouts`, computed from the differences to another assignment.
 
         Args:
@@ -49,8 +51,10 @@ class IncrementalPropagator:
         for factor in chosen_factors ^ base_assignment.sharded_factors:
             changed |= self.nodes_of_factor[factor]
         changed |= {user for node in changed for source in node.inputs for user in self.users_of_value[source]}
-        return propagate_with_replicated_weights(
-            lambda whole: _IncrementalPropagation(self, chosen_factors, whole, base_assignment).update_nodes(changed)
+        return propagate_until_replicated_weights_known(
+            lambda whole: _IncrementalPropagation(self, chosen_factors, whole, base_assignment).propagate_changes(
+                changed
+            )
         )
 
 
@@ -105,7 +109,7 @@ class _IncrementalPropagation(LayoutPropagation):
         self.conversion_count = len(base_assignment.conversions)
         self.stored_values, self.base_assignment = propagator.stored_values, base_assignment
 
-    def update_nodes(self, changed_nodes: set[Node]) -> ShardingAssignment:
+    def propagate_changes(self, changed_nodes: set[Node]) -> ShardingAssignment:
         """Assign layouts to the changed nodes and to all nodes that depend on a changed layout; return the new
         assignment.
         """
@@ -123,7 +127,7 @@ class _IncrementalPropagation(LayoutPropagation):
                         entry for entry in conversions if entry[0] != self.current_position
                     ]
             out.index_operands.pop(node, None)
-            self._visit_node(node)
+            self._assign_node_layouts(node)
             fresh.append(node)
             differ = [v for v in node.results if out.produced_layouts[v] != base.produced_layouts[v]]
             if not node.is_leaf:
@@ -136,7 +140,7 @@ class _IncrementalPropagation(LayoutPropagation):
                         seen.add(place)
                         heappush(waiting, place)
         self.current_position = self.end_position
-        self._visit_outputs()
+        self._add_output_conversions()
         entries = sorted(
             (entry for some in self.conversions_of_value.values() for entry in some), key=lambda entry: entry[:2]
         )
@@ -144,7 +148,7 @@ class _IncrementalPropagation(LayoutPropagation):
         out.recomputed_nodes = tuple(fresh)
         return out
 
-    def _is_converted(self, value: Value, layout: FactorLayout) -> bool:
+    def _exists_in_layout(self, value: Value, layout: FactorLayout) -> bool:
         """Return whether a conversion before the current node gives `value` this layout."""
         return any(
             c.target_layout == layout
@@ -152,7 +156,7 @@ class _IncrementalPropagation(LayoutPropagation):
             if place <= self.current_position
         )
 
-    def _is_stored(self, value: Value) -> bool:
+    def _is_weight_or_state(self, value: Value) -> bool:
         """Return whether `value` is a weight, a state or a view of one, at a position before the current node."""
         return value in self.stored_values and self.node_positions[value.node] < self.current_position
 

@@ -141,14 +141,14 @@ def propagate_layouts(
         early_sums: Partial sums that are completed at once: no node passes them on.
     """
     users = graph.users()
-    return propagate_with_replicated_weights(
+    return propagate_until_replicated_weights_known(
         lambda whole: LayoutPropagation(
             graph, factors, chosen_factors, users, whole, pins, row_factor, early_sums
-        ).propagate(replicated_values)
+        ).propagate_through_graph(replicated_values)
     )
 
 
-def propagate_with_replicated_weights(
+def propagate_until_replicated_weights_known(
     propagate: Callable[[frozenset[Value]], ShardingAssignment],
 ) -> ShardingAssignment:
     """Repeat a propagation until it knows every weight that stays whole, and return the last assignment.
@@ -198,21 +198,21 @@ class LayoutPropagation:
         )  # weights, states and views of them: a shard saves bytes to keep and to read
         self.final_values = {*graph.outputs.values(), *graph.updates.values()}
 
-    def propagate(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
+    def propagate_through_graph(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
         """Assign layouts to all nodes in order, add the conversions of outputs, and return the assignment."""
         for node in self.graph.nodes:
-            self._visit_node(node)
-        self._visit_outputs(replicated_values)
+            self._assign_node_layouts(node)
+        self._add_output_conversions(replicated_values)
         return self.assignment
 
-    def _visit_node(self, node: Node) -> None:
+    def _assign_node_layouts(self, node: Node) -> None:
         """Assign the layouts of the operands and results of a node."""
         if node.is_leaf:
-            self._visit_leaf(node)
+            self._assign_leaf_layout(node)
         else:
-            self._visit_computation(node)
+            self._assign_computation_layouts(node)
 
-    def _visit_outputs(self, replicated_values: Iterable[Value] = ()) -> None:
+    def _add_output_conversions(self, replicated_values: Iterable[Value] = ()) -> None:
         """Add the conversions of outputs, of `replicated_values` and of state updates."""
         for value in self.graph.outputs.values():
             if self.assignment.produced_layouts[value].is_partial:
@@ -222,7 +222,7 @@ class LayoutPropagation:
         for state, new in self.graph.updates.items():
             self._add_conversions(new, self.assignment.produced_layouts[state], None)
 
-    def _visit_leaf(self, node: Node) -> None:
+    def _assign_leaf_layout(self, node: Node) -> None:
         """Assign the layout of a leaf: a fixed one, a shard of its largest chosen factor, or `Replicate`."""
         value = node.results[0]
         if (fixed_layout := self.pins.leaves.get(value)) is not None:
@@ -251,7 +251,7 @@ class LayoutPropagation:
         )
         return sorted(dict.fromkeys(ordered), key=lambda f: -f.size)
 
-    def _visit_computation(self, node: Node) -> None:
+    def _assign_computation_layouts(self, node: Node) -> None:
         """Assign layouts to a node that computes, by the first of the seven rules that applies."""
         by: FactorLayout
         wants: tuple[FactorLayout, ...]
@@ -286,7 +286,7 @@ class LayoutPropagation:
             layout = self.assignment.produced_layouts[source]
             if isinstance(layout, FactorShard):
                 candidates[layout.factor] = None
-            elif self._is_stored(source):
+            elif self._is_weight_or_state(source):
                 candidates |= dict.fromkeys(self._list_chosen_factors(source))
         if not candidates:
             return None
@@ -308,7 +308,7 @@ class LayoutPropagation:
             for s in node.inputs
             if self.assignment.produced_layouts[s].is_partial and row_factor in self.factors.factors_of(s)
         )
-        return any(not self._is_converted(s, REPLICATE) for s in sums)
+        return any(not self._exists_in_layout(s, REPLICATE) for s in sums)
 
     def _can_shard_node(self, node: Node, factor: Factor, roles: FactorRoles) -> bool:
         """Return whether `factor` can shard `node`.
@@ -371,10 +371,10 @@ class LayoutPropagation:
         Otherwise all operands are whole.
         """
         layouts, named = self.assignment.produced_layouts, list_operands(node)
-        partial = {s for s in node.inputs if layouts[s].is_partial and not self._is_converted(s, REPLICATE)}
+        partial = {s for s in node.inputs if layouts[s].is_partial and not self._exists_in_layout(s, REPLICATE)}
         whole = tuple(REPLICATE for _ in named)
         if not partial or not all(
-            self._accepts_partial_sum(user, s) for s in partial for user in self.users_of_value[s]
+            self._can_read_partial_sum(user, s) for s in partial for user in self.users_of_value[s]
         ):
             return whole, REPLICATE
         if max(v.spec.nbytes for v in node.results) > max(s.spec.nbytes for s in partial):
@@ -404,7 +404,7 @@ class LayoutPropagation:
             else None
         )
 
-    def _accepts_partial_sum(self, reader_node: Node, value: Value) -> bool:
+    def _can_read_partial_sum(self, reader_node: Node, value: Value) -> bool:
         """Return whether a node can read `value` as a partial sum and pass the partial sum on."""
         if reader_node in self.pins.nodes or value in self.early_sums:
             return False
@@ -420,26 +420,26 @@ class LayoutPropagation:
         names = {n for joint in passing for n in joint.split("+")}
         places = [n for n, s in list_operands(reader_node) if s == value]
         others = [s for s in reader_node.inputs if s != value]
-        has_sharded_operand = any(self._is_stored(s) and self._list_chosen_factors(s) for s in others)
+        has_sharded_operand = any(self._is_weight_or_state(s) and self._list_chosen_factors(s) for s in others)
         return value not in self.final_values and len(places) == 1 and places[0] in names and not has_sharded_operand
 
     def _add_conversions(self, value: Value, target_layout: FactorLayout, reader_node: Node | None) -> None:
         """Add the conversions that `reader_node` needs to read `value` in layout `target_layout`, unless they exist."""
         source_layout = self.assignment.produced_layouts[value]
-        if not find_conversion_path(source_layout, target_layout) or self._is_converted(value, target_layout):
+        if not find_conversion_path(source_layout, target_layout) or self._exists_in_layout(value, target_layout):
             return
-        if self._is_converted(value, REPLICATE):
+        if self._exists_in_layout(value, REPLICATE):
             source_layout = REPLICATE
         for state in find_conversion_path(source_layout, target_layout):
-            if not self._is_converted(value, state):
+            if not self._exists_in_layout(value, state):
                 self._record_conversion(LayoutConversion(value, source_layout, state, reader_node))
             source_layout = state
 
-    def _is_converted(self, value: Value, layout: FactorLayout) -> bool:
+    def _exists_in_layout(self, value: Value, layout: FactorLayout) -> bool:
         """Return whether an earlier conversion gives `value` this layout."""
         return (value, layout) in self.converted_layouts
 
-    def _is_stored(self, value: Value) -> bool:
+    def _is_weight_or_state(self, value: Value) -> bool:
         """Return whether `value` is a weight, a state or a view of one; its shards save bytes to store and to read."""
         return value in self.stored_values
 

@@ -121,7 +121,7 @@ def merge_factors(factor: Factor, other_factor: Factor) -> None:
         unify_axes((factor.segments[:1], factor.segments[1:]), (other_factor.segments[:1], other_factor.segments[1:]))
 
 
-def align_products(product: Sequence[Factor], other_product: Sequence[Factor]) -> None:
+def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -> None:
     """Unify two products of factors of equal total size, outer first.
 
     A larger factor is split if the smaller one divides it. Otherwise the remaining factors are blocked.
@@ -200,7 +200,7 @@ def unify_axes(axis: Axis, other_axis: Axis) -> None:
         forbid_axis_sharding(other_axis)
         return
     for a, b in zip(list_segments(axis), list_segments(other_axis), strict=True):
-        align_products(a, b)
+        unify_products(a, b)
 
 
 def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:

@@ -41,7 +41,7 @@ MIN_CHUNK_TOKENS = 256
 again."""
 
 
-def find_token_factor(assignment: ShardingAssignment, factors: Factors) -> Factor | None:
+def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors) -> Factor | None:
     """Return the token factor of the partial sums, if it is large enough for two overlap chunks, or None."""
     rows = [
         f

@@ -45,7 +45,7 @@ class _LayerSection:
     own_leaves: dict[Node, int]
 
 
-def collapse_repeats(graph: Graph) -> CollapsedGraph | None:
+def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
     """Return `graph` with two sections in place of each longer repetition, or None without repetitions.
 
     The first section stands for all but the last. So every section has the same successor as in the original; the
@@ -56,7 +56,7 @@ def collapse_repeats(graph: Graph) -> CollapsedGraph | None:
     ]  # else a value for a state update alone would live to the end
     spans = find_live_spans(graph, nodes)
     lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
-    sections = _split_at_single_values(nodes, spans, lasting)
+    sections = _split_at_single_crossing_values(nodes, spans, lasting)
     groups: list[list[_LayerSection]] = []
     for start, length, times in find_repetitions([_build_section_key(graph, section, lasting) for section in sections]):
         last = start + length * (times - 1)
@@ -65,7 +65,7 @@ def collapse_repeats(graph: Graph) -> CollapsedGraph | None:
     return None if len(groups) == len(sections) else _join_sections(graph, groups)
 
 
-def _split_at_single_values(
+def _split_at_single_crossing_values(
     nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting_values: frozenset[Value]
 ) -> list[_LayerSection]:
     """Split the graph into sections, wherever exactly one value crosses that is not in `lasting_values`.

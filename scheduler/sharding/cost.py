@@ -40,41 +40,47 @@ class AssignmentCost:
         self._cached_costs: dict[int, tuple[ShardingAssignment, list[float]]] = {}
         self._collective_seconds: dict[tuple[str, int], float] = {}
 
-    def estimate_run(self, assignment: ShardingAssignment) -> Estimate:
+    def estimate_run_time(self, assignment: ShardingAssignment) -> Estimate:
         """Return the predicted time of one run; early sums are used where they cost no more."""
-        times, compute = self.node_multiplicity, sum(self._compute_item_costs(assignment)[: len(self.node_work)])
+        times, compute = (
+            self.node_multiplicity,
+            sum(self._compute_all_seconds_and_bytes(assignment)[: len(self.node_work)]),
+        )
         sent = [c for c in assignment.conversions if not c.needs_no_communication]
-        seconds, count = sum(map(self._estimate_total_seconds, sent)), sum(times.get(c.value.node, 1) for c in sent)
-        for one, sums in find_early_sums(assignment, self._estimate_total_seconds):
-            seconds -= sum(map(self._estimate_total_seconds, sums)) - self._estimate_total_seconds(one)
+        seconds, count = (
+            sum(map(self._estimate_seconds_of_all_copies, sent)),
+            sum(times.get(c.value.node, 1) for c in sent),
+        )
+        for one, sums in find_early_sums(assignment, self._estimate_seconds_of_all_copies):
+            seconds -= sum(map(self._estimate_seconds_of_all_copies, sums)) - self._estimate_seconds_of_all_copies(one)
             count -= sum(times.get(c.value.node, 1) for c in sums) - times.get(one.value.node, 1)
         return Estimate(compute, seconds, count)
 
-    def _estimate_total_seconds(self, conversion: LayoutConversion) -> float:
+    def _estimate_seconds_of_all_copies(self, conversion: LayoutConversion) -> float:
         """Return the seconds of the collective of a conversion, for all original nodes that its node stands for."""
         return self.node_multiplicity.get(conversion.value.node, 1) * self.estimate_conversion_seconds(conversion)
 
     def compute_max_stored_bytes(self, assignment: ShardingAssignment) -> float:
         """Return the bytes of weights and states on the device that has most of them."""
-        return sum(self._compute_item_costs(assignment)[len(self.node_work) :])
+        return sum(self._compute_all_seconds_and_bytes(assignment)[len(self.node_work) :])
 
-    def _compute_item_costs(self, assignment: ShardingAssignment) -> list[float]:
+    def _compute_all_seconds_and_bytes(self, assignment: ShardingAssignment) -> list[float]:
         """Return the seconds of each node, then the bytes of each weight and state.
 
         Costs of nodes that are as in the base assignment are taken from there.
         """
         base = assignment.base_assignment
         if base is None:
-            return [self._compute_item_cost(node, assignment) for node in self._item_positions]
+            return [self._compute_node_seconds_or_leaf_bytes(node, assignment) for node in self._item_positions]
         if id(base) not in self._cached_costs:
-            self._cached_costs[id(base)] = base, self._compute_item_costs(base)
+            self._cached_costs[id(base)] = base, self._compute_all_seconds_and_bytes(base)
         each = list(self._cached_costs[id(base)][1])
         for node in assignment.recomputed_nodes:
             if (at := self._item_positions.get(node)) is not None:
-                each[at] = self._compute_item_cost(node, assignment)
+                each[at] = self._compute_node_seconds_or_leaf_bytes(node, assignment)
         return each
 
-    def _compute_item_cost(self, node: Node, assignment: ShardingAssignment) -> float:
+    def _compute_node_seconds_or_leaf_bytes(self, node: Node, assignment: ShardingAssignment) -> float:
         """Return the seconds of a node, or the bytes of a weight or state on the device that has most of it."""
         if not node.is_leaf:
             return self.node_multiplicity.get(node, 1) * self.estimate_node_seconds(node, assignment)
@@ -109,7 +115,7 @@ class AssignmentCost:
         """Return the seconds of the collective of a layout conversion; 0 if no bytes are sent."""
         if conversion.needs_no_communication or self.device_count == 1:
             return 0.0
-        collective = select_collective(conversion)
+        collective = choose_conversion_collective(conversion)
         if collective not in self._collective_seconds:
             self._collective_seconds[collective] = self.hardware.estimate_collective(
                 *collective, range(self.device_count)
@@ -117,7 +123,7 @@ class AssignmentCost:
         return self._collective_seconds[collective]
 
 
-def select_collective(conversion: LayoutConversion) -> tuple[str, int]:
+def choose_conversion_collective(conversion: LayoutConversion) -> tuple[str, int]:
     """Return the op of the collective that prices a conversion, and the bytes of the whole value.
 
     It is an all-reduce for a sum that ends whole. All other conversions are priced as an all-gather.

@@ -22,7 +22,7 @@ from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, compute_local_sha
 from .assign import ShardingAssignment
 from .axes import Factor
 from .factors import Factors
-from .shares import ShardRanges, compute_index_ranges
+from .shares import ShardRanges, compute_axis_ranges_of_factor
 from .states import FactorLayout, FactorShard, FixedShard, find_conversion_path
 
 
@@ -126,7 +126,7 @@ def make_unused_name(name: str, taken_names: Container[str]) -> str:
     return name
 
 
-def keep_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph:
+def keep_unused_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph:
     """Return `graph` with extra outputs for collectives that the device must call although nothing reads them."""
     there, missing = set(graph.nodes), {}
     for number, value in reversed(list(enumerate(collectives))):  # the last first, as it may read earlier ones
@@ -140,7 +140,7 @@ def keep_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _ValueForm:
+class _ValueInLayout:
     """A value in one of its layouts. Each form exists once, so that dictionaries find it by identity."""
 
     value: Value
@@ -153,7 +153,7 @@ class _NodeTemplate:
 
     op: Op[Any]
     attrs: Attrs
-    operand_forms: tuple[_ValueForm | None, ...]
+    operand_forms: tuple[_ValueInLayout | None, ...]
 
 
 class _LayoutTable:
@@ -184,14 +184,14 @@ class _LayoutTable:
                     message_numbers[device] = count
                     count += 1
         self._cached_shards: dict[tuple[Value, Factor], Shard] = {}
-        self._cached_forms: dict[tuple[Value, FactorLayout], _ValueForm] = {}
-        self._cached_shapes: dict[_ValueForm, tuple[tuple[int, ...], ...]] = {}
+        self._cached_forms: dict[tuple[Value, FactorLayout], _ValueInLayout] = {}
+        self._cached_shapes: dict[_ValueInLayout, tuple[tuple[int, ...], ...]] = {}
         self.produced_forms = {
-            value: self.make_form(value, state) for value, state in assignment.produced_layouts.items()
+            value: self.intern_value_form(value, state) for value, state in assignment.produced_layouts.items()
         }
         self.node_templates = {node: self._build_template(node) for node in graph.nodes if not node.is_leaf}
 
-    def make_form(self, value: Value, factor_layout: FactorLayout) -> _ValueForm:
+    def intern_value_form(self, value: Value, factor_layout: FactorLayout) -> _ValueInLayout:
         """Return the interned pair of a value and its layout on a device.
 
         A local value is complete on its device. A partial sum gets the layout in which its node produces it.
@@ -200,15 +200,15 @@ class _LayoutTable:
             factor_layout = REPLICATE  # whole on that device
         elif factor_layout is PARTIAL and self.assignment.produced_layouts[value].is_partial:
             factor_layout = self.assignment.produced_layouts[value]
-        return self._cached_forms.setdefault((value, factor_layout), _ValueForm(value, factor_layout))
+        return self._cached_forms.setdefault((value, factor_layout), _ValueInLayout(value, factor_layout))
 
     def _build_template(self, node: Node) -> _NodeTemplate:
         """Return the op, the attributes and the operand forms of a node."""
         declared, wants = op_of(node), iter(self.assignment.operand_layouts[node])
-        reads = tuple([None if s is None else self.make_form(s, next(wants)) for s in node.src])
+        reads = tuple([None if s is None else self.intern_value_form(s, next(wants)) for s in node.src])
         return _NodeTemplate(declared, declared.normalise_attributes(node.attrs), reads)
 
-    def shape_on_device(self, form: _ValueForm, device: int) -> tuple[int, ...]:
+    def shape_on_device(self, form: _ValueInLayout, device: int) -> tuple[int, ...]:
         """Return the shape of the part of a value that `device` has."""
         if form not in self._cached_shapes:
             layout = self.layout_of(form.value, form.layout)
@@ -234,7 +234,9 @@ class _LayoutTable:
         for axis, segments in enumerate(self.factors.axes_of(value)):
             if any(factor in s for s in segments):
                 ranges = self.shard_ranges.ranges_of(factor)
-                return Shard(axis, tuple(compute_index_ranges(segments, factor, low, high) for low, high in ranges))
+                return Shard(
+                    axis, tuple(compute_axis_ranges_of_factor(segments, factor, low, high) for low, high in ranges)
+                )
         raise AssertionError(f"{value!r} does not have the factor {factor}")
 
 
@@ -243,7 +245,7 @@ class _DeviceEmitter:
 
     def __init__(self, device: int, layouts: _LayoutTable) -> None:
         self.device_number, self.layouts = device, layouts
-        self.local_values: dict[_ValueForm, Value] = {}
+        self.local_values: dict[_ValueInLayout, Value] = {}
         self.source_nodes: dict[Node, Node] = {}
         self.collective_values: list[Value] = []
 
@@ -259,12 +261,12 @@ class _DeviceEmitter:
             by = assignment.produced_layouts[node.results[0]] if node.is_leaf else assignment.node_layouts[node]
             if self._is_on_other_device(by):
                 for source in node.inputs:
-                    self._join_collective(source)
+                    self._join_collective_for_other_device(source)
             elif node.is_leaf:
-                self._publish_value(node.results[0], self._emit_leaf(node))
+                self._store_and_send_value(node.results[0], self._emit_leaf(node))
             else:
                 for value, new in zip(node.results, self._emit_node(node), strict=True):
-                    self._publish_value(value, new)
+                    self._store_and_send_value(value, new)
         updated = {
             old: new
             for old, new in graph.updates.items()
@@ -272,15 +274,15 @@ class _DeviceEmitter:
         }
         for old, new in graph.updates.items():
             if old not in updated:
-                self._join_collective(new)
+                self._join_collective_for_other_device(new)
         outputs = {
-            name: self._value_in_layout(layouts.make_form(v, output_layouts[name]))
+            name: self._find_or_convert_value(layouts.intern_value_form(v, output_layouts[name]))
             for name, v in graph.outputs.items()
             if not self._is_on_other_device(output_layouts[name])
         }
         updates = {
-            self._value_in_layout(layouts.produced_forms[old]): self._value_in_layout(
-                layouts.make_form(new, assignment.produced_layouts[old])
+            self._find_or_convert_value(layouts.produced_forms[old]): self._find_or_convert_value(
+                layouts.intern_value_form(new, assignment.produced_layouts[old])
             )
             for old, new in updated.items()
         }
@@ -291,19 +293,19 @@ class _DeviceEmitter:
                 and old not in graph.updates
             ):
                 updates[self.local_values[layouts.produced_forms[old]]] = self.local_values[layouts.produced_forms[old]]
-        return keep_collectives(Graph(outputs, updates), self.collective_values)
+        return keep_unused_collectives(Graph(outputs, updates), self.collective_values)
 
     def _is_on_other_device(self, layout: FactorLayout) -> bool:
         """Return whether only other devices have a value with this layout."""
         return isinstance(layout, Local) and self.device_number not in layout.devices
 
-    def _join_collective(self, operand: Value) -> None:
+    def _join_collective_for_other_device(self, operand: Value) -> None:
         """Emit this device's part of the collective that makes an operand whole for a node of another device."""
         layout = self.layouts.assignment.produced_layouts[operand]
         if layout.is_partial or isinstance(layout, FactorShard | FixedShard):
-            self._replicate(operand)
+            self._convert_to_replicated(operand)
 
-    def _publish_value(self, value: Value, local_value: Value) -> None:
+    def _store_and_send_value(self, value: Value, local_value: Value) -> None:
         """Store the local part of a value; if only this device has the value, send it to all devices that read it."""
         self.local_values[self.layouts.produced_forms[value]] = local_value
         layout = self.layouts.assignment.produced_layouts[value]
@@ -322,7 +324,7 @@ class _DeviceEmitter:
     def _emit_node(self, node: Node) -> Sequence[Value]:
         """Return the results of a node on the local parts of its operands."""
         layouts, assignment, work = self.layouts, self.layouts.assignment, self.layouts.node_templates[node]
-        src = [None if form is None else self._value_in_layout(form) for form in work.operand_forms]
+        src = [None if form is None else self._find_or_convert_value(form) for form in work.operand_forms]
         results, attrs, by = node.results, work.attrs, assignment.node_layouts[node]
         if work.op.localise is not None and isinstance(assignment.produced_layouts[results[0]], FactorShard):
             first, want = node.inputs[0], assignment.operand_layouts[node][0]
@@ -351,24 +353,24 @@ class _DeviceEmitter:
 
     # ---------------------------------------------------------------------------------------------- conversions
 
-    def _value_in_layout(self, form: _ValueForm) -> Value:
+    def _find_or_convert_value(self, form: _ValueInLayout) -> Value:
         """Return a value in a layout; the first call emits the conversion."""
         if (there := self.local_values.get(form)) is None:
-            there = self.local_values[form] = self._convert(form.value, form.layout)
+            there = self.local_values[form] = self._convert_to_layout(form.value, form.layout)
         return there
 
-    def _replicate(self, value: Value) -> Value:
+    def _convert_to_replicated(self, value: Value) -> Value:
         """Return the whole value, converted if needed."""
-        return self._value_in_layout(self.layouts.make_form(value, REPLICATE))
+        return self._find_or_convert_value(self.layouts.intern_value_form(value, REPLICATE))
 
-    def _convert(self, value: Value, target_layout: FactorLayout) -> Value:
+    def _convert_to_layout(self, value: Value, target_layout: FactorLayout) -> Value:
         """Emit the conversion of a value to a layout in which the device does not have it yet."""
         source_layout = self.layouts.assignment.produced_layouts[value]
         if isinstance(source_layout, Local) and target_layout is REPLICATE:
             return self._emit_receive(value, source_layout)
         if len(find_conversion_path(source_layout, target_layout)) > 1:
-            self._replicate(value)
-        if source_layout is REPLICATE or self.layouts.make_form(value, REPLICATE) in self.local_values:
+            self._convert_to_replicated(value)
+        if source_layout is REPLICATE or self.layouts.intern_value_form(value, REPLICATE) in self.local_values:
             return (
                 self._emit_partial_on_first_device(value)
                 if target_layout is PARTIAL
@@ -413,7 +415,7 @@ class _DeviceEmitter:
         """Return the shard of a whole value that the device needs, as a concatenation of slices."""
         layout = self.layouts.layout_of(value, target_layout)
         assert isinstance(layout, Shard)
-        whole = self._replicate(value)
+        whole = self._convert_to_replicated(value)
         name = f"{self.layouts.node_names[value.node]}.share"
         slices = [
             slice_(whole, axis=layout.axis, start=offset, stop=offset + n, name=name)
@@ -426,7 +428,7 @@ class _DeviceEmitter:
 
     def _emit_partial_on_first_device(self, value: Value) -> Value:
         """Return a whole value as a partial sum: device 0 has the value, all others have zeros."""
-        whole = self._replicate(value)
+        whole = self._convert_to_replicated(value)
         return (
             whole
             if self.device_number == 0

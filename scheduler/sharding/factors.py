@@ -86,13 +86,13 @@ class Factors:
             if node.is_leaf:
                 self._add_leaf(node)
             elif op_of(node).links is not None:
-                self._apply_links(node, op_of(node))
+                self._create_axes_by_links(node, op_of(node))
             else:
-                self._apply_signature(node, op_of(node))
+                self._unify_axes_by_signature(node, op_of(node))
         for state, new in graph.updates.items():
             for a, b in zip(self._axes[state], self._axes[new], strict=True):
                 unify_axes(a, b)
-        self._forbid_inner_splits()
+        self._forbid_sharding_of_split_inner_factors()
         # No factor is split from here on, so results can be cached; the factor search asks often.
         segments_of = cache(list_segments)  # values share axes
         self._final_segments = {v: tuple(map(segments_of, axes)) for v, axes in self._axes.items()}
@@ -133,7 +133,7 @@ class Factors:
             axes[-1] = ((Factor(spec.shape[-1] // spec.dtype.block), Factor(spec.dtype.block, blocked=True)),)
         self._axes[node.results[0]] = tuple(axes)
 
-    def _apply_signature(self, node: Node, declared: Op[Any]) -> None:
+    def _unify_axes_by_signature(self, node: Node, declared: Op[Any]) -> None:
         """Unify the operand axes of a node that have equal names in the op's signature, and create the axes of its
         results.
         """
@@ -158,7 +158,7 @@ class Factors:
                         role = DimensionRole.COUPLED  # the operand is a part of a table already
                     roles.append((role, axis))
                     if dim.index:
-                        self._unify_lookup(node, declared, dim, axis, size)
+                        self._unify_indexed_axes(node, declared, dim, axis, size)
         summed = self._unify_contracted_axes(node, signature.operands)
         roles += summed
         self._roles[node] = roles
@@ -174,7 +174,7 @@ class Factors:
                     f"{node!r}: factors do not fit {value!r}"
                 )
 
-    def _unify_lookup(self, node: Node, declared: Op[Any], dimension: Dimension, axis: Axis, size: int) -> None:
+    def _unify_indexed_axes(self, node: Node, declared: Op[Any], dimension: Dimension, axis: Axis, size: int) -> None:
         """Unify the axes that the same row numbers index, so that they have equal shard ranges.
 
         Args:
@@ -262,7 +262,7 @@ class Factors:
             else:
                 unify_axes(full_axis, axis)
 
-    def _apply_links(self, node: Node, declared: Op[Any]) -> None:
+    def _create_axes_by_links(self, node: Node, declared: Op[Any]) -> None:
         """Create the result axes of a view or a concatenation from the links between operand and result axes."""
         assert declared.links is not None
         links = declared.links(tuple(None if s is None else s.spec for s in node.src), node.attrs)
@@ -331,7 +331,7 @@ class Factors:
         segments = zip(find_segment_bounds(axis), list_segments(axis), strict=False)
         return tuple(tuple(s) for at, s in segments if start <= at < start + length)
 
-    def _forbid_inner_splits(self) -> None:
+    def _forbid_sharding_of_split_inner_factors(self) -> None:
         """Block factors that are split into segments and are an inner factor of some product."""
         for axes in self._axes.values():
             for axis in axes:

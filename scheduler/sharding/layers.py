@@ -156,7 +156,7 @@ def find_home_devices(graph: Graph, placement: Placement) -> dict[Value, int]:
     return home
 
 
-def order_by_hops(graph: Graph, placement: Placement) -> Sequence[Node]:
+def order_nodes_by_message_count(graph: Graph, placement: Placement) -> Sequence[Node]:
     """Return the nodes that compute, sorted by the largest number of messages on a path to each.
 
     So a device sends the results of its independent nodes before the results that wait for other devices.
@@ -228,27 +228,27 @@ class _PlacedEmitter:
         self.sent_values: list[dict[str, Value]] = [{} for _ in range(device_count)]
         self.next_sequence_number = 0
         self.node_names = assign_names(graph)
-        for node in order or order_by_hops(graph, placement):
+        for node in order or order_nodes_by_message_count(graph, placement):
             if not node.is_leaf:
                 device = placement[node]
-                src = tuple(None if s is None else self._value_on_device(device, s) for s in node.src)
+                src = tuple(None if s is None else self._find_or_receive_value(device, s) for s in node.src)
                 copy = Node(node.op, src, node.attrs, node.specs, self.node_names[node])
                 self.source_nodes[device][copy] = node
                 self.local_values.update(((device, v), new) for v, new in zip(node.results, copy.results, strict=True))
                 for value in node.results:
                     for reader in users[value]:
-                        self._value_on_device(placement[reader], value)
+                        self._find_or_receive_value(placement[reader], value)
         for state, new in graph.updates.items():
-            self._value_on_device(home_devices[state], state)
-            self._value_on_device(home_devices[state], new)
+            self._find_or_receive_value(home_devices[state], state)
+            self._find_or_receive_value(home_devices[state], new)
         for value in graph.outputs.values():
-            self._value_on_device(self.device_of(value), value)
+            self._find_or_receive_value(self.device_of(value), value)
 
     def device_of(self, value: Value) -> int:
         """Return the device that has a value at the end of a run."""
         return self.home_devices.get(value, 0)
 
-    def _value_on_device(self, device: int, value: Value) -> Value:
+    def _find_or_receive_value(self, device: int, value: Value) -> Value:
         """Return `value` on `device`: computed there, a leaf there, or received with a new message."""
         key = (device, value)
         if key not in self.local_values:
@@ -258,7 +258,7 @@ class _PlacedEmitter:
             if value.node.is_leaf and home == device:
                 self.local_values[key] = value
             else:
-                self.local_values[key] = self._emit_message(self._value_on_device(home, value), home, device)
+                self.local_values[key] = self._emit_message(self._find_or_receive_value(home, value), home, device)
         return self.local_values[key]
 
     def _emit_message(self, value: Value, sender: int, receiver: int) -> Value:

@@ -126,7 +126,7 @@ def _is_discrete_choice(node: Node) -> bool:
     return any(s.dtype.is_float for s in node.inputs) and any(v.dtype.is_integer for v in node.results)
 
 
-def pin_earlier_layouts(
+def pin_changed_leaf_layouts(
     pins: Pins, graph: Graph, leaf_layouts: Mapping[str, Layout], earlier_layouts: Mapping[str, Layout]
 ) -> Pins:
     """Return `pins` with the earlier layout of each weight and state that has another layout in the new plan.
@@ -176,7 +176,7 @@ class UnsupportedNode:
     reason: str
 
 
-def find_unsupported(
+def find_unsupported_nodes(
     graphs: Sequence[Graph], source_nodes: Sequence[Mapping[Node, Node]], group: Sequence[tuple[Backend, Device]]
 ) -> list[UnsupportedNode]:
     """Return the nodes of each device's graph that the device does not support.
@@ -203,7 +203,7 @@ def find_unsupported(
     return refused
 
 
-def relocate_unsupported(
+def pin_unsupported_nodes(
     unsupported_nodes: Iterable[UnsupportedNode], pins: NodePins, group: Sequence[tuple[Backend, Device]]
 ) -> dict[Node, Pin]:
     """Return a pin for each unsupported node, to the first device that supports it.
@@ -236,7 +236,7 @@ def relocate_unsupported(
 # --------------------------------------------------------------------------------------------------- consequences
 
 
-def extend_pins(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
+def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
     """Return `pins` and pins for nodes next to pinned nodes of one device, which saves messages.
 
     1. Views that only pinned nodes of one device read.
@@ -264,7 +264,7 @@ def extend_pins(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
     return found
 
 
-def pin_leaves(graph: Graph, pins: NodePins) -> Pins:
+def pin_leaves_of_pinned_nodes(graph: Graph, pins: NodePins) -> Pins:
     """Return `pins` with layouts of weights and states that only pinned nodes read: on the devices of these nodes."""
     users = graph.users()
     homes: dict[Value, Local] = {}

@@ -17,7 +17,7 @@ from ..layout import REPLICATE
 from ..machines.hardware import Hardware
 from .assign import LayoutConversion, ShardingAssignment, propagate_layouts
 from .axes import Factor
-from .cost import AssignmentCost, select_collective
+from .cost import AssignmentCost, choose_conversion_collective
 from .early import find_early_sums
 from .factors import Factors
 from .pins import Pins
@@ -27,7 +27,7 @@ MIN_GAIN = 0.03
 
 
 @dataclass(frozen=True)
-class SequenceParallelOptions:
+class SequenceParallelChooser:
     """The choice of replicated or sharded rows between sums, for a graph with chosen factors on equal devices.
 
     - `chosen_factors`: the factors that are sharded in any case.
@@ -46,9 +46,9 @@ class SequenceParallelOptions:
     @cached_property
     def replicated_assignment(self) -> ShardingAssignment:
         """The assignment in which every device computes all rows after a sum."""
-        return self._propagate()
+        return self._propagate_with_early_sums()
 
-    def choose_fastest(self) -> ShardingAssignment:
+    def choose_fastest_assignment(self) -> ShardingAssignment:
         """Return the assignment with replicated rows, or with sharded rows where that is predicted to be faster.
 
         Sharded rows must save at least the share `MIN_GAIN` of the time.
@@ -58,15 +58,15 @@ class SequenceParallelOptions:
         costs = AssignmentCost(self.graph, self.device_count, self.hardware)
         best, best_seconds = (
             self.replicated_assignment,
-            costs.estimate_run(self.replicated_assignment).total * (1 - MIN_GAIN),
+            costs.estimate_run_time(self.replicated_assignment).total * (1 - MIN_GAIN),
         )
         for rows in candidates:
-            assignment = self._propagate(rows)
-            if (seconds := costs.estimate_run(assignment).total) < best_seconds:
+            assignment = self._propagate_with_early_sums(rows)
+            if (seconds := costs.estimate_run_time(assignment).total) < best_seconds:
                 best, best_seconds = assignment, seconds
         return best
 
-    def shard_if_saving(self, row_factor: Factor, min_saving_seconds: float) -> ShardingAssignment | None:
+    def shard_rows_if_saving(self, row_factor: Factor, min_saving_seconds: float) -> ShardingAssignment | None:
         """Return the assignment with sharded rows if it saves enough seconds of kernels, else None.
 
         Where sums overlap with compute, only compute seconds can be saved.
@@ -75,11 +75,14 @@ class SequenceParallelOptions:
             row_factor: The factor of the rows.
             min_saving_seconds: The seconds of kernels that sharded rows must save, at least.
         """
-        assignment, costs = self._propagate(row_factor), AssignmentCost(self.graph, self.device_count, self.hardware)
-        before, after = costs.estimate_run(self.replicated_assignment), costs.estimate_run(assignment)
+        assignment, costs = (
+            self._propagate_with_early_sums(row_factor),
+            AssignmentCost(self.graph, self.device_count, self.hardware),
+        )
+        before, after = costs.estimate_run_time(self.replicated_assignment), costs.estimate_run_time(assignment)
         return assignment if before.compute - after.compute > min_saving_seconds else None
 
-    def _propagate(self, row_factor: Factor | None = None) -> ShardingAssignment:
+    def _propagate_with_early_sums(self, row_factor: Factor | None = None) -> ShardingAssignment:
         """Return the assignment, with early sums where they cost no more; rows are sharded by `row_factor`, if there is
         one.
         """
@@ -95,7 +98,9 @@ class SequenceParallelOptions:
 
     def _estimate_collective_seconds(self, conversion: LayoutConversion) -> float:
         """Return the seconds of the collective of a layout conversion."""
-        return self.hardware.estimate_collective(*select_collective(conversion), range(self.device_count)).seconds
+        return self.hardware.estimate_collective(
+            *choose_conversion_collective(conversion), range(self.device_count)
+        ).seconds
 
 
 def list_row_factors(assignment: ShardingAssignment, factors: Factors, device_count: int) -> list[Factor]:

@@ -23,7 +23,7 @@ from ..units import format_bytes, format_seconds
 from .again import IncrementalPropagator
 from .assign import ShardingAssignment
 from .axes import Factor
-from .condense import CollapsedGraph, collapse_repeats
+from .condense import CollapsedGraph, collapse_repeated_layers
 from .cost import AssignmentCost
 from .factors import Factors
 from .shares import ShardRanges, factor_ranges_from_layout
@@ -65,7 +65,7 @@ class FactorSearch:
 
     @cached_property
     def _collapsed_search(self) -> tuple[CollapsedGraph, _GraphSearch] | None:
-        small = collapse_repeats(self.graph)
+        small = collapse_repeated_layers(self.graph)
         return (
             None if small is None else (small, _GraphSearch(small.graph, Factors(small.graph), small.node_multiplicity))
         )
@@ -111,7 +111,9 @@ class _GraphSearch:
             base = self._assignments[current_factors]
             assert base is not None
             fits = find_conflicting_leaf(self.graph, self.factors, chosen_factors) is None
-            self._assignments[chosen_factors] = self._propagator.propagate(chosen_factors, base) if fits else None
+            self._assignments[chosen_factors] = (
+                self._propagator.propagate_from_base(chosen_factors, base) if fits else None
+            )
         return self._assignments[chosen_factors]
 
     def choose_factors(self, device_count: int, hardware: Hardware, eager: bool) -> FactorChoice:
@@ -220,7 +222,7 @@ def _expand_to_full_graph(
     leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
     ours = {n.name: n.results[0] for n in collapsed.graph.nodes if n.op in ("weight", "state")}
     everywhere: set[Factor] = set()
-    for name, axis, at, i in describe_factors(collapsed.graph, collapsed_factors, chosen_factors, {}):
+    for name, axis, at, i in list_factor_positions(collapsed.graph, collapsed_factors, chosen_factors, {}):
         expected_sizes = [[f.size for f in segment] for segment in collapsed_factors.axes_of(ours[name])[axis]]
         for copy_name in collapsed.leaf_copies.get(name, (name,)):
             parts = factors.axes_of(leaves[copy_name])[axis]
@@ -241,7 +243,7 @@ class _ScoredFactors:
 
 def _score_assignment(costs: AssignmentCost, assignment: ShardingAssignment) -> _ScoredFactors:
     return _ScoredFactors(
-        assignment.sharded_factors, costs.estimate_run(assignment), costs.compute_max_stored_bytes(assignment)
+        assignment.sharded_factors, costs.estimate_run_time(assignment), costs.compute_max_stored_bytes(assignment)
     )
 
 
@@ -346,7 +348,7 @@ def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozen
     return None
 
 
-def describe_factors(
+def list_factor_positions(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor], leaf_layouts: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
     """Return for each chosen factor one position (leaf, axis, segment, place in the segment) that identifies it.
@@ -362,7 +364,7 @@ def describe_factors(
     return frozenset(named.values())
 
 
-def describe_all_factors(
+def list_all_factor_positions(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]
 ) -> frozenset[tuple[str, int, int, int]]:
     """Return every position (leaf, axis, segment, place in the segment) of the chosen factors.
@@ -383,7 +385,7 @@ def _iterate_factor_positions(
                     yield from ((f, (node.name, axis, at, i)) for i, f in enumerate(segment) if f in chosen_factors)
 
 
-def factors_from_description(
+def factors_from_positions(
     graph: Graph, factors: Factors, factor_positions: frozenset[tuple[str, int, int, int]]
 ) -> frozenset[Factor]:
     """Return the factors of `graph` at positions that `list_factor_positions` returned for another graph.

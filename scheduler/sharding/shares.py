@@ -21,7 +21,7 @@ from ..layout import IndexRange
 from .axes import Factor, compute_product_size
 
 
-def compute_index_ranges(
+def compute_axis_ranges_of_factor(
     axis: Sequence[Sequence[Factor]], factor: Factor, first_index: int, end_index: int
 ) -> tuple[IndexRange, ...]:
     """Return the entries of an axis that a device has if it has the indices `first_index` to `end_index` of a factor.
@@ -89,7 +89,7 @@ def factor_ranges_from_layout(
         low = indices[-1][1] if indices else 0
         indices.append((low, low + entries * factor.size // max(size, 1)))
     fits = all(
-        compute_index_ranges(axis[segment_number : segment_number + 1], factor, *has)
+        compute_axis_ranges_of_factor(axis[segment_number : segment_number + 1], factor, *has)
         == _clip_ranges(runs, start, start + size)
         for has, runs in zip(indices, ranges_by_device, strict=True)
     )

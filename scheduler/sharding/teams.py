@@ -23,13 +23,13 @@ from ..layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.lane import find_collective_groups
 from ..machines.hardware import Hardware
 from .assign import ShardingAssignment
-from .chunks import SINGLE_CHUNK, OverlapChunks, find_token_factor, partition_in_chunks
-from .emit import PartitionedGraphs, keep_collectives, make_unused_name, partition_graph
+from .chunks import SINGLE_CHUNK, OverlapChunks, find_chunkable_token_factor, partition_in_chunks
+from .emit import PartitionedGraphs, keep_unused_collectives, make_unused_name, partition_graph
 from .factors import Factors
 from .layers import Placement, find_home_devices
-from .pins import Pins, pin_earlier_layouts
-from .rows import SequenceParallelOptions
-from .search import assign_shard_ranges, describe_factors, factors_from_description
+from .pins import Pins, pin_changed_leaf_layouts
+from .rows import SequenceParallelChooser
+from .search import assign_shard_ranges, factors_from_positions, list_factor_positions
 
 ShardedFactors = frozenset[tuple[str, int, int, int]]
 """The sharded factors: (leaf, axis, segment, position in the segment)."""
@@ -50,7 +50,7 @@ class PipelineStage:
     output_values: Mapping[str, Value]
 
 
-def split_into_groups(devices_per_machine: int, device_count: int) -> list[list[int]]:
+def split_devices_into_groups(devices_per_machine: int, device_count: int) -> list[list[int]]:
     """Return the device numbers of each group: consecutive devices in groups of equal size.
 
     A group has the devices of one machine. If all devices are in one machine, the division is the squarest one.
@@ -75,7 +75,7 @@ def split_into_groups(devices_per_machine: int, device_count: int) -> list[list[
     return [list(range(start, start + size)) for start in range(0, device_count, size)]
 
 
-def find_groups_of_programs(programs: Sequence[Program]) -> list[list[int]] | None:
+def find_pipeline_stage_groups(programs: Sequence[Program]) -> list[list[int]] | None:
     """Return the device numbers of each pipeline stage of a plan, found by the collectives of its programs.
 
     None means that there are not several stages of several devices.
@@ -234,11 +234,11 @@ class _HybridPartitioner:
     def _partition_stage(self, stage_number: int, stage: PipelineStage) -> PartitionedGraphs:
         """Return the graphs of the devices of one stage."""
         graph, group, factors = stage.graph, self.stage_groups[stage_number], Factors(stage.graph)
-        chosen = factors_from_description(graph, factors, self.requested_factors) if len(group) > 1 else frozenset()
+        chosen = factors_from_positions(graph, factors, self.requested_factors) if len(group) > 1 else frozenset()
         chosen = frozenset(f for f in chosen if f.can_be_sharded)
         own = [self.proportions[d] for d in group]
         shares = assign_shard_ranges(
-            graph, factors, describe_factors(graph, factors, chosen, {}), own if sum(own) else [1.0] * len(group)
+            graph, factors, list_factor_positions(graph, factors, chosen, {}), own if sum(own) else [1.0] * len(group)
         )
         replicated_values = {graph.outputs[name] for name in stage.output_values}
         stored, earlier = [*graph.weights, *graph.states], self.earlier_layouts or {}
@@ -249,25 +249,25 @@ class _HybridPartitioner:
         }
         pins = Pins({}, {v: REPLICATE for v in stored if v.node.name in self.replicated_leaves})
         while True:
-            sequence_options = SequenceParallelOptions(
+            sequence_options = SequenceParallelChooser(
                 graph, factors, chosen, pins, len(group), self.hardware, replicated_values
             )
             part = partition_graph(
                 graph,
                 factors,
-                sequence_options.choose_fastest(),
+                sequence_options.choose_fastest_assignment(),
                 shares,
                 first_sequence_number=self.next_sequence_number,
                 replicated_outputs=replicated_values,
             )
-            known, pins = pins, pin_earlier_layouts(pins, graph, part.leaves, before)
+            known, pins = pins, pin_changed_leaf_layouts(pins, graph, part.leaves, before)
             if pins == known:
-                self.sharded_factors |= describe_factors(graph, factors, chosen, part.leaves)
+                self.sharded_factors |= list_factor_positions(graph, factors, chosen, part.leaves)
                 break
-        if (tokens := find_token_factor(sequence_options.replicated_assignment, factors)) is not None:
+        if (tokens := find_chunkable_token_factor(sequence_options.replicated_assignment, factors)) is not None:
             of: ShardingAssignment | None = sequence_options.replicated_assignment
             if (saving := self.chunks.required_saving_seconds) is not None:
-                of = sequence_options.shard_if_saving(tokens, saving / len(self.stages))
+                of = sequence_options.shard_rows_if_saving(tokens, saving / len(self.stages))
             self.has_chunks |= of is not None
             if (count := self.chunks.chunk_count) > 1:
                 of, first = of or sequence_options.replicated_assignment, self.next_sequence_number
@@ -368,7 +368,7 @@ class _HybridPartitioner:
             outputs[make_unused_name(f"sent.{number}", self.graph.outputs)] = send(
                 value, to=to, sequence=number, name=label
             )
-        return keep_collectives(Graph(outputs, graph.updates), collectives)
+        return keep_unused_collectives(Graph(outputs, graph.updates), collectives)
 
 
 def _find_layout_in_group(layout: Layout, shape: Sequence[int], group: Sequence[int]) -> Layout:

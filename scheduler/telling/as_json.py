@@ -23,7 +23,7 @@ from ...graph.spec import Spec
 from ...graph.validation import TEXT, instance_of, validate_arguments
 from ...ops import verify
 from ..layout import Layout, Local, Shard, compute_local_shape
-from ..lowering.lane import Lane, find_first_equal_devices
+from ..lowering.lane import Lane, find_first_devices_with_same_program
 from ..machines.catalogue import DATA_SHEETS, DataSheet
 from ..machines.hardware import BUILT_IN_SOURCE, Hardware
 from ..machines.simulated import SIMULATED_BACKEND_NAME, SimulatedBackend, build_simulated_backend
@@ -107,7 +107,7 @@ def _executed_to_data(plan: Plan) -> dict[str, Any]:
     The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
     numbers of unnamed nodes.
     """
-    first_equal = find_first_equal_devices(plan.lanes)
+    first_equal = find_first_devices_with_same_program(plan.lanes)
     own = {first: place for place, first in enumerate(dict.fromkeys(first_equal))}
     programs = [
         {"graph": json.loads(graph_to_json(plan.lanes[first].graph)), **program_to_data(plan.lanes[first].program)}

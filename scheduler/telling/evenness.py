@@ -20,7 +20,7 @@ from ..sharding.assign import ShardingAssignment, propagate_layouts
 from ..sharding.axes import Factor
 from ..sharding.cost import AssignmentCost
 from ..sharding.factors import Factors
-from ..sharding.search import factors_from_description, find_conflicting_leaf, group_factors
+from ..sharding.search import factors_from_positions, find_conflicting_leaf, group_factors
 from ..sharding.states import FactorShard
 from ..units import format_bytes, format_devices, format_seconds
 
@@ -123,7 +123,7 @@ class _ImbalanceReasons:
         self.leaves = {v.node.name: v for v in plan.graph.weights}
         self.users = plan.graph.users()
         self.factors = Factors(plan.graph)
-        self.sharded_factors = factors_from_description(plan.graph, self.factors, plan.cuts)
+        self.sharded_factors = factors_from_positions(plan.graph, self.factors, plan.cuts)
         self.factors_by_class = group_factors(plan.graph, self.factors)
         self.class_of = {factor: name for name, members in self.factors_by_class.items() for factor in members}
         self.costs = AssignmentCost(plan.graph, len(plan.lanes), plan.hardware)
@@ -194,8 +194,8 @@ class _ImbalanceReasons:
         then = self._propagate_sharding(chosen)
         if not isinstance(then.produced_layouts[weight], FactorShard):
             return math.inf, self._describe_whole_reader(weight, then)
-        now = self.costs.estimate_run(self._propagate_sharding(self.sharded_factors))
-        cost = self.costs.estimate_run(then)
+        now = self.costs.estimate_run_time(self._propagate_sharding(self.sharded_factors))
+        cost = self.costs.estimate_run_time(then)
         longer, oftener = cost.total - now.total, cost.meetings - now.meetings
         comparison = (
             f"{'longer' if longer >= 0 else 'shorter'}, with {abs(oftener)} {'more' if oftener >= 0 else 'fewer'}"

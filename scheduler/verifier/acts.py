@@ -49,14 +49,14 @@ def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], ord
     calls_by_programs = {
         key: _list_calls_with_participants(run) for key, run in dict(zip(known, programs_by_run, strict=True)).items()
     }
-    complaints = [why for own in calls_by_programs.values() for why in _find_calls_of_all_devices(own)]
+    complaints = [why for own in calls_by_programs.values() for why in _find_all_device_call_faults(own)]
     wrong = next((len(each) for each in programs_by_run if len(each) != len(order)), len(order))
     if wrong != len(order):
         complaints.append(f"the programs are for {wrong} devices, but the order is for {len(order)}")
     complaints += [
         why
         for device, actions in enumerate(order)
-        for why in _find_memory_faults(device, actions, len(programs_by_run))
+        for why in _find_action_order_faults(device, actions, len(programs_by_run))
     ]
     yield from complaints
     if not complaints:
@@ -73,9 +73,9 @@ def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], ord
         )
 
 
-def find_global_collectives(programs: Sequence[Program]) -> Iterator[str]:
+def find_all_device_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
     """Yield a fault for the first collective in which all devices participate; such runs cannot be pipelined."""
-    return _find_calls_of_all_devices(_list_calls_with_participants(programs))
+    return _find_all_device_call_faults(_list_calls_with_participants(programs))
 
 
 def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParticipants:
@@ -98,7 +98,7 @@ def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
     return as_integer(message.attributes["source"]), message.device
 
 
-def _find_calls_of_all_devices(calls_by_device: CallsWithParticipants) -> Iterator[str]:
+def _find_all_device_call_faults(calls_by_device: CallsWithParticipants) -> Iterator[str]:
     """Yield a fault for the first collective in which all devices participate."""
     every = (
         a
@@ -113,7 +113,7 @@ def _find_calls_of_all_devices(calls_by_device: CallsWithParticipants) -> Iterat
         )
 
 
-def _find_memory_faults(device: int, actions: Sequence[PipelineAction], run_count: int) -> Iterator[str]:
+def _find_action_order_faults(device: int, actions: Sequence[PipelineAction], run_count: int) -> Iterator[str]:
     """Yield the actions of one device that find the wrong content in its arena or its states.
 
     The actions of a run must be `put`, `run`, `keep`, without an action of another run between them, because the

@@ -17,7 +17,7 @@ from ...graph.repeated_runs import CHUNK_SUFFIX, PREAMBLE, ShortenedGraph
 from .held import Fact
 from .indices import make_full_index
 from .runs import CarriedKey, DeviceRepetitions
-from .summands import check_complete_sum, make_contraction_sum
+from .summands import check_sum_is_complete, make_contraction_sum
 from .trace import ValueTrace
 from .value_numbering import ValueNumbering
 
@@ -65,9 +65,9 @@ class CarriedValueTrace(ValueTrace):
             yield from self._find_incomplete_carried_sums()
             yield from self._find_unequal_carries()
 
-    def _follow_node(self, device: int, node: Node) -> Iterator[str]:
+    def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
         """Record the facts of one node; replace a carried partial sum by one opaque term per device for its readers."""
-        yield from super()._follow_node(device, node)
+        yield from super()._record_node_facts(device, node)
         runs = self.device_repetitions[device]
         if (name := runs.carried_key_by_node.get(node)) is None or node not in self.facts_by_node[device]:
             return
@@ -105,7 +105,7 @@ class CarriedValueTrace(ValueTrace):
         device_facts = [facts[0] for facts in facts_by_device]
         if not all(self.numbering.has_equal_entries(value_number, device_facts[0].axes, f.axes) for f in device_facts):
             return "the devices have different entries"
-        return check_complete_sum([fact.partial_sum for fact in device_facts], self._complete_sums)
+        return check_sum_is_complete([fact.partial_sum for fact in device_facts], self._complete_sums)
 
     def _find_unequal_carries(self) -> Iterator[str]:
         """Yield carried values that are not the same graph value, entries and partial sum in every repetition."""

@@ -81,7 +81,7 @@ class BufferContents:
             return f"{tensor} is outside its buffer of {self.program.buffers[tensor.buffer].nbytes} bytes"
         return None
 
-    def check_view(self, tensor: Tensor, view: ViewedValue) -> str | None:
+    def check_tensor_holds_view(self, tensor: Tensor, view: ViewedValue) -> str | None:
         """Return why the bytes of a tensor do not hold a certain view of a value, or None if they do.
 
         Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ...graph.node import Node
 from ...ops.collectives import as_index_ranges, as_integer
-from .indices import IndexRanges, concatenate_indices, has_duplicates, select_positions, slice_index
+from .indices import IndexRanges, concatenate_indices, has_duplicates, select_entries_at_positions, slice_index
 from .summands import NO_TERMS, OptionalPartialSum
 
 CONVERSION_OPS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
@@ -34,7 +34,7 @@ class Fact:
     partial_sum: OptionalPartialSum = None
 
 
-def clear_axis(axes: tuple[IndexRanges, ...], axis: int) -> tuple[IndexRanges, ...]:
+def clear_axis_entries(axes: tuple[IndexRanges, ...], axis: int) -> tuple[IndexRanges, ...]:
     """Return the entries of a value with an empty index in place of one axis, to compare all other axes."""
     return (*axes[:axis], (), *axes[axis + 1 :])
 
@@ -69,7 +69,7 @@ def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[
     second = operands[1]
     assert second is not None
     same = first.value_number == second.value_number and first.partial_sum == second.partial_sum
-    if not same or clear_axis(first.axes, axis) != clear_axis(second.axes, axis):
+    if not same or clear_axis_entries(first.axes, axis) != clear_axis_entries(second.axes, axis):
         return []
     index = concatenate_indices([first.axes[axis], second.axes[axis]])
     if has_duplicates(
@@ -89,5 +89,5 @@ def slice_collective_fact(value_number: int, whole_axes: tuple[IndexRanges, ...]
         node: The collective's node; its attributes are the axis and the ranges of each device.
     """
     axis, own = as_integer(node.attrs["axis"]), as_index_ranges(node.attrs["runs"])[device]
-    index = select_positions(whole_axes[axis], concatenate_indices([own]))
+    index = select_entries_at_positions(whole_axes[axis], concatenate_indices([own]))
     return Fact(value_number, (*whole_axes[:axis], index, *whole_axes[axis + 1 :]))

@@ -40,7 +40,7 @@ import numpy.typing as npt
 
 IndexRanges: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges (first entry, length) of an axis, in memory order."""
-Digits: TypeAlias = tuple[tuple[int, int], ...]
+IgnoredDigits: TypeAlias = tuple[tuple[int, int], ...]
 """Parts (stride, size) of the entry number on which a value does not depend."""
 Entries: TypeAlias = npt.NDArray[np.int64]
 
@@ -67,7 +67,7 @@ def list_entries(index: IndexRanges) -> Entries:
     return np.concatenate([np.arange(start, start + n, dtype=np.int64) for start, n in index])
 
 
-def build_index(entries: Entries) -> IndexRanges:
+def build_index_from_entries(entries: Entries) -> IndexRanges:
     """Return the index of an array of entry numbers; consecutive numbers become one range."""
     if not entries.size:
         return ()
@@ -142,7 +142,7 @@ def concatenate_indices(indices: Sequence[IndexRanges]) -> IndexRanges:
 
 
 @lru_cache(maxsize=1 << 14)
-def split_into_factors(
+def split_index_into_factors(
     index: IndexRanges, factor_sizes: tuple[int, ...], local_sizes: tuple[int, ...]
 ) -> tuple[IndexRanges, ...] | None:
     """Split an index of a product axis into one index for each factor.
@@ -171,13 +171,13 @@ def split_into_factors(
     for axis, n in enumerate(factor_sizes):
         inner //= n
         line = grid[(0,) * axis + (slice(None),) + (0,) * (len(factor_sizes) - axis - 1)] // inner % n
-        indices.append(build_index(line))
+        indices.append(build_index_from_entries(line))
         total = total + (line * inner).reshape(-1, *[1] * (len(factor_sizes) - axis - 1))
     return tuple(indices) if np.array_equal(total, grid) else None
 
 
 @lru_cache(maxsize=1 << 14)
-def multiply_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes: tuple[int, ...]) -> IndexRanges:
+def combine_factor_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes: tuple[int, ...]) -> IndexRanges:
     """Return the index of a product axis from the indices of its factors: the inverse of `split_index_into_factors`.
 
     Args:
@@ -191,7 +191,7 @@ def multiply_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes: tupl
     total = np.zeros((), np.int64)
     for index, n in zip(factor_indices, factor_sizes, strict=True):
         total = total[..., None] * n + list_entries(index)
-    return build_index(total.ravel())
+    return build_index_from_entries(total.ravel())
 
 
 def _extract_digit(entries: Entries, digit: tuple[int, int]) -> Entries:
@@ -200,21 +200,21 @@ def _extract_digit(entries: Entries, digit: tuple[int, int]) -> Entries:
     return entries // stride % n * stride
 
 
-def _clear_digits(entries: Entries, digits: Digits) -> Entries:
+def _clear_digits(entries: Entries, digits: IgnoredDigits) -> Entries:
     """Return the entry numbers with these digits set to zero."""
     for digit in digits:
         entries = entries - _extract_digit(entries, digit)
     return entries
 
 
-def intersect_digits(digits: Digits, other_digits: Digits) -> Digits:
+def intersect_digits(digits: IgnoredDigits, other_digits: IgnoredDigits) -> IgnoredDigits:
     """Return the ignored digits that both of two values have."""
     return digits if digits == other_digits else tuple(d for d in digits if d in other_digits)
 
 
 @lru_cache(maxsize=1 << 14)
-def find_common_index(
-    index: IndexRanges, digits: Digits, other_index: IndexRanges, other_digits: Digits
+def find_equivalent_index(
+    index: IndexRanges, digits: IgnoredDigits, other_index: IndexRanges, other_digits: IgnoredDigits
 ) -> IndexRanges | None:
     """Return entries that are equivalent to two indices at once, where ignored digits may be exchanged.
 
@@ -240,10 +240,10 @@ def find_common_index(
             merged = merged + _extract_digit(b, digit) - _extract_digit(merged, digit)
     same_a = np.array_equal(_clear_digits(merged, digits), _clear_digits(a, digits))
     same_b = np.array_equal(_clear_digits(merged, other_digits), _clear_digits(b, other_digits))
-    return build_index(merged) if same_a and same_b else None
+    return build_index_from_entries(merged) if same_a and same_b else None
 
 
-def is_full_index(index: IndexRanges, digits: Digits, axis_size: int) -> bool:
+def is_full_index(index: IndexRanges, digits: IgnoredDigits, axis_size: int) -> bool:
     """Return whether an index is all entries of an axis in order, where ignored digits may differ.
 
     Args:
@@ -252,14 +252,14 @@ def is_full_index(index: IndexRanges, digits: Digits, axis_size: int) -> bool:
         axis_size: The number of entries of the whole axis.
     """
     return index == make_full_index(axis_size) or (
-        bool(digits) and find_common_index(index, digits, make_full_index(axis_size), ()) is not None
+        bool(digits) and find_equivalent_index(index, digits, make_full_index(axis_size), ()) is not None
     )
 
 
 @lru_cache(maxsize=1 << 14)
 def is_valid_broadcast(
     small_index: IndexRanges,
-    small_digits: Digits,
+    small_digits: IgnoredDigits,
     small_size: int,
     large_index: IndexRanges,
     large_size: int,
@@ -290,7 +290,7 @@ def is_valid_broadcast(
     )
 
 
-def to_product_digits(factor_digits: Digits, inner_size: int) -> Digits:
+def to_product_digits(factor_digits: IgnoredDigits, inner_size: int) -> IgnoredDigits:
     """Return the digits of a factor as digits of a product axis: strides are multiplied by `inner_size`.
 
     Args:
@@ -300,7 +300,7 @@ def to_product_digits(factor_digits: Digits, inner_size: int) -> Digits:
     return tuple((stride * inner_size, n) for stride, n in factor_digits)
 
 
-def to_factor_digits(product_digits: Digits, inner_size: int, factor_size: int) -> Digits:
+def to_factor_digits(product_digits: IgnoredDigits, inner_size: int, factor_size: int) -> IgnoredDigits:
     """Return the parts of product digits that belong to one factor, as digits of the factor.
 
     Args:
@@ -316,7 +316,7 @@ def to_factor_digits(product_digits: Digits, inner_size: int, factor_size: int) 
     return tuple(inside)
 
 
-def select_positions(index: IndexRanges, positions: IndexRanges) -> IndexRanges:
+def select_entries_at_positions(index: IndexRanges, positions: IndexRanges) -> IndexRanges:
     """Return the entries at some positions of an index.
 
     Args:
@@ -325,7 +325,7 @@ def select_positions(index: IndexRanges, positions: IndexRanges) -> IndexRanges:
     """
     if len(positions) == 1:
         return slice_index(index, positions[0][0], sum(positions[0]))
-    return build_index(list_entries(index)[list_entries(positions)])
+    return build_index_from_entries(list_entries(index)[list_entries(positions)])
 
 
 @lru_cache(maxsize=1024)
@@ -344,7 +344,7 @@ def merge_scattered_entries(
         if ((before >= 0) & (before != new)).any():
             return None
         whole_axis[at] = new
-    return None if (whole_axis < 0).any() else build_index(whole_axis)
+    return None if (whole_axis < 0).any() else build_index_from_entries(whole_axis)
 
 
 def format_index(index: IndexRanges) -> str:

@@ -21,12 +21,12 @@ COMMUNICATION_ATTRS = ("sequence", "to", "source", "rank")
 """Attributes of collectives that no kernel before the collective depends on."""
 
 
-def make_equality_key(graph: Graph, program: Program) -> Hashable:
+def make_equality_candidate_key(graph: Graph, program: Program) -> Hashable:
     """Return a dictionary key that equal programs share; programs with equal keys are candidates, not proven equal."""
     return len(program.instructions), tuple([(n.op, n.specs) for n in graph.nodes])
 
 
-def is_equal_to_proven(graph: Graph, program: Program, proven_graph: Graph, proven_program: Program) -> bool:
+def is_equal_to_proven_program(graph: Graph, program: Program, proven_graph: Graph, proven_program: Program) -> bool:
     """Return whether the proof of one program also holds for another program, because they are equal except for names.
 
     Args:
@@ -68,7 +68,7 @@ def is_equal_to_proven(graph: Graph, program: Program, proven_graph: Graph, prov
     steps = [*program.instructions, *(back for _, back in program.undo)]
     known = [*proven_program.instructions, *(back for _, back in proven_program.undo)]
     return all(
-        _is_equal_instruction(a, b) and _has_matching_name(a, b, graph, called, leaves, proven_program)
+        _is_equal_instruction(a, b) and _has_expected_name_and_attrs(a, b, graph, called, leaves, proven_program)
         for a, b in zip(steps, known, strict=True)
     )
 
@@ -119,7 +119,7 @@ def _is_equal_instruction(instruction: Instruction, proven_instruction: Instruct
     )
 
 
-def _has_matching_name(
+def _has_expected_name_and_attrs(
     instruction: Instruction,
     proven_instruction: Instruction,
     graph: Graph,

@@ -9,12 +9,12 @@ from ...graph.attrs import Attr, Attrs
 from ...graph.node import Node
 from ...graph.spec import Spec
 from .indices import (
-    Digits,
+    IgnoredDigits,
     IndexRanges,
 )
 from .summands import OptionalPartialSum
 
-AxisEntries: TypeAlias = tuple[IndexRanges, Digits]
+AxisEntries: TypeAlias = tuple[IndexRanges, IgnoredDigits]
 """The local entries of an axis, and the digits on which the value does not depend."""
 ValueEntries: TypeAlias = tuple[AxisEntries, ...]
 """The local entries of all axes of a value."""

@@ -30,19 +30,19 @@ from ..plan import Lane, Plan
 from .carrying import CarriedValueTrace
 from .held import Fact
 from .indices import IndexRanges, concatenate_indices, format_index, list_entries, make_full_index
-from .likeness import is_equal_to_proven, make_equality_key
+from .likeness import is_equal_to_proven_program, make_equality_candidate_key
 from .meetings import find_collective_faults
 from .program import find_program_faults
 from .record import find_leaf_faults, find_record_faults
 from .repeating import (
-    find_length_faults,
     find_name_faults,
+    find_repeated_graph_faults,
     find_repetition_faults,
     find_shortened_graph,
     make_short_plan,
 )
 from .trace import ValueTrace
-from .undo import list_save_nodes
+from .undo import list_save_and_restore_nodes
 from .value_numbering import ValueNumbering
 
 
@@ -59,17 +59,19 @@ def find_plan_faults(plan: Plan) -> Iterator[str]:
     """
     of = find_shortened_graph(plan)
     if of is None:
-        yield from _find_faults(plan, ValueTrace)
+        yield from _find_faults_of_unrepeated_plan(plan, ValueTrace)
         return
-    if complaints := [*find_record_faults(plan)] or [*find_length_faults(plan, of)]:
+    if complaints := [*find_record_faults(plan)] or [*find_repeated_graph_faults(plan, of)]:
         yield from complaints
         return  # the proof of the short plan holds for the long plan only without these faults
     short = make_short_plan(plan, of)
-    complaints = [*find_name_faults(short, of)] or [*_find_faults(short, partial(CarriedValueTrace, shortened=of))]
+    complaints = [*find_name_faults(short, of)] or [
+        *_find_faults_of_unrepeated_plan(short, partial(CarriedValueTrace, shortened=of))
+    ]
     yield from complaints or find_repetition_faults(short, of)
 
 
-def _find_faults(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
+def _find_faults_of_unrepeated_plan(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
     """Yield all faults of a plan, instruction by instruction, without regard to repetitions.
 
     Args:
@@ -88,7 +90,7 @@ def _find_faults(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[
         key = (type(device_plan.backend), id(device_plan.graph), id(device_plan.program))
         if key not in seen:
             complaints = list(_find_device_program_faults(device_plan, proven))
-            added = [] if complaints else list(list_save_nodes(device_plan.graph, device_plan.program))
+            added = [] if complaints else list(list_save_and_restore_nodes(device_plan.graph, device_plan.program))
             seen[key] = complaints, [*filter(_is_computation, device_plan.graph.nodes), *added]
         complaints, nodes = seen[key]
         for why in complaints:
@@ -136,11 +138,12 @@ def _find_device_program_faults(
     key = (
         type(device_plan.backend),
         device_plan.backend.name,
-        make_equality_key(device_plan.graph, device_plan.program),
+        make_equality_candidate_key(device_plan.graph, device_plan.program),
     )
     others = proven_device_plans.setdefault(key, [])
     if not any(
-        is_equal_to_proven(device_plan.graph, device_plan.program, other.graph, other.program) for other in others
+        is_equal_to_proven_program(device_plan.graph, device_plan.program, other.graph, other.program)
+        for other in others
     ):
         complaints = list(find_program_faults(device_plan.graph, device_plan.program, device_plan.backend))
         yield from complaints
@@ -148,7 +151,7 @@ def _find_device_program_faults(
             others.append(device_plan)
 
 
-def _is_visible_shard(layout: Layout, device: int, device_entries: tuple[IndexRanges, ...]) -> bool:
+def _is_read_from_device(layout: Layout, device: int, device_entries: tuple[IndexRanges, ...]) -> bool:
     """Return whether a value with this layout is read from `device`, between runs or by a later plan.
 
     A `Local` value is read from its first device, a replicated value from device 0, and a shard from each device with
@@ -159,7 +162,7 @@ def _is_visible_shard(layout: Layout, device: int, device_entries: tuple[IndexRa
     return device == (layout.devices[0] if isinstance(layout, Local) else 0)
 
 
-def _is_covered_by_others(layout: Layout, device: int) -> bool:
+def _has_all_entries_elsewhere(layout: Layout, device: int) -> bool:
     """Return whether a device has no entries of a sharded value, and other devices have all of them."""
     return isinstance(layout, Shard) and not layout.index_ranges[device] and any(layout.index_ranges)
 
@@ -181,7 +184,7 @@ class _PlanCheck:
         leaves: dict[tuple[int, str], Fact] = {}
         for node in self.plan.graph.nodes:
             if node.is_leaf and node.op != "constant":
-                yield from self._bind_leaf(node, leaves)
+                yield from self._record_leaf_facts(node, leaves)
         trace = self.make_trace(self.numbering, [device_plan.graph for device_plan in self.plan.lanes], leaves)
         faults = list(trace.find_faults())
         for why in faults or (
@@ -234,7 +237,7 @@ class _PlanCheck:
                 return f"is on devices {list(layout.devices)} of {self.device_count}"
             return [full if d in layout.devices else None for d in range(self.device_count)]
         if isinstance(layout, Shard):
-            if why := self._check_coverage(value, layout):
+            if why := self._check_shard_covers_value(value, layout):
                 return why
             entries_of: list[tuple[IndexRanges, ...] | None] = []
             for runs in layout.index_ranges:
@@ -244,7 +247,7 @@ class _PlanCheck:
             return f"has the layout {layout}"
         return [full] * self.device_count
 
-    def _check_coverage(self, value: Value, layout: Shard) -> str | None:
+    def _check_shard_covers_value(self, value: Value, layout: Shard) -> str | None:
         """Return why a sharded layout is malformed or does not have all entries of `value`; None if it is correct."""
         if not 0 <= layout.axis < len(value.shape) or len(layout.index_ranges) != self.device_count:
             return f"is sharded along axis {layout.axis} for {len(layout.index_ranges)} devices"
@@ -262,7 +265,7 @@ class _PlanCheck:
         missing = int(n - have.sum())
         return f"has {missing} of {n} entries on no device" if missing else None
 
-    def _bind_leaf(self, node: Node, leaf_facts: dict[tuple[int, str], Fact]) -> Iterator[str]:
+    def _record_leaf_facts(self, node: Node, leaf_facts: dict[tuple[int, str], Fact]) -> Iterator[str]:
         """Add the fact about a leaf on each device to `leaf_facts`, by device number and leaf name; yield faults of its
         layout.
         """
@@ -293,7 +296,7 @@ class _PlanCheck:
                 if (
                     expected_entries is not None
                     and local is None
-                    and not _is_covered_by_others(self.plan.outputs[name], device)
+                    and not _has_all_entries_elsewhere(self.plan.outputs[name], device)
                 ):
                     yield f"output {name!r} is missing on device {device}"
                 elif expected_entries is not None and local is not None:
@@ -335,7 +338,7 @@ class _PlanCheck:
                 if (
                     mine is not None
                     and name not in state_names
-                    and _is_visible_shard(self.plan.leaves[name], device, mine)
+                    and _is_read_from_device(self.plan.leaves[name], device, mine)
                 ):
                     label = f"%{quote_node_name(name)}"
                     yield f"device {device} does not have state {label}, which is read from this device between runs"
@@ -360,7 +363,7 @@ class _PlanCheck:
             subject: The subject of the message, such as ``output 'y'``.
         """
         facts = trace.find_facts(device, device_value)
-        if not any(self.numbering.is_fact_of(h, graph_value, expected_entries) for h in facts):
+        if not any(self.numbering.is_complete_fact_of(h, graph_value, expected_entries) for h in facts):
             number = self.numbering.number_by_value[graph_value]
             others = [
                 "a partial sum that no all-reduce completes"

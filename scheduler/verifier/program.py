@@ -88,7 +88,7 @@ class _ProgramCheck:
 
     def find_faults(self) -> Iterator[str]:
         """Yield all faults of the program, in the order of its instructions."""
-        yield from self._place_leaves()
+        yield from self._record_leaf_contents()
         for step, instruction in enumerate(self.program.instructions):
             if step in self.undo_check.restore_by_step:
                 yield from self.undo_check.find_save_faults(step, instruction)
@@ -101,12 +101,12 @@ class _ProgramCheck:
             if not complaints:
                 node = self.graph.nodes[instruction.index] if instruction.index >= 0 else None
                 yield from self.undo_check.find_overwrite_faults(step, instruction, node)
-        yield from self.undo_check.find_end_faults()
-        yield from self._find_end_faults()
+        yield from self.undo_check.find_undo_order_faults()
+        yield from self._find_final_content_faults()
 
     # -------------------------------------------------------------------------------------------------- both ends
 
-    def _place_leaves(self) -> Iterator[str]:
+    def _record_leaf_contents(self) -> Iterator[str]:
         """Record the leaves as the content of their buffers before the first instruction; yield faults of inputs."""
         memory, program = self.contents, self.program
         leaves = {(n.op, n.name): n.results[0] for n in self.graph.nodes if n.is_leaf}
@@ -120,7 +120,7 @@ class _ProgramCheck:
                 yield f"{what} has no location"
                 continue
             tensor = program.inputs[value.node.name]
-            if why := self._check_location(tensor, value):
+            if why := self._check_write_location(tensor, value):
                 yield f"{what}: {why}"
             elif tensor.buffer:
                 yield f"{what} is outside the arena"
@@ -131,7 +131,7 @@ class _ProgramCheck:
                     yield f"{what} overlaps {format_content(memory.overwritten_values[0])}"
         memory.overwritten_values.clear()
 
-    def _find_end_faults(self) -> Iterator[str]:
+    def _find_final_content_faults(self) -> Iterator[str]:
         """Yield nodes that did not run, missing outputs, and wrong final content of weights, states and the arena."""
         program, memory = self.program, self.contents
         for node in self.graph.nodes:
@@ -142,16 +142,16 @@ class _ProgramCheck:
         for name, value in self.graph.outputs.items():
             if name not in program.outputs:
                 yield f"output {name!r} is missing"
-            elif why := memory.check_view(program.outputs[name], self.views.resolve_view(value)):
+            elif why := memory.check_tensor_holds_view(program.outputs[name], self.views.resolve_view(value)):
                 yield f"at the end, output {name!r}: {why}"
         for number, buffer in enumerate(program.buffers[1:], 1):
             _, content = memory.find_content((number, 0, buffer.nbytes))
-            if buffer.nbytes and not self._can_remain(content, buffer):
+            if buffer.nbytes and not self._is_allowed_final_content(content, buffer):
                 yield f"at the end, {buffer.kind} %{quote_node_name(buffer.name)} holds {format_content(content)}"
         if not memory.arena_end <= program.buffers[0].nbytes < memory.arena_end + ALIGNMENT:
             yield f"its arena has {program.buffers[0].nbytes} bytes, but its contents need {memory.arena_end}"
 
-    def _can_remain(self, content: object, buffer: BufferSpec) -> bool:
+    def _is_allowed_final_content(self, content: object, buffer: BufferSpec) -> bool:
         """Return whether a buffer may have this content after the run: the new state, else the content before it."""
         if buffer.kind != "state" or buffer.name not in self.updates:
             return isinstance(content, Value) and (content.node.op, content.node.name) == (buffer.kind, buffer.name)
@@ -165,7 +165,7 @@ class _ProgramCheck:
 
     def _find_instruction_faults(self, instruction: Instruction) -> Iterator[str]:
         """Yield faults of an instruction that is not a save, and record its writes."""
-        work = self._identify_instruction(instruction)
+        work = self._find_node_of_instruction(instruction)
         if isinstance(work, str):
             yield work
             return
@@ -182,20 +182,20 @@ class _ProgramCheck:
         complaints += [
             f"result: {why}"
             for value, tensor in zip(results, instruction.dst, strict=True)
-            if (why := self._check_location(tensor, value))
+            if (why := self._check_write_location(tensor, value))
         ]
         yield from complaints
         if complaints:
             return
         taken = [compute_byte_extent(t) for t in (instruction.scratch, *instruction.dst) if t is not None]
-        yield from _find_overlaps(instruction, node, taken)
+        yield from _find_overlap_faults(instruction, node, taken)
         for extent in taken:
             self.contents.record_write(extent, None)
         written_values = node.results if isinstance(what, Node) else (what,)
         for written_value, extent in zip(written_values, taken[instruction.scratch is not None :], strict=True):
             self.contents.record_write(extent, written_value)
 
-    def _identify_instruction(self, instruction: Instruction) -> tuple[Node, Sequence[Value], object] | str:
+    def _find_node_of_instruction(self, instruction: Instruction) -> tuple[Node, Sequence[Value], object] | str:
         """Return the node that an instruction computes, or text that says why it computes none.
 
         It may also be the copy of a new state over the old one.
@@ -232,12 +232,12 @@ class _ProgramCheck:
             if (source is None) != (tensor is None):
                 yield f"operand {position} is {'missing' if tensor is None else 'unexpected'}"
             elif source is not None and tensor is not None:
-                if why := self.contents.check_view(tensor, self.views.resolve_view(source)):
+                if why := self.contents.check_tensor_holds_view(tensor, self.views.resolve_view(source)):
                     yield f"operand {position}: {why}"
                 elif not is_dense(tensor) and not self.backend.reads_strided(node, position):
                     yield f"operand {position} is {tensor}, but its kernel reads dense operands only"
 
-    def _check_location(self, tensor: Tensor, value: Value) -> str | None:
+    def _check_write_location(self, tensor: Tensor, value: Value) -> str | None:
         """Return why `value` must not be written to `tensor`, or None if it may; allowed are the arena and states."""
         whole = self.views.resolve_view(value)
         if (tensor.shape, tensor.strides, tensor.dtype) != (whole.shape, whole.strides, whole.dtype):
@@ -257,7 +257,9 @@ def _has_equal_strides(tensor: Tensor, other_tensor: Tensor) -> bool:
     return tensor.shape == other_tensor.shape and all(n == 1 or s == t for n, s, t in triples)
 
 
-def _find_overlaps(instruction: Instruction, node: Node, written_extents: list[tuple[int, int, int]]) -> Iterator[str]:
+def _find_overlap_faults(
+    instruction: Instruction, node: Node, written_extents: list[tuple[int, int, int]]
+) -> Iterator[str]:
     """Yield results or scratch that overlap each other, or an operand that the op does not declare as in-place.
 
     Args:

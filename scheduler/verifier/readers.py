@@ -15,7 +15,7 @@ from ...ops import REGISTRY
 from ...ops.collectives import as_integer
 from .indices import slice_index
 from .op_instances import AttrItems, OpInstance, ValueEntries
-from .restrict import list_local_attrs
+from .restrict import list_attrs_that_may_differ
 
 Consumer = tuple[OpInstance, tuple[int, ...]]
 """A node of the user's graph and the numbers of its results."""
@@ -32,11 +32,11 @@ class ConsumerTable:
 
     def add_consumer(self, graph_node: OpInstance, result_numbers: tuple[int, ...]) -> None:
         """Add a node of the user's graph with the value numbers of its results."""
-        self._groups.setdefault(self._list_fixed_attributes(graph_node), _ConsumerGroup(self._op)).consumers.append(
+        self._groups.setdefault(self._list_nonlocal_attrs(graph_node), _ConsumerGroup(self._op)).consumers.append(
             (graph_node, result_numbers)
         )
 
-    def find_candidates(
+    def find_candidate_consumers(
         self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
         """Yield the nodes of the user's graph that a device's node may be a local version of.
@@ -48,16 +48,16 @@ class ConsumerTable:
             device_node: The device's node.
             operand_entries: Entries of each operand that the device has.
         """
-        group = self._groups.get(self._list_fixed_attributes(device_node))
+        group = self._groups.get(self._list_nonlocal_attrs(device_node))
         if group is not None:
-            yield from group.find_candidates(device_node, operand_entries)
+            yield from group.find_candidate_consumers(device_node, operand_entries)
             return
         others = (reader for group in self._groups.values() for reader in group.consumers)
         yield from others if all(s.size == 0 for s in device_node.results) else islice(others, MAX_EXAMPLES)
 
-    def _list_fixed_attributes(self, node: OpInstance) -> AttrItems:
+    def _list_nonlocal_attrs(self, node: OpInstance) -> AttrItems:
         """Return the attributes of a node that its local version on a device must have too, sorted by name."""
-        local = list_local_attrs(REGISTRY[self._op])
+        local = list_attrs_that_may_differ(REGISTRY[self._op])
         return tuple(sorted(item for item in node.attrs if item[0] not in local))
 
 
@@ -68,7 +68,7 @@ class _ConsumerGroup:
         self._op = op
         self.consumers: list[Consumer] = []
 
-    def find_candidates(
+    def find_candidate_consumers(
         self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
         """Yield the nodes of the group that a device's node may be; of many slices only the ones with its first entry.

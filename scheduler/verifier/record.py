@@ -88,14 +88,14 @@ def find_leaf_faults(plan: Plan) -> Iterator[str]:
             node = leaves.get(own.name)
             if node is None or (node.op, node.specs[0].dtype) != (own.op, own.specs[0].dtype):
                 yield f"device {number}: {own!r} is not a part of a leaf of the graph"
-            elif own.op == "constant" and not _has_constant_on_device(plan.leaves[own.name], number):
+            elif own.op == "constant" and not _has_whole_value_on_device(plan.leaves[own.name], number):
                 yield (
                     f"device {number}: constant %{own.label} is on this device, but its layout is "
                     f"{plan.leaves[own.name]}"
                 )
 
 
-def _has_constant_on_device(layout: Layout, device: int) -> bool:
+def _has_whole_value_on_device(layout: Layout, device: int) -> bool:
     """Return whether a device has the whole value of a leaf with this layout."""
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and device in layout.devices)
 

@@ -64,7 +64,7 @@ def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
     return replace(plan, graph=shortened.short_graph, lanes=tuple(device_plans), leaves=leaves, cuts=frozenset())
 
 
-def find_length_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
+def find_repeated_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
     """Yield the differences between the plan's graph and the short graph with more repetitions.
 
     The function compares nodes, operands, and the layouts of leaves and outputs in each repetition.
@@ -216,7 +216,7 @@ def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Itera
     """
     faults_by_program: dict[tuple[object, ...], list[str]] = {}
     collective_numbers = [
-        DeviceRepetitions(device_plan.graph, shortened).list_collective_numbers()
+        DeviceRepetitions(device_plan.graph, shortened).list_collectives_with_repetition()
         for device_plan in short_plan.lanes[:1]
     ]
     for device, device_plan in enumerate(short_plan.lanes):
@@ -225,7 +225,10 @@ def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Itera
             faults_by_program[key] = list(
                 find_device_repetition_faults(device_plan.graph, device_plan.program, device_plan.backend, shortened)
             )
-            if DeviceRepetitions(device_plan.graph, shortened).list_collective_numbers() != collective_numbers[0]:
+            if (
+                DeviceRepetitions(device_plan.graph, shortened).list_collectives_with_repetition()
+                != collective_numbers[0]
+            ):
                 faults_by_program[key].append("its collectives are in other repetitions than those of device 0")
         yield from (f"device {device}: {why}" for why in faults_by_program[key])
     for (number, run), (following, later) in pairwise(collective_numbers[0]):

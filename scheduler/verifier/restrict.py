@@ -15,7 +15,8 @@ product as a partial sum of 4 of 8 terms.
 >>> infer_result_entries("mul_mat", user, rows, (entries((2, 2), (0, 8)), entries((0, 3), (0, 8)))).axes
 (((((0, 3),), ()), (((2, 2),), ())),)
 >>> columns = OpInstance((), (Spec((6, 4)), Spec((3, 4))), (Spec((3, 6)),))
->>> infer_result_entries("mul_mat", user, columns, (entries((0, 6), (0, 4)), entries((0, 3), (0, 4)))).partial_sum.index_box
+>>> found = infer_result_entries("mul_mat", user, columns, (entries((0, 6), (0, 4)), entries((0, 3), (0, 4))))
+>>> found.partial_sum.index_box
 (((0, 4),),)
 >>> infer_result_entries("mul_mat", user, columns, (entries((0, 6), (0, 4)), entries((0, 3), (4, 4))))
 'operands have different entries of k: [0:4] and [4:8]'
@@ -35,19 +36,19 @@ from ...ops.declaration.axis_links import AxisLink
 from ...ops.declaration.op import Op
 from ...ops.declaration.signature import Dimension, DimensionRole, LeadingAxes, Signature, SignatureMismatch
 from .indices import (
-    Digits,
+    IgnoredDigits,
     IndexRanges,
+    combine_factor_indices,
     concatenate_indices,
     count_entries,
-    find_common_index,
+    find_equivalent_index,
     format_index,
     intersect_digits,
     is_full_index,
     is_valid_broadcast,
     make_full_index,
-    multiply_indices,
     slice_index,
-    split_into_factors,
+    split_index_into_factors,
     to_factor_digits,
     to_product_digits,
 )
@@ -66,7 +67,7 @@ class RestrictionError(Exception):
 
 
 @lru_cache(maxsize=1 << 15)
-def restrict_op(
+def infer_result_entries(
     op: str, graph_node: OpInstance, device_node: OpInstance, operand_entries: tuple[ValueEntries | None, ...]
 ) -> RestrictedResult | str:
     """Return the results of a device's node as entries of a graph node's results, or why it is no local version of it.
@@ -80,7 +81,7 @@ def restrict_op(
     declared = REGISTRY[op]
     try:
         _require_equal_attrs(declared, graph_node, device_node)
-        return (_restrict_by_links if declared.links else _restrict_by_signature)(
+        return (_infer_entries_by_axis_links if declared.links else _infer_entries_by_signature)(
             declared, graph_node, device_node, operand_entries
         )
     except (RestrictionError, SignatureMismatch) as why:
@@ -102,7 +103,7 @@ def _make_prefix_index(axis_size: int, entry_count: int) -> IndexRanges:
 
 def _require_equal_attrs(declared: Op[Any], graph_node: OpInstance, device_node: OpInstance) -> None:
     """Raise `RestrictionError` if an attribute differs that must be equal on a device."""
-    theirs, local = device_node.attrs_by_name, list_local_attrs(declared)
+    theirs, local = device_node.attrs_by_name, list_attrs_that_may_differ(declared)
     for name, value in graph_node.attrs:
         if name in local or (found := theirs.get(name)) is value:
             continue
@@ -111,7 +112,7 @@ def _require_equal_attrs(declared: Op[Any], graph_node: OpInstance, device_node:
 
 
 @cache
-def list_local_attrs(declared: Op[Any]) -> frozenset[str]:
+def list_attrs_that_may_differ(declared: Op[Any]) -> frozenset[str]:
     """Return the names of the attributes that may differ between a graph node and its local version on a device."""
     sizes = SIZE_ATTRS if declared.localise is not None else frozenset[str]()
     return sizes | ROW_RANGE_ATTRS if any(s.indexed_dimension for s in declared.signatures.values()) else sizes
@@ -128,28 +129,28 @@ class _DimensionIndices:
     leading_entries: list[AxisEntries] = field(default_factory=list)
     contracted_leading_entries: list[AxisEntries] = field(default_factory=list)
 
-    def intersect_dimension(self, name: str, entries: AxisEntries) -> None:
+    def add_dimension_entries(self, name: str, entries: AxisEntries) -> None:
         """Add the entries that an operand has of a dimension; raise `RestrictionError` if another operand has other
         entries.
         """
         self.entries_by_dimension[name] = (
-            _intersect_entries(self.entries_by_dimension[name], entries, name)
+            _unify_entries(self.entries_by_dimension[name], entries, name)
             if name in self.entries_by_dimension
             else entries
         )
 
-    def intersect_leading(self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]) -> None:
+    def add_leading_entries(self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]) -> None:
         """Add an operand's entries of its leading axes to `common_entries`; raise `RestrictionError` if they differ."""
         for i, part in enumerate(operand_entries):
             if i < len(common_entries):
-                common_entries[i] = _intersect_entries(common_entries[i], part, f"leading axis {i}")
+                common_entries[i] = _unify_entries(common_entries[i], part, f"leading axis {i}")
             else:
                 common_entries.append(part)
 
 
-def _intersect_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: str) -> AxisEntries:
+def _unify_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: str) -> AxisEntries:
     """Return entries that fit two operands, and the digits that both ignore; `RestrictionError` if they differ."""
-    index = find_common_index(*entries, *other_entries)
+    index = find_equivalent_index(*entries, *other_entries)
     if index is None:
         raise RestrictionError(
             f"operands have different entries of {axis_name}: {format_index(entries[0])} and "
@@ -158,7 +159,7 @@ def _intersect_entries(entries: AxisEntries, other_entries: AxisEntries, axis_na
     return index, intersect_digits(entries[1], other_entries[1])
 
 
-def _restrict_by_signature(
+def _infer_entries_by_signature(
     declared: Op[Any], graph_node: OpInstance, device_node: OpInstance, operand_entries: tuple[ValueEntries | None, ...]
 ) -> RestrictedResult:
     """Infer the result entries of an op with a signature, such as ``a[n k], b[m k] -> [m n]``.
@@ -179,9 +180,9 @@ def _restrict_by_signature(
             continue
         ahead = len(spec.shape) - len(operand.dims)
         if operand.leading is LeadingAxes.EQUAL:
-            names.intersect_leading(names.leading_entries, part[:ahead])
+            names.add_leading_entries(names.leading_entries, part[:ahead])
         elif operand.leading is LeadingAxes.CONTRACTED:
-            names.intersect_leading(names.contracted_leading_entries, part[:ahead])
+            names.add_leading_entries(names.contracted_leading_entries, part[:ahead])
         for dim, n, own in zip(operand.dims, spec.shape[ahead:], part[ahead:], strict=True):
             if not (dim.may_be_one and n == 1):
                 _add_factor_entries(dim, own, sizes, local, names)
@@ -245,7 +246,7 @@ def _find_local_table_rows(
             f"rows of {table.name} are looked up as {first} of {total!r}, and in the graph as {theirs[0]!r} of {size}"
         )
     own = concatenate_indices([((first, count_entries(index)),)]) if index else ()
-    if find_common_index(index, digits, own, ()) is None:
+    if find_equivalent_index(index, digits, own, ()) is None:
         raise RestrictionError(f"rows {format_index(index)} of {table.name} are looked up as {format_index(own)}")
     return None if own == make_full_index(size) else TableRows(table.name, dim.index, own, size)
 
@@ -261,7 +262,7 @@ def _add_factor_entries(
     index, digits = entries
     theirs = tuple(int(f) if f.isdecimal() else graph_sizes[f] for f in dim.factors)
     here = tuple(int(f) if f.isdecimal() else device_sizes.get(f, -1) for f in dim.factors)
-    parts = split_into_factors(index, theirs, here)
+    parts = split_index_into_factors(index, theirs, here)
     if parts is None:
         raise RestrictionError(f"{format_index(index)} is not a product ({' '.join(dim.factors)})")
     inner = math.prod(theirs)
@@ -271,7 +272,7 @@ def _add_factor_entries(
             if part != make_full_index(n):
                 raise RestrictionError(f"the device has {format_index(part)} of the fixed size {name}")
         else:
-            dimensions.intersect_dimension(name, (part, to_factor_digits(digits, inner, n) if inner else ()))
+            dimensions.add_dimension_entries(name, (part, to_factor_digits(digits, inner, n) if inner else ()))
 
 
 def _combine_factor_entries(
@@ -287,7 +288,7 @@ def _combine_factor_entries(
         indices.append(dimensions.entries_by_dimension.get(name, (make_full_index(n), ()))[0])
     for at, name in enumerate(dim.factors):
         digits += to_product_digits(dimensions.entries_by_dimension.get(name, ((), ()))[1], math.prod(theirs[at + 1 :]))
-    return multiply_indices(tuple(indices), tuple(theirs)), tuple(digits)
+    return combine_factor_indices(tuple(indices), tuple(theirs)), tuple(digits)
 
 
 def _require_matching_broadcasts(
@@ -309,7 +310,7 @@ def _require_matching_broadcasts(
         for i in range(ahead):
             n, size = spec.shape[i], shape[shift + i]
             if n == size:
-                leading_entries[shift + i] = _intersect_entries(
+                leading_entries[shift + i] = _unify_entries(
                     leading_entries[shift + i], part[i], f"leading axis {shift + i}"
                 )
             elif not is_valid_broadcast(
@@ -335,7 +336,7 @@ def _require_result_shapes(device_node: OpInstance, result_entries: Sequence[Val
 # ----------------------------------------------------------------------------------------------------------- links
 
 
-def _restrict_by_links(
+def _infer_entries_by_axis_links(
     declared: Op[Any], graph_node: OpInstance, device_node: OpInstance, operand_entries: tuple[ValueEntries | None, ...]
 ) -> RestrictedResult:
     """Infer the result entries of an op that links operand axes to result axes, such as a slice or a reshape."""
@@ -401,11 +402,11 @@ def _map_reshaped_axes(
     """Map the entries of axes that a reshape combines or splits, and add the results to `collected` by result axis."""
     sizes = tuple(operand_spec.shape[a] for a in link.source)
     after = tuple(graph_node.results[0].shape[a] for a in link.result)
-    flat = multiply_indices(tuple(entries[a][0] for a in link.source), sizes)
-    parts = split_into_factors(flat, after, tuple(local_shape[a] for a in link.result))
+    flat = combine_factor_indices(tuple(entries[a][0] for a in link.source), sizes)
+    parts = split_index_into_factors(flat, after, tuple(local_shape[a] for a in link.result))
     if parts is None:
         raise RestrictionError(f"{format_index(flat)} cannot be split along the axes of {list(after)}")
-    digits: Digits = ()
+    digits: IgnoredDigits = ()
     for i, a in enumerate(link.source):
         digits += to_product_digits(entries[a][1], math.prod(sizes[i + 1 :]))
     for i, a in enumerate(link.result):
@@ -438,7 +439,7 @@ def _combine_linked_entries(
     if not any(inside for _, inside, _ in linked_parts):
         common_entries = linked_parts[0][2]
         for _, _, part in linked_parts[1:]:
-            common_entries = _intersect_entries(common_entries, part, "an axis")
+            common_entries = _unify_entries(common_entries, part, "an axis")
         return common_entries
     at, indices = 0, []
     for start, _, (index, _) in sorted(linked_parts, key=lambda p: p[0]):

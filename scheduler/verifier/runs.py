@@ -61,12 +61,12 @@ class DeviceRepetitions:
         place = self.shortened_graph.short_repetitions.position_if_carried(number, reader_repetition)
         return None if place is None else (place, ending)
 
-    def list_collective_numbers(self) -> list[tuple[int, int]]:
+    def list_collectives_with_repetition(self) -> list[tuple[int, int]]:
         """Return (sequence number, kind of repetition) of each collective of the device, sorted."""
         collectives = ((self.kind_by_node[n], find_collective_number(n.op, n.attrs)) for n in self.graph.nodes)
         return sorted((number, kind) for kind, number in collectives if number is not None)
 
-    def find_faults(self) -> Iterator[str]:
+    def find_carried_value_faults(self) -> Iterator[str]:
         """Yield reads of values that are not carried, and carried values that not all repetitions have alike."""
         for node in self.graph.nodes:
             kind = self.kind_by_node[node]
@@ -121,7 +121,7 @@ def find_device_repetition_faults(
         shortened: The shortened graph of the user.
     """
     runs = DeviceRepetitions(graph, shortened)
-    complaints = list(runs.find_faults())
+    complaints = list(runs.find_carried_value_faults())
     yield from complaints or _RepetitionCheck(runs, program, backend).find_faults()
 
 
@@ -157,7 +157,7 @@ class _RepetitionCheck:
         if isinstance(carried, str):
             yield carried
             return
-        yield from self._find_overwrites(self._find_long_lived_extents(), carried)
+        yield from self._find_overwrite_faults(self._find_long_lived_extents(), carried)
 
     def _is_inner_kind(self, kind: int) -> bool:
         """Return whether instructions of this kind are repeated: they are neither before nor after all repetitions."""
@@ -212,7 +212,7 @@ class _RepetitionCheck:
                     f"{repetition_kind}"
                 )
 
-    def _find_base(self, value: Value) -> Value:
+    def _find_memory_owner(self, value: Value) -> Value:
         """Return the value that owns the memory of `value`; `value` itself unless it is a view."""
         return self.views.resolve_view(value).base
 
@@ -222,7 +222,7 @@ class _RepetitionCheck:
         found: dict[Value, ByteExtent] = {}
         for node in self.device_repetitions.carried_key_by_node:
             for value in node.results:
-                base = self._find_base(value)
+                base = self._find_memory_owner(value)
                 if base not in self.tensor_by_value:
                     return f"{base!r} is carried between repetitions, but is not in the arena"
                 number, ending = split_numbered_name(base.node.name)
@@ -243,14 +243,14 @@ class _RepetitionCheck:
         graph, kind = self.device_repetitions.graph, self.device_repetitions.kind_by_node
         read = [s for node in graph.nodes if kind[node] != PREAMBLE for s in node.inputs]
         bases = {
-            self._find_base(v)
+            self._find_memory_owner(v)
             for v in (*read, *graph.outputs.values())
             if v.node not in self.device_repetitions.carried_key_by_node
         }
         there = {v for v in bases & self.tensor_by_value.keys() if kind[v.node] == PREAMBLE or v.node.op == "input"}
         return {v: compute_byte_extent(self.tensor_by_value[v]) for v in there}
 
-    def _find_overwrites(
+    def _find_overwrite_faults(
         self, lasting_extents: Mapping[Value, ByteExtent], carried_extents: Mapping[Value, ByteExtent]
     ) -> Iterator[str]:
         """Yield instructions that overwrite a long-lived value, or a value that their own repetition carries on.

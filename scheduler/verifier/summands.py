@@ -114,7 +114,7 @@ def make_linear_sum(linear_operands: str, operand_sums: Sequence[OptionalPartial
     return PartialSum("linear", operand_sums=tuple(operand_sums), linear_operands=linear_operands)
 
 
-def check_complete_sum(
+def check_sum_is_complete(
     partial_sums: Sequence[OptionalPartialSum],
     known_complete: dict[tuple[int, ...], Sequence[OptionalPartialSum]] | None = None,
 ) -> str | None:
@@ -126,13 +126,13 @@ def check_complete_sum(
     """
     seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]] = {}
     known = {} if known_complete is None else known_complete
-    why = _check_complete_sum(partial_sums, known, seen)
+    why = _check_sum_is_complete(partial_sums, known, seen)
     if why is None:
         known |= seen
     return why
 
 
-def _check_complete_sum(
+def _check_sum_is_complete(
     partial_sums: Sequence[OptionalPartialSum],
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
@@ -150,7 +150,7 @@ def _check_complete_sum(
     being_checked[key] = partial_sums
     there = [(d, s) for d, s in enumerate(partial_sums) if s is not NO_TERMS]
     if any(s is not None and s.kind == "linear" for _, s in there):
-        return _check_linear_sum(partial_sums, known_complete, being_checked)
+        return _check_linear_sum_is_complete(partial_sums, known_complete, being_checked)
     if not there:
         return "no device has a term"
     whole = [d for d, s in there if s is None]
@@ -161,7 +161,7 @@ def _check_complete_sum(
     return _check_disjoint_cover(boxes)
 
 
-def _check_linear_sum(
+def _check_linear_sum_is_complete(
     partial_sums: Sequence[OptionalPartialSum],
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
@@ -177,7 +177,7 @@ def _check_linear_sum(
         return "the devices have partial sums of different kinds"
     for i in range(forms.pop()[1]):
         parts = [s.operand_sums[i] if s is not None and s.kind == "linear" else s for s in partial_sums]
-        if why := _check_complete_sum(parts, known_complete, being_checked):
+        if why := _check_sum_is_complete(parts, known_complete, being_checked):
             return why
     return None
 

@@ -18,7 +18,7 @@ from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES, as_index_ranges, as_integer
-from .held import CONVERSION_OPS, Fact, clear_axis, infer_conversion_facts, slice_collective_fact
+from .held import CONVERSION_OPS, Fact, clear_axis_entries, infer_conversion_facts, slice_collective_fact
 from .indices import (
     IndexRanges,
     concatenate_indices,
@@ -30,8 +30,8 @@ from .indices import (
 )
 from .op_instances import OpInstance, make_op_instance
 from .passing import propagate_partial_sum
-from .restrict import restrict_op
-from .summands import EMPTY_SUM, OptionalPartialSum, check_complete_sum
+from .restrict import infer_result_entries
+from .summands import EMPTY_SUM, OptionalPartialSum, check_sum_is_complete
 from .value_numbering import ValueNumbering
 
 MAX_COMBINATIONS_PER_VALUE = 64
@@ -97,13 +97,13 @@ class ValueTrace:
         while moved:
             moved = False
             for device, nodes in enumerate(ahead):  # each device continues until it must wait
-                while nodes and self._is_ready(device, nodes[-1]):
-                    yield from self._follow_node(device, nodes.pop())
+                while nodes and self._mark_reached_by_device(device, nodes[-1]):
+                    yield from self._record_node_facts(device, nodes.pop())
                     moved = True
         if any(ahead):
             yield "devices wait for each other in a circle"
 
-    def _is_ready(self, device: int, node: Node) -> bool:
+    def _mark_reached_by_device(self, device: int, node: Node) -> bool:
         """Record that the device has reached `node`, and return whether all participants of a collective have reached
         it.
 
@@ -117,10 +117,10 @@ class ValueTrace:
 
     # ------------------------------------------------------------------------------------------------ one device
 
-    def _follow_node(self, device: int, node: Node) -> Iterator[str]:
+    def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
         """Record the facts of one device's node; yield a fault if the user's graph has no such node."""
         if node.is_leaf:
-            yield from self._follow_leaf(device, node)
+            yield from self._record_leaf_facts(device, node)
             return
         if node.op == "receive":
             for source, sender in self.collective_groups.get(_make_collective_key(device, node), {}).items():
@@ -132,13 +132,13 @@ class ValueTrace:
             if members := self.collective_groups.pop(
                 _make_collective_key(device, node), None
             ):  # the last one infers all results
-                yield from self._follow_collective(members)
+                yield from self._record_collective_facts(members)
             return
         device_facts = self.facts_by_node[device]
         known = [[] if s is None else self.find_facts(device, s) for s in node.src]
         if not all(known) and any(s is not None and not k for s, k in zip(node.src, known, strict=True)):
             return  # a source has a fault that was yielded before
-        number, mine = self._number_instance(node)
+        number, mine = self._intern_op_instance(node)
         key = (number, *map(id, filter(None, known)))  # equal nodes on equal facts have equal results
         if (done := self._followed_nodes.get(key)) is None:
             reasons: list[str] = []
@@ -158,7 +158,7 @@ class ValueTrace:
         for those in devices:
             those.add(device)
 
-    def _number_instance(self, node: Node) -> tuple[int, OpInstance]:
+    def _intern_op_instance(self, node: Node) -> tuple[int, OpInstance]:
         """Return the attributes and specs of a node, and a number that all nodes with equal op, attributes and specs
         share.
         """
@@ -185,7 +185,7 @@ class ValueTrace:
             self._add_new_facts(results[0], infer_conversion_facts(node, pair))
         for operands in self._list_operand_combinations(node, operand_facts):
             is_copy = REGISTRY[node.op].is_view or bool(infer_conversion_facts(node, operands))
-            for match in self._find_matching_facts(node.op, instance, operands, reasons):
+            for match in self._infer_facts_for_operands(node.op, instance, operands, reasons):
                 if not is_copy:
                     computed.add(match[0].value_number)
                 complete |= {fact.value_number for fact in match if self._is_complete_value(fact)}
@@ -210,7 +210,7 @@ class ValueTrace:
         """
         left_out: dict[int | None, list[None]] = {None: [None]}
         choices = [
-            self._group_by_number(k) if s is not None else left_out
+            self._group_facts_by_value_number(k) if s is not None else left_out
             for s, k in zip(node.src, operand_facts, strict=True)
         ]
         tried = 0
@@ -235,7 +235,7 @@ class ValueTrace:
         """Return one shared list for equal lists of facts, so that the results of equal nodes are inferred once."""
         return self._interned_facts.setdefault(tuple(facts), facts)
 
-    def _group_by_number(self, facts: list[Fact]) -> dict[int | None, list[Fact]]:
+    def _group_facts_by_value_number(self, facts: list[Fact]) -> dict[int | None, list[Fact]]:
         """Return the facts of an operand by value number. The argument must be a list that `_intern_facts` returned."""
         if (numbered := self._facts_by_number.get(id(facts))) is None:
             numbered = self._facts_by_number[id(facts)] = {}
@@ -248,7 +248,7 @@ class ValueTrace:
         """Add to `facts` each of `new_facts` that is not in it."""
         facts += [h for h in new_facts if h not in facts]
 
-    def _follow_leaf(self, device: int, node: Node) -> Iterator[str]:
+    def _record_leaf_facts(self, device: int, node: Node) -> Iterator[str]:
         """Record the fact of a leaf; yield a fault if the leaf is not bound, or its shape differs from the bound
         entries.
         """
@@ -268,7 +268,7 @@ class ValueTrace:
         else:
             self.facts_by_node[device][node] = [self._intern_facts([fact])]
 
-    def _find_matching_facts(
+    def _infer_facts_for_operands(
         self, op: str, instance: OpInstance, operand_facts: Sequence[Fact | None], reasons: list[str]
     ) -> Iterator[list[Fact]]:
         """Yield the facts of all results of a device's node for each graph node that matches one fact per operand.
@@ -277,13 +277,13 @@ class ValueTrace:
         """
         meaning = self.numbering
         key = (op, tuple(None if o is None else o.value_number for o in operand_facts))
-        axes = tuple(None if o is None else meaning.with_digits(o.value_number, o.axes) for o in operand_facts)
+        axes = tuple(None if o is None else meaning.attach_digits(o.value_number, o.axes) for o in operand_facts)
         readers = meaning.consumers.get(key)
-        for user, numbers in readers.find_candidates(instance, axes) if readers is not None else ():
+        for user, numbers in readers.find_candidate_consumers(instance, axes) if readers is not None else ():
             if [s.dtype for s in user.results] != [s.dtype for s in instance.results]:
                 reasons.append(f"the results have other dtypes than {user.results}")
                 continue
-            restricted_result = restrict_op(op, user, instance, axes)
+            restricted_result = infer_result_entries(op, user, instance, axes)
             if isinstance(restricted_result, str):
                 reasons.append(restricted_result)
                 continue
@@ -303,7 +303,7 @@ class ValueTrace:
 
     # ------------------------------------------------------------------------ all devices of one collective group
 
-    def _follow_collective(self, node_by_device: Mapping[int, Node]) -> Iterator[str]:
+    def _record_collective_facts(self, node_by_device: Mapping[int, Node]) -> Iterator[str]:
         """Record the facts of a collective's results on all devices; yield a fault if the operands do not fit."""
         one = next(iter(node_by_device.values()))
         if len({n.op for n in node_by_device.values()}) > 1:
@@ -317,7 +317,7 @@ class ValueTrace:
         reasons, has_match = list[str](), False
         after: list[list[Fact]] = [[] for _ in nodes]
         for first in known[0]:
-            choices = [[first], *(self._group_by_number(k).get(first.value_number, []) for k in known[1:])]
+            choices = [[first], *(self._group_facts_by_value_number(k).get(first.value_number, []) for k in known[1:])]
             for device_facts in self._list_device_combinations(nodes, choices):
                 results = self._infer_collective_results(nodes, device_facts)
                 if isinstance(results, str):
@@ -370,7 +370,7 @@ class ValueTrace:
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
             if not all(self.numbering.has_equal_entries(first.value_number, first.axes, h.axes) for h in device_facts):
                 return "the devices have different entries"
-            if why := check_complete_sum([h.partial_sum for h in device_facts], self._complete_sums):
+            if why := check_sum_is_complete([h.partial_sum for h in device_facts], self._complete_sums):
                 return why
             whole_axes = first.axes
         else:
@@ -403,7 +403,7 @@ class ValueTrace:
             return f"index ranges are given for {len(ranges_by_device)} devices"
         for fact in device_facts:
             if not self.numbering.has_equal_entries(
-                number, (*axes[:axis], (), *axes[axis + 1 :]), clear_axis(fact.axes, axis)
+                number, (*axes[:axis], (), *axes[axis + 1 :]), clear_axis_entries(fact.axes, axis)
             ):
                 return "the devices have different entries of another axis"
         for device, (fact, own) in enumerate(zip(device_facts, ranges_by_device, strict=True)):

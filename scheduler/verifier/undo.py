@@ -86,7 +86,7 @@ def build_save_and_restore_nodes(instruction: Instruction, state: Value) -> tupl
     return saved_value.node, set_rows(table, saved_value, rows).node
 
 
-def list_save_nodes(graph: Graph, program: Program) -> Iterator[Node]:
+def list_save_and_restore_nodes(graph: Graph, program: Program) -> Iterator[Node]:
     """Yield the nodes of all saves and restores of a correct program; they are not in its graph."""
     states = {v.node.name: v for v in graph.states}
     for at in program.save_positions:
@@ -123,7 +123,9 @@ class UndoCheck:
             instruction: The saving instruction.
         """
         where, back = f"step {step} (%{quote_node_name(instruction.node)}, a save)", self.restore_by_step[step]
-        complaints = list(self._find_form_faults(instruction, back)) or list(self._find_node_faults(instruction, back))
+        complaints = list(self._find_save_operand_faults(instruction, back)) or list(
+            self._find_save_kernel_faults(instruction, back)
+        )
         yield from (f"{where}: {why}" for why in complaints)
         if complaints:
             return
@@ -153,9 +155,9 @@ class UndoCheck:
                 yield f"{where}: the row numbers of the save are not in memory"
             else:
                 self.last_save_by_value[numbers] = step
-        yield from self._find_lost_value_faults(where)
+        yield from self._find_overwritten_undo_source_faults(where)
 
-    def _find_form_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
+    def _find_save_operand_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
         """Yield faults of a save and its restore in ops, operands and locations, without a look at memory contents."""
         state, saved_tensor = (*save.src, None)[0], (*save.dst, None)[0]
         if (
@@ -192,7 +194,7 @@ class UndoCheck:
             not is_dense(state)
             or not is_dense(saved_tensor)
             or saved_tensor.shape != whole
-            or not _is_lossless(state, saved_tensor)
+            or not _is_saved_losslessly(state, saved_tensor)
         ):
             yield f"{saved_tensor} cannot hold the saved entries of {state}"
         if index and (len(state.shape) < 2 or not _is_row_index(_require_tensor(index[0]), state)):
@@ -205,7 +207,7 @@ class UndoCheck:
         if any(has_common_bytes(read, compute_byte_extent(t)) for read in reads for t in taken):
             yield "it overwrites its operands"
 
-    def _find_node_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
+    def _find_save_kernel_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
         """Yield the faults of a save and its restore as kernels: dtypes, names, scratch and dense operands."""
         state, saved_tensor, index = _require_tensor(save.src[0]), save.dst[0], save.src[1:]
         name = self.program.buffers[state.buffer].name
@@ -232,7 +234,7 @@ class UndoCheck:
             node: The node of the graph that it computes; None for the copy of a new state.
         """
         where = InstructionLabel(step, instruction.node)
-        yield from self._find_lost_value_faults(where)
+        yield from self._find_overwritten_undo_source_faults(where)
         scratch = [] if instruction.scratch is None else [instruction.scratch]
         for result, tensor in enumerate((*instruction.dst, *scratch)):
             if not 0 <= tensor.buffer < len(self.program.buffers) or 0 in tensor.shape:
@@ -246,18 +248,18 @@ class UndoCheck:
             elif saved.row_index is not None and not _is_write_within_saved_rows(node, result, instruction, saved):
                 yield f"{where}: overwrites more of state %{quote_node_name(buffer.name)} than the rows that were saved"
 
-    def _find_lost_value_faults(self, subject: object) -> Iterator[str]:
+    def _find_overwritten_undo_source_faults(self, subject: object) -> Iterator[str]:
         """Yield the values that were just overwritten although the undo reads them.
 
         A state that is the row index of other states may change after it was saved itself: the undo restores it
         first.
         """
         for value in self.contents.overwritten_values:
-            if value in self.last_save_by_value and not self._is_restored_first(value):
+            if value in self.last_save_by_value and not self._is_state_restored_before_use(value):
                 yield f"{subject}: overwrites {format_content(value)}, which is needed to undo the run"
         self.contents.overwritten_values.clear()
 
-    def _is_restored_first(self, value: object) -> bool:
+    def _is_state_restored_before_use(self, value: object) -> bool:
         """Return whether the undo restores the state `value` before it reads this state as a row index."""
         if not isinstance(value, Value) or value.node.op != "state":
             return False
@@ -270,7 +272,7 @@ class UndoCheck:
             bool(saved) and saved[0].row_index is None and saved[0].instruction_number > self.last_save_by_value[value]
         )
 
-    def find_end_faults(self) -> Iterator[str]:
+    def find_undo_order_faults(self) -> Iterator[str]:
         """Yield restores that are not in reverse order of the saves, and restores with scratch in bytes that the undo
         reads.
         """
@@ -298,7 +300,7 @@ def _require_tensor(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _is_lossless(state: Tensor, saved_tensor: Tensor) -> bool:
+def _is_saved_losslessly(state: Tensor, saved_tensor: Tensor) -> bool:
     """Return whether the saved dtype can hold every number of the state exactly."""
     return saved_tensor.dtype is state.dtype or (saved_tensor.dtype is DType.F32 and state.dtype in STATE_DTYPES)
 

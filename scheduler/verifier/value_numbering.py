@@ -30,14 +30,14 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from .held import Fact
 from .indices import (
-    Digits,
+    IgnoredDigits,
     IndexRanges,
-    find_common_index,
+    find_equivalent_index,
     make_full_index,
 )
 from .op_instances import OpInstance, RestrictedResult, ValueEntries, make_op_instance
 from .readers import ConsumerTable
-from .restrict import restrict_op
+from .restrict import infer_result_entries
 
 Key: TypeAlias = tuple[object, ...]
 
@@ -54,7 +54,7 @@ class ValueNumbering:
 
     def __init__(self, graph: Graph) -> None:
         self.value_by_number: list[Value] = []
-        self.digits_by_number: list[tuple[Digits, ...]] = []
+        self.digits_by_number: list[tuple[IgnoredDigits, ...]] = []
         self.number_by_value: dict[Value, int] = {}
         self.consumers: dict[Key, ConsumerTable] = {}
         self._operand_numbers: dict[Key, list[tuple[int | None, ...]]] = {}
@@ -115,7 +115,7 @@ class ValueNumbering:
 
     def _infer_digits(
         self, op: str, instance: OpInstance, operand_numbers: Sequence[int | None]
-    ) -> list[tuple[Digits, ...]]:
+    ) -> list[tuple[IgnoredDigits, ...]]:
         """Return the ignored digits of each axis of each result of a node, from the digits of its operands.
 
         Args:
@@ -124,15 +124,15 @@ class ValueNumbering:
             operand_numbers: The number of each operand; None for a missing operand.
         """
         axes = tuple(
-            None if s is None or number is None else self.with_digits(number, tuple(map(make_full_index, s.shape)))
+            None if s is None or number is None else self.attach_digits(number, tuple(map(make_full_index, s.shape)))
             for s, number in zip(instance.src, operand_numbers, strict=True)
         )
-        restricted_result = restrict_op(op, instance, instance, axes)
+        restricted_result = infer_result_entries(op, instance, instance, axes)
         if isinstance(restricted_result, RestrictedResult):
             return [tuple(digits for _, digits in result) for result in restricted_result.axes]
         return [((),) * len(r.shape) for r in instance.results]
 
-    def with_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
+    def attach_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
         """Return the entries of each axis of a value, paired with the ignored digits of the axis.
 
         Args:
@@ -141,7 +141,7 @@ class ValueNumbering:
         """
         return tuple(zip(indices, self.digits_by_number[value_number], strict=True))
 
-    def is_fact_of(self, fact: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
+    def is_complete_fact_of(self, fact: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
         """Return whether a fact states that a device value is these entries of a graph value, and no partial sum.
 
         Args:
@@ -168,5 +168,6 @@ class ValueNumbering:
         """
         digits = self.digits_by_number[value_number]
         return all(
-            find_common_index(a, d, b, d) is not None for a, b, d in zip(indices, other_indices, digits, strict=True)
+            find_equivalent_index(a, d, b, d) is not None
+            for a, b, d in zip(indices, other_indices, digits, strict=True)
         )

@@ -16,7 +16,7 @@ from hocket.scheduler.choosing import repeating
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.running.timeline import simulate_run
 from hocket.scheduler.sharding import chunks
-from hocket.scheduler.sharding.rows import SequenceParallelOptions
+from hocket.scheduler.sharding.rows import SequenceParallelChooser
 from hocket.scheduler.telling.critical import find_critical_path
 from hocket.scheduler.verifier.held import Fact, infer_conversion_facts
 from hocket.scheduler.verifier.plan import find_plan_faults
@@ -131,9 +131,9 @@ def test_chunks_are_distributed_where_work_on_their_rows_takes_long():
 
 
 def test_distributed_chunks_of_repeated_layers_are_those_of_a_plan_lowered_step_by_step(monkeypatch):
-    plans, known = [], SequenceParallelOptions.shard_if_saving
+    plans, known = [], SequenceParallelChooser.shard_rows_if_saving
     monkeypatch.setattr(
-        SequenceParallelOptions, "shard_rows_if_saving", lambda options, rows, _: known(options, rows, 0.0)
+        SequenceParallelChooser, "shard_rows_if_saving", lambda options, rows, _: known(options, rows, 0.0)
     )
     for min_gain in (1, float("inf")):
         monkeypatch.setattr(repeating, "MIN_SAVED_NODES", min_gain)
