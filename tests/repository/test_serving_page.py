@@ -14,7 +14,8 @@ import pytest
 from hocket.cli import main
 
 from ..given.models.goldens import ROOT, TINY
-from .test_pages import as_it_prints, without_numbers
+from ..given.pages import as_it_prints, without_numbers
+from ..given.waits import WAIT_SECONDS
 
 for package in ("starlette", "uvicorn", "msgspec", "llguidance", "openai"):
     pytest.importorskip(package)
@@ -25,7 +26,6 @@ ADDRESS = "http://localhost:8080"
 """The address on the page; a test replaces it by its own."""
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [(language, textwrap.dedent(text)) for _, language, text in FENCE.findall(PAGE)]
-SECONDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,12 @@ def test_the_requests_get_the_answers_that_stand_below_them(address: str) -> Non
     assert len(commands) == 2
     for i, command in commands:
         run = subprocess.run(
-            command.replace(ADDRESS, address), shell=True, capture_output=True, text=True, check=True, timeout=SECONDS
+            command.replace(ADDRESS, address),
+            shell=True,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=WAIT_SECONDS,
         )
         language, expected = BLOCKS[i + 1]
         assert language == "json"
@@ -79,14 +84,16 @@ def test_the_commands_print_the_lines_below_them(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_a_client_runs(path, address: str) -> None:
-    run = subprocess.run([sys.executable, path, address], capture_output=True, text=True, check=False, timeout=SECONDS)
+    run = subprocess.run(
+        [sys.executable, path, address], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip()
 
 
 def test_every_endpoint_answers_curl_and_is_on_the_page(address: str) -> None:
     script = str(EXAMPLES / "curl.sh")
-    run = subprocess.run(["sh", script, address], capture_output=True, text=True, check=False, timeout=SECONDS)
+    run = subprocess.run(["sh", script, address], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
     assert run.returncode == 0, run.stdout[-500:] + run.stderr
     called = re.findall(r"^call (\S+)", (EXAMPLES / "curl.sh").read_text("utf-8"), re.MULTILINE)
     assert all(f"{path}`" in PAGE for path in called)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 from hocket.frontends.language_model import Model
 
 from ...given.models.goldens import TINY
+from ...given.waits import WAIT_SECONDS, wait_until
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -28,7 +28,6 @@ pytest.importorskip("msgspec")
 
 PROMPT = "Once upon a time"
 PROMPTS = (PROMPT, "It is a truth universally acknowledged, that")
-SECONDS = 30
 
 
 class ServeProcess:
@@ -43,7 +42,7 @@ class ServeProcess:
 
     def request(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, str]:
         """Return the status and the text of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
@@ -62,7 +61,7 @@ class ServeProcess:
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""
         self.process.send_signal(number)
-        return self.process.wait(SECONDS)
+        return self.process.wait(WAIT_SECONDS)
 
 
 @contextmanager
@@ -85,7 +84,7 @@ def server() -> Iterator[ServeProcess]:
 def run_refused(*flags: str) -> tuple[int, str]:
     """Return the exit code and the only line of a command that fails at once."""
     command = [sys.executable, "-m", "hocket", "serve", *flags]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert run.stdout == ""
     (line,) = run.stderr.splitlines()
     return run.returncode, line
@@ -148,14 +147,12 @@ def test_a_prompt_beyond_the_context_of_a_slot_is_refused(server: ServeProcess) 
 
 
 def test_the_slot_of_a_client_that_has_left_is_free(server: ServeProcess) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_SECONDS)
     body = {"prompt": PROMPT, "n_predict": 200, "ignore_eos": True, "stream": True}
     connection.request("POST", "/completion", json.dumps(body))
     connection.getresponse().readline()
     connection.close()
-    until = time.monotonic() + 5
-    while any(slot["is_processing"] for slot in json.loads(server.request("GET", "/slots")[1])):
-        assert time.monotonic() < until
+    wait_until(lambda: '"is_processing":true' not in server.request("GET", "/slots")[1])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -238,6 +235,6 @@ def test_a_dry_run_prints_memory_and_speed_and_loads_nothing(
 def test_a_missing_extra_is_named() -> None:
     code = "import sys; sys.modules['starlette'] = None; from hocket.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "serve", TINY, "--port", "0"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
     assert "run pip install 'hocket[server]'" in run.stderr

@@ -1,4 +1,4 @@
-"""Slots on real models: the logits of a sequence are those of the sequence alone, to the last bit."""
+"""Slots on real models: a sequence has the same logits, to the last bit, as it has alone."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_wiped_slot_holds_nothing_of_an_earlier_sequence(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_slots_on_two_devices_are_the_sequence_alone_there(name: str) -> None:
-    """The reference is a pool of one slot on the same devices, because shards round otherwise than one device."""
+    """The reference is a pool of one slot on the same devices, because shards have other roundings than one device."""
     prompt, other = prompt_of(name), prompt_of(name, 1)
     alone = make_pool(name, 1, "cpu:0,cpu:1", "tensor")
     want = tuple(decode(alone, 0, prompt, read(alone, 0, prompt)))

@@ -1,16 +1,14 @@
-"""The thread of an engine: what it shows while it waits and while it prepares."""
+"""The thread of an engine: its status while it waits and while it prepares."""
 
 from __future__ import annotations
 
-import time
-from queue import SimpleQueue
+from collections import deque
+from collections.abc import Callable
+from queue import Empty
 from types import SimpleNamespace
 
-import pytest
-
 from hocket.frontends.open import open_model
-from hocket.frontends.serving import thread as engine_thread
-from hocket.frontends.serving.requests import QueueFullError
+from hocket.frontends.serving.requests import Event, QueueFullError
 from hocket.frontends.serving.slots import SlotPool
 from hocket.frontends.serving.thread import EngineThread
 from hocket.frontends.session import Session
@@ -18,17 +16,25 @@ from hocket.frontends.session import Session
 from ...given.models.goldens import path_of
 
 
-def test_an_idle_engine_waits_for_one_order_and_then_shows_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+class RecordedQueue:
+    """A queue of orders that records whether each call waits."""
+
+    def __init__(self, *orders: Callable[[], list[Event]]) -> None:
+        self._orders, self.waits = deque(orders), list[bool]()
+
+    def get(self, waits: bool, seconds: float | None) -> Callable[[], list[Event]]:
+        self.waits.append(waits)
+        if not self._orders:
+            raise Empty
+        return self._orders.popleft()
+
+
+def test_an_idle_engine_waits_for_one_order_and_then_shows_its_result() -> None:
     """After a cancellation, `status` had shown the ended request until the next heartbeat."""
-    monkeypatch.setattr(engine_thread, "HEARTBEAT_SECONDS", 5.0)
-    engine = EngineThread.__new__(EngineThread)
-    engine._engine, engine._orders = SimpleNamespace(has_work=False), SimpleQueue()
-    engine._orders.put(list)
-    start = time.monotonic()
+    engine, queue = EngineThread.__new__(EngineThread), RecordedQueue(list, list)
+    engine._engine, engine._orders = SimpleNamespace(has_work=False), queue  # type: ignore[assignment]
     assert engine._take_orders()
-    assert time.monotonic() - start < 4
-    engine._orders.put(None)
-    assert not engine._take_orders()
+    assert queue.waits == [True, False, False]
 
 
 def test_every_step_that_is_prepared_is_reported() -> None:
