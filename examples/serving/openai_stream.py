@@ -4,8 +4,8 @@ import sys
 
 from openai import OpenAI
 
-client = OpenAI(base_url=f"{sys.argv[1] if sys.argv[1:] else 'http://localhost:8080'}/v1", api_key="none")
-stream = client.chat.completions.create(
+api = OpenAI(base_url=f"{sys.argv[1] if sys.argv[1:] else 'http://localhost:8080'}/v1", api_key="none")
+stream = api.chat.completions.create(
     model="any",  # a server without --strict-model has one model for all names
     messages=[{"role": "user", "content": "Tell me of the sea."}],
     max_tokens=48,

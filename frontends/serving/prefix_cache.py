@@ -165,8 +165,8 @@ class PrefixCache:
         """
         self._tokens[slot], self._lengths[slot] = tuple(tokens), len(tokens)
         self._touch(slot)
-        wanted = len(tokens) in (prompt_tokens, self._branch_points[slot])
-        if wanted and self._memory.has_recurrent_states:
+        needs_states = len(tokens) in (prompt_tokens, self._branch_points[slot])
+        if needs_states and self._memory.has_recurrent_states:
             nbytes = self._memory.compute_state_bytes()
             if nbytes <= self._state_bytes:
                 self._keep(slot, len(tokens), _SavedState(self._memory.save_states(slot), nbytes))

@@ -26,8 +26,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("msgspec")
 
-PROMPT = "Once upon a time"
-PROMPTS = (PROMPT, "It is a truth universally acknowledged, that")
+STORY = "Once upon a time"
+PROMPTS = (STORY, "It is a truth universally acknowledged, that")
 
 
 class ServeProcess:
@@ -97,24 +97,24 @@ def test_a_server_names_its_address_and_is_healthy(server: ServeProcess) -> None
 
 def test_a_completion_has_the_text_of_hocket_run(server: ServeProcess) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "hocket", "run", TINY, "-p", PROMPT, "-n", "24", "--temp", "0", "-t", "1"],
+        [sys.executable, "-m", "hocket", "run", TINY, "-p", STORY, "-n", "24", "--temp", "0", "-t", "1"],
         capture_output=True,
         text=True,
         check=True,
     )
-    choice = server.complete(PROMPT)["choices"][0]
-    assert run.stdout == f"{PROMPT}{choice['text']}\n"
+    choice = server.complete(STORY)["choices"][0]
+    assert run.stdout == f"{STORY}{choice['text']}\n"
     assert choice["finish_reason"] == "length"
 
 
 def test_the_pieces_of_a_stream_are_the_text(server: ServeProcess) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "stream": True}
+    body = {"prompt": STORY, "max_tokens": 24, "temperature": 0, "stream": True}
     status, text = server.request("POST", "/v1/completions", body)
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert (status, events.pop()) == (200, "[DONE]")
     pieces = [choice["text"] for event in events for choice in json.loads(event)["choices"]]
     assert len(pieces) > 10
-    assert "".join(pieces) == server.complete(PROMPT)["choices"][0]["text"]
+    assert "".join(pieces) == server.complete(STORY)["choices"][0]["text"]
 
 
 def test_two_clients_get_the_texts_that_they_get_alone(server: ServeProcess) -> None:
@@ -148,7 +148,7 @@ def test_a_prompt_beyond_the_context_of_a_slot_is_refused(server: ServeProcess) 
 
 def test_the_slot_of_a_client_that_has_left_is_free(server: ServeProcess) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_SECONDS)
-    body = {"prompt": PROMPT, "n_predict": 200, "ignore_eos": True, "stream": True}
+    body = {"prompt": STORY, "n_predict": 200, "ignore_eos": True, "stream": True}
     connection.request("POST", "/completion", json.dumps(body))
     connection.getresponse().readline()
     connection.close()

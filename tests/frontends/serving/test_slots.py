@@ -6,11 +6,11 @@ from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.open import open_model
+from hocket.frontends.parts import F32
 from hocket.frontends.serving.slots import SlotPool, choose_window
 from hocket.frontends.session import DeviceGroup, Session
 
@@ -21,7 +21,6 @@ MODELS = ("llama", "qwen35", "gemma3")
 SLOTS, CONTEXT, BATCH = 4, 256, 64
 PROMPT_TOKENS, NEW_TOKENS = 96, 4
 CHUNK_SIZES = (16, 32, 48, 64)
-F32 = npt.NDArray[np.float32]
 
 
 def make_pool(name: str, slots: int = SLOTS, devices: str = "cpu:0", split_mode: str = "layer") -> SlotPool:
