@@ -29,9 +29,12 @@ hocket bench -m model.gguf -p 512 -n 128 -t 2
 
 llama-perplexity -m model.gguf -f text.txt -c 512
 hocket perplexity -m model.gguf -f text.txt -c 512
+
+llama-server -m model.gguf -np 4 -c 16384
+hocket serve -m model.gguf -np 4 -c 4096
 ```
 
-Four things differ:
+[Serving](serving.md#for-users-of-llama-server) lists the flags of llama-server. Four things differ:
 
 - Without `--devices` a command runs on `cpu:0`, also where there is a GPU.
 - `hocket run` continues a text unless `--chat` is given.

@@ -124,9 +124,8 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
         ("--timeout", "longest duration of a request", 3600),
         ("--drain", "time for running requests after SIGTERM", 30),
     ):
-        sub.add_argument(
-            flag, type=parse_duration, default=float(seconds), metavar="S", help=f"{help}, in s ({seconds})"
-        )
+        text = f"{help}, in s ({seconds})"
+        sub.add_argument(flag, type=parse_duration, default=float(seconds), metavar="S", help=text)
     sub.add_argument("--ssl-cert-file", metavar="FILE", help="certificate for HTTPS, with --ssl-key-file")
     sub.add_argument("--ssl-key-file", metavar="FILE", help="private key for HTTPS")
 

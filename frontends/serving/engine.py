@@ -281,7 +281,7 @@ class Engine:
         _update_mean(self._chunk_seconds, next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS)), seconds)
         self._count(prompt_seconds=seconds)
         running.tokens.extend(chunk)
-        self._cache.note_read(running.slot, running.tokens, len(running.request.prompt))
+        self._cache.note_read(running.slot, running.tokens)
         if running.unread:
             yield ProgressEvent(running.request.id, len(running.tokens))
         elif running.request.params.limit == 0:

@@ -2,7 +2,8 @@
 
 Each slot keeps the tokens that it has read as prompt. A new prompt takes the free slot that shares the longest prefix,
 or copies the cells of a running one. Recurrent states hold the last token only, so a slot with such states also keeps
-copies of them at some positions: at the end of each prompt, and where a later prompt was seen to differ.
+copies of them at some positions: near the end of each prompt, and where a later prompt was seen to differ. Kernels
+compute several tokens of a recurrence at once, so these positions are multiples of `STATE_ALIGNMENT`.
 
 Cells that were decoded token by token are not reused, because kernels for single tokens round otherwise. An answer is
 read again as a part of the next prompt, and a text is the same with and without the cache.
@@ -19,6 +20,13 @@ from .slots import SlotStates
 
 MIN_REUSED_TOKENS = 16
 """Fewest tokens of a prefix that are worth a match."""
+
+STATE_ALIGNMENT = 16
+"""Tokens between positions at which recurrent states may be saved.
+
+A delta rule rounds differently if a prompt is cut at an odd position. At multiples of 16 the logits stay equal bit for
+bit on CPUs.
+"""
 
 
 class SlotMemory(Protocol):
@@ -85,8 +93,8 @@ class PrefixCache:
         self._saved: OrderedDict[tuple[int, int], _SavedState] = OrderedDict()
         """Saved states by slot and position, least recently used first."""
         self._saved_bytes = 0
-        self._branch_points: list[int] = [0] * memory.slots
-        """Per slot the position at which its present prompt leaves the tokens of a slot."""
+        self._save_points: list[frozenset[int]] = [frozenset()] * memory.slots
+        """Per slot the positions of its present prompt at which recurrent states are saved."""
 
     @property
     def saved_bytes(self) -> int:
@@ -131,7 +139,7 @@ class PrefixCache:
         self._tokens[target], self._lengths[target] = self._tokens[source], length
         for key in [key for key in self._saved if key[0] == source]:
             self._saved[target, key[1]] = self._saved.pop(key)
-        self._branch_points[target] = self._branch_points[source]
+        self._save_points[target] = self._save_points[source]
         self._tokens[source] = ()
         self._touch(target)
 
@@ -163,26 +171,24 @@ class PrefixCache:
             self._drop(key)
         if source != target and saved is not None:
             self._keep(target, match.tokens, saved)
-        self._branch_points[target] = shared if shared > match.tokens + MIN_REUSED_TOKENS else 0
+        self._save_points[target] = frozenset()
+        if self._memory.has_recurrent_states:
+            points = {
+                (len(prompt) - 1) // STATE_ALIGNMENT * STATE_ALIGNMENT,
+                shared // STATE_ALIGNMENT * STATE_ALIGNMENT,
+            }
+            self._save_points[target] = frozenset(at for at in points if at >= match.tokens + MIN_REUSED_TOKENS)
         self._touch(target)
 
     def limit_chunk(self, slot: int, position: int, size: int) -> int:
         """Return the size, at most `size`, of the next chunk of a slot, which ends where states are to be saved."""
-        at = self._branch_points[slot]
-        return at - position if self._memory.has_recurrent_states and position < at < position + size else size
+        return min((at - position for at in self._save_points[slot] if position < at < position + size), default=size)
 
-    def note_read(self, slot: int, tokens: Sequence[int], prompt_tokens: int) -> None:
-        """Record the tokens that a slot has read of its prompt; save recurrent states where they are wanted.
-
-        Args:
-            slot: The slot.
-            tokens: The beginning of the prompt.
-            prompt_tokens: Tokens of the whole prompt.
-        """
+    def note_read(self, slot: int, tokens: Sequence[int]) -> None:
+        """Record the tokens that a slot has read of its prompt; save recurrent states at the chosen positions."""
         self._tokens[slot], self._lengths[slot] = tuple(tokens), len(tokens)
         self._touch(slot)
-        is_saved = len(tokens) in (prompt_tokens, self._branch_points[slot])
-        if is_saved and self._memory.has_recurrent_states:
+        if len(tokens) in self._save_points[slot]:
             nbytes = self._memory.compute_state_bytes()
             if nbytes <= self._state_bytes:
                 self._keep(slot, len(tokens), _SavedState(self._memory.save_states(slot), nbytes))

@@ -216,7 +216,7 @@ CLI_FLAGS = f"""
 --mirostat: {NO_SAMPLER_REMEDY}
 --mirostat-lr: {NO_SAMPLER_REMEDY}
 --mirostat-ent: {NO_SAMPLER_REMEDY}
---server-base: there is no server; hocket run loads the model itself
+--server-base: hocket run loads the model itself
 -ctxcp --ctx-checkpoints --swa-checkpoints: --save-state FILE keeps a session
 -cram --cache-ram: --save-state FILE keeps a session
 --log-prompts-dir: {REDIRECT_REMEDY}
@@ -324,7 +324,7 @@ PROGRAM_REMEDIES = {
     "llama-fit-params": "use hocket plan",
     "llama-speculative": "use hocket run -md DRAFT",
     "test-backend-ops": "use hocket check",
-    "llama-server": "hocket has no server; threads of one may share a hocket.Model",
+    "llama-server": "use hocket serve; -c is the context of each slot there",
     "llama-quantize": "hocket quantises nothing; llama-quantize does",
     "llama-imatrix": "hocket quantises nothing; llama-imatrix and llama-quantize do",
     "llama-gguf-split": "hocket reads split files; llama-gguf-split writes them",
@@ -333,7 +333,7 @@ PROGRAM_REMEDIES = {
 }
 """The remedy for each program of llama.cpp."""
 PROGRAM_SYNONYMS = {
-    "serve": "llama-server",
+    "server": "llama-server",
     "chat": "llama-cli",
     "main": "llama-cli",
     "generate": "llama-completion",

@@ -81,8 +81,9 @@ class StateView:
                 if not isinstance(self.layout, Shard) and not part.dtype.is_quantised:
                     part.memory_view[index] = encode_array(values, part.dtype)
                     continue
-                whole = np.empty(self.shape, values.dtype)  # entries of other devices are not read
-                write_shard(whole, self.layout, number, part.decode())
+                present = part.decode()
+                whole = np.empty(self.shape, present.dtype)  # entries of other devices are not read
+                write_shard(whole, self.layout, number, present)
                 whole[index] = values
                 part.memory_view[...] = encode_array(
                     slice_for_device(whole, Spec(self.shape), self.layout, number), part.dtype

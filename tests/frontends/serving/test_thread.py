@@ -1,0 +1,50 @@
+"""The thread of an engine: its status while it waits and while it prepares."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from queue import Empty
+from types import SimpleNamespace
+
+from hocket.frontends.open import open_model
+from hocket.frontends.serving.requests import Event, QueueFullError
+from hocket.frontends.serving.slots import SlotPool
+from hocket.frontends.serving.thread import EngineThread
+from hocket.frontends.session import Session
+
+from ...given.models.goldens import path_of
+
+
+class RecordedQueue:
+    """A queue of orders that records whether each call waits."""
+
+    def __init__(self, *orders: Callable[[], list[Event]]) -> None:
+        self._orders, self.waits = deque(orders), list[bool]()
+
+    def get(self, waits: bool, seconds: float | None) -> Callable[[], list[Event]]:
+        self.waits.append(waits)
+        if not self._orders:
+            raise Empty
+        return self._orders.popleft()
+
+
+def test_an_idle_engine_waits_for_one_order_and_then_shows_its_result() -> None:
+    """After a cancellation, `status` had shown the ended request until the next heartbeat."""
+    engine, queue = EngineThread.__new__(EngineThread), RecordedQueue(list, list)
+    engine._engine, engine._orders = SimpleNamespace(has_work=False), queue  # type: ignore[assignment]
+    assert engine._take_orders()
+    assert queue.waits == [True, False, False]
+
+
+def test_every_step_that_is_prepared_is_reported() -> None:
+    """The engine gives a sign of life after each step, because plans and kernels of all steps may take minutes."""
+    pool = SlotPool(Session(open_model(path_of("llama"))), 4, context=64, batch=64)
+    reports: list[None] = []
+    pool.prepare(lambda: reports.append(None))
+    assert len(reports) == 3 + 3  # prompts of 16, 32 and 64 tokens; 1, 2 and 4 sequences
+
+
+def test_a_full_queue_says_how_many_wait() -> None:
+    assert str(QueueFullError(3, 2.0)) == "3 requests wait already; try again in 2 s"
+    assert str(QueueFullError(0, 1.0)) == "all slots are busy; try again in 1 s"

@@ -1,0 +1,113 @@
+"""The page about serving and its examples, against a server with the embedded model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from hocket.cli import main
+
+from ..given.models.goldens import ROOT, TINY
+from ..given.pages import as_it_prints, without_numbers
+from ..given.waits import WAIT_SECONDS
+
+for package in ("starlette", "uvicorn", "msgspec", "llguidance", "openai"):
+    pytest.importorskip(package)
+
+PAGE = (ROOT / "docs" / "serving.md").read_text("utf-8")
+EXAMPLES = ROOT / "examples" / "serving"
+ADDRESS = "http://localhost:8080"
+"""The address on the page; a test replaces it by its own."""
+FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+BLOCKS = [(language, textwrap.dedent(text)) for _, language, text in FENCE.findall(PAGE)]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """The address of a server with the chat template of the examples."""
+    flags = ["--port", "0", "--devices", "cpu", "-t", "1", "--chat-template", str(EXAMPLES / "story.jinja")]
+    command = [sys.executable, "-m", "hocket", "serve", TINY, *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            yield server.stderr.readline().rpartition(" at ")[2].strip()
+        finally:
+            server.kill()
+
+
+def contains(whole: object, part: object) -> bool:
+    """Return whether a JSON value has all entries of another one."""
+    if isinstance(part, dict) and isinstance(whole, dict):
+        return all(name in whole and contains(whole[name], value) for name, value in part.items())
+    if isinstance(part, list) and isinstance(whole, list):
+        return len(part) == len(whole) and all(map(contains, whole, part))
+    return whole == part
+
+
+def test_the_python_blocks_print_what_stands_below_them(address: str) -> None:
+    page = "\n".join(f"```{language}\n{text}```\n" for language, text in BLOCKS if language in ("python", "text"))
+    page = page.replace(ADDRESS, address)
+    assert as_it_prints(page) == page
+
+
+def test_the_requests_get_the_answers_that_stand_below_them(address: str) -> None:
+    commands = [(i, text) for i, (language, text) in enumerate(BLOCKS) if language == "sh" and text[:4] == "curl"]
+    assert len(commands) == 2
+    for i, command in commands:
+        run = subprocess.run(
+            command.replace(ADDRESS, address),
+            shell=True,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=WAIT_SECONDS,
+        )
+        language, expected = BLOCKS[i + 1]
+        assert language == "json"
+        assert contains(json.loads(run.stdout), json.loads(expected)), run.stdout
+
+
+def test_the_commands_print_the_lines_below_them(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    (block,) = [text for language, text in BLOCKS if language == "console"]
+    command, *lines = block.splitlines()
+    assert main(command.removeprefix("$ hocket ").split()) == 0
+    printed = {without_numbers(line) for line in capsys.readouterr().out.splitlines()}
+    assert {without_numbers(line) for line in lines} <= printed
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_a_client_runs(path, address: str) -> None:
+    run = subprocess.run(
+        [sys.executable, path, address], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+
+
+def test_every_endpoint_answers_curl_and_is_on_the_page(address: str) -> None:
+    script = str(EXAMPLES / "curl.sh")
+    run = subprocess.run(["sh", script, address], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
+    assert run.returncode == 0, run.stdout[-500:] + run.stderr
+    called = re.findall(r"^call (\S+)", (EXAMPLES / "curl.sh").read_text("utf-8"), re.MULTILINE)
+    assert all(f"{path}`" in PAGE for path in called)
+
+
+def test_the_page_has_all_paths_and_no_other() -> None:
+    from hocket.server import anthropic, native, openai_chat, openai_text
+
+    routes = {
+        route.path.replace("{name:path}", "NAME")
+        for module in (openai_chat, openai_text, native, anthropic)
+        for route in module.build_routes()
+    }
+    section = PAGE[PAGE.index("## Endpoints") : PAGE.index("## Fields")]
+    table = {path for line in section.splitlines() if line[:1] == "|" for path in re.findall(r"(/[\w/-]*)`", line)}
+    assert table <= routes
+    assert routes - table <= {"/", *(path.removeprefix("/v1") for path in table)}
