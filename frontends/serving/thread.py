@@ -192,10 +192,17 @@ class EngineThread:
             return True
 
     def _send(self, events: list[Event]) -> None:
-        for event in events:
-            with self._receivers_lock:
-                ends = isinstance(event, EndEvent)
-                receiver = self._receivers.pop(event.request, None) if ends else self._receivers.get(event.request)
+        """Call the receivers of events, after all of them have been looked up under one lock."""
+        if not events:
+            return
+        with self._receivers_lock:
+            calls = [
+                (self._receivers.pop(event.request, None), event)
+                if isinstance(event, EndEvent)
+                else (self._receivers.get(event.request), event)
+                for event in events
+            ]
+        for receiver, event in calls:
             if receiver is not None:
                 receiver(event)
 
