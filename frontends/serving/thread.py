@@ -6,7 +6,7 @@ import hashlib
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -74,6 +74,7 @@ class EngineThread:
         self._receivers: dict[str, Callable[[Event], None]] = {}
         self._receivers_lock = threading.Lock()
         self._orders: SimpleQueue[Callable[[], list[Event]] | None] = SimpleQueue()
+        self._preparations: Iterator[None] = self._pool.prepare_longer()
         self._status, self._last_beat = self._engine.status, time.monotonic()
         self._failure, self._is_closing = "", False
         self._fingerprint = self._compute_fingerprint(version)
@@ -180,16 +181,30 @@ class EngineThread:
         self._fail("the server shuts down")
 
     def _take_orders(self) -> bool:
-        """Carry out all orders, waiting for one if there is no work; return False when the engine is to end."""
+        """Carry out all orders; return False when the engine is to end.
+
+        Without work and orders, prepare one step for longer texts, or wait for an order if all are prepared.
+        """
         try:
             while True:
                 waits = not self._engine.has_work
+                if waits and self._orders.empty() and self._prepare_one():
+                    return True
                 order = self._orders.get(waits, HEARTBEAT_SECONDS if waits else None)
                 if order is None:
                     return False
                 self._send(order())
         except Empty:
             return True
+
+    def _prepare_one(self) -> bool:
+        """Prepare one step for longer texts, and return whether there was one; a failure ends the preparation."""
+        try:
+            for _ in self._preparations:
+                return True
+        except HocketError:  # a request that needs this step gets the error
+            self._preparations = iter(())
+        return False
 
     def _send(self, events: list[Event]) -> None:
         """Call the receivers of events, after all of them have been looked up under one lock."""
