@@ -305,7 +305,7 @@ class Backend(Protocol):
     def supports(self, node: Node, on: Device) -> Support:
         """Return whether `node` can run on that device, and the reason."""
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         """Return the shape and dtype in which a value of `spec` is stored.
 
         Args:

@@ -55,7 +55,6 @@ The columns:
 - `held`: the bytes of weights and states on all devices together.
 - `spent on`: the time of the slowest device in a run. `work` is divided among the devices, `launches` are not, and
   `collectives` are added. The share in brackets is the part of the collectives that overlaps with work.
-- `left aside`: the best rejected candidate.
 """
 
 
@@ -94,8 +93,9 @@ def compute_stored_bytes(plan: Plan) -> int:
 def format_choices(name: str, path: str) -> Iterator[str]:
     """Yield the section of a model: the choice of `auto` for each machine and step, and the next best choice."""
     yield f"\n## {name}\n"
-    yield "| machine | step | taken | a run | spent on | held | left aside |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| machine | step | taken | a run | spent on | held |"
+    yield "|---|---|---|---|---|---|"
+    rejected = []
     model = open_model(path, header_only=True)
     for machine in MACHINES:
         for kind, step in STEPS.items():
@@ -111,7 +111,10 @@ def format_choices(name: str, path: str) -> Iterator[str]:
             )
             lacking = f", {format_bytes(short)} short" if (short := compute_missing_bytes(plan)) else ""
             stored = format_bytes(compute_stored_bytes(plan))
-            yield f"| {' | '.join(cells)} | {stored}{lacking} | {(aside or ['-'])[0]} |"
+            yield f"| {' | '.join(cells)} | {stored}{lacking} |"
+            rejected += [f"- {machine}, {kind}: {aside[0]}"] if aside else []
+    yield "\nThe best rejected candidates:\n"
+    yield from rejected
 
 
 def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterator[str]:

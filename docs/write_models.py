@@ -26,11 +26,16 @@ The columns:
   devices round activations to 8 bits in another order: SmolLM2-135M on three devices differs by
   <!--fact:equality-->an NMSE of 5e-4<!--/fact--> ([equality of devices](concepts.md#equality-of-devices)).
 - **MTP**: whether hocket runs the blocks of a file that predict further tokens (`hocket run --draft-max N`).
-- **Traits**: the differences from the blocks of LLaMA with rotated halves that do not follow from the file.
-  `frontends/models/family.py` explains each trait.
 
-| architecture | mixers | how it runs | sharded over | MTP | traits |
-|---|---|---|---|---|---|
+| architecture | mixers | how it runs | sharded over | MTP |
+|---|---|---|---|---|
+"""
+TRAITS = """
+## Traits
+
+The differences from the blocks of LLaMA with rotated halves that do not follow from the file.
+`frontends/models/family.py` explains each trait.
+
 """
 TOKENIZERS = """
 ## Tokenizers and chats
@@ -94,13 +99,18 @@ def format_architectures() -> Iterator[str]:
         if family.sparse_keys:
             runs += ", chosen: " + " × ".join(f"`{key}`" for key in family.sparse_keys.split())
         mtp = "run" if can_run_mtp(family) else ""
-        traits = [
-            f"{name} {value}".removesuffix(" True")
-            for name, value in list_non_default_fields(family)
-            if name not in LISTED_TRAITS
-        ]
-        traits_cell = ", ".join(traits).replace("|", "\\|")
-        yield f"| `{name}` | {', '.join(filter(None, mixers))} | {runs} | {counts[name]} | {mtp} | {traits_cell} |\n"
+        yield f"| `{name}` | {', '.join(filter(None, mixers))} | {runs} | {counts[name]} | {mtp} |\n"
+
+
+def format_traits() -> Iterator[str]:
+    """Yield a list entry for each architecture that has traits, sorted by name."""
+    from hocket.frontends.models import ARCHITECTURES
+
+    for name, family in sorted(ARCHITECTURES.items()):
+        fields = [field for field in list_non_default_fields(family) if field[0] not in LISTED_TRAITS]
+        traits = ", ".join(f"{field} {value}".removesuffix(" True") for field, value in fields)
+        if traits:
+            yield fill(f"- `{name}`: {traits}", 120, subsequent_indent="  ", break_long_words=False) + "\n"
 
 
 def list_device_counts() -> dict[str, str]:
@@ -142,6 +152,8 @@ def page() -> str:
     return (
         HEAD
         + "".join(format_architectures())
+        + TRAITS
+        + "".join(format_traits())
         + TOKENIZERS
         + "".join(format_tokenizers())
         + METADATA

@@ -70,7 +70,7 @@ def format_dtypes() -> Iterator[str]:
                 answer.reason for n in make_reading_nodes(dtype) if not (answer := backend.supports(n, device)).ok
             ]:
                 raise ValueError(f"{backend.name} does not read {dtype}: {refusals[0]}")
-            stored_dtype = backend.stored(Spec((256, 256), dtype), "weight").dtype
+            stored_dtype = backend.storage_spec(Spec((256, 256), dtype), "weight").dtype
             cells.append(
                 "as in the file" if stored_dtype is dtype else f"{stored_dtype}, {stored_dtype.block_bytes * 8} bits"
             )

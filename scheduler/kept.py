@@ -19,7 +19,7 @@ from ..backends.cache import cache_folder, read_cached, write_cached
 from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
 from ..ops.registry import BUILTIN_OPS
-from .lowering.lane import Devices, Lane, find_first_equal_devices
+from .lowering.lane import Devices, Lane, find_first_devices_with_same_program
 from .machines.calibrated import choose_hardware
 from .machines.hardware import Hardware
 from .plan import HostOffload, PinnedNodes, Plan
@@ -114,7 +114,7 @@ def plan_with_cache(
 
 def _name_programs(plan: Plan, file: Path) -> Plan:
     """Name the programs of a plan, so that the binding cache of a backend finds the bindings of each program."""
-    first_equal = find_first_equal_devices(plan.lanes)
+    first_equal = find_first_devices_with_same_program(plan.lanes)
     programs = {first: replace(plan.lanes[first].program) for first in first_equal}
     for first, program in programs.items():
         object.__setattr__(program, "cache_name", f"{file.stem}.{first}")
@@ -175,7 +175,7 @@ def _list_planner_sources() -> list[tuple[str, int, int]]:
 def _serialise_plan(plan: Plan, asked: Devices) -> bytes:
     """Return a plan as JSON. The graph of a device is left out if it equals the graph of the user."""
     own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(asked)}
-    first_equal = find_first_equal_devices(plan.lanes)
+    first_equal = find_first_devices_with_same_program(plan.lanes)
     document = {
         "lanes": [
             {

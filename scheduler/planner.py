@@ -166,7 +166,7 @@ def plan_for_group(
 
 
 SPLIT_MODE_BUILDERS = (
-    PlanBuilder.build_single_device,
+    PlanBuilder.build_on_first_device,
     PlanBuilder.build_layer_split,
     PlanBuilder.build_tensor_parallel,
     PlanBuilder.build_hybrid,

@@ -21,7 +21,7 @@ from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
 from ..ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_number
 from .lowering.alike import make_program_key
-from .lowering.lane import KernelUse, Lane, find_collective_groups, find_first_equal_devices
+from .lowering.lane import KernelUse, Lane, find_collective_groups, find_first_devices_with_same_program
 from .machines.hardware import Estimate, Hardware, WorkCounter, WorkEstimate, find_viewed_node
 from .machines.stand_ins import NUMPY_SLOWDOWNS
 
@@ -170,7 +170,7 @@ def compute_instruction_costs(
     prices: list[InstructionCosts] = []
     counts, groups = WorkCounter(), find_collective_groups([device_plan.program for device_plan in device_plans])
     uses: dict[Hashable, KernelUse] = {}  # by structure: structurally equal programs call the same kernels
-    for number, first in enumerate(find_first_equal_devices(device_plans)):
+    for number, first in enumerate(find_first_devices_with_same_program(device_plans)):
         if first < number:
             prices.append(prices[first])
             continue
@@ -186,7 +186,7 @@ def build_timeline(device_plans: Sequence[Lane], prices: Sequence[InstructionCos
     """Return all entries of the timeline, in the order of the collectives."""
     goes_on = can_group_overlap([(device_plan.backend, device_plan.device) for device_plan in device_plans])
     own: list[_ProgramSpans] = []
-    for number, first in enumerate(find_first_equal_devices(device_plans)):
+    for number, first in enumerate(find_first_devices_with_same_program(device_plans)):
         own.append(_ProgramSpans(device_plans[number], prices[number], goes_on) if first == number else own[first])
     timeline: list[TimelineEntry] = []
     for number in sorted({n for p in own for n in p.collective_entries}):

@@ -10,7 +10,7 @@ from .acts import PipelineAction, PipelineOrder
 from .lowering.lane import find_collective_groups
 from .plan import Plan
 from .stages import advance_clocks
-from .verifier.acts import find_global_collectives, find_pipeline_order_faults
+from .verifier.acts import find_all_device_collective_faults, find_pipeline_order_faults
 
 MIN_PIPELINE_SPEEDUP = 1.1
 """The least predicted speedup for which prefill chunks or micro-batches are pipelined."""
@@ -54,7 +54,7 @@ def count_pipeline_stages(plan: Plan) -> int:
     """Return the number of pipeline stages of a plan; 1 if all devices share a collective."""
     return (
         1
-        if any(find_global_collectives([device_plan.program for device_plan in plan.lanes]))
+        if any(find_all_device_collective_faults([device_plan.program for device_plan in plan.lanes]))
         else len(_list_stage_devices(plan))
     )
 

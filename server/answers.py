@@ -146,9 +146,9 @@ class AnswerParser:
         if marker:
             thought = thought.rstrip()
         else:  # white space at the end may be the end of the thought
-            kept = thought.rstrip()
-            self._pending = thought[len(kept) :] + self._pending
-            thought = kept
+            stripped = thought.rstrip()
+            self._pending = thought[len(stripped) :] + self._pending
+            thought = stripped
         if thought:
             self._stripped = ""
             yield Delta("reasoning", thought)
@@ -190,10 +190,10 @@ class AnswerParser:
                 return
         if not self._span.is_complete:
             count = self._span.feed(self._pending)
-            piece, self._pending = self._pending[:count], self._pending[count:]
+            new, self._pending = self._pending[:count], self._pending[count:]
             self.call_count += self._span.is_complete
-            if piece:
-                yield Delta("arguments", piece, self._begun_calls - 1)
+            if new:
+                yield Delta("arguments", new, self._begun_calls - 1)
         if self._span.is_complete:
             if self._is_call:
                 self._pending = ""
@@ -202,7 +202,7 @@ class AnswerParser:
                 self._mode, self._stripped, self._span = "content", SPACE, None
 
     def _read_whole_call(self, text: str) -> list[Delta]:
-        """Return a call whose parts come in another order, or the text if it is no call."""
+        """Return a call with its parts in another order, or the text if it is no call."""
         try:
             call = json.loads(text, strict=False)
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
@@ -230,14 +230,14 @@ class AnswerParser:
         return call[1], arguments
 
     def _take_text(self, marker: str) -> tuple[str, str]:
-        """Remove and return the text before `marker`, and `marker` if it is there; hold what may begin it."""
+        """Remove and return the text before `marker`, and `marker` if it is there; a beginning of it stays pending."""
         before, found, after = self._pending.partition(marker)
         if found:
             self._pending = after
             return before, found
-        held = next((n for n in range(len(marker) - 1, 0, -1) if before.endswith(marker[:n])), 0)
-        self._pending = before[len(before) - held :]
-        return before[: len(before) - held], ""
+        length = len(before) - next((n for n in range(len(marker) - 1, 0, -1) if before.endswith(marker[:n])), 0)
+        self._pending = before[length:]
+        return before[:length], ""
 
 
 def merge_deltas(deltas: Iterator[Delta] | list[Delta]) -> list[Delta]:

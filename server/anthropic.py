@@ -25,7 +25,7 @@ from .requests import make_id
 from .responses import EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
 from .schemas import BelowOne, ChatBody, Objects, Share, ShortText, StopTexts, Temperature
 from .state import ServingState, state_of
-from .streams import Finish, Piece, Progress, Update, read_complete_texts
+from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Types of ``tool_choice``, and the words of OpenAI for them."""
@@ -249,7 +249,7 @@ class MessageAnswer:
                 usage = {"input_tokens": len(self._chat.requests[0].prompt), "output_tokens": 0}
                 message = {**self._describe_message([]), "stop_reason": None, "stop_sequence": None, "usage": usage}
                 events.append(_format("message_start", message=message))
-            deltas = self._parser.feed(update.text) if isinstance(update, Piece) else self._parser.finish()
+            deltas = self._parser.feed(update.text) if isinstance(update, TextUpdate) else self._parser.finish()
             for delta in deltas:
                 events += self._format_delta(delta)
             if isinstance(update, Finish):
@@ -326,7 +326,7 @@ def parse_input(arguments: str) -> object:
 
 
 def describe_usage(finish: Finish) -> dict[str, int]:
-    """Return the counts of tokens; those from the cache are apart."""
+    """Return the counts of tokens; `input_tokens` excludes the tokens from the cache."""
     timing = finish.timing
     return {
         "input_tokens": timing.prompt_tokens - timing.cached_tokens,
@@ -336,7 +336,7 @@ def describe_usage(finish: Finish) -> dict[str, int]:
     }
 
 
-def build_routes() -> list[Route]:
+def build_message_routes() -> list[Route]:
     """Return the routes of this module."""
     return [
         Route("/v1/messages", create_message, methods=["POST"]),

@@ -9,8 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..frontends.serving.service import ModelService
-from . import anthropic, native, openai_chat, openai_text
+from .anthropic import build_message_routes
 from .errors import ApiError
+from .native import build_native_routes
+from .openai_chat import build_chat_routes
+from .openai_text import build_text_routes
 from .options import ServerOptions
 from .security import AccessLayer, BodyLimitLayer, ErrorLayer, OriginLayer
 from .state import ServingState
@@ -24,8 +27,7 @@ def create_app(service: ModelService, options: ServerOptions) -> Starlette:
         options: Access, limits and defaults; `run_server` uses the address.
     """
     state = ServingState(service, options)
-    modules = (openai_chat, openai_text, native, anthropic)
-    routes = [route for module in modules for route in module.build_routes()]
+    routes = [*build_chat_routes(), *build_text_routes(), *build_native_routes(), *build_message_routes()]
     layers = [
         Middleware(ErrorLayer, state.metrics, [route.path for route in routes]),
         Middleware(OriginLayer, options.cors_origins),

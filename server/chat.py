@@ -95,8 +95,6 @@ def _check_fields(state: ServingState, body: ChatBody) -> None:
     check_choice_count(state, body.n)
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
-    if body.continue_final_message and "add_generation_prompt" in body.chat_template_kwargs:
-        raise refuse("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
 
 
 def check_choice_count(state: ServingState, count: int) -> None:

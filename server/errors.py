@@ -40,7 +40,7 @@ class ApiError(HocketError):
         status: The HTTP status.
         message: One line for the client.
         param: The field of the body that is wrong.
-        type: The type of the error; by default that of the status.
+        type: The type of the error; by default the type of the status.
         retry_seconds: The value of ``Retry-After``.
         extra: Further fields of the error object.
     """
@@ -112,8 +112,8 @@ def make_context_error(prompt_tokens: int, context: int) -> ApiError:
     """Return the error of a prompt that exceeds the context."""
     return ApiError(
         400,
-        f"the request ({prompt_tokens} tokens) exceeds the available context size ({context} tokens); shorten it, "
-        "or start the server with a larger --ctx-size",
+        f"the prompt is too large: it has {prompt_tokens} tokens, which exceeds the available context size of "
+        f"{context} tokens; shorten it, or start the server with a larger --ctx-size",
         type="exceed_context_size_error",
         extra={"n_prompt_tokens": prompt_tokens, "n_ctx": context},
     )

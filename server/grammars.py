@@ -69,5 +69,5 @@ class GrammarCache:
 
 
 def describe_ignored(grammar: Grammar | None) -> tuple[str, ...]:
-    """Return what a grammar leaves out of its schema, for the header of ignored fields."""
+    """Return the keywords of its schema that a grammar ignores, for the header of ignored fields."""
     return (f"json_schema ({grammar.warning})",) if grammar is not None and grammar.warning else ()

@@ -15,7 +15,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from types import FrameType
 from typing import Any
 
@@ -50,7 +50,7 @@ def run_server(service: ModelService, options: ServerOptions, announce: Callable
     Args:
         service: The model with its engine.
         options: The address, access, limits and defaults.
-        announce: Gets the URL when connections are accepted.
+        announce: Gets each URL when connections are accepted.
 
     Raises:
         OSError: The address cannot be used.
@@ -58,23 +58,31 @@ def run_server(service: ModelService, options: ServerOptions, announce: Callable
     app = create_app(service, options)
     state: ServingState = app.state.serving
     try:
-        with closing(bind_socket(options)) as listener:
-            DrainingServer(app, options, announce).run(sockets=[listener])
+        with ExitStack() as stack:
+            listeners = [stack.enter_context(closing(each)) for each in bind_sockets(options)]
+            DrainingServer(app, options, announce).run(sockets=listeners)
     finally:
         state.builder.close()
         service.close(0.0)
     return 0
 
 
-def bind_socket(options: ServerOptions) -> socket.socket:
-    """Return a listening socket at the address of the options.
+def bind_sockets(options: ServerOptions) -> list[socket.socket]:
+    """Return a listening socket for each address of the options.
 
     Raises:
-        OSError: The address is in use, or is none of this machine.
+        OSError: An address is in use, or is none of this machine.
     """
-    host = options.host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, options.port), family=family, backlog=BACKLOG)
+    listeners: list[socket.socket] = []
+    try:
+        for host in options.hosts:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listeners.append(socket.create_server((host, options.port), family=family, backlog=BACKLOG))
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
 
 
 class DrainingServer(uvicorn.Server):
@@ -83,7 +91,7 @@ class DrainingServer(uvicorn.Server):
     Args:
         app: The application, from `create_app`.
         options: The options of the application.
-        announce: Gets the URL when connections are accepted.
+        announce: Gets each URL when connections are accepted.
     """
 
     def __init__(self, app: Starlette, options: ServerOptions, announce: Callable[[str], None] | None = None) -> None:
@@ -118,14 +126,16 @@ class DrainingServer(uvicorn.Server):
         self._signal_count += 1
 
     def request_exit(self) -> None:
-        """Do what a signal does; any thread may call it."""
+        """End the server as a signal does; any thread may call it."""
         self.handle_exit(signal.SIGTERM, None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections, and announce the URL."""
         await super().startup(sockets)
-        if self.started and sockets and self._announce is not None:
-            host, port = sockets[0].getsockname()[:2]
+        if not self.started or self._announce is None:
+            return
+        for listener in sockets or ():
+            host, port = listener.getsockname()[:2]
             scheme = "https" if self._options.tls_certificate else "http"
             self._announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
@@ -143,7 +153,7 @@ class DrainingServer(uvicorn.Server):
             self._drain_end = now + self._options.drain_seconds
         if not self._state.is_draining:
             return is_over
-        if not self._state.active_streams:
+        if self._state.is_idle:
             return True
         if now >= self._drain_end and not self._final_end:
             self._state.interrupt_all()
@@ -161,10 +171,6 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._head_bytes, self._is_head_too_long = 0, False
         self._head_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the head of the first request."""
-        super().connection_made(transport)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -216,5 +222,5 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _close_slow(self) -> None:
-        if not self.transport.is_closing():
+        if self.transport is not None and not self.transport.is_closing():
             self.transport.close()

@@ -45,6 +45,7 @@ def render_messages(
     tokenizer: Tokenizer,
     *,
     template: str | None = None,
+    variables: Mapping[str, object] | None = None,
     uses_tools: bool = True,
 ) -> ChatPrompt:
     """Return the prompt of a chat.
@@ -54,22 +55,22 @@ def render_messages(
         metadata: The metadata of the model file.
         tokenizer: The tokenizer of the model.
         template: A template that replaces the template of the model.
+        variables: Variables of the template that the body does not set.
         uses_tools: Whether the template gets the tools.
 
     Raises:
         ApiError: A message is malformed, or the template does not know tools.
         ModelError: There is no template, or it refuses the messages.
     """
-    variables: dict[str, object] = dict(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    all_variables = {**(variables or {}), **effort, **body.chat_template_kwargs}
     tools = body.tools if uses_tools and body.tools else None
-    format = choose_chat_format(metadata, template=template, tools=tools, variables=variables)
+    format = choose_chat_format(metadata, template=template, tools=tools, variables=all_variables)
     if tools and "tools" not in format.template:
         raise refuse("the chat template of this model does not use tools; leave them out", "tools")
     messages = [read_message(message, i, format.template) for i, message in enumerate(body.messages)]
     prefix = _take_prefix(body, messages)
-    begins_answer = {"add_generation_prompt": body.add_generation_prompt or prefix is not None}
+    begins_answer = {"add_generation_prompt": body.add_generation_prompt is not False or prefix is not None}
     format = replace(format, variables={**begins_answer, **format.variables})
     text = format.render(messages, bos=tokenizer.bos_text, eos=tokenizer.eos_text)
     return ChatPrompt(text + (prefix or ""), format.template, prefix is not None)
@@ -85,7 +86,9 @@ def _take_prefix(body: ChatBody | TemplateBody, messages: list[dict[str, object]
         raise refuse("the last message is not a text of the assistant", "continue_final_message")
     if not is_answer or body.continue_final_message is False:
         return None
-    if not body.add_generation_prompt and not body.continue_final_message:
+    if body.continue_final_message and body.add_generation_prompt:
+        raise refuse("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+    if body.add_generation_prompt is False and not body.continue_final_message:
         return None
     if len(messages) == 1:
         raise refuse("the only message is an answer of the assistant; give a message before it", "messages")

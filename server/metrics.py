@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ..frontends.serving.requests import RequestTiming
 from ..frontends.serving.service import ModelService
+from .streams import Finish, Progress, Update
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Bounds of the histograms of seconds."""
@@ -139,3 +140,30 @@ def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]
         "predicted_per_second": divide(decoded, timing.decode_seconds) if decoded else 0.0,
         "queue_ms": timing.queue_seconds * 1e3,
     }
+
+
+class AnswerClock:
+    """The times of one choice before its end, by the clock of the server; the end has the times of the engine."""
+
+    def __init__(self) -> None:
+        self._read_tokens = self._cached_tokens = self._new_tokens = 0
+        self._start: float | None = None
+        self._first_token: float | None = None
+
+    def describe_update(self, update: Update) -> dict[str, float]:
+        """Return the object ``timings`` after an update."""
+        now = time.perf_counter()
+        if isinstance(update, Finish):
+            return describe_timing(update.timing, update.token_count)
+        if self._start is None:
+            self._start = now
+            self._cached_tokens = update.read_tokens if isinstance(update, Progress) else 0
+        if isinstance(update, Progress):
+            self._read_tokens = update.read_tokens
+        else:
+            self._new_tokens += len(update.tokens)
+            self._first_token = self._first_token or now
+        decode_seconds = 0.0 if self._first_token is None else now - self._first_token
+        prompt_seconds = now - self._start - decode_seconds
+        counts = self._read_tokens, self._cached_tokens, self._new_tokens
+        return describe_timing(RequestTiming(*counts, 0.0, prompt_seconds, decode_seconds), self._new_tokens)

@@ -16,12 +16,12 @@ from .chat import check_choice_count
 from .errors import ApiError
 from .grammars import describe_ignored
 from .logprobs import describe_logprobs
-from .metrics import CONTENT_TYPE, describe_timing
+from .metrics import CONTENT_TYPE, AnswerClock, describe_timing
 from .requests import make_id
 from .responses import PING, EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
 from .schemas import CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
 from .state import ServingState, state_of
-from .streams import Finish, Piece, Progress, Update, read_complete_texts
+from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
 
 NO_SLOT = -1
 """The value of ``id_slot``: the slots of an engine are not fixed to requests."""
@@ -82,6 +82,7 @@ class NativeAnswer:
         self._token_counts = [0] * len(requests)
         self._has_new_line = [False] * len(requests)
         self._cached_tokens: list[int | None] = [None] * len(requests)
+        self._clocks = [AnswerClock() for _ in requests]
 
     def build_result(
         self, i: int, text: str, tokens: Sequence[TokenEvent], finish: Finish, *, is_streamed: bool = False
@@ -127,11 +128,11 @@ class NativeAnswer:
         i = update.choice
         if isinstance(update, Finish):
             return format_event(self.build_result(i, "", (), update, is_streamed=True))
-        tokens = update.tokens if isinstance(update, Piece) else ()
+        tokens = update.tokens if isinstance(update, TextUpdate) else ()
         self._token_counts[i] += len(tokens)
         event: dict[str, object] = {
             "index": i,
-            "content": update.text if isinstance(update, Piece) else "",
+            "content": update.text if isinstance(update, TextUpdate) else "",
             "tokens": [token.token for token in tokens],
             "stop": False,
             "id_slot": NO_SLOT,
@@ -149,6 +150,8 @@ class NativeAnswer:
             self._has_new_line[i] |= "\n" in update.text
             if self._requests[i].top_logprobs is not None:
                 event["completion_probabilities"] = describe_logprobs(self._state.service.tokenizer, tokens)
+        if self._body.timings_per_token:
+            event["timings"] = self._clocks[i].describe_update(update)
         return format_event(event)
 
 
@@ -179,6 +182,7 @@ def describe_settings(request: GenerationRequest, body: CompletionBody) -> dict[
         "n_probs": request.top_logprobs or 0,
         "grammar": body.grammar,
         "post_sampling_probs": False,
+        "timings_per_token": body.timings_per_token,
         "lora": [],
     }
 
@@ -208,12 +212,12 @@ async def tokenize(request: Request) -> Response:
     else:
         text, flags = content, {"add_special": body.add_special, "parse_special": body.parse_special}
         ids = tuple(await state.builder.run_in_thread(lambda: tokenizer.encode(text, **flags)))
-    if not body.with_pieces:
+    if not body.adds_texts:
         return JsonResponse({"tokens": ids}, headers=headers)
-    return JsonResponse({"tokens": [{"id": i, "piece": _describe_piece(tokenizer.token_bytes(i))} for i in ids]})
+    return JsonResponse({"tokens": [{"id": i, "piece": _describe_text(tokenizer.token_bytes(i))} for i in ids]})
 
 
-def _describe_piece(data: bytes) -> str | list[int]:
+def _describe_text(data: bytes) -> str | list[int]:
     """Return the text of a token, or its bytes if they are no text."""
     try:
         return data.decode()
@@ -318,7 +322,7 @@ async def show_start(request: Request) -> Response:
     return Response("hocket serves models here; the API is below /v1\n", media_type="text/plain; charset=utf-8")
 
 
-def build_routes() -> list[Route]:
+def build_native_routes() -> list[Route]:
     """Return the routes of this module."""
     posts = {
         "/completion": create_native_completion,

@@ -14,7 +14,7 @@ from .answers import AnswerParser, Delta
 from .chat import PreparedChat, prepare_chat
 from .errors import ApiError
 from .logprobs import describe_logprobs
-from .metrics import describe_timing
+from .metrics import AnswerClock, describe_timing
 from .requests import make_id
 from .responses import (
     DONE,
@@ -28,7 +28,7 @@ from .responses import (
 )
 from .schemas import ChatBody, TemplateBody
 from .state import ServingState, state_of
-from .streams import Finish, Piece, Progress, Update, read_complete_texts
+from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
 
 ID_PREFIX = "chatcmpl-"
 
@@ -69,10 +69,11 @@ class ChatAnswer:
         self._state, self._body, self._chat = state, body, chat
         self._parsers = [chat.make_parser() for _ in range(body.n)]
         self._has_begun = [False] * body.n
-        self._held_tokens: list[list[TokenEvent]] = [[] for _ in range(body.n)]
+        self._waiting_tokens: list[list[TokenEvent]] = [[] for _ in range(body.n)]
         """Tokens of text that the parser holds."""
         self._cached_tokens: list[int | None] = [None] * body.n
         self._finishes: dict[int, Finish] = {}
+        self._clocks = [AnswerClock() for _ in range(body.n)]
         self._frame = {
             "id": chat.id,
             "created": int(time.time()),
@@ -133,19 +134,20 @@ class ChatAnswer:
             chunk = self._build_chunk(i, {"role": "assistant", "content": None})
             chunks.append(format_event(self._add_prompt(chunk)))
         parser = self._parsers[i]
-        if isinstance(update, Piece):
-            self._held_tokens[i] += update.tokens
+        if isinstance(update, TextUpdate):
+            self._waiting_tokens[i] += update.tokens
             deltas = parser.feed(update.text)
         else:
             deltas = parser.finish()
         for j, delta in enumerate(deltas):
             tokens: tuple[TokenEvent, ...] = ()
             if j == len(deltas) - 1:
-                tokens, self._held_tokens[i] = tuple(self._held_tokens[i]), []
-            chunks.append(format_event(self._build_chunk(i, describe_delta(delta), tokens)))
+                tokens, self._waiting_tokens[i] = tuple(self._waiting_tokens[i]), []
+            chunk = self._build_chunk(i, describe_delta(delta), tokens)
+            chunks.append(format_event({**chunk, **self._describe_times(update)}))
         if isinstance(update, Finish):
             self._finishes[i] = update
-            tokens = tuple(self._held_tokens[i])
+            tokens = tuple(self._waiting_tokens[i])
             chunk = self._build_chunk(i, {}, tokens, choose_finish_reason(update, parser))
             if not self._body.stream_options.include_usage:
                 chunk["timings"] = describe_timing(update.timing, update.token_count)
@@ -167,7 +169,13 @@ class ChatAnswer:
         delta = {} if self._has_begun[i] else {"role": "assistant", "content": None}
         self._has_begun[i] = True
         progress = {"total": update.prompt_tokens, "cache": self._cached_tokens[i], "processed": update.read_tokens}
-        return format_event({**self._build_chunk(i, dict(delta)), "prompt_progress": progress})
+        chunk = {**self._build_chunk(i, dict(delta)), "prompt_progress": progress}
+        return format_event({**chunk, **self._describe_times(update)})
+
+    def _describe_times(self, update: Update) -> dict[str, object]:
+        if not self._body.timings_per_token:
+            return {}
+        return {"timings": self._clocks[update.choice].describe_update(update)}
 
     def _describe_logprobs(self, tokens: Sequence[TokenEvent]) -> dict[str, object] | None:
         if not self._body.logprobs:
@@ -232,7 +240,7 @@ def describe_delta(delta: Delta) -> dict[str, object]:
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 
-def build_routes() -> list[Route]:
+def build_chat_routes() -> list[Route]:
     """Return the routes of this module; llama-server serves them with and without ``/v1``."""
     routes = []
     for prefix in ("/v1", ""):

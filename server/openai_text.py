@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 from collections.abc import Sequence
@@ -18,12 +17,12 @@ from .chat import check_choice_count
 from .errors import ApiError, refuse
 from .grammars import describe_ignored
 from .logprobs import describe_old_logprobs
-from .metrics import describe_timing
+from .metrics import AnswerClock, describe_timing
 from .requests import make_id
 from .responses import DONE, PING, EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
 from .schemas import EmbeddingBody, TextBody
 from .state import ServingState, state_of
-from .streams import Finish, Piece, Progress, Update, read_complete_texts
+from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
 
 NORMALISED = 2
 """The value of ``embd_normalize`` for vectors of length 1; -1 leaves vectors as they are."""
@@ -72,6 +71,7 @@ class TextAnswer:
         self._offsets = [0] * len(requests)
         """Characters that each choice has sent."""
         self._finishes: dict[int, Finish] = {}
+        self._clocks = [AnswerClock() for _ in requests]
         self._frame: dict[str, object] = {
             "id": completion_id,
             "object": "text_completion",
@@ -106,18 +106,24 @@ class TextAnswer:
 
     def _format_update(self, update: Update) -> bytes:
         i = update.choice
-        if isinstance(update, Piece):
-            return format_event({**self._frame, "choices": [self._build_choice(i, update.text, update.tokens, None)]})
+        if isinstance(update, TextUpdate):
+            choice = self._build_choice(i, update.text, update.tokens, None)
+            return format_event({**self._frame, "choices": [choice], **self._describe_times(update)})
         if isinstance(update, Progress):
             if not self._body.return_progress:
                 return b""
             progress = {"total": update.prompt_tokens, "processed": update.read_tokens}
             chunk = {**self._frame, "choices": [self._build_choice(i, "", (), None)], "prompt_progress": progress}
-            return format_event(chunk)
+            return format_event({**chunk, **self._describe_times(update)})
         self._finishes[i] = update
         choice = self._build_choice(i, "", (), update.reason)
         timings = describe_timing(update.timing, update.token_count)
         return format_event({**self._frame, "choices": [choice], "timings": timings})
+
+    def _describe_times(self, update: Update) -> dict[str, object]:
+        if not self._body.timings_per_token:
+            return {}
+        return {"timings": self._clocks[update.choice].describe_update(update)}
 
     def _build_choice(self, i: int, text: str, tokens: Sequence[TokenEvent], reason: str | None) -> dict[str, object]:
         logprobs = None
@@ -177,13 +183,14 @@ async def create_native_embeddings(request: Request) -> Response:
 async def _embed(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[np.float32], int]:
     """Return a vector for each text, and the number of all tokens."""
     state.builder.check_model(body.model)
-    given = body.content if body.input is None else body.input
-    if given is None:
+    content = body.content if body.input is None else body.input
+    if content is None:
         raise refuse("input is missing", "input")
     if body.embd_normalize not in (NORMALISED, -1):
         raise refuse(f"embd_normalize is {body.embd_normalize}; need 2 or -1", "embd_normalize")
-    texts = await state.builder.encode_prompts(given)
-    vectors = await asyncio.to_thread(state.service.embed, texts, normalise=body.embd_normalize == NORMALISED)
+    texts = await state.builder.encode_prompts(content)
+    with state.counted_embedding():
+        vectors = await state.builder.embed(texts, normalise=body.embd_normalize == NORMALISED)
     return vectors, sum(map(len, texts))
 
 
@@ -206,7 +213,7 @@ async def show_model(request: Request) -> Response:
 def _describe_model(state: ServingState) -> dict[str, object]:
     return {
         "id": state.service.model_name,
-        "aliases": list(state.options.aliases),
+        "aliases": [state.service.model_name, *state.options.aliases],
         "object": "model",
         "created": int(state.metrics.start_time),
         "owned_by": "hocket",
@@ -214,7 +221,7 @@ def _describe_model(state: ServingState) -> dict[str, object]:
     }
 
 
-def build_routes() -> list[Route]:
+def build_text_routes() -> list[Route]:
     """Return the routes of this module."""
     routes = [Route("/v1/completions", create_completion, methods=["POST"])]
     routes.append(Route("/v1/embeddings", create_embeddings, methods=["POST"]))

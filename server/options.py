@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
+from dataclasses import field
 
 from ..frontends.errors import ModelError
 from ..frontends.generation.sampling import Sampling
@@ -16,13 +18,15 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 class ServerOptions:
     """Addresses, access, limits and defaults of a server. Seconds and bytes are part of the names.
 
-    - `api_keys`: clients need one of them; without keys everybody who reaches the address is served.
+    - `host`: the address, or several with commas between them.
+    - `api_keys`: clients need one of them; without keys, every client that reaches the address is served.
     - `insecure`: permit an address other than loopback without a key.
     - `cors_origins`: origins of web pages that may call the server; ``localhost`` for every port of the machine, or
       ``*``.
     - `aliases`: further names of the model. `strict_model` refuses requests that name another one.
     - `sampling`: defaults of the sampling options. `default_max_tokens`: limit of requests that give none.
-    - `chat_template`: a template that replaces the template of the model.
+    - `chat_template`: a template that replaces the template of the model. `template_variables`: variables of the
+      template, such as ``enable_thinking``, for requests that do not set them.
     - `queue_seconds`: longest wait for a slot; `request_seconds`: longest duration of a request; `stall_seconds`:
       longest time in which a client reads nothing; `drain_seconds`: time for running requests after SIGTERM.
     - `heartbeat_seconds`: a silence of the engine after which ``/health`` reports a failure.
@@ -42,6 +46,7 @@ class ServerOptions:
     sampling: Sampling = Sampling(temperature=0.8)
     default_max_tokens: int = 4096
     chat_template: str | None = None
+    template_variables: Mapping[str, object] = field(default_factory=dict)
     max_body_bytes: int = 16 << 20
     max_header_bytes: int = 16 << 10
     max_connections: int = 1024
@@ -69,10 +74,19 @@ class ServerOptions:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only programs of this machine reach the address."""
-        if self.host.strip("[]") in LOOPBACK_NAMES:
-            return True
-        try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return False
+        """Whether only programs of this machine reach the addresses."""
+        return all(map(_is_loopback, self.hosts))
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The addresses, without brackets."""
+        return tuple(host.strip().strip("[]") for host in self.host.split(","))
+
+
+def _is_loopback(host: str) -> bool:
+    if host in LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

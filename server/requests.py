@@ -14,6 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from ..frontends.errors import ModelError
 from ..frontends.generation.generate import EMPTY_PROMPT_ERROR, GenerationParams
 from ..frontends.generation.grammar import Grammar
@@ -25,9 +28,11 @@ from .messages import ChatPrompt, render_messages
 from .options import ServerOptions
 from .schemas import ChatBody, ResponseFormat, SamplingBody, TemplateBody
 
-Result = TypeVar("Result")
+Output = TypeVar("Output")
 TEXT_THREADS = 2
 """Threads that render, tokenize and compile grammars."""
+EMBEDDING_THREADS = 4
+"""Threads that wait for vectors."""
 MAX_PROMPTS = 2048
 """Prompts of one request."""
 MAX_TEXTS = 256
@@ -51,15 +56,22 @@ class RequestBuilder:
         self._service, self._options = service, options
         self._grammars = GrammarCache(service.tokenizer)
         self._workers = ThreadPoolExecutor(TEXT_THREADS, "hocket-text")
+        self._embedding_workers = ThreadPoolExecutor(EMBEDDING_THREADS, "hocket-embed")
         self._longest_token = 0
 
-    async def run_in_thread(self, function: Callable[..., Result], *args: object) -> Result:
+    async def run_in_thread(self, function: Callable[..., Output], *args: object) -> Output:
         """Return the result of a slow function, which runs in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, function, *args)
 
+    async def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> npt.NDArray[np.float32]:
+        """Return a vector for each text; raises as `ModelService.embed`."""
+        embed = partial(self._service.embed, texts, normalise=normalise)
+        return await asyncio.get_running_loop().run_in_executor(self._embedding_workers, embed)
+
     def close(self) -> None:
         """End the worker threads after their present work."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._embedding_workers):
+            workers.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------------------ prompts
 
@@ -69,7 +81,12 @@ class RequestBuilder:
         def render() -> ChatPrompt:
             metadata, tokenizer = self._service.metadata, self._service.tokenizer
             return render_messages(
-                body, metadata, tokenizer, template=self._options.chat_template, uses_tools=uses_tools
+                body,
+                metadata,
+                tokenizer,
+                template=self._options.chat_template,
+                variables=self._options.template_variables,
+                uses_tools=uses_tools,
             )
 
         return await self.run_in_thread(render)
@@ -138,9 +155,9 @@ class RequestBuilder:
         tokenizer, context = self._service.tokenizer, self._service.status.context
         if not self._longest_token:
             self._longest_token = max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_tokens)), default=1)
-        least = len(text) // max(1, self._longest_token)
-        if least > context and tokenizer.kind not in NO_SPACE_KINDS:
-            raise make_context_error(least, context)
+        min_tokens = len(text) // max(1, self._longest_token)
+        if min_tokens > context and tokenizer.kind not in NO_SPACE_KINDS:
+            raise make_context_error(min_tokens, context)
         return tuple(encode())
 
     # ------------------------------------------------------------------------------------------------------ requests
@@ -197,10 +214,12 @@ class RequestBuilder:
         )
 
     def _read_bias(self, body: SamplingBody) -> tuple[tuple[int, float], ...]:
-        """Return the logit bias: keys are tokens, or texts whose tokens get the number; ``false`` bans a token."""
-        given = body.logit_bias
-        pairs = list(given.items()) if isinstance(given, dict) else given
+        """Return the logit bias: a key is a token, or a text for all its tokens; ``false`` bans a token."""
+        bias = body.logit_bias
+        pairs = list(bias.items()) if isinstance(bias, dict) else bias
         sums: dict[int, float] = {}
+        if body.ignore_eos:
+            sums = dict.fromkeys(self._service.tokenizer.eos_ids, -math.inf)
         for key, value in pairs:
             if value is True:
                 raise refuse("a logit bias is a number, or false to ban the token", "logit_bias")
@@ -238,7 +257,7 @@ class RequestBuilder:
         top_logprobs: int | None,
         id: str,
     ) -> tuple[GenerationRequest, ...]:
-        """Return the requests of text prompts: `choices` of the first prompt, then those of the next one.
+        """Return the requests of text prompts: `choices` of the first prompt, then `choices` of the next one.
 
         Raises:
             ApiError: The grammar is wrong, or there are too many texts.

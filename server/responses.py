@@ -17,7 +17,7 @@ from .schemas import Body, decode_body
 from .state import ServingState
 from .streams import AnswerStream, Finish, Update
 
-Result = TypeVar("Result")
+Output = TypeVar("Output")
 PING = b": ping\n\n"
 """The comment for silent streams of most APIs."""
 DONE = b"data: [DONE]\n\n"
@@ -51,7 +51,7 @@ async def read_body(request: Request, kind: type[Body]) -> tuple[Body, dict[str,
 def add_ignored(headers: dict[str, str], names: Iterable[str]) -> None:
     """Add names to the header of ignored fields."""
     if joined := ", ".join(filter(None, [headers.get(IGNORED_HEADER), *names])):
-        headers[IGNORED_HEADER] = joined.encode("ascii", "backslashreplace").decode()
+        headers[IGNORED_HEADER] = joined.encode("unicode_escape").decode()
 
 
 def format_event(data: object, event: str = "") -> bytes:
@@ -118,11 +118,11 @@ class EventStream(Response):
         self._stream.sending_since = None
 
 
-async def run_until_disconnect(request: Request, work: Coroutine[object, object, Result]) -> Result:
+async def run_until_disconnect(request: Request, work: Coroutine[object, object, Output]) -> Output:
     """Return the result of `work`; cancel it if the client leaves.
 
     Raises:
-        ApiError: The client has left. Nobody reads the response.
+        ApiError: The client has left, and no response is read.
     """
     results = await _run_until_disconnect(request.receive, work)
     if not results:
@@ -130,7 +130,7 @@ async def run_until_disconnect(request: Request, work: Coroutine[object, object,
     return results[0]
 
 
-async def _run_until_disconnect(receive: Receive, work: Awaitable[Result]) -> list[Result]:
+async def _run_until_disconnect(receive: Receive, work: Awaitable[Output]) -> list[Output]:
     """Return the result of `work` in a list, which is empty if the client has left or takes nothing."""
     worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:

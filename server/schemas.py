@@ -73,6 +73,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     cache_prompt: bool = True
     stream: bool = False
     return_progress: bool = False
+    timings_per_token: bool = False
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -143,7 +144,7 @@ class ChatBody(SamplingBody, kw_only=True):
     chat_template_kwargs: Objects = msgspec.field(default_factory=dict)
     reasoning_effort: ShortText | None = None
     reasoning_format: ShortText = "auto"
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     verbose: bool = False
@@ -157,7 +158,7 @@ class TemplateBody(msgspec.Struct, kw_only=True):
     tools: Annotated[list[Objects], Meta(max_length=128)] = msgspec.field(default_factory=list)
     chat_template_kwargs: Objects = msgspec.field(default_factory=dict)
     reasoning_effort: ShortText | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
 
@@ -204,7 +205,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     content: Prompt = ""
     add_special: bool = False
     parse_special: bool = True
-    with_pieces: bool = False
+    adds_texts: bool = msgspec.field(default=False, name="with_pieces")
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -274,7 +275,6 @@ HARMLESS_FIELDS = frozenset(
         "n_discard",
         "backend_sampling",
         "sse_ping_interval",
-        "timings_per_token",
         "verbose",
         "speculative.n_max",
         "speculative.n_min",

@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import LOGGER, ApiError, as_api_error
@@ -23,7 +23,13 @@ PUBLIC_PATHS = frozenset(("/", "/health", "/v1/health"))
 ANTHROPIC_PREFIX = "/v1/messages"
 LOCAL_ORIGINS = "localhost"
 """The entry of `ServerOptions.cors_origins` for the origins of this machine."""
-CORS_METHODS, CORS_HEADERS = "GET, POST, OPTIONS", "*, Authorization"
+ORIGIN_HEADERS = {b"vary": b"Origin", b"access-control-expose-headers": b"*"}
+PREFLIGHT_HEADERS = {
+    b"access-control-allow-methods": b"GET, POST, OPTIONS",
+    b"access-control-allow-headers": b"*, Authorization",
+    b"access-control-max-age": b"600",
+}
+"""Headers of the answer to a preflight request."""
 
 
 class ErrorLayer:
@@ -58,9 +64,9 @@ class ErrorLayer:
             if has_started:
                 LOGGER.exception("%s: the response has failed", path)
                 raise
-            shown = as_api_error(error)
-            content = shown.as_anthropic() if path.startswith(ANTHROPIC_PREFIX) else shown.as_openai()
-            await JsonResponse(content, shown.status, shown.headers)(scope, receive, send_counted)
+            answer = as_api_error(error)
+            content = answer.as_anthropic() if path.startswith(ANTHROPIC_PREFIX) else answer.as_openai()
+            await JsonResponse(content, answer.status, answer.headers)(scope, receive, send_counted)
 
 
 class OriginLayer:
@@ -74,24 +80,21 @@ class OriginLayer:
         origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
         if origin is None or _is_same_origin(origin, Headers(scope=scope).get("host", "")):
             return await self._app(scope, receive, send)
+        is_preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in Headers(scope=scope)
         if not self._permits(origin):
+            if is_preflight:  # without the headers below, the browser sends no request
+                return await JsonResponse({})(scope, receive, send)
             raise ApiError(403, f"the origin {origin!a:.80} is not permitted; start the server with --cors-origins")
+        headers = {**ORIGIN_HEADERS, b"access-control-allow-origin": origin.encode("latin-1")}
 
         async def send_permitted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["Access-Control-Allow-Origin"] = origin
-                headers["Access-Control-Expose-Headers"] = "*"
-                headers.add_vary_header("Origin")
+                added = headers | (PREFLIGHT_HEADERS if is_preflight else {})
+                message = {**message, "headers": [*message["headers"], *added.items()]}
             await send(message)
 
-        if scope["method"] == "OPTIONS" and "access-control-request-method" in Headers(scope=scope):
-            headers = {
-                "Access-Control-Allow-Methods": CORS_METHODS,
-                "Access-Control-Allow-Headers": CORS_HEADERS,
-                "Access-Control-Max-Age": "600",
-            }
-            return await JsonResponse({}, 200, headers)(scope, receive, send_permitted)
+        if is_preflight:
+            return await JsonResponse({})(scope, receive, send_permitted)
         return await self._app(scope, receive, send_permitted)
 
     def _permits(self, origin: str) -> bool:
@@ -123,8 +126,8 @@ class AccessLayer:
     def _has_key(self, headers: Headers) -> bool:
         """Compare with all keys, so that the time says nothing about them."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        found = [hmac.compare_digest(key, given.encode("latin-1", "replace")) for key in self._keys]
+        offered = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        found = [hmac.compare_digest(key, offered.encode("latin-1", "replace")) for key in self._keys]
         return any(found)
 
 

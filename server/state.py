@@ -20,6 +20,8 @@ from .streams import AnswerStream, EventBridge, Finish
 
 RETRY_SECONDS = 10.0
 """The value of ``Retry-After`` while the server ends or its engine has failed."""
+MAX_EMBEDDINGS = 64
+"""Embedding requests that run or wait at once."""
 
 
 class ServingState:
@@ -31,11 +33,13 @@ class ServingState:
         self.metrics = ServerMetrics(service)
         self.is_draining = False
         self.active_streams: set[AnswerStream] = set()
+        self.embedding_count = 0
+        """Embedding requests that run or wait."""
         self._bridge: EventBridge | None = None
 
     @cached_property
     def visible_tokens(self) -> frozenset[int]:
-        """Tokens with markers of thoughts and tool calls, whose text stays in answers."""
+        """Tokens with markers of thoughts and tool calls; their text stays in answers."""
         return frozenset(i for i, text in enumerate(self.service.tokenizer.tokens) if text in MARKERS)
 
     def find_problem(self) -> str:
@@ -75,7 +79,7 @@ class ServingState:
         return stream
 
     def release(self, stream: AnswerStream) -> None:
-        """End what is left of a stream in the engine, and forget it."""
+        """End the running requests of a stream, and forget the stream."""
         self.active_streams.discard(stream)
         stream.close()
 
@@ -87,8 +91,28 @@ class ServingState:
         finally:
             self.release(stream)
 
+    @contextmanager
+    def counted_embedding(self) -> Iterator[None]:
+        """Return the context of one embedding request.
+
+        Raises:
+            ApiError: Too many of them wait already.
+        """
+        if self.embedding_count >= MAX_EMBEDDINGS:
+            raise ApiError(429, f"{MAX_EMBEDDINGS} embedding requests wait already", retry_seconds=1)
+        self.embedding_count += 1
+        try:
+            yield
+        finally:
+            self.embedding_count -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no response is being generated."""
+        return not self.active_streams and not self.embedding_count
+
     def begin_drain(self) -> None:
-        """Refuse new requests, and end those that have no slot yet."""
+        """Refuse new requests, and end requests without a slot."""
         self.is_draining = True
         for stream in list(self.active_streams):
             if stream.is_queued:

@@ -31,7 +31,7 @@ TICK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextUpdate:
     """Text that choice number `choice` has gained, and the tokens that belong to it."""
 
     choice: int
@@ -64,7 +64,7 @@ class Finish:
         return "word" if self.stop_string else "limit" if self.reason == "length" else "eos"
 
 
-Update = Piece | Progress | Finish
+Update = TextUpdate | Progress | Finish
 QueueItem = Event | ApiError | None
 """An item of the queue of a stream; `None` is a tick of the clock."""
 
@@ -103,10 +103,10 @@ class ChoiceText:
         self.stop_string = ""
         self._decoder, self._filter = decoder, StopStringFilter(stops)
         self._decoded_characters = self._sent_characters = 0
-        self._held_tokens: list[tuple[int, int, TokenEvent]] = []
+        self._waiting_tokens: list[tuple[int, int, TokenEvent]] = []
         """Tokens with the positions of their first and behind their last character."""
 
-    def feed(self, event: TokenEvent) -> Piece | None:
+    def feed(self, event: TokenEvent) -> TextUpdate | None:
         """Return the text that a token makes certain, or `None`."""
         if self.stop_string:
             return None
@@ -114,38 +114,38 @@ class ChoiceText:
         text, start = self._decoder.feed(event.token), self._decoded_characters
         self._decoded_characters += len(text)
         end = self._decoded_characters + self._decoder.has_partial_character
-        self._held_tokens.append((start, end, event))
+        self._waiting_tokens.append((start, end, event))
         return self._send(text)
 
-    def finish(self) -> Piece | None:
+    def finish(self) -> TextUpdate | None:
         """Return the text that was held until the end, or `None`."""
         if self.stop_string:
             return None
         rest = self._decoder.finish()
         self._decoded_characters += len(rest)
-        piece = self._send(rest)
+        update = self._send(rest)
         if self.stop_string:
-            return piece
-        text = (piece.text if piece else "") + self._filter.pending_text
-        tokens = (*(piece.tokens if piece else ()), *(event for _, _, event in self._held_tokens))
-        return Piece(self.choice, text, tokens) if text or tokens else None
+            return update
+        text = (update.text if update else "") + self._filter.pending_text
+        tokens = (*(update.tokens if update else ()), *(event for _, _, event in self._waiting_tokens))
+        return TextUpdate(self.choice, text, tokens) if text or tokens else None
 
-    def _send(self, text: str) -> Piece | None:
+    def _send(self, text: str) -> TextUpdate | None:
         whole = self._filter.pending_text + text
         safe = self._filter.feed(text) if text else ""
         self._sent_characters += len(safe)
         if self._filter.has_matched:
             found = [(whole.find(stop), i) for i, stop in enumerate(self._filter.stop_strings) if stop in whole]
             self.stop_string = self._filter.stop_strings[min(found)[1]]
-            tokens = tuple(event for start, _, event in self._held_tokens if start < self._sent_characters)
-            self._held_tokens.clear()
+            tokens = tuple(event for start, _, event in self._waiting_tokens if start < self._sent_characters)
+            self._waiting_tokens.clear()
         else:
             count = 0
-            while count < len(self._held_tokens) and self._held_tokens[count][1] <= self._sent_characters:
+            while count < len(self._waiting_tokens) and self._waiting_tokens[count][1] <= self._sent_characters:
                 count += 1
-            tokens = tuple(event for _, _, event in self._held_tokens[:count])
-            del self._held_tokens[:count]
-        return Piece(self.choice, safe, tokens) if safe or tokens else None
+            tokens = tuple(event for _, _, event in self._waiting_tokens[:count])
+            del self._waiting_tokens[:count]
+        return TextUpdate(self.choice, safe, tokens) if safe or tokens else None
 
 
 class EventBridge:
@@ -291,8 +291,8 @@ class AnswerStream:
             match event:
                 case TokenEvent():
                     was_stopped = bool(text.stop_string)
-                    if piece := text.feed(event):
-                        yield piece
+                    if update := text.feed(event):
+                        yield update
                     if text.stop_string and not was_stopped:
                         self._service.cancel(event.request)
                 case ProgressEvent():
@@ -302,8 +302,8 @@ class AnswerStream:
 
     def _end(self, text: ChoiceText, event: EndEvent) -> Iterable[Update]:
         self._open.discard(event.request)
-        if piece := text.finish():
-            yield piece
+        if update := text.finish():
+            yield update
         if text.stop_string:
             yield Finish(text.choice, "stop", text.stop_string, text.token_count, event.timing)
         elif event.reason in ("stop", "length"):
@@ -330,7 +330,7 @@ async def read_complete_texts(stream: AnswerStream, count: int) -> list[tuple[st
     ends: dict[int, Finish] = {}
     async for updates in stream.read_updates():
         for update in updates:
-            if isinstance(update, Piece):
+            if isinstance(update, TextUpdate):
                 texts[update.choice].append(update.text)
                 tokens[update.choice].extend(update.tokens)
             elif isinstance(update, Finish):

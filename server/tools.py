@@ -72,7 +72,7 @@ def build_call_schema(functions: Sequence[FunctionBody]) -> Objects:
 
 
 def _move_definitions(schema: Objects, prefix: str, definitions: Objects) -> Objects:
-    """Return a schema whose definitions have been moved to `definitions`, under names with a prefix."""
+    """Move the definitions of a schema to `definitions`, under names with a prefix; return the rest."""
     for keyword in DEFINITIONS:
         moved = schema.get(keyword)
         if isinstance(moved, dict):

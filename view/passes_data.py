@@ -13,7 +13,7 @@ from ..graph.node import Value
 from ..scheduler.plan import Plan
 from ..scheduler.sharding.axes import Factor
 from ..scheduler.sharding.factors import Factors
-from ..scheduler.sharding.search import factors_from_description, group_factors
+from ..scheduler.sharding.search import factors_from_positions, group_factors
 from .graph_data import GraphData
 from .intern_table import InternTable
 
@@ -24,7 +24,7 @@ def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, An
     ``a b`` is a product of two factors, ``a | b`` means segments. Each factor has its size, whether it is sharded, and
     whether it must not be.
     """
-    sharded_factors = factors_from_description(plan.graph, factors, plan.cuts)
+    sharded_factors = factors_from_positions(plan.graph, factors, plan.cuts)
     number: InternTable[Factor] = InternTable()
     axes: dict[int, list[str]] = {}
     for block in _distinct_blocks(graph.items):
@@ -39,7 +39,7 @@ def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, An
 
 def search_decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
     """Return, for each node with a sharded value, the numbers of the plan's reasons for it."""
-    sharded_factors = factors_from_description(plan.graph, factors, plan.cuts)
+    sharded_factors = factors_from_positions(plan.graph, factors, plan.cuts)
     classes = group_factors(plan.graph, factors) if sharded_factors else {}
     reason_numbers: dict[Factor, int] = {}
     for name, members in classes.items():

@@ -12,7 +12,7 @@ from ..graph.dtypes import DType
 from ..graph.node import Node
 from ..graph.spec import Spec
 from ..ops.collectives import find_collective_number
-from ..scheduler.lowering.lane import Lane, find_first_equal_devices
+from ..scheduler.lowering.lane import Lane, find_first_devices_with_same_program
 from ..scheduler.plan import Plan
 from ..scheduler.stages import COMPUTE, InstructionCost, TimelineEntry
 from ..scheduler.telling.explain import TimelineReasons, format_reason_lines, format_summary
@@ -31,7 +31,9 @@ class PlanData:
         self.plan, self.graph, self.times = plan, graph, times
         self.node = {name: node for node, name in graph.names.items()}
         numbers: dict[int, int] = {}
-        self.program = [numbers.setdefault(first, len(numbers)) for first in find_first_equal_devices(plan.lanes)]
+        self.program = [
+            numbers.setdefault(first, len(numbers)) for first in find_first_devices_with_same_program(plan.lanes)
+        ]
         self.first = [self.program.index(p) for p in range(len(numbers))]
         self.reasons = TimelineReasons(plan)
         self.texts = InternTable[str]("")

@@ -60,7 +60,7 @@ class CpuBackend(NumpyBackend):
     def describe_settings(self) -> str:
         return f"{self.threads} threads"
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         """Return the shape and dtype in which a value is stored.
 
         - Weights that are matrices keep their dtype; quantised ones are padded to whole groups of rows.
@@ -75,7 +75,7 @@ class CpuBackend(NumpyBackend):
                 return Spec((*leading, -(-rows // GROUP_ROWS) * GROUP_ROWS, columns), spec.dtype)
             if spec.dtype in HALF_DTYPES and columns % LANES == 0:
                 return spec
-        return super().stored(spec)
+        return super().storage_spec(spec)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
         """Return False for collectives: all devices must make the same choice between compiled code and Python."""
@@ -91,7 +91,7 @@ class CpuBackend(NumpyBackend):
 
     def split_weight(self, data: Array, declared: Spec, buffer: Any) -> Iterator[tuple[Array, Spec, Any]]:
         """Split a weight along its first axis: whole groups of the rows of a matrix, or some matrices of several."""
-        stored = self.stored(declared, "weight")
+        stored = self.storage_spec(declared, "weight")
         if len(declared.shape) < 2 or stored.nbytes <= LOAD_CHUNK_BYTES:
             yield data, declared, buffer
             return
@@ -101,12 +101,12 @@ class CpuBackend(NumpyBackend):
         for first in range(0, declared.shape[0], step):
             rows = data[first : first + step]
             chunk_spec = Spec((len(rows), *declared.shape[1:]), declared.dtype)
-            nbytes = self.stored(chunk_spec, "weight").nbytes
+            nbytes = self.storage_spec(chunk_spec, "weight").nbytes
             yield rows, chunk_spec, buffer[start : start + nbytes]
             start += nbytes
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
-        stored = self.stored(declared, "weight")
+        stored = self.storage_spec(declared, "weight")
         if stored.dtype in HALF_DTYPES:
             host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))[...] = (
                 np.atleast_1d(data).view(stored.dtype.storage).reshape(stored.shape)

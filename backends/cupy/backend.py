@@ -135,7 +135,7 @@ class DriverBackend:
     def _trial_bind(self, node: Node, limits: Limits, strided: int | None = None) -> int:
         """Bind a node at placeholder addresses and return its scratch bytes, or raise `NoKernelError`."""
         src, attrs = tuple(map(self._to_unbound, node.src)), tuple(node.attrs.items())
-        results = tuple(self.stored(value.spec, find_storage_kind(value)) for value in node.results)
+        results = tuple(self.storage_spec(value.spec, find_storage_kind(value)) for value in node.results)
         return trial_bind(node.op, src, results, attrs, limits, strided)
 
     def _to_unbound(self, value: Value | None) -> UnboundOperand | None:
@@ -147,7 +147,7 @@ class DriverBackend:
             base = base.node.inputs[0]
         return _make_unbound(value.shape, base.spec, find_storage_kind(base), value is base, self.is_exact)
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         return _infer_stored_spec(spec, kind, self.is_exact)
 
     def tolerance(self, node: Node) -> float | None:
@@ -171,7 +171,7 @@ class DriverBackend:
         return self.driver.view(buffer, tensor)
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
-        stored = self.stored(declared, "weight")
+        stored = self.storage_spec(declared, "weight")
         if stored.dtype.is_quantised:
             packed = pack_weight(np.ascontiguousarray(data).view(np.uint8).reshape(-1), declared)
             self.view(buffer, Tensor(0, 0, packed.shape, (1,), DType.I8))[...] = packed.view(np.int8)

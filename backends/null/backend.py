@@ -104,7 +104,7 @@ class NullBackend:
         known = node.op in REGISTRY
         return Support(known, "" if known else f"no op {node.op!r} is declared")
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         return spec
 
     def scratch(self, node: Node) -> int:

@@ -265,7 +265,7 @@ def _count_node_bytes(node: Node, backend: Backend | None) -> int:
     if not weights:
         return 0
     share = min(1.0, op_of(node).count_bytes(node) / sum(spec.nbytes for spec in weights))
-    stored = weights if backend is None else [backend.stored(spec, "weight") for spec in weights]
+    stored = weights if backend is None else [backend.storage_spec(spec, "weight") for spec in weights]
     return round(share * sum(spec.nbytes for spec in stored))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +65,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--max-gap",
-        type=parse_number,
+        type=parse_duration,
         default=100.0,
         metavar="MS",
         help="longest predicted time of a prompt chunk while other requests get tokens (100)",
@@ -95,6 +97,14 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--cache-dir", metavar="DIR", help="folder of compiled kernels and plans (~/.cache/hocket)")
 
 
+def parse_duration(text: str) -> float:
+    """Return a number of seconds or milliseconds that is finite and not negative."""
+    value = parse_number(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a finite number of at least 0")
+    return value
+
+
 def _add_address_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at (127.0.0.1)")
     sub.add_argument("--port", type=parse_natural, default=8080, metavar="N", help="port; 0: any free one (8080)")
@@ -114,7 +124,9 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
         ("--timeout", "longest duration of a request", 3600),
         ("--drain", "time for running requests after SIGTERM", 30),
     ):
-        sub.add_argument(flag, type=parse_number, default=float(seconds), metavar="S", help=f"{help}, in s ({seconds})")
+        sub.add_argument(
+            flag, type=parse_duration, default=float(seconds), metavar="S", help=f"{help}, in s ({seconds})"
+        )
     sub.add_argument("--ssl-cert-file", metavar="FILE", help="certificate for HTTPS, with --ssl-key-file")
     sub.add_argument("--ssl-key-file", metavar="FILE", help="private key for HTTPS")
 
@@ -129,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return print_prediction(args)
     options = read_server_options(args)
+    check_server_options(options)
     model, name = open_served_model(args)
     from ... import __version__
     from ...server.lifecycle import run_server
@@ -137,11 +150,20 @@ def run(args: argparse.Namespace) -> int:
     queue = QUEUE_PER_SLOT * args.parallel if args.queue is None else args.queue
     engine = EngineOptions(args.parallel, queue, args.max_gap / 1e3, args.cache_memory << 20)
     with model:
-        service = EngineThread(model, engine, name=name, version=__version__)
+        failures: list[str] = []
+
+        def end_server(why: str) -> None:
+            failures.append(why)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        service = EngineThread(model, engine, name=name, version=__version__, on_failure=end_server)
         try:
-            return run_server(service, options, lambda url: write_log_line(f"hocket: serves {name} at {url}"))
+            code = run_server(service, options, lambda url: write_log_line(f"hocket: serves {name} at {url}"))
         finally:
             service.close(0.0)
+        if failures:
+            write_log_line(f"hocket: the engine has failed: {failures[0]}")
+        return 1 if failures else code
 
 
 def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
@@ -186,6 +208,8 @@ def read_server_options(args: argparse.Namespace) -> ServerOptions:
         raise ModelError("HTTPS needs both --ssl-cert-file and --ssl-key-file")
     if args.port > MAX_PORT:
         raise ModelError(f"--port is {args.port}; need at most {MAX_PORT}")
+    if not all(args.alias):
+        raise ModelError("--alias is empty; give a name")
     return ServerOptions(
         host=args.host,
         port=args.port,
@@ -202,6 +226,39 @@ def read_server_options(args: argparse.Namespace) -> ServerOptions:
         tls_certificate=args.ssl_cert_file,
         tls_key=args.ssl_key_file,
     )
+
+
+def check_server_options(options: ServerOptions) -> None:
+    """Check the options before the model is loaded, which may take long.
+
+    Raises:
+        ModelError: The address cannot be used, the certificate cannot be read, or the chat template has wrong syntax.
+    """
+    import ssl
+
+    from jinja2 import TemplateSyntaxError
+
+    from ...server.lifecycle import bind_sockets
+    from ..gguf.chat_sandbox import ChatEnvironment
+
+    try:
+        for listener in bind_sockets(options):
+            listener.close()
+    except (OSError, UnicodeError) as error:
+        reason = (getattr(error, "strerror", None) or "is no address").partition(" (while ")[0]
+        raise ModelError(f"{options.host}:{options.port}: {reason}; choose another --host or --port") from None
+    certificate, key = options.tls_certificate, options.tls_key
+    if certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        except OSError as error:  # errors of TLS are such, too
+            reason = error.strerror or str(error)
+            raise ModelError(f"HTTPS cannot use {certificate} with {key}: {reason}; give PEM files") from None
+    if options.chat_template is not None:
+        try:
+            ChatEnvironment().parse(options.chat_template)
+        except TemplateSyntaxError as error:
+            raise ModelError(f"--chat-template: line {error.lineno}: {error.message}; correct the template") from None
 
 
 def _read_api_keys(path: str | None) -> tuple[str, ...]:
@@ -225,6 +282,6 @@ def print_prediction(args: argparse.Namespace) -> int:
     fit = describe_fit(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
     write_data(f"{args.parallel} slots of {context} tokens; {fit}\n\n{plan.explain()}\n")
     if problem := describe_memory_problem(requested, context=context):
-        write_log_line(f"hocket: does not fit: {as_flags(problem)}")
+        write_log_line(f"hocket: does not fit with {args.parallel} slots: {as_flags(problem)}")
         return 1
     return 0

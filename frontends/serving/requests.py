@@ -11,7 +11,8 @@ class QueueFullError(HocketError):
     """The queue of the engine is full. `retry_seconds` is the predicted time until a place is free."""
 
     def __init__(self, queued: int, retry_seconds: float) -> None:
-        super().__init__(f"{queued} requests wait already; try again in {retry_seconds:.0f} s")
+        waiting = f"{queued} requests wait already" if queued else "all slots are busy"
+        super().__init__(f"{waiting}; try again in {retry_seconds:.0f} s")
         self.retry_seconds = retry_seconds
 
 
@@ -78,7 +79,10 @@ class RequestTiming:
 
 @dataclass(frozen=True, slots=True)
 class ProgressEvent:
-    """The prompt of a request has been read up to token `read_tokens`, cached tokens included."""
+    """The prompt of a request has been read up to token `read_tokens`, cached tokens included.
+
+    The first one comes when the request gets a slot.
+    """
 
     request: str
     read_tokens: int

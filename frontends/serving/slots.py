@@ -7,7 +7,7 @@ aligned window that has all decoding slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -95,12 +95,17 @@ class SlotPool:
             )
         return self._windows[key]
 
-    def prepare(self) -> None:
-        """Plan and compile the steps of short texts: every bucket of prompt tokens, and every number of sequences."""
+    def prepare(self, report: Callable[[], object] = lambda: None) -> None:
+        """Plan and compile the steps of short texts: every bucket of prompt tokens, and every number of sequences.
+
+        `report` is called after each step, because all of them together may take minutes.
+        """
         for size in self._list_prompt_sizes():
             self._prepare_prompt(size, size)
+            report()
         for count in self._list_window_sizes():
             self._prepare_decoding(count, 1)
+            report()
 
     def prepare_longer(self) -> Iterator[None]:
         """Plan and compile the steps of longer texts, shorter ones first, and yield after each of them.

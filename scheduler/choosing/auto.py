@@ -1,5 +1,7 @@
 """The choice among candidates: the fastest plan, with penalties for memory and for devices.
 
+Plans take long to build, so candidates compete with estimates first:
+
 1. Take the candidate with the lowest estimated cost; a candidate that fits precedes one that does not fit.
 2. If the candidate has a plan, its plan is the result.
 3. Otherwise build its plan, replace the estimate by the seconds of the plan, and correct the estimates of similar
@@ -35,14 +37,15 @@ class Candidate:
     - `seconds`, `stored_bytes` and `missing_bytes` are estimates until `plan` is set. Then they are the values of the
       plan.
     - `stored_bytes` counts weights and states on all devices. `missing_bytes` counts the bytes that do not fit.
-    - `stage_count` is the number of pipeline stages of runs. With `assumes_pipelining` the estimate counts on pipelined
-      runs; `pipeline_description` describes them.
-    - `is_from_search` marks estimates of the factor search, which are too low, because the search ignores small costs.
+    - `stage_count` is the number of pipeline stages of runs. With `assumes_pipelining` the estimate counts on
+      pipelined runs; `pipeline_description` describes them.
+    - `is_from_search` marks estimates of the factor search, which are too low, because the search ignores small
+      costs.
     - `correction_factor` is the assumed ratio of plan seconds to estimated seconds; 0 if it is unknown.
     - `lower_bound_seconds` is the time if all collectives are overlapped.
     - `group_sharding` has the number of devices of each stage and the factors that these devices shard.
-    - With `refine`, `seconds` is a lower bound of the candidates that `refine` returns. They replace the candidate, and
-      candidates of the same kind that have no plan yet.
+    - With `refine`, `seconds` is a lower bound of the candidates that `refine` returns. They replace the candidate,
+      and candidates of the same kind that have no plan yet.
     """
 
     kind: str
@@ -70,23 +73,32 @@ class Candidate:
             return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
         return self.plan is None and other.is_from_search and self.is_from_search
 
-    def with_correction(self, off: float) -> Candidate:
-        """Return the candidate with a smaller correction factor, after a similar plan took `off` times its estimate."""
+    def with_correction(self, time_ratio: float) -> Candidate:
+        """Return the candidate with its estimate corrected by `time_ratio`, if its correction factor becomes smaller.
+
+        Args:
+            time_ratio: The plan seconds of a similar candidate, divided by its estimated seconds.
+        """
         known = self.correction_factor or 1.0
         return (
-            replace(self, seconds=self.seconds * off / known, correction_factor=off)
-            if off < (self.correction_factor or math.inf)
+            replace(self, seconds=self.seconds * time_ratio / known, correction_factor=time_ratio)
+            if time_ratio < (self.correction_factor or math.inf)
             else self
         )
 
     def with_overlap_bound(self, seconds: float) -> Candidate:
-        """Return the candidate with at most `seconds`, the time of a similar overlapped plan, within its bound."""
+        """Return the candidate with an estimate of at most `seconds`, but not below its own lower bound.
+
+        Args:
+            seconds: The seconds of the plan of a similar candidate, in which collectives are overlapped.
+        """
         return replace(self, seconds=min(self.seconds, max(self.lower_bound_seconds, seconds)))
 
     def with_single_stage_bound(self, built_candidate: Candidate) -> Candidate:
-        """Return the candidate with at least the seconds of the plan of one of its stages.
+        """Return the candidate with an estimate of at least the seconds of the plan of a single such stage.
 
         A run without a successor goes through all stages in no less time than through one stage that has all layers.
+        The bound holds if `built_candidate` has one stage with the same group sharding.
         """
         is_one = (
             built_candidate.stage_count == 1
@@ -103,7 +115,7 @@ class Candidate:
         return self.plan is None and self.stage_count > 1 and not self.assumes_pipelining
 
     def with_plan(self, scorer: PlanScorer) -> Candidate:
-        """Return the candidate with its built plan, and with the seconds and bytes of the plan instead of estimates."""
+        """Build the plan; return the candidate with the plan, and with its seconds and bytes in place of estimates."""
         plan = self.build_plan()
         seconds, how = scorer(plan)
         memory = plan.memory()
@@ -118,11 +130,15 @@ class Candidate:
             pipeline_description=how,
         )
 
-    def compute_penalised_seconds(self, once: float) -> float:
-        """Return the seconds with the penalties for devices and for memory; one device would store `once` bytes."""
+    def compute_penalised_seconds(self, single_device_bytes: float) -> float:
+        """Return the seconds with the penalties for more devices and for copies of weights and states.
+
+        Args:
+            single_device_bytes: The bytes of weights and states that one device would store.
+        """
         if self.device_count == 1:
             return self.seconds
-        copied = min(1.0, max(0.0, self.stored_bytes / max(once, 1.0) - 1) / (self.device_count - 1))
+        copied = min(1.0, max(0.0, self.stored_bytes / max(single_device_bytes, 1.0) - 1) / (self.device_count - 1))
         return (
             self.seconds
             / (1 - FULL_COPY_PENALTY * copied)
@@ -144,17 +160,19 @@ def score_by_run_time(plan: Plan) -> tuple[float, str]:
     return plan.cost.total, ""
 
 
-def choose_best_plan(candidates: Sequence[Candidate], once: float, scorer: PlanScorer = score_by_run_time) -> Plan:
+def choose_best_plan(
+    candidates: Sequence[Candidate], single_device_bytes: float, scorer: PlanScorer = score_by_run_time
+) -> Plan:
     """Return the plan of the candidate that fits, or misses fewest bytes, and has the lowest penalised seconds.
 
-    The reasons of the plan list the rejected candidates. A plan is built only for the candidate with the best estimate.
-    The smallest correction factor that was found so far applies to the estimates. The search does not know the overlap
-    of collectives: after a plan with overlap, similar candidates may be as fast. A candidate is rejected with the
-    reason if its plan cannot be built.
+    The reasons of the plan list the rejected candidates. A plan is built only for the candidate with the best
+    estimate. The smallest correction factor that was found so far applies to the estimates. The search does not know
+    the overlap of collectives: after a plan with overlap, similar candidates may be as fast. A candidate is rejected
+    with the reason if its plan cannot be built.
 
     Args:
         candidates: The candidates. The first one has its plan.
-        once: Bytes of weights and states on one device.
+        single_device_bytes: Bytes of weights and states on one device.
         scorer: Returns the seconds of a plan.
     """
     left = list(candidates)
@@ -164,7 +182,7 @@ def choose_best_plan(candidates: Sequence[Candidate], once: float, scorer: PlanS
 
     def cost(candidate: Candidate) -> tuple[float, float]:
         return candidate.missing_bytes, candidate.compute_penalised_seconds(
-            once if candidate.plan is None else alone_bytes
+            single_device_bytes if candidate.plan is None else alone_bytes
         )
 
     while (best := min(left, key=cost)).plan is None:
@@ -209,9 +227,9 @@ def choose_best_plan(candidates: Sequence[Candidate], once: float, scorer: PlanS
 
 
 def _replace_refined(
-    candidates: Sequence[Candidate], bound: Candidate, refined: Iterable[Candidate]
+    candidates: Sequence[Candidate], replaced: Candidate, refined: Iterable[Candidate]
 ) -> list[Candidate]:
-    """Return `candidates` with `refined` in place of `bound` and of candidates of the same kind that have no plan."""
+    """Return `candidates` with `refined` in place of `replaced` and of unbuilt candidates of the same kind."""
     known = {(candidate.kind, candidate.device_count) for candidate in candidates if candidate.plan is not None}
     fresh = [candidate for candidate in refined if (candidate.kind, candidate.device_count) not in known]
     known = {(candidate.kind, candidate.device_count) for candidate in fresh}
@@ -219,7 +237,7 @@ def _replace_refined(
         *(
             candidate
             for candidate in candidates
-            if candidate is not bound and (candidate.kind, candidate.device_count) not in known
+            if candidate is not replaced and (candidate.kind, candidate.device_count) not in known
         ),
         *fresh,
     ]

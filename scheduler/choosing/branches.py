@@ -17,7 +17,7 @@ from itertools import product
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ..machines.hardware import STORED_LEAF_OPS, Hardware, find_viewed_node
-from ..sharding.layers import Placement, order_by_hops
+from ..sharding.layers import Placement, order_nodes_by_message_count
 from .clusters import Cluster, find_clusters, link_clusters, split_cluster
 
 MIN_BRANCH_SAVING = 0.03
@@ -46,49 +46,57 @@ class BranchScheduler:
 
     Args:
         graph: The graph to schedule.
-        devices: The number of devices.
+        device_count: The number of devices.
         hardware: The speeds of devices and links.
-        seconds: The seconds of each node on one device.
-        memory: The memory of the smallest device in bytes.
+        node_seconds: The seconds of each node on one device.
+        device_memory_bytes: The memory of the smallest device in bytes.
     """
 
     def __init__(
-        self, graph: Graph, devices: int, hardware: Hardware, seconds: Mapping[Node, float], memory: float
+        self,
+        graph: Graph,
+        device_count: int,
+        hardware: Hardware,
+        node_seconds: Mapping[Node, float],
+        device_memory_bytes: float,
     ) -> None:
         self.graph, self.device_count, self.hardware, self.node_seconds, self.device_memory_bytes = (
             graph,
-            devices,
+            device_count,
             hardware,
-            seconds,
-            memory,
+            node_seconds,
+            device_memory_bytes,
         )
         self.compute_nodes = [node for node in graph.nodes if not node.is_leaf]
-        self.total_seconds = sum(seconds.values())
+        self.total_seconds = sum(node_seconds.values())
         self._message_seconds: dict[tuple[int, bool], float] = {}
 
-    def compute_lower_bound(self, devices: int) -> float:
-        """Return the least seconds of any placement of the nodes on `devices` devices."""
-        return max(self._critical_seconds, self.total_seconds / devices)
+    def compute_lower_bound(self, device_count: int) -> float:
+        """Return the least seconds of any placement of the nodes on `device_count` devices.
+
+        It is the longer of two times: the longest path, and all work divided by the devices.
+        """
+        return max(self._critical_seconds, self.total_seconds / device_count)
 
     @cached_property
     def _critical_seconds(self) -> float:
-        """The seconds of the longest path."""
+        """The seconds of the longest path through the graph."""
         ends: dict[Node, float] = {}
         for node in self.compute_nodes:
             start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
             ends[node] = start + self.node_seconds.get(node, 0.0)
         return max(ends.values(), default=0.0)
 
-    def compute_cluster_bound(self, devices: int) -> float | None:
-        """Return the least seconds of any placement of the clusters on `devices` devices.
+    def compute_cluster_bound(self, device_count: int) -> float | None:
+        """Return the least seconds of any placement of the clusters on `device_count` devices.
 
-        None if all placements save less than `GAIN`.
+        None if all placements save less than the share `MIN_BRANCH_SAVING`.
         """
         ends: dict[Node, float] = {}
         for cluster in self._clusters:
             start = max((ends[source] for source in cluster.operand_reader_counts), default=0.0)
             ends[cluster.nodes[-1]] = start + cluster.seconds
-        bound = max(self.total_seconds / devices, *ends.values())
+        bound = max(self.total_seconds / device_count, *ends.values())
         return bound if bound <= self.total_seconds * (1 - MIN_BRANCH_SAVING) else None
 
     @cached_property
@@ -99,37 +107,42 @@ class BranchScheduler:
         """
         return self.estimate_overlapped_share(self.device_count) <= 1 - MIN_BRANCH_SAVING
 
-    def estimate_overlapped_share(self, stages: int) -> float:
-        """Return the share of the total time that `stages` stages of consecutive nodes take.
+    def estimate_overlapped_share(self, stage_count: int) -> float:
+        """Return the share of the total time that a run takes if its independent stages run at the same time.
 
-        Independent stages run at the same time.
+        Args:
+            stage_count: The number of stages of consecutive nodes.
         """
         stage: dict[Node, int] = {}
         spent = 0.0
         for node in self.compute_nodes:
-            stage[node] = min(int(spent / self.total_seconds * stages), stages - 1) if self.total_seconds else 0
+            stage[node] = (
+                min(int(spent / self.total_seconds * stage_count), stage_count - 1) if self.total_seconds else 0
+            )
             spent += self.node_seconds.get(node, 0.0)
         ends: dict[Node, float] = {}
-        free = [0.0] * stages
-        for node in order_by_hops(self.graph, stage):
+        free = [0.0] * stage_count
+        for node in order_nodes_by_message_count(self.graph, stage):
             start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
             free[stage[node]] = ends[node] = max(start, free[stage[node]]) + self.node_seconds.get(node, 0.0)
         return max(free) / self.total_seconds if self.total_seconds else 1.0
 
-    def find_schedules(self, devices: int) -> list[BranchSchedule]:
-        """Return the best schedules found on `devices` devices; each saves at least `GAIN`."""
+    def find_schedules(self, device_count: int) -> list[BranchSchedule]:
+        """Return the best schedules found on `device_count` devices; each saves at least `MIN_BRANCH_SAVING`."""
         grain = max(
-            self.total_seconds / devices / MAX_PARTS_PER_DEVICE,
+            self.total_seconds / device_count / MAX_PARTS_PER_DEVICE,
             MAX_PARTS_PER_DEVICE * self.hardware.collective_seconds(0.0),
         )
         whole = [Cluster([*cluster.nodes], cluster.seconds, {}) for cluster in self._clusters]
         parts = [part for cluster in self._clusters for part in split_cluster(cluster, self.node_seconds, grain)]
-        schedules = (schedule for division in (whole, parts) for schedule in self._schedule_clusters(division, devices))
+        schedules = (
+            schedule for division in (whole, parts) for schedule in self._schedule_clusters(division, device_count)
+        )
         return [schedule for schedule in schedules if schedule.seconds <= self.total_seconds * (1 - MIN_BRANCH_SAVING)]
 
     @cached_property
     def _clusters(self) -> Sequence[Cluster]:
-        """The clusters of the graph."""
+        """The clusters of the graph, each after the clusters that it reads."""
         return find_clusters(
             self.compute_nodes,
             self.node_seconds,
@@ -137,8 +150,8 @@ class BranchScheduler:
             self.hardware.collective_seconds(0.0),
         )
 
-    def _schedule_clusters(self, division: Sequence[Cluster], devices: int) -> Iterator[BranchSchedule]:
-        """Yield schedules of these clusters by list scheduling, and schedules that moves of clusters improved."""
+    def _schedule_clusters(self, division: Sequence[Cluster], device_count: int) -> Iterator[BranchSchedule]:
+        """Yield schedules of these clusters by list scheduling, and schedules improved by moves of single clusters."""
         clusters, owner = link_clusters(division, self.hardware.collective_seconds(0.0))
         until_end: dict[Cluster, float] = defaultdict(float)
         for cluster in reversed(clusters):
@@ -148,14 +161,14 @@ class BranchScheduler:
                 until_end[read] = max(
                     until_end[read], until_end[cluster] + self.estimate_result_message_seconds(source)
                 )
-        scheduler = _ListScheduler(self, devices)
+        scheduler = _ListScheduler(self, device_count)
         for cluster in sorted(clusters, key=until_end.__getitem__, reverse=True):
             scheduler.place_cluster(cluster)
         order = [
             node for cluster in sorted(clusters, key=scheduler.start_by_cluster.__getitem__) for node in cluster.nodes
         ]
         yield from self._build_schedules(scheduler.placement, order)
-        if (better := self._improve_placement(clusters, scheduler.placement, order, devices)) is not None:
+        if (better := self._improve_placement(clusters, scheduler.placement, order, device_count)) is not None:
             yield from self._build_schedules(better, order)
 
     def _build_schedules(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
@@ -165,20 +178,20 @@ class BranchScheduler:
         """
         ends = self._predict_ends(placement, order)
         leaf_bytes = [*self._count_leaf_bytes(placement).values()]
-        for each in (sorted(order, key=ends.__getitem__), order_by_hops(self.graph, placement)):
+        for each in (sorted(order, key=ends.__getitem__), order_nodes_by_message_count(self.graph, placement)):
             yield BranchSchedule(placement, each, max(ends.values()), leaf_bytes)
 
     def _improve_placement(
-        self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], devices: int
+        self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], device_count: int
     ) -> Placement | None:
-        """Return a better placement, found by moves of single clusters; None if all moves take longer."""
+        """Return a faster placement, found by moves of single clusters, or None."""
         first = best = max(self._predict_ends(placement, order).values())
         better, left = dict(placement), MAX_PREDICTED_NODES // len(order)
         movable = [cluster for cluster in clusters if self.state_users.keys().isdisjoint(cluster.nodes)]
         before = math.inf
         while best < before and left > 0:
             before = best
-            for cluster, device in product(movable, range(devices)):
+            for cluster, device in product(movable, range(device_count)):
                 if device != better[cluster.nodes[0]] and left > 0:
                     moved, left = {**better, **dict.fromkeys(cluster.nodes, device)}, left - 1
                     seconds = max(self._predict_ends(moved, order).values())
@@ -194,7 +207,7 @@ class BranchScheduler:
         return {device: sum_leaf_bytes(own) for device, own in leaves.items()}
 
     def _predict_ends(self, placement: Placement, order: Sequence[Node]) -> dict[Node, float]:
-        """Return the predicted time of the end of each node, where each device executes its nodes in this order.
+        """Return the predicted time at which each node ends, if each device executes its nodes in this order.
 
         A device waits for each value of another device; a sender does not wait.
         """
@@ -215,7 +228,7 @@ class BranchScheduler:
 
     @cached_property
     def state_users(self) -> dict[Node, set[Value]]:
-        """The states that each node reads or replaces, of nodes with any."""
+        """For each node that reads or replaces states, these states."""
         states: dict[Node, set[Value]] = defaultdict(set)
         for node in self.compute_nodes:
             if found := {leaf for leaf in find_stored_leaves(node) if leaf.node.op == "state"}:
@@ -235,11 +248,11 @@ class BranchScheduler:
         return {node: [(s, at[s.node]) for s in node.inputs if s.node in at] for node in self.compute_nodes}
 
     def estimate_result_message_seconds(self, node: Node, sender: int = 0, receiver: int = 1) -> float:
-        """Return the seconds of a message with the results of a node."""
+        """Return the seconds of a message with all results of a node."""
         return self.estimate_message_seconds(sum(spec.nbytes for spec in node.specs), sender, receiver)
 
     def estimate_message_seconds(self, nbytes: int, sender: int, receiver: int) -> float:
-        """Return the seconds of a message of `nbytes` bytes."""
+        """Return the seconds of a message of `nbytes` bytes between two devices."""
         machine = self.hardware.machine
         key = nbytes, machine > 0 and sender // machine != receiver // machine
         if key not in self._message_seconds:
@@ -250,18 +263,18 @@ class BranchScheduler:
 class _ListScheduler:
     """A list scheduler: it places clusters on devices one by one, each after the clusters that it reads."""
 
-    def __init__(self, branches: BranchScheduler, devices: int) -> None:
+    def __init__(self, branches: BranchScheduler, device_count: int) -> None:
         self.branches = branches
         self.placement: dict[Node, int] = {}
         self.start_by_cluster: dict[Cluster, float] = {}
         self.end_by_node: dict[Node, float] = {}
-        self.device_free_times = [0.0] * devices
-        self.leaves_by_device: list[set[Value]] = [set() for _ in range(devices)]
-        self.leaf_bytes_by_device = [0] * devices
+        self.device_free_times = [0.0] * device_count
+        self.leaves_by_device: list[set[Value]] = [set() for _ in range(device_count)]
+        self.leaf_bytes_by_device = [0] * device_count
         self.device_by_state: dict[Value, int] = {}
 
     def place_cluster(self, cluster: Cluster) -> None:
-        """Place a cluster on the device with room that starts it first, or on the device of a state that it uses."""
+        """Place a cluster on the device with enough memory that can start it first, or on the device of its state."""
         leaves = {leaf for node in cluster.nodes for leaf in find_stored_leaves(node)}
         states = {state for node in cluster.nodes for state in self.branches.state_users.get(node, ())}
         fixed = sorted({self.device_by_state[state] for state in states if state in self.device_by_state})[:1]
@@ -279,7 +292,7 @@ class _ListScheduler:
             self.device_by_state.setdefault(state, device)
 
     def _list_candidate_devices(self) -> list[int]:
-        """Return the devices in use, and the first idle one of each machine."""
+        """Return the devices in use, and the first idle device of each machine."""
         machine, seen = self.branches.hardware.machine or len(self.device_free_times), set[int]()
         devices = []
         for device, free in enumerate(self.device_free_times):
@@ -301,11 +314,11 @@ class _ListScheduler:
 
 
 def find_stored_leaves(node: Node) -> set[Value]:
-    """Return the weights and states that a node reads, itself or through views."""
+    """Return the weights and states that a node reads, directly or through views."""
     leaves = (find_viewed_node(source) for source in node.inputs)
     return {leaf.results[0] for leaf in leaves if leaf.op in STORED_LEAF_OPS}
 
 
 def sum_leaf_bytes(leaves: Iterable[Value]) -> int:
-    """Return the bytes of weights and states."""
+    """Return the total bytes of weights and states."""
     return sum(leaf.spec.nbytes for leaf in leaves)

@@ -1,6 +1,6 @@
 """Clusters of nodes that gain nothing from separate devices.
 
-Only one node of a cluster, its exit, is read by other clusters.  So no path leaves a cluster and returns to it, and a
+Only one node of a cluster, its exit, is read by other clusters. So no path leaves a cluster and returns to it, and a
 device can execute one cluster after the other.
 """
 
@@ -30,17 +30,17 @@ class Cluster:
 
 
 def find_clusters(
-    nodes: Sequence[Node], seconds: Mapping[Node, float], message: NodeSeconds, latency: float
+    nodes: Sequence[Node], node_seconds: Mapping[Node, float], message_seconds: NodeSeconds, latency: float
 ) -> list[Cluster]:
     """Return the clusters of `nodes`; each follows the clusters that it reads.
 
-    A cluster joins its only reader. The exception is a cluster that can run at the same time as another operand of this
-    reader, if that saves more than `latency`.
+    A cluster joins its only reader. The exception is a cluster that can run at the same time as another operand of
+    this reader, if that saves more than `latency`.
 
     Args:
         nodes: Nodes that compute, in the order of a graph.
-        seconds: The seconds of each node on one device.
-        message: Returns the seconds of a message with the results of a node.
+        node_seconds: The seconds of each node on one device.
+        message_seconds: Returns the seconds of a message with the results of a node.
         latency: The seconds of the shortest message.
     """
     operands = {node: dict.fromkeys(s.node for s in node.inputs if not s.node.is_leaf) for node in nodes}
@@ -57,15 +57,15 @@ def find_clusters(
             if node is exit_node or node in one.operand_reader_counts or other.seconds <= latency:
                 continue
             saved = (
-                min(one.seconds - message(node), other.seconds),
-                min(other.seconds - message(exit_node), one.seconds),
+                min(one.seconds - message_seconds(node), other.seconds),
+                min(other.seconds - message_seconds(exit_node), one.seconds),
             )
             if max(saved) > latency:
                 return False
         return True
 
     for node, read in operands.items():
-        own = Cluster([node], seconds.get(node, 0.0), dict.fromkeys(read, 1))
+        own = Cluster([node], node_seconds.get(node, 0.0), dict.fromkeys(read, 1))
         while (
             found := next(
                 (
@@ -91,8 +91,8 @@ def find_clusters(
     return [*by_exit.values()]
 
 
-def split_cluster(cluster: Cluster, seconds: Mapping[Node, float], grain: float) -> Iterator[Cluster]:
-    """Yield consecutive parts of a cluster, each of at least `grain` seconds except the last one.
+def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seconds: float) -> Iterator[Cluster]:
+    """Yield consecutive parts of a cluster, each of at least `min_seconds` except the last one.
 
     Only one value passes from a part to the next.
     """
@@ -104,8 +104,8 @@ def split_cluster(cluster: Cluster, seconds: Mapping[Node, float], grain: float)
         unread.add(node)
         unread -= {source.node for source in node.inputs if last_reader[source.node] == at}
         nodes.append(node)
-        spent += seconds.get(node, 0.0)
-        if spent >= grain and len(unread) == 1:
+        spent += node_seconds.get(node, 0.0)
+        if spent >= min_seconds and len(unread) == 1:
             yield Cluster(nodes, spent, {})
             nodes, spent = [], 0.0
     if nodes:
@@ -113,7 +113,7 @@ def split_cluster(cluster: Cluster, seconds: Mapping[Node, float], grain: float)
 
 
 def link_clusters(clusters: Sequence[Cluster], latency: float) -> tuple[list[Cluster], dict[Node, Cluster]]:
-    """Return the clusters with the nodes that they read, and the cluster of each node.
+    """Return the clusters with the nodes that they read from other clusters, and the cluster of each node.
 
     A cluster that is shorter than `latency` seconds joins the only cluster that it reads.
     """

@@ -20,7 +20,7 @@ MAX_OFFLOAD_PLANS = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
-    """The device plans that share one memory of `memory` bytes; several devices of one machine may share it."""
+    """A memory of `memory_bytes` bytes with the device plans that use it; devices of a machine may share one."""
 
     device_plans: tuple[Lane, ...]
     memory_bytes: int
@@ -28,16 +28,16 @@ class MemoryPool:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the device plans need."""
+        """Bytes that the device plans need in total."""
         return sum(sum(device_plan.memory().values()) for device_plan in self.device_plans)
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that do not fit."""
+        """Bytes that do not fit into the memory; 0 if all fit."""
         return max(0, self.needed_bytes - self.memory_bytes)
 
     def count_leaf_bytes(self, names: frozenset[str]) -> int:
-        """Return the bytes of the leaves with these names."""
+        """Return the stored bytes of the leaves with these names in this memory."""
         buffers = [b for device_plan in self.device_plans for b in device_plan.program.buffers if b.kind != "arena"]
         return sum(b.nbytes for b in buffers if b.name in names)
 
@@ -60,14 +60,16 @@ def list_memory_pools(plan: Plan) -> list[MemoryPool]:
 
 
 def compute_missing_bytes(plan: Plan) -> int:
-    """Return the bytes that do not fit, summed over all memories."""
+    """Return the bytes of a plan that do not fit, summed over all memories; 0 if the plan fits."""
     return sum(pool.missing_bytes for pool in list_memory_pools(plan))
 
 
 def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | None:
-    """Describe the memory with the largest shortage and two remedies; None if all fits.
+    """Return a message about the memory that lacks most bytes, with two remedies; None if all fits.
 
-    `context` is the number of cells of the caches.
+    Args:
+        plan: The plan.
+        context: The number of cells of the KV caches, in order to suggest a smaller context.
     """
     short = [pool for pool in list_memory_pools(plan) if pool.missing_bytes]
     if not short:
@@ -97,13 +99,13 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
     )
 
 
-def _suggest_context(short: Sequence[MemoryPool], plan: Plan, context: int | None) -> str | None:
-    """Suggest the largest context that fits, if smaller caches are enough."""
+def _suggest_context(short_pools: Sequence[MemoryPool], plan: Plan, context: int | None) -> str | None:
+    """Return the suggestion of the largest context that fits, or None if smaller caches are not enough."""
     if context is None:
         return None
     caches = frozenset(v.node.name for v in plan.graph.states if v.shape and v.shape[0] >= context)
     sizes = []
-    for pool in short:
+    for pool in short_pools:
         cache_bytes = pool.count_leaf_bytes(caches)
         if cache_bytes <= pool.missing_bytes:
             return None
@@ -113,7 +115,10 @@ def _suggest_context(short: Sequence[MemoryPool], plan: Plan, context: int | Non
 
 
 def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
-    """Suggest a number of equal devices; sharded or placed leaves become smaller on each, other leaves do not."""
+    """Return the suggestion of a number of equal devices on which the plan fits, or None.
+
+    Sharded or placed leaves become smaller on each device, other leaves do not.
+    """
     if pool.is_shared:
         return None
     leaves = {v.node.name for v in (*plan.graph.weights, *plan.graph.states)}
@@ -131,7 +136,7 @@ def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
 
 
 def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
-    """Suggest another split mode, if several devices have full copies or whole layers."""
+    """Return the suggestion of another split mode, if several devices have full copies or whole layers, or None."""
     if len(plan.lanes) == 1:
         return None
     if not _is_partitioned(plan):
@@ -150,16 +155,18 @@ def _is_partitioned(plan: Plan) -> bool:
     return any(isinstance(layout, Shard | Local) for layout in plan.leaves.values())
 
 
-def choose_host_offload(lacking: float, plan_with: Callable[[float], Plan]) -> Plan | None:
-    """Return the fitting plan with the smallest host share, found by bisection; None without a fitting plan.
+def choose_host_offload(missing_share: float, build_plan_for_share: Callable[[float], Plan]) -> Plan | None:
+    """Return the fitting plan with the smallest host share that bisection finds; None without a fitting plan.
+
+    At most `MAX_OFFLOAD_PLANS` plans are built.
 
     Args:
-        lacking: The share of all weights and states that did not fit.
-        plan_with: Builds the plan in which the host has a given share of all weights and states.
+        missing_share: The share of all weights and states that did not fit without the host.
+        build_plan_for_share: Builds the plan in which the host has a given share of all weights and states.
     """
-    low, share, fitting = 0.0, min(1.0, lacking), None
+    low, share, fitting = 0.0, min(1.0, missing_share), None
     for _ in range(MAX_OFFLOAD_PLANS):
-        offload_plan = plan_with(share)
+        offload_plan = build_plan_for_share(share)
         if not compute_missing_bytes(offload_plan):
             fitting, high = offload_plan, share
         elif share >= 1.0:
@@ -170,7 +177,7 @@ def choose_host_offload(lacking: float, plan_with: Callable[[float], Plan]) -> P
     return fitting
 
 
-def memory_proportions(devices: Sequence[Device]) -> list[float]:
-    """Return the default proportions of a layer split: the memory of the devices, if all devices state it, else 1.0."""
+def compute_memory_proportions(devices: Sequence[Device]) -> list[float]:
+    """Return the default proportions of a layer split: the memory of each device, or 1.0 if one does not state it."""
     sizes = [float(device.memory or 0) for device in devices]
     return sizes if all(sizes) else [1.0] * len(sizes)

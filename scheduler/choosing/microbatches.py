@@ -57,30 +57,30 @@ class MicroBatchChoice:
         return "; ".join(clauses)
 
 
-def list_micro_batch_counts(sequences: int, stages: int) -> list[int]:
-    """Return the micro-batch counts to consider: at most `stages`, halved repeatedly down to two."""
-    max_count = min(stages, sequences)
+def list_micro_batch_counts(sequence_count: int, stage_count: int) -> list[int]:
+    """Return the micro-batch counts to consider, descending: at most `stage_count`, halved repeatedly down to two."""
+    max_count = min(stage_count, sequence_count)
     return [max_count >> halved for halved in range(max_count.bit_length()) if max_count >> halved > 1]
 
 
 def choose_micro_batches(
-    sequences: int,
+    sequence_count: int,
     plan_of: Callable[[int], Plan],
     counts_of: Callable[[int, int], Sequence[int]] = list_micro_batch_counts,
 ) -> MicroBatchChoice:
-    """Choose the micro-batches of a step; several must be `MIN_PIPELINE_SPEEDUP` times as fast as one.
+    """Choose the micro-batches of a step; several must be predicted to be `MIN_PIPELINE_SPEEDUP` times as fast as one.
 
     Args:
-        sequences: The number of sequences.
+        sequence_count: The number of sequences.
         plan_of: Returns the plan of a step in which each of `n` sequences gets a token.
         counts_of: Returns the micro-batch counts to consider, from the sequence count and the stage count.
     """
-    whole = plan_of(sequences)
+    whole = plan_of(sequence_count)
     stages = count_pipeline_stages(whole)
-    counts = counts_of(sequences, stages)
-    seconds = {count: count * estimate_run_interval(plan_of(-(-sequences // count)), count) for count in counts}
+    counts = counts_of(sequence_count, stages)
+    seconds = {count: count * estimate_run_interval(plan_of(-(-sequence_count // count)), count) for count in counts}
     at_once = whole.cost.total
     best = min(seconds, key=seconds.__getitem__, default=1)
     taken = best if best > 1 and at_once >= MIN_PIPELINE_SPEEDUP * seconds[best] else 1
-    sizes = tuple(sequences // taken + (at < sequences % taken) for at in range(taken))
+    sizes = tuple(sequence_count // taken + (at < sequence_count % taken) for at in range(taken))
     return MicroBatchChoice(sizes, ((1, at_once), *sorted(seconds.items())), stages, len(whole.lanes))

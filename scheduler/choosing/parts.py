@@ -43,13 +43,21 @@ class ChunkTimeModel:
     """A model of the seconds of a run on each pipeline stage, from four plans.
 
     The plans have few or many tokens, and few or many cells. Between them, the time is bilinear in tokens and cells.
+
+    Args:
+        plan_of: Returns the plan of a run with a token count and a cell count.
+        token_counts: Few and many tokens.
+        cell_counts: Few and many cells of the context.
     """
 
-    def __init__(self, plan_of: PlanForChunk, tokens: tuple[int, int], cells: tuple[int, int]) -> None:
-        self._min_tokens, self._token_span = tokens[0], max(1, tokens[1] - tokens[0])
-        self._min_cells, self._cell_span = cells[0], max(1, cells[1] - cells[0])
-        of = {asked: estimate_stage_times(plan_of(*asked)) for asked in {(t, c) for t in tokens for c in cells}}
-        stops = [*zip(*(of[t, c] for c in cells for t in tokens), strict=True)]
+    def __init__(self, plan_of: PlanForChunk, token_counts: tuple[int, int], cell_counts: tuple[int, int]) -> None:
+        self._min_tokens, self._token_span = token_counts[0], max(1, token_counts[1] - token_counts[0])
+        self._min_cells, self._cell_span = cell_counts[0], max(1, cell_counts[1] - cell_counts[0])
+        of = {
+            asked: estimate_stage_times(plan_of(*asked))
+            for asked in {(t, c) for t in token_counts for c in cell_counts}
+        }
+        stops = [*zip(*(of[t, c] for c in cell_counts for t in token_counts), strict=True)]
         self._message_coefficients = [
             _compute_bilinear_coefficients(*(stage_time.message_seconds for stage_time in corners)) for corners in stops
         ]
@@ -57,27 +65,27 @@ class ChunkTimeModel:
             _compute_bilinear_coefficients(*(stage_time.compute_seconds for stage_time in corners)) for corners in stops
         ]
 
-    def _compute_interpolation_terms(self, tokens: int, end: int) -> tuple[float, float]:
+    def _compute_interpolation_terms(self, token_count: int, end_token: int) -> tuple[float, float]:
         """Return the relative positions of a run between few and many tokens, and between few and many cells.
 
-        The run has `tokens` tokens and ends at sequence length `end`. A token sees all cells before the run, and on
-        average half of the cells of the run.
+        The run has `token_count` tokens and ends at sequence length `end_token`. A token sees all cells before the
+        run, and on average half of the cells of the run.
         """
-        cells = (end - tokens / 2) / CALIBRATED_VISIBLE_SHARE
-        return (tokens - self._min_tokens) / self._token_span, (cells - self._min_cells) / self._cell_span
+        cells = (end_token - token_count / 2) / CALIBRATED_VISIBLE_SHARE
+        return (token_count - self._min_tokens) / self._token_span, (cells - self._min_cells) / self._cell_span
 
-    def predict_stage_times(self, tokens: int, end: int) -> list[StageTime]:
-        """Return the stage times of a run of `tokens` tokens that ends at sequence length `end`."""
-        m, n = self._compute_interpolation_terms(tokens, end)
+    def predict_stage_times(self, token_count: int, end_token: int) -> list[StageTime]:
+        """Return the stage times of a run of `token_count` tokens that ends at sequence length `end_token`."""
+        m, n = self._compute_interpolation_terms(token_count, end_token)
         message_seconds, work = (
             [max(0.0, a + b * m + c * n + d * m * n) for a, b, c, d in of]
             for of in (self._message_coefficients, self._work_coefficients)
         )
         return [*map(StageTime, message_seconds, work)]
 
-    def predict_slowest_stage_seconds(self, tokens: int, end: int) -> float:
-        """Return the seconds of the slowest stage; called some hundred times before a prompt begins."""
-        m, n = self._compute_interpolation_terms(tokens, end)
+    def predict_slowest_stage_seconds(self, token_count: int, end_token: int) -> float:
+        """Return the compute seconds of the slowest stage; called some hundred times before a prompt begins."""
+        m, n = self._compute_interpolation_terms(token_count, end_token)
         return max(0.0, *(a + b * m + c * n + d * m * n for a, b, c, d in self._work_coefficients))
 
 
@@ -88,27 +96,30 @@ def _compute_bilinear_coefficients(
     return few, more - few, few_longer - few, more_longer - few_longer - more + few
 
 
-def choose_prefill_chunks(tokens: int, behind: int, sizes: Sequence[int], predicted: ChunkTimeModel) -> PrefillChunks:
+def choose_prefill_chunks(
+    token_count: int, past_tokens: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
+) -> PrefillChunks:
     """Split a prompt into the fewest chunks that are near the shortest predicted time.
 
-    Each considered split has the largest chunks that take at most a time limit. The limits are the times of a chunk of
-    each size at the beginning and at the end of the prompt.
+    Each considered split has the largest chunks that take at most a time limit. The limits are the times of a chunk
+    of each size at the beginning and at the end of the prompt.
 
     Args:
-        tokens: Tokens of the prompt that are not in the cache yet.
-        behind: Tokens that are already in the cache.
-        sizes: The chunk sizes, ascending. The last chunk may be smaller; it costs as much as the next size.
-        predicted: The model of the stage times.
+        token_count: Tokens of the prompt that are not in the KV cache yet.
+        past_tokens: Tokens that are already in the KV cache.
+        allowed_sizes: The chunk sizes with a plan, ascending. The last chunk may be smaller; it costs as much as the
+            next size.
+        time_model: The model of the stage times.
     """
-    end = behind + tokens
+    end = past_tokens + token_count
     times = {
-        predicted.predict_slowest_stage_seconds(size, cells)
-        for size in sizes
-        for cells in (behind + min(size, tokens), end)
+        time_model.predict_slowest_stage_seconds(size, cells)
+        for size in allowed_sizes
+        for cells in (past_tokens + min(size, token_count), end)
     }
-    splits = {_split_within_time(seconds, behind, end, sizes, predicted) for seconds in times}
+    splits = {_split_within_time(seconds, past_tokens, end, allowed_sizes, time_model) for seconds in times}
     candidates = [
-        PrefillChunks(chunk_sizes, compute_pipelined_seconds(chunk_sizes, behind, sizes, predicted))
+        PrefillChunks(chunk_sizes, compute_pipelined_seconds(chunk_sizes, past_tokens, allowed_sizes, time_model))
         for chunk_sizes in splits
     ]
     max_seconds = FEWER_CHUNKS_TOLERANCE * min(parts.seconds for parts in candidates)
@@ -117,39 +128,41 @@ def choose_prefill_chunks(tokens: int, behind: int, sizes: Sequence[int], predic
 
 
 def _split_within_time(
-    seconds: float, behind: int, end: int, sizes: Sequence[int], predicted: ChunkTimeModel
+    max_seconds: float, past_tokens: int, end_token: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> tuple[int, ...]:
-    """Return the largest chunks that take at most `seconds` each; a chunk of the smallest size may take longer."""
+    """Return the largest chunks that take at most `max_seconds` each; a chunk of the smallest size may take longer."""
     chunk_sizes: list[int] = []
-    while behind < end:
+    while past_tokens < end_token:
         fitting = bisect_right(
-            sizes, seconds, key=lambda size: predicted.predict_slowest_stage_seconds(size, min(behind + size, end))
+            allowed_sizes,
+            max_seconds,
+            key=lambda size: time_model.predict_slowest_stage_seconds(size, min(past_tokens + size, end_token)),
         )
-        chunk_sizes.append(min(sizes[max(0, fitting - 1)], end - behind))
-        behind += chunk_sizes[-1]
+        chunk_sizes.append(min(allowed_sizes[max(0, fitting - 1)], end_token - past_tokens))
+        past_tokens += chunk_sizes[-1]
     return tuple(chunk_sizes)
 
 
 def compute_pipelined_seconds(
-    chunk_sizes: Sequence[int], behind: int, sizes: Sequence[int], predicted: ChunkTimeModel
+    chunk_sizes: Sequence[int], past_tokens: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> float:
-    """Return the time at which the last stage has computed the last chunk.
+    """Return the seconds from the start until the last stage has computed the last chunk.
 
     Args:
         chunk_sizes: The token counts of the chunks.
-        behind: Tokens that are already in the cache.
-        sizes: The chunk sizes, ascending.
-        predicted: The model of the stage times.
+        past_tokens: Tokens that are already in the KV cache.
+        allowed_sizes: The chunk sizes with a plan, ascending.
+        time_model: The model of the stage times.
     """
     done: list[float] = []
-    for size, end in zip(chunk_sizes, accumulate(chunk_sizes, initial=behind), strict=False):
-        here, there = 0.0, predicted.predict_stage_times(round_up_to_chunk_size(size, sizes), end + size)
+    for size, end in zip(chunk_sizes, accumulate(chunk_sizes, initial=past_tokens), strict=False):
+        here, there = 0.0, time_model.predict_stage_times(round_up_to_chunk_size(size, allowed_sizes), end + size)
         done = done or [0.0] * len(there)
         for at, stage_time in enumerate(there):
             here = done[at] = max(done[at], here + stage_time.message_seconds) + stage_time.compute_seconds
     return max(done, default=0.0)
 
 
-def round_up_to_chunk_size(tokens: int, sizes: Sequence[int]) -> int:
-    """Return the smallest size of at least `tokens` tokens."""
-    return sizes[bisect_left(sizes, tokens)]
+def round_up_to_chunk_size(token_count: int, allowed_sizes: Sequence[int]) -> int:
+    """Return the smallest allowed size of at least `token_count` tokens."""
+    return allowed_sizes[bisect_left(allowed_sizes, token_count)]

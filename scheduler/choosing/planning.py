@@ -31,94 +31,118 @@ from ..sharding.layers import (
 from ..sharding.layers import emit_placed_graphs as place_nodes
 from ..sharding.pins import (
     Pin,
-    find_unsupported,
+    find_unsupported_nodes,
+    pin_changed_leaf_layouts,
     pin_discrete_choices,
-    pin_earlier_layouts,
     pins_from_layouts,
 )
 from ..sharding.search import (
     FactorChoice,
-    describe_all_factors,
-    factors_from_description,
+    factors_from_positions,
+    list_all_factor_positions,
 )
 from ..sharding.teams import (
     HybridGraphs,
     StageGroups,
-    find_groups_of_programs,
+    find_pipeline_stage_groups,
     partition_hybrid,
-    split_into_groups,
+    split_devices_into_groups,
     stages_from_layouts,
 )
 from ..spelling import decompose_unsupported
 from .branches import BranchSchedule
-from .fits import choose_host_offload, compute_missing_bytes, memory_proportions
+from .fits import choose_host_offload, compute_memory_proportions, compute_missing_bytes
 from .repeating import plan_repeated_layers
-from .sharded import ShardedPlanBuilder, choose_overlap_chunks
+from .sharded import ShardedPlanBuilder, choose_plan_with_overlap_chunks
 
 FactorChooser = Callable[[Graph, Factors], frozenset[Factor]]
 """Return the factors to shard, chosen by the caller."""
 
 
 class PlanBuilder(ShardedPlanBuilder):
-    """One checked request of `plan_for_group`, and the methods that build plans for it."""
+    """One checked request of `plan_for_group`, and the methods that build plans for it.
+
+    The methods `build_...` without arguments are the split modes.
+    """
 
     def build_unverified(
-        self, mode: SplitModeBuilder, like: Plan | None, choose: FactorChooser | None, host: HostOffload | None
+        self,
+        mode: SplitModeBuilder,
+        earlier_plan: Plan | None,
+        choose_factors: FactorChooser | None,
+        host: HostOffload | None,
     ) -> Plan:
-        """Return the unverified plan, with host offload if it does not fit and a host is given.
+        """Return the unverified plan of the request, with host offload if it does not fit and a host is given.
 
         Args:
             mode: Builds the plan of the split mode.
-            like: An earlier plan; its layout is kept.
-            choose: Chooses the factors to shard instead of the search.
+            earlier_plan: An earlier plan; its layout is kept.
+            choose_factors: Chooses the factors to shard instead of the search.
             host: The host device for leaves that do not fit.
         """
-        plan = self.build_for_mode(mode, like, choose)
+        plan = self.build_for_mode(mode, earlier_plan, choose_factors)
         if (
             host is not None
-            and like is None
+            and earlier_plan is None
             and mode is not PlanBuilder.build_tensor_parallel
             and compute_missing_bytes(plan)
         ):
-            plan = self.build_with_host_offload(host, alone=mode is PlanBuilder.build_single_device) or plan
+            plan = (
+                self.build_with_host_offload(host, uses_single_device=mode is PlanBuilder.build_on_first_device) or plan
+            )
         taken = {str(device_plan.device) for device_plan in plan.lanes}
         return replace(plan, spare=tuple(name for name in self.device_names if name not in taken))
 
-    def build_for_mode(self, mode: SplitModeBuilder, like: Plan | None, choose: FactorChooser | None) -> Plan:
-        """Return the plan in `mode`, unless an earlier plan, a lack of choice or the caller decides."""
-        if like is not None:
-            return self.build_with_fixed_layout(like)
+    def build_for_mode(
+        self, mode: SplitModeBuilder, earlier_plan: Plan | None, choose_factors: FactorChooser | None
+    ) -> Plan:
+        """Return the plan of the split mode `mode`, with three exceptions.
+
+        1. With `earlier_plan`, return a plan with its layout.
+        2. With one device and no placement rules, return the plan of one device.
+        3. With `choose_factors`, shard the factors that this function of the caller returns.
+        """
+        if earlier_plan is not None:
+            return self.build_with_fixed_layout(earlier_plan)
         if len(self.group) == 1 and not self.placement_rules:
             return self.build_unsharded()
-        if choose is not None:
-            chosen, why = choose(self.graph, self.factors), "chosen by the caller"
+        if choose_factors is not None:
+            chosen, why = choose_factors(self.graph, self.factors), "chosen by the caller"
             if mode is PlanBuilder.build_hybrid:
                 return self.build_with_groups(
-                    split_into_groups(self.devices_per_machine, len(self.group)), FactorChoice(chosen, (why,))
+                    split_devices_into_groups(self.devices_per_machine, len(self.group)), FactorChoice(chosen, (why,))
                 )
             return self.build_with_factors(chosen, why)
         return mode(self)
 
-    def build_with_fixed_layout(self, earlier: Plan) -> Plan:
-        """Return the plan over weights and states with the layouts of an earlier plan."""
-        if (groups := find_groups_of_programs([device_plan.program for device_plan in earlier.lanes])) is not None:
-            where = stages_from_layouts(self.graph, earlier.leaves, groups)
-            return self._build_hybrid_stages(where, groups, earlier.cuts, ("an earlier plan's layout",), earlier.leaves)
-        fixed_pins = pins_from_layouts(self.graph, earlier.leaves)
-        stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
+    def build_with_fixed_layout(self, earlier_plan: Plan) -> Plan:
+        """Return the plan over weights and states with the layouts of an earlier plan.
+
+        Raises:
+            PlanError: The graph reads a weight in parts that the layouts of the earlier plan cannot give.
+        """
+        if (
+            groups := find_pipeline_stage_groups([device_plan.program for device_plan in earlier_plan.lanes])
+        ) is not None:
+            where = stages_from_layouts(self.graph, earlier_plan.leaves, groups)
+            return self._build_hybrid_stages(
+                where, groups, earlier_plan.cuts, ("an earlier plan's layout",), earlier_plan.leaves
+            )
+        fixed_pins = pins_from_layouts(self.graph, earlier_plan.leaves)
+        stored = [earlier_plan.leaves[v.node.name] for v in (*earlier_plan.graph.weights, *earlier_plan.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
-            where = placement_from_layouts(self.graph, earlier.leaves)
+            where = placement_from_layouts(self.graph, earlier_plan.leaves)
             base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
             return self._build_pinned(
                 base, {v: layout for v, layout in fixed_pins.leaves.items() if isinstance(layout, Local)}
             )
         if len(self.group) == 1 and not self.placement_rules and not fixed_pins.leaves:
             return self.build_unsharded("an earlier plan's layout")
-        chosen = factors_from_description(self.graph, self.factors, earlier.cuts)
-        if self.graph.digest() != earlier.graph.digest():  # the same position may have another factor
+        chosen = factors_from_positions(self.graph, self.factors, earlier_plan.cuts)
+        if self.graph.digest() != earlier_plan.graph.digest():  # the same position may have another factor
             chosen = frozenset(f for f in chosen if f.can_be_sharded)
         choice = FactorChoice(chosen, ("an earlier plan's layout",))
-        if (short := self._build_from_shortened_graph(choice, earlier.leaves)) is not None:
+        if (short := self._build_from_shortened_graph(choice, earlier_plan.leaves)) is not None:
             return short
         while True:
             try:
@@ -128,19 +152,22 @@ class PlanBuilder(ShardedPlanBuilder):
                     "this graph reads a weight in other pieces than an earlier plan has cut it, which cannot be put "
                     f"together: {why}; make one plan for both, or load the weights anew"
                 ) from None
-            before, fixed_pins = fixed_pins, pin_earlier_layouts(fixed_pins, self.graph, plan.leaves, earlier.leaves)
+            before, fixed_pins = (
+                fixed_pins,
+                pin_changed_leaf_layouts(fixed_pins, self.graph, plan.leaves, earlier_plan.leaves),
+            )
             if fixed_pins == before:
                 return plan
 
-    def build_single_device(self) -> Plan:
-        """Return the plan on the first device; only nodes that must run elsewhere use others.
+    def build_on_first_device(self) -> Plan:
+        """Return the plan on the first device; only nodes that must run elsewhere use other devices.
 
         Devices without work are left out.
         """
         hardware = self.hardware if len(self.group) == 1 else self.hardware.solo_hardware
         first = PlanBuilder(self.graph, self.group[:1], (), hardware)
         first.unrepeated_reasons, first.repeated_layers = self.unrepeated_reasons, self.repeated_layers
-        if not self.user_pins and not find_unsupported([self.graph], [{}], self.group[:1]):
+        if not self.user_pins and not find_unsupported_nodes([self.graph], [{}], self.group[:1]):
             return first.build_unsharded()
         base = {
             n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
@@ -148,7 +175,11 @@ class PlanBuilder(ShardedPlanBuilder):
         return self._build_pinned(base, trim=True)
 
     def build_unsharded(self, *reasons: str) -> Plan:
-        """Return the plan of one device; it needs no factors, which take most of the time for a large graph."""
+        """Return the plan of one device, without factors, which take most of the time for a large graph.
+
+        Args:
+            reasons: The reasons of the plan, as text for `explain`.
+        """
         if (
             not self.unrepeated_reasons
             and (
@@ -181,14 +212,24 @@ class PlanBuilder(ShardedPlanBuilder):
         if self.workload is not None and not self.tensor_split and len(set(memory)) == 1:
             return self._build_layers_by_shares(compute_balanced_proportions(self.workload.balanced_graph, len(memory)))
         return self._build_layers_by_shares(
-            self.tensor_split or memory_proportions([device for _, device in self.group])
+            self.tensor_split or compute_memory_proportions([device for _, device in self.group])
         )
 
-    def _build_layers_by_shares(self, shares: Sequence[float], *, trim: bool = False, last: str = "") -> Plan:
-        """Return the layer split by `shares`; `last` is the reason for the last device."""
-        where = split_layers(self.graph, shares, self.user_pins)
-        because = [f"layer split, with {share / sum(shares):.0%} of the weights and states" for share in shares]
-        because[-1] = last or because[-1]
+    def _build_layers_by_shares(
+        self, proportions: Sequence[float], *, trim: bool = False, last_device_reason: str = ""
+    ) -> Plan:
+        """Return the layer split with these proportions of the weights and states.
+
+        Args:
+            proportions: The proportion of each device.
+            trim: Whether devices without work are left out.
+            last_device_reason: The reason that `explain` gives for the nodes of the last device.
+        """
+        where = split_layers(self.graph, proportions, self.user_pins)
+        because = [
+            f"layer split, with {share / sum(proportions):.0%} of the weights and states" for share in proportions
+        ]
+        because[-1] = last_device_reason or because[-1]
         return self._build_pinned({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
 
     def build_branches(self, schedule: BranchSchedule) -> Plan:
@@ -196,27 +237,28 @@ class PlanBuilder(ShardedPlanBuilder):
         pins = {node: Pin(device, "it is in a branch of its own") for node, device in schedule.placement.items()}
         return self._build_pinned(pins, trim=True, order=schedule.order)
 
-    def build_with_host_offload(self, host: HostOffload, *, alone: bool) -> Plan | None:
+    def build_with_host_offload(self, host: HostOffload, *, uses_single_device: bool) -> Plan | None:
         """Return a layer split with the host as one more device for leaves that do not fit.
 
-        With `alone` only the first device and the host have work. Returns None if the host is already in the group.
+        With `uses_single_device` only the first device and the host have work. Returns None if the host is already in
+        the group.
         """
         if str(host.device) in {str(device) for _, device in self.group}:
             return None
         wider = PlanBuilder(
             self.graph, (*self.group, (host.backend, host.device)), (), self.hardware, self.placement_rules
         )
-        shares = self.tensor_split or memory_proportions([device for _, device in self.group])
-        if alone:
+        shares = self.tensor_split or compute_memory_proportions([device for _, device in self.group])
+        if uses_single_device:
             shares = [1.0] + [0.0] * (len(self.group) - 1)
         why = f"weights that do not fit stay on {host.device}"
 
         def plan_with(share: float) -> Plan:
             rest = [(1 - share) * s / sum(shares) for s in shares]
-            plan = wider._build_layers_by_shares([*rest, share], trim=alone, last=why)
+            plan = wider._build_layers_by_shares([*rest, share], trim=uses_single_device, last_device_reason=why)
             return replace(plan, host=host.hardware) if plan.lanes[-1].device == host.device else plan
 
-        first = self._build_layers_by_shares(shares, trim=alone)
+        first = self._build_layers_by_shares(shares, trim=uses_single_device)
         total = sum(first.memory()[kind] for kind in ("weight", "state"))
         return (
             choose_host_offload(compute_missing_bytes(first) / max(total, 1), plan_with)
@@ -226,19 +268,23 @@ class PlanBuilder(ShardedPlanBuilder):
 
     def _build_pinned(
         self,
-        base: Mapping[Node, Pin],
+        base_pins: Mapping[Node, Pin],
         fixed_values: Mapping[Value, Local] = NO_FIXED_VALUES,
         *,
         trim: bool = False,
         order: Sequence[Node] = (),
     ) -> Plan:
-        """Return the plan with the pins `base`, in which user pins take precedence, and the layouts of `fixed_values`.
+        """Return the plan in which each node runs on the device of its pin; user pins take precedence.
 
-        With `trim`, devices without work are left out. Nodes start in `order`, if it is given.
+        Args:
+            base_pins: A pin for each node.
+            fixed_values: Weights and states with a device from an earlier plan.
+            trim: Whether devices without work are left out.
+            order: The nodes that compute, in order.
         """
 
         def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
-            where = {**base, **pins}
+            where = {**base_pins, **pins}
             placement = {n: p.device for n, p in where.items()}
             return where, place_nodes(self.graph, placement, len(self.group), fixed_values, order)
 
@@ -258,9 +304,9 @@ class PlanBuilder(ShardedPlanBuilder):
         placed = place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(used), order=order)
         return few._assemble_plan(placed, frozenset(), (), where)
 
-    def build_with_factors(self, chosen: frozenset[Factor], why: str) -> Plan:
-        """Return the plan in which these factors are sharded where possible; `why` is the reason in `explain`."""
-        return self.build_sharded(FactorChoice(chosen, (why,)))
+    def build_with_factors(self, chosen_factors: frozenset[Factor], reason: str) -> Plan:
+        """Return the plan in which these factors are sharded where possible; `reason` is shown by `explain`."""
+        return self.build_sharded(FactorChoice(chosen_factors, (reason,)))
 
     def build_tensor_parallel(self) -> Plan:
         """Return the plan with tensor parallelism wherever kernels get shorter."""
@@ -268,7 +314,7 @@ class PlanBuilder(ShardedPlanBuilder):
 
     def build_hybrid(self) -> Plan:
         """Return the hybrid split: layers over device groups, with tensor parallelism inside each group."""
-        groups = split_into_groups(self.devices_per_machine, len(self.group))
+        groups = split_devices_into_groups(self.devices_per_machine, len(self.group))
         return self.build_with_groups(
             groups, self.factor_search.choose_factors(len(groups[0]), self.hardware, eager=True)
         )
@@ -281,60 +327,77 @@ class PlanBuilder(ShardedPlanBuilder):
         return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
 
     def build_with_groups(self, groups: StageGroups, choice: FactorChoice) -> Plan:
-        """Return the hybrid split over these device groups; raise `PlanError` if nodes are pinned or nothing is
-        sharded.
+        """Return the hybrid split over these device groups.
+
+        Args:
+            groups: The devices of each pipeline stage.
+            choice: The factors to shard within each group.
+
+        Raises:
+            PlanError: Nodes are pinned, backends are mixed, or no factor can be sharded within a stage.
         """
         if self.user_pins or pin_discrete_choices(self.graph, self.group):
             raise PlanError(
                 "split mode layer,tensor places no single nodes and mixes no backends; "
                 "leave --place out and name devices of one kind, or use layer or tensor"
             )
-        shares = self.tensor_split or memory_proportions([device for _, device in self.group])
+        shares = self.tensor_split or compute_memory_proportions([device for _, device in self.group])
         where = split_layers(self.graph, [sum(shares[d] for d in group) for group in groups])
-        cuts = describe_all_factors(self.graph, self.factors, choice.factors)
+        cuts = list_all_factor_positions(self.graph, self.factors, choice.factors)
         group_names = [", ".join(self.device_names[d] for d in (group[0], group[-1])) for group in groups]
         notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(group_names)]
         plan = self._build_hybrid_stages(where, groups, cuts, (*choice.alternatives, *notes))
-        if find_groups_of_programs([device_plan.program for device_plan in plan.lanes]) is None:
+        if find_pipeline_stage_groups([device_plan.program for device_plan in plan.lanes]) is None:
             raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
         return plan
 
     def _build_hybrid_stages(
         self,
-        where: Placement,
+        stage_by_node: Placement,
         groups: StageGroups,
-        cuts: ShardedFactors,
-        why: tuple[str, ...],
-        earlier: Mapping[str, Layout] | None = None,
+        sharded_factors: ShardedFactors,
+        reasons: tuple[str, ...],
+        earlier_layouts: Mapping[str, Layout] | None = None,
     ) -> Plan:
-        """Return the plan of nodes in stages, each sharded within its group; `where` is the stage of each node."""
+        """Return the plan of a graph in pipeline stages, each sharded within its device group."""
 
         def partition_groups(chunks: OverlapChunks = SINGLE_CHUNK) -> HybridGraphs:
-            return partition_hybrid(self.graph, where, groups, cuts, self.proportions, self.hardware, earlier, chunks)
+            return partition_hybrid(
+                self.graph,
+                stage_by_node,
+                groups,
+                sharded_factors,
+                self.proportions,
+                self.hardware,
+                earlier_layouts,
+                chunks,
+            )
 
         def build_with_chunks(chunks: OverlapChunks, note: str) -> Plan | None:
             hybrid_graphs = partition_groups(chunks)
-            if not hybrid_graphs.has_chunks or find_unsupported(
+            if not hybrid_graphs.has_chunks or find_unsupported_nodes(
                 hybrid_graphs.partitioned_graphs.graphs, hybrid_graphs.partitioned_graphs.source_nodes, self.group
             ):
                 return None
             return self._assemble_plan(
-                hybrid_graphs.partitioned_graphs, hybrid_graphs.sharded_factors, (*why, note), {}
+                hybrid_graphs.partitioned_graphs, hybrid_graphs.sharded_factors, (*reasons, note), {}
             )
 
         first = partition_groups()
-        plan = self._assemble_plan(self._require_supported(first.partitioned_graphs), first.sharded_factors, why, {})
+        plan = self._assemble_plan(
+            self._require_supported(first.partitioned_graphs), first.sharded_factors, reasons, {}
+        )
         return (
-            choose_overlap_chunks(plan, build_with_chunks)
+            choose_plan_with_overlap_chunks(plan, build_with_chunks)
             if first.has_chunks and can_group_overlap(self.group)
             else plan
         )
 
-    def with_first_devices(self, devices: int) -> PlanBuilder:
-        """Return the same request for the first `devices` devices of the group."""
-        if devices == len(self.group):
+    def with_first_devices(self, device_count: int) -> PlanBuilder:
+        """Return the same request for the first `device_count` devices of the group."""
+        if device_count == len(self.group):
             return self
-        few = PlanBuilder(self.graph, self.group[:devices], (), self.hardware, use=self.workload)
+        few = PlanBuilder(self.graph, self.group[:device_count], (), self.hardware, workload=self.workload)
         few.factor_search, few.unrepeated_reasons, few.repeated_layers = (
             self.factor_search,
             self.unrepeated_reasons,

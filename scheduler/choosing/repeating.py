@@ -25,12 +25,12 @@ from ..machines.hardware import Hardware
 from ..plan import ShardedFactors
 from ..sharding.assign import ShardingAssignment
 from ..sharding.axes import Factor
-from ..sharding.chunks import OverlapChunks, find_token_factor, partition_in_chunks
+from ..sharding.chunks import OverlapChunks, find_chunkable_token_factor, partition_in_chunks
 from ..sharding.emit import PartitionedGraphs, partition_graph
 from ..sharding.factors import Factors
-from ..sharding.pins import NO_PINS, find_unsupported
-from ..sharding.rows import SequenceParallelOptions
-from ..sharding.search import assign_shard_ranges, factors_from_description
+from ..sharding.pins import NO_PINS, find_unsupported_nodes
+from ..sharding.rows import SequenceParallelChooser
+from ..sharding.search import assign_shard_ranges, factors_from_positions
 from ..sharding.shares import ShardRanges
 
 MIN_SAVED_NODES = 2_000
@@ -58,20 +58,22 @@ class RepeatedPlan:
 
 def plan_repeated_layers(
     graph: Graph,
-    repeats: RepeatedRuns | None,
+    repeated_layers: RepeatedRuns | None,
     group: Devices,
-    cuts: ShardedFactors,
+    sharded_factors: ShardedFactors,
     proportions: Sequence[float],
     hardware: Hardware,
     fixed_layouts: Mapping[str, Layout] | None = None,
 ) -> RepeatedPlan | None:
-    """Plan `graph` from a shortened graph; None if that saves too few nodes or devices differ between repetitions.
+    """Plan a graph with repeated layers from a shortened graph; return None if that is impossible or saves too little.
+
+    It is impossible if devices differ between repetitions, or if a layout differs from `fixed_layouts`.
 
     Args:
         graph: The deep graph.
-        repeats: The repeated layers of `graph`.
+        repeated_layers: The repeated layers of `graph`.
         group: The devices.
-        cuts: The sharded factors, listed at every leaf that has them.
+        sharded_factors: The sharded factors, listed at every leaf that has them.
         proportions: The share of each device.
         hardware: The hardware model.
         fixed_layouts: The fixed layouts of weights and states; a plan with other layouts is rejected.
@@ -81,13 +83,16 @@ def plan_repeated_layers(
         if fixed_layouts is None
         else {v.node.name: fixed_layouts.get(v.node.name) for v in (*graph.weights, *graph.states)}
     )
-    if repeats is None or repeats.count * repeats.length * len(group) < MIN_SAVED_NODES:
+    if repeated_layers is None or repeated_layers.count * repeated_layers.length * len(group) < MIN_SAVED_NODES:
         return None
-    for runs in (repeats, repeats.drop_first()):  # before the first repetition, no value may have been summed yet
+    for runs in (
+        repeated_layers,
+        repeated_layers.drop_first(),
+    ):  # before the first repetition, no value may have been summed yet
         once = shorten_graph(graph, runs, 1)
-        if once is None or (own := _map_to_short_factors(once, cuts)) is None:
+        if once is None or (own := _map_to_short_factors(once, sharded_factors)) is None:
             continue
-        first = _ShortSharding(once, group, hardware, cuts, proportions, own)
+        first = _ShortSharding(once, group, hardware, sharded_factors, proportions, own)
         sharding = first.with_kind_count(min(_choose_kind_count(first), runs.count - 1))
         repeated_plan = None if sharding is None else _plan_shortened_graph(sharding)
         if repeated_plan is not None and all(
@@ -98,44 +103,54 @@ def plan_repeated_layers(
 
 
 class _ShortSharding:
-    """A short graph with the factors that are sharded over a device group."""
+    """A short graph with the factors that are sharded over a device group.
+
+    Args:
+        shortened: The short graph, the deep graph and their repetitions.
+        group: The devices.
+        hardware: The hardware model.
+        sharded_factors: The sharded factors of the deep graph.
+        proportions: The share of each device.
+        short_factors: The sharded factors of the short graph.
+    """
 
     def __init__(
         self,
-        of: ShortenedGraph,
+        shortened: ShortenedGraph,
         group: Devices,
         hardware: Hardware,
-        cuts: ShardedFactors,
+        sharded_factors: ShardedFactors,
         proportions: Sequence[float],
-        own: ShardedFactors,
+        short_factors: ShardedFactors,
     ) -> None:
-        self.shortened_graph, self.group, self.hardware = of, group, hardware
-        self.sharded_factors, self.proportions, self.short_sharded_factors = cuts, proportions, own
-        self.factors = Factors(of.short_graph)
-        self.chosen_factors = factors_from_description(of.short_graph, self.factors, own)
+        self.shortened_graph, self.group, self.hardware = shortened, group, hardware
+        self.sharded_factors, self.proportions, self.short_sharded_factors = sharded_factors, proportions, short_factors
+        self.factors = Factors(shortened.short_graph)
+        self.chosen_factors = factors_from_positions(shortened.short_graph, self.factors, short_factors)
 
     @cached_property
     def shard_ranges(self) -> ShardRanges:
+        """The shard ranges of the factors of the short graph."""
         return assign_shard_ranges(
             self.shortened_graph.short_graph, self.factors, self.short_sharded_factors, self.proportions
         )
 
-    def with_kind_count(self, times: int) -> _ShortSharding | None:
-        """Return the same sharding with `times` kinds of repetitions; None without such a short graph."""
+    def with_kind_count(self, kind_count: int) -> _ShortSharding | None:
+        """Return the same sharding with another number of kinds of repetitions; None without such a short graph."""
         return (
             self
-            if times == self.shortened_graph.short_count
+            if kind_count == self.shortened_graph.short_count
             else self._with_shortened_graph(
-                shorten_graph(self.shortened_graph.deep_graph, self.shortened_graph.deep_repetitions, times)
+                shorten_graph(self.shortened_graph.deep_graph, self.shortened_graph.deep_repetitions, kind_count)
             )
         )
 
-    def _with_shortened_graph(self, of: ShortenedGraph | None) -> _ShortSharding | None:
+    def _with_shortened_graph(self, shortened: ShortenedGraph | None) -> _ShortSharding | None:
         """Return the same sharding of another short graph; None if its repetitions are sharded differently."""
-        own = None if of is None else _map_to_short_factors(of, self.sharded_factors)
-        if of is None or own is None:
+        own = None if shortened is None else _map_to_short_factors(shortened, self.sharded_factors)
+        if shortened is None or own is None:
             return None
-        return _ShortSharding(of, self.group, self.hardware, self.sharded_factors, self.proportions, own)
+        return _ShortSharding(shortened, self.group, self.hardware, self.sharded_factors, self.proportions, own)
 
     @property
     def device_kind_count(self) -> int:
@@ -144,24 +159,30 @@ class _ShortSharding:
         return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
 
     @cached_property
-    def sequence_parallel_options(self) -> SequenceParallelOptions:
-        return SequenceParallelOptions(
+    def sequence_parallel_options(self) -> SequenceParallelChooser:
+        """The choice of replicated or sharded rows for the short graph."""
+        return SequenceParallelChooser(
             self.shortened_graph.short_graph, self.factors, self.chosen_factors, NO_PINS, len(self.group), self.hardware
         )
 
     @property
     def replicated_assignment(self) -> ShardingAssignment:
+        """The assignment of the short graph with replicated rows."""
         return self.sequence_parallel_options.replicated_assignment
 
     def build_partitioned_graphs(self, assignment: ShardingAssignment) -> PartitionedGraphs:
+        """Return the short graphs of all devices for an assignment."""
         return partition_graph(self.shortened_graph.short_graph, self.factors, assignment, self.shard_ranges)
 
-    def unroll_partitioned_graphs(self, sharded: PartitionedGraphs) -> RepeatedPlan | None:
-        """Return the plan of the deep graph; None if devices lack support or repetitions cannot be repeated."""
+    def build_repeated_plan(self, partitioned_graphs: PartitionedGraphs) -> RepeatedPlan | None:
+        """Return the plan of the deep graph from the short graphs of all devices.
+
+        None if a device does not support a node, or if its repetitions cannot be repeated.
+        """
         of = self.shortened_graph
-        if find_unsupported(sharded.graphs, sharded.source_nodes, self.group):
+        if find_unsupported_nodes(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
             return None
-        device_plans = build_device_plans(sharded.graphs, self.group, of)
+        device_plans = build_device_plans(partitioned_graphs.graphs, self.group, of)
         if not all(
             _is_repeatable(device_plan, of)
             for device_plan in {id(device_plan.program): device_plan for device_plan in device_plans}.values()
@@ -170,13 +191,13 @@ class _ShortSharding:
         leaves = {
             of.name_in_repetition(name, run, kind): layout
             for run, kind in of.repetitions_with_kind
-            for name, layout in sharded.leaves.items()
+            for name, layout in partitioned_graphs.leaves.items()
             if of.kind_of_name(name) == kind
         }
-        return RepeatedPlan(unroll_device_plans(device_plans, of), leaves, sharded.outputs)
+        return RepeatedPlan(unroll_device_plans(device_plans, of), leaves, partitioned_graphs.outputs)
 
     def build_with_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
-        """Return the plan with overlap chunks.
+        """Return the plan with overlap chunks; None if chunks cannot be repeated.
 
         The last repetition is planned as a part behind the others, because its sums may have few tokens. A second try
         does the same with the first one, because before it no sum may have been reduce-scattered yet.
@@ -192,13 +213,13 @@ class _ShortSharding:
             )
             if (
                 sharding is None
-                or (tokens := find_token_factor(sharding.replicated_assignment, sharding.factors)) is None
+                or (tokens := find_chunkable_token_factor(sharding.replicated_assignment, sharding.factors)) is None
             ):
                 return None
             assignment: ShardingAssignment | None = sharding.replicated_assignment
             if chunks.required_saving_seconds is not None:
                 part = len(sharding.shortened_graph.short_graph.nodes) / len(sharding.shortened_graph.deep_graph.nodes)
-                assignment = sharding.sequence_parallel_options.shard_if_saving(
+                assignment = sharding.sequence_parallel_options.shard_rows_if_saving(
                     tokens, chunks.required_saving_seconds * part
                 )
             if assignment is None:
@@ -212,61 +233,64 @@ class _ShortSharding:
                     tokens,
                     chunks.chunk_count,
                 )
-                return None if sharded is None else sharding.unroll_partitioned_graphs(sharded)
+                return None if sharded is None else sharding.build_repeated_plan(sharded)
         return None
 
 
 def _plan_shortened_graph(sharding: _ShortSharding) -> RepeatedPlan | None:
-    """Plan the short graph and return the plan of the deep graph; None if too few nodes are saved."""
+    """Plan the short graph and return the plan of the deep graph; None if that saves too few nodes."""
     of, group = sharding.shortened_graph, sharding.group
     if (
         of.deep_repetitions.count - of.short_count
     ) * of.deep_repetitions.length * sharding.device_kind_count < MIN_SAVED_NODES:
         return None
-    assignment = sharding.sequence_parallel_options.choose_fastest()
+    assignment = sharding.sequence_parallel_options.choose_fastest_assignment()
     repeated_plan = (
-        sharding.unroll_partitioned_graphs(sharding.build_partitioned_graphs(assignment))
+        sharding.build_repeated_plan(sharding.build_partitioned_graphs(assignment))
         if _has_uniform_carries(of, assignment)
         else None
     )
     if (
         repeated_plan is None
         or not can_group_overlap(group)
-        or find_token_factor(sharding.replicated_assignment, sharding.factors) is None
+        or find_chunkable_token_factor(sharding.replicated_assignment, sharding.factors) is None
     ):
         return repeated_plan
     return replace(repeated_plan, build_with_chunks=sharding.build_with_chunks)
 
 
-def _map_to_short_factors(of: ShortenedGraph, cuts: ShardedFactors) -> ShardedFactors | None:
+def _map_to_short_factors(shortened: ShortenedGraph, sharded_factors: ShardedFactors) -> ShardedFactors | None:
     """Return the sharded factors in terms of the short graph; None if repetitions are sharded differently."""
-    number = {node.name: at for at, node in enumerate(of.deep_nodes) if node.is_leaf}
+    number = {node.name: at for at, node in enumerate(shortened.deep_nodes) if node.is_leaf}
     by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
-    for name, axis, segment, factor in cuts:
-        run = of.deep_repetitions.repetition_of(number[name])
-        kind = run if run == PREAMBLE else of.short_count if run == of.deep_repetitions.count else 0
-        by_run[run].add((str(number[name] - (run - kind) * of.deep_repetitions.length), axis, segment, factor))
+    for name, axis, segment, factor in sharded_factors:
+        run = shortened.deep_repetitions.repetition_of(number[name])
+        kind = run if run == PREAMBLE else shortened.short_count if run == shortened.deep_repetitions.count else 0
+        by_run[run].add((str(number[name] - (run - kind) * shortened.deep_repetitions.length), axis, segment, factor))
     inner = by_run[0]
-    if any(by_run[run] != inner for run in range(of.deep_repetitions.count)):
+    if any(by_run[run] != inner for run in range(shortened.deep_repetitions.count)):
         return None
     again = [
-        (str(int(name) + kind * of.deep_repetitions.length), axis, segment, factor)
-        for kind in range(of.short_count)
+        (str(int(name) + kind * shortened.deep_repetitions.length), axis, segment, factor)
+        for kind in range(shortened.short_count)
         for name, axis, segment, factor in inner
     ]
-    return frozenset([*by_run[PREAMBLE], *by_run[of.deep_repetitions.count], *again])
+    return frozenset([*by_run[PREAMBLE], *by_run[shortened.deep_repetitions.count], *again])
 
 
-def _choose_kind_count(once: _ShortSharding) -> int:
+def _choose_kind_count(short_sharding: _ShortSharding) -> int:
     """Return the number of repetition kinds over which the rounding of shard ranges evens out."""
     inner = frozenset(
         sharded_factor
-        for sharded_factor in once.short_sharded_factors
-        if once.shortened_graph.kind_of_name(sharded_factor[0]) == 0
+        for sharded_factor in short_sharding.short_sharded_factors
+        if short_sharding.shortened_graph.kind_of_name(sharded_factor[0]) == 0
     )
-    sizes = [factor.size for factor in factors_from_description(once.shortened_graph.short_graph, once.factors, inner)]
-    shares = ShardRanges(once.proportions)
-    assigned_sizes: dict[int, list[int]] = {size: [0] * len(once.proportions) for size in sizes}
+    sizes = [
+        factor.size
+        for factor in factors_from_positions(short_sharding.shortened_graph.short_graph, short_sharding.factors, inner)
+    ]
+    shares = ShardRanges(short_sharding.proportions)
+    assigned_sizes: dict[int, list[int]] = {size: [0] * len(short_sharding.proportions) for size in sizes}
     for times in range(1, REPETITION_KIND_COUNTS[-1] + 1):
         for size in sizes:
             assigned_sizes[size] = [
@@ -282,56 +306,59 @@ def _choose_kind_count(once: _ShortSharding) -> int:
     return REPETITION_KIND_COUNTS[-1]
 
 
-def _has_uniform_carries(of: ShortenedGraph, assignment: ShardingAssignment) -> bool:
+def _has_uniform_carries(shortened: ShortenedGraph, assignment: ShardingAssignment) -> bool:
     """Return whether carried values have the same layouts before all repetitions and after each repetition."""
-    firsts = [of.short_repetitions.first_node_of(run) for run in range(PREAMBLE, of.short_count)]
-    carried = [[of.short_nodes[first + place] for first in firsts] for place in of.deep_repetitions.carried_positions]
+    firsts = [shortened.short_repetitions.first_node_of(run) for run in range(PREAMBLE, shortened.short_count)]
+    carried = [
+        [shortened.short_nodes[first + place] for first in firsts]
+        for place in shortened.deep_repetitions.carried_positions
+    ]
     return all(
         len({tuple(map(assignment.produced_layouts.__getitem__, node.results)) for node in nodes}) == 1
         for nodes in carried
     )
 
 
-def _is_repeatable(device_plan: Lane, of: ShortenedGraph) -> bool:
+def _is_repeatable(device_plan: Lane, shortened: ShortenedGraph) -> bool:
     """Return whether repetitions of the instructions of a device may follow each other in any order.
 
     - The instructions of each kind are consecutive, and the kinds are in order.
     - A value that the next repetition reads has the same offset in all kinds.
     - No state is copied at the end of all repetitions.
     """
-    kinds = find_kinds_of_instructions(device_plan.graph, device_plan.program, of)
+    kinds = find_kinds_of_instructions(device_plan.graph, device_plan.program, shortened)
     copies = any(
         i.index < 0 and at not in device_plan.program.save_positions
         for at, i in enumerate(device_plan.program.instructions)
     )
-    if kinds != sorted(kinds) or {*kinds} != {*range(PREAMBLE, of.short_count + 1)} or copies:
+    if kinds != sorted(kinds) or {*kinds} != {*range(PREAMBLE, shortened.short_count + 1)} or copies:
         return False
-    if device_plan.graph.outputs.keys() != of.short_graph.outputs.keys():
+    if device_plan.graph.outputs.keys() != shortened.short_graph.outputs.keys():
         return False
     results_by_node = {
         device_plan.graph.nodes[i.index]: i.dst for i in device_plan.program.instructions if i.index >= 0
     }
     places: dict[tuple[int, str, int], set[int]] = defaultdict(set)
-    run_of = of.kind_by_node(device_plan.graph)
+    run_of = shortened.kind_by_node(device_plan.graph)
     for base in _list_carried_values(device_plan.graph, run_of):
         if base.node in results_by_node:
             number, ending = split_numbered_name(base.node.name)
-            place = number - of.short_repetitions.first_node_of(run_of[base.node])
+            place = number - shortened.short_repetitions.first_node_of(run_of[base.node])
             places[place, ending, base.index].add(results_by_node[base.node][base.index].offset)
     return all(len(found) == 1 for found in places.values())
 
 
-def _list_carried_values(graph: Graph, run_of: Mapping[Node, int]) -> Iterator[Value]:
+def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -> Iterator[Value]:
     """Yield the values that a repetition reads of the one before it, each as the value that owns its memory."""
     for node in graph.nodes:
         for source in node.inputs:
-            base = _find_storage_value(source)
-            if run_of[base.node] == run_of[node] - 1:
+            base = _find_memory_owner(source)
+            if repetition_of_node[base.node] == repetition_of_node[node] - 1:
                 yield base
 
 
-def _find_storage_value(value: Value) -> Value:
-    """Return the value that owns the memory of `value`."""
+def _find_memory_owner(value: Value) -> Value:
+    """Return the value that owns the memory of `value`; `value` itself unless it is a view."""
     node: Node = value.node
     while not node.is_leaf and op_of(node).is_view:
         value = node.inputs[0]

@@ -46,7 +46,7 @@ class Workload:
 
     @property
     def balanced_graph(self) -> Graph:
-        """The graph for which the stages of a layer split are balanced."""
+        """The graph for which the stages of a layer split are balanced: a whole prompt, or a step of all sequences."""
         return (
             self.build_graph(1, self.prompt_tokens) if self.prompt_tokens else self.build_graph(self.sequence_count, 1)
         )
@@ -54,7 +54,7 @@ class Workload:
     def score_plans(
         self, plan_of: PlanForRun, counts_of: MicroBatchCounts = list_micro_batch_counts
     ) -> tuple[float, str]:
-        """Return the seconds of the workload with plans of one layout, and a phrase about pipelined runs.
+        """Return the predicted seconds of the workload with plans of one layout, and a phrase about pipelined runs.
 
         Args:
             plan_of: Returns the plan of a run.
@@ -84,20 +84,25 @@ class Workload:
 class OptimisticEstimate:
     """Estimates of the time of a workload without a plan, rather too low, from the times of nodes on one device."""
 
-    def __init__(self, use: Workload, hardware: Hardware) -> None:
-        self.workload, self.hardware = use, hardware
+    def __init__(self, workload: Workload, hardware: Hardware) -> None:
+        self.workload, self.hardware = workload, hardware
         self._seconds_by_run: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def estimate_candidate(self, candidate: Candidate, alone: float) -> Candidate:
+    def estimate_candidate(self, candidate: Candidate, single_device_seconds: float) -> Candidate:
         """Return the candidate with estimates for the workload instead of estimates for one run.
 
         The devices of a group share all work of a prompt except launches.
 
         Args:
             candidate: The candidate, with estimates for one step of all sequences.
-            alone: The seconds of this step on one device.
+            single_device_seconds: The seconds of this step on one device.
         """
-        use, stages, speed, refine = self.workload, candidate.stage_count, alone / candidate.seconds, candidate.refine
+        use, stages, speed, refine = (
+            self.workload,
+            candidate.stage_count,
+            single_device_seconds / candidate.seconds,
+            candidate.refine,
+        )
         one = self._estimate_run_seconds(use.sequence_count, 1)
         step = min(
             [
@@ -120,7 +125,11 @@ class OptimisticEstimate:
             use.new_tokens * step / speed * candidate.lower_bound_seconds / candidate.seconds
             + use.sequence_count * read
         )
-        refined = None if refine is None else lambda: [self.estimate_candidate(one, alone) for one in refine()]
+        refined = (
+            None
+            if refine is None
+            else lambda: [self.estimate_candidate(one, single_device_seconds) for one in refine()]
+        )
         return replace(
             candidate,
             seconds=seconds,
@@ -129,32 +138,43 @@ class OptimisticEstimate:
             refine=refined,
         )
 
-    def choose_micro_batch_counts(self, sequences: int, stages: int) -> list[int]:
-        """Return the micro-batch count with the lowest estimate; an empty list if no count is considered."""
-        counts = list_micro_batch_counts(sequences, stages)
-        return [min(counts, key=lambda n: self._estimate_step_seconds(n, stages))] if counts else []
+    def choose_micro_batch_counts(self, sequence_count: int, stage_count: int) -> list[int]:
+        """Return the micro-batch count with the lowest estimate, as a list of one; empty if no count is considered."""
+        counts = list_micro_batch_counts(sequence_count, stage_count)
+        return [min(counts, key=lambda n: self._estimate_step_seconds(n, stage_count))] if counts else []
 
-    def _estimate_step_seconds(self, micro_batches: int, stages: int) -> float:
-        """Return the seconds of a step in `micro_batches` micro-batches through `stages` stages of one device."""
-        return micro_batches * self._estimate_run_seconds(-(-self.workload.sequence_count // micro_batches), 1) / stages
+    def _estimate_step_seconds(self, micro_batch_count: int, stage_count: int) -> float:
+        """Return the seconds of a step of all sequences in micro-batches through stages of one device each."""
+        return (
+            micro_batch_count
+            * self._estimate_run_seconds(-(-self.workload.sequence_count // micro_batch_count), 1)
+            / stage_count
+        )
 
-    def _estimate_prefill_seconds(self, stages: int, device_count: int) -> float:
-        """Return the seconds of a prompt, as one run or in prefill chunks, including the filling of the pipeline."""
+    def _estimate_prefill_seconds(self, stage_count: int, device_count: int) -> float:
+        """Return the seconds of a prompt, as one run or in prefill chunks, including the filling of the pipeline.
+
+        Args:
+            stage_count: The number of pipeline stages.
+            device_count: The number of devices of each stage.
+        """
         prompt = self.workload.prompt_tokens
         whole, sizes = (
             self._estimate_run_seconds(1, prompt, device_count),
-            self.workload.chunk_sizes if stages > 1 else (),
+            self.workload.chunk_sizes if stage_count > 1 else (),
         )
-        turns = {size: prompt / size + stages - 1 for size in sizes}
+        turns = {size: prompt / size + stage_count - 1 for size in sizes}
         return min(
-            [whole, *(turns[size] * self._estimate_run_seconds(1, size, device_count) / stages for size in sizes)]
+            [whole, *(turns[size] * self._estimate_run_seconds(1, size, device_count) / stage_count for size in sizes)]
         )
 
-    def _estimate_run_seconds(self, sequences: int, tokens: int, device_count: int = 1) -> float:
+    def _estimate_run_seconds(self, sequence_count: int, token_count: int, device_count: int = 1) -> float:
         """Return the seconds of a run on `device_count` devices: they share the work, but each launches all kernels."""
-        if (sequences, tokens) not in self._seconds_by_run:
-            done = AssignmentCost(self.workload.build_graph(sequences, tokens), 1, self.hardware).node_work.values()
+        if (sequence_count, token_count) not in self._seconds_by_run:
+            done = AssignmentCost(
+                self.workload.build_graph(sequence_count, token_count), 1, self.hardware
+            ).node_work.values()
             work = sum(self.hardware.compute_seconds(*each, launches=0.0) for each in done)
-            self._seconds_by_run[sequences, tokens] = work, len(done) * self.hardware.launch
-        work, launches = self._seconds_by_run[sequences, tokens]
+            self._seconds_by_run[sequence_count, token_count] = work, len(done) * self.hardware.launch
+        work, launches = self._seconds_by_run[sequence_count, token_count]
         return work / device_count + launches

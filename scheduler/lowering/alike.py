@@ -1,4 +1,4 @@
-"""Structural equality of graphs: equality except names, and except devices and numbers of collectives.
+"""Structural equality of graphs: equality except for names, devices, and the numbers of collectives.
 
 Pipeline stages of equal layers, and devices of a collective group, have such graphs. One of them is lowered, with
 numbers as names. The result is copied with the names of each graph.
@@ -25,7 +25,7 @@ The memory of a kernel does not depend on them, except on the order of the numbe
 
 
 def make_structural_key(graph: Graph) -> Hashable:
-    """Return a key that is equal for structurally equal graphs."""
+    """Return a dictionary key that is equal for structurally equal graphs only."""
     place = {node: at for at, node in enumerate(graph.nodes)}
 
     def refs(values: tuple[Value | None, ...]) -> tuple[Hashable, ...]:
@@ -54,17 +54,17 @@ def make_size_class_key(graph: Graph) -> Hashable:
     return tuple([(node.op, reads(node), sizes(node)) for node in graph.nodes])
 
 
-def make_identity_key(graph: Graph) -> Hashable:
-    """Return the names of the leaves and outputs and the attributes of collectives.
+def make_names_and_collectives_key(graph: Graph) -> Hashable:
+    """Return a key of the properties that structural equality ignores: names, and attributes of collectives.
 
-    Two graphs with equal structural keys and equal identity keys have the same program.
+    Two graphs with equal structural keys and equal keys of this kind have the same program.
     """
     collective_attributes = tuple(tuple(n.attrs.items()) for n in graph.nodes if n.op in COLLECTIVES)
     return tuple(n.name for n in graph.nodes if n.is_leaf), collective_attributes, tuple(graph.outputs)
 
 
 def make_program_key(program: Program) -> Hashable:
-    """Return a key that is equal for programs with the same kernels on the same bytes."""
+    """Return a key that is equal for programs with the same kernels on the same bytes; names are left out."""
     steps = [
         (i.op, i.src, i.dst, _list_distinguishing_attrs(i.op, i.attrs), i.scratch, i.index)
         for i in program.instructions
@@ -75,7 +75,7 @@ def make_program_key(program: Program) -> Hashable:
 
 
 def _list_distinguishing_attrs(op: str, attrs: Attrs) -> tuple[Hashable, ...]:
-    """Return the attributes of a node that matter for structural equality."""
+    """Return the attributes of a node in which structurally equal graphs agree."""
     return (
         tuple([item for item in attrs.items() if item[0] not in COMMUNICATION_ATTRS])
         if op in COLLECTIVES
@@ -84,28 +84,28 @@ def _list_distinguishing_attrs(op: str, attrs: Attrs) -> tuple[Hashable, ...]:
 
 
 def with_numbered_names(graph: Graph) -> Graph:
-    """Return the graph with numbers as names of nodes and outputs."""
+    """Return the graph with the position of each node as its name, and numbers as names of the outputs."""
     became: dict[Node, tuple[Value, ...]] = {}
     for at, node in enumerate(graph.nodes):
         became[node] = Node(node.op, _map_operands(node, became), node.attrs, node.specs, str(at)).results
     return _rebuild_graph(graph, became, [str(at) for at in range(len(graph.outputs))])
 
 
-def with_graph_names(lowered: Graph, program: Program, graph: Graph) -> tuple[Graph, Program]:
-    """Return the lowered form of a numbered graph with the names and the collectives of `graph`.
+def restore_graph_names(lowered_graph: Graph, program: Program, graph: Graph) -> tuple[Graph, Program]:
+    """Return a lowered graph and program with the names and the collectives of another graph.
 
     Args:
-        lowered: The lowered graph, with numbers as names.
-        program: The program of `lowered`.
+        lowered_graph: The lowered graph, with numbers as names (`with_numbered_names`).
+        program: The program of `lowered_graph`.
         graph: A graph that is structurally equal to the one that was lowered.
     """
     became: dict[Node, tuple[Value, ...]] = {}
-    for node in lowered.nodes:
+    for node in lowered_graph.nodes:
         at, suffix = split_numbered_name(node.name)
         own = graph.nodes[at]
         name, attrs = (f"{own.name or own.op}{suffix}", node.attrs) if suffix else (own.name, own.attrs)
         became[node] = Node(node.op, _map_operands(node, became), attrs, node.specs, name).results
-    renamed = _rebuild_graph(lowered, became, list(graph.outputs))
+    renamed = _rebuild_graph(lowered_graph, became, list(graph.outputs))
     called = assign_names(renamed)
 
     def leaf(text: str) -> str:
@@ -128,12 +128,15 @@ def with_graph_names(lowered: Graph, program: Program, graph: Graph) -> tuple[Gr
     )
 
 
-def _map_operands(node: Node, became: dict[Node, tuple[Value, ...]]) -> tuple[Value | None, ...]:
-    return tuple([None if s is None else became[s.node][s.index] for s in node.src])
+def _map_operands(node: Node, replacements: dict[Node, tuple[Value, ...]]) -> tuple[Value | None, ...]:
+    """Return the operands of a node in terms of the results that replace each node."""
+    return tuple([None if s is None else replacements[s.node][s.index] for s in node.src])
 
 
-def _rebuild_graph(graph: Graph, became: dict[Node, tuple[Value, ...]], outputs: list[str]) -> Graph:
-    """Return the graph with the outputs and updates of `graph` in terms of the replaced nodes."""
-    values = [became[v.node][v.index] for v in graph.outputs.values()]
-    updates = {became[old.node][old.index]: became[new.node][new.index] for old, new in graph.updates.items()}
-    return Graph(dict(zip(outputs, values, strict=True)), updates)
+def _rebuild_graph(graph: Graph, replacements: dict[Node, tuple[Value, ...]], output_names: list[str]) -> Graph:
+    """Return the graph with the outputs and updates of `graph` in terms of the results that replace each node."""
+    values = [replacements[v.node][v.index] for v in graph.outputs.values()]
+    updates = {
+        replacements[old.node][old.index]: replacements[new.node][new.index] for old, new in graph.updates.items()
+    }
+    return Graph(dict(zip(output_names, values, strict=True)), updates)

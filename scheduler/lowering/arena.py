@@ -1,4 +1,15 @@
-"""The arena planner: it turns lifetimes of values into byte offsets in the arena of a device."""
+"""The arena planner: it turns lifetimes of values into byte offsets in the arena of a device.
+
+Values with overlapping lifetimes get disjoint bytes. The method is best fit. At its first step, a value takes the
+smallest free gap that is large enough, or bytes at the end of the arena. At a step with several values the largest
+value comes first. Sizes are rounded up to `ALIGNMENT` (64 bytes).
+
+Example: A lives in the steps 0 to 1, B in 1 to 2, and C in 2 to 3. C takes bytes of A, which ended before step 2:
+
+>>> sizes = [(128, 0, 1), (64, 1, 2), (64, 2, 3)]
+>>> assign_offsets(Lifetime(*size) for size in sizes)
+Arena(offsets=(0, 128, 0), nbytes=192)
+"""
 
 from __future__ import annotations
 
@@ -12,7 +23,7 @@ from ...graph.lazy_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """`nbytes` bytes that are needed from `first_step` to `last_step`, both inclusive."""
+    """A value of `nbytes` bytes that is needed from `first_step` to `last_step`, both inclusive."""
 
     nbytes: int
     first_step: int
@@ -21,18 +32,19 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """The byte offset of each lifetime, in the given order, and the total bytes."""
+    """The byte offset of each lifetime, in the order of the lifetimes, and the total bytes."""
 
     offsets: tuple[int, ...]
     nbytes: int
 
 
 def round_up_to_alignment(nbytes: int) -> int:
+    """Return the next multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def assign_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
-    """Return offsets without overlaps between lifetimes: best fit among the free gaps, step by step."""
+    """Return an arena in which lifetimes that overlap have disjoint bytes, by best fit, step by step."""
     all_lifetimes = list(lifetimes)
     offsets = [0] * len(all_lifetimes)
     free: list[tuple[int, int]] = []  # (offset, bytes), by offset, no two adjacent
@@ -50,8 +62,8 @@ def assign_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
     return Arena(tuple(offsets), top)
 
 
-def assign_offsets_by_repetition(lifetimes: Iterable[Lifetime], run_of: Sequence[int]) -> Arena:
-    """Return offsets that stay valid if repetitions of steps are repeated in any order, except the first and the last.
+def assign_repeatable_arena_offsets(lifetimes: Iterable[Lifetime], repetition_of_step: Sequence[int]) -> Arena:
+    """Return an arena that stays valid if all repetitions except the first and the last are repeated in any order.
 
     The arena has three regions, from the bottom:
 
@@ -61,13 +73,13 @@ def assign_offsets_by_repetition(lifetimes: Iterable[Lifetime], run_of: Sequence
 
     Args:
         lifetimes: The lifetimes of the values.
-        run_of: The repetition of each step; -1 is the part before all repetitions.
+        repetition_of_step: The repetition of each step; -1 is the part before all repetitions.
     """
-    all_lifetimes, end, last_repetition = list(lifetimes), len(run_of), run_of[-1]
+    all_lifetimes, end, last_repetition = list(lifetimes), len(repetition_of_step), repetition_of_step[-1]
     bounds = [
         (
-            run_of[w.first_step] if w.first_step >= 0 else -1,
-            run_of[w.last_step] if w.last_step < end else last_repetition,
+            repetition_of_step[w.first_step] if w.first_step >= 0 else -1,
+            repetition_of_step[w.last_step] if w.last_step < end else last_repetition,
         )
         for w in all_lifetimes
     ]
@@ -89,28 +101,37 @@ def assign_offsets_by_repetition(lifetimes: Iterable[Lifetime], run_of: Sequence
     return Arena(tuple(offsets), top)
 
 
-def _take_gap(free: list[tuple[int, int]], need: int, top: int) -> tuple[int, int]:
-    """Take `need` bytes from the smallest sufficient gap, or from the end; return the offset and the new top."""
-    fitting = [(size, offset) for offset, size in free if size >= need]
+def _take_gap(gaps: list[tuple[int, int]], nbytes: int, arena_end: int) -> tuple[int, int]:
+    """Take bytes from the smallest sufficient gap, or from the end of the arena.
+
+    Args:
+        gaps: The free gaps (offset, bytes), by offset; the used gap is changed.
+        nbytes: The bytes to take.
+        arena_end: The bytes of the arena so far.
+
+    Returns:
+        The offset of the taken bytes, and the new end of the arena.
+    """
+    fitting = [(size, offset) for offset, size in gaps if size >= nbytes]
     if fitting:
         size, offset = min(fitting)
-        free.remove((offset, size))
-        if size > need:
-            insort(free, (offset + need, size - need))
-        return offset, top
-    if free and sum(free[-1]) == top:  # the last gap is at the end and can grow
-        offset, _ = free.pop()
-        return offset, offset + need
-    return top, top + need
+        gaps.remove((offset, size))
+        if size > nbytes:
+            insort(gaps, (offset + nbytes, size - nbytes))
+        return offset, arena_end
+    if gaps and sum(gaps[-1]) == arena_end:  # the last gap is at the end and can grow
+        offset, _ = gaps.pop()
+        return offset, offset + nbytes
+    return arena_end, arena_end + nbytes
 
 
-def _free_gap(free: list[tuple[int, int]], offset: int, size: int) -> list[tuple[int, int]]:
-    """Return `free` with one more gap, merged with its neighbours."""
-    if not size:
-        return free
-    insort(free, (offset, size))
+def _free_gap(gaps: list[tuple[int, int]], offset: int, nbytes: int) -> list[tuple[int, int]]:
+    """Return `gaps` with one more gap of `nbytes` bytes at `offset`, merged with its neighbours."""
+    if not nbytes:
+        return gaps
+    insort(gaps, (offset, nbytes))
     merged: list[tuple[int, int]] = []
-    for start, length in free:
+    for start, length in gaps:
         if merged and sum(merged[-1]) == start:
             merged[-1] = (merged[-1][0], merged[-1][1] + length)
         else:

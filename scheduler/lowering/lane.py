@@ -17,7 +17,7 @@ from ...graph.node import Node
 from ...graph.repeated_runs import DeviceRepetitions, ShortenedGraph, split_numbered_name
 from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
 from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_number
-from .alike import make_identity_key, make_structural_key, with_graph_names, with_numbered_names
+from .alike import make_names_and_collectives_key, make_structural_key, restore_graph_names, with_numbered_names
 from .lower import FusedGroups, lower_with_state_saves
 from .unfold import unroll_kernel_calls, unroll_program
 
@@ -128,20 +128,23 @@ class UnrollableProgram:
 
 
 def make_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> Lane:
-    """Make a device plan that unrolls the graph and the program of `short` at the first access."""
+    """Return a device plan that unrolls the graph and the program of `short` at the first access."""
     device_plan: Lane = object.__new__(Lane)
     for name, value in {"device": device, "backend": backend, "short": short}.items():
         object.__setattr__(device_plan, name, value)
     return device_plan
 
 
-def unroll_device_plans(device_plans: Sequence[Lane], of: ShortenedGraph) -> tuple[Lane, ...]:
-    """Return the device plans of a deep graph from the device plans of its short graph."""
+def unroll_device_plans(device_plans: Sequence[Lane], shortened: ShortenedGraph) -> tuple[Lane, ...]:
+    """Return the device plans of a deep graph from the device plans of its short graph.
+
+    Device plans with the same program share the unrolled one.
+    """
     shorts: dict[tuple[int, int], UnrollableProgram] = {}
     for device_plan in device_plans:
         shorts.setdefault(
             (id(device_plan.graph), id(device_plan.program)),
-            UnrollableProgram(device_plan.graph, device_plan.program, of),
+            UnrollableProgram(device_plan.graph, device_plan.program, shortened),
         )
     return tuple(
         make_unrolled_device_plan(
@@ -151,8 +154,8 @@ def unroll_device_plans(device_plans: Sequence[Lane], of: ShortenedGraph) -> tup
     )
 
 
-def find_first_equal_devices(device_plans: Sequence[Lane]) -> list[int]:
-    """Return for each device plan the number of the first one with the same program, which may be its own."""
+def find_first_devices_with_same_program(device_plans: Sequence[Lane]) -> list[int]:
+    """Return for each device plan the number of the first device plan with the same program, which may be its own."""
     first: dict[int, int] = {}
     return [first.setdefault(id(device_plan.program), number) for number, device_plan in enumerate(device_plans)]
 
@@ -160,9 +163,9 @@ def find_first_equal_devices(device_plans: Sequence[Lane]) -> list[int]:
 def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
     """Return for each device its collective group: the devices, itself included, that call the same collectives.
 
-    Devices with a collective of the same number call it together. The verifier checks that all collectives of a device
-    have one group. Messages pass between any two devices. Without collectives, all devices are one group, and its
-    messages take the shortest path.
+    Devices with a collective of the same number call it together. The verifier checks that all collectives of a
+    device have one group. Messages pass between any two devices. Without collectives, all devices are one group, and
+    its messages take the shortest path.
     """
     numbers: list[int | None] = []
     known: dict[int, int | None] = {}
@@ -179,8 +182,10 @@ def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...]
     return tuple((d,) if number is None else tuple(members[number]) for d, number in enumerate(numbers))
 
 
-def build_device_plans(graphs: Sequence[Graph], group: Devices, of: ShortenedGraph | None = None) -> tuple[Lane, ...]:
-    """Build the device plan of each device from its graph.
+def build_device_plans(
+    graphs: Sequence[Graph], group: Devices, shortened: ShortenedGraph | None = None
+) -> tuple[Lane, ...]:
+    """Return the device plan of each device: the lowered form of its graph, and its program.
 
     1. Structurally equal graphs on devices of one kind are lowered once, with numbers as names.
     2. Each of these graphs gets a copy of the program with its own names. Equal graphs share the copy.
@@ -189,15 +194,15 @@ def build_device_plans(graphs: Sequence[Graph], group: Devices, of: ShortenedGra
     Args:
         graphs: The graph of each device; the device supports all of its nodes.
         group: The backend and the device of each graph.
-        of: The shortened graph, if the graphs are of a short graph and their repetitions may be unrolled.
+        shortened: The shortened graph, if the graphs are of a short graph and their repetitions may be unrolled.
     """
     numbers: dict[Hashable, int] = {}  # instead of structural keys: a lookup of one hashes all nodes of a graph
     patterns: dict[Graph, int] = {}
     for graph in set(graphs):
-        its = make_structural_key(graph), None if of is None else tuple(of.kind_by_node(graph).values())
+        its = make_structural_key(graph), None if shortened is None else tuple(shortened.kind_by_node(graph).values())
         patterns[graph] = numbers.setdefault(its, len(numbers))
     alone = {known for known, times in Counter(patterns.values()).items() if times == 1}
-    identities = {graph: make_identity_key(graph) for graph in patterns}
+    identities = {graph: make_names_and_collectives_key(graph) for graph in patterns}
     lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
     known: dict[Hashable, tuple[Graph, Program]] = {}
     gathered: dict[Hashable, FusedGroups] = defaultdict(dict)
@@ -211,25 +216,29 @@ def build_device_plans(graphs: Sequence[Graph], group: Devices, of: ShortenedGra
             of_its_kind = gathered[type(backend), backend.name, device.kind]
             own_names = graph if is_alone else with_numbered_names(graph)
             lowered_entry = lower_with_state_saves(
-                own_names, backend, device, _find_device_repetitions(graph, is_alone, of), of_its_kind
+                own_names, backend, device, _find_device_repetitions(graph, is_alone, shortened), of_its_kind
             )
             lowered.setdefault(kind, lowered_entry)
         key = (kind, identities[graph])
         named_entry = known.get(key)
         if named_entry is None or own:
-            named_entry = lowered_entry[:2] if is_alone else with_graph_names(lowered_entry[0], lowered_entry[1], graph)
+            named_entry = (
+                lowered_entry[:2] if is_alone else restore_graph_names(lowered_entry[0], lowered_entry[1], graph)
+            )
             known.setdefault(key, named_entry)
         device_plans.append(Lane(device, backend, *named_entry))
     return tuple(device_plans)
 
 
-def _find_device_repetitions(graph: Graph, is_alone: bool, of: ShortenedGraph | None) -> DeviceRepetitions | None:
-    """Return the repetitions of the lowered `graph`; unless `is_alone`, its nodes have numbers as names."""
-    if of is None or is_alone:
-        return None if of is None else DeviceRepetitions(of)
+def _find_device_repetitions(
+    graph: Graph, is_alone: bool, shortened: ShortenedGraph | None
+) -> DeviceRepetitions | None:
+    """Return the repetitions of a device graph; its nodes have numbers as names, except with `is_alone`."""
+    if shortened is None or is_alone:
+        return None if shortened is None else DeviceRepetitions(shortened)
 
     def find_node_name(node: Node) -> str:
         number, ending = split_numbered_name(node.name)
         return graph.nodes[number].name + ending
 
-    return DeviceRepetitions(of, find_node_name)
+    return DeviceRepetitions(shortened, find_node_name)

@@ -1,4 +1,12 @@
-"""Lowering of one graph to a program: nodes in execution order, and a buffer location for each value."""
+"""Lowering of one graph to a program: the execution order of the nodes, and a buffer location for each value.
+
+1. Insert copies where a kernel or a state update needs them (`strides`, `order`).
+2. Choose the execution order, and the states that are updated in place (`order`).
+3. Ask the backend for groups of nodes that it runs in one kernel, and move the nodes of a group together.
+4. Add the saves of states, so that a failed run can be undone (`undo`).
+5. Choose the values that share memory, and the offset of each value in the arena (`arena`).
+6. Build the instructions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +32,7 @@ from ...ops.collectives import COLLECTIVES
 from ...ops.elementwise.binary import cont
 from ...ops.registry import find_inplace_operand, find_storage_kind
 from .alike import make_size_class_key
-from .arena import Arena, Lifetime, assign_offsets, assign_offsets_by_repetition
+from .arena import Arena, Lifetime, assign_offsets, assign_repeatable_arena_offsets
 from .order import ExecutionOrder, add_required_copies, can_overwrite, choose_execution_order
 from .strides import StridedView, insert_dense_copies
 from .undo import StateSave, build_state_saves
@@ -35,51 +43,53 @@ FusedGroups = dict[Hashable, Sequence[Sequence[int]]]
 """The groups of node numbers that a backend runs in one kernel, by the size class key of the graph."""
 
 
-def lower_graph(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program]:
+def lower_graph(graph: Graph, backend: Backend, device: Device) -> tuple[Graph, Program]:
     """Return the graph with the `cont` nodes that kernels need, and its program for one device.
 
     Raises:
         PlanError: The device does not support a node.
     """
-    require_device_support(graph, backend, on)
-    graph, program, _ = lower_with_state_saves(graph, backend, on)
+    require_device_support(graph, backend, device)
+    graph, program, _ = lower_with_state_saves(graph, backend, device)
     return graph, program
 
 
 def lower_with_state_saves(
     graph: Graph,
     backend: Backend,
-    on: Device,
-    runs: DeviceRepetitions | None = None,
-    gathered: FusedGroups | None = None,
+    device: Device,
+    repetitions: DeviceRepetitions | None = None,
+    fused_groups: FusedGroups | None = None,
 ) -> tuple[Graph, Program, tuple[Node, ...]]:
     """Return the results of `lower_graph`, and the nodes of state saves and rollback, which are not in the graph.
 
     Args:
         graph: The graph; the device supports all of its nodes.
         backend: The backend of the device.
-        on: The device.
-        runs: The repetitions of the graph, if they may be unrolled.
-        gathered: Known groups of nodes that the backend runs in one kernel. An entry is used if its order is valid for
-            this graph. Otherwise the backend is asked, and its answer is stored.
+        device: The device.
+        repetitions: The repetitions of the graph, if they may be unrolled.
+        fused_groups: Known groups of nodes that the backend runs in one kernel. An entry is used if its order is
+            valid for this graph. Otherwise the backend is asked, and its answer is stored.
     """
     graph, views = insert_dense_copies(add_required_copies(graph), backend.reads_strided)
     order = choose_execution_order(
         graph,
         views,
-        lambda value: backend.stored(value.spec, find_storage_kind(value)),
-        can_group_overlap([(backend, on)]),
+        lambda value: backend.storage_spec(value.spec, find_storage_kind(value)),
+        can_group_overlap([(backend, device)]),
     )
     groups: Sequence[Sequence[Node]] = ()
     if isinstance(backend, ReportsFusion):
-        known, key = {} if gathered is None else gathered, make_size_class_key(graph)
-        if (groups := _select_node_groups(graph, known.get(key, ()))) and not order.allows_order(chain(*groups), views):
+        known, key = {} if fused_groups is None else fused_groups, make_size_class_key(graph)
+        if (groups := _select_node_groups(graph, known.get(key, ()))) and not order.can_run_in_order(
+            chain(*groups), views
+        ):
             groups = ()
         if not groups:
-            roomy = _ProgramBuilder(graph, backend, on, views, order, is_roomy=True)
-            known[key] = roomy.list_node_numbers(backend.list_fused_groups(roomy.build_program(), on))
+            roomy = _ProgramBuilder(graph, backend, device, views, order, is_roomy=True)
+            known[key] = roomy.list_node_numbers(backend.list_fused_groups(roomy.build_program(), device))
             groups = _select_node_groups(graph, known[key])
-    lowering = _ProgramBuilder(graph, backend, on, views, order, runs, groups)
+    lowering = _ProgramBuilder(graph, backend, device, views, order, repetitions, groups)
     added = tuple(
         node
         for some in lowering.saves_by_writer.values()
@@ -89,22 +99,22 @@ def lower_with_state_saves(
     return graph, lowering.build_program(), added
 
 
-def require_device_support(graph: Graph, backend: Backend, on: Device) -> None:
-    """Raise `PlanError` that names the first node without support on the device."""
+def require_device_support(graph: Graph, backend: Backend, device: Device) -> None:
+    """Raise `PlanError` that names the first node that the device does not support."""
     for node in graph.nodes:
         if node.is_leaf or op_of(node).is_view:
             continue
-        if not (support := backend.supports(node, on)).ok:
-            raise PlanError(f"{node!r} cannot run on {on}: {support.reason}")
+        if not (support := backend.supports(node, device)).ok:
+            raise PlanError(f"{node!r} cannot run on {device}: {support.reason}")
 
 
-def _select_node_groups(graph: Graph, numbers: Sequence[Sequence[int]]) -> Sequence[Sequence[Node]]:
+def _select_node_groups(graph: Graph, node_number_groups: Sequence[Sequence[int]]) -> Sequence[Sequence[Node]]:
     """Return the nodes with these numbers, group by group."""
-    return [[graph.nodes[number] for number in group] for group in numbers]
+    return [[graph.nodes[number] for number in group] for group in node_number_groups]
 
 
 def _split_groups_by_repetition(
-    groups: Sequence[Sequence[Node]], run_of: Mapping[Node, int]
+    groups: Sequence[Sequence[Node]], repetition_of_node: Mapping[Node, int]
 ) -> Sequence[Sequence[Node]]:
     """Return the groups in the order of their repetitions; a group of several repetitions is split.
 
@@ -114,7 +124,7 @@ def _split_groups_by_repetition(
     for group in groups:
         its: dict[int, list[Node]] = defaultdict(list)
         for node in group:
-            its[run_of[node]].append(node)
+            its[repetition_of_node[node]].append(node)
         for run, part in its.items():
             parted[run].append(part)
     return [part for _, parts in sorted(parted.items()) for part in parts]
@@ -122,10 +132,12 @@ def _split_groups_by_repetition(
 
 @dataclass(frozen=True, slots=True)
 class _MemorySlots:
-    """The sharing of memory between values.
+    """The sharing of memory between values, and the steps until which memory is needed.
 
-    `slot_of` maps a base value to the value that owns its memory. `overlap_end_by_node` has the last step that overlaps
-    a collective.
+    - `slot_of`: maps a base value to the value that owns its memory, if another value does.
+    - `last_reading_step`: the last step that reads the memory of a value.
+    - `step_by_node`: the step of each node.
+    - `overlap_end_by_node`: the last step that overlaps a collective.
     """
 
     slot_of: Mapping[Value, Value]
@@ -137,46 +149,49 @@ class _MemorySlots:
 class _ProgramBuilder:
     """The builder of the program of one graph.
 
-    The backend may run the nodes of a group in `groups` in one kernel. So no node of a group writes memory that another
-    node of the group reads. With `is_roomy` no memory is reused, so only the graph limits the groups.
+    The backend may run the nodes of a group in `groups` in one kernel. So no node of a group writes memory that
+    another node of the group reads. With `is_roomy` no memory is reused, so only the graph limits the groups.
     """
 
     def __init__(
         self,
         graph: Graph,
         backend: Backend,
-        on: Device,
+        device: Device,
         views: Mapping[Value, StridedView],
         order: ExecutionOrder,
-        runs: DeviceRepetitions | None = None,
+        repetitions: DeviceRepetitions | None = None,
         groups: Sequence[Sequence[Node]] = (),
         is_roomy: bool = False,
     ) -> None:
-        self.graph, self.backend, self.execution_order, self.device_repetitions = graph, backend, order, runs
+        self.graph, self.backend, self.execution_order, self.device_repetitions = graph, backend, order, repetitions
         self.node_names, self.views = assign_names(graph), dict(views)
-        self.can_overlap_collectives = can_group_overlap([(backend, on)])
+        self.can_overlap_collectives = can_group_overlap([(backend, device)])
         self.stored_specs: dict[Value, Spec] = {}
         self.tensor_by_value: dict[Value, Tensor] = {}
         self.node_indices = {node: i for i, node in enumerate(graph.nodes)}
         self.saves_by_writer: dict[Node | None, list[StateSave]] = defaultdict(list)  # by the node that they precede
-        for save in build_state_saves(order, views, backend, on):
-            self.saves_by_writer[save.make_writer].append(save)
+        for save in build_state_saves(order, views, backend, device):
+            self.saves_by_writer[save.writer].append(save)
             self.views.update(save.views)
             state = save.state.node.name
             self.node_names.update({save.save_node: f"{state}.save", save.restore_node: f"{state}.undo"})
         groups = groups or [(n,) for n in order.nodes if not n.is_leaf and not op_of(n).is_view]
-        run_of = {} if runs is None else runs.kind_by_node(graph)
+        run_of = {} if repetitions is None else repetitions.kind_by_node(graph)
         if groups and run_of:
             groups = _split_groups_by_repetition(groups, run_of)
         self.group_of, self.is_roomy = {node: group for group in groups for node in group}, is_roomy
         self.ordered_nodes = [*self.group_of]
-        self.repetition_of_step = list(accumulate((run_of[node] for node in self.ordered_nodes), max)) if runs else []
+        self.repetition_of_step = (
+            list(accumulate((run_of[node] for node in self.ordered_nodes), max)) if repetitions else []
+        )
         self.memory_slots = self._assign_memory_slots()
         step = self.memory_slots.step_by_node
         self.group_spans = {step[n]: (step[group[0]], step[group[-1]]) for n, group in self.group_of.items()}
         self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers()
 
     def build_program(self) -> Program:
+        """Return the program: each node after the saves of states that it overwrites, and state copies at the end."""
         instructions: list[Instruction] = []
         undo: list[tuple[int, Instruction]] = []
         for node in (*self.ordered_nodes, None):
@@ -198,22 +213,24 @@ class _ProgramBuilder:
             tuple(undo),
         )
 
-    def list_node_numbers(self, groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return the numbers of the nodes that these instructions of the program compute."""
+    def list_node_numbers(self, instruction_groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return the numbers of the nodes that groups of instructions compute, group by group."""
         instructions = self.build_program().instructions
-        numbers = ([instructions[n].index for n in group if instructions[n].index >= 0] for group in groups)
+        numbers = ([instructions[n].index for n in group if instructions[n].index >= 0] for group in instruction_groups)
         return [group for group in numbers if group]
 
-    def _build_undo_instruction(self, save: StateSave, keep: Instruction) -> Instruction:
-        """Return the instruction that restores a state from its save."""
-        (state, *_), back = keep.src, self._build_instruction(save.restore_node)
+    def _build_undo_instruction(self, save: StateSave, save_instruction: Instruction) -> Instruction:
+        """Return the instruction that restores a state from its save, written over the saved state."""
+        (state, *_), back = save_instruction.src, self._build_instruction(save.restore_node)
         assert state is not None, "what is saved is there"
         return replace(back, dst=(state,))
 
     def _iterate_saves(self) -> Iterator[StateSave]:
+        """Yield all state saves of the program."""
         return (save for saves in self.saves_by_writer.values() for save in saves)
 
     def _build_instruction(self, node: Node) -> Instruction:
+        """Return the instruction of a node, with the tensors of its operands, results and scratch."""
         src = tuple(None if s is None else self._find_or_make_tensor(s) for s in node.src)
         dst = tuple(map(self._find_or_make_tensor, node.results))
         index = self.node_indices.get(node, -1)
@@ -222,7 +239,10 @@ class _ProgramBuilder:
     # ------------------------------------------------------------------------------------------------- sharing
 
     def _assign_memory_slots(self) -> _MemorySlots:
-        """Choose in-place results and the last reading step of each memory; rollback reads after the last step."""
+        """Choose the results that reuse the memory of an operand, and the last step that reads each memory.
+
+        Values that the rollback reads are needed until the end.
+        """
         step = {n: i for i, n in enumerate(self.ordered_nodes)}
         last_read: dict[Value, int] = {}
         end = len(self.ordered_nodes)
@@ -243,7 +263,7 @@ class _ProgramBuilder:
         slot_of: dict[Value, Value] = dict(self.execution_order.inplace_states)
         for save in self._iterate_saves():
             step[save.save_node], step[save.restore_node] = (
-                end if save.make_writer is None else step[save.make_writer],
+                end if save.writer is None else step[save.writer],
                 end,
             )
             slot_of[save.restore_node.results[0]] = save.state
@@ -263,8 +283,8 @@ class _ProgramBuilder:
             last_read[slot] = max(last_read.get(slot, last), last)
         return _MemorySlots(slot_of, last_read, step, until)
 
-    def _find_overlap_ends(self, step: Mapping[Node, int]) -> dict[Node, int]:
-        """Return the last overlapping step of each collective with overlap.
+    def _find_overlap_ends(self, step_by_node: Mapping[Node, int]) -> dict[Node, int]:
+        """Return for each overlapped collective the last step that runs at the same time.
 
         It precedes the first node that needs the result, and the next collective. Until this step, no instruction
         writes the memory that the collective reads.
@@ -277,21 +297,28 @@ class _ProgramBuilder:
             for node in self.ordered_nodes[at + 1 :]:
                 if node.op in COLLECTIVES or any(self.views[s].base.node is collective for s in node.inputs):
                     break
-                last = step[node]
+                last = step_by_node[node]
             if last > at:
                 until[collective] = last
         return until
 
     def _find_reusable_slot(
-        self, result: Value, slot_of: Mapping[Value, Value], last_read: Mapping[Value, int], step: Mapping[Node, int]
+        self,
+        result: Value,
+        slot_of: Mapping[Value, Value],
+        last_reading_step: Mapping[Value, int],
+        step_by_node: Mapping[Node, int],
     ) -> Value | None:
-        """Return the slot of the in-place operand that `result` may reuse; None if another node still needs it."""
+        """Return the value that owns the memory of an in-place operand, if `result` may be written there; else None.
+
+        It may if no other node, and no other operand of the node, still needs this memory.
+        """
         node, source = result.node, find_inplace_operand(result)
         if source is None:
             return None
         base = self.views[source].base
         slot = slot_of.get(base, base)
-        dies_here = last_read[base] == last_read.get(slot) == step[node]
+        dies_here = last_reading_step[base] == last_reading_step.get(slot) == step_by_node[node]
         same_size = self._count_stored_bytes(base) == self._count_stored_bytes(result)
         if (slot.node.is_leaf and slot.node.op != "input") or not dies_here or not same_size:
             return None
@@ -305,15 +332,17 @@ class _ProgramBuilder:
     # ------------------------------------------------------------------------------------------------- placing
 
     def _infer_stored_spec(self, value: Value) -> Spec:
+        """Return the spec in which the backend stores a value."""
         if (spec := self.stored_specs.get(value)) is None:
-            spec = self.stored_specs[value] = self.backend.stored(value.spec, find_storage_kind(value))
+            spec = self.stored_specs[value] = self.backend.storage_spec(value.spec, find_storage_kind(value))
         return spec
 
     def _count_stored_bytes(self, value: Value) -> int:
+        """Return the bytes in which the backend stores a value."""
         return self._infer_stored_spec(value).nbytes
 
     def _assign_buffers(self) -> tuple[list[BufferSpec], dict[Value, tuple[int, int]], dict[Node, Tensor]]:
-        """Return the buffers, the buffer and byte offset of base values with own memory, and the scratch of nodes."""
+        """Return the buffers, the location (buffer, byte offset) of values with own memory, and the scratch tensors."""
         owners: dict[Value, Lifetime] = {}
         for value in self.graph.inputs:
             last = self.memory_slots.last_reading_step.get(value, 0)
@@ -344,24 +373,29 @@ class _ProgramBuilder:
         return buffers, places, scratch
 
     def _build_arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
+        """Return the offsets of lifetimes in the arena."""
         return (
-            assign_offsets_by_repetition(lifetimes, self.repetition_of_step)
+            assign_repeatable_arena_offsets(lifetimes, self.repetition_of_step)
             if self.repetition_of_step
             else assign_offsets(lifetimes)
         )
 
-    def _make_lifetime(self, nbytes: int, first: int, last: int) -> Lifetime:
-        """Return the lifetime from the first step of the group of `first` to the last step of the group of `last`."""
+    def _make_lifetime(self, nbytes: int, first_step: int, last_step: int) -> Lifetime:
+        """Return a lifetime that covers whole groups, from the group of the first to the group of the last step."""
         return Lifetime(
-            nbytes, self.group_spans.get(first, (first, first))[0], self.group_spans.get(last, (last, last))[1]
+            nbytes,
+            self.group_spans.get(first_step, (first_step, first_step))[0],
+            self.group_spans.get(last_step, (last_step, last_step))[1],
         )
 
     def _find_or_make_tensor(self, value: Value) -> Tensor:
+        """Return the tensor of a value; it is made at the first call."""
         if (tensor := self.tensor_by_value.get(value)) is None:
             tensor = self.tensor_by_value[value] = self._make_tensor(value)
         return tensor
 
     def _make_tensor(self, value: Value) -> Tensor:
+        """Return the buffer, offset, shape, strides and dtype of a value."""
         view = self.views[value]
         dtype = self._infer_stored_spec(view.base).dtype
         buffer, start = self.buffer_locations[self.memory_slots.slot_of.get(view.base, view.base)]

@@ -1,6 +1,11 @@
-"""The execution order, and the states that are updated in place.
+"""The execution order of a graph, and the states that are updated in place.
 
 A new state may be written into the memory of the old state if all readers of the old state can run before the writer.
+The order then has extra dependences: the writer follows these readers.
+
+Example: ``y = f(s)``, ``s' = g(s)`` is an update of state s. If g runs after f, g may write over s. But with ``y =
+f(s, s')``, f reads both states, so it would have to run both before and after g. Then s' gets its own memory, and is
+copied into s at the end.
 """
 
 from __future__ import annotations
@@ -34,8 +39,8 @@ class ExecutionOrder:
     overwritten_values: Mapping[Value, Value]
     copied_states: Mapping[Value, Value]
 
-    def allows_order(self, nodes: Iterable[Node], views: Mapping[Value, StridedView]) -> bool:
-        """Return whether these nodes, all nodes that compute, may run in this other order.
+    def can_run_in_order(self, nodes: Iterable[Node], views: Mapping[Value, StridedView]) -> bool:
+        """Return whether another order of all nodes that compute gives the same results.
 
         - Each node follows the nodes that it reads.
         - No node reads a state after it is overwritten.
@@ -56,19 +61,22 @@ class ExecutionOrder:
 
 
 def choose_execution_order(
-    graph: Graph, views: Mapping[Value, StridedView], stored_spec_of: Callable[[Value], Spec], overlaps: bool = False
+    graph: Graph,
+    views: Mapping[Value, StridedView],
+    stored_spec_of: Callable[[Value], Spec],
+    prefers_overlap: bool = False,
 ) -> ExecutionOrder:
-    """Order `graph` so that as many states as possible are updated in place.
+    """Return an order of the nodes in which as many states as possible are updated in place.
 
     A node may write the memory of a state if the stored dtypes are equal and all other readers can run before it. If
-    that would be a cycle, the new value gets its own memory and is copied at the end, which is slower. A state that is
-    changed several times in a run is changed in place each time, if all changes can be.
+    that would be a cycle, the new value gets its own memory and is copied at the end, which is slower. A state that
+    is changed several times in a run is changed in place each time, if all changes can be.
 
     Args:
         graph: The graph with dense copies.
         views: The strided view of each value.
         stored_spec_of: Returns the stored spec of a value.
-        overlaps: Place nodes that can overlap a collective directly after it.
+        prefers_overlap: Place nodes that can overlap a collective directly after it.
     """
     readers: dict[Value, list[Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -105,37 +113,42 @@ def choose_execution_order(
         else:
             donated.update(dict.fromkeys(line[1:], state))
             over.update((result, victim) for victim, result in pairwise(line))
-    order = _order_nodes(graph, waits.extra_predecessors, in_turn=overlaps)
+    order = _order_nodes(graph, waits.extra_predecessors, collectives_first=prefers_overlap)
     return ExecutionOrder(
-        _move_collectives_earlier(order, waits.extra_predecessors) if overlaps else order, donated, over, copied
+        _move_collectives_earlier(order, waits.extra_predecessors) if prefers_overlap else order, donated, over, copied
     )
 
 
 def _list_inplace_chains(
-    state: Value, new: Value, views: Mapping[Value, StridedView], lasting: Container[Value]
+    state: Value, new_state: Value, views: Mapping[Value, StridedView], lasting_values: Container[Value]
 ) -> Iterator[Sequence[Value]]:
-    """Yield chains of values that may be written one after the other into the memory of a state.
+    """Yield lists of values that may be written one after the other into the memory of a state, best first.
 
-    The first chain has all results on the path to the new state that change the state in place, unless one is in
-    `lasting`. The last chain has only the state and the new value.
+    The first list has all results on the path to the new state that change the state in place, unless one is in
+    `lasting_values`. The last list has only the state and the new value.
     """
-    last = views[new].base
+    last = views[new_state].base
     line = [last]
     while (into := find_inplace_operand(line[-1])) is not None and views[into].covers_base:
         base = views[into].base
         line.append(base)
         if base == state and len(line) > 2:
             yield line[::-1]
-        if base.node.is_leaf or base in lasting:
+        if base.node.is_leaf or base in lasting_values:
             break
     yield state, last
 
 
 def add_required_copies(graph: Graph) -> Graph:
-    """Add a copy for each new state that is another leaf, and for each output that is an old state or a quantised leaf.
+    """Return the graph with copies of outputs and new states that could not be read after the run otherwise.
 
-    Elements of a quantised leaf have no addresses. Afterwards no leaf is read after the last node. So state updates
-    change neither each other nor an output.
+    Copied are:
+
+    - a new state that is another leaf;
+    - an output that is the old value of an updated state;
+    - an output that is a quantised leaf, because its elements have no addresses.
+
+    Afterwards no leaf is read after the last node. So state updates change neither each other nor an output.
     """
 
     def base(value: Value) -> Node:
@@ -156,15 +169,15 @@ def add_required_copies(graph: Graph) -> Graph:
     return Graph(outputs, updates)
 
 
-def can_overwrite(result: Value, victim: Value, views: Mapping[Value, StridedView]) -> bool:
-    """Return whether the node of `result` may write it over `victim`.
+def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value, StridedView]) -> bool:
+    """Return whether the node of `result` may write it over the memory of `overwritten_value`.
 
-    The node may do so if it does not read `victim`, or reads it only as its in-place operand.
+    The node may do so if it does not read `overwritten_value`, or reads it only as its in-place operand.
     """
     node, declared = result.node, op_of(result.node)
     allowed = {name for index, name in declared.inplace_pairs(node.attrs) if index == result.index}
     for name, source in zip(declared.operand_names, node.src, strict=False):
-        if source is None or views[source].base != victim:
+        if source is None or views[source].base != overwritten_value:
             continue
         dense = views[source].covers_base and source.spec.size == result.spec.size
         is_read_inplace = any(
@@ -183,7 +196,10 @@ def _is_elementwise(node: Node) -> bool:
 
 
 class _ExtraDependences:
-    """Extra dependences: nodes that must follow nodes that they do not read. Collectives keep their sequence."""
+    """Dependences between nodes in addition to operands: each node maps to nodes that must run before it.
+
+    Collectives depend on the collective with the next lower sequence number.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.node_positions = {node: i for i, node in enumerate(graph.nodes)}
@@ -196,13 +212,14 @@ class _ExtraDependences:
         for (_, first), (_, second) in pairwise(sorted(collectives, key=lambda m: m[0])):
             self.add_predecessors(second, [first])
 
-    def add_predecessors(self, node: Node, before: list[Node]) -> None:
-        self.extra_predecessors[node] += before
-        if any(self.node_positions[n] > self.node_positions[node] for n in before):
+    def add_predecessors(self, node: Node, predecessors: list[Node]) -> None:
+        """Require that `node` runs after all of `predecessors`."""
+        self.extra_predecessors[node] += predecessors
+        if any(self.node_positions[n] > self.node_positions[node] for n in predecessors):
             self.lowest_irregular_position = min(self.lowest_irregular_position, self.node_positions[node])
 
     def is_needed_by_any(self, start: Node, targets: set[Node]) -> bool:
-        """Return whether any node of `targets` depends on `start`."""
+        """Return whether any node of `targets` depends on `start`, through operands or extra dependences."""
         stack, seen, floor = (
             list(targets),
             set(targets),
@@ -221,14 +238,16 @@ class _ExtraDependences:
         return False
 
 
-def _order_nodes(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = False) -> tuple[Node, ...]:
-    """Return the nodes in execution order.
+def _order_nodes(
+    graph: Graph, extra_predecessors: Mapping[Node, list[Node]], *, collectives_first: bool = False
+) -> tuple[Node, ...]:
+    """Return the nodes in execution order, each after its operands and its extra predecessors.
 
     - A writer of a state follows the readers of the old state.
     - A node that only a new state needs directly follows the last value that it reads, so that less memory is needed.
     - A value is sent at once, because another device waits for it.
     - Nodes that depend on a message come last.
-    - With `in_turn`, a collective precedes nodes that only the next collective needs.
+    - With `collectives_first`, a collective precedes nodes that only the next collective needs.
 
     Raises:
         PlanError: The numbers of collectives contradict the dependences between them.
@@ -242,14 +261,15 @@ def _order_nodes(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: boo
             if node in done:
                 stack.pop()
                 continue
-            read, before = [v.node for v in node.inputs], later.get(node, [])
-            waiting = [n for n in ((*before, *read) if in_turn else (*read, *before)) if n not in done]
+            read, before = [v.node for v in node.inputs], extra_predecessors.get(node, [])
+            waiting = [n for n in ((*before, *read) if collectives_first else (*read, *before)) if n not in done]
             if waiting:
                 begun.add(node)
                 if (first := next((n for n in waiting if n in begun), None)) is not None:
                     raise PlanError(
-                        f"{first!r} would wait for itself: meetings come in the order of their numbers, and one of a "
-                        "lower number reads what comes of one of a higher; number them as they follow from each other"
+                        f"{first!r} would wait for itself: collectives run in the order of their numbers, "
+                        "and one of a lower number reads the result of one of a higher number; "
+                        "number them in the order in which they depend on each other"
                     )
                 stack.extend(reversed(waiting))
             else:
@@ -259,7 +279,7 @@ def _order_nodes(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: boo
 
 
 def _order_by_messages(graph: Graph) -> Sequence[Node]:
-    """Return the nodes of a graph by the number of the last message that each depends on, none first."""
+    """Return the nodes of a graph by the number of the last message that each depends on, without one first."""
     nodes = order_with_state_updates(graph, {node for node in graph.nodes if node.op == "send"})
     last_message: dict[Node, int] = {}
     for node in graph.nodes:
@@ -269,7 +289,7 @@ def _order_by_messages(graph: Graph) -> Sequence[Node]:
     return sorted(nodes, key=last_message.__getitem__)
 
 
-def _move_collectives_earlier(order: Sequence[Node], later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
+def _move_collectives_earlier(order: Sequence[Node], extra_predecessors: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
     """Move each collective directly after its operands, and independent nodes directly after the collective.
 
     A `receive` keeps its position, because all later nodes wait for it.
@@ -279,7 +299,7 @@ def _move_collectives_earlier(order: Sequence[Node], later: Mapping[Node, list[N
     last_collective: Node | None = None
 
     def sources(node: Node) -> list[Node]:
-        return [*(v.node for v in node.inputs), *later.get(node, ())]
+        return [*(v.node for v in node.inputs), *extra_predecessors.get(node, ())]
 
     for node in order:
         if node.op == "receive":

@@ -19,7 +19,7 @@ from ...ops import REGISTRY, cont, op_of
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """Elements of `base` with an offset, a shape and strides, all in elements."""
+    """Elements of the value `base`, described by an offset, a shape and strides, all in elements."""
 
     base: Value
     offset: int
@@ -39,6 +39,7 @@ class StridedView:
 
 @lru_cache(maxsize=1 << 14)  # equal for all layers and devices
 def _has_dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether strides are row-major without gaps; the strides of axes of size 1 are ignored."""
     if 0 in shape:
         return True
     return all(n == 1 or s == d for n, s, d in zip(shape, strides, contiguous_strides(shape), strict=True))
@@ -49,17 +50,22 @@ def make_dense_view(value: Value) -> StridedView:
     return StridedView(value, 0, value.shape, contiguous_strides(value.shape))
 
 
-def apply_view(node: Node, source: StridedView) -> StridedView | None:
-    """Return the result of a view node over `source`; None without strides for it (a reshape of a permuted array)."""
-    seen = _compute_view_strides(node.op, tuple(node.attrs.items()), source.shape, source.strides)
-    return None if seen is None else StridedView(source.base, source.offset + seen[0], *seen[1:])
+def apply_view(node: Node, source_view: StridedView) -> StridedView | None:
+    """Return the result of a view node as a view of the base of its operand, or None without strides for it.
+
+    For example, the reshape of a permuted array has no strides.
+    """
+    seen = _compute_view_strides(node.op, tuple(node.attrs.items()), source_view.shape, source_view.strides)
+    return None if seen is None else StridedView(source_view.base, source_view.offset + seen[0], *seen[1:])
 
 
 @lru_cache(maxsize=1 << 14)
 def _compute_view_strides(
     op: str, attrs: tuple[tuple[str, Attr], ...], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
-    """Return the offset of a view behind its source, its shape and its strides; None if NumPy has to copy."""
+    """Return (offset from the source, shape, strides) of the result of a view op, in elements; None if NumPy has to
+    copy.
+    """
     as_view = REGISTRY[op].as_view
     assert as_view is not None
     # One byte an element, so that NumPy's strides and addresses are counts of elements; nothing is read.
@@ -78,11 +84,14 @@ def insert_dense_copies(
 ) -> tuple[Graph, Mapping[Value, StridedView]]:
     """Insert a `cont` before each operand that its kernel, or its reshape, cannot read with its strides.
 
-    One copy serves all readers. Returns the graph, and each of its values as a view of the value that owns the memory.
+    One copy serves all readers.
 
     Args:
         graph: The graph.
         reads_strided: Returns whether the kernel of a node reads an operand, by position, with any strides.
+
+    Returns:
+        The graph, and each of its values as a view of the value that owns the memory.
     """
     views: dict[Value, StridedView] = {}
     copies: dict[Value, Value] = {}

@@ -25,40 +25,40 @@ from .arena import round_up_to_alignment
 ARENA_BUFFER = 0
 
 
-def unroll_program(graph: Graph, program: Program, of: ShortenedGraph) -> tuple[Graph, Program]:
-    """Return the graph and the program of ``of.deep_graph`` on a device.
+def unroll_program(graph: Graph, program: Program, shortened: ShortenedGraph) -> tuple[Graph, Program]:
+    """Return the graph and the program of the deep graph on a device.
 
     Args:
-        graph: The part of ``of.short_graph`` on the device.
+        graph: The part of the short graph on the device.
         program: The program of `graph`.
-        of: The shortened graph.
+        shortened: The short graph, the deep graph and their repetitions.
     """
-    unroller = _Unroller(graph, of)
+    unroller = _Unroller(graph, shortened)
     long = unroller.build_graph()
     return long, unroller.build_program(long, program)
 
 
 def unroll_kernel_calls(
-    graph: Graph, program: Program, of: ShortenedGraph, calls: Sequence[KernelCall]
+    graph: Graph, program: Program, shortened: ShortenedGraph, short_calls: Sequence[KernelCall]
 ) -> Sequence[KernelCall] | None:
     """Return the kernel calls of the unrolled program; None if one call belongs to two repetitions.
 
     Args:
-        graph: The part of ``of.short_graph`` on the device.
+        graph: The part of the short graph on the device.
         program: The program of `graph`.
-        of: The shortened graph.
-        calls: The kernel calls of `program`.
+        shortened: The short graph, the deep graph and their repetitions.
+        short_calls: The kernel calls of `program`.
     """
-    kinds = find_kinds_of_instructions(graph, program, of)
+    kinds = find_kinds_of_instructions(graph, program, shortened)
     own: dict[int, list[KernelCall]] = defaultdict(list)
-    for call in calls:
+    for call in short_calls:
         kind, *others = {kinds[number] for number in call.instruction_numbers}
         if others:
             return None
         own[kind].append(call)
     first = {kind: kinds.index(kind) for kind in reversed(kinds)}
     found, start = list[KernelCall](), 0
-    for _, kind in of.repetitions_with_kind:
+    for _, kind in shortened.repetitions_with_kind:
         for call in own[kind]:
             numbers = tuple([start + number - first[kind] for number in call.instruction_numbers])
             found.append(KernelCall(call.kernel, call.source, numbers))
@@ -69,9 +69,9 @@ def unroll_kernel_calls(
 class _Unroller:
     """The unroller of one device graph; `nodes_by_repetition` maps nodes of its kind to nodes of each repetition."""
 
-    def __init__(self, graph: Graph, of: ShortenedGraph) -> None:
-        self.short_graph, self.shortened_graph = graph, of
-        self.kind_by_node = of.kind_by_node(graph)
+    def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
+        self.short_graph, self.shortened_graph = graph, shortened
+        self.kind_by_node = shortened.kind_by_node(graph)
         self.nodes_by_kind: dict[int, list[Node]] = defaultdict(list)
         self.collectives_by_kind: dict[int, list[int]] = defaultdict(list)
         for node in graph.nodes:
@@ -83,6 +83,7 @@ class _Unroller:
     # ------------------------------------------------------------------------------------------------- the graph
 
     def build_graph(self) -> Graph:
+        """Return the deep graph on the device."""
         first_sequence = min((number for numbers in self.collectives_by_kind.values() for number in numbers), default=0)
         carried: dict[tuple[int, str], Node] = {}
         for run, kind in self.shortened_graph.repetitions_with_kind:
@@ -114,17 +115,26 @@ class _Unroller:
         }
         return Graph({name: ends[v.node].results[v.index] for name, v in self.short_graph.outputs.items()}, updates)
 
-    def _find_operand_node(self, source: Value, run: int, kind: int, carried: Mapping[tuple[int, str], Node]) -> Node:
-        """Return the node that a repetition reads where its kind reads `source`."""
+    def _find_operand_node(
+        self, source: Value, repetition: int, kind: int, carried: Mapping[tuple[int, str], Node]
+    ) -> Node:
+        """Return the deep node that a repetition reads where its kind reads `source`.
+
+        Args:
+            source: The value that the node of the short graph reads.
+            repetition: The repetition of the reader.
+            kind: The kind of this repetition.
+            carried: The nodes that the repetition before carries to this one, by key.
+        """
         if self.kind_by_node[source.node] == kind:
-            return self.nodes_by_repetition[run][source.node]
+            return self.nodes_by_repetition[repetition][source.node]
         place = self._make_carried_key(source.node, kind) if self.kind_by_node[source.node] == kind - 1 else None
         return self.nodes_by_repetition[PREAMBLE][source.node] if place is None else carried[place]
 
-    def _make_carried_key(self, node: Node, reader: int) -> tuple[int, str] | None:
-        """Return the position and name ending of a carried value that `reader` reads; None for other values."""
+    def _make_carried_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
+        """Return the key (position, name ending) of a value that is carried to a repetition; None for other values."""
         number, ending = split_numbered_name(node.name)
-        place = self.shortened_graph.short_repetitions.position_if_carried(number, reader)
+        place = self.shortened_graph.short_repetitions.position_if_carried(number, reader_repetition)
         return None if place is None else (place, ending)
 
     # ----------------------------------------------------------------------------------------------- the program
@@ -170,12 +180,13 @@ class _Unroller:
         inputs = {self._name_outside_repetitions(name): tensor for name, tensor in program.inputs.items()}
         return Program((arena, *buffers), tuple(steps), MappingProxyType(inputs), program.outputs, tuple(undo))
 
-    def _rename_buffer(self, buffer: BufferSpec, run: int, kind: int) -> BufferSpec:
-        name = self.shortened_graph.name_in_repetition(buffer.name, run, kind)
+    def _rename_buffer(self, buffer: BufferSpec, repetition: int, kind: int) -> BufferSpec:
+        """Return the buffer of a leaf with the name that the leaf has in a repetition."""
+        name = self.shortened_graph.name_in_repetition(buffer.name, repetition, kind)
         return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared_spec, buffer.stored_spec)
 
     def _name_outside_repetitions(self, name: str) -> str:
-        """Return the name of a leaf that is before or after all repetitions."""
+        """Return the deep name of a leaf that is before or after all repetitions."""
         kind = self.shortened_graph.kind_of_name(name)
         return self.shortened_graph.name_in_repetition(
             name, PREAMBLE if kind == PREAMBLE else self.shortened_graph.deep_repetitions.count, kind
@@ -194,32 +205,38 @@ class _Relocation:
     shifted_from_byte: int
     shift_bytes: int
 
-    def relocate_tensor(self, t: Tensor) -> Tensor:
-        if t.buffer != ARENA_BUFFER:
-            return Tensor(self.buffer_numbers[t.buffer], t.offset, t.shape, t.strides, t.dtype)
-        if not self.shift_bytes or t.offset < self.shifted_from_byte:
-            return t
-        return Tensor(ARENA_BUFFER, t.offset + self.shift_bytes, t.shape, t.strides, t.dtype)
+    def relocate_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the kind as a tensor of the repetition."""
+        if tensor.buffer != ARENA_BUFFER:
+            return Tensor(self.buffer_numbers[tensor.buffer], tensor.offset, tensor.shape, tensor.strides, tensor.dtype)
+        if not self.shift_bytes or tensor.offset < self.shifted_from_byte:
+            return tensor
+        return Tensor(ARENA_BUFFER, tensor.offset + self.shift_bytes, tensor.shape, tensor.strides, tensor.dtype)
 
-    def relocate_instruction(self, i: Instruction, name: str, attrs: Attrs, index: int = -1) -> Instruction:
-        src = tuple([None if t is None else self.relocate_tensor(t) for t in i.src])
-        scratch = None if i.scratch is None else self.relocate_tensor(i.scratch)
-        return Instruction(i.op, src, tuple(map(self.relocate_tensor, i.dst)), attrs, scratch, name, index)
+    def relocate_instruction(self, instruction: Instruction, name: str, attrs: Attrs, index: int = -1) -> Instruction:
+        """Return an instruction of the kind as an instruction of the repetition, with a new name and attributes."""
+        src = tuple([None if t is None else self.relocate_tensor(t) for t in instruction.src])
+        scratch = None if instruction.scratch is None else self.relocate_tensor(instruction.scratch)
+        return Instruction(
+            instruction.op, src, tuple(map(self.relocate_tensor, instruction.dst)), attrs, scratch, name, index
+        )
 
 
-def count_saved_bytes_by_kind(program: Program, of: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
+def count_saved_bytes_by_kind(program: Program, shortened: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
     """Return the arena offset where state saves begin, and the bytes of the state saves of each kind of repetition."""
     sizes: dict[int, int] = {}
     first = [program.buffers[ARENA_BUFFER].nbytes]
     for at in sorted(program.save_positions):
-        (saved_tensor,), kind = program.instructions[at].dst, of.kind_of_name(program.instructions[at].node)
-        if PREAMBLE < kind < of.short_count:
+        (saved_tensor,), kind = program.instructions[at].dst, shortened.kind_of_name(program.instructions[at].node)
+        if PREAMBLE < kind < shortened.short_count:
             sizes[kind] = sizes.get(kind, 0) + round_up_to_alignment(saved_tensor.spec.nbytes)
             first.append(saved_tensor.offset)
     return min(first), sizes
 
 
-def find_kinds_of_instructions(graph: Graph, program: Program, of: ShortenedGraph) -> list[int]:
+def find_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
     """Return the kind of repetition of each instruction of `program`."""
-    kinds = of.kind_by_node(graph)
-    return [of.kind_of_name(i.node) if i.index < 0 else kinds[graph.nodes[i.index]] for i in program.instructions]
+    kinds = shortened.kind_by_node(graph)
+    return [
+        shortened.kind_of_name(i.node) if i.index < 0 else kinds[graph.nodes[i.index]] for i in program.instructions
+    ]

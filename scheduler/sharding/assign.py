@@ -56,7 +56,7 @@ from .states import FactorLayout, FactorShard, RoutedPartial, find_conversion_pa
 
 @dataclass(frozen=True, slots=True)
 class LayoutConversion:
-    """Before `reader_node` runs, `value` changes from `source_layout` to `target_layout`.
+    """A change of `value` from `source_layout` to `target_layout`, before `reader_node` runs.
 
     `reader_node` is None for conversions of outputs and state updates.
     """
@@ -74,7 +74,7 @@ class LayoutConversion:
 
 @dataclass(slots=True)
 class ShardingAssignment:
-    """The factor layout of every value and node, and the layout conversions.
+    """The factor layout of every value and node of a graph, and the layout conversions.
 
     - `produced_layouts`: the layout in which each value is produced.
     - `node_layouts`: for each node its `FactorShard`, `Replicate` if every device computes all of it, the partial sum
@@ -99,14 +99,16 @@ class ShardingAssignment:
 
 
 def list_operands(node: Node) -> list[tuple[str, Value]]:
-    """Return the names and values of the operands that are present."""
+    """Return the name and the value of each operand of a node that is present."""
     return [(n, s) for n, s in zip(op_of(node).operand_names, node.src, strict=False) if s is not None]
 
 
 def find_indexed_operand(node: Node) -> tuple[str, Value, Sequence[str]]:
-    """Return the name of the indexed operand, the value with the row numbers, and the names of jointly linear operands.
+    """Return the table that a node looks up rows in, the row numbers, and the operands that are added to the rows.
 
-    The jointly linear operands are the indexed operand and the operands that are added to it.
+    Returns:
+        The name of the table operand; the value with the row numbers; the names of the table and of the added
+        operands.
     """
     declared = op_of(node)
     looked_up = declared.signature_for(node.attrs).indexed_dimension
@@ -119,37 +121,37 @@ def find_indexed_operand(node: Node) -> tuple[str, Value, Sequence[str]]:
 def propagate_layouts(
     graph: Graph,
     factors: Factors,
-    chosen: frozenset[Factor],
+    chosen_factors: frozenset[Factor],
     pins: Pins = NO_PINS,
     replicated_values: Iterable[Value] = (),
-    rows: Factor | None = None,
-    early: Container[Value] = frozenset(),
+    row_factor: Factor | None = None,
+    early_sums: Container[Value] = frozenset(),
 ) -> ShardingAssignment:
-    """Propagate the chosen factors to all values; where two layouts differ, insert a layout conversion.
+    """Derive the layouts of all values from the chosen factors; where two layouts differ, insert a layout conversion.
 
     A weight that one node needs whole stays whole on every device. Nodes that can use a slice of it take the slice.
 
     Args:
         graph: The graph to shard.
         factors: The factors of `graph`.
-        chosen: The factors to shard.
+        chosen_factors: The factors to shard.
         pins: Nodes on one device, and leaves with a fixed layout.
         replicated_values: Values that end whole on every device, for other pipeline stages.
-        rows: The factor that scatters the rows of partial sums at nodes that cannot pass them on.
-        early: Partial sums that are completed at once: no node passes them on.
+        row_factor: The factor that scatters the rows of partial sums at nodes that cannot pass them on.
+        early_sums: Partial sums that are completed at once: no node passes them on.
     """
     users = graph.users()
-    return propagate_with_replicated_weights(
-        lambda whole: LayoutPropagation(graph, factors, chosen, users, whole, pins, rows, early).propagate(
-            replicated_values
-        )
+    return propagate_until_replicated_weights_known(
+        lambda whole: LayoutPropagation(
+            graph, factors, chosen_factors, users, whole, pins, row_factor, early_sums
+        ).propagate_through_graph(replicated_values)
     )
 
 
-def propagate_with_replicated_weights(
+def propagate_until_replicated_weights_known(
     propagate: Callable[[frozenset[Value]], ShardingAssignment],
 ) -> ShardingAssignment:
-    """Repeat the propagation until it knows every weight that stays whole, and return the last assignment.
+    """Repeat a propagation until it knows every weight that stays whole, and return the last assignment.
 
     Args:
         propagate: Propagates the layouts for a given set of replicated weights.
@@ -165,48 +167,52 @@ def propagate_with_replicated_weights(
 
 
 class LayoutPropagation:
-    """One propagation over the graph, operands first."""
+    """One propagation of layouts through a graph, operands first, by the rules at the head of this module."""
 
     def __init__(
         self,
         graph: Graph,
         factors: Factors,
-        chosen: frozenset[Factor],
-        users: Mapping[Value, list[Node]],
-        whole: frozenset[Value],
+        chosen_factors: frozenset[Factor],
+        users_of_value: Mapping[Value, list[Node]],
+        replicated_weights: frozenset[Value],
         pins: Pins = NO_PINS,
-        rows: Factor | None = None,
-        early: Container[Value] = frozenset(),
+        row_factor: Factor | None = None,
+        early_sums: Container[Value] = frozenset(),
     ) -> None:
         self.graph, self.factors, self.users_of_value, self.replicated_weights, self.pins = (
             graph,
             factors,
-            users,
-            whole,
+            users_of_value,
+            replicated_weights,
             pins,
         )
-        self.row_factor, self.early_sums = rows, early
-        self.assignment = ShardingAssignment(chosen if rows is None else chosen | {rows}, replicated_weights=whole)
+        self.row_factor, self.early_sums = row_factor, early_sums
+        self.assignment = ShardingAssignment(
+            chosen_factors if row_factor is None else chosen_factors | {row_factor},
+            replicated_weights=replicated_weights,
+        )
         self.converted_layouts: set[tuple[Value, FactorLayout]] = set()
         self.stored_values: set[Value] = (
             set()
         )  # weights, states and views of them: a shard saves bytes to keep and to read
         self.final_values = {*graph.outputs.values(), *graph.updates.values()}
 
-    def propagate(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
-        """Visit all nodes and return the assignment."""
+    def propagate_through_graph(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
+        """Assign layouts to all nodes in order, add the conversions of outputs, and return the assignment."""
         for node in self.graph.nodes:
-            self._visit_node(node)
-        self._visit_outputs(replicated_values)
+            self._assign_node_layouts(node)
+        self._add_output_conversions(replicated_values)
         return self.assignment
 
-    def _visit_node(self, node: Node) -> None:
+    def _assign_node_layouts(self, node: Node) -> None:
+        """Assign the layouts of the operands and results of a node."""
         if node.is_leaf:
-            self._visit_leaf(node)
+            self._assign_leaf_layout(node)
         else:
-            self._visit_computation(node)
+            self._assign_computation_layouts(node)
 
-    def _visit_outputs(self, replicated_values: Iterable[Value] = ()) -> None:
+    def _add_output_conversions(self, replicated_values: Iterable[Value] = ()) -> None:
         """Add the conversions of outputs, of `replicated_values` and of state updates."""
         for value in self.graph.outputs.values():
             if self.assignment.produced_layouts[value].is_partial:
@@ -216,7 +222,8 @@ class LayoutPropagation:
         for state, new in self.graph.updates.items():
             self._add_conversions(new, self.assignment.produced_layouts[state], None)
 
-    def _visit_leaf(self, node: Node) -> None:
+    def _assign_leaf_layout(self, node: Node) -> None:
+        """Assign the layout of a leaf: a fixed one, a shard of its largest chosen factor, or `Replicate`."""
         value = node.results[0]
         if (fixed_layout := self.pins.leaves.get(value)) is not None:
             self.assignment.produced_layouts[value] = fixed_layout
@@ -244,7 +251,8 @@ class LayoutPropagation:
         )
         return sorted(dict.fromkeys(ordered), key=lambda f: -f.size)
 
-    def _visit_computation(self, node: Node) -> None:
+    def _assign_computation_layouts(self, node: Node) -> None:
+        """Assign layouts to a node that computes, by the first of the seven rules that applies."""
         by: FactorLayout
         wants: tuple[FactorLayout, ...]
         results: tuple[FactorLayout, ...]
@@ -272,15 +280,13 @@ class LayoutPropagation:
             self.stored_values.add(node.results[0])
 
     def _choose_factor(self, node: Node) -> Factor | None:
-        """Return the factor that shards `node`: the best legal one of its sharded operands and stored operands, or
-        None.
-        """
+        """Return the legal factor of sharded or stored operands with the most operand bytes, or None (rules 2 to 4)."""
         candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
             layout = self.assignment.produced_layouts[source]
             if isinstance(layout, FactorShard):
                 candidates[layout.factor] = None
-            elif self._is_stored(source):
+            elif self._is_weight_or_state(source):
                 candidates |= dict.fromkeys(self._list_chosen_factors(source))
         if not candidates:
             return None
@@ -288,36 +294,36 @@ class LayoutPropagation:
         legal = [f for f in candidates if f not in uses.coupled_factors and self._can_shard_node(node, f, uses)]
         return max(legal, key=lambda f: (f is not self.row_factor, self._count_operand_bytes(node, f)), default=None)
 
-    def _can_scatter_rows(self, node: Node, rows: Factor) -> bool:
-        """Return whether `node` reads a partial sum that can be scattered by the factor `rows`."""
+    def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
+        """Return whether `node` reads a partial sum that a reduce-scatter can scatter by `row_factor` (rule 6)."""
         uses = self.factors.roles_of(node)
         if (
-            rows in uses.coupled_factors
-            or rows is uses.indexed_factor
-            or not all(rows in self.factors.factors_of(v) for v in node.results)
+            row_factor in uses.coupled_factors
+            or row_factor is uses.indexed_factor
+            or not all(row_factor in self.factors.factors_of(v) for v in node.results)
         ):
             return False
         sums = (
             s
             for s in node.inputs
-            if self.assignment.produced_layouts[s].is_partial and rows in self.factors.factors_of(s)
+            if self.assignment.produced_layouts[s].is_partial and row_factor in self.factors.factors_of(s)
         )
-        return any(not self._is_converted(s, REPLICATE) for s in sums)
+        return any(not self._exists_in_layout(s, REPLICATE) for s in sums)
 
-    def _can_shard_node(self, node: Node, factor: Factor, uses: FactorRoles) -> bool:
+    def _can_shard_node(self, node: Node, factor: Factor, roles: FactorRoles) -> bool:
         """Return whether `factor` can shard `node`.
 
-        Legal are two cases. Either every result has the factor, or it is contracted or indexed and all results lack it.
-        In the second case, each term of the sum is on one device.
+        Legal are two cases. Either every result has the factor, or it is contracted or indexed and all results lack
+        it. In the second case, each term of the sum is on one device.
         """
         has = [factor in self.factors.factors_of(v) for v in node.results]
-        if factor is uses.indexed_factor:
+        if factor is roles.indexed_factor:
             table, _, joint = find_indexed_operand(node)
             others = [s for n, s in list_operands(node) if n != table]
             summed = [s for n, s in list_operands(node) if n in joint and n != table]
             alone = not any(has) and not any(factor in self.factors.factors_of(s) for s in others)
             return alone and not any(isinstance(self.assignment.produced_layouts[s], FactorShard) for s in summed)
-        if any(has) or factor not in uses.contracted_factors or len(has) > 1:
+        if any(has) or factor not in roles.contracted_factors or len(has) > 1:
             return all(has)
         axes = [axis for s in node.inputs for axis in self.factors.axes_of(s)]
         return all(factor in segment for axis in axes if any(factor in s for s in axis) for segment in axis)
@@ -327,7 +333,7 @@ class LayoutPropagation:
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.factors_of(s))
 
     def _choose_lookup_layouts(self, node: Node, factor: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
-        """Return the layouts of the operands and of the result of a lookup in a table that `factor` shards.
+        """Return the operand layouts and the result layout of a lookup in a table that `factor` shards (rule 4).
 
         Each device looks up the rows of its shard. An operand that is added to the rows is read as a partial sum, so
         that it counts once.
@@ -351,24 +357,24 @@ class LayoutPropagation:
         return tuple(wants), result_layout
 
     @staticmethod
-    def _keeps_routing(node: Node, source: Value, routed: RoutedPartial) -> bool:
-        """Return whether `node` produces a value with the same routing from an operand with the routing `routed`."""
+    def _keeps_routing(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
+        """Return whether a routed partial sum in `operand` gives a result that is routed by the same row numbers."""
         specs = [None if s is None else s.spec for s in node.src]
-        places = [i for i, s in enumerate(node.src) if s == source]
-        count = len(routed.index_operand.shape)
+        places = [i for i, s in enumerate(node.src) if s == operand]
+        count = len(routed_layout.index_operand.shape)
         return all(op_of(node).keeps_leading_axes(specs, node.specs[0], node.attrs, i, count) for i in places)
 
     def _choose_unsharded_layouts(self, node: Node) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
-        """Return the layouts of operands and results without a factor.
+        """Return the operand layouts and the result layout of a node without a factor (rules 5 and 7).
 
-        All operands are whole, or partial sums stay as they are. They stay if the op is linear in them, all their users
-        pass them on, and the results are not larger.
+        Partial sums stay if the op is linear in them, all their users pass them on, and the results are not larger.
+        Otherwise all operands are whole.
         """
         layouts, named = self.assignment.produced_layouts, list_operands(node)
-        partial = {s for s in node.inputs if layouts[s].is_partial and not self._is_converted(s, REPLICATE)}
+        partial = {s for s in node.inputs if layouts[s].is_partial and not self._exists_in_layout(s, REPLICATE)}
         whole = tuple(REPLICATE for _ in named)
         if not partial or not all(
-            self._accepts_partial_sum(user, s) for s in partial for user in self.users_of_value[s]
+            self._can_read_partial_sum(user, s) for s in partial for user in self.users_of_value[s]
         ):
             return whole, REPLICATE
         if max(v.spec.nbytes for v in node.results) > max(s.spec.nbytes for s in partial):
@@ -382,62 +388,59 @@ class LayoutPropagation:
                 return tuple(partial_layouts[s] if n in together else REPLICATE for n, s in named), PARTIAL
         return whole, REPLICATE
 
-    def _find_common_routing(self, node: Node, partial: set[Value]) -> RoutedPartial | None:
-        """Return the common routing of the operands in `partial` if zeros in all of them give zeros; otherwise None."""
-        routed, *others = {self.assignment.produced_layouts[s] for s in partial}
+    def _find_common_routing(self, node: Node, partial_operands: set[Value]) -> RoutedPartial | None:
+        """Return the routed layout that all these operands share, if zeros in all of them give zeros; else None."""
+        routed, *others = {self.assignment.produced_layouts[s] for s in partial_operands}
         if (
             others
             or not isinstance(routed, RoutedPartial)
-            or not all(self._keeps_routing(node, s, routed) for s in partial)
+            or not all(self._keeps_routing(node, s, routed) for s in partial_operands)
         ):
             return None
-        names = {n for n, s in list_operands(node) if s in partial}
+        names = {n for n, s in list_operands(node) if s in partial_operands}
         return (
             routed
             if any(names >= set(j.split("+")) for j in op_of(node).zero_preserving_operands(node.attrs))
             else None
         )
 
-    def _accepts_partial_sum(self, user: Node, value: Value) -> bool:
-        """Return whether `user` can read `value` as a partial sum."""
-        if user in self.pins.nodes or value in self.early_sums:
+    def _can_read_partial_sum(self, reader_node: Node, value: Value) -> bool:
+        """Return whether a node can read `value` as a partial sum and pass the partial sum on."""
+        if reader_node in self.pins.nodes or value in self.early_sums:
             return False
-        declared, layout = op_of(user), self.assignment.produced_layouts[value]
-        passing = declared.linear_operands(user.attrs)
-        if isinstance(layout, RoutedPartial) and self._keeps_routing(user, value, layout):
+        declared, layout = op_of(reader_node), self.assignment.produced_layouts[value]
+        passing = declared.linear_operands(reader_node.attrs)
+        if isinstance(layout, RoutedPartial) and self._keeps_routing(reader_node, value, layout):
             if (
-                layout.factor is self.factors.roles_of(user).indexed_factor
-                and find_indexed_operand(user)[1] == layout.index_operand
+                layout.factor is self.factors.roles_of(reader_node).indexed_factor
+                and find_indexed_operand(reader_node)[1] == layout.index_operand
             ):
                 return value not in self.final_values
-            passing = declared.zero_preserving_operands(user.attrs)
+            passing = declared.zero_preserving_operands(reader_node.attrs)
         names = {n for joint in passing for n in joint.split("+")}
-        places = [n for n, s in list_operands(user) if s == value]
-        others = [s for s in user.inputs if s != value]
-        has_sharded_operand = any(self._is_stored(s) and self._list_chosen_factors(s) for s in others)
+        places = [n for n, s in list_operands(reader_node) if s == value]
+        others = [s for s in reader_node.inputs if s != value]
+        has_sharded_operand = any(self._is_weight_or_state(s) and self._list_chosen_factors(s) for s in others)
         return value not in self.final_values and len(places) == 1 and places[0] in names and not has_sharded_operand
 
-    def _add_conversions(self, value: Value, target_layout: FactorLayout, node: Node | None) -> None:
-        """Add the conversions that `node` needs to read `value` in layout `target_layout`.
-
-        A slice of a value that is whole already sends no bytes.
-        """
+    def _add_conversions(self, value: Value, target_layout: FactorLayout, reader_node: Node | None) -> None:
+        """Add the conversions that `reader_node` needs to read `value` in layout `target_layout`, unless they exist."""
         source_layout = self.assignment.produced_layouts[value]
-        if not find_conversion_path(source_layout, target_layout) or self._is_converted(value, target_layout):
+        if not find_conversion_path(source_layout, target_layout) or self._exists_in_layout(value, target_layout):
             return
-        if self._is_converted(value, REPLICATE):
+        if self._exists_in_layout(value, REPLICATE):
             source_layout = REPLICATE
         for state in find_conversion_path(source_layout, target_layout):
-            if not self._is_converted(value, state):
-                self._record_conversion(LayoutConversion(value, source_layout, state, node))
+            if not self._exists_in_layout(value, state):
+                self._record_conversion(LayoutConversion(value, source_layout, state, reader_node))
             source_layout = state
 
-    def _is_converted(self, value: Value, state: FactorLayout) -> bool:
-        """Return whether the value exists in this layout at the current node."""
-        return (value, state) in self.converted_layouts
+    def _exists_in_layout(self, value: Value, layout: FactorLayout) -> bool:
+        """Return whether an earlier conversion gives `value` this layout."""
+        return (value, layout) in self.converted_layouts
 
-    def _is_stored(self, value: Value) -> bool:
-        """Return whether the value is a weight, a state or a view of one that was visited already."""
+    def _is_weight_or_state(self, value: Value) -> bool:
+        """Return whether `value` is a weight, a state or a view of one; its shards save bytes to store and to read."""
         return value in self.stored_values
 
     def _record_conversion(self, conversion: LayoutConversion) -> None:

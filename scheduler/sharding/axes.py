@@ -6,7 +6,8 @@
 2. Split a larger factor if a smaller one divides it.
 3. Split an axis into segments where the other axis has a segment boundary.
 
-Factors that cannot be unified are blocked: no plan shards them.
+Factors that cannot be unified are blocked: no plan shards them. In the example, an axis of 3 heads of 2 entries is
+unified with a flat axis of 6. The flat axis becomes the product of the same two factors:
 
 >>> heads, flat = ((Factor(3), Factor(2)),), make_axis(6)
 >>> unify_axes(heads, flat)
@@ -23,10 +24,10 @@ from collections.abc import Iterable, Sequence
 
 
 class Factor:
-    """One index of the graph, or a name for several indices after a split; compare factors by their `root`.
+    """An index of the graph of `size` values, which may occur in several axes; compare factors by their `root`.
 
-    A merged factor has the other factor in `up`. A factor that is a product has `parts`, and a concatenation
-    `segments`.
+    This is a union-find structure. A factor that was merged into another one has it in `up`. A factor that was split
+    into a product has `parts`, and a factor that was split into a concatenation has `segments`.
     """
 
     __slots__ = ("blocked", "parts", "segments", "size", "up")
@@ -39,7 +40,7 @@ class Factor:
         self.segments: tuple[Factor, Factor] | None = None  # of a concatenation
 
     def root(self) -> Factor:
-        """Return the factor into which this one was merged; itself if it was not."""
+        """Return the factor into which this one was merged, or the factor itself."""
         factor = self
         while factor.up is not None:
             factor = factor.up
@@ -59,7 +60,7 @@ Axis = tuple[Segment, ...]
 
 
 def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
-    """Return a product as its unsplit root factors, outer first."""
+    """Return the root factors of a product, outer first; a factor that was split is replaced by its parts."""
     product: list[Factor] = []
     for factor in segment:
         root = factor.root()
@@ -68,7 +69,9 @@ def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
 
 
 def list_segments(axis: Axis) -> list[list[Factor]]:
-    """Return the current segments of an axis; a concatenation that is outermost gives a segment for each part."""
+    """Return the segments of an axis as lists of root factors; a concatenation in the outermost factor gives a segment
+    per part.
+    """
     products: list[list[Factor]] = []
     ahead = list(reversed(axis))
     while ahead:
@@ -81,12 +84,12 @@ def list_segments(axis: Axis) -> list[list[Factor]]:
 
 
 def compute_product_size(product: Iterable[Factor]) -> int:
-    """Return the number of indices of a product of factors."""
+    """Return the product of the sizes of factors."""
     return math.prod(f.size for f in product)
 
 
 def forbid_sharding(factors: Iterable[Factor]) -> None:
-    """Forbid every plan to shard these factors, because two views of one axis disagree about them."""
+    """Mark factors as blocked, so that no plan shards them; two views of one axis disagree about them."""
     ahead = list_root_factors(factors)
     while ahead:
         factor = ahead.pop()
@@ -96,31 +99,34 @@ def forbid_sharding(factors: Iterable[Factor]) -> None:
 
 
 def forbid_axis_sharding(axis: Axis) -> None:
-    """Forbid every plan to shard a factor of this axis."""
+    """Mark all factors of an axis as blocked, so that no plan shards them."""
     for segment in axis:
         forbid_sharding(segment)
 
 
-def split_factor(factor: Factor, outer: int) -> None:
-    """Split `factor` everywhere into a product of `outer` and the rest."""
-    factor.parts = (Factor(outer, factor.blocked), Factor(factor.size // outer, factor.blocked))
+def split_factor(factor: Factor, outer_size: int) -> None:
+    """Split a factor, wherever it occurs, into a product of an outer factor of `outer_size` and an inner factor."""
+    factor.parts = (Factor(outer_size, factor.blocked), Factor(factor.size // outer_size, factor.blocked))
 
 
-def merge_factors(one: Factor, two: Factor) -> None:
-    """Merge two root factors of one size into one."""
-    if one is two:
+def merge_factors(factor: Factor, other_factor: Factor) -> None:
+    """Merge two root factors of one size, wherever they occur, into one factor."""
+    if factor is other_factor:
         return
-    if two.segments and not one.segments:
-        one, two = two, one
-    two.up = one
-    one.blocked |= two.blocked
-    if one.segments and two.segments:
-        unify_axes((one.segments[:1], one.segments[1:]), (two.segments[:1], two.segments[1:]))
+    if other_factor.segments and not factor.segments:
+        factor, other_factor = other_factor, factor
+    other_factor.up = factor
+    factor.blocked |= other_factor.blocked
+    if factor.segments and other_factor.segments:
+        unify_axes((factor.segments[:1], factor.segments[1:]), (other_factor.segments[:1], other_factor.segments[1:]))
 
 
-def align_products(a: Sequence[Factor], b: Sequence[Factor]) -> None:
-    """Unify two products, outer first; split the larger factor if the smaller one divides it, else forbid sharding."""
-    left, right, i = list_root_factors(a), list_root_factors(b), 0
+def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -> None:
+    """Unify two products of factors of equal total size, outer first.
+
+    A larger factor is split if the smaller one divides it. Otherwise the remaining factors are blocked.
+    """
+    left, right, i = list_root_factors(product), list_root_factors(other_product), 0
     while i < min(len(left), len(right)):
         x, y = left[i], right[i]
         if x is y or x.size == y.size:
@@ -136,37 +142,40 @@ def align_products(a: Sequence[Factor], b: Sequence[Factor]) -> None:
         left, right = list_root_factors(left), list_root_factors(right)
 
 
-def split_segment(product: Sequence[Factor], at: int) -> bool:
-    """Split a segment at entry `at`; forbid sharding and return False if the outermost factor has no boundary there."""
-    inner = compute_product_size(product[1:])
-    head = product[0]
-    if inner and at % inner == 0:
-        head.segments = (Factor(at // inner, head.blocked), Factor(head.size - at // inner, head.blocked))
+def split_segment(segment: Sequence[Factor], entry: int) -> bool:
+    """Split a segment in two before entry `entry`; block its factors and return False if that is impossible.
+
+    The outermost factor must have a boundary at this entry.
+    """
+    inner = compute_product_size(segment[1:])
+    head = segment[0]
+    if inner and entry % inner == 0:
+        head.segments = (Factor(entry // inner, head.blocked), Factor(head.size - entry // inner, head.blocked))
         return True
-    forbid_sharding(product)
+    forbid_sharding(segment)
     return False
 
 
 def find_segment_bounds(axis: Axis) -> list[int]:
-    """Return the first entry of each segment, and the length of the axis."""
+    """Return the first entry of each segment of an axis, and the size of the axis."""
     at = [0]
     for product in list_segments(axis):
         at.append(at[-1] + compute_product_size(product))
     return at
 
 
-def split_axis_at(axis: Axis, at: Iterable[int]) -> bool:
-    """Split `axis` so that segments begin at each of these entries; return False if one split is impossible."""
-    for point in at:
+def split_axis_at(axis: Axis, first_entries: Iterable[int]) -> bool:
+    """Split an axis so that segments begin at these entries; return False if one split is impossible."""
+    for point in first_entries:
         found = _find_segment_around(axis, point)
         if found is not None and not split_segment(*found):
             return False
     return True
 
 
-def _find_segment_around(axis: Axis, point: int) -> tuple[list[Factor], int] | None:
-    """Return the segment with entries on both sides of `point`, and the entries before it; None at a boundary."""
-    before, ahead = point, list(reversed(axis))
+def _find_segment_around(axis: Axis, entry: int) -> tuple[list[Factor], int] | None:
+    """Return the segment with entries on both sides of `entry`, and the offset in it; None at a segment boundary."""
+    before, ahead = entry, list(reversed(axis))
     while ahead and before > 0:
         product = list_root_factors(ahead.pop())
         size = compute_product_size(product)
@@ -179,23 +188,23 @@ def _find_segment_around(axis: Axis, point: int) -> tuple[list[Factor], int] | N
     return None
 
 
-def unify_axes(one: Axis, two: Axis) -> None:
-    """Unify two axes: make them the same index, or forbid to shard them."""
+def unify_axes(axis: Axis, other_axis: Axis) -> None:
+    """Make two axes of one size the same index, or block their factors if that is impossible."""
     for _ in range(4):  # a split may change both axes, as they share factors
-        if find_segment_bounds(one) == find_segment_bounds(two):
+        if find_segment_bounds(axis) == find_segment_bounds(other_axis):
             break
-        split_axis_at(one, find_segment_bounds(two))
-        split_axis_at(two, find_segment_bounds(one))
+        split_axis_at(axis, find_segment_bounds(other_axis))
+        split_axis_at(other_axis, find_segment_bounds(axis))
     else:
-        forbid_axis_sharding(one)
-        forbid_axis_sharding(two)
+        forbid_axis_sharding(axis)
+        forbid_axis_sharding(other_axis)
         return
-    for a, b in zip(list_segments(one), list_segments(two), strict=True):
-        align_products(a, b)
+    for a, b in zip(list_segments(axis), list_segments(other_axis), strict=True):
+        unify_products(a, b)
 
 
 def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
-    """Return factors of two of these axes, or twice in one product, as in both axes of ``W Wᵀ``."""
+    """Return the factors that occur in two of these axes, or twice in one product, as in both axes of ``W Wᵀ``."""
     seen, twice = set[Factor](), set[Factor]()
     for axis in axes:
         own = set[Factor]()
@@ -209,12 +218,12 @@ def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Fac
 
 
 def make_axis(size: int, blocked: bool = False) -> Axis:
-    """Return an axis of one new factor."""
+    """Return an axis of one segment that is one new factor."""
     return ((Factor(size, blocked),),)
 
 
 def multiply_axes(axes: Sequence[Axis]) -> Axis | None:
-    """Return the product of axes, outer first; None if an inner axis is a concatenation.
+    """Return the product of axes as one axis, outer first; None if an inner axis has several segments.
 
     A product of factors cannot express a concatenation inside another index.
     """

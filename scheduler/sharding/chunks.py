@@ -41,8 +41,8 @@ MIN_CHUNK_TOKENS = 256
 again."""
 
 
-def find_token_factor(assignment: ShardingAssignment, factors: Factors) -> Factor | None:
-    """Return the token factor of the partial sums if it is large enough for two chunks, otherwise None."""
+def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors) -> Factor | None:
+    """Return the token factor of the partial sums, if it is large enough for two overlap chunks, or None."""
     rows = [
         f
         for f in list_row_factors(assignment, factors, CHUNK_COUNTS[0])
@@ -53,7 +53,7 @@ def find_token_factor(assignment: ShardingAssignment, factors: Factors) -> Facto
 
 @dataclass(frozen=True, slots=True)
 class OverlapChunks:
-    """The number of chunks, and the condition for sequence parallelism.
+    """The number of overlap chunks, and the condition for sequence parallelism within each chunk.
 
     With `required_saving_seconds`, each chunk is sharded by tokens if that saves more seconds of compute.
     """
@@ -70,59 +70,75 @@ def partition_in_chunks(
     graph: Graph,
     factors: Factors,
     assignment: ShardingAssignment,
-    shares: ShardRanges,
-    tokens: Factor,
-    count: int,
+    shard_ranges: ShardRanges,
+    token_factor: Factor,
+    chunk_count: int,
     *,
-    first: int = 0,
-    whole: Container[Value] = frozenset(),
+    first_sequence_number: int = 0,
+    replicated_outputs: Container[Value] = frozenset(),
 ) -> PartitionedGraphs | None:
-    """Emit the graphs of `partition_graph` in `count` chunks between two sums; None if that is impossible.
+    """Partition a graph over devices, with the nodes around each sum split into chunks of tokens.
 
     Args:
         graph: The graph to partition.
         factors: The factors of `graph`.
         assignment: The assignment of `graph`.
-        shares: The shard ranges of the factors.
-        tokens: The token factor.
-        count: The number of chunks.
-        first: The sequence number of the first collective.
-        whole: Outputs that end whole on every device.
+        shard_ranges: The shard ranges of the factors.
+        token_factor: The token factor.
+        chunk_count: The number of chunks.
+        first_sequence_number: The sequence number of the first collective.
+        replicated_outputs: Outputs that end whole on every device.
+
+    Returns:
+        The graphs of all devices, or None if a node needs all tokens of a device at once.
     """
     token_ranges = (
-        [shares.ranges_of(tokens)[d] for d in range(len(shares))] if tokens in assignment.sharded_factors else ()
+        [shard_ranges.ranges_of(token_factor)[d] for d in range(len(shard_ranges))]
+        if token_factor in assignment.sharded_factors
+        else ()
     )
     return split_into_chunks(
-        partition_graph(graph, factors, assignment, shares, first=first, whole=whole),
+        partition_graph(
+            graph,
+            factors,
+            assignment,
+            shard_ranges,
+            first_sequence_number=first_sequence_number,
+            replicated_outputs=replicated_outputs,
+        ),
         factors,
-        tokens,
-        count,
+        token_factor,
+        chunk_count,
         token_ranges,
     )
 
 
 def split_into_chunks(
-    sharded: PartitionedGraphs,
+    partitioned_graphs: PartitionedGraphs,
     factors: Factors,
-    tokens: Factor,
-    count: int,
+    token_factor: Factor,
+    chunk_count: int,
     token_ranges: Sequence[tuple[int, int]] = (),
 ) -> PartitionedGraphs | None:
-    """Split the nodes around each all-reduce into `count` chunks of tokens, so that chunks overlap its communication.
+    """Split the nodes around each all-reduce into chunks of tokens, so that computation and communication overlap.
 
     Returns None if a node needs the tokens of all chunks of a device together.
 
     Args:
-        sharded: The graphs of all devices.
+        partitioned_graphs: The graphs of all devices.
         factors: The factors of the unsharded graph.
-        tokens: The token factor.
-        count: The number of chunks.
+        token_factor: The token factor.
+        chunk_count: The number of chunks.
         token_ranges: The first token and the end of the tokens of each device, if tokens are sharded.
     """
     parts: dict[Graph, _ChunkedGraph] = {}
-    for device, (graph, origins) in enumerate(zip(sharded.graphs, sharded.source_nodes, strict=True)):
+    for device, (graph, origins) in enumerate(
+        zip(partitioned_graphs.graphs, partitioned_graphs.source_nodes, strict=True)
+    ):
         if graph not in parts:
-            parts[graph] = _ChunkedGraph(graph, origins, factors, _TokenRanges(device, tokens, count, token_ranges))
+            parts[graph] = _ChunkedGraph(
+                graph, origins, factors, _TokenRanges(device, token_factor, chunk_count, token_ranges)
+            )
     if not all(own.can_be_chunked() for own in parts.values()):
         return None
     collective_counts = {
@@ -133,15 +149,20 @@ def split_into_chunks(
     )
     numbers = dict(zip(sorted(collective_counts), starts, strict=False))
     chunked_graphs = {graph: own.build_graph(numbers) for graph, own in parts.items()}
-    return replace(sharded, graphs=tuple(chunked_graphs[graph] for graph in sharded.graphs))
+    return replace(partitioned_graphs, graphs=tuple(chunked_graphs[graph] for graph in partitioned_graphs.graphs))
 
 
 class _TokenRanges:
-    """The tokens in `chunk_count` chunks, and the range of each chunk on this device if chunks are sharded."""
+    """The token ranges of the chunks, and with sharded tokens the range of each chunk on each device.
 
-    def __init__(self, device: int, tokens: Factor, count: int, token_ranges: Sequence[tuple[int, int]]) -> None:
-        self.device, self.token_factor, self.chunk_count, size = device, tokens, count, tokens.size
-        self.chunk_bounds = [*pairwise(size * n // count for n in range(count + 1))]
+    `chunk_bounds` has the first token and the end of each chunk.
+    """
+
+    def __init__(
+        self, device: int, token_factor: Factor, chunk_count: int, token_ranges: Sequence[tuple[int, int]]
+    ) -> None:
+        self.device, self.token_factor, self.chunk_count, size = device, token_factor, chunk_count, token_factor.size
+        self.chunk_bounds = [*pairwise(size * n // chunk_count for n in range(chunk_count + 1))]
         self.ranges_by_device = tuple([merge_ranges([(low, high - low)]) for low, high in token_ranges])
         """The index ranges of all tokens on each device, as attributes of collectives."""
         self.chunk_ranges_by_device = [
@@ -155,25 +176,34 @@ class _TokenRanges:
         ]
         """The index ranges of each chunk on each device, from the start of the chunk."""
 
-    def count_tokens(self, *, is_share: bool, number: int | None = None) -> int:
-        """Return the number of tokens of chunk `number`, or of all; with `is_share` only the tokens of this device."""
+    def count_tokens(self, *, is_share: bool, chunk_number: int | None = None) -> int:
+        """Return the number of tokens of a chunk.
+
+        Args:
+            is_share: Whether to count only the tokens of this device.
+            chunk_number: The number of the chunk; None for all tokens.
+        """
         if is_share:
             return sum(
                 n
-                for _, n in (self.ranges_by_device if number is None else self.chunk_ranges_by_device[number])[
-                    self.device
-                ]
+                for _, n in (
+                    self.ranges_by_device if chunk_number is None else self.chunk_ranges_by_device[chunk_number]
+                )[self.device]
             )
-        return self.token_factor.size if number is None else self.chunk_bounds[number][1] - self.chunk_bounds[number][0]
+        return (
+            self.token_factor.size
+            if chunk_number is None
+            else self.chunk_bounds[chunk_number][1] - self.chunk_bounds[chunk_number][0]
+        )
 
 
 class _ChunkedGraph:
-    """One graph during the split: for each value its chunks, the whole value, or both."""
+    """One device graph during its split: for each value its chunks, the whole value, or both."""
 
     def __init__(
-        self, graph: Graph, origins: Mapping[Node, Node], factors: Factors, token_ranges: _TokenRanges
+        self, graph: Graph, source_nodes: Mapping[Node, Node], factors: Factors, token_ranges: _TokenRanges
     ) -> None:
-        self.graph, self.origins, self.factors, self.token_ranges = graph, origins, factors, token_ranges
+        self.graph, self.origins, self.factors, self.token_ranges = graph, source_nodes, factors, token_ranges
         self.token_factor, self.chunk_count = token_ranges.token_factor, token_ranges.chunk_count
         self.sequence_numbers: Mapping[int, int] = {}
         self.token_axes: dict[Value, int] = {}  # of each value with tokens: the axis of the tokens
@@ -197,9 +227,13 @@ class _ChunkedGraph:
             if value in self.sharded_values
         )
 
-    def build_graph(self, numbers: Mapping[int, int]) -> Graph:
-        """Return the graph in chunks; `numbers` maps each sequence number to the number of its first chunk."""
-        self.sequence_numbers = numbers
+    def build_graph(self, first_chunk_numbers: Mapping[int, int]) -> Graph:
+        """Return the graph in chunks.
+
+        Args:
+            first_chunk_numbers: For each sequence number of the unsplit graph the sequence number of its first chunk.
+        """
+        self.sequence_numbers = first_chunk_numbers
         for node in self.graph.nodes:
             if node in self.chunked_nodes:
                 chunk_nodes = [self._build_node(node, n) for n in range(self.chunk_count)]
@@ -213,10 +247,10 @@ class _ChunkedGraph:
         )
 
     def _is_per_token(self, node: Node) -> bool:
-        """Return whether a node treats each token separately, or converts the layout of a value with tokens.
+        """Return whether a node may be computed in chunks of tokens, and store the token axes of its results.
 
-        Such a conversion sums, scatters or gathers the tokens, or is zeros in their place. The axes of the results are
-        stored.
+        It may be if it treats each token separately. It also may be if it is a conversion that sums, scatters or
+        gathers the tokens, or zeros in their place.
         """
         if node not in self.origins and node.inputs and node.inputs[0] in self.token_axes:
             return self._is_token_conversion(node, node.inputs[0])
@@ -244,11 +278,12 @@ class _ChunkedGraph:
         self.sharded_values |= {*node.results} if is_share else set()
         return True
 
-    def _is_token_conversion(self, node: Node, source: Value) -> bool:
-        """Return whether a conversion sums, scatters or gathers tokens, or is zeros in their place; store its token
-        axis.
+    def _is_token_conversion(self, node: Node, token_value: Value) -> bool:
+        """Return whether a conversion may be split into chunks of tokens, and store the token axis of its result.
+
+        It sums, scatters or gathers the tokens of `token_value`, or is zeros in their place.
         """
-        axis, is_share = self.token_axes[source], source in self.sharded_values
+        axis, is_share = self.token_axes[token_value], token_value in self.sharded_values
         runs = self.token_ranges.ranges_by_device
         local_range = next(iter(runs[self.token_ranges.device]), (0, 0)) if runs else None
         deals = {
@@ -263,16 +298,24 @@ class _ChunkedGraph:
             return True
         return False
 
-    def _find_token_axis(self, value: Value, own: Value, is_share: bool) -> int | None:
-        """Return the axis of `own` with the tokens alone, all of them or only the tokens of this device; otherwise
-        None.
+    def _find_token_axis(self, value: Value, local_value: Value, is_share: bool) -> int | None:
+        """Return the number of the axis of `local_value` that has the tokens and nothing else, or None.
+
+        Args:
+            value: The value of the unsharded graph.
+            local_value: The value on the device.
+            is_share: Whether the device has only its shard of the tokens.
         """
         axes = self.factors.axes_of(value)
         at = next((n for n, axis in enumerate(axes) if axis == [[self.token_factor]]), None)
-        return at if at is not None and own.shape[at] == self.token_ranges.count_tokens(is_share=is_share) else None
+        return (
+            at
+            if at is not None and local_value.shape[at] == self.token_ranges.count_tokens(is_share=is_share)
+            else None
+        )
 
     def _find_chunked_nodes(self) -> set[Node]:
-        """Return the nodes that are computed in chunks."""
+        """Return the nodes that are computed in chunks: all per-token nodes that follow the first chunked nodes."""
         first, parted = self._find_first_chunked_nodes(), set[Node]()
         for node in self.graph.nodes:
             if node in self.per_token_nodes and (node in first or any(s.node in parted for s in node.inputs)):
@@ -296,48 +339,48 @@ class _ChunkedGraph:
                     stack += [s.node for s in node.inputs]
         return found
 
-    def _build_node(self, node: Node, number: int | None = None) -> Node:
-        """Return a whole node, or its chunk `number`."""
+    def _build_node(self, node: Node, chunk_number: int | None = None) -> Node:
+        """Return a node for all tokens, or with `chunk_number` for one chunk, with operands of the same tokens."""
         src = [
-            None if s is None else self._join_chunks(s) if number is None else self._slice_chunk(s, number)
+            None if s is None else self._join_chunks(s) if chunk_number is None else self._slice_chunk(s, chunk_number)
             for s in node.src
         ]
         attrs, name = dict(node.attrs), node.name
         if (sequence := find_collective_number(node.op, node.attrs)) is not None:
-            attrs["sequence"] = self.sequence_numbers[sequence] + (number or 0)
-        if number is not None:
-            attrs |= self._localise_attributes(node, number)
+            attrs["sequence"] = self.sequence_numbers[sequence] + (chunk_number or 0)
+        if chunk_number is not None:
+            attrs |= self._localise_attributes(node, chunk_number)
             kind = ".zero" if node.op == "fill" and node not in self.origins else ""
-            name = name and f"{name.removesuffix(kind)}.chunk.{number}{kind}"
+            name = name and f"{name.removesuffix(kind)}.chunk.{chunk_number}{kind}"
         if attrs == node.attrs and src == [*node.src]:
             return node
         return op_of(node).build_node(src, attrs, name)
 
-    def _localise_attributes(self, node: Node, number: int) -> Mapping[str, Attr]:
-        """Return the attributes of a chunk that state a shape, or the tokens of each device."""
-        result, runs = node.results[0], self.token_ranges.chunk_ranges_by_device[number]
+    def _localise_attributes(self, node: Node, chunk_number: int) -> Mapping[str, Attr]:
+        """Return the attributes of a chunk's node that state a shape, or the token ranges of each device."""
+        result, runs = node.results[0], self.token_ranges.chunk_ranges_by_device[chunk_number]
         if node.op in ("reduce_scatter", "all_gather"):
             return {"runs": runs}
         if node not in self.origins and node.op == "slice":
             start, size = next(iter(runs[self.token_ranges.device]), (0, 0))
             return {"start": start, "stop": start + size}
         localise, axis = op_of(node).localise, self.token_axes[result]
-        size = self.token_ranges.count_tokens(is_share=result in self.sharded_values, number=number)
+        size = self.token_ranges.count_tokens(is_share=result in self.sharded_values, chunk_number=chunk_number)
         shape = (*result.shape[:axis], size, *result.shape[axis + 1 :])
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 
-    def _slice_chunk(self, value: Value, number: int) -> Value:
-        """Return chunk `number` of a value; a value without tokens is read whole."""
+    def _slice_chunk(self, value: Value, chunk_number: int) -> Value:
+        """Return a chunk of a value; a value without tokens is returned whole."""
         if value in self.chunk_values:
-            return self.chunk_values[value][number]
+            return self.chunk_values[value][chunk_number]
         if value not in self.token_axes:
             return self.whole_values[value]
-        low, high = self.token_ranges.chunk_bounds[number]
-        name = value.node.name and f"{value.node.name}.chunk.{number}.part"
+        low, high = self.token_ranges.chunk_bounds[chunk_number]
+        name = value.node.name and f"{value.node.name}.chunk.{chunk_number}.part"
         return slice_(self.whole_values[value], axis=self.token_axes[value], start=low, stop=high, name=name)
 
     def _join_chunks(self, value: Value) -> Value:
-        """Return a whole value; chunks are joined in pairs."""
+        """Return a whole value; chunks are concatenated in pairs."""
         if value not in self.whole_values:
             parts = self.chunk_values[value]
             while len(parts) > 1:  # in pairs, for the fewest copies
@@ -348,6 +391,6 @@ class _ChunkedGraph:
 
 
 def _find_slice_range(attrs: Attrs) -> tuple[int, int] | None:
-    """Return offset and length of a slice with two given bounds, otherwise None."""
+    """Return (offset, length) of a slice if both bounds are numbers, or None."""
     start, stop = attrs.get("start"), attrs.get("stop")
     return (start, stop - start) if isinstance(start, int) and isinstance(stop, int) else None

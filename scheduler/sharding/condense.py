@@ -1,4 +1,4 @@
-"""Collapse repeated layers to one section each, so that the factor search grows with the number of different layers.
+"""Collapse repeated layers to two sections each, so that the factor search grows with the number of different layers.
 
 1. Split the graph wherever exactly one value crosses, as the residual stream of a model does. Long-lived values, such
    as a mask that every layer reads, do not count.
@@ -21,10 +21,10 @@ from ...graph.node import Node, Value
 
 @dataclass(frozen=True, slots=True)
 class CollapsedGraph:
-    """A graph in which one layer stands for several.
+    """A graph in which one layer stands for several equal layers.
 
-    `node_multiplicity` is the number of original nodes of each node. `leaf_copies` has the names of the original leaves
-    of each leaf.
+    - `node_multiplicity`: the number of original nodes of each node.
+    - `leaf_copies`: for each leaf, by name, the names of the original leaves.
     """
 
     graph: Graph
@@ -34,7 +34,10 @@ class CollapsedGraph:
 
 @dataclass(slots=True)
 class _LayerSection:
-    """The nodes between two splits, the values that cross there, and the leaves that only these nodes read."""
+    """The nodes between two split points, the values that cross there, and the leaves that only these nodes read.
+
+    `own_leaves` maps each of these leaves to its position.
+    """
 
     nodes: Sequence[Node]
     incoming_value: Value | None
@@ -42,18 +45,18 @@ class _LayerSection:
     own_leaves: dict[Node, int]
 
 
-def collapse_repeats(graph: Graph) -> CollapsedGraph | None:
-    """Return `graph` with two sections in place of each longer repetition; None if all sections differ.
+def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
+    """Return `graph` with two sections in place of each longer repetition, or None without repetitions.
 
-    The first section stands for all but the last. So every section has the same successor as in the original; the place
-    of a sum over devices depends on the successor.
+    The first section stands for all but the last. So every section has the same successor as in the original; the
+    place of a sum over devices depends on the successor.
     """
     nodes = [
         n for n in order_with_state_updates(graph) if not n.is_leaf
     ]  # else a value for a state update alone would live to the end
     spans = find_live_spans(graph, nodes)
     lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
-    sections = _split_at_single_values(nodes, spans, lasting)
+    sections = _split_at_single_crossing_values(nodes, spans, lasting)
     groups: list[list[_LayerSection]] = []
     for start, length, times in find_repetitions([_build_section_key(graph, section, lasting) for section in sections]):
         last = start + length * (times - 1)
@@ -62,13 +65,19 @@ def collapse_repeats(graph: Graph) -> CollapsedGraph | None:
     return None if len(groups) == len(sections) else _join_sections(graph, groups)
 
 
-def _split_at_single_values(
-    nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting: frozenset[Value]
+def _split_at_single_crossing_values(
+    nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting_values: frozenset[Value]
 ) -> list[_LayerSection]:
-    """Split the graph wherever exactly one value crosses that is not in `lasting`."""
+    """Split the graph into sections, wherever exactly one value crosses that is not in `lasting_values`.
+
+    Args:
+        nodes: The nodes that compute, in order.
+        spans: For each value the positions of its node and of its last reader.
+        lasting_values: Long-lived values, which do not count.
+    """
     crossing: list[list[Value]] = [[] for _ in range(len(nodes) + 1)]
     for value, (defined_at, read) in spans.items():
-        if value not in lasting:
+        if value not in lasting_values:
             for point in range(defined_at + 1, read + 1):
                 crossing[point].append(value)
     cuts = [0, *(p for p in range(1, len(nodes)) if len(crossing[p]) == 1), len(nodes)]
@@ -110,14 +119,14 @@ def _build_section_key(graph: Graph, section: _LayerSection, lasting: frozenset[
     return (tuple(lines), lasting_values, leaves, before, ref(section.outgoing_value))
 
 
-def _join_sections(graph: Graph, groups: Sequence[Sequence[_LayerSection]]) -> CollapsedGraph | None:
-    """Join the first section of each group; return None if the specs of the crossing values differ."""
+def _join_sections(graph: Graph, section_groups: Sequence[Sequence[_LayerSection]]) -> CollapsedGraph | None:
+    """Return a graph of the first section of each group; None if the spec of a value that crosses differs."""
     new: dict[Value, Value] = {}
     times: Counter[Node] = Counter()
     leaf_copies: dict[str, tuple[str, ...]] = {}
     updates: dict[Value, Value] = {}
     last: Value | None = None
-    for group in groups:
+    for group in section_groups:
         section = group[0]
         if section.incoming_value is not None:
             if last is None or last.spec != section.incoming_value.spec:
@@ -131,7 +140,7 @@ def _join_sections(graph: Graph, groups: Sequence[Sequence[_LayerSection]]) -> C
             leaf_copies[leaf.name] = tuple(list(other.own_leaves)[at].name for other in group)
             times[leaf] = len(group)
         last = None if section.outgoing_value is None else new[section.outgoing_value]
-    remaining_leaves = {leaf for group in groups for leaf in group[0].own_leaves}
+    remaining_leaves = {leaf for group in section_groups for leaf in group[0].own_leaves}
     for state, new_value in graph.updates.items():
         if state.node in remaining_leaves or new_value in new:
             updates[state] = new.get(new_value, new_value)

@@ -1,4 +1,7 @@
-"""The predicted time of one run of a graph over equal devices, for an assignment of factors."""
+"""The predicted time of one run of a graph over equal devices, for a sharding assignment.
+
+The time is the sum of the kernels on the busiest device and of the collectives, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,17 @@ from .states import FactorShard
 class AssignmentCost:
     """Predicts the time of one run over equal devices, for any number of assignments of one graph.
 
-    `node_multiplicity` is the number of original nodes of each node, if more than one.
+    Args:
+        graph: The graph.
+        device_count: The number of devices.
+        hardware: The speeds of each device and of the links.
+        node_multiplicity: For a collapsed graph, the number of original nodes of each node, if more than one.
     """
 
-    def __init__(self, graph: Graph, devices: int, hardware: Hardware, times: Mapping[Node, int] | None = None) -> None:
-        self.device_count, self.hardware, self.node_multiplicity = devices, hardware, times or {}
+    def __init__(
+        self, graph: Graph, device_count: int, hardware: Hardware, node_multiplicity: Mapping[Node, int] | None = None
+    ) -> None:
+        self.device_count, self.hardware, self.node_multiplicity = device_count, hardware, node_multiplicity or {}
         counts = WorkCounter()
         self.node_work = {n: counts.count_work(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
         self.stored_values = [n.results[0] for n in graph.nodes if n.op in ("weight", "state")]
@@ -31,41 +40,47 @@ class AssignmentCost:
         self._cached_costs: dict[int, tuple[ShardingAssignment, list[float]]] = {}
         self._collective_seconds: dict[tuple[str, int], float] = {}
 
-    def estimate_run(self, assignment: ShardingAssignment) -> Estimate:
-        """Return the predicted time of one run, in which sums are taken early where that costs no more."""
-        times, compute = self.node_multiplicity, sum(self._compute_item_costs(assignment)[: len(self.node_work)])
+    def estimate_run_time(self, assignment: ShardingAssignment) -> Estimate:
+        """Return the predicted time of one run; early sums are used where they cost no more."""
+        times, compute = (
+            self.node_multiplicity,
+            sum(self._compute_all_seconds_and_bytes(assignment)[: len(self.node_work)]),
+        )
         sent = [c for c in assignment.conversions if not c.needs_no_communication]
-        seconds, count = sum(map(self._estimate_total_seconds, sent)), sum(times.get(c.value.node, 1) for c in sent)
-        for one, sums in find_early_sums(assignment, self._estimate_total_seconds):
-            seconds -= sum(map(self._estimate_total_seconds, sums)) - self._estimate_total_seconds(one)
+        seconds, count = (
+            sum(map(self._estimate_seconds_of_all_copies, sent)),
+            sum(times.get(c.value.node, 1) for c in sent),
+        )
+        for one, sums in find_early_sums(assignment, self._estimate_seconds_of_all_copies):
+            seconds -= sum(map(self._estimate_seconds_of_all_copies, sums)) - self._estimate_seconds_of_all_copies(one)
             count -= sum(times.get(c.value.node, 1) for c in sums) - times.get(one.value.node, 1)
         return Estimate(compute, seconds, count)
 
-    def _estimate_total_seconds(self, conversion: LayoutConversion) -> float:
-        """Return the seconds of a collective, times the multiplicity of its node."""
+    def _estimate_seconds_of_all_copies(self, conversion: LayoutConversion) -> float:
+        """Return the seconds of the collective of a conversion, for all original nodes that its node stands for."""
         return self.node_multiplicity.get(conversion.value.node, 1) * self.estimate_conversion_seconds(conversion)
 
     def compute_max_stored_bytes(self, assignment: ShardingAssignment) -> float:
         """Return the bytes of weights and states on the device that has most of them."""
-        return sum(self._compute_item_costs(assignment)[len(self.node_work) :])
+        return sum(self._compute_all_seconds_and_bytes(assignment)[len(self.node_work) :])
 
-    def _compute_item_costs(self, assignment: ShardingAssignment) -> list[float]:
+    def _compute_all_seconds_and_bytes(self, assignment: ShardingAssignment) -> list[float]:
         """Return the seconds of each node, then the bytes of each weight and state.
 
         Costs of nodes that are as in the base assignment are taken from there.
         """
         base = assignment.base_assignment
         if base is None:
-            return [self._compute_item_cost(node, assignment) for node in self._item_positions]
+            return [self._compute_node_seconds_or_leaf_bytes(node, assignment) for node in self._item_positions]
         if id(base) not in self._cached_costs:
-            self._cached_costs[id(base)] = base, self._compute_item_costs(base)
+            self._cached_costs[id(base)] = base, self._compute_all_seconds_and_bytes(base)
         each = list(self._cached_costs[id(base)][1])
         for node in assignment.recomputed_nodes:
             if (at := self._item_positions.get(node)) is not None:
-                each[at] = self._compute_item_cost(node, assignment)
+                each[at] = self._compute_node_seconds_or_leaf_bytes(node, assignment)
         return each
 
-    def _compute_item_cost(self, node: Node, assignment: ShardingAssignment) -> float:
+    def _compute_node_seconds_or_leaf_bytes(self, node: Node, assignment: ShardingAssignment) -> float:
         """Return the seconds of a node, or the bytes of a weight or state on the device that has most of it."""
         if not node.is_leaf:
             return self.node_multiplicity.get(node, 1) * self.estimate_node_seconds(node, assignment)
@@ -75,7 +90,7 @@ class AssignmentCost:
         return self.node_multiplicity.get(node, 1) * node.specs[0].nbytes * share
 
     def estimate_node_seconds(self, node: Node, assignment: ShardingAssignment) -> float:
-        """Return the seconds of `node` on the busiest device."""
+        """Return the seconds of the kernels of `node` on the device with the largest shard."""
         work = self.node_work[node]
         by = assignment.node_layouts[node]
         if isinstance(by, FactorShard):
@@ -97,10 +112,10 @@ class AssignmentCost:
         return self.hardware.compute_seconds(*work)
 
     def estimate_conversion_seconds(self, conversion: LayoutConversion) -> float:
-        """Return the seconds of the collective of a conversion."""
+        """Return the seconds of the collective of a layout conversion; 0 if no bytes are sent."""
         if conversion.needs_no_communication or self.device_count == 1:
             return 0.0
-        collective = select_collective(conversion)
+        collective = choose_conversion_collective(conversion)
         if collective not in self._collective_seconds:
             self._collective_seconds[collective] = self.hardware.estimate_collective(
                 *collective, range(self.device_count)
@@ -108,13 +123,22 @@ class AssignmentCost:
         return self._collective_seconds[collective]
 
 
-def select_collective(conversion: LayoutConversion) -> tuple[str, int]:
-    """Return the op of the collective that determines the time of a conversion, and the bytes of the whole value."""
+def choose_conversion_collective(conversion: LayoutConversion) -> tuple[str, int]:
+    """Return the op of the collective that prices a conversion, and the bytes of the whole value.
+
+    It is an all-reduce for a sum that ends whole. All other conversions are priced as an all-gather.
+    """
     is_all_reduce = conversion.source_layout.is_partial and not isinstance(conversion.target_layout, FactorShard)
     return "all_reduce" if is_all_reduce else "all_gather", conversion.value.spec.nbytes
 
 
-def _estimate_device_bytes(nbytes: float, uncut: Iterable[Value], share: float) -> float:
-    """Return the bytes of a device that has `share` of all values except the whole ones in `uncut`."""
-    whole = min(nbytes, sum(v.spec.nbytes for v in uncut))
-    return whole + (nbytes - whole) * share
+def _estimate_device_bytes(total_bytes: float, whole_values: Iterable[Value], share: float) -> float:
+    """Return the bytes that a device with a shard reads and writes.
+
+    Args:
+        total_bytes: The bytes of all operands and results on one device without sharding.
+        whole_values: The values that each device has whole.
+        share: The share of all other values that the device has.
+    """
+    whole = min(total_bytes, sum(v.spec.nbytes for v in whole_values))
+    return whole + (total_bytes - whole) * share

@@ -1,4 +1,4 @@
-"""Sums taken early: one collective for a partial sum in place of one for each of several values computed from it.
+"""Early sums: one all-reduce for a partial sum, in place of one for each of several values that are computed from it.
 
 A partial sum passes through views and other linear ops, and a collective completes it where a reader needs all of it.
 Three slices would need three all-reduces. One all-reduce before the slices moves the same bytes with one latency.
@@ -16,33 +16,42 @@ from .states import FactorLayout, FactorShard
 
 
 def find_early_sums(
-    assignment: ShardingAssignment, seconds: Callable[[LayoutConversion], float], rows: Factor | None = None
+    assignment: ShardingAssignment,
+    estimate_seconds: Callable[[LayoutConversion], float],
+    row_factor: Factor | None = None,
 ) -> list[tuple[LayoutConversion, Sequence[LayoutConversion]]]:
-    """Return the sums that cost no more than the later sums that they replace, each with the replaced sums.
+    """Return the early sums that cost no more than the sums that they replace, each with the replaced sums.
 
-    Considered are sums to whole values, and sums scattered by `rows`. If a sum replaces another one of the list, the
-    other one comes first, and both savings count.
+    Considered are sums to whole values, and sums scattered by `row_factor`. If a sum replaces another one of the
+    list, the other one comes first, and both savings count.
 
     Args:
         assignment: The layouts and conversions of the graph.
-        seconds: Returns the predicted seconds of a sum.
-        rows: The factor that scatters the rows of sums.
+        estimate_seconds: Returns the predicted seconds of the collective of a sum.
+        row_factor: The factor that scatters the rows of sums.
     """
     found: list[tuple[LayoutConversion, Sequence[LayoutConversion]]] = []
-    for after in (REPLICATE, *(() if rows is None else (FactorShard(rows),))):
+    for after in (REPLICATE, *(() if row_factor is None else (FactorShard(row_factor),))):
         sums = {c.value: c for c in assignment.conversions if c.source_layout.is_partial and c.target_layout == after}
         if len(sums) > 1:
-            found += _choose_early_sums(assignment, sums, after, seconds)
+            found += _choose_early_sums(assignment, sums, after, estimate_seconds)
     return found
 
 
 def _choose_early_sums(
     assignment: ShardingAssignment,
     sums: Mapping[Value, LayoutConversion],
-    after: FactorLayout,
-    seconds: Callable[[LayoutConversion], float],
+    target_layout: FactorLayout,
+    estimate_seconds: Callable[[LayoutConversion], float],
 ) -> Iterator[tuple[LayoutConversion, Sequence[LayoutConversion]]]:
-    """Yield the early sums among `sums`, which all convert to the layout `after`."""
+    """Yield the early sums that replace some of `sums`, each with the replaced sums, from the last values to the first.
+
+    Args:
+        assignment: The layouts and conversions of the graph.
+        sums: The conversion of each value with a sum to `target_layout`.
+        target_layout: The layout after the sum, whole or scattered by rows.
+        estimate_seconds: Returns the predicted seconds of the collective of a sum.
+    """
     below = _find_next_values(assignment, sums)
     if not any(len(those) + (value in sums) > 1 for value, those in below.items()):
         return
@@ -52,10 +61,10 @@ def _choose_early_sums(
     ready = [value for value in sums if value not in below]
     while ready:
         value = ready.pop()
-        own = sums.get(value) or LayoutConversion(value, assignment.produced_layouts[value], after, None)
-        options = [cheapest[one] for one in below.get(value, ())] + [(seconds(own), [own])] * (value in sums)
+        own = sums.get(value) or LayoutConversion(value, assignment.produced_layouts[value], target_layout, None)
+        options = [cheapest[one] for one in below.get(value, ())] + [(estimate_seconds(own), [own])] * (value in sums)
         apart, parts = sum(time for time, _ in options), [part for _, those in options for part in those]
-        if len(parts) > 1 and (together := seconds(own)) <= apart:
+        if len(parts) > 1 and (together := estimate_seconds(own)) <= apart:
             yield own, parts
             apart, parts = together, [own]
         cheapest[value] = apart, parts
@@ -65,7 +74,7 @@ def _choose_early_sums(
 
 
 def _find_next_values(assignment: ShardingAssignment, sums: Iterable[Value]) -> dict[Value, list[Value]]:
-    """Return for each value on a path to one of the `sums` the next values on these paths."""
+    """Return the values that are computed from each partial sum on a path to one of `sums`."""
     below: dict[Value, list[Value]] = {}
     seen = set[Value]()
     for value in sums:
@@ -77,7 +86,7 @@ def _find_next_values(assignment: ShardingAssignment, sums: Iterable[Value]) -> 
 
 
 def _find_partial_operand(assignment: ShardingAssignment, value: Value) -> Value | None:
-    """Return the one partial sum that the node of `value` reads and passes on, or None."""
+    """Return the only partial sum that the node of `value` reads and passes on, or None."""
     node = value.node
     if not assignment.node_layouts[node].is_partial:
         return None

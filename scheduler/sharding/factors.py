@@ -62,8 +62,9 @@ from .axes import (
 class FactorRoles:
     """The roles of the factors of a node.
 
-    `coupled_factors` must be whole: the op says so, or they stand for two indices of the node at once.
-    `contracted_factors` are summed over. `indexed_factor` has the rows of a table that the node looks up.
+    - `coupled_factors` must be whole: the op says so, or they stand for two indices of the node at once.
+    - `contracted_factors` are summed over.
+    - `indexed_factor` has the rows of a table that the node looks up.
     """
 
     coupled_factors: frozenset[Factor]
@@ -72,7 +73,7 @@ class FactorRoles:
 
 
 class Factors:
-    """The axes of every value of a graph, and the roles of the factors of each node."""
+    """The axes of every value of a graph as products of factors, and the roles of the factors of each node."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -85,13 +86,13 @@ class Factors:
             if node.is_leaf:
                 self._add_leaf(node)
             elif op_of(node).links is not None:
-                self._apply_links(node, op_of(node))
+                self._create_axes_by_links(node, op_of(node))
             else:
-                self._apply_signature(node, op_of(node))
+                self._unify_axes_by_signature(node, op_of(node))
         for state, new in graph.updates.items():
             for a, b in zip(self._axes[state], self._axes[new], strict=True):
                 unify_axes(a, b)
-        self._forbid_inner_splits()
+        self._forbid_sharding_of_split_inner_factors()
         # No factor is split from here on, so results can be cached; the factor search asks often.
         segments_of = cache(list_segments)  # values share axes
         self._final_segments = {v: tuple(map(segments_of, axes)) for v, axes in self._axes.items()}
@@ -107,32 +108,35 @@ class Factors:
     # ------------------------------------------------------------------------------------------------ questions
 
     def axes_of(self, value: Value) -> tuple[list[list[Factor]], ...]:
-        """Return for each axis its segments, each a list of factors."""
+        """Return for each axis of a value its segments, each a list of factors, outer first."""
         return self._final_segments[value]
 
     def factors_of(self, value: Value) -> frozenset[Factor]:
-        """Return all factors of a value."""
+        """Return all factors of all axes of a value."""
         return self._factor_sets[value]
 
     def roles_of(self, node: Node) -> FactorRoles:
-        """Return the roles of the factors of a node."""
+        """Return which factors of a node are coupled, contracted or indexed."""
         return self._factor_roles[node]
 
     def describe_factor(self, factor: Factor) -> str:
-        """Return the word of a signature for a factor, such as ``kv heads``; empty if it has only a letter."""
+        """Return the name of a factor in an op signature, such as ``kv heads``; empty if the name is one letter."""
         return self._factor_words.get(factor, "")
 
     # ----------------------------------------------------------------------------------------------- building
 
     def _add_leaf(self, node: Node) -> None:
+        """Create the axes of a leaf: one factor for each axis, and a blocked factor for each quantisation block."""
         spec = node.specs[0]
         axes = [make_axis(n) for n in spec.shape]
         if spec.dtype.is_quantised:
             axes[-1] = ((Factor(spec.shape[-1] // spec.dtype.block), Factor(spec.dtype.block, blocked=True)),)
         self._axes[node.results[0]] = tuple(axes)
 
-    def _apply_signature(self, node: Node, declared: Op[Any]) -> None:
-        """Unify the axes of operands and create the axes of results, by the names of the signature."""
+    def _unify_axes_by_signature(self, node: Node, declared: Op[Any]) -> None:
+        """Unify the operand axes of a node that have equal names in the op's signature, and create the axes of its
+        results.
+        """
         specs = [None if s is None else s.spec for s in node.src]
         sizes = declared.resolve_sizes(specs, node.attrs)
         signature = declared.signature_for(node.attrs)
@@ -154,7 +158,7 @@ class Factors:
                         role = DimensionRole.COUPLED  # the operand is a part of a table already
                     roles.append((role, axis))
                     if dim.index:
-                        self._unify_lookup(node, declared, dim, axis, size)
+                        self._unify_indexed_axes(node, declared, dim, axis, size)
         summed = self._unify_contracted_axes(node, signature.operands)
         roles += summed
         self._roles[node] = roles
@@ -170,22 +174,36 @@ class Factors:
                     f"{node!r}: factors do not fit {value!r}"
                 )
 
-    def _unify_lookup(self, node: Node, declared: Op[Any], dim: Dimension, axis: Axis, size: int) -> None:
-        """Unify the axes that the same row numbers index, so that they have equal shard ranges."""
-        numbers = node.src[declared.operand_names.index(dim.index)]
+    def _unify_indexed_axes(self, node: Node, declared: Op[Any], dimension: Dimension, axis: Axis, size: int) -> None:
+        """Unify the axes that the same row numbers index, so that they have equal shard ranges.
+
+        Args:
+            node: The node that looks up rows.
+            declared: Its op.
+            dimension: The indexed dimension of the signature.
+            axis: The axis of the table with the rows.
+            size: The number of rows.
+        """
+        numbers = node.src[declared.operand_names.index(dimension.index)]
         assert numbers is not None
-        unify_axes(axis, self._lookup_axes.setdefault((numbers, size), (axis, dim.factors[0]))[0])
+        unify_axes(axis, self._lookup_axes.setdefault((numbers, size), (axis, dimension.factors[0]))[0])
 
-    def _unify_dimension(self, dim: Dimension, axis: Axis, named: dict[str, Axis], sizes: Mapping[str, int]) -> None:
-        if len(dim.factors) == 1 and dim.factors[0] not in named:
-            named[dim.factors[0]] = axis
+    def _unify_dimension(
+        self, dimension: Dimension, axis: Axis, axis_by_name: dict[str, Axis], size_by_name: Mapping[str, int]
+    ) -> None:
+        """Unify an axis with the axes of its names in the signature; the first axis with a name stands for it."""
+        if len(dimension.factors) == 1 and dimension.factors[0] not in axis_by_name:
+            axis_by_name[dimension.factors[0]] = axis
         else:
-            unify_axes(axis, self._build_product_axis(dim, named, sizes))
+            unify_axes(axis, self._build_product_axis(dimension, axis_by_name, size_by_name))
 
-    def _build_product_axis(self, dim: Dimension, named: dict[str, Axis], sizes: Mapping[str, int]) -> Axis:
+    def _build_product_axis(
+        self, dimension: Dimension, axis_by_name: dict[str, Axis], size_by_name: Mapping[str, int]
+    ) -> Axis:
+        """Return the axis of a signature dimension such as ``(h d)`` as the product of the axes of its names."""
         parts = [
-            make_axis(int(f), blocked=True) if f.isdecimal() else named.setdefault(f, make_axis(sizes[f]))
-            for f in dim.factors
+            make_axis(int(f), blocked=True) if f.isdecimal() else axis_by_name.setdefault(f, make_axis(size_by_name[f]))
+            for f in dimension.factors
         ]
         if (axis := multiply_axes(parts)) is not None:
             return axis
@@ -194,7 +212,7 @@ class Factors:
         return make_axis(math.prod(sum(map(compute_product_size, list_segments(p))) for p in parts), blocked=True)
 
     def _unify_leading_axes(self, node: Node, operands: Sequence[Operand]) -> tuple[Axis, ...]:
-        """Return the shared leading axes, unified with the leading axes of every operand."""
+        """Return the leading axes that the results share, unified with the leading axes of every operand."""
         shared: tuple[Axis, ...] = ()
         pairs = [(o, s) for o, s in zip(operands, node.src, strict=False) if s is not None]
         for operand, source in pairs:
@@ -222,21 +240,30 @@ class Factors:
         return [(DimensionRole.CONTRACTED, axis) for axis in summed]
 
     @staticmethod
-    def _unify_repeated_axis(whole: Axis, part: Axis, how: LeadingAxes) -> None:
-        size, n = find_segment_bounds(whole)[-1], find_segment_bounds(part)[-1]
+    def _unify_repeated_axis(full_axis: Axis, repeated_axis: Axis, leading_axes: LeadingAxes) -> None:
+        """Unify an axis with a smaller one that is repeated over it, by a new factor for the number of repeats.
+
+        Args:
+            full_axis: The larger axis.
+            repeated_axis: The smaller axis; it is the inner factor if tiled, and the outer factor if grouped.
+            leading_axes: Whether the smaller axis is tiled or grouped.
+        """
+        size, n = find_segment_bounds(full_axis)[-1], find_segment_bounds(repeated_axis)[-1]
         if n == size:
-            unify_axes(whole, part)
+            unify_axes(full_axis, repeated_axis)
         elif n > 1:
             ratio = make_axis(size // n)
-            axis = multiply_axes([ratio, part] if how is LeadingAxes.TILED else [part, ratio])
+            axis = multiply_axes(
+                [ratio, repeated_axis] if leading_axes is LeadingAxes.TILED else [repeated_axis, ratio]
+            )
             if axis is None:
-                forbid_axis_sharding(whole)
-                forbid_axis_sharding(part)
+                forbid_axis_sharding(full_axis)
+                forbid_axis_sharding(repeated_axis)
             else:
-                unify_axes(whole, axis)
+                unify_axes(full_axis, axis)
 
-    def _apply_links(self, node: Node, declared: Op[Any]) -> None:
-        """Create the axes of a view or a concatenation from its axis links."""
+    def _create_axes_by_links(self, node: Node, declared: Op[Any]) -> None:
+        """Create the result axes of a view or a concatenation from the links between operand and result axes."""
         assert declared.links is not None
         links = declared.links(tuple(None if s is None else s.spec for s in node.src), node.attrs)
         result = node.results[0]
@@ -281,18 +308,22 @@ class Factors:
         ]
         self._index_axes[node] = [self._axes[v] for v in (*node.inputs, result)]
 
-    def _multiply_operand_axes(self, source: Value, which: Sequence[int]) -> Axis:
-        axes = [self._axes[source][a] for a in which]
+    def _multiply_operand_axes(self, operand: Value, axis_numbers: Sequence[int]) -> Axis:
+        """Return the product of these axes of an operand; a blocked new axis if they have no product."""
+        axes = [self._axes[operand][a] for a in axis_numbers]
         product = multiply_axes(axes)
         if product is None:
             for axis in axes:
                 forbid_axis_sharding(axis)
-            return make_axis(math.prod(source.shape[a] for a in which), blocked=True)
+            return make_axis(math.prod(operand.shape[a] for a in axis_numbers), blocked=True)
         return product
 
     @staticmethod
     def _slice_axis(axis: Axis, start: int, length: int) -> Axis:
-        """Return the segments of `axis` from entry `start` on; the whole axis if it is not longer than `length`."""
+        """Return the segments of `axis` from entry `start` on; the whole axis if it is not longer than `length`.
+
+        If no segment boundary is possible there, return a blocked new axis of size `length`.
+        """
         if find_segment_bounds(axis)[-1] <= length:
             return axis
         if not split_axis_at(axis, (start, start + length)):
@@ -300,8 +331,8 @@ class Factors:
         segments = zip(find_segment_bounds(axis), list_segments(axis), strict=False)
         return tuple(tuple(s) for at, s in segments if start <= at < start + length)
 
-    def _forbid_inner_splits(self) -> None:
-        """Forbid sharding of factors that are split into segments but are an inner factor of some product."""
+    def _forbid_sharding_of_split_inner_factors(self) -> None:
+        """Block factors that are split into segments and are an inner factor of some product."""
         for axes in self._axes.values():
             for axis in axes:
                 for product in list_segments(axis):
@@ -311,15 +342,21 @@ class Factors:
 
 
 def _compute_roles(
-    roles: Sequence[tuple[DimensionRole, Axis]],
-    indices: Sequence[Sequence[Axis]],
+    axes_with_role: Sequence[tuple[DimensionRole, Axis]],
+    index_axes: Sequence[Sequence[Axis]],
     segments_of: Callable[[Axis], list[list[Factor]]],
 ) -> FactorRoles:
-    """Return the roles of the factors of a node; `segments_of` gives the final segments of an axis."""
+    """Return the roles of the factors of a node.
+
+    Args:
+        axes_with_role: Each axis of the operands with its role in the signature.
+        index_axes: Groups of axes; a factor that occurs twice in a group is coupled.
+        segments_of: Returns the final segments of an axis.
+    """
     used: dict[DimensionRole, set[Factor]] = {role: set() for role in DimensionRole}
-    for axes in indices:
+    for axes in index_axes:
         used[DimensionRole.COUPLED] |= find_repeated_factors(map(segments_of, axes))
-    for role, axis in roles:
+    for role, axis in axes_with_role:
         parts = segments_of(axis)
         if role is DimensionRole.INDEXED and (len(parts) > 1 or len(parts[0]) > 1):
             role = DimensionRole.COUPLED  # a device has one range of rows

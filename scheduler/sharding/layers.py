@@ -23,26 +23,28 @@ NO_FIXED_VALUES: Mapping[Value, Local] = MappingProxyType({})
 """No value has a device from an earlier plan."""
 
 
-def split_layers(graph: Graph, proportions: Sequence[float], elsewhere: Container[Node] = ()) -> Placement:
-    """Give each device consecutive nodes with about its proportion of the bytes of weights and states.
+def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Container[Node] = ()) -> Placement:
+    """Return a placement that gives each device consecutive nodes with about its proportion of the stored bytes.
+
+    Stored bytes are the bytes of weights and states; each counts for the first node that reads it.
 
     Args:
         graph: The graph to split.
-        proportions: A number for each device.
-        elsewhere: Nodes that do not count: the weights and states that they read are left aside.
+        proportions: The proportion of each device; they need not add up to 1.
+        excluded_nodes: Nodes with weights and states that do not count, because pins place them.
     """
     nodes = [n for n in order_with_state_updates(graph) if not n.is_leaf]
-    return _split_by_load(graph, nodes, _compute_new_bytes(nodes, elsewhere), proportions)
+    return _split_by_load(graph, nodes, _compute_new_bytes(nodes, excluded_nodes), proportions)
 
 
 def compute_balanced_proportions(
-    graph: Graph, devices: int, hardware: Hardware = DEFAULT_HARDWARE
+    graph: Graph, device_count: int, hardware: Hardware = DEFAULT_HARDWARE
 ) -> tuple[float, ...]:
-    """Return the proportions of stored bytes with which all devices are predicted to compute for an equal time.
+    """Return proportions of stored bytes for `split_layers` that balance the predicted compute time of all devices.
 
     Args:
         graph: The graph to split.
-        devices: The number of devices.
+        device_count: The number of devices.
         hardware: The speeds of one device.
     """
     nodes, counts = [n for n in order_with_state_updates(graph) if not n.is_leaf], WorkCounter()
@@ -50,19 +52,19 @@ def compute_balanced_proportions(
         _compute_new_bytes(nodes),
         [hardware.compute_seconds(*counts.count_work(node)) for node in nodes],
     )
-    where = _split_by_load(graph, nodes, seconds, [1.0] * devices)
-    sums = [0.0] * devices
+    where = _split_by_load(graph, nodes, seconds, [1.0] * device_count)
+    sums = [0.0] * device_count
     for node, nbytes in zip(nodes, stored_bytes, strict=True):
         sums[where[node]] += nbytes
     return tuple(sums)
 
 
-def _compute_new_bytes(nodes: Sequence[Node], elsewhere: Container[Node] = ()) -> list[float]:
+def _compute_new_bytes(nodes: Sequence[Node], excluded_nodes: Container[Node] = ()) -> list[float]:
     """Return for each node the bytes of weights and states that it is the first to read."""
     seen: set[Value] = set()
     new_bytes = []
     for node in nodes:
-        fresh = {s for s in node.inputs if s.node.op in ("weight", "state") and node not in elsewhere} - seen
+        fresh = {s for s in node.inputs if s.node.op in ("weight", "state") and node not in excluded_nodes} - seen
         seen |= fresh
         new_bytes.append(float(sum(s.spec.nbytes for s in fresh)))
     return new_bytes
@@ -71,11 +73,17 @@ def _compute_new_bytes(nodes: Sequence[Node], elsewhere: Container[Node] = ()) -
 def _split_by_load(
     graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proportions: Sequence[float]
 ) -> Placement:
-    """Give each device consecutive nodes with about its proportion of `loads`, at points where few bytes cross.
+    """Return a placement that gives each device consecutive nodes with about its proportion of a load.
 
     For each boundary of two devices there is an ideal load before it. A point is near if its load differs from the
     ideal load by at most half the smaller share of the two devices. The near point with the fewest crossing bytes is
     taken.
+
+    Args:
+        graph: The graph to split.
+        nodes: The nodes that compute, in order.
+        loads: The load of each node, such as its seconds or new bytes.
+        proportions: The proportion of each device.
     """
     live = [device for device, proportion in enumerate(proportions) if proportion > 0]
     shares = [proportions[device] / sum(proportions) for device in live]
@@ -94,8 +102,8 @@ def _split_by_load(
     return {node: live[sum(i >= end for end in ends)] for i, node in enumerate(nodes)}
 
 
-def placement_from_layouts(graph: Graph, leaves: Mapping[str, Layout]) -> Placement:
-    """Return the placement of a graph over weights and states that devices have already.
+def placement_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout]) -> Placement:
+    """Return a placement of a graph over weights and states that devices have already.
 
     A node runs on a device that has its weight or state, otherwise on the device of its last operand.
     """
@@ -104,14 +112,14 @@ def placement_from_layouts(graph: Graph, leaves: Mapping[str, Layout]) -> Placem
         if node.is_leaf:
             continue
         follows = max((placement[s.node] for s in node.inputs if not s.node.is_leaf), default=0)
-        homes = [leaves.get(s.node.name) for s in node.inputs if s.node.op in ("weight", "state")]
+        homes = [leaf_layouts.get(s.node.name) for s in node.inputs if s.node.op in ("weight", "state")]
         options = [h.devices for h in homes if isinstance(h, Local)]
         placement[node] = follows if all(follows in o for o in options) else options[0][0]
     return placement
 
 
 def _compute_crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> list[int]:
-    """Return for each point between nodes the bytes of live values and used states that cross it."""
+    """Return for each point between two nodes the bytes of live values and states in use that cross it."""
     at = {node: i for i, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
     spans: dict[Value, list[int]] = {}
@@ -131,7 +139,7 @@ def _compute_crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> list[int]:
 
 
 def find_home_devices(graph: Graph, placement: Placement) -> dict[Value, int]:
-    """Return the device of each computed value and of each state.
+    """Return the device that has each computed value and each state.
 
     A state is on the device that computes its new value, or else on the device that first reads it.
     """
@@ -148,8 +156,8 @@ def find_home_devices(graph: Graph, placement: Placement) -> dict[Value, int]:
     return home
 
 
-def order_by_hops(graph: Graph, placement: Placement) -> Sequence[Node]:
-    """Return the nodes that compute by the largest number of messages on a path to each.
+def order_nodes_by_message_count(graph: Graph, placement: Placement) -> Sequence[Node]:
+    """Return the nodes that compute, sorted by the largest number of messages on a path to each.
 
     So a device sends the results of its independent nodes before the results that wait for other devices.
     """
@@ -164,11 +172,11 @@ def order_by_hops(graph: Graph, placement: Placement) -> Sequence[Node]:
 def emit_placed_graphs(
     graph: Graph,
     placement: Placement,
-    devices: int,
+    device_count: int,
     fixed_layouts: Mapping[Value, Local] = NO_FIXED_VALUES,
     order: Sequence[Node] = (),
 ) -> PartitionedGraphs:
-    """Emit the graph of every device: its nodes, and the messages that it receives and sends.
+    """Emit the graph of every device for a placement of whole nodes: its nodes, and the messages between devices.
 
     1. A value is sent at most once to each device, as soon as it is computed.
     2. A weight is on every device that reads it.
@@ -177,16 +185,16 @@ def emit_placed_graphs(
     Args:
         graph: The graph to split.
         placement: The device of each node.
-        devices: The number of devices.
+        device_count: The number of devices.
         fixed_layouts: Devices of weights and states from an earlier plan, which stay.
         order: The nodes that compute, in order; by default by the number of messages before each.
     """
     home = find_home_devices(graph, placement)
     home.update({value: layout.devices[0] for value, layout in fixed_layouts.items()})
-    emitter = _PlacedEmitter(graph, placement, home, devices, fixed_layouts, order)
+    emitter = _PlacedEmitter(graph, placement, home, device_count, fixed_layouts, order)
     leaves: dict[str, Layout] = {}
     for leaf in (n for n in graph.nodes if n.is_leaf):
-        having = tuple(d for d in range(devices) if (d, leaf.results[0]) in emitter.local_values)
+        having = tuple(d for d in range(device_count) if (d, leaf.results[0]) in emitter.local_values)
         devices_by_op = {"weight": having or (0,), "state": (home.get(leaf.results[0], 0),)}
         leaves[leaf.name] = fixed_layouts.get(leaf.results[0]) or (
             Local(devices_by_op[leaf.op]) if leaf.op in devices_by_op else REPLICATE
@@ -196,14 +204,14 @@ def emit_placed_graphs(
 
 
 class _PlacedEmitter:
-    """Visits each node once and adds it to the graph of its device."""
+    """Adds each node to the graph of its device, with sends and receives where a reader is on another device."""
 
     def __init__(
         self,
         graph: Graph,
         placement: Placement,
-        home: Mapping[Value, int],
-        devices: int,
+        home_devices: Mapping[Value, int],
+        device_count: int,
         fixed_layouts: Mapping[Value, Local],
         order: Sequence[Node] = (),
     ) -> None:
@@ -211,37 +219,37 @@ class _PlacedEmitter:
         self.graph, self.placement, self.home_devices, self.device_count, self.fixed_layouts = (
             graph,
             placement,
-            home,
-            devices,
+            home_devices,
+            device_count,
             fixed_layouts,
         )
-        self.source_nodes: list[dict[Node, Node]] = [{} for _ in range(devices)]
+        self.source_nodes: list[dict[Node, Node]] = [{} for _ in range(device_count)]
         self.local_values: dict[tuple[int, Value], Value] = {}
-        self.sent_values: list[dict[str, Value]] = [{} for _ in range(devices)]
+        self.sent_values: list[dict[str, Value]] = [{} for _ in range(device_count)]
         self.next_sequence_number = 0
         self.node_names = assign_names(graph)
-        for node in order or order_by_hops(graph, placement):
+        for node in order or order_nodes_by_message_count(graph, placement):
             if not node.is_leaf:
                 device = placement[node]
-                src = tuple(None if s is None else self._value_on_device(device, s) for s in node.src)
+                src = tuple(None if s is None else self._find_or_receive_value(device, s) for s in node.src)
                 copy = Node(node.op, src, node.attrs, node.specs, self.node_names[node])
                 self.source_nodes[device][copy] = node
                 self.local_values.update(((device, v), new) for v, new in zip(node.results, copy.results, strict=True))
                 for value in node.results:
                     for reader in users[value]:
-                        self._value_on_device(placement[reader], value)
+                        self._find_or_receive_value(placement[reader], value)
         for state, new in graph.updates.items():
-            self._value_on_device(home[state], state)
-            self._value_on_device(home[state], new)
+            self._find_or_receive_value(home_devices[state], state)
+            self._find_or_receive_value(home_devices[state], new)
         for value in graph.outputs.values():
-            self._value_on_device(self.device_of(value), value)
+            self._find_or_receive_value(self.device_of(value), value)
 
     def device_of(self, value: Value) -> int:
-        """Return the device that has a value at the end."""
+        """Return the device that has a value at the end of a run."""
         return self.home_devices.get(value, 0)
 
-    def _value_on_device(self, device: int, value: Value) -> Value:
-        """Return `value` on `device`: computed there, a leaf, or received."""
+    def _find_or_receive_value(self, device: int, value: Value) -> Value:
+        """Return `value` on `device`: computed there, a leaf there, or received with a new message."""
         key = (device, value)
         if key not in self.local_values:
             home = self.home_devices.get(value, device)
@@ -250,20 +258,26 @@ class _PlacedEmitter:
             if value.node.is_leaf and home == device:
                 self.local_values[key] = value
             else:
-                self.local_values[key] = self._emit_message(self._value_on_device(home, value), home, device)
+                self.local_values[key] = self._emit_message(self._find_or_receive_value(home, value), home, device)
         return self.local_values[key]
 
-    def _emit_message(self, value: Value, home: int, device: int) -> Value:
+    def _emit_message(self, value: Value, sender: int, receiver: int) -> Value:
+        """Emit a send of `value` on one device and the receive on another; return the received value."""
         number, self.next_sequence_number = self.next_sequence_number, self.next_sequence_number + 1
-        name = f"{value.node.name}.to.{device}"
-        self.sent_values[home][make_unused_name(f"sent.{number}", self.graph.outputs)] = send(
-            value, to=device, sequence=number, name=name
+        name = f"{value.node.name}.to.{receiver}"
+        self.sent_values[sender][make_unused_name(f"sent.{number}", self.graph.outputs)] = send(
+            value, to=receiver, sequence=number, name=name
         )
         return receive(
-            shape=value.shape, dtype=value.dtype, source=home, sequence=number, name=f"{value.node.name}.from.{home}"
+            shape=value.shape,
+            dtype=value.dtype,
+            source=sender,
+            sequence=number,
+            name=f"{value.node.name}.from.{sender}",
         )
 
     def build_graphs(self) -> tuple[Graph, ...]:
+        """Return the graph of every device, with sent values as outputs."""
         graphs = []
         for device in range(self.device_count):
             outputs = {

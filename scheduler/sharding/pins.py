@@ -28,7 +28,7 @@ PlacementRules = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A node that only device number `device` computes, with the reason."""
+    """The statement that only one device computes a node, with the reason."""
 
     device: int
     reason: str
@@ -51,7 +51,7 @@ NO_PINS = Pins()
 
 
 def find_stored_leaf(value: Value) -> Node | None:
-    """Return the weight or state that a value is or shows as a view; otherwise None."""
+    """Return the weight or state that a value is, or that it shows as a view; None for other values."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
         node = node.inputs[0].node
@@ -62,35 +62,38 @@ def find_stored_leaf(value: Value) -> Node | None:
 
 
 def find_user_pins(
-    graph: Graph, place: PlacementRules, devices: Sequence[str], *, strict: bool = True
+    graph: Graph, placement_rules: PlacementRules, device_names: Sequence[str], *, strict: bool = True
 ) -> dict[Node, Pin]:
     """Return a pin for each node that a placement rule matches.
 
-    A rule matches the name of the node, or of a weight or state that the node reads.
+    A rule matches the name of the node, or of a weight or state that the node reads. The first matching rule counts.
 
     Args:
         graph: The graph to pin.
-        place: The placement rules.
-        devices: The names of all devices.
+        placement_rules: Pairs (regular expression, device name).
+        device_names: The names of all devices.
         strict: Whether each rule must match a node.
 
     Raises:
-        PlanError: A pattern is not a regular expression, a device is unknown, or with `strict` a rule matches no node.
+        PlanError: A pattern is not a regular expression, a device is unknown, or with `strict` a rule matches no
+            node.
     """
     pins: dict[Node, Pin] = {}
-    if not place:
+    if not placement_rules:
         return pins
     node_names = assign_names(graph)
-    for pattern, device in place:
+    for pattern, device in placement_rules:
         expression, rule_text = _compile_pattern(pattern), f"place='{pattern}={device}'"
-        if device not in devices:
-            raise PlanError(f"{rule_text}: there is no device {device!r} in the group; it has {', '.join(devices)}")
+        if device not in device_names:
+            raise PlanError(
+                f"{rule_text}: there is no device {device!r} in the group; it has {', '.join(device_names)}"
+            )
         matching = {
             n for n, name in node_names.items() if n.op not in ("input", "constant") and expression.search(name)
         }
         if strict and not matching:
             raise PlanError(f"{rule_text}: no node, weight or state has such a name; `hocket dump` lists them")
-        pin = Pin(devices.index(device), f"--place {pattern}={device}")
+        pin = Pin(device_names.index(device), f"--place {pattern}={device}")
         for node in graph.nodes:
             read = {node, *filter(None, map(find_stored_leaf, node.inputs))}
             if not node.is_leaf and not matching.isdisjoint(read):
@@ -99,6 +102,7 @@ def find_user_pins(
 
 
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a regular expression; raise `PlanError` if it is not one."""
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError, Warning) as why:  # Warning: Python may be set to raise warnings
@@ -106,7 +110,7 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def pin_discrete_choices(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
-    """Pin discrete choices to device 0 if the backends of the group differ.
+    """Pin discrete choices to device 0 if the backends of the group differ; return the pins.
 
     A discrete choice has float operands and integer results. Backends round differently, so near a tie they would
     choose differently.
@@ -118,32 +122,38 @@ def pin_discrete_choices(graph: Graph, group: Sequence[tuple[Backend, Device]]) 
 
 
 def _is_discrete_choice(node: Node) -> bool:
+    """Return whether a node has float operands and integer results."""
     return any(s.dtype.is_float for s in node.inputs) and any(v.dtype.is_integer for v in node.results)
 
 
-def pin_earlier_layouts(pins: Pins, graph: Graph, leaves: Mapping[str, Layout], earlier: Mapping[str, Layout]) -> Pins:
-    """Return `pins` with the weights and states that have another layout in `earlier` than in `leaves`.
+def pin_changed_leaf_layouts(
+    pins: Pins, graph: Graph, leaf_layouts: Mapping[str, Layout], earlier_layouts: Mapping[str, Layout]
+) -> Pins:
+    """Return `pins` with the earlier layout of each weight and state that has another layout in the new plan.
 
-    They keep their earlier layout. Two graphs may slice one weight differently, so a factor of one graph need not exist
-    in the other.
+    Two graphs may slice one weight differently, so a factor of one graph need not exist in the other.
 
     Args:
         pins: The pins so far.
         graph: The graph of the new plan.
-        leaves: The layouts of leaves in the new plan.
-        earlier: The layouts of leaves in the earlier plan.
+        leaf_layouts: The layouts of leaves in the new plan.
+        earlier_layouts: The layouts of leaves in the earlier plan.
     """
     others: dict[Value, Replicate | FixedShard] = {}
     for value in (*graph.weights, *graph.states):
-        layout = earlier.get(value.node.name)
-        if isinstance(layout, Shard | Replicate) and layout != leaves[value.node.name]:
+        layout = earlier_layouts.get(value.node.name)
+        if isinstance(layout, Shard | Replicate) and layout != leaf_layouts[value.node.name]:
             others[value] = FixedShard(layout) if isinstance(layout, Shard) else layout
     return Pins(pins.nodes, {**pins.leaves, **others})
 
 
-def pins_from_layouts(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:
+def pins_from_layouts(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pins:
     """Return pins for the nodes that read weights or states which an earlier plan put on some devices only."""
-    homes = {n.results[0]: leaves[n.name] for n in graph.nodes if n.op in ("weight", "state") and n.name in leaves}
+    homes = {
+        n.results[0]: earlier_layouts[n.name]
+        for n in graph.nodes
+        if n.op in ("weight", "state") and n.name in earlier_layouts
+    }
     fixed_layouts = {value: layout for value, layout in homes.items() if isinstance(layout, Local)}
     pins: dict[Node, Pin] = {}
     for node in graph.nodes:
@@ -155,7 +165,7 @@ def pins_from_layouts(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedNode:
-    """A node `local_node` of the graph of a device that the device does not support, with the reason.
+    """A node of a device's graph that the device does not support, with the reason.
 
     `source_node` is the node of the user's graph for which the planner emitted `local_node`, if there is one.
     """
@@ -166,19 +176,19 @@ class UnsupportedNode:
     reason: str
 
 
-def find_unsupported(
-    graphs: Sequence[Graph], origins: Sequence[Mapping[Node, Node]], group: Sequence[tuple[Backend, Device]]
+def find_unsupported_nodes(
+    graphs: Sequence[Graph], source_nodes: Sequence[Mapping[Node, Node]], group: Sequence[tuple[Backend, Device]]
 ) -> list[UnsupportedNode]:
     """Return the nodes of each device's graph that the device does not support.
 
     Args:
         graphs: The graph of each device.
-        origins: For each device, the user's node of each node.
+        source_nodes: For each device, the user's node of each node.
         group: The backend and the device of each member.
     """
     refused = []
     asked: dict[Hashable, dict[Node, str]] = {}  # by graph and grade of device: reasons by unsupported node
-    for number, (graph, origin, (backend, device)) in enumerate(zip(graphs, origins, group, strict=True)):
+    for number, (graph, origin, (backend, device)) in enumerate(zip(graphs, source_nodes, group, strict=True)):
         key = (graph, find_device_class(backend, device))
         if key not in asked:
             work = (n for n in graph.nodes if not n.is_leaf and not op_of(n).is_view)
@@ -193,13 +203,13 @@ def find_unsupported(
     return refused
 
 
-def relocate_unsupported(
-    found: Iterable[UnsupportedNode], pins: NodePins, group: Sequence[tuple[Backend, Device]]
+def pin_unsupported_nodes(
+    unsupported_nodes: Iterable[UnsupportedNode], pins: NodePins, group: Sequence[tuple[Backend, Device]]
 ) -> dict[Node, Pin]:
-    """Pin each unsupported node to the first device that supports it.
+    """Return a pin for each unsupported node, to the first device that supports it.
 
     Args:
-        found: The unsupported nodes.
+        unsupported_nodes: The unsupported nodes.
         pins: The pins so far.
         group: The backend and the device of each member.
 
@@ -207,7 +217,7 @@ def relocate_unsupported(
         PlanError: All devices refuse a node, or the node was moved before.
     """
     moved: dict[Node, Pin] = {}
-    for one in found:
+    for one in unsupported_nodes:
         if one.source_node in moved:
             continue
         names_it = f"{group[one.device][1]} cannot run {one.local_node.op}: {one.reason}"
@@ -226,8 +236,8 @@ def relocate_unsupported(
 # --------------------------------------------------------------------------------------------------- consequences
 
 
-def extend_pins(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
-    """Return `pins` with the nodes that belong to pinned nodes, which saves copies.
+def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
+    """Return `pins` and pins for nodes next to pinned nodes of one device, which saves messages.
 
     1. Views that only pinned nodes of one device read.
     2. Nodes that alone read results of pinned nodes of one device, and read no other computed or stored value.
@@ -254,8 +264,8 @@ def extend_pins(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
     return found
 
 
-def pin_leaves(graph: Graph, pins: NodePins) -> Pins:
-    """Return the pins with the weights and states that only pinned nodes read, on the devices of these nodes."""
+def pin_leaves_of_pinned_nodes(graph: Graph, pins: NodePins) -> Pins:
+    """Return `pins` with layouts of weights and states that only pinned nodes read: on the devices of these nodes."""
     users = graph.users()
     homes: dict[Value, Local] = {}
     for node in graph.nodes if pins else ():
@@ -268,7 +278,7 @@ def pin_leaves(graph: Graph, pins: NodePins) -> Pins:
 
 
 def list_pinned_nodes(graph: Graph, pins: NodePins) -> tuple[PinnedNodes, ...]:
-    """Return the pinned nodes by device and reason."""
+    """Return the names of the pinned nodes, grouped by device and reason, for the record of the plan."""
     if not pins:
         return ()
     called, groups = assign_names(graph), defaultdict[tuple[int, str], list[str]](list)

@@ -23,7 +23,7 @@ from ..units import format_bytes, format_seconds
 from .again import IncrementalPropagator
 from .assign import ShardingAssignment
 from .axes import Factor
-from .condense import CollapsedGraph, collapse_repeats
+from .condense import CollapsedGraph, collapse_repeated_layers
 from .cost import AssignmentCost
 from .factors import Factors
 from .shares import ShardRanges, factor_ranges_from_layout
@@ -36,10 +36,10 @@ NO_LEAF_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class FactorChoice:
-    """The factors to shard, the considered alternatives, and the predictions.
+    """The factors to shard, the considered alternatives as text, and predictions for one run.
 
-    `seconds` is the time of a run, and `communication_seconds` the part of it for collectives. `unsharded_seconds` is
-    the time without sharding. `stored_bytes` are the bytes of weights and states on each device.
+    `communication_seconds` is the part of `seconds` for collectives. `unsharded_seconds` is the time without
+    sharding. `stored_bytes` counts weights and states on each device.
     """
 
     factors: frozenset[Factor]
@@ -51,7 +51,7 @@ class FactorChoice:
 
 
 class FactorSearch:
-    """Searches the factors of one graph for any number of devices.
+    """The search for the best set of factors of one graph, for any number of devices.
 
     Repeated layers are scored once. Each set of factors is propagated once for all numbers of devices.
     """
@@ -65,55 +65,60 @@ class FactorSearch:
 
     @cached_property
     def _collapsed_search(self) -> tuple[CollapsedGraph, _GraphSearch] | None:
-        small = collapse_repeats(self.graph)
+        small = collapse_repeated_layers(self.graph)
         return (
             None if small is None else (small, _GraphSearch(small.graph, Factors(small.graph), small.node_multiplicity))
         )
 
-    def choose_factors(self, devices: int, hardware: Hardware, *, eager: bool = False) -> FactorChoice:
-        """Return the best set of factors for this number of devices.
+    def choose_factors(self, device_count: int, hardware: Hardware, *, eager: bool = False) -> FactorChoice:
+        """Return the set of factors with the least predicted time on this number of devices.
 
         Args:
-            devices: The number of devices.
+            device_count: The number of devices.
             hardware: The speeds of each device and of the links.
             eager: Whether to add groups that shorten the kernels although their collectives cost more; for mode
                 ``tensor``.
         """
         if self._collapsed_search is not None:
             small, search = self._collapsed_search
-            choice = search.choose_factors(devices, hardware, eager)
+            choice = search.choose_factors(device_count, hardware, eager)
             if (
                 chosen := _expand_to_full_graph(self.graph, self.factors, small, search.factors, choice.factors)
             ) is not None:
                 return replace(choice, factors=chosen)
-        return self._full_graph_search.choose_factors(devices, hardware, eager)
+        return self._full_graph_search.choose_factors(device_count, hardware, eager)
 
 
 class _GraphSearch:
     """The search over one graph, with the assignment of each set of factors."""
 
-    def __init__(self, graph: Graph, factors: Factors, times: Mapping[Node, int]) -> None:
-        self.graph, self.factors, self.node_multiplicity = graph, factors, times
-        self.factor_groups = group_factors(graph, factors, times)
+    def __init__(self, graph: Graph, factors: Factors, node_multiplicity: Mapping[Node, int]) -> None:
+        self.graph, self.factors, self.node_multiplicity = graph, factors, node_multiplicity
+        self.factor_groups = group_factors(graph, factors, node_multiplicity)
         self._propagator = IncrementalPropagator(graph, factors)
         self._assignments: dict[frozenset[Factor], ShardingAssignment | None] = {
             frozenset(): self._propagator.unsharded_assignment
         }
 
-    def find_assignment(self, chosen: frozenset[Factor], current: frozenset[Factor]) -> ShardingAssignment | None:
-        """Return the assignment for the `chosen` factors, derived from that for the `current` ones; None if they
-        conflict.
-        """
-        if chosen not in self._assignments:
-            base = self._assignments[current]
-            assert base is not None
-            fits = find_conflicting_leaf(self.graph, self.factors, chosen) is None
-            self._assignments[chosen] = self._propagator.propagate(chosen, base) if fits else None
-        return self._assignments[chosen]
+    def find_assignment(
+        self, chosen_factors: frozenset[Factor], current_factors: frozenset[Factor]
+    ) -> ShardingAssignment | None:
+        """Return the assignment for `chosen_factors`, derived from the one for `current_factors`.
 
-    def choose_factors(self, devices: int, hardware: Hardware, eager: bool) -> FactorChoice:
+        None means that the chosen factors conflict in a weight or state.
+        """
+        if chosen_factors not in self._assignments:
+            base = self._assignments[current_factors]
+            assert base is not None
+            fits = find_conflicting_leaf(self.graph, self.factors, chosen_factors) is None
+            self._assignments[chosen_factors] = (
+                self._propagator.propagate_from_base(chosen_factors, base) if fits else None
+            )
+        return self._assignments[chosen_factors]
+
+    def choose_factors(self, device_count: int, hardware: Hardware, eager: bool) -> FactorChoice:
         """Return the best set of factors of this graph, as `FactorSearch.choose_factors`."""
-        costs = AssignmentCost(self.graph, devices, hardware, self.node_multiplicity)
+        costs = AssignmentCost(self.graph, device_count, hardware, self.node_multiplicity)
         uncut = _score_assignment(costs, self._propagator.unsharded_assignment)
         notes = [f"uncut, each device does all: {_format_cost(uncut.estimate)}"]
         best = self._grow_greedily(costs, uncut, eager, notes)
@@ -132,10 +137,10 @@ class _GraphSearch:
         )
 
     def _score_extensions(
-        self, costs: AssignmentCost, names: Iterable[str], current: _ScoredFactors
+        self, costs: AssignmentCost, group_names: Iterable[str], current: _ScoredFactors
     ) -> dict[str, _ScoredFactors]:
-        """Return the scores of `current` with each of these groups, for groups that can be sharded together with it."""
-        sets = {name: current.factors.union(self.factor_groups[name]) for name in names}
+        """Return the scores of `current` with each of these groups added, by name, for groups that can be added."""
+        sets = {name: current.factors.union(self.factor_groups[name]) for name in group_names}
         assignments = {
             n: self.find_assignment(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors
         }
@@ -146,10 +151,10 @@ class _GraphSearch:
         }
 
     def _grow_greedily(
-        self, costs: AssignmentCost, uncut: _ScoredFactors, eager: bool, notes: list[str]
+        self, costs: AssignmentCost, unsharded: _ScoredFactors, eager: bool, notes: list[str]
     ) -> _ScoredFactors:
-        """Add one group after another to `uncut` while that pays, and note each step."""
-        current = uncut
+        """Add one group of factors after another to `unsharded` while that pays; note each step in `notes`."""
+        current = unsharded
         while tried := self._score_extensions(costs, self.factor_groups, current):
             saving_ratios = {
                 name: _compute_saving_ratio(current.estimate, score.estimate, eager) for name, score in tried.items()
@@ -204,18 +209,22 @@ class _GraphSearch:
 
 
 def _expand_to_full_graph(
-    graph: Graph, factors: Factors, small: CollapsedGraph, own: Factors, chosen: frozenset[Factor]
+    graph: Graph,
+    factors: Factors,
+    collapsed: CollapsedGraph,
+    collapsed_factors: Factors,
+    chosen_factors: frozenset[Factor],
 ) -> frozenset[Factor] | None:
-    """Return the factors of `graph` at the positions of the `chosen` ones of its collapsed form, in all repetitions.
+    """Return the factors of `graph` at the positions of the factors of its collapsed form, in all repetitions.
 
     None means that the two graphs have different factors.
     """
     leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
-    ours = {n.name: n.results[0] for n in small.graph.nodes if n.op in ("weight", "state")}
+    ours = {n.name: n.results[0] for n in collapsed.graph.nodes if n.op in ("weight", "state")}
     everywhere: set[Factor] = set()
-    for name, axis, at, i in describe_factors(small.graph, own, chosen, {}):
-        expected_sizes = [[f.size for f in segment] for segment in own.axes_of(ours[name])[axis]]
-        for copy_name in small.leaf_copies.get(name, (name,)):
+    for name, axis, at, i in list_factor_positions(collapsed.graph, collapsed_factors, chosen_factors, {}):
+        expected_sizes = [[f.size for f in segment] for segment in collapsed_factors.axes_of(ours[name])[axis]]
+        for copy_name in collapsed.leaf_copies.get(name, (name,)):
             parts = factors.axes_of(leaves[copy_name])[axis]
             if [[f.size for f in segment] for segment in parts] != expected_sizes or parts[at][i].blocked:
                 return None
@@ -234,7 +243,7 @@ class _ScoredFactors:
 
 def _score_assignment(costs: AssignmentCost, assignment: ShardingAssignment) -> _ScoredFactors:
     return _ScoredFactors(
-        assignment.sharded_factors, costs.estimate_run(assignment), costs.compute_max_stored_bytes(assignment)
+        assignment.sharded_factors, costs.estimate_run_time(assignment), costs.compute_max_stored_bytes(assignment)
     )
 
 
@@ -246,16 +255,16 @@ MIN_SAVED_PER_COLLECTIVE = 0.1
 """The least seconds of kernels that a group must save for each second of collectives, if shards are asked for."""
 
 
-def _compute_saving_ratio(now: Estimate, then: Estimate, eager: bool) -> float:
-    """Return seconds of kernels saved for each second of collectives added; negative if the factors do not pay."""
-    saved = now.compute - then.compute
-    added = max(0.0, then.collectives - now.collectives)
-    pays = saved > 0 and (saved > MIN_SAVED_PER_COLLECTIVE * added if eager else then.total < now.total)
+def _compute_saving_ratio(before: Estimate, after: Estimate, eager: bool) -> float:
+    """Return seconds of kernels saved for each second of collectives added; -1 if the factors do not pay."""
+    saved = before.compute - after.compute
+    added = max(0.0, after.collectives - before.collectives)
+    pays = saved > 0 and (saved > MIN_SAVED_PER_COLLECTIVE * added if eager else after.total < before.total)
     return saved / (added + 1e-9) if pays else -1.0
 
 
 def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, has_best_ratio: bool) -> str:
-    """Return the words in which one choice is better than another."""
+    """Return the phrase that says why one set of factors was preferred to another."""
     if not has_best_ratio:
         return "has fewer bytes on each device than"
     faster = chosen.estimate.total <= other.estimate.total
@@ -267,17 +276,17 @@ def _format_cost(cost: Estimate) -> str:
 
 
 def group_factors(
-    graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_MULTIPLICITY
+    graph: Graph, factors: Factors, node_multiplicity: Mapping[Node, int] = NO_MULTIPLICITY
 ) -> dict[str, list[Factor]]:
-    """Return groups of factors with equal use, by name, without the factors that no plan may shard.
+    """Return groups of factors with equal use, by a name for people, without blocked factors.
 
-    A group shards a weight, or the whole axis of a state. Rows of a state that this graph slices are left out. A later,
-    longer step slices other rows of the same state.
+    A group shards a weight, or the whole axis of a state. Rows of a state that this graph slices are left out. A
+    later, longer step slices other rows of the same state.
 
     Args:
         graph: The graph to search.
         factors: The factors of `graph`.
-        times: The number of original nodes of each leaf, if more than one.
+        node_multiplicity: The number of original nodes of each leaf, if more than one.
     """
     uses: dict[Factor, set[str]] = defaultdict(set)
     first: dict[Factor, tuple[Node, int]] = {}
@@ -292,7 +301,9 @@ def group_factors(
                         uses[factor].add(f"{place}:{axis}.{at}.{i}/{len(segment)}:{value.shape}")
                         if node.op == "weight" or (node.op == "state" and all(factor in part for part in parts)):
                             first.setdefault(factor, (node, axis))
-                            counts[factor] = min(counts.get(factor, times.get(node, 1)), times.get(node, 1))
+                            counts[factor] = min(
+                                counts.get(factor, node_multiplicity.get(node, 1)), node_multiplicity.get(node, 1)
+                            )
     grouped: dict[tuple[object, ...], list[Factor]] = defaultdict(list)
     for factor in first:
         if factor.can_be_sharded:
@@ -304,99 +315,89 @@ def group_factors(
     return classes
 
 
-def _describe_group(factors: Factors, one: Factor, leaf: tuple[Node, int], layers: int) -> str:
-    """Return a group of factors in words.
+def _describe_group(factors: Factors, factor: Factor, leaf: tuple[Node, int], layer_count: int) -> str:
+    """Return the name of a group of factors.
 
-    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of %output.weight
-    (128 pieces)``.
+    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of
+    %output.weight (128 pieces)``.
     """
     node, axis = leaf
-    where, word = f"axis {axis} of %{node.name}", factors.describe_factor(one)
-    of = f" of {layers} layers" if layers > 1 else ""
+    where, word = f"axis {axis} of %{node.name}", factors.describe_factor(factor)
+    of = f" of {layer_count} layers" if layer_count > 1 else ""
     if word:
-        return f"{word}{of} ({one.size}{' each' if of else ''}), as in {where}"
-    return f"{where}, and {layers - 1} alike ({one.size} pieces each)" if of else f"{where} ({one.size} pieces)"
+        return f"{word}{of} ({factor.size}{' each' if of else ''}), as in {where}"
+    return (
+        f"{where}, and {layer_count - 1} alike ({factor.size} pieces each)" if of else f"{where} ({factor.size} pieces)"
+    )
 
 
-def find_conflicting_leaf(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Value | None:
-    """Return a weight or state with two chosen factors, or with one factor in two axes; otherwise None.
+def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]) -> Value | None:
+    """Return a weight or state that the chosen factors would shard twice, or None.
 
     A leaf can be sharded along one axis only.
-
-    Args:
-        graph: The graph to shard.
-        factors: The factors of `graph`.
-        chosen: The factors to shard.
     """
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             value = node.results[0]
-            if chosen.isdisjoint(factors.factors_of(value)):
+            if chosen_factors.isdisjoint(factors.factors_of(value)):
                 continue
             axes = enumerate(factors.axes_of(value))
-            places = {(a, f) for a, parts in axes for segment in parts for f in segment if f in chosen}
+            places = {(a, f) for a, parts in axes for segment in parts for f in segment if f in chosen_factors}
             if len(places) > 1:
                 return value
     return None
 
 
-def describe_factors(
-    graph: Graph, factors: Factors, chosen: frozenset[Factor], leaves: Mapping[str, Layout]
+def list_factor_positions(
+    graph: Graph, factors: Factors, chosen_factors: frozenset[Factor], leaf_layouts: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """Return (leaf, axis, segment, position) of each chosen factor, which is valid for every graph over the same
-    leaves.
+    """Return for each chosen factor one position (leaf, axis, segment, place in the segment) that identifies it.
 
-    Args:
-        graph: The graph with the factors.
-        factors: The factors of `graph`.
-        chosen: The factors to describe.
-        leaves: Known layouts of leaves. A leaf that is sharded along another axis does not describe a factor.
+    The positions are valid in every graph over the same leaves. A leaf that `leaf_layouts` shards along another axis
+    is not used.
     """
     named: dict[Factor, tuple[str, int, int, int]] = {}
-    for factor, place in _iterate_factor_positions(graph, factors, chosen):
-        layout = leaves.get(place[0])
+    for factor, place in _iterate_factor_positions(graph, factors, chosen_factors):
+        layout = leaf_layouts.get(place[0])
         if not (isinstance(layout, Shard) and layout.axis != place[1]):
             named.setdefault(factor, place)
     return frozenset(named.values())
 
 
-def describe_all_factors(
-    graph: Graph, factors: Factors, chosen: frozenset[Factor]
+def list_all_factor_positions(
+    graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """Return the descriptions of `describe_factors` by every leaf with a factor, for graphs over some of the leaves.
+    """Return every position (leaf, axis, segment, place in the segment) of the chosen factors.
 
-    Args:
-        graph: The graph with the factors.
-        factors: The factors of `graph`.
-        chosen: The factors to describe.
+    So a graph over some of the leaves can find them (`factors_from_positions`).
     """
-    return frozenset(place for _, place in _iterate_factor_positions(graph, factors, chosen))
+    return frozenset(place for _, place in _iterate_factor_positions(graph, factors, chosen_factors))
 
 
 def _iterate_factor_positions(
-    graph: Graph, factors: Factors, chosen: frozenset[Factor]
+    graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]
 ) -> Iterator[tuple[Factor, tuple[str, int, int, int]]]:
     """Yield each chosen factor with each position that it has in a weight or state."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             for axis, parts in enumerate(factors.axes_of(node.results[0])):
                 for at, segment in enumerate(parts):
-                    yield from ((f, (node.name, axis, at, i)) for i, f in enumerate(segment) if f in chosen)
+                    yield from ((f, (node.name, axis, at, i)) for i, f in enumerate(segment) if f in chosen_factors)
 
 
-def factors_from_description(
-    graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, int, int]]
+def factors_from_positions(
+    graph: Graph, factors: Factors, factor_positions: frozenset[tuple[str, int, int, int]]
 ) -> frozenset[Factor]:
-    """Return the factors of `graph` with these descriptions, which `describe_factors` gave for another graph.
+    """Return the factors of `graph` at positions that `list_factor_positions` returned for another graph.
 
     Args:
         graph: A graph over leaves of the other graph.
         factors: The factors of `graph`.
-        cuts: The descriptions; a description without a factor here is ignored.
+        factor_positions: The positions; a position without a factor here is ignored.
     """
     leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
     named = set()
-    for name, axis, at, i in cuts:
+    for name, axis, at, i in factor_positions:
         if name in leaves:
             parts = factors.axes_of(leaves[name])[axis]
             named |= {s[i] for s in parts[at : at + 1] if i < len(s)}
@@ -406,7 +407,7 @@ def factors_from_description(
 def assign_shard_ranges(
     graph: Graph,
     factors: Factors,
-    cuts: frozenset[tuple[str, int, int, int]],
+    factor_positions: frozenset[tuple[str, int, int, int]],
     proportions: Sequence[float],
     earlier_layouts: Mapping[str, Layout] = NO_LEAF_LAYOUTS,
 ) -> ShardRanges:
@@ -417,13 +418,13 @@ def assign_shard_ranges(
     Args:
         graph: The graph to shard.
         factors: The factors of `graph`.
-        cuts: The sharded factors.
+        factor_positions: The positions of the sharded factors.
         proportions: The share of each device.
         earlier_layouts: Layouts of leaves from an earlier plan.
     """
     shares = ShardRanges(proportions)
     leaves = {n.name: factors.axes_of(n.results[0]) for n in graph.nodes if n.op in ("weight", "state")}
-    for name, axis, at, place in sorted(cuts, key=_natural_sort_key):
+    for name, axis, at, place in sorted(factor_positions, key=_natural_sort_key):
         segments, layout = leaves[name][axis], earlier_layouts.get(name)
         if isinstance(layout, Shard) and layout.axis == axis:
             shares.assign_ranges(

@@ -44,7 +44,7 @@ from .axes import Factor
 
 @dataclass(frozen=True, slots=True)
 class FactorShard:
-    """Each device has the entries of its indices of `factor`."""
+    """The layout in which each device has the entries of its indices of `factor`."""
 
     factor: Factor
     is_partial = False
@@ -65,7 +65,7 @@ class RoutedPartial:
 
 @dataclass(frozen=True, slots=True)
 class FixedShard:
-    """Each device has the shard of `layout`, which an earlier plan over the same weights and states fixed."""
+    """The layout in which each device has a shard that an earlier plan over the same weights and states fixed."""
 
     layout: Shard
     is_partial = False
@@ -76,7 +76,9 @@ FactorLayout: TypeAlias = Replicate | FactorShard | Partial | RoutedPartial | Lo
 
 
 def find_conversion_path(source_layout: FactorLayout, target_layout: FactorLayout) -> tuple[FactorLayout, ...]:
-    """Return the layouts that a value takes from `source_layout` to `target_layout`, one conversion for each.
+    """Return the layouts through which a value is converted from one layout to another, without the first.
+
+    Each conversion is one collective, message or slice. The path is empty if no conversion is needed.
 
     Raises:
         AssertionError: `target_layout` is a `RoutedPartial` other than `source_layout`.

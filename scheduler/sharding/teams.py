@@ -23,13 +23,13 @@ from ..layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.lane import find_collective_groups
 from ..machines.hardware import Hardware
 from .assign import ShardingAssignment
-from .chunks import SINGLE_CHUNK, OverlapChunks, find_token_factor, partition_in_chunks
-from .emit import PartitionedGraphs, keep_collectives, make_unused_name, partition_graph
+from .chunks import SINGLE_CHUNK, OverlapChunks, find_chunkable_token_factor, partition_in_chunks
+from .emit import PartitionedGraphs, keep_unused_collectives, make_unused_name, partition_graph
 from .factors import Factors
 from .layers import Placement, find_home_devices
-from .pins import Pins, pin_earlier_layouts
-from .rows import SequenceParallelOptions
-from .search import assign_shard_ranges, describe_factors, factors_from_description
+from .pins import Pins, pin_changed_leaf_layouts
+from .rows import SequenceParallelChooser
+from .search import assign_shard_ranges, factors_from_positions, list_factor_positions
 
 ShardedFactors = frozenset[tuple[str, int, int, int]]
 """The sharded factors: (leaf, axis, segment, position in the segment)."""
@@ -41,8 +41,8 @@ StageGroups = Sequence[Sequence[int]]
 class PipelineStage:
     """The graph of one pipeline stage.
 
-    `input_values` are its inputs from other stages, and `output_values` its outputs for other stages. Both map names to
-    values of the whole graph.
+    `input_values` are its inputs from other stages, and `output_values` its outputs for other stages. Both map names
+    to values of the whole graph.
     """
 
     graph: Graph
@@ -50,31 +50,36 @@ class PipelineStage:
     output_values: Mapping[str, Value]
 
 
-def split_into_groups(machine: int, devices: int) -> list[list[int]]:
-    """Divide the devices into groups of equal size, one after another.
+def split_devices_into_groups(devices_per_machine: int, device_count: int) -> list[list[int]]:
+    """Return the device numbers of each group: consecutive devices in groups of equal size.
 
     A group has the devices of one machine. If all devices are in one machine, the division is the squarest one.
 
     Args:
-        machine: The number of devices of each machine; 0 for a single machine.
-        devices: The number of devices.
+        devices_per_machine: The number of devices of each machine; 0 for a single machine.
+        device_count: The number of devices.
 
     Raises:
         PlanError: There is no such division.
     """
-    size = machine
-    if not 0 < machine < devices:
-        size = devices // max(d for d in range(1, devices + 1) if devices % d == 0 and d * d <= devices)
-    if size in (1, devices) or devices % size:
-        raise PlanError(
-            f"split mode layer,tensor needs teams of several devices, equal in number; {devices} devices make none; "
-            "use layer or tensor, or another number of devices"
+    size = devices_per_machine
+    if not 0 < devices_per_machine < device_count:
+        size = device_count // max(
+            d for d in range(1, device_count + 1) if device_count % d == 0 and d * d <= device_count
         )
-    return [list(range(start, start + size)) for start in range(0, devices, size)]
+    if size in (1, device_count) or device_count % size:
+        raise PlanError(
+            f"split mode layer,tensor needs device groups of equal size, each of several devices; "
+            f"{device_count} devices have no such groups; use layer or tensor, or another number of devices"
+        )
+    return [list(range(start, start + size)) for start in range(0, device_count, size)]
 
 
-def find_groups_of_programs(programs: Sequence[Program]) -> list[list[int]] | None:
-    """Return the device numbers of each pipeline stage; None unless there are several stages of several devices."""
+def find_pipeline_stage_groups(programs: Sequence[Program]) -> list[list[int]] | None:
+    """Return the device numbers of each pipeline stage of a plan, found by the collectives of its programs.
+
+    None means that there are not several stages of several devices.
+    """
     devices, groups = len(programs), find_collective_groups(programs)
     if not any(1 < len(group) < devices for group in groups):
         return None
@@ -93,55 +98,57 @@ class HybridGraphs:
 
 def partition_hybrid(
     graph: Graph,
-    where: Placement,
+    stage_by_node: Placement,
     groups: StageGroups,
-    cuts: ShardedFactors,
+    sharded_factors: ShardedFactors,
     proportions: Sequence[float],
     hardware: Hardware,
-    earlier: Mapping[str, Layout] | None = None,
+    earlier_layouts: Mapping[str, Layout] | None = None,
     chunks: OverlapChunks = SINGLE_CHUNK,
 ) -> HybridGraphs:
-    """Split a graph into pipeline stages, and partition each over its group.
+    """Split a graph into pipeline stages, and partition each stage over its group of devices.
 
     Args:
         graph: The graph to partition.
-        where: The stage of each node.
+        stage_by_node: The stage of each node.
         groups: The devices of each stage.
-        cuts: The factors to shard.
+        sharded_factors: The factors to shard.
         proportions: The share of each device.
         hardware: The speeds of devices and links.
-        earlier: Layouts of weights and states from an earlier plan.
+        earlier_layouts: Layouts of weights and states from an earlier plan.
         chunks: The overlap chunks of stages with enough tokens.
 
     Raises:
         PlanError: A value would have to go back to an earlier stage.
     """
-    stages = split_into_stages(graph, where, groups, earlier or {})
+    stages = split_into_stages(graph, stage_by_node, groups, earlier_layouts or {})
     whole = frozenset[str]()  # leaves that stages would shard along different axes
     while True:
-        partitioner = _HybridPartitioner(graph, stages, groups, cuts, proportions, hardware, whole, earlier, chunks)
+        partitioner = _HybridPartitioner(
+            graph, stages, groups, sharded_factors, proportions, hardware, whole, earlier_layouts, chunks
+        )
         if partitioner.conflicting_leaves <= whole:
             return HybridGraphs(partitioner.build(), partitioner.sharded_factors, partitioner.has_chunks)
         whole |= partitioner.conflicting_leaves
 
 
 def split_into_stages(
-    graph: Graph, where: Placement, groups: StageGroups, earlier: Mapping[str, Layout]
+    graph: Graph, stage_by_node: Placement, groups: StageGroups, earlier_layouts: Mapping[str, Layout]
 ) -> list[PipelineStage]:
-    """Return the graph of every stage; states stay in the stage that has them already.
+    """Return the graph of every pipeline stage; states stay in the stage that has them already.
 
     Args:
         graph: The graph to split.
-        where: The stage of each node.
+        stage_by_node: The stage of each node.
         groups: The devices of each stage.
-        earlier: Layouts of weights and states from an earlier plan.
+        earlier_layouts: Layouts of weights and states from an earlier plan.
 
     Raises:
         PlanError: A value would have to go back to an earlier stage.
     """
-    home, node_names, stages = find_home_devices(graph, where), assign_names(graph), len(groups)
+    home, node_names, stages = find_home_devices(graph, stage_by_node), assign_names(graph), len(groups)
     for state in graph.states:
-        if (layout := earlier.get(state.node.name)) is not None and not _is_stored_in_group(
+        if (layout := earlier_layouts.get(state.node.name)) is not None and not _is_stored_in_group(
             layout, groups[home[state]]
         ):
             there = [stage for stage, group in enumerate(groups) if _is_stored_in_group(layout, group)]
@@ -166,7 +173,7 @@ def split_into_stages(
 
     for node in graph.nodes:
         if not node.is_leaf:
-            stage = where[node]
+            stage = stage_by_node[node]
             src = tuple(None if s is None else on(stage, s) for s in node.src)
             copy = Node(node.op, src, node.attrs, node.specs, node_names[node])
             local.update(((stage, v), new) for v, new in zip(node.results, copy.results, strict=True))
@@ -184,7 +191,7 @@ def split_into_stages(
 
 
 class _HybridPartitioner:
-    """The stages, partitioned one after another.
+    """Partitions the stages one after another and numbers the messages between them.
 
     `conflicting_leaves` are the leaves that two stages shard along different axes.
     """
@@ -194,19 +201,19 @@ class _HybridPartitioner:
         graph: Graph,
         stages: Sequence[PipelineStage],
         groups: StageGroups,
-        cuts: ShardedFactors,
+        sharded_factors: ShardedFactors,
         proportions: Sequence[float],
         hardware: Hardware,
-        whole: frozenset[str],
-        earlier: Mapping[str, Layout] | None,
+        replicated_leaves: frozenset[str],
+        earlier_layouts: Mapping[str, Layout] | None,
         chunks: OverlapChunks,
     ) -> None:
         self.graph, self.stages, self.stage_groups, self.proportions = graph, stages, groups, proportions
         self.requested_factors, self.hardware, self.replicated_leaves, self.earlier_layouts = (
-            cuts,
+            sharded_factors,
             hardware,
-            whole,
-            earlier,
+            replicated_leaves,
+            earlier_layouts,
         )
         self.chunks, self.has_chunks, self.next_sequence_number = chunks, False, 0
         self.sharded_factors: ShardedFactors = frozenset()
@@ -224,14 +231,14 @@ class _HybridPartitioner:
         self.leaf_layouts = {leaf.name: self._join_leaf_layouts(leaf) for leaf in graph.nodes if leaf.is_leaf}
         self.conflicting_leaves = frozenset(name for name, layout in self.leaf_layouts.items() if layout is None)
 
-    def _partition_stage(self, number: int, stage: PipelineStage) -> PartitionedGraphs:
-        """Partition one stage over its group."""
-        graph, group, factors = stage.graph, self.stage_groups[number], Factors(stage.graph)
-        chosen = factors_from_description(graph, factors, self.requested_factors) if len(group) > 1 else frozenset()
+    def _partition_stage(self, stage_number: int, stage: PipelineStage) -> PartitionedGraphs:
+        """Return the graphs of the devices of one stage."""
+        graph, group, factors = stage.graph, self.stage_groups[stage_number], Factors(stage.graph)
+        chosen = factors_from_positions(graph, factors, self.requested_factors) if len(group) > 1 else frozenset()
         chosen = frozenset(f for f in chosen if f.can_be_sharded)
         own = [self.proportions[d] for d in group]
         shares = assign_shard_ranges(
-            graph, factors, describe_factors(graph, factors, chosen, {}), own if sum(own) else [1.0] * len(group)
+            graph, factors, list_factor_positions(graph, factors, chosen, {}), own if sum(own) else [1.0] * len(group)
         )
         replicated_values = {graph.outputs[name] for name in stage.output_values}
         stored, earlier = [*graph.weights, *graph.states], self.earlier_layouts or {}
@@ -242,30 +249,39 @@ class _HybridPartitioner:
         }
         pins = Pins({}, {v: REPLICATE for v in stored if v.node.name in self.replicated_leaves})
         while True:
-            sequence_options = SequenceParallelOptions(
+            sequence_options = SequenceParallelChooser(
                 graph, factors, chosen, pins, len(group), self.hardware, replicated_values
             )
             part = partition_graph(
                 graph,
                 factors,
-                sequence_options.choose_fastest(),
+                sequence_options.choose_fastest_assignment(),
                 shares,
-                first=self.next_sequence_number,
-                whole=replicated_values,
+                first_sequence_number=self.next_sequence_number,
+                replicated_outputs=replicated_values,
             )
-            known, pins = pins, pin_earlier_layouts(pins, graph, part.leaves, before)
+            known, pins = pins, pin_changed_leaf_layouts(pins, graph, part.leaves, before)
             if pins == known:
-                self.sharded_factors |= describe_factors(graph, factors, chosen, part.leaves)
+                self.sharded_factors |= list_factor_positions(graph, factors, chosen, part.leaves)
                 break
-        if (tokens := find_token_factor(sequence_options.replicated_assignment, factors)) is not None:
+        if (tokens := find_chunkable_token_factor(sequence_options.replicated_assignment, factors)) is not None:
             of: ShardingAssignment | None = sequence_options.replicated_assignment
             if (saving := self.chunks.required_saving_seconds) is not None:
-                of = sequence_options.shard_if_saving(tokens, saving / len(self.stages))
+                of = sequence_options.shard_rows_if_saving(tokens, saving / len(self.stages))
             self.has_chunks |= of is not None
             if (count := self.chunks.chunk_count) > 1:
                 of, first = of or sequence_options.replicated_assignment, self.next_sequence_number
                 part = (
-                    partition_in_chunks(graph, factors, of, shares, tokens, count, first=first, whole=replicated_values)
+                    partition_in_chunks(
+                        graph,
+                        factors,
+                        of,
+                        shares,
+                        tokens,
+                        count,
+                        first_sequence_number=first,
+                        replicated_outputs=replicated_values,
+                    )
                     or part
                 )
         collective_numbers = (find_collective_number(node.op, node.attrs) for own in part.graphs for node in own.nodes)
@@ -274,12 +290,12 @@ class _HybridPartitioner:
         )
         return part
 
-    def _number_messages(self, number: int, stage: PipelineStage) -> None:
-        """Number the messages of a stage to later stages."""
+    def _number_messages(self, stage_number: int, stage: PipelineStage) -> None:
+        """Assign a sender, a receiver and a sequence number to each message from a stage to later stages."""
         for name, value in stage.output_values.items():
-            for later in range(number + 1, len(self.stages)):
+            for later in range(stage_number + 1, len(self.stages)):
                 for label in (n for n, v in self.stages[later].input_values.items() if v == value):
-                    group = self.stage_groups[number]
+                    group = self.stage_groups[stage_number]
                     for place, device in enumerate(self.stage_groups[later]):
                         sender = group[place % len(group)]
                         self.sent_messages[sender].append((name, device, self.next_sequence_number))
@@ -313,7 +329,7 @@ class _HybridPartitioner:
         return Shard(axis, tuple(runs))
 
     def build(self) -> PartitionedGraphs:
-        """Return the graphs and layouts of all devices."""
+        """Return the graphs of all devices, with messages, and the layouts of leaves and outputs over all devices."""
         graphs: dict[int, Graph] = {}
         outputs: dict[str, Layout] = {}
         for number, (group, part) in enumerate(zip(self.stage_groups, self.stage_graphs, strict=True)):
@@ -333,7 +349,7 @@ class _HybridPartitioner:
         return PartitionedGraphs(tuple(graphs[d] for d in devices), tuple({} for _ in devices), leaves, ordered)
 
     def _add_messages(self, device: int, graph: Graph, output_values: Mapping[str, Value]) -> Graph:
-        """Return the graph of a device with receives from other stages and sends to them."""
+        """Return the graph of a device with receives in place of stage inputs, and sends of its stage outputs."""
         received = self.received_messages[device]
 
         def rule(node: Node) -> Value | None:
@@ -352,25 +368,25 @@ class _HybridPartitioner:
             outputs[make_unused_name(f"sent.{number}", self.graph.outputs)] = send(
                 value, to=to, sequence=number, name=label
             )
-        return keep_collectives(Graph(outputs, graph.updates), collectives)
+        return keep_unused_collectives(Graph(outputs, graph.updates), collectives)
 
 
 def _find_layout_in_group(layout: Layout, shape: Sequence[int], group: Sequence[int]) -> Layout:
-    """Return the layout of a leaf of this shape within one group."""
+    """Return the layout of a leaf within one group, from its layout over all devices."""
     if isinstance(layout, Shard):
         runs = tuple(layout.index_ranges[d] for d in group)
         return REPLICATE if set(runs) == {((0, shape[layout.axis]),)} else Shard(layout.axis, runs)
     return REPLICATE if isinstance(layout, Local) and set(group) <= set(layout.devices) else layout
 
 
-def stages_from_layouts(graph: Graph, leaves: Mapping[str, Layout], groups: StageGroups) -> Placement:
+def stages_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout], groups: StageGroups) -> Placement:
     """Return the stage of each node of a graph over weights and states that groups have already.
 
     A node is in a stage that has its weight or state, otherwise in the stage of its last operand.
 
     Args:
         graph: The graph to split.
-        leaves: The layouts of the leaves over all devices.
+        leaf_layouts: The layouts of the leaves over all devices.
         groups: The devices of each stage.
     """
     where: dict[Node, int] = {}
@@ -379,9 +395,9 @@ def stages_from_layouts(graph: Graph, leaves: Mapping[str, Layout], groups: Stag
             continue
         follows = max((where[s.node] for s in node.inputs if not s.node.is_leaf), default=0)
         options = [
-            [s for s, group in enumerate(groups) if _is_stored_in_group(leaves[v.node.name], group)]
+            [s for s, group in enumerate(groups) if _is_stored_in_group(leaf_layouts[v.node.name], group)]
             for v in node.inputs
-            if v.node.op in ("weight", "state") and v.node.name in leaves
+            if v.node.op in ("weight", "state") and v.node.name in leaf_layouts
         ]
         where[node] = follows if all(follows in o for o in options if o) else max(max(o) for o in options if o)
     return where

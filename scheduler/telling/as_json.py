@@ -23,7 +23,7 @@ from ...graph.spec import Spec
 from ...graph.validation import TEXT, instance_of, validate_arguments
 from ...ops import verify
 from ..layout import Layout, Local, Shard, compute_local_shape
-from ..lowering.lane import Lane, find_first_equal_devices
+from ..lowering.lane import Lane, find_first_devices_with_same_program
 from ..machines.catalogue import DATA_SHEETS, DataSheet
 from ..machines.hardware import BUILT_IN_SOURCE, Hardware
 from ..machines.simulated import SIMULATED_BACKEND_NAME, SimulatedBackend, build_simulated_backend
@@ -107,7 +107,7 @@ def _executed_to_data(plan: Plan) -> dict[str, Any]:
     The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
     numbers of unnamed nodes.
     """
-    first_equal = find_first_equal_devices(plan.lanes)
+    first_equal = find_first_devices_with_same_program(plan.lanes)
     own = {first: place for place, first in enumerate(dict.fromkeys(first_equal))}
     programs = [
         {"graph": json.loads(graph_to_json(plan.lanes[first].graph)), **program_to_data(plan.lanes[first].program)}
@@ -254,7 +254,7 @@ def _verify_stored_buffers(device_plan: Lane) -> None:
     """Require that this machine's backend stores leaves as the buffers state."""
     for buffer in device_plan.program.buffers:
         if buffer.declared_spec is not None:
-            stored = device_plan.backend.stored(buffer.declared_spec, buffer.kind)
+            stored = device_plan.backend.storage_spec(buffer.declared_spec, buffer.kind)
             same = buffer.stored_spec == stored and buffer.nbytes == stored.nbytes
             _require_condition(same, f"%{buffer.name!r:.60} is not stored as {device_plan.device} stores it")
 

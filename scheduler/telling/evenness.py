@@ -20,7 +20,7 @@ from ..sharding.assign import ShardingAssignment, propagate_layouts
 from ..sharding.axes import Factor
 from ..sharding.cost import AssignmentCost
 from ..sharding.factors import Factors
-from ..sharding.search import factors_from_description, find_conflicting_leaf, group_factors
+from ..sharding.search import factors_from_positions, find_conflicting_leaf, group_factors
 from ..sharding.states import FactorShard
 from ..units import format_bytes, format_devices, format_seconds
 
@@ -99,7 +99,7 @@ def find_imbalance(plan: Plan) -> WeightBalance | None:
 def _compute_unsharded_bytes(plan: Plan, leaf: Node, own: Sequence[int]) -> int:
     """Return the bytes of a complete weight as the first device with a part stores it; 0 without such a device."""
     device_plan = next((device_plan for device_plan, nbytes in zip(plan.lanes, own, strict=True) if nbytes), None)
-    return 0 if device_plan is None else device_plan.backend.stored(leaf.specs[0], "weight").nbytes
+    return 0 if device_plan is None else device_plan.backend.storage_spec(leaf.specs[0], "weight").nbytes
 
 
 def _find_causes(plan: Plan, fullest: int, own: Mapping[str, int], over: Mapping[str, float]) -> list[ImbalanceCause]:
@@ -123,7 +123,7 @@ class _ImbalanceReasons:
         self.leaves = {v.node.name: v for v in plan.graph.weights}
         self.users = plan.graph.users()
         self.factors = Factors(plan.graph)
-        self.sharded_factors = factors_from_description(plan.graph, self.factors, plan.cuts)
+        self.sharded_factors = factors_from_positions(plan.graph, self.factors, plan.cuts)
         self.factors_by_class = group_factors(plan.graph, self.factors)
         self.class_of = {factor: name for name, members in self.factors_by_class.items() for factor in members}
         self.costs = AssignmentCost(plan.graph, len(plan.lanes), plan.hardware)
@@ -164,8 +164,8 @@ class _ImbalanceReasons:
         """Return ``, stored as f32`` if a device stores its shard in another dtype than the whole weight."""
         leaf, backend = self.leaves[name], self.plan.lanes[self.device].backend
         local = Spec(compute_local_shape(leaf.shape, layout, self.device), leaf.dtype)
-        as_stored = backend.stored(local, "weight").dtype
-        return "" if as_stored is backend.stored(leaf.spec, "weight").dtype else f", stored as {as_stored}"
+        as_stored = backend.storage_spec(local, "weight").dtype
+        return "" if as_stored is backend.storage_spec(leaf.spec, "weight").dtype else f", stored as {as_stored}"
 
     def _describe_replicated(self, weight: Value) -> str:
         """Return why a weight is replicated: the cost of sharding it by each class of its factors."""
@@ -194,8 +194,8 @@ class _ImbalanceReasons:
         then = self._propagate_sharding(chosen)
         if not isinstance(then.produced_layouts[weight], FactorShard):
             return math.inf, self._describe_whole_reader(weight, then)
-        now = self.costs.estimate_run(self._propagate_sharding(self.sharded_factors))
-        cost = self.costs.estimate_run(then)
+        now = self.costs.estimate_run_time(self._propagate_sharding(self.sharded_factors))
+        cost = self.costs.estimate_run_time(then)
         longer, oftener = cost.total - now.total, cost.meetings - now.meetings
         comparison = (
             f"{'longer' if longer >= 0 else 'shorter'}, with {abs(oftener)} {'more' if oftener >= 0 else 'fewer'}"

@@ -16,10 +16,10 @@ from ...graph.graph import assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ..layout import Replicate
-from ..lowering.lane import Lane, find_first_equal_devices
+from ..lowering.lane import Lane, find_first_devices_with_same_program
 from ..machines.hardware import WorkCounter, find_viewed_node
 from ..plan import Plan
-from ..sharding.pins import extend_pins, find_user_pins
+from ..sharding.pins import find_user_pins, pin_neighbours_of_pinned_nodes
 from ..stages import InstructionCosts
 from ..units import format_bytes, format_devices, format_seconds
 from .layouts import format_value_layouts
@@ -76,7 +76,7 @@ class _PlacementChange:
         self.weight_bytes = [
             {b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"} for device_plan in plan.lanes
         ]
-        first_equal = find_first_equal_devices(plan.lanes)
+        first_equal = find_first_devices_with_same_program(plan.lanes)
         runs = {first: _list_node_times(plan.lanes[first], plan.prices[first]) for first in set(first_equal)}
         self.node_times = [runs[first] for first in first_equal]
 
@@ -85,7 +85,9 @@ class _PlacementChange:
         if self._compute_largest_share([leaf]) < MIN_SAVED_SHARE or (pattern := self._make_pattern(leaf.name)) is None:
             return
         first = self.devices[0]  # the nodes are the same for every device
-        moved = extend_pins(self.plan.graph, find_user_pins(self.plan.graph, [(pattern, first)], self.devices)).keys()
+        moved = pin_neighbours_of_pinned_nodes(
+            self.plan.graph, find_user_pins(self.plan.graph, [(pattern, first)], self.devices)
+        ).keys()
         elsewhere = self._find_unneeded_nodes(moved)
         left = [n for n in self.plan.graph.nodes if n in elsewhere and n.op == "weight"]
         for to, device in enumerate(self.devices):

@@ -17,7 +17,7 @@ from ...graph.graph import Graph, assign_names
 from ...graph.node import Node
 from ...ops.collectives import COLLECTIVES
 from ..layout import Layout, Local, Shard
-from ..lowering.lane import find_first_equal_devices
+from ..lowering.lane import find_first_devices_with_same_program
 from ..plan import Plan
 
 SUM_COLLECTIVES = ("all_reduce", "reduce_scatter")
@@ -28,7 +28,7 @@ def format_value_layouts(plan: Plan) -> dict[Node, str]:
     """Return the layout of the first result of each node, in graph order."""
     node_names = assign_names(plan.graph)
     users = {name: node for node, name in node_names.items()}
-    first = find_first_equal_devices(plan.lanes)
+    first = find_first_devices_with_same_program(plan.lanes)
     own = {d: {name: n for n, name in assign_names(plan.lanes[d].graph).items()} for d in set(first)}
     graphs = [plan.lanes[d].graph for d in own]
     whole = {n.name.removesuffix(".zero") for graph in graphs for n in graph.nodes if n.op == "fill"}

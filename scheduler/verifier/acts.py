@@ -1,6 +1,7 @@
 """The verifier of pipeline orders: each run must find the same memory as a run alone.
 
-It walks through the actions of all devices. For each device it follows:
+A pipeline order lists for each device its actions: `put` writes the inputs of a run, `run` executes its program,
+`keep` retains its results. The verifier simulates the actions of all devices. For each device it records:
 
 - the run that has its inputs, results and saves in the arena;
 - the run after which the states are;
@@ -27,7 +28,7 @@ CallsWithParticipants = Sequence[Sequence[tuple[CollectiveCall, tuple[int, ...]]
 
 
 class PendingCollective(NamedTuple):
-    """The next collective of a device: the run, the call of its program, and the participants."""
+    """The next collective that a device will call: the run, the call of its program, and the participants."""
 
     run: int
     call: CollectiveCall
@@ -37,23 +38,25 @@ class PendingCollective(NamedTuple):
         return f"{self.call} in run {self.run}"
 
 
-def find_pipeline_order_faults(programs: Sequence[Sequence[Program]], order: PipelineOrder) -> Iterator[str]:
-    """Yield all faults of a pipeline order.
+def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], order: PipelineOrder) -> Iterator[str]:
+    """Yield all faults of a pipeline order as text.
 
     Args:
-        programs: For each run the program of each device.
-        order: For each device its actions.
+        programs_by_run: For each run the program of each device.
+        order: For each device its actions, in order.
     """
-    known = [tuple(map(id, run)) for run in programs]
+    known = [tuple(map(id, run)) for run in programs_by_run]
     calls_by_programs = {
-        key: _list_calls_with_participants(run) for key, run in dict(zip(known, programs, strict=True)).items()
+        key: _list_calls_with_participants(run) for key, run in dict(zip(known, programs_by_run, strict=True)).items()
     }
-    complaints = [why for own in calls_by_programs.values() for why in _find_calls_of_all_devices(own)]
-    wrong = next((len(each) for each in programs if len(each) != len(order)), len(order))
+    complaints = [why for own in calls_by_programs.values() for why in _find_all_device_call_faults(own)]
+    wrong = next((len(each) for each in programs_by_run if len(each) != len(order)), len(order))
     if wrong != len(order):
-        complaints.append(f"there are {wrong} devices, and {len(order)} are told what to do")
+        complaints.append(f"the programs are for {wrong} devices, but the order is for {len(order)}")
     complaints += [
-        why for device, actions in enumerate(order) for why in _find_memory_faults(device, actions, len(programs))
+        why
+        for device, actions in enumerate(order)
+        for why in _find_action_order_faults(device, actions, len(programs_by_run))
     ]
     yield from complaints
     if not complaints:
@@ -70,13 +73,13 @@ def find_pipeline_order_faults(programs: Sequence[Sequence[Program]], order: Pip
         )
 
 
-def find_global_collectives(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield a message about the first collective that joins all devices, if the programs have one."""
-    return _find_calls_of_all_devices(_list_calls_with_participants(programs))
+def find_all_device_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
+    """Yield a fault for the first collective in which all devices participate; such runs cannot be pipelined."""
+    return _find_all_device_call_faults(_list_calls_with_participants(programs))
 
 
 def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParticipants:
-    """Return the collective calls of each device with their participants."""
+    """Return the collective calls of each device, in program order, each with the numbers of its participants."""
     calls_by_device = [list_collective_calls(device, program) for device, program in enumerate(programs)]
     members: dict[int, dict[int, None]] = {}
     for a in (a for calls in calls_by_device for a in calls if a.op not in POINT_TO_POINT_OPS):
@@ -89,14 +92,14 @@ def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParti
 
 
 def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
-    """Return the sender and the receiver of a message."""
+    """Return the numbers of the sender and of the receiver of a message."""
     if message.op == "send":
         return message.device, as_integer(message.attributes["to"])
     return as_integer(message.attributes["source"]), message.device
 
 
-def _find_calls_of_all_devices(calls_by_device: CallsWithParticipants) -> Iterator[str]:
-    """Yield the first call that joins all devices."""
+def _find_all_device_call_faults(calls_by_device: CallsWithParticipants) -> Iterator[str]:
+    """Yield a fault for the first collective in which all devices participate."""
     every = (
         a
         for calls in calls_by_device
@@ -104,11 +107,19 @@ def _find_calls_of_all_devices(calls_by_device: CallsWithParticipants) -> Iterat
         if a.op not in POINT_TO_POINT_OPS and len(participants) == len(calls_by_device)
     )
     if a := next(every, None):
-        yield f"{a} joins all devices: runs follow each other only where devices meet by letters, or in teams"
+        yield (
+            f"{a} joins all devices; pipelined runs need stages that exchange messages, or collective "
+            "groups of some devices"
+        )
 
 
-def _find_memory_faults(device: int, actions: Sequence[PipelineAction], runs: int) -> Iterator[str]:
-    """Yield memory faults: the arena has room for one run, and a run needs the states that the run before it left."""
+def _find_action_order_faults(device: int, actions: Sequence[PipelineAction], run_count: int) -> Iterator[str]:
+    """Yield the actions of one device that find the wrong content in its arena or its states.
+
+    The actions of a run must be `put`, `run`, `keep`, without an action of another run between them, because the
+    arena has room for one run. Runs must be executed in order, because each run reads the states that the run before
+    it left.
+    """
     current_run, follows, state = -1, "put", 0
     for what, run in actions:
         where = f"device {device}: {what} {run}"
@@ -116,26 +127,30 @@ def _find_memory_faults(device: int, actions: Sequence[PipelineAction], runs: in
             yield (
                 f"{where}: "
                 + {
-                    "put": f"no inputs lie there since those of run {current_run}",
-                    "run": f"inputs of run {current_run} lie there, which it has not read yet",
-                    "keep": f"results of run {current_run} lie there, which nobody has kept",
+                    "put": f"the arena has no inputs after those of run {current_run}",
+                    "run": f"the arena has inputs of run {current_run}, which has not begun yet",
+                    "keep": f"the arena has results of run {current_run}, which are not retained yet",
                 }[follows]
             )
         elif what != "put" and run != current_run:
-            yield f"{where}: what lies there is of run {current_run}"
+            yield f"{where}: the arena belongs to run {current_run}"
         if what == "run":
             if run != state:
-                yield f"{where}: its states are those before run {state}"
+                yield f"{where}: the states are from before run {state}"
             state = run + 1
         current_run, follows = run, NEXT_ACTION[what]
     if follows != "put":
-        yield f"device {device}: run {current_run} is begun, and not kept"
-    if state != runs:
-        yield f"device {device}: it makes {state} of {runs} runs"
+        yield f"device {device}: run {current_run} begins, but its results are not retained"
+    if state != run_count:
+        yield f"device {device}: it executes {state} of {run_count} runs"
 
 
 def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingCollective]]) -> Iterator[str]:
-    """Run all devices through their collectives, which all participants reach together; yield the first fault."""
+    """Simulate the collectives of all devices; yield the first mismatch, or the calls that wait for each other.
+
+    A collective happens when all participants have reached it. A mismatch is a participant that calls another
+    collective, or the collective of another run.
+    """
     at = [0] * len(calls_by_device)
 
     def next_of(device: int) -> PendingCollective | None:
@@ -159,7 +174,7 @@ def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingColl
                 for other in others
                 if (other.run, _make_collective_key(other)) != (mine.run, _make_collective_key(mine))
             ]:
-                yield f"{strange[0]}: {mine} comes in its place"
+                yield f"{strange[0]} does not match {mine}"
                 return
             for d in mine.participants:
                 at[d] += 1
@@ -169,6 +184,6 @@ def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingColl
         yield f"devices wait for each other: {'; '.join(waiting)}"
 
 
-def _make_collective_key(coming: PendingCollective) -> tuple[object, int]:
-    """Return the properties that all participants must agree on."""
-    return coming.call.op in POINT_TO_POINT_OPS or coming.call.op, coming.call.sequence
+def _make_collective_key(pending: PendingCollective) -> tuple[object, int]:
+    """Return the op and sequence number on which all participants must agree; sends and receives count as one op."""
+    return pending.call.op in POINT_TO_POINT_OPS or pending.call.op, pending.call.sequence

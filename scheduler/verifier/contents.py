@@ -1,4 +1,4 @@
-"""The content of the bytes of a device's buffers, followed write by write, for the verifier of programs."""
+"""The content of the bytes of a device's buffers, recorded write by write, for the verifier of programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...ops.registry import find_storage_kind
 
 
 class BufferContents:
-    """The content of each byte range of each buffer.
+    """The value that each byte range of each buffer holds at the current instruction.
 
     For each buffer, `starts` and `ranges` have disjoint ranges in order, as starts and (end, value).
     `overwritten_values` collects the values that lost bytes, until a caller clears the list. `arena_end` is the end
@@ -33,7 +33,13 @@ class BufferContents:
         self.arena_end = 0
 
     def record_write(self, extent: tuple[int, int, int], value: object) -> None:
-        """Record that a byte range holds `value`, and collect the values that it overwrites."""
+        """Record that a byte range holds `value` from now on, and add the values that it overwrites to
+        `overwritten_values`.
+
+        Args:
+            extent: The buffer number, the first byte and the end byte.
+            value: The written value; None for unknown content.
+        """
         buffer, start, end = extent
         if start >= end:
             return
@@ -55,7 +61,9 @@ class BufferContents:
         ranges[first:last] = [content for _, content in new]
 
     def find_content(self, extent: tuple[int, int, int]) -> tuple[int, object]:
-        """Return the start and the value of the range that has all of `extent`; else the value is None."""
+        """Return the first byte and the value of the content that has all bytes of `extent`; (start, None) for mixed
+        content.
+        """
         buffer, start, end = extent
         at = bisect_right(self.starts[buffer], start) - 1
         if at < 0 or self.ranges[buffer][at][0] < end:
@@ -63,35 +71,40 @@ class BufferContents:
         return self.starts[buffer][at], self.ranges[buffer][at][1]
 
     def check_bounds(self, tensor: Tensor) -> str | None:
-        """Return why `tensor` does not lie in a buffer; None if it does."""
+        """Return why a tensor is not within its buffer, or None if it is."""
         if not 0 <= tensor.buffer < len(self.program.buffers):
-            return f"{tensor} lies in no buffer"
+            return f"{tensor} is in no buffer of the program"
         if not _has_valid_strides(tensor.shape, tensor.strides):
-            return f"shape {list(tensor.shape)} with strides {list(tensor.strides)} is no tensor"
+            return f"shape {list(tensor.shape)} with strides {list(tensor.strides)} is not a valid tensor"
         _, start, end = compute_byte_extent(tensor)
         if not 0 <= start <= end <= self.program.buffers[tensor.buffer].nbytes:
-            return f"{tensor} lies outside its buffer of {self.program.buffers[tensor.buffer].nbytes} bytes"
+            return f"{tensor} is outside its buffer of {self.program.buffers[tensor.buffer].nbytes} bytes"
         return None
 
-    def check_view(self, tensor: Tensor, seen: ViewedValue) -> str | None:
-        """Return why `tensor` is not this view of this value in memory; None if it is."""
-        if (tensor.shape, tensor.strides) != (seen.shape, seen.strides) or tensor.dtype is not seen.dtype:
-            return f"{tensor} is not {seen.dtype}{list(seen.shape)} by strides {list(seen.strides)}"
+    def check_tensor_holds_view(self, tensor: Tensor, view: ViewedValue) -> str | None:
+        """Return why the bytes of a tensor do not hold a certain view of a value, or None if they do.
+
+        Args:
+            tensor: The tensor that an instruction reads.
+            view: The base value that must be in memory, with the offset, the shape and the strides of the view.
+        """
+        if (tensor.shape, tensor.strides) != (view.shape, view.strides) or tensor.dtype is not view.dtype:
+            return f"{tensor} is not {view.dtype}{list(view.shape)} with strides {list(view.strides)}"
         if why := self.check_bounds(tensor):
             return why
         extent = compute_byte_extent(tensor)
         if extent[1] == extent[2]:
             return None
         start, content = self.find_content(extent)
-        if content != seen.base:
-            return f"reads {seen.base!r} from {tensor}, which holds {format_content(content)}"
-        if tensor.offset != seen.compute_start_byte(start):
-            return f"reads other entries of {seen.base!r} than its view has: {tensor}"
+        if content != view.base:
+            return f"reads {view.base!r} from {tensor}, which holds {format_content(content)}"
+        if tensor.offset != view.compute_start_byte(start):
+            return f"reads other entries of {view.base!r} than its view has: {tensor}"
         return None
 
 
 class ViewedValue(NamedTuple):
-    """A value as a view of its base value. Offset and strides are in elements of the stored dtype."""
+    """A value as a view of its base value: offset and strides count elements of the stored dtype."""
 
     base: Value
     offset: int
@@ -99,9 +112,13 @@ class ViewedValue(NamedTuple):
     strides: tuple[int, ...]
     dtype: DType
 
-    def compute_start_byte(self, start: int) -> int:
-        """Return the first byte of the view if its base begins at byte `start`."""
-        return start + self.offset * self.dtype.block_bytes // self.dtype.block
+    def compute_start_byte(self, base_start_byte: int) -> int:
+        """Return the first byte of the view in its buffer.
+
+        Args:
+            base_start_byte: The byte at which the base value begins.
+        """
+        return base_start_byte + self.offset * self.dtype.block_bytes // self.dtype.block
 
 
 class ViewTable:
@@ -112,7 +129,7 @@ class ViewTable:
         self.view_by_value: dict[Value, ViewedValue] = {}
 
     def resolve_view(self, value: Value) -> ViewedValue:
-        """Return the view that `value` has of its base; the views on the way are stored."""
+        """Return a value as a view of the value that owns its memory; intermediate views are cached."""
         if (known := self.view_by_value.get(value)) is not None:
             return known
         chain = [value]
@@ -128,10 +145,12 @@ class ViewTable:
         return self.view_by_value[value]
 
 
-def _apply_view(node: Node, source: ViewedValue) -> ViewedValue:
-    """Return the view that a view node has of its source's base."""
-    shift, shape, strides = _compute_view_geometry(node.op, tuple(node.attrs.items()), source.shape, source.strides)
-    return ViewedValue(source.base, source.offset + shift, shape, strides, source.dtype)
+def _apply_view(node: Node, source_view: ViewedValue) -> ViewedValue:
+    """Return the result of a view node as a view of the base of its source."""
+    shift, shape, strides = _compute_view_geometry(
+        node.op, tuple(node.attrs.items()), source_view.shape, source_view.strides
+    )
+    return ViewedValue(source_view.base, source_view.offset + shift, shape, strides, source_view.dtype)
 
 
 @lru_cache(maxsize=1 << 14)  # every layer and device asks
@@ -152,18 +171,24 @@ def _compute_view_geometry(
 
 def find_stored_dtype(backend: Backend, value: Value) -> DType:
     """Return the dtype in which a backend stores a value that is not a view."""
-    return backend.stored(value.spec, find_storage_kind(value)).dtype
+    return backend.storage_spec(value.spec, find_storage_kind(value)).dtype
 
 
-def check_scratch(memory: BufferContents, scratch: Tensor | None, need: int) -> str | None:
-    """Return why an instruction's scratch is not `need` bytes in the arena; None if it is."""
+def check_scratch(contents: BufferContents, scratch: Tensor | None, needed_bytes: int) -> str | None:
+    """Return why the scratch of an instruction is not an aligned byte row in the arena, or None if it is.
+
+    Args:
+        contents: The buffers of the program.
+        scratch: The scratch tensor of the instruction, None without scratch.
+        needed_bytes: The scratch bytes that the backend needs for the node.
+    """
     if scratch is None:
-        return f"needs {need} bytes of scratch" if need else None
+        return f"needs {needed_bytes} bytes of scratch" if needed_bytes else None
     if len(scratch.shape) != 1 or scratch != Tensor(0, scratch.offset, scratch.shape, (1,), DType.I8):
-        return f"its scratch is {scratch}, which is no row of bytes in the arena"
-    if scratch.shape[0] != need or scratch.offset % ALIGNMENT:
-        return f"its scratch is {scratch}, need {need} bytes at a multiple of {ALIGNMENT}"
-    why = memory.check_bounds(scratch)
+        return f"its scratch is {scratch}, need a one-dimensional byte tensor in the arena"
+    if scratch.shape[0] != needed_bytes or scratch.offset % ALIGNMENT:
+        return f"its scratch is {scratch}, need {needed_bytes} bytes at a multiple of {ALIGNMENT}"
+    why = contents.check_bounds(scratch)
     return why and f"its scratch: {why}"
 
 
@@ -173,14 +198,14 @@ def format_content(content: object) -> str:
 
 
 def compute_byte_extent(tensor: Tensor) -> tuple[int, int, int]:
-    """Return (buffer, first byte, end byte) of all bytes that a tensor's strides can reach."""
+    """Return (buffer number, first byte, end byte) of all bytes that a tensor's strides can reach."""
     reach = _compute_reachable_bytes(tensor.shape, tensor.strides, tensor.dtype)
     return tensor.buffer, tensor.offset, tensor.offset + reach
 
 
 @lru_cache(maxsize=1 << 14)  # every layer and device asks
 def _compute_reachable_bytes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> int:
-    """Return the bytes from the first element to the end of the last one that the strides can reach."""
+    """Return the number of bytes from the first element to the end of the last element that the strides can reach."""
     if 0 in shape:
         return 0
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -189,17 +214,17 @@ def _compute_reachable_bytes(shape: tuple[int, ...], strides: tuple[int, ...], d
 
 @lru_cache(maxsize=1 << 14)
 def _has_valid_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether there is a stride for each axis, and all sizes and strides fit a buffer."""
+    """Return whether a tensor has a stride for each axis, and sizes and strides from 0 to ``MAX_SIZE // 16``."""
     return len(shape) == len(strides) and all(0 <= n <= MAX_SIZE // 16 for n in (*shape, *strides))
 
 
-def has_common_bytes(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
-    """Return whether two extents (buffer, first byte, end byte) have bytes in common."""
-    return one[0] == two[0] and max(one[1], two[1]) < min(one[2], two[2])
+def has_common_bytes(extent: tuple[int, int, int], other_extent: tuple[int, int, int]) -> bool:
+    """Return whether two extents (buffer number, first byte, end byte) have at least one byte in common."""
+    return extent[0] == other_extent[0] and max(extent[1], other_extent[1]) < min(extent[2], other_extent[2])
 
 
 def is_dense(tensor: Tensor | ViewedValue) -> bool:
-    """Return whether entries follow each other; the stride of an axis with one entry has no meaning."""
+    """Return whether the elements are consecutive in row-major order; the stride of an axis of size 1 is ignored."""
     dense = contiguous_strides(tensor.shape)
     if tensor.strides == dense or 0 in tensor.shape:
         return True

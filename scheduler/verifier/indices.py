@@ -1,8 +1,13 @@
-"""Exact arithmetic on the entries of an axis, for the verifier of plans.
+"""Exact arithmetic on the entries of one axis, for the verifier of plans.
 
-An index is a tuple of ranges (first entry, length). It lists the entries in memory order. Neighbouring ranges are
-merged, so equal lists are equal tuples. A digit ``(stride, size)`` of an axis is a part of the entry number on which a
-value does not depend. Two entries that differ only in this digit are equal, so a device that has one of them has both.
+Terms:
+
+- An entry is a position on an axis of the user's graph. A device has some of the entries.
+- An index (`IndexRanges`) is a tuple of ranges (first entry, length). It lists entries in memory order. Neighbouring
+  ranges are merged, so equal lists are equal tuples.
+- A digit is a pair (stride, size). It stands for the part ``entry // stride % size`` of the entry number. An ignored
+  digit of a value is a digit on which the value does not depend, for example because it was broadcast. Two entries
+  that differ only in ignored digits have equal values, so a device that has one of them has both.
 
 Example: An axis of 12 entries is two segments of (3 heads, 2 places). A device that has head 1 of both segments has
 the entries 2, 3, 8 and 9. As a product of the factors 2, 3 and 2, the device has sizes 2, 1 and 2: all of the outer
@@ -11,14 +16,14 @@ and inner factors, and head 1.
 >>> heads = concatenate_indices([((2, 2),), ((8, 2),)])
 >>> heads, count_entries(heads), list_entries(heads).tolist()
 (((2, 2), (8, 2)), 4, [2, 3, 8, 9])
->>> split_into_factors(heads, (2, 3, 2), (2, 1, 2))
+>>> split_index_into_factors(heads, (2, 3, 2), (2, 1, 2))
 (((0, 2),), ((1, 1),), ((0, 2),))
->>> multiply_indices((make_full_index(2), ((1, 1),), make_full_index(2)), (2, 3, 2)) == heads
+>>> combine_factor_indices((make_full_index(2), ((1, 1),), make_full_index(2)), (2, 3, 2)) == heads
 True
 
 If the value does not depend on the segment, which is the digit (stride 6, size 2), both segments are equal:
 
->>> find_common_index(((2, 2),), ((6, 2),), ((8, 2),), ())
+>>> find_equivalent_index(((2, 2),), ((6, 2),), ((8, 2),), ())
 ((8, 2),)
 """
 
@@ -35,54 +40,65 @@ import numpy.typing as npt
 
 IndexRanges: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges (first entry, length) of an axis, in memory order."""
-Digits: TypeAlias = tuple[tuple[int, int], ...]
+IgnoredDigits: TypeAlias = tuple[tuple[int, int], ...]
 """Parts (stride, size) of the entry number on which a value does not depend."""
 Entries: TypeAlias = npt.NDArray[np.int64]
 
 
-def make_full_index(n: int) -> IndexRanges:
-    """Return the index of all entries of an axis of size `n`, in order."""
-    return ((0, n),) if n else ()
+def make_full_index(size: int) -> IndexRanges:
+    """Return the index of all entries of an axis, in order.
+
+    Args:
+        size: The number of entries of the axis.
+    """
+    return ((0, size),) if size else ()
 
 
 def count_entries(index: IndexRanges) -> int:
-    """Return the number of entries of an index."""
+    """Return the number of entries that an index lists."""
     return sum(n for _, n in index)
 
 
 @lru_cache(maxsize=1024)
 def list_entries(index: IndexRanges) -> Entries:
-    """Return the entry numbers one by one. The array is cached; do not write to it."""
+    """Return the entry numbers of an index one by one. The array is cached and must not be written."""
     if not index:
         return np.zeros(0, np.int64)
     return np.concatenate([np.arange(start, start + n, dtype=np.int64) for start, n in index])
 
 
-def build_index(listed: Entries) -> IndexRanges:
-    """Return the index of a list of entries."""
-    if not listed.size:
+def build_index_from_entries(entries: Entries) -> IndexRanges:
+    """Return the index of an array of entry numbers; consecutive numbers become one range."""
+    if not entries.size:
         return ()
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(listed) != 1) + 1])
-    lengths = np.diff(np.append(starts, listed.size))
-    return tuple(zip(listed[starts].tolist(), lengths.tolist(), strict=True))
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(entries) != 1) + 1])
+    lengths = np.diff(np.append(starts, entries.size))
+    return tuple(zip(entries[starts].tolist(), lengths.tolist(), strict=True))
 
 
 @lru_cache(maxsize=1 << 14)
-def slice_index(index: IndexRanges, start: int, stop: int, shift: int = 0) -> IndexRanges:
-    """Return the entries at the positions `start` to `stop` of an index, each entry less `shift`."""
+def slice_index(index: IndexRanges, start: int, stop: int, subtracted: int = 0) -> IndexRanges:
+    """Return the part of an index from position `start` up to position `stop`, with `subtracted` taken from each entry.
+
+    Args:
+        index: The index to slice.
+        start: The first position in the index; it is a position, not an entry number.
+        stop: The end position.
+        subtracted: The number to subtract from each entry number.
+    """
     runs, at = [], 0
     for first, n in index:
         low, high = max(start, at), min(stop, at + n)
         if low < high:
-            runs.append((first + low - at - shift, high - low))
+            runs.append((first + low - at - subtracted, high - low))
         at += n
     return tuple(runs)
 
 
 @lru_cache(maxsize=1 << 12)
-def has_common_entries(one: IndexRanges, two: IndexRanges) -> bool:
-    """Return whether two indices have an entry in common."""
-    runs = sorted([*((a, 0, n) for a, n in one), *((a, 1, n) for a, n in two)])
+def has_common_entries(index: IndexRanges, other_index: IndexRanges) -> bool:
+    """Return whether two indices have at least one entry in common."""
+    runs = sorted([*((a, 0, n) for a, n in index), *((a, 1, n) for a, n in other_index)])
     ends = [0, 0]
     for start, which, n in runs:
         if start < ends[1 - which]:
@@ -92,27 +108,32 @@ def has_common_entries(one: IndexRanges, two: IndexRanges) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def has_each_entry_once(index: IndexRanges, n: int) -> bool:
-    """Return whether an index has each entry from 0 to `n` exactly once, in any order."""
+def has_each_entry_once(index: IndexRanges, size: int) -> bool:
+    """Return whether an index has each entry of an axis exactly once, in any order.
+
+    Args:
+        index: The index to test.
+        size: The number of entries of the axis.
+    """
     at = 0
     for start, k in sorted(index):
         if start != at:
             return False
         at += k
-    return at == n
+    return at == size
 
 
 @lru_cache(maxsize=1 << 12)
 def has_duplicates(index: IndexRanges) -> bool:
-    """Return whether an index has an entry more than once."""
+    """Return whether an index lists an entry more than once."""
     ordered = sorted(index)
     return any(sum(a) > b[0] for a, b in pairwise(ordered))
 
 
-def concatenate_indices(parts: Sequence[IndexRanges]) -> IndexRanges:
-    """Return the index of several indices, one after the other."""
+def concatenate_indices(indices: Sequence[IndexRanges]) -> IndexRanges:
+    """Return one index with the entries of several indices, one index after the other."""
     runs: list[tuple[int, int]] = []
-    for start, n in (run for part in parts for run in part):
+    for start, n in (run for part in indices for run in part):
         if runs and sum(runs[-1]) == start:
             runs[-1] = (runs[-1][0], runs[-1][1] + n)
         else:
@@ -121,141 +142,212 @@ def concatenate_indices(parts: Sequence[IndexRanges]) -> IndexRanges:
 
 
 @lru_cache(maxsize=1 << 14)
-def split_into_factors(
-    index: IndexRanges, sizes: tuple[int, ...], local: tuple[int, ...]
+def split_index_into_factors(
+    index: IndexRanges, factor_sizes: tuple[int, ...], local_sizes: tuple[int, ...]
 ) -> tuple[IndexRanges, ...] | None:
     """Split an index of a product axis into one index for each factor.
 
+    Example: Of the axis (2 segments, 3 heads, 2 places), the entries 2, 3, 8 and 9 are all segments, head 1 and all
+    places.
+
     Args:
         index: The entries of the product axis.
-        sizes: The factor sizes of the whole axis, outer first.
-        local: The factor sizes of this index, outer first.
+        factor_sizes: The factor sizes of the whole axis, outer first.
+        local_sizes: The number of entries of each factor that `index` has, outer first.
 
     Returns:
-        The index of each factor; None if the entries are not a product of this form.
+        The index of each factor; None if the entries are not a product of `local_sizes` entries of the factors.
     """
-    if count_entries(index) != math.prod(local):
+    if count_entries(index) != math.prod(local_sizes):
         return None
-    if len(sizes) == 1:
+    if len(factor_sizes) == 1:
         return (index,)
-    if local == sizes and index == make_full_index(math.prod(sizes)):
-        return tuple(map(make_full_index, sizes))
-    if 0 in local:
-        return tuple(((0, m),) if m else () for m in local)
-    grid, indices, inner = list_entries(index).reshape(local), [], math.prod(sizes)
+    if local_sizes == factor_sizes and index == make_full_index(math.prod(factor_sizes)):
+        return tuple(map(make_full_index, factor_sizes))
+    if 0 in local_sizes:
+        return tuple(((0, m),) if m else () for m in local_sizes)
+    grid, indices, inner = list_entries(index).reshape(local_sizes), [], math.prod(factor_sizes)
     total = np.zeros((), np.int64)
-    for axis, n in enumerate(sizes):
+    for axis, n in enumerate(factor_sizes):
         inner //= n
-        line = grid[(0,) * axis + (slice(None),) + (0,) * (len(sizes) - axis - 1)] // inner % n
-        indices.append(build_index(line))
-        total = total + (line * inner).reshape(-1, *[1] * (len(sizes) - axis - 1))
+        line = grid[(0,) * axis + (slice(None),) + (0,) * (len(factor_sizes) - axis - 1)] // inner % n
+        indices.append(build_index_from_entries(line))
+        total = total + (line * inner).reshape(-1, *[1] * (len(factor_sizes) - axis - 1))
     return tuple(indices) if np.array_equal(total, grid) else None
 
 
 @lru_cache(maxsize=1 << 14)
-def multiply_indices(indices: tuple[IndexRanges, ...], sizes: tuple[int, ...]) -> IndexRanges:
-    """Return the index of a product axis from the indices of its factors; factors and `sizes` are outer first."""
-    if len(indices) == 1:
-        return indices[0]
-    if all(i == make_full_index(n) for i, n in zip(indices, sizes, strict=True)):
-        return make_full_index(math.prod(sizes))
+def combine_factor_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes: tuple[int, ...]) -> IndexRanges:
+    """Return the index of a product axis from the indices of its factors: the inverse of `split_index_into_factors`.
+
+    Args:
+        factor_indices: The entries of each factor, outer first.
+        factor_sizes: The sizes of the whole factors, outer first.
+    """
+    if len(factor_indices) == 1:
+        return factor_indices[0]
+    if all(i == make_full_index(n) for i, n in zip(factor_indices, factor_sizes, strict=True)):
+        return make_full_index(math.prod(factor_sizes))
     total = np.zeros((), np.int64)
-    for index, n in zip(indices, sizes, strict=True):
+    for index, n in zip(factor_indices, factor_sizes, strict=True):
         total = total[..., None] * n + list_entries(index)
-    return build_index(total.ravel())
+    return build_index_from_entries(total.ravel())
 
 
-def _extract_digit(listed: Entries, digit: tuple[int, int]) -> Entries:
-    """Return the part of each entry number that belongs to a digit."""
+def _extract_digit(entries: Entries, digit: tuple[int, int]) -> Entries:
+    """Return the value of one digit of each entry number, times its stride."""
     stride, n = digit
-    return listed // stride % n * stride
+    return entries // stride % n * stride
 
 
-def _clear_digits(listed: Entries, digits: Digits) -> Entries:
+def _clear_digits(entries: Entries, digits: IgnoredDigits) -> Entries:
     """Return the entry numbers with these digits set to zero."""
     for digit in digits:
-        listed = listed - _extract_digit(listed, digit)
-    return listed
+        entries = entries - _extract_digit(entries, digit)
+    return entries
 
 
-def intersect_digits(one: Digits, two: Digits) -> Digits:
-    """Return the digits that both values have."""
-    return one if one == two else tuple(d for d in one if d in two)
+def intersect_digits(digits: IgnoredDigits, other_digits: IgnoredDigits) -> IgnoredDigits:
+    """Return the ignored digits that both of two values have."""
+    return digits if digits == other_digits else tuple(d for d in digits if d in other_digits)
 
 
 @lru_cache(maxsize=1 << 14)
-def find_common_index(one: IndexRanges, ones: Digits, two: IndexRanges, twos: Digits) -> IndexRanges | None:
-    """Return the entries that two values both hold, if each value may exchange the entries of its digits.
+def find_equivalent_index(
+    index: IndexRanges, digits: IgnoredDigits, other_index: IndexRanges, other_digits: IgnoredDigits
+) -> IndexRanges | None:
+    """Return entries that are equivalent to two indices at once, where ignored digits may be exchanged.
+
+    The verifier uses it where two operands must have the same entries of one axis.
 
     Args:
-        one: Entries of the first value.
-        ones: Digits on which the first value does not depend.
-        two: Entries of the second value.
-        twos: Digits on which the second value does not depend.
+        index: Entries of the first value.
+        digits: Ignored digits of the first value.
+        other_index: Entries of the second value.
+        other_digits: Ignored digits of the second value.
 
     Returns:
-        Entries that are equal to `one` up to `ones` and equal to `two` up to `twos`; None if such entries do not
-        exist.
+        Entries that differ from `index` only in `digits`, and from `other_index` only in `other_digits`; else None.
     """
-    if one == two:
-        return one
-    if count_entries(one) != count_entries(two) or not (ones or twos):
+    if index == other_index:
+        return index
+    if count_entries(index) != count_entries(other_index) or not (digits or other_digits):
         return None
-    a, b = list_entries(one), list_entries(two)
+    a, b = list_entries(index), list_entries(other_index)
     merged = a
-    for digit in ones:
-        if digit not in twos:
+    for digit in digits:
+        if digit not in other_digits:
             merged = merged + _extract_digit(b, digit) - _extract_digit(merged, digit)
-    same_a = np.array_equal(_clear_digits(merged, ones), _clear_digits(a, ones))
-    same_b = np.array_equal(_clear_digits(merged, twos), _clear_digits(b, twos))
-    return build_index(merged) if same_a and same_b else None
+    same_a = np.array_equal(_clear_digits(merged, digits), _clear_digits(a, digits))
+    same_b = np.array_equal(_clear_digits(merged, other_digits), _clear_digits(b, other_digits))
+    return build_index_from_entries(merged) if same_a and same_b else None
 
 
-def is_full_index(index: IndexRanges, digits: Digits, n: int) -> bool:
-    """Return whether an index is all entries of an axis of size `n`, in order, up to the digits."""
-    return index == make_full_index(n) or (
-        bool(digits) and find_common_index(index, digits, make_full_index(n), ()) is not None
+def is_full_index(index: IndexRanges, digits: IgnoredDigits, axis_size: int) -> bool:
+    """Return whether an index is all entries of an axis in order, where ignored digits may differ.
+
+    Args:
+        index: The entries that the device has.
+        digits: The ignored digits of the value.
+        axis_size: The number of entries of the whole axis.
+    """
+    return index == make_full_index(axis_size) or (
+        bool(digits) and find_equivalent_index(index, digits, make_full_index(axis_size), ()) is not None
     )
 
 
 @lru_cache(maxsize=1 << 14)
-def is_valid_broadcast(part: IndexRanges, digits: Digits, n: int, over: IndexRanges, size: int, tiled: bool) -> bool:
-    """Return whether a kernel that repeats local entries of a smaller axis over a larger one reads the right entries.
+def is_valid_broadcast(
+    small_index: IndexRanges,
+    small_digits: IgnoredDigits,
+    small_size: int,
+    large_index: IndexRanges,
+    large_size: int,
+    is_tiled: bool,
+) -> bool:
+    """Return whether a kernel that broadcasts a local smaller axis over a local larger axis reads the right entries.
 
     Args:
-        part: Entries of the smaller axis that the device has.
-        digits: Digits of the smaller axis on which its value does not depend.
-        n: Size of the whole smaller axis.
-        over: Entries of the larger axis that the device has.
-        size: Size of the whole larger axis.
-        tiled: If True, entry i of the larger axis reads entry i modulo `n`. If False, each entry serves neighbours.
+        small_index: Entries of the smaller axis that the device has.
+        small_digits: Ignored digits of the smaller axis.
+        small_size: Size of the whole smaller axis.
+        large_index: Entries of the larger axis that the device has.
+        large_size: Size of the whole larger axis.
+        is_tiled: If True, entry i of the larger axis reads entry ``i % small_size`` of the smaller one. If False, it
+            reads entry ``i // (large_size // small_size)``.
     """
-    mine, theirs = count_entries(part), count_entries(over)
-    if n == 1 or not theirs or not n:
-        return mine == n or not theirs
-    if not mine or theirs % mine or size % n:
+    mine, theirs = count_entries(small_index), count_entries(large_index)
+    if small_size == 1 or not theirs or not small_size:
+        return mine == small_size or not theirs
+    if not mine or theirs % mine or large_size % small_size:
         return False
-    at = np.arange(theirs) % mine if tiled else np.arange(theirs) // (theirs // mine)
-    expected_entries = list_entries(over) % n if tiled else list_entries(over) // (size // n)
-    return np.array_equal(_clear_digits(list_entries(part)[at], digits), _clear_digits(expected_entries, digits))
+    at = np.arange(theirs) % mine if is_tiled else np.arange(theirs) // (theirs // mine)
+    expected_entries = (
+        list_entries(large_index) % small_size if is_tiled else list_entries(large_index) // (large_size // small_size)
+    )
+    return np.array_equal(
+        _clear_digits(list_entries(small_index)[at], small_digits), _clear_digits(expected_entries, small_digits)
+    )
 
 
-def to_product_digits(digits: Digits, inner: int) -> Digits:
-    """Return digits of a factor as digits of a product in which each entry of the factor has `inner` entries."""
-    return tuple((stride * inner, n) for stride, n in digits)
-
-
-def to_factor_digits(digits: Digits, inner: int, size: int) -> Digits:
-    """Return the digits of a product that lie in one factor.
+def to_product_digits(factor_digits: IgnoredDigits, inner_size: int) -> IgnoredDigits:
+    """Return the digits of a factor as digits of a product axis: strides are multiplied by `inner_size`.
 
     Args:
-        digits: Digits of the product. A digit may cover a part of the factor.
-        inner: Number of entries of the product within each entry of the factor.
-        size: Size of the factor.
+        factor_digits: Digits of the factor.
+        inner_size: The product of the sizes of all factors inside of this one.
+    """
+    return tuple((stride * inner_size, n) for stride, n in factor_digits)
+
+
+def to_factor_digits(product_digits: IgnoredDigits, inner_size: int, factor_size: int) -> IgnoredDigits:
+    """Return the parts of product digits that belong to one factor, as digits of the factor.
+
+    Args:
+        product_digits: Digits of the product axis. A digit may cover several factors or a part of one.
+        inner_size: The product of the sizes of all factors inside of this one.
+        factor_size: The size of the factor.
     """
     inside = []
-    for stride, n in digits:
-        low, high = max(stride, inner), min(stride * n, inner * size)
-        if low < high and low % stride == high % low == low % inner == 0 and (stride * n) % high == 0:
-            inside.append((low // inner, high // low))
+    for stride, n in product_digits:
+        low, high = max(stride, inner_size), min(stride * n, inner_size * factor_size)
+        if low < high and low % stride == high % low == low % inner_size == 0 and (stride * n) % high == 0:
+            inside.append((low // inner_size, high // low))
     return tuple(inside)
+
+
+def select_entries_at_positions(index: IndexRanges, positions: IndexRanges) -> IndexRanges:
+    """Return the entries at some positions of an index.
+
+    Args:
+        index: The index to select from.
+        positions: Positions in `index`, as ranges (first position, length).
+    """
+    if len(positions) == 1:
+        return slice_index(index, positions[0][0], sum(positions[0]))
+    return build_index_from_entries(list_entries(index)[list_entries(positions)])
+
+
+@lru_cache(maxsize=1024)
+def merge_scattered_entries(
+    positions_by_device: tuple[IndexRanges, ...], entries_by_device: tuple[IndexRanges, ...]
+) -> IndexRanges | None:
+    """Return the entries of the whole axis when each device writes its entries to its positions.
+
+    Returns None if a position stays empty, or if two devices write different entries to one position.
+    """
+    size = max((sum(run) for index in positions_by_device for run in index), default=0)
+    whole_axis = np.full(size, -1, np.int64)
+    for index, mine in zip(positions_by_device, entries_by_device, strict=True):
+        at, new = list_entries(index), list_entries(mine)
+        before = whole_axis[at]
+        if ((before >= 0) & (before != new)).any():
+            return None
+        whole_axis[at] = new
+    return None if (whole_axis < 0).any() else build_index_from_entries(whole_axis)
+
+
+def format_index(index: IndexRanges) -> str:
+    """Format an index for a message, as in ``[0:2, 6:8]``; ranges after the fourth are replaced by an ellipsis."""
+    ranges_text = ", ".join(f"{start}:{start + n}" for start, n in index[:4])
+    return f"[{ranges_text}{', …' if len(index) > 4 else ''}]"

@@ -1,4 +1,4 @@
-"""The comparison of a device's program with a proven program, so that equal programs are proven once.
+"""The comparison of a device's program with a program that is proven already, so that equal programs are proven once.
 
 All inputs of the proof must be equal, node by node and instruction by instruction, with two exceptions:
 
@@ -21,63 +21,70 @@ COMMUNICATION_ATTRS = ("sequence", "to", "source", "rank")
 """Attributes of collectives that no kernel before the collective depends on."""
 
 
-def make_equality_key(graph: Graph, program: Program) -> Hashable:
-    """Return a key that is equal for programs that may be equal."""
+def make_equality_candidate_key(graph: Graph, program: Program) -> Hashable:
+    """Return a dictionary key that equal programs share; programs with equal keys are candidates, not proven equal."""
     return len(program.instructions), tuple([(n.op, n.specs) for n in graph.nodes])
 
 
-def is_equal_to_proven(graph: Graph, program: Program, proven: Graph, by: Program) -> bool:
-    """Return whether the proof of one program holds for another.
+def is_equal_to_proven_program(graph: Graph, program: Program, proven_graph: Graph, proven_program: Program) -> bool:
+    """Return whether the proof of one program also holds for another program, because they are equal except for names.
 
     Args:
-        graph: A legal graph.
+        graph: The graph of the program in question. It is legal.
         program: The program in question.
-        proven: The graph of the proven program.
-        by: The proven program.
+        proven_graph: The graph of the proven program.
+        proven_program: The proven program.
     """
-    here, there = ({n: at for at, n in enumerate(g.nodes)} for g in (graph, proven))
+    here, there = ({n: at for at, n in enumerate(g.nodes)} for g in (graph, proven_graph))
     if len(here) != len(there) or not all(
-        _is_equal_node(a, b, here, there) for a, b in zip(graph.nodes, proven.nodes, strict=True)
+        _is_equal_node(a, b, here, there) for a, b in zip(graph.nodes, proven_graph.nodes, strict=True)
     ):
         return False
-    if _locate_values(graph.roots(), here) != _locate_values(proven.roots(), there) or len(graph.outputs) != len(
-        proven.outputs
+    if _locate_values(graph.roots(), here) != _locate_values(proven_graph.roots(), there) or len(graph.outputs) != len(
+        proven_graph.outputs
     ):
         return False
-    leaves = {b.name: a.name for a, b in zip(graph.nodes, proven.nodes, strict=True) if b.is_leaf}
-    outputs = dict(zip(proven.outputs, graph.outputs, strict=True))
+    leaves = {b.name: a.name for a, b in zip(graph.nodes, proven_graph.nodes, strict=True) if b.is_leaf}
+    outputs = dict(zip(proven_graph.outputs, graph.outputs, strict=True))
     if not (
-        _has_equal_tensors(program.inputs, by.inputs, leaves)
-        and _has_equal_tensors(program.outputs, by.outputs, outputs)
+        _has_equal_tensors(program.inputs, proven_program.inputs, leaves)
+        and _has_equal_tensors(program.outputs, proven_program.outputs, outputs)
     ):
         return False
-    if len(program.buffers) != len(by.buffers) or not program.buffers or program.buffers[0] != by.buffers[0]:
+    if (
+        len(program.buffers) != len(proven_program.buffers)
+        or not program.buffers
+        or program.buffers[0] != proven_program.buffers[0]
+    ):
         return False
-    pairs = zip(program.buffers[1:], by.buffers[1:], strict=True)
+    pairs = zip(program.buffers[1:], proven_program.buffers[1:], strict=True)
     if not all(a == BufferSpec(b.kind, leaves[b.name], b.nbytes, b.declared_spec, b.stored_spec) for a, b in pairs):
         return False
-    if [at for at, _ in program.undo] != [at for at, _ in by.undo]:
+    if [at for at, _ in program.undo] != [at for at, _ in proven_program.undo]:
         return False
-    if len(program.instructions) != len(by.instructions):
+    if len(program.instructions) != len(proven_program.instructions):
         return False
     called = assign_names(graph)
     steps = [*program.instructions, *(back for _, back in program.undo)]
-    known = [*by.instructions, *(back for _, back in by.undo)]
+    known = [*proven_program.instructions, *(back for _, back in proven_program.undo)]
     return all(
-        _is_equal_instruction(a, b) and _has_matching_name(a, b, graph, called, leaves, by)
+        _is_equal_instruction(a, b) and _has_expected_name_and_attrs(a, b, graph, called, leaves, proven_program)
         for a, b in zip(steps, known, strict=True)
     )
 
 
-def _is_equal_node(a: Node, b: Node, here: Mapping[Node, int], there: Mapping[Node, int]) -> bool:
-    """Return whether two nodes do the same with the values at the same positions."""
-    if a.op != b.op or a.specs != b.specs or len(a.src) != len(b.src):
+def _is_equal_node(
+    node: Node, proven_node: Node, positions: Mapping[Node, int], proven_positions: Mapping[Node, int]
+) -> bool:
+    """Return whether two nodes have the same op, attributes, specs, and operands at the same positions."""
+    if node.op != proven_node.op or node.specs != proven_node.specs or len(node.src) != len(proven_node.src):
         return False
-    if attribute_key(a.attrs) != attribute_key(b.attrs) and (
-        a.op not in COLLECTIVES or _remove_communication_attrs(a.attrs) != _remove_communication_attrs(b.attrs)
+    if attribute_key(node.attrs) != attribute_key(proven_node.attrs) and (
+        node.op not in COLLECTIVES
+        or _remove_communication_attrs(node.attrs) != _remove_communication_attrs(proven_node.attrs)
     ):
         return False
-    return _locate_values(a.src, here) == _locate_values(b.src, there)
+    return _locate_values(node.src, positions) == _locate_values(proven_node.src, proven_positions)
 
 
 def _remove_communication_attrs(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
@@ -85,32 +92,56 @@ def _remove_communication_attrs(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
     return {name: value for name, value in attrs.items() if name not in COMMUNICATION_ATTRS}
 
 
-def _locate_values(values: tuple[Value | None, ...], place: Mapping[Node, int]) -> list[tuple[int, int] | None]:
-    """Return each value as (position of its node, result index)."""
-    return [None if v is None else (place[v.node], v.index) for v in values]
+def _locate_values(
+    values: tuple[Value | None, ...], position_by_node: Mapping[Node, int]
+) -> list[tuple[int, int] | None]:
+    """Return each value as (position of its node in the graph, result number)."""
+    return [None if v is None else (position_by_node[v.node], v.index) for v in values]
 
 
-def _has_equal_tensors(mine: Mapping[str, Any], theirs: Mapping[str, Any], called: Mapping[str, str]) -> bool:
-    """Return whether two tables of tensors are equal after the names of the second are translated by `called`."""
-    return dict(mine) == {called.get(name, ""): tensor for name, tensor in theirs.items()} and len(mine) == len(theirs)
-
-
-def _is_equal_instruction(a: Instruction, b: Instruction) -> bool:
-    return a.op == b.op and a.index == b.index and a.src == b.src and a.dst == b.dst and a.scratch == b.scratch
-
-
-def _has_matching_name(
-    a: Instruction, b: Instruction, graph: Graph, called: Mapping[Node, str], leaves: Mapping[str, str], by: Program
+def _has_equal_tensors(
+    tensors: Mapping[str, Any], proven_tensors: Mapping[str, Any], name_by_proven_name: Mapping[str, str]
 ) -> bool:
-    """Return whether an instruction has the name and the attributes that it must have.
+    """Return whether two tables of tensors by name are equal, after the names of the second table are translated."""
+    return dict(tensors) == {
+        name_by_proven_name.get(name, ""): tensor for name, tensor in proven_tensors.items()
+    } and len(tensors) == len(proven_tensors)
 
-    They are the name and attributes of its node. A copy or save of a state has them from the proven program's state
-    in the same buffer.
+
+def _is_equal_instruction(instruction: Instruction, proven_instruction: Instruction) -> bool:
+    """Return whether two instructions have the same op, node number, operands, results and scratch."""
+    return (
+        instruction.op == proven_instruction.op
+        and instruction.index == proven_instruction.index
+        and instruction.src == proven_instruction.src
+        and instruction.dst == proven_instruction.dst
+        and instruction.scratch == proven_instruction.scratch
+    )
+
+
+def _has_expected_name_and_attrs(
+    instruction: Instruction,
+    proven_instruction: Instruction,
+    graph: Graph,
+    node_names: Mapping[Node, str],
+    leaf_by_proven_name: Mapping[str, str],
+    proven_program: Program,
+) -> bool:
+    """Return whether an instruction has the name and the attributes of its node.
+
+    An instruction without a node copies or saves a state. It must have the attributes of the proven instruction, and
+    the name of the state in the same buffer.
     """
-    if a.index >= 0:
-        node = graph.nodes[a.index]
-        return a.attrs == node.attrs and a.node == called[node]
-    buffers = {t.buffer for t in (*b.src, *b.dst) if t is not None}
-    states = {by.buffers[number].name for number in buffers if by.buffers[number].kind == "state"}
-    renamed = [leaves[name] + b.node[len(name) :] for name in states if b.node.startswith(f"{name}.")]
-    return a.attrs == b.attrs and a.node in renamed
+    if instruction.index >= 0:
+        node = graph.nodes[instruction.index]
+        return instruction.attrs == node.attrs and instruction.node == node_names[node]
+    buffers = {t.buffer for t in (*proven_instruction.src, *proven_instruction.dst) if t is not None}
+    states = {
+        proven_program.buffers[number].name for number in buffers if proven_program.buffers[number].kind == "state"
+    }
+    renamed = [
+        leaf_by_proven_name[name] + proven_instruction.node[len(name) :]
+        for name in states
+        if proven_instruction.node.startswith(f"{name}.")
+    ]
+    return instruction.attrs == proven_instruction.attrs and instruction.node in renamed

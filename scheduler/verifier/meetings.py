@@ -1,7 +1,7 @@
-"""The collectives of a group of devices, in the order in which each device runs them.
+"""The collective calls of all devices, and the check that they match and do not deadlock.
 
-All participants must execute each collective. A device has the same participants in all collectives, which are its
-collective group. Messages go from any device to any other.
+All participants must call each collective. A device has the same participants in all collectives, which are its
+collective group. Messages (`send` and `receive`) go from any device to any other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CollectiveCall:
 
     @property
     def agreement_key(self) -> tuple[object, ...]:
-        """The properties that all devices must agree on, except each device's rank and the sizes of shards."""
+        """The properties in which all participants must agree: all except the rank and the sizes of shards."""
         terms = tuple((k, v) for k, v in sorted(self.attributes.items()) if k != "rank")
         return self.op, terms, make_transfer_key(self.specs) if self.op == "all_reduce" else ()
 
@@ -39,7 +39,7 @@ class CollectiveCall:
 
 
 def make_transfer_key(specs: Sequence[Spec | None]) -> tuple[object, ...]:
-    """Return the properties of specs that all devices must agree on; the bit width of a float may differ."""
+    """Return the shapes and dtypes in which all participants must agree; all float dtypes count as equal."""
     return tuple(None if s is None else (s.shape, "float" if s.dtype.is_float else s.dtype) for s in specs)
 
 
@@ -48,11 +48,12 @@ def list_collective_calls(device: int, program: Program) -> list[CollectiveCall]
     return [_make_collective_call(device, i) for i in program.instructions if i.op in COLLECTIVES]
 
 
-def _make_collective_call(device: int, i: Instruction) -> CollectiveCall:
-    number = i.attrs["sequence"]
+def _make_collective_call(device: int, instruction: Instruction) -> CollectiveCall:
+    """Return a collective instruction as a call, with the specs of its operands and results."""
+    number = instruction.attrs["sequence"]
     assert isinstance(number, int)
-    shapes = (*(None if t is None else t.spec for t in i.src), *(t.spec for t in i.dst))
-    return CollectiveCall(device, i.op, number, i.attrs, shapes, i.node)
+    shapes = (*(None if t is None else t.spec for t in instruction.src), *(t.spec for t in instruction.dst))
+    return CollectiveCall(device, instruction.op, number, instruction.attrs, shapes, instruction.node)
 
 
 def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
@@ -61,7 +62,7 @@ def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
     complaints = [*_find_group_faults(calls_by_device), *_find_message_faults(calls_by_device)]
     for calls in calls_by_device:
         times = Counter((a.sequence, a.op) for a in calls)
-        complaints += [f"{a} is there twice" for a in calls if times[a.sequence, a.op] > 1]
+        complaints += [f"{a} is called twice" for a in calls if times[a.sequence, a.op] > 1]
         complaints += [f"{b} runs after {a}" for a, b in pairwise(calls) if b.sequence < a.sequence]
     yield from complaints
     if not complaints:
@@ -69,7 +70,7 @@ def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _find_group_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
-    """Yield collectives with a missing participant, different calls, or a wrong rank."""
+    """Yield collectives with a missing participant, unequal calls, or a wrong rank."""
     groups: dict[int, dict[int, CollectiveCall]] = {}
     for call in (a for calls in calls_by_device for a in calls if a.op not in POINT_TO_POINT_OPS):
         groups.setdefault(call.sequence, {})[call.device] = call
@@ -81,16 +82,16 @@ def _find_group_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> I
         first = next(iter(members.values()))
         missing = sorted(set().union(*(participants[d] for d in members)) - members.keys())
         if missing:
-            yield f"{first}: device {missing[0]} does not come"
+            yield f"{first}: device {missing[0]} does not call it"
         for place, other in enumerate(members.values()):
             if other.agreement_key != first.agreement_key:
-                yield f"{first} meets {other}, which is another"
+                yield f"{first} does not match {other}"
             if "rank" in other.attributes and other.attributes["rank"] != place:
-                yield f"{other}: its rank is {other.attributes['rank']!r}"
+                yield f"{other}: its rank is {other.attributes['rank']!r}, need {place}"
 
 
 def _find_message_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
-    """Yield messages without a receiver or a sender, or with another spec at the receiver."""
+    """Yield sends without a receive, receives without a send, and pairs of different specs."""
     sent = {(a.device, a.attributes["to"], a.sequence): a for calls in calls_by_device for a in calls if a.op == "send"}
     received = {
         (a.attributes["source"], a.device, a.sequence): a
@@ -109,7 +110,10 @@ def _find_message_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) ->
 
 
 def find_deadlocks(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
-    """Run all devices through their collectives, and yield the calls that wait for each other for ever."""
+    """Simulate all devices, each in its program order, and yield the calls that wait for each other for ever.
+
+    A send ends at once. A receive waits for its send. All other collectives wait for all participants.
+    """
     at = [0] * len(calls_by_device)
     sizes = Counter(a.sequence for calls in calls_by_device for a in calls if a.op not in POINT_TO_POINT_OPS)
     sent: set[tuple[object, ...]] = set()

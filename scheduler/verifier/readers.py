@@ -1,4 +1,4 @@
-"""Nodes of the user's graph that have one op and the same operands, found by the attributes of a device's node.
+"""The nodes of the user's graph with one op and equal operands, found by the attributes of a device's node.
 
 A value may have thousands of readers. A device's node is compared only with nodes of the same attributes. Slices are
 compared only if they contain the first entry of the device's slice.
@@ -15,7 +15,7 @@ from ...ops import REGISTRY
 from ...ops.collectives import as_integer
 from .indices import slice_index
 from .op_instances import AttrItems, OpInstance, ValueEntries
-from .restrict import list_local_attrs
+from .restrict import list_attrs_that_may_differ
 
 Consumer = tuple[OpInstance, tuple[int, ...]]
 """A node of the user's graph and the numbers of its results."""
@@ -24,55 +24,69 @@ MAX_EXAMPLES = 4
 
 
 class ConsumerTable:
-    """Nodes that have the op `op` and equal operands, in the order in which they were added."""
+    """The nodes of the user's graph that have one op and the same operands, in the order in which they were added."""
 
     def __init__(self, op: str) -> None:
         self._op = op
         self._groups: dict[AttrItems, _ConsumerGroup] = {}
 
-    def add_consumer(self, user: OpInstance, numbers: tuple[int, ...]) -> None:
-        """Add a node of the user's graph and the numbers of its results."""
-        self._groups.setdefault(self._list_fixed_attributes(user), _ConsumerGroup(self._op)).consumers.append(
-            (user, numbers)
+    def add_consumer(self, graph_node: OpInstance, result_numbers: tuple[int, ...]) -> None:
+        """Add a node of the user's graph with the value numbers of its results."""
+        self._groups.setdefault(self._list_nonlocal_attrs(graph_node), _ConsumerGroup(self._op)).consumers.append(
+            (graph_node, result_numbers)
         )
 
-    def find_candidates(self, mine: OpInstance, axes: Sequence[ValueEntries | None]) -> Iterator[Consumer]:
-        """Yield the nodes of the user's graph that a device's node may be.
+    def find_candidate_consumers(
+        self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
+    ) -> Iterator[Consumer]:
+        """Yield the nodes of the user's graph that a device's node may be a local version of.
 
-        If there are none, some other nodes follow, from which the caller explains the fault. A device's node without
-        entries may be any node if no node has its attributes.
+        If no node has its attributes, `MAX_EXAMPLES` other nodes follow, from which the caller explains the fault. A
+        device's node without entries may be a local version of any node.
 
         Args:
-            mine: The device's node.
-            axes: Entries of each operand that the device has.
+            device_node: The device's node.
+            operand_entries: Entries of each operand that the device has.
         """
-        group = self._groups.get(self._list_fixed_attributes(mine))
+        group = self._groups.get(self._list_nonlocal_attrs(device_node))
         if group is not None:
-            yield from group.find_candidates(mine, axes)
+            yield from group.find_candidate_consumers(device_node, operand_entries)
             return
         others = (reader for group in self._groups.values() for reader in group.consumers)
-        yield from others if all(s.size == 0 for s in mine.results) else islice(others, MAX_EXAMPLES)
+        yield from others if all(s.size == 0 for s in device_node.results) else islice(others, MAX_EXAMPLES)
 
-    def _list_fixed_attributes(self, node: OpInstance) -> AttrItems:
-        """Return the attributes that a node and its local version must have in common."""
-        local = list_local_attrs(REGISTRY[self._op])
+    def _list_nonlocal_attrs(self, node: OpInstance) -> AttrItems:
+        """Return the attributes of a node that its local version on a device must have too, sorted by name."""
+        local = list_attrs_that_may_differ(REGISTRY[self._op])
         return tuple(sorted(item for item in node.attrs if item[0] not in local))
 
 
 class _ConsumerGroup:
-    """Nodes that differ only in local attributes, such as sizes."""
+    """Nodes of the user's graph that differ only in attributes that a local version may change, such as sizes."""
 
     def __init__(self, op: str) -> None:
         self._op = op
         self.consumers: list[Consumer] = []
 
-    def find_candidates(self, mine: OpInstance, axes: Sequence[ValueEntries | None]) -> Iterator[Consumer]:
-        """Yield the nodes of the group that a device's node may be; slices only if they contain its first entry."""
-        (operand, *_) = axes or (None,)
-        if self._op != "slice" or operand is None or len(self.consumers) <= MAX_EXAMPLES or not mine.results[0].size:
+    def find_candidate_consumers(
+        self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
+    ) -> Iterator[Consumer]:
+        """Yield the nodes of the group that a device's node may be; of many slices only the ones with its first entry.
+
+        Args:
+            device_node: The device's node.
+            operand_entries: Entries of each operand that the device has.
+        """
+        (operand, *_) = operand_entries or (None,)
+        if (
+            self._op != "slice"
+            or operand is None
+            or len(self.consumers) <= MAX_EXAMPLES
+            or not device_node.results[0].size
+        ):
             yield from self.consumers
             return
-        attrs = mine.attrs_by_name
+        attrs = device_node.attrs_by_name
         index, _ = operand[as_integer(attrs["axis"]) % len(operand)]
         entries = slice_index(index, as_integer(attrs["start"]), as_integer(attrs["stop"]))
         if not entries:
@@ -88,7 +102,7 @@ class _ConsumerGroup:
 
     @cached_property
     def _sorted_slices(self) -> tuple[list[int], list[int], list[int]]:
-        """Sort the slices by start.
+        """The slices of the group, sorted by their starts, for a search by position.
 
         Returns:
             The starts; for each slice the largest end of it and all earlier ones; the positions in `consumers`.

@@ -1,36 +1,37 @@
-"""The value trace: for each value of a device's graph the user's value, the entries, and the partial sum.
+"""The value trace: for each device value, the graph value that it equals, the entries, and the partial sum.
 
-All devices are followed together, sources first. A node must be a node of the user's graph on its operands' entries,
-or a conversion that keeps the value. A value may have several facts: a slice of the graph may also be a shard.
+All devices are traced together, operands first. A device's node must be one of two things:
+
+- a local version of a node of the user's graph, on the entries of its operands;
+- a conversion that keeps the value (`held`).
+
+A value may have several facts: a slice of the graph may also be a shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import product
 from typing import TypeAlias
-
-import numpy as np
 
 from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES, as_index_ranges, as_integer
-from .held import CONVERSION_OPS, Fact, clear_axis, infer_conversion_facts
+from .held import CONVERSION_OPS, Fact, clear_axis_entries, infer_conversion_facts, slice_collective_fact
 from .indices import (
     IndexRanges,
-    build_index,
     concatenate_indices,
     count_entries,
+    format_index,
     is_full_index,
-    list_entries,
     make_full_index,
+    merge_scattered_entries,
 )
 from .op_instances import OpInstance, make_op_instance
 from .passing import propagate_partial_sum
-from .restrict import format_index, restrict_op, select_positions
-from .summands import EMPTY_SUM, OptionalPartialSum, check_complete_sum
+from .restrict import infer_result_entries
+from .summands import EMPTY_SUM, OptionalPartialSum, check_sum_is_complete
 from .value_numbering import ValueNumbering
 
 MAX_COMBINATIONS_PER_VALUE = 64
@@ -44,21 +45,30 @@ _FollowedNode: TypeAlias = tuple[list[list[Fact]], list[set[int]]]
 
 
 class ValueTrace:
-    """Follows the graphs of all devices. `find_faults` yields the nodes that are not part of the user's graph.
+    """Derives the facts of all values of all devices; `find_faults` yields the nodes that are not in the user's graph.
 
-    Afterwards `facts_by_node` has the facts of each device value. `computing_devices` maps numbers that a node may
-    compute to the devices with such a node; a product with a slice of a weight is a part of the whole product.
-    `complete_devices` maps a number to the devices that compute all of it.
+    After `find_faults`:
+
+    - `facts_by_node` has for each device the facts of each result of each node.
+    - `computing_devices` maps a set of value numbers that a node may compute to the devices with such a node. A
+      product with a slice of a weight, for example, is a part of the whole product.
+    - `complete_devices` maps a value number to the devices that compute all of its entries.
+    - `search_limit_note` is the end of a message, if a search was stopped.
+
+    Args:
+        numbering: The numbered values of the user's graph.
+        graphs: The graph of each device.
+        leaf_facts: The fact about each leaf except constants, by device number and leaf name.
     """
 
     def __init__(
-        self, meaning: ValueNumbering, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Fact]
+        self, numbering: ValueNumbering, graphs: Sequence[Graph], leaf_facts: Mapping[tuple[int, str], Fact]
     ) -> None:
-        self.numbering, self.graphs, self.leaf_facts = meaning, graphs, leaves
+        self.numbering, self.graphs, self.leaf_facts = numbering, graphs, leaf_facts
         self.facts_by_node: list[dict[Node, list[list[Fact]]]] = [{} for _ in graphs]
         self.computing_devices: dict[frozenset[int], set[int]] = {}
         self.complete_devices: dict[int, set[int]] = {}
-        self.max_combinations = MAX_COMBINATIONS_PER_VALUE * len(meaning.value_by_number)
+        self.max_combinations = MAX_COMBINATIONS_PER_VALUE * len(numbering.value_by_number)
         self.search_limit_note = ""
         self._interned_facts: dict[tuple[Fact, ...], list[Fact]] = {}
         self._instance_by_node: dict[Node, tuple[int, OpInstance]] = {}
@@ -75,24 +85,30 @@ class ValueTrace:
                     self.missing_participants.setdefault(_make_collective_key(device, node), set()).add((device, node))
 
     def find_facts(self, device: int, value: Value) -> list[Fact]:
+        """Return the facts about a device value; an empty list if its node has a fault or was not reached."""
         results = self.facts_by_node[device].get(value.node)
         return results[value.index] if results else []
 
     def find_faults(self) -> Iterator[str]:
+        """Derive the facts of all device values, and yield the nodes that are not in the user's graph."""
         orders = {graph: _order_nodes(graph) for graph in set(self.graphs)}
         ahead = [list(reversed(orders[graph])) for graph in self.graphs]
         moved = True
         while moved:
             moved = False
             for device, nodes in enumerate(ahead):  # each device continues until it must wait
-                while nodes and self._is_ready(device, nodes[-1]):
-                    yield from self._follow_node(device, nodes.pop())
+                while nodes and self._mark_reached_by_device(device, nodes[-1]):
+                    yield from self._record_node_facts(device, nodes.pop())
                     moved = True
         if any(ahead):
             yield "devices wait for each other in a circle"
 
-    def _is_ready(self, device: int, node: Node) -> bool:
-        """Note that the device has reached `node`. Return whether all other participants have."""
+    def _mark_reached_by_device(self, device: int, node: Node) -> bool:
+        """Record that the device has reached `node`, and return whether all participants of a collective have reached
+        it.
+
+        A node that is no collective is always ready.
+        """
         if node.op not in COLLECTIVES:
             return True
         missing = self.missing_participants.get(_make_collective_key(device, node), set())
@@ -101,10 +117,10 @@ class ValueTrace:
 
     # ------------------------------------------------------------------------------------------------ one device
 
-    def _follow_node(self, device: int, node: Node) -> Iterator[str]:
-        """Infer the facts of one node; yield a fault if the user's graph has no such node."""
+    def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
+        """Record the facts of one device's node; yield a fault if the user's graph has no such node."""
         if node.is_leaf:
-            yield from self._follow_leaf(device, node)
+            yield from self._record_leaf_facts(device, node)
             return
         if node.op == "receive":
             for source, sender in self.collective_groups.get(_make_collective_key(device, node), {}).items():
@@ -116,20 +132,20 @@ class ValueTrace:
             if members := self.collective_groups.pop(
                 _make_collective_key(device, node), None
             ):  # the last one infers all results
-                yield from self._follow_collective(members)
+                yield from self._record_collective_facts(members)
             return
         device_facts = self.facts_by_node[device]
         known = [[] if s is None else self.find_facts(device, s) for s in node.src]
         if not all(known) and any(s is not None and not k for s, k in zip(node.src, known, strict=True)):
             return  # a source has a fault that was yielded before
-        number, mine = self._number_instance(node)
+        number, mine = self._intern_op_instance(node)
         key = (number, *map(id, filter(None, known)))  # equal nodes on equal facts have equal results
         if (done := self._followed_nodes.get(key)) is None:
             reasons: list[str] = []
             results, computed, complete = self._infer_node_facts(node, mine, known, reasons)
             if not results[0]:
-                why = "; ".join(dict.fromkeys(reasons)) or "it has no such node on these values"
-                yield f"device {device}: {node!r} is no part of the graph: {why}"
+                why = "; ".join(dict.fromkeys(reasons)) or "the graph has no such node with these operands"
+                yield f"device {device}: {node!r} is not a node of the graph: {why}"
                 return
             done = self._followed_nodes[key] = (
                 [self._intern_facts(result_facts) for result_facts in results],
@@ -142,8 +158,10 @@ class ValueTrace:
         for those in devices:
             those.add(device)
 
-    def _number_instance(self, node: Node) -> tuple[int, OpInstance]:
-        """Return the node as an `OpInstance`, with the number that all equal instances share."""
+    def _intern_op_instance(self, node: Node) -> tuple[int, OpInstance]:
+        """Return the attributes and specs of a node, and a number that all nodes with equal op, attributes and specs
+        share.
+        """
         if node not in self._instance_by_node:
             mine = make_op_instance(node)
             self._instance_by_node[node] = self._instance_numbers.setdefault(
@@ -152,19 +170,22 @@ class ValueTrace:
         return self._instance_by_node[node]
 
     def _infer_node_facts(
-        self, node: Node, mine: OpInstance, known: Sequence[list[Fact]], reasons: list[str]
+        self, node: Node, instance: OpInstance, operand_facts: Sequence[list[Fact]], reasons: list[str]
     ) -> tuple[list[list[Fact]], frozenset[int], set[int]]:
-        """Infer the facts of each result, the numbers that may be computed (not converted), and the complete numbers.
+        """Infer the facts of each result of a device's node; `reasons` receives the reasons why graph nodes do not
+        match.
 
-        If `node` is not a node of the user's graph, there are no facts, and `reasons` says why.
+        Returns:
+            The facts of each result, empty without a match; the value numbers that the node computes, without copies;
+            the value numbers that the node computes with all entries.
         """
         results: list[list[Fact]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()
-        for pair in self._list_conversion_operands(known) if node.op in CONVERSION_OPS else ():
+        for pair in self._list_conversion_operands(operand_facts) if node.op in CONVERSION_OPS else ():
             self._add_new_facts(results[0], infer_conversion_facts(node, pair))
-        for operands in self._list_operand_combinations(node, known):
+        for operands in self._list_operand_combinations(node, operand_facts):
             is_copy = REGISTRY[node.op].is_view or bool(infer_conversion_facts(node, operands))
-            for match in self._find_matching_facts(node.op, mine, operands, reasons):
+            for match in self._infer_facts_for_operands(node.op, instance, operands, reasons):
                 if not is_copy:
                     computed.add(match[0].value_number)
                 complete |= {fact.value_number for fact in match if self._is_complete_value(fact)}
@@ -173,18 +194,24 @@ class ValueTrace:
         return results, frozenset(computed), complete
 
     @staticmethod
-    def _list_conversion_operands(known: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
-        """Yield the operands of a conversion: the first, or the first two if they are parts of one value."""
-        if len(known) == 1:
-            yield from ((fact,) for fact in known[0])
-        elif len(known) == 2:
-            yield from ((a, b) for a, b in product(*known) if a.value_number == b.value_number)
+    def _list_conversion_operands(operand_facts: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
+        """Yield the operand facts of a conversion: of its only operand, or of two operands with parts of one value."""
+        if len(operand_facts) == 1:
+            yield from ((fact,) for fact in operand_facts[0])
+        elif len(operand_facts) == 2:
+            yield from ((a, b) for a, b in product(*operand_facts) if a.value_number == b.value_number)
 
-    def _list_operand_combinations(self, node: Node, known: Sequence[list[Fact]]) -> Iterator[tuple[Fact | None, ...]]:
-        """Yield operand facts for which the user's graph has such a node."""
+    def _list_operand_combinations(
+        self, node: Node, operand_facts: Sequence[list[Fact]]
+    ) -> Iterator[tuple[Fact | None, ...]]:
+        """Yield one fact for each operand, in all combinations for which the user's graph has a node with this op.
+
+        At most `max_combinations` are yielded; then `search_limit_note` is set.
+        """
         left_out: dict[int | None, list[None]] = {None: [None]}
         choices = [
-            self._group_by_number(k) if s is not None else left_out for s, k in zip(node.src, known, strict=True)
+            self._group_facts_by_value_number(k) if s is not None else left_out
+            for s, k in zip(node.src, operand_facts, strict=True)
         ]
         tried = 0
         for sources in self.numbering.find_operand_numbers(node.op, choices):
@@ -192,68 +219,76 @@ class ValueTrace:
                 tried += 1
                 if tried > self.max_combinations:
                     self.search_limit_note = (
-                        f"; the search for what %{node.label} is ended after {self.max_combinations} combinations"
+                        f"; the search for the graph node of %{node.label} ended after "
+                        f"{self.max_combinations} combinations"
                     )
                     return
                 yield operands
 
     def _is_complete_value(self, fact: Fact) -> bool:
-        """Return whether a fact is all of a value, not a partial sum."""
+        """Return whether a fact states that a device value has all entries and all terms of a graph value."""
         shape = self.numbering.value_by_number[fact.value_number].shape
         digits = self.numbering.digits_by_number[fact.value_number]
         return fact.partial_sum is None and all(map(is_full_index, fact.axes, digits, shape))
 
     def _intern_facts(self, facts: list[Fact]) -> list[Fact]:
-        """Return one shared list for equal facts, so that results are inferred once."""
+        """Return one shared list for equal lists of facts, so that the results of equal nodes are inferred once."""
         return self._interned_facts.setdefault(tuple(facts), facts)
 
-    def _group_by_number(self, known: list[Fact]) -> dict[int | None, list[Fact]]:
-        """Return the facts of an operand, a list from `_intern_facts`, by value number."""
-        if (numbered := self._facts_by_number.get(id(known))) is None:
-            numbered = self._facts_by_number[id(known)] = {}
-            for fact in known:
+    def _group_facts_by_value_number(self, facts: list[Fact]) -> dict[int | None, list[Fact]]:
+        """Return the facts of an operand by value number. The argument must be a list that `_intern_facts` returned."""
+        if (numbered := self._facts_by_number.get(id(facts))) is None:
+            numbered = self._facts_by_number[id(facts)] = {}
+            for fact in facts:
                 numbered.setdefault(fact.value_number, []).append(fact)
         return numbered
 
     @staticmethod
-    def _add_new_facts(facts: list[Fact], more: Sequence[Fact]) -> None:
-        facts += [h for h in more if h not in facts]
+    def _add_new_facts(facts: list[Fact], new_facts: Sequence[Fact]) -> None:
+        """Add to `facts` each of `new_facts` that is not in it."""
+        facts += [h for h in new_facts if h not in facts]
 
-    def _follow_leaf(self, device: int, node: Node) -> Iterator[str]:
+    def _record_leaf_facts(self, device: int, node: Node) -> Iterator[str]:
+        """Record the fact of a leaf; yield a fault if the leaf is not bound, or its shape differs from the bound
+        entries.
+        """
         fact = self.leaf_facts.get((device, node.name))
         if node.op == "constant":
             theirs = self.numbering.leaf_by_name.get((node.op, node.name))
             if theirs is None or theirs.attrs != node.attrs or theirs.specs != node.specs:
-                yield f"device {device}: constant %{node.label} is not the graph's"
+                yield f"device {device}: constant %{node.label} differs from the constant of the graph"
                 return
             fact = Fact(
                 self.numbering.number_by_value[theirs.results[0]], tuple(map(make_full_index, node.specs[0].shape))
             )
         if fact is None:
-            yield f"device {device}: {node.op} %{node.label} is not bound there"
+            yield f"device {device}: {node.op} %{node.label} is not bound"
         elif tuple(map(count_entries, fact.axes)) != node.specs[0].shape:
             yield f"device {device}: {node!r}, but it is bound to entries {[format_index(i) for i in fact.axes]}"
         else:
             self.facts_by_node[device][node] = [self._intern_facts([fact])]
 
-    def _find_matching_facts(
-        self, op: str, mine: OpInstance, operands: Sequence[Fact | None], reasons: list[str]
+    def _infer_facts_for_operands(
+        self, op: str, instance: OpInstance, operand_facts: Sequence[Fact | None], reasons: list[str]
     ) -> Iterator[list[Fact]]:
-        """Yield the facts of all results of a device's node if its operands have these facts."""
+        """Yield the facts of all results of a device's node for each graph node that matches one fact per operand.
+
+        `reasons` receives the reasons why a graph node does not match.
+        """
         meaning = self.numbering
-        key = (op, tuple(None if o is None else o.value_number for o in operands))
-        axes = tuple(None if o is None else meaning.with_digits(o.value_number, o.axes) for o in operands)
+        key = (op, tuple(None if o is None else o.value_number for o in operand_facts))
+        axes = tuple(None if o is None else meaning.attach_digits(o.value_number, o.axes) for o in operand_facts)
         readers = meaning.consumers.get(key)
-        for user, numbers in readers.find_candidates(mine, axes) if readers is not None else ():
-            if [s.dtype for s in user.results] != [s.dtype for s in mine.results]:
+        for user, numbers in readers.find_candidate_consumers(instance, axes) if readers is not None else ():
+            if [s.dtype for s in user.results] != [s.dtype for s in instance.results]:
                 reasons.append(f"the results have other dtypes than {user.results}")
                 continue
-            restricted_result = restrict_op(op, user, mine, axes)
+            restricted_result = infer_result_entries(op, user, instance, axes)
             if isinstance(restricted_result, str):
                 reasons.append(restricted_result)
                 continue
             try:
-                operand_sums = [None if o is None else o.partial_sum for o in operands]
+                operand_sums = [None if o is None else o.partial_sum for o in operand_facts]
                 result_sum = propagate_partial_sum(op, user, operand_sums, restricted_result, key[1])
             except ValueError as why:
                 reasons.append(str(why))
@@ -268,20 +303,21 @@ class ValueTrace:
 
     # ------------------------------------------------------------------------ all devices of one collective group
 
-    def _follow_collective(self, members: Mapping[int, Node]) -> Iterator[str]:
-        one = next(iter(members.values()))
-        if len({n.op for n in members.values()}) > 1:
-            yield f"not every device comes to {one!r}"
+    def _record_collective_facts(self, node_by_device: Mapping[int, Node]) -> Iterator[str]:
+        """Record the facts of a collective's results on all devices; yield a fault if the operands do not fit."""
+        one = next(iter(node_by_device.values()))
+        if len({n.op for n in node_by_device.values()}) > 1:
+            yield f"not every device calls {one!r}"
             return
-        devices = sorted(members)
-        nodes = [members[d] for d in devices]
+        devices = sorted(node_by_device)
+        nodes = [node_by_device[d] for d in devices]
         known = [self.find_facts(d, n.inputs[0]) for d, n in zip(devices, nodes, strict=True)]
         if not all(known):
             return
         reasons, has_match = list[str](), False
         after: list[list[Fact]] = [[] for _ in nodes]
         for first in known[0]:
-            choices = [[first], *(self._group_by_number(k).get(first.value_number, []) for k in known[1:])]
+            choices = [[first], *(self._group_facts_by_value_number(k).get(first.value_number, []) for k in known[1:])]
             for device_facts in self._list_device_combinations(nodes, choices):
                 results = self._infer_collective_results(nodes, device_facts)
                 if isinstance(results, str):
@@ -294,18 +330,22 @@ class ValueTrace:
         for device, node, results_there in zip(devices, nodes, after, strict=True):
             self.facts_by_node[device][node] = [self._intern_facts(results_there)]
         if not has_match:
-            yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
+            yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices have different values'}"
 
     def _list_device_combinations(
-        self, nodes: Sequence[Node], choices: Sequence[list[Fact]]
+        self, nodes: Sequence[Node], facts_by_device: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact, ...]]:
-        """Yield combinations of facts, one per device, that fit the first device; any fact if there is no fit."""
-        (first,), attrs = choices[0], nodes[0].attrs
+        """Yield one fact for each device, in all combinations that fit the only fact of the first device.
+
+        A device without a fitting fact takes part with any fact, so that a fault is found. At most `max_combinations`
+        are yielded; then `search_limit_note` is set.
+        """
+        (first,), attrs = facts_by_device[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
         axis = -1 if sums else as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
         runs = () if sums else as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
         fitting: list[list[Fact]] = []
-        for device, facts in enumerate(choices):
+        for device, facts in enumerate(facts_by_device):
             expected_axes = list(first.axes)
             if device < len(runs) and axis < len(expected_axes):
                 expected_axes[axis] = concatenate_indices([runs[device]])
@@ -319,18 +359,18 @@ class ValueTrace:
         for tried, device_facts in enumerate(product(*fitting)):
             if tried == self.max_combinations:
                 self.search_limit_note = (
-                    f"; the search for what comes to {nodes[0]!r} ended after {self.max_combinations} combinations"
+                    f"; the search for the operands of {nodes[0]!r} ended after {self.max_combinations} combinations"
                 )
                 return
             yield device_facts
 
     def _infer_collective_results(self, nodes: Sequence[Node], device_facts: Sequence[Fact]) -> list[Fact] | str:
-        """Return each device's fact after a collective, or why the collective is wrong."""
+        """Return the fact of each device after a collective, or the reason why the collective is wrong."""
         first, attrs = device_facts[0], nodes[0].attrs
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
             if not all(self.numbering.has_equal_entries(first.value_number, first.axes, h.axes) for h in device_facts):
-                return "the devices bring different entries"
-            if why := check_complete_sum([h.partial_sum for h in device_facts], self._complete_sums):
+                return "the devices have different entries"
+            if why := check_sum_is_complete([h.partial_sum for h in device_facts], self._complete_sums):
                 return why
             whole_axes = first.axes
         else:
@@ -343,40 +383,40 @@ class ValueTrace:
         if nodes[0].op in ("all_reduce", "all_gather"):
             results = [Fact(first.value_number, whole_axes)] * len(nodes)
         else:
-            results = [self._slice_fact(first.value_number, whole_axes, d, n) for d, n in enumerate(nodes)]
+            results = [slice_collective_fact(first.value_number, whole_axes, d, n) for d, n in enumerate(nodes)]
         for node, fact in zip(nodes, results, strict=True):
             if tuple(map(count_entries, fact.axes)) != node.specs[0].shape:
                 return f"{node!r} gives entries {[format_index(i) for i in fact.axes]}"
         return results
 
-    @staticmethod
-    def _slice_fact(number: int, axes: tuple[IndexRanges, ...], device: int, node: Node) -> Fact:
-        axis, own = as_integer(node.attrs["axis"]), as_index_ranges(node.attrs["runs"])[device]
-        return Fact(number, (*axes[:axis], select_positions(axes[axis], concatenate_indices([own])), *axes[axis + 1 :]))
-
     def _concatenate_shards(
-        self, device_facts: Sequence[Fact], axis: int, runs: Sequence[IndexRanges]
+        self, device_facts: Sequence[Fact], axis: int, ranges_by_device: Sequence[IndexRanges]
     ) -> tuple[IndexRanges, ...] | str:
-        """Return the entries of a value from shards of one axis, or why they do not fit."""
+        """Return the entries of the whole value that devices have as shards of `axis`, or why the shards do not fit.
+
+        `ranges_by_device` has the positions of each device's entries in the whole value.
+        """
         number, axes = device_facts[0].value_number, device_facts[0].axes
         if any(h.partial_sum is not None for h in device_facts):
-            return "it is a sum still owed"
-        if len(runs) != len(device_facts):
-            return f"runs are given for {len(runs)} devices"
+            return "it is a partial sum that no all-reduce completes"
+        if len(ranges_by_device) != len(device_facts):
+            return f"index ranges are given for {len(ranges_by_device)} devices"
         for fact in device_facts:
             if not self.numbering.has_equal_entries(
-                number, (*axes[:axis], (), *axes[axis + 1 :]), clear_axis(fact.axes, axis)
+                number, (*axes[:axis], (), *axes[axis + 1 :]), clear_axis_entries(fact.axes, axis)
             ):
-                return "the devices bring different entries of another axis"
-        for device, (fact, own) in enumerate(zip(device_facts, runs, strict=True)):
+                return "the devices have different entries of another axis"
+        for device, (fact, own) in enumerate(zip(device_facts, ranges_by_device, strict=True)):
             if count_entries(fact.axes[axis]) != count_entries(own):
-                return f"device {device} brings {count_entries(fact.axes[axis])} entries to {count_entries(own)} places"
-        index = _merge_scattered_entries(
-            tuple(concatenate_indices([r]) for r in runs), tuple(h.axes[axis] for h in device_facts)
+                return (
+                    f"device {device} has {count_entries(fact.axes[axis])} entries for {count_entries(own)} positions"
+                )
+        index = merge_scattered_entries(
+            tuple(concatenate_indices([r]) for r in ranges_by_device), tuple(h.axes[axis] for h in device_facts)
         )
         n = self.numbering.value_by_number[number].shape[axis]
         if index is None:
-            return f"the runs do not put entries of axis {axis} everywhere, or two at one place"
+            return f"the index ranges leave positions of axis {axis} empty, or put two entries at one position"
         is_all = is_full_index(index, self.numbering.digits_by_number[number][axis], n)
         return (*axes[:axis], make_full_index(n) if is_all else index, *axes[axis + 1 :])
 
@@ -390,22 +430,6 @@ def _make_collective_key(device: int, node: Node) -> object:
 
 
 def _order_nodes(graph: Graph) -> tuple[Node, ...]:
-    """Return the nodes of a graph, sources first, with collectives by sequence number."""
+    """Return the nodes of a graph, operands first, with collectives in the order of their sequence numbers."""
     collectives = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: as_integer(n.attrs["sequence"]))
     return topological_order(map(Value, (*collectives, *graph.nodes)))
-
-
-@lru_cache(maxsize=1024)
-def _merge_scattered_entries(
-    places: tuple[IndexRanges, ...], entries_by_device: tuple[IndexRanges, ...]
-) -> IndexRanges | None:
-    """Return the entries of an axis from each device's places; None if a place is empty or two devices disagree."""
-    size = max((sum(run) for index in places for run in index), default=0)
-    whole_axis = np.full(size, -1, np.int64)
-    for index, mine in zip(places, entries_by_device, strict=True):
-        at, new = list_entries(index), list_entries(mine)
-        before = whole_axis[at]
-        if ((before >= 0) & (before != new)).any():
-            return None
-        whole_axis[at] = new
-    return None if (whole_axis < 0).any() else build_index(whole_axis)

@@ -53,7 +53,7 @@ def test_a_sliced_weight_has_the_bytes_of_the_whole(
     dtype: DType, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ):
     spec, backend = Spec((*shape, COLUMNS), dtype), CpuBackend()
-    data, size = random_file_bytes(spec), backend.stored(spec, "weight").nbytes
+    data, size = random_file_bytes(spec), backend.storage_spec(spec, "weight").nbytes
     whole, pieced = (backend.alloc(size, backend.device(0)) for _ in range(2))
     assert len([*backend.split_weight(data, spec, whole)]) == 1, "a small weight is no work for several"
     backend.load(data, spec, whole)
@@ -70,7 +70,10 @@ def test_a_sliced_weight_has_the_bytes_of_the_whole(
 def test_slices_are_of_the_requested_or_the_smallest_possible_size(monkeypatch: pytest.MonkeyPatch):
     spec, backend = Spec((1000, COLUMNS), DType.Q8_0), CpuBackend()
     row = spec.nbytes // 1000
-    data, buffer = random_file_bytes(spec), backend.alloc(backend.stored(spec, "weight").nbytes, backend.device(0))
+    data, buffer = (
+        random_file_bytes(spec),
+        backend.alloc(backend.storage_spec(spec, "weight").nbytes, backend.device(0)),
+    )
     for nbytes, rows in (1, 16), (16 * row, 16), (100 * row, 96), (2000 * row, 1000):
         monkeypatch.setattr(cpu, "LOAD_CHUNK_BYTES", nbytes)
         assert len(next(iter(backend.split_weight(data, spec, buffer)))[0]) == rows

@@ -1,4 +1,4 @@
-"""A model service without weights: an engine of a few lines whose texts a test writes, and a server around it."""
+"""A model service without weights: a small engine with texts that a test writes, and a server around it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hocket.frontends.serving.requests import (
     TokenEvent,
 )
 from hocket.server.app import create_app
-from hocket.server.lifecycle import DrainingServer, bind_socket
+from hocket.server.lifecycle import DrainingServer, bind_sockets
 from hocket.server.options import ServerOptions
 
 SPECIAL_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<think>", "</think>")
@@ -73,7 +73,7 @@ class RunningRequest:
 
 
 class FakeService:
-    """A `ModelService` whose answer to every prompt is `answer`, token by token, in a thread of its own.
+    """A `ModelService` that answers every prompt by `answer`, token by token, in a thread of its own.
 
     Args:
         answer: The text, or a function from the text of the prompt to it.
@@ -166,6 +166,8 @@ class FakeService:
         """Return vectors with the counts and sums of the tokens."""
         if any(not text for text in texts):
             raise ModelError("text 1 has no tokens; give some text to embed")
+        while self.pauses and not self._is_closed:
+            time.sleep(0.01)
         self.embedded.append(texts)
         rows = np.array([[len(text), sum(text), 1.0, 0.5] for text in texts], np.float32)
         return rows / np.linalg.norm(rows, axis=-1, keepdims=True) if normalise else rows
@@ -269,7 +271,7 @@ class RunningServer:
 
     def post(self, path: str, body: object = None, **options: object) -> httpx.Response:
         """Send a POST request with a JSON body."""
-        return httpx.post(self.url + path, json=body, timeout=20, **options)  # type: ignore[arg-type]
+        return httpx.post(self.url + path, json=body, **{"timeout": 20, **options})  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -278,7 +280,7 @@ def serve(service: FakeService | None = None, **options: object) -> Iterator[Run
     service = service or FakeService()
     settings = ServerOptions(port=0, **options)  # type: ignore[arg-type]
     ready = threading.Event()
-    listener = bind_socket(settings)
+    (listener,) = bind_sockets(settings)
     app = create_app(service, settings)
     server = DrainingServer(app, settings, lambda _: ready.set())
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
@@ -295,7 +297,7 @@ def serve(service: FakeService | None = None, **options: object) -> Iterator[Run
         service.close(0)
 
 
-def wait_until(is_true: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(is_true: Callable[[], bool], seconds: float = 30.0) -> None:
     """Wait until a condition holds.
 
     Raises:

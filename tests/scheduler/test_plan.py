@@ -20,7 +20,7 @@ from hocket.scheduler import load, plan, plan_for_group
 from hocket.scheduler.choosing.fits import describe_memory_problem, list_memory_pools
 from hocket.scheduler.machines.hardware import DEFAULT_HARDWARE
 from hocket.scheduler.machines.simulated import parse_simulated_group
-from hocket.scheduler.sharding.condense import collapse_repeats
+from hocket.scheduler.sharding.condense import collapse_repeated_layers
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 from hocket.scheduler.telling.diff import diff_plans, group_names
 from hocket.scheduler.units import format_devices
@@ -282,7 +282,7 @@ def deep(layers):
 
 
 def test_a_collapsed_graph_has_each_repeated_part_twice_and_counts_the_rest():
-    small = collapse_repeats(deep(40))
+    small = collapse_repeated_layers(deep(40))
     assert len(small.graph.weights) < 10
     assert sum(small.node_multiplicity[v.node] or 1 for v in small.graph.weights) == 81
     assert {name for names in small.leaf_copies.values() for name in names} == {v.node.name for v in deep(40).weights}
@@ -294,7 +294,7 @@ def test_a_collapsed_graph_has_each_repeated_part_twice_and_counts_the_rest():
 def test_the_search_finds_the_same_in_the_collapsed_graph_as_in_the_whole(name, hardware, monkeypatch):
     graph, simulation = deep(12) if name == "deep" else decode_graph(name), parse_simulated_group(hardware)
     planned = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    monkeypatch.setattr("hocket.scheduler.sharding.search.collapse_repeats", lambda graph: None)
+    monkeypatch.setattr("hocket.scheduler.sharding.search.collapse_repeated_layers", lambda graph: None)
     whole = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
     assert planned.cuts == whole.cuts
     assert planned.reasons == whole.reasons

@@ -16,7 +16,7 @@ from hocket.backends import find_device
 from hocket.graph import Graph, PlanError, constant, input, state, weight
 from hocket.ops.collectives import COLLECTIVES, all_reduce
 from hocket.scheduler import Executor, Store, load, plan, plan_for_group
-from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, assign_offsets, assign_offsets_by_repetition
+from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, assign_offsets, assign_repeatable_arena_offsets
 from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.verifier.plan import find_plan_faults
 from hocket.scheduler.verifier.program import find_program_faults, verify_program
@@ -101,7 +101,7 @@ def test_runs_share_bytes_and_keep_theirs_in_turn_above_what_lasts():
         Lifetime(384, 3, 7),  # saved by run 1
         Lifetime(128, 0, 0),  # earlier values
     ]
-    arena = assign_offsets_by_repetition(expected, [-1, 0, 0, 1, 1, 2, 2])
+    arena = assign_repeatable_arena_offsets(expected, [-1, 0, 0, 1, 1, 2, 2])
     assert arena.offsets == (0, 256, 256, 256 + 640, 256 + 640 + 128, 256)
     assert arena.nbytes == 256 + 640 + 128 + 384
 
@@ -111,7 +111,7 @@ def test_collectives_that_are_numbered_against_their_operands_are_refused(backen
     first = all_reduce(input("x", (2, 4)), sequence=1, name="late")
     second = all_reduce(ops.silu(first), sequence=0, name="early")
     on = find_device(f"{backend}:0")
-    with pytest.raises(PlanError, match=r"%late = all_reduce.* would wait for itself: meetings come in the order"):
+    with pytest.raises(PlanError, match=r"%late = all_reduce.* would wait for itself: collectives run in the order"):
         lower_graph(Graph({"y": second}), *on)
 
 

@@ -8,8 +8,9 @@ from importlib import import_module
 import pytest
 
 MODULES = (
-    *("sharding.axes", "sharding.factors", "sharding.states", "sharding.assign"),
-    *("verifier.indices", "verifier.restrict", "verifier.summands"),
+    *("sharding.axes", "sharding.factors", "sharding.states", "sharding.assign", "sharding.shares"),
+    "lowering.arena",
+    *("verifier.indices", "verifier.restrict", "verifier.summands", "verifier.value_numbering"),
 )
 
 

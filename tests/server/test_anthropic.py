@@ -10,15 +10,15 @@ import pytest
 
 from ..given.fake_service import FakeService, RunningServer, serve
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 CITY = {"city": {"enum": ["Rome", "Oslo"]}}
 SCHEMA = {"type": "object", "properties": CITY, "required": ["city"], "additionalProperties": False}
 TOOL = {"name": "weather", "input_schema": SCHEMA}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city":"Oslo"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
+@pytest.fixture(name="server", scope="module")
+def message_server() -> Iterator[RunningServer]:
     with serve(FakeService(), api_keys=("secret",)) as running:
         yield running
 
@@ -27,13 +27,13 @@ def server() -> Iterator[RunningServer]:
 def client(server: RunningServer) -> Iterator[anthropic.Anthropic]:
     server.service.answer = "the answer"
     server.service.requests.clear()
-    with anthropic.Anthropic(base_url=server.url, api_key="secret", max_retries=0) as made:
-        yield made
+    with anthropic.Anthropic(base_url=server.url, api_key="secret", max_retries=0) as connected:
+        yield connected
 
 
 def create(client: anthropic.Anthropic, **options: object):
     return client.messages.create(  # type: ignore[call-overload]
-        **{"model": "any", "max_tokens": 300, "messages": MESSAGES, **options}
+        **{"model": "any", "max_tokens": 300, "messages": ONE_MESSAGE, **options}
     )
 
 
@@ -72,7 +72,7 @@ def test_a_stream_has_its_events_in_order(client: anthropic.Anthropic, server: R
 
 def test_the_helper_of_the_client_joins_a_stream(client: anthropic.Anthropic, server: RunningServer) -> None:
     server.service.answer = f"<think>hm</think>I look.{CALL}"
-    with client.messages.stream(model="m", max_tokens=200, messages=MESSAGES, tools=[TOOL]) as stream:  # type: ignore[list-item]
+    with client.messages.stream(model="m", max_tokens=200, messages=ONE_MESSAGE, tools=[TOOL]) as stream:  # type: ignore[list-item]
         message = stream.get_final_message()
     whole = create(client, tools=[TOOL], max_tokens=200)
     for each in (message, whole):
@@ -82,7 +82,7 @@ def test_the_helper_of_the_client_joins_a_stream(client: anthropic.Anthropic, se
         assert each.stop_reason == "tool_use"
 
 
-def test_limits_and_stop_sequences_are_told_apart(client: anthropic.Anthropic) -> None:
+def test_limits_and_stop_sequences_are_distinct(client: anthropic.Anthropic) -> None:
     assert create(client, max_tokens=2).stop_reason == "max_tokens"
     answer = create(client, stop_sequences=["swer"])
     assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("the an", "stop_sequence", "swer")
@@ -112,7 +112,7 @@ def test_blocks_become_messages_of_the_template(client: anthropic.Anthropic, ser
     assert last_prompt(server) == want
     create(client, thinking={"type": "enabled", "budget_tokens": 1024})
     assert last_prompt(server).endswith("<|assistant|><think>")
-    create(client, messages=[*MESSAGES, {"role": "assistant", "content": "Well"}])
+    create(client, messages=[*ONE_MESSAGE, {"role": "assistant", "content": "Well"}])
     assert last_prompt(server) == "<|user|>hi<|assistant|>Well"
 
 
@@ -133,7 +133,7 @@ def test_an_answer_follows_a_schema(client: anthropic.Anthropic) -> None:
 
 
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
-    assert client.messages.count_tokens(model="m", messages=MESSAGES).input_tokens == 4  # type: ignore[arg-type]
+    assert client.messages.count_tokens(model="m", messages=ONE_MESSAGE).input_tokens == 4  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -170,5 +170,5 @@ def test_other_errors_have_their_classes(client: anthropic.Anthropic, server: Ru
             list(create(client, stream=True))
     finally:
         server.service.fails_after = None
-    response = server.post("/v1/messages", {"messages": MESSAGES}, headers={"x-api-key": "secret"})
+    response = server.post("/v1/messages", {"messages": ONE_MESSAGE}, headers={"x-api-key": "secret"})
     assert response.json()["error"]["message"] == "max_tokens is missing"

@@ -11,7 +11,7 @@ import pytest
 
 from ..given.fake_service import CHAT_TEMPLATE, FakeService, RunningServer, serve
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 WEATHER = {
     "type": "function",
     "function": {
@@ -29,8 +29,8 @@ TIME = {"type": "function", "function": {"name": "time"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city":"Oslo"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
+@pytest.fixture(name="server", scope="module")
+def chat_server() -> Iterator[RunningServer]:
     with serve(FakeService()) as running:
         yield running
 
@@ -39,12 +39,12 @@ def server() -> Iterator[RunningServer]:
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     server.service.answer = "the answer"
     server.service.requests.clear()
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as connected:
+        yield connected
 
 
 def create(client: openai.OpenAI, **options: object):
-    return client.chat.completions.create(model="any", messages=MESSAGES, **options)  # type: ignore[call-overload]
+    return client.chat.completions.create(model="any", messages=ONE_MESSAGE, **options)  # type: ignore[call-overload]
 
 
 def read_stream(client: openai.OpenAI, **options: object) -> tuple[str, list]:
@@ -155,8 +155,9 @@ def test_sampling_options_reach_the_engine(client: openai.OpenAI, server: Runnin
     assert request.params.seed == 2**64 - 7
     assert not request.uses_cache
     create(client, extra_body={"logit_bias": [[65, False]], "ignore_eos": True, "max_tokens": 12})
-    assert server.service.requests[1].params.sampling.bias == ((65, -math.inf),)
-    assert not server.service.requests[1].params.end_tokens
+    params = server.service.requests[1].params
+    assert dict(params.sampling.bias) == {65: -math.inf, server.service.tokenizer.eos_id: -math.inf}
+    assert not params.end_tokens
 
 
 def test_a_bias_outside_of_the_vocabulary_is_refused(client: openai.OpenAI) -> None:
@@ -165,7 +166,7 @@ def test_a_bias_outside_of_the_vocabulary_is_refused(client: openai.OpenAI) -> N
 
 
 def test_ignored_fields_are_named_in_a_header(client: openai.OpenAI) -> None:
-    raw = client.chat.completions.with_raw_response.create(model="m", messages=MESSAGES, user="me", store=False)
+    raw = client.chat.completions.with_raw_response.create(model="m", messages=ONE_MESSAGE, user="me", store=False)
     assert raw.headers["x-hocket-ignored"] == "user"
 
 
@@ -205,11 +206,21 @@ def test_a_wrong_grammar_is_refused_before_a_stream_begins(client: openai.OpenAI
         create(client, stream=True, extra_body=extra)
 
 
+def test_keywords_that_a_schema_loses_are_named(client: openai.OpenAI, server: RunningServer) -> None:
+    schema = {"type": "array", "items": {"const": 1}, "uniqueItems": True, "minItems": 1}
+    body: dict[str, object] = {"messages": ONE_MESSAGE, "max_tokens": 3}
+    response = server.post("/v1/chat/completions", {**body, "json_schema": schema})
+    assert "uniqueItems" in response.headers["x-hocket-ignored"]
+    format = {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
+    refused = server.post("/v1/chat/completions", {**body, "response_format": format})
+    assert (refused.status_code, "uniqueItems" in refused.text) == (400, True)
+
+
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
 def show_prompt(server: RunningServer, **body: object) -> str:
-    response = server.post("/apply-template", {"messages": MESSAGES, **body})
+    response = server.post("/apply-template", {"messages": ONE_MESSAGE, **body})
     assert response.status_code == 200, response.text
     return str(response.json()["prompt"])
 
@@ -220,7 +231,7 @@ def test_messages_are_rendered(server: RunningServer) -> None:
     assert show_prompt(server, messages=messages) == "<|system|>be<|user|>a\nb<|assistant|>"
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
-        *MESSAGES,
+        *ONE_MESSAGE,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "2"},
     ]
@@ -230,12 +241,14 @@ def test_messages_are_rendered(server: RunningServer) -> None:
 
 
 def test_an_answer_of_the_assistant_is_continued(server: RunningServer) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": "Well"}]
+    messages = [*ONE_MESSAGE, {"role": "assistant", "content": "Well"}]
     assert show_prompt(server, messages=messages) == "<|user|>hi<|assistant|>Well"
     extra = {"add_generation_prompt": False, "continue_final_message": True}
     assert show_prompt(server, messages=messages, **extra) == "<|user|>hi<|assistant|>Well"
-    kept = show_prompt(server, messages=messages, continue_final_message=False)
-    assert kept == "<|user|>hi<|assistant|>Well<|assistant|>"
+    both = {"messages": messages, "add_generation_prompt": True, "continue_final_message": True}
+    assert server.post("/v1/chat/completions", both).status_code == 400
+    complete = show_prompt(server, messages=messages, continue_final_message=False)
+    assert complete == "<|user|>hi<|assistant|>Well<|assistant|>"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +265,7 @@ def test_an_answer_of_the_assistant_is_continued(server: RunningServer) -> None:
         [{"role": "user", "content": "x", "tool_calls": []}, {"role": "user", "content": "x", "tool_calls": 1}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
         [{"role": "assistant", "tool_calls": [1]}],
-        [*MESSAGES, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
+        [*ONE_MESSAGE, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
         [{"role": "assistant", "content": "a"}],
     ],
 )
@@ -263,12 +276,25 @@ def test_a_malformed_message_is_refused(server: RunningServer, messages: list[di
 
 
 def test_the_tokens_of_a_chat_are_counted(server: RunningServer) -> None:
-    response = server.post("/v1/chat/completions/input_tokens", {"messages": MESSAGES})
+    response = server.post("/v1/chat/completions/input_tokens", {"messages": ONE_MESSAGE})
     assert response.json()["input_tokens"] == 4
 
 
+def test_variables_of_the_template_have_defaults() -> None:
+    with serve(FakeService(), template_variables={"enable_thinking": True}) as server:
+        assert show_prompt(server).endswith("<think>")
+        assert not show_prompt(server, chat_template_kwargs={"enable_thinking": False}).endswith("<think>")
+
+
+def test_times_are_reported_with_every_chunk(client: openai.OpenAI) -> None:
+    _, chunks = read_stream(client, extra_body={"timings_per_token": True, "return_progress": True})
+    counts = [chunk.timings["predicted_n"] for chunk in chunks if getattr(chunk, "timings", None)]
+    assert counts == [0, *range(1, 9), 8]
+    assert chunks[0].prompt_progress == {"total": 4, "cache": 4, "processed": 4}
+
+
 def test_reserved_variables_of_the_template_are_refused(server: RunningServer) -> None:
-    body = {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}
+    body = {"messages": ONE_MESSAGE, "chat_template_kwargs": {"messages": []}}
     assert server.post("/v1/chat/completions", body).status_code == 400
 
 
@@ -320,7 +346,7 @@ def test_the_arguments_of_a_call_are_streamed(client: openai.OpenAI, server: Run
     assert (text, chunks[-1].choices[0].finish_reason) == ("", "tool_calls")
 
 
-def test_a_call_that_the_limit_cuts_ends_with_length(client: openai.OpenAI, server: RunningServer) -> None:
+def test_a_call_that_reaches_the_limit_ends_with_length(client: openai.OpenAI, server: RunningServer) -> None:
     server.service.answer = CALL
     choice = create(client, tools=[WEATHER], max_tokens=44).choices[0]
     assert choice.finish_reason == "length"
@@ -369,14 +395,14 @@ def test_contradictions_are_refused(client: openai.OpenAI, options: dict[str, ob
 
 def test_a_template_that_knows_no_tools_gets_none() -> None:
     with serve(FakeService(template="{{ messages[0].content }}")) as server:
-        body = {"messages": MESSAGES, "tools": [TIME]}
+        body = {"messages": ONE_MESSAGE, "tools": [TIME]}
         assert server.post("/v1/chat/completions", body).json()["error"]["param"] == "tools"
 
 
 def test_a_template_without_marks_has_calls_that_are_whole_answers() -> None:
     service = FakeService('{"name": "time", "parameters": {}}', template=CHAT_TEMPLATE.replace("<tool_call>", ""))
     with serve(service) as server:
-        body = {"messages": MESSAGES, "tools": [TIME]}
+        body = {"messages": ONE_MESSAGE, "tools": [TIME]}
         choice = server.post("/v1/chat/completions", body).json()["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}

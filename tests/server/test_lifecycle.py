@@ -16,6 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from hocket.server.lifecycle import bind_sockets
+from hocket.server.options import ServerOptions
+
 from ..given.fake_service import FakeService, RunningServer, serve, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -33,7 +36,7 @@ def open_request(server: RunningServer, path: str = "/completion", **body: objec
 
 
 def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    """Return what arrives until a mark, or until the connection ends."""
+    """Return the bytes until a mark, or until the connection ends."""
     data = b""
     while mark not in data and (part := connection.recv(65536)):
         data += part
@@ -90,6 +93,24 @@ def test_choices_that_do_not_all_fit_into_the_queue_are_withdrawn() -> None:
         assert server.post("/v1/chat/completions", {**CHAT, "n": 3}).status_code == 429
         wait_until(lambda: service.status.queued == 1)
         assert len(service.cancelled) == 2
+
+
+def test_the_number_of_waiting_embeddings_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.server.state.MAX_EMBEDDINGS", 1)
+    service = FakeService()
+    service.pauses = True
+    with serve(service) as server:
+        results: list[int] = []
+        first = threading.Thread(
+            target=lambda: results.append(server.post("/v1/embeddings", {"input": "a"}).status_code)
+        )
+        first.start()
+        wait_until(lambda: server.server._state.embedding_count == 1)
+        assert server.post("/v1/embeddings", {"input": "a"}).status_code == 429
+        service.pauses = False
+        first.join()
+        assert results == [200]
+        assert server.post("/v1/embeddings", {"input": "a"}).status_code == 200
 
 
 def test_silent_streams_get_comments() -> None:
@@ -171,13 +192,15 @@ def test_an_engine_that_ends_takes_its_streams_with_it() -> None:
 
 
 def test_running_requests_end_before_the_server() -> None:
-    with serve(FakeService("x" * 60, slots=1, delay=0.01)) as server:
+    with serve(FakeService("x" * 200, slots=1, delay=0.01)) as server:
         with open_request(server, stream=True) as running, open_request(server, stream=True) as queued:
-            wait_until(lambda: server.service.status.queued == 1)
+            wait_until(lambda: server.service.status.queued == 1 and server.service.status.running == 1)
+            server.service.pauses = True
             server.server.request_exit()
             assert b"shutting down" in read_until(queued, b"0\r\n\r\n")
             assert server.get("/health").status_code == 503
             assert server.post("/completion", {"prompt": "a"}).status_code == 503
+            server.service.pauses = False
             assert b'"stop_type":"eos"' in read_until(running, b"0\r\n\r\n")
         server.thread.join(5)
         assert not server.thread.is_alive()
@@ -199,6 +222,18 @@ def test_requests_that_outlast_the_drain_end_with_an_error() -> None:
         server.thread.join(5)
         assert not server.thread.is_alive()
         assert server.service.status.running == 0
+
+
+def test_several_addresses_are_served() -> None:
+    options = ServerOptions(host="127.0.0.1,127.0.0.2", port=0)
+    listeners = bind_sockets(options)
+    try:
+        assert [listener.getsockname()[0] for listener in listeners] == ["127.0.0.1", "127.0.0.2"]
+        with pytest.raises(OSError, match="in use"):
+            bind_sockets(ServerOptions(port=listeners[0].getsockname()[1]))
+    finally:
+        for listener in listeners:
+            listener.close()
 
 
 SCRIPT = """

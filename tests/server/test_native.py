@@ -71,6 +71,20 @@ def test_several_prompts_give_a_list(server: RunningServer) -> None:
     assert [(result["index"], result["content"]) for result in results] == [(i, "the answer") for i in range(3)]
 
 
+def test_the_number_of_texts_is_limited(server: RunningServer) -> None:
+    assert len(server.post("/completion", {"prompt": ["a", "b"], "n_cmpl": 2}).json()) == 4
+    assert server.post("/completion", {"prompt": "a", "n": 5}).status_code == 400
+    response = server.post("/completion", {"prompt": ["a"] * 257})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_the_end_token_is_banned_on_request(server: RunningServer) -> None:
+    result = server.post("/completion", {"prompt": "hi", "ignore_eos": True, "n_predict": 12}).json()
+    assert (result["tokens_predicted"], result["stop_type"]) == (12, "limit")
+    eos = server.service.tokenizer.eos_id
+    assert result["generation_settings"]["logit_bias"] == [{"token": eos, "bias": None}]
+
+
 def test_fields_are_selected(server: RunningServer) -> None:
     fields = ["content", "generation_settings/n_predict", "nothing"]
     body = {"prompt": "hi", "n_predict": 1, "response_fields": fields}
@@ -85,15 +99,15 @@ def test_reading_alone_gives_no_text(server: RunningServer) -> None:
 def test_tokens_go_there_and_back(server: RunningServer) -> None:
     tokens = server.post("/tokenize", {"content": "the 😀<|user|>"}).json()["tokens"]
     assert server.post("/detokenize", {"tokens": tokens}).json() == {"content": "the 😀<|user|>"}
-    pieces = server.post("/tokenize", {"content": "the 😀", "with_pieces": True}).json()["tokens"]
-    assert [piece["piece"] for piece in pieces] == ["the", " ", [0xF0], [0x9F], [0x98], [0x80]]
+    parts = server.post("/tokenize", {"content": "the 😀", "with_pieces": True}).json()["tokens"]
+    assert [part["piece"] for part in parts] == ["the", " ", [0xF0], [0x9F], [0x98], [0x80]]
     plain = server.post("/tokenize", {"content": "<|user|>", "parse_special": False}).json()["tokens"]
     assert len(plain) == 8
     assert server.post("/tokenize", {}).json() == {"tokens": []}
     assert server.post("/detokenize", {"tokens": [99999]}).status_code == 400
 
 
-def test_the_state_of_the_server_is_shown(server: RunningServer) -> None:
+def test_the_server_reports_its_state(server: RunningServer) -> None:
     assert server.get("/health").json() == server.get("/v1/health").json() == {"status": "ok"}
     props = server.get("/props").json()
     assert (props["total_slots"], props["default_generation_settings"]["n_ctx"]) == (4, 2048)
@@ -138,7 +152,7 @@ def test_endpoints_can_be_switched_off() -> None:
             assert (response.status_code, response.json()["error"]["type"]) == (501, "not_supported_error")
 
 
-def test_busy_slots_are_shown() -> None:
+def test_busy_slots_are_reported() -> None:
     with (
         serve(FakeService("x" * 500, slots=1, delay=0.01)) as server,
         httpx.stream("POST", f"{server.url}/completion", json={"prompt": "hi", "stream": True}) as response,

@@ -9,11 +9,11 @@ import pytest
 from hocket.server.errors import ApiError
 from hocket.server.schemas import ChatBody, CompletionBody, TextBody, decode_body
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 
 
 def decode_chat(**fields: object) -> tuple[ChatBody, tuple[str, ...]]:
-    return decode_body(json.dumps({"messages": MESSAGES, **fields}).encode(), ChatBody)
+    return decode_body(json.dumps({"messages": ONE_MESSAGE, **fields}).encode(), ChatBody)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Text of tokens: stop strings and characters cut at every place, and the tokens that belong to a piece."""
+"""Text of tokens: stop strings and characters cut at every place, and the tokens that belong to a part."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _byte_token(byte: int) -> int:
 def read(tokens: list[int], stops: tuple[str, ...] = ()) -> tuple[str, list[int], ChoiceText]:
     """Return the text, the tokens that came with it, and the state."""
     text = ChoiceText(0, TokenDecoder(TOKENIZER), stops)
-    pieces = [text.feed(TokenEvent("r", token)) for token in tokens] + [text.finish()]
-    found = [piece for piece in pieces if piece]
+    parts = [text.feed(TokenEvent("r", token)) for token in tokens] + [text.finish()]
+    found = [part for part in parts if part]
     return "".join(p.text for p in found), [e.token for p in found for e in p.tokens], text
 
 
@@ -50,11 +50,11 @@ def test_the_stop_string_that_is_complete_first_ends_the_text(seed: int) -> None
         assert b"".join(map(TOKENIZER.token_bytes, tokens)).decode() == want
 
 
-def test_no_character_is_ever_cut() -> None:
+def test_every_character_is_whole() -> None:
     text = ChoiceText(0, TokenDecoder(TOKENIZER), ())
-    pieces = [text.feed(TokenEvent("r", token)) for token in byte_tokens("a😀b")]
-    assert [piece.text if piece else None for piece in pieces] == ["a", None, None, None, "😀", "b"]
-    assert [len(piece.tokens) if piece else 0 for piece in pieces] == [1, 0, 0, 0, 4, 1]
+    parts = [text.feed(TokenEvent("r", token)) for token in byte_tokens("a😀b")]
+    assert [part.text if part else None for part in parts] == ["a", None, None, None, "😀", "b"]
+    assert [len(part.tokens) if part else 0 for part in parts] == [1, 0, 0, 0, 4, 1]
 
 
 def test_tokens_wait_with_the_text_that_may_begin_a_stop_string() -> None:

@@ -12,8 +12,8 @@ import pytest
 from ..given.fake_service import FakeService, RunningServer, serve
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
+@pytest.fixture(name="server", scope="module")
+def text_server() -> Iterator[RunningServer]:
     with serve(FakeService(), aliases=("other",), strict_model=True) as running:
         yield running
 
@@ -22,8 +22,8 @@ def server() -> Iterator[RunningServer]:
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     server.service.answer = "the answer"
     server.service.requests.clear()
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as connected:
+        yield connected
 
 
 def complete(client: openai.OpenAI, prompt: object, **options: object):
@@ -110,7 +110,12 @@ def test_wrong_embedding_requests_are_refused(server: RunningServer, body: dict[
 
 def test_the_model_has_all_its_names(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
-    assert (model.id, model.owned_by, model.aliases, model.meta["n_vocab"]) == ("fake-model", "hocket", ["other"], 270)
+    assert (model.id, model.owned_by, model.aliases, model.meta["n_vocab"]) == (
+        "fake-model",
+        "hocket",
+        ["fake-model", "other"],
+        270,
+    )
     assert client.models.retrieve("other").id == "fake-model"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("third")

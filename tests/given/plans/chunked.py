@@ -9,10 +9,10 @@ from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler import Plan
 from hocket.scheduler.lowering.lane import Devices, build_device_plans
 from hocket.scheduler.sharding.assign import propagate_layouts
-from hocket.scheduler.sharding.chunks import find_token_factor, partition_in_chunks
+from hocket.scheduler.sharding.chunks import find_chunkable_token_factor, partition_in_chunks
 from hocket.scheduler.sharding.emit import PartitionedGraphs
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.search import assign_shard_ranges, describe_factors
+from hocket.scheduler.sharding.search import assign_shard_ranges, list_factor_positions
 
 WIDTH, INNER = 6, 12
 
@@ -35,10 +35,10 @@ def chunked_plan(
     factors = Factors(graph)
     chosen = frozenset(f for v in graph.weights for f in factors.factors_of(v) if f.size == INNER)
     plain = propagate_layouts(graph, factors, chosen)
-    tokens = find_token_factor(plain, factors)
+    tokens = find_chunkable_token_factor(plain, factors)
     assert tokens is not None
-    assignment = propagate_layouts(graph, factors, chosen, rows=tokens) if is_distributed else plain
-    cuts = describe_factors(graph, factors, chosen, {})
+    assignment = propagate_layouts(graph, factors, chosen, row_factor=tokens) if is_distributed else plain
+    cuts = list_factor_positions(graph, factors, chosen, {})
     own = shares or [1.0] * len(group)
     sharded = partition_in_chunks(
         graph, factors, assignment, assign_shard_ranges(graph, factors, cuts, own), tokens, count

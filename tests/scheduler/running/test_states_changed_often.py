@@ -134,6 +134,8 @@ def with_steps(order: Sequence[int]) -> str:
 def test_each_change_of_rows_has_to_be_saved_before_it():
     assert with_steps([0, 1, 2, 3, 4]) == ""
     assert re.search(r"step 2 \(%rows1\): overwrites more of state %table than the rows", with_steps([0, 1, 3, 4]))
-    assert re.search(r"step 0 \(%rows0\): overwrites state %table, which nothing saved", with_steps([1, 2, 3, 4]))
+    assert re.search(
+        r"step 0 \(%rows0\): overwrites state %table, which was not saved before", with_steps([1, 2, 3, 4])
+    )
     assert re.search(r"%table is saved a second time, and holds %table", with_steps([0, 2, 1, 3, 4]))
     assert with_steps([2, 1, 0, 3, 4])

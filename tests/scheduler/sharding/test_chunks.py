@@ -16,7 +16,7 @@ from hocket.scheduler.choosing import repeating
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.running.timeline import simulate_run
 from hocket.scheduler.sharding import chunks
-from hocket.scheduler.sharding.rows import SequenceParallelOptions
+from hocket.scheduler.sharding.rows import SequenceParallelChooser
 from hocket.scheduler.telling.critical import find_critical_path
 from hocket.scheduler.verifier.held import Fact, infer_conversion_facts
 from hocket.scheduler.verifier.plan import find_plan_faults
@@ -131,8 +131,10 @@ def test_chunks_are_distributed_where_work_on_their_rows_takes_long():
 
 
 def test_distributed_chunks_of_repeated_layers_are_those_of_a_plan_lowered_step_by_step(monkeypatch):
-    plans, known = [], SequenceParallelOptions.shard_if_saving
-    monkeypatch.setattr(SequenceParallelOptions, "shard_if_saving", lambda options, rows, _: known(options, rows, 0.0))
+    plans, known = [], SequenceParallelChooser.shard_rows_if_saving
+    monkeypatch.setattr(
+        SequenceParallelChooser, "shard_rows_if_saving", lambda options, rows, _: known(options, rows, 0.0)
+    )
     for min_gain in (1, float("inf")):
         monkeypatch.setattr(repeating, "MIN_SAVED_NODES", min_gain)
         plans.append(plan_layers(Overlapping(), 4, WORK_ON_ROWS, layers=9))
@@ -221,7 +223,7 @@ PLAIN = chunks._ChunkedGraph._slice_chunk
 @pytest.mark.parametrize("planted", [swap_chunks, shift_tokens])
 def test_a_chunk_of_other_tokens_is_refused(planted, monkeypatch):
     monkeypatch.setattr(chunks._ChunkedGraph, "_slice_chunk", planted)
-    with pytest.raises(PlanError, match=r"is no part of the graph|bring different entries"):
+    with pytest.raises(PlanError, match=r"is not a node of the graph|have different entries"):
         plan_layers(Overlapping())
 
 

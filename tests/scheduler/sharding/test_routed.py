@@ -314,7 +314,8 @@ def test_cost_of_distributed_experts_is_the_cost_of_the_busiest_device():
     factors = Factors(graph)
     costs = AssignmentCost(graph, 4, Hardware(launch=0.0, link_latency=0.0, link_bandwidth=1e30))
     whole, shared = (
-        costs.estimate_run(propagate_layouts(graph, factors, c)) for c in (frozenset(), whole_experts(graph, factors))
+        costs.estimate_run_time(propagate_layouts(graph, factors, c))
+        for c in (frozenset(), whole_experts(graph, factors))
     )
     assert 1 / 4 < shared.compute / whole.compute < 1 / 2
     node = next(n for n in plan_whole_experts(graph, 4).lanes[1].graph.nodes if n.name == "gateed")

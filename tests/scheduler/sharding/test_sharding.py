@@ -23,7 +23,7 @@ from hocket.scheduler import load, plan, plan_for_group
 from hocket.scheduler.layout import Shard
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.shares import ShardRanges, compute_index_ranges, merge_ranges
+from hocket.scheduler.sharding.shares import ShardRanges, compute_axis_ranges_of_factor, merge_ranges
 
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import DENSE, FIXTURES, FLOAT_CACHES, INDEX, nmse, path_of, single_device_logits, tokens_of
@@ -87,7 +87,7 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
     graph = open_model(None).graph(Step(1, 8, 256, 512, 1))
     one, two = (plan(graph, devices(n), split_mode="tensor") for n in (1, 2))
     for kind in ("weight", "state"):
-        whole, stored = one.lanes[0].memory()[kind], one.lanes[0].backend.stored
+        whole, stored = one.lanes[0].memory()[kind], one.lanes[0].backend.storage_spec
         sharded_leaves = (v for v in two.graph.leaves(kind) if isinstance(two.leaves[v.node.name], Shard))
         shard_bytes = sum(stored(v.spec, kind).nbytes for v in sharded_leaves)
         assert shard_bytes > 0.8 * whole
@@ -201,8 +201,8 @@ def test_runs_are_joined_and_exact():
     from hocket.scheduler.sharding.axes import Factor
 
     a, b, c = Factor(2), Factor(3), Factor(4)
-    assert compute_index_ranges([[a, b, c]], b, 1, 3) == ((4, 8), (16, 8))
-    assert compute_index_ranges([[a], [b, c]], b, 0, 1) == ((0, 6),)
+    assert compute_axis_ranges_of_factor([[a, b, c]], b, 1, 3) == ((4, 8), (16, 8))
+    assert compute_axis_ranges_of_factor([[a], [b, c]], b, 0, 1) == ((0, 6),)
 
 
 def test_a_device_may_get_nothing():

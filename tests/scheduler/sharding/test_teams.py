@@ -14,7 +14,7 @@ from hocket.scheduler import parse_simulated_group, plan_for_group, plan_from_js
 from hocket.scheduler.layout import Local, Shard
 from hocket.scheduler.lowering.lane import find_collective_groups
 from hocket.scheduler.running.timeline import simulate_run
-from hocket.scheduler.sharding.teams import split_into_groups
+from hocket.scheduler.sharding.teams import split_devices_into_groups
 from hocket.scheduler.verifier.plan import find_plan_faults
 
 from ...given.plans.faults import SLOW, decoder
@@ -117,11 +117,11 @@ def test_a_plan_in_json_is_the_same_plan():
 
 
 def test_device_groups_are_machines_or_the_squarest_division():
-    assert split_into_groups(0, 6) == [[0, 1, 2], [3, 4, 5]]
-    assert split_into_groups(2, 6) == [[0, 1], [2, 3], [4, 5]]
+    assert split_devices_into_groups(0, 6) == [[0, 1, 2], [3, 4, 5]]
+    assert split_devices_into_groups(2, 6) == [[0, 1], [2, 3], [4, 5]]
     for machine, devices in ((0, 3), (4, 6), (1, 4)):
-        with pytest.raises(PlanError, match="layer,tensor needs teams of several devices"):
-            split_into_groups(machine, devices)
+        with pytest.raises(PlanError, match="layer,tensor needs device groups of equal size"):
+            split_devices_into_groups(machine, devices)
 
 
 def test_what_cannot_be_staged_is_refused_in_one_line():

@@ -108,7 +108,7 @@ RIGHT = {
 }
 FAULTS = {
     "a chunk is there twice": (
-        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node on these values",
+        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node with these operands",
         on_both(in_chunks((0, 3), (0, 3), all_terms, all_terms)),
     ),
     "chunks are exchanged": (
@@ -116,7 +116,7 @@ FAULTS = {
         on_both(in_chunks((3, 6), (0, 3), all_terms, all_terms)),
     ),
     "chunks are exchanged on one device": (
-        r"%a\.sum .* the devices bring different entries",
+        r"%a\.sum .* the devices have different entries",
         lambda: nodes(
             nodes(summed_plan(), 0, a__sum=in_chunks(*CHUNKS, all_terms, all_terms)),
             *(1,),
@@ -124,23 +124,23 @@ FAULTS = {
         ),
     ),
     "chunks have rows in common": (
-        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node on these values",
+        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node with these operands",
         on_both(in_chunks((0, 4), (2, 4), all_terms, all_terms)),
     ),
     "a chunk is of another product": (
-        r"concat\(%slice, %slice, axis=0\) .* no such node on these values",
+        r"concat\(%slice, %slice, axis=0\) .* no such node with these operands",
         chunk_of_another,
     ),
     "some terms of the second chunk are missing": (
-        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node on these values",
+        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node with these operands",
         on_both(in_chunks(*CHUNKS, all_terms, some_terms(0, 2))),
     ),
     "chunks have other terms": (
-        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node on these values",
+        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node with these operands",
         on_both(in_chunks(*CHUNKS, some_terms(0, 2), some_terms(2, 4))),
     ),
     "a term of the second chunk is there twice": (
-        r"concat\(%slice, %slice, axis=1\) .* no such node on these values",
+        r"concat\(%slice, %slice, axis=1\) .* no such node with these operands",
         on_both(
             in_chunks(
                 *CHUNKS, all_terms, lambda w, x: ops.mul_mat(*(ops.concat(v, columns(v, 0, 1), axis=1) for v in (w, x)))
@@ -148,19 +148,19 @@ FAULTS = {
         ),
     ),
     "a chunk is counted twice": (
-        r"add\(%mul_mat, %mul_mat\) .* no such node on these values",
+        r"add\(%mul_mat, %mul_mat\) .* no such node with these operands",
         on_both(in_chunks(*CHUNKS, all_terms, lambda w, x: ops.add(*[ops.mul_mat(w, x)] * 2))),
     ),
     "a chunk is summed already": (
-        r"concat\(%mul_mat, %all_reduce, axis=0\) .* no such node on these values",
+        r"concat\(%mul_mat, %all_reduce, axis=0\) .* no such node with these operands",
         on_both(in_chunks(*CHUNKS, all_terms, sum_of(6))),
     ),
     "both chunks are summed already": (
-        r"%a\.sum .* device 0 brings all of it, and devices \[1\] bring it again",
+        r"%a\.sum .* device 0 has the complete value, and devices \[1\] add to it",
         on_both(in_chunks(*CHUNKS, sum_of(6), sum_of(7))),
     ),
     "one device has terms of one factor, the other of the other": (
-        r"%product .* the devices owe sums of different kinds",
+        r"%product .* the devices have partial sums of different kinds",
         factor_in_turn(lambda device: device == 0),
     ),
 }

@@ -12,7 +12,7 @@ from hocket.graph import Graph, input, state, weight
 from hocket.scheduler import plan_for_group
 from hocket.scheduler.lowering import alike, lane, lower
 from hocket.scheduler.verifier import plan as verifier
-from hocket.scheduler.verifier.likeness import is_equal_to_proven
+from hocket.scheduler.verifier.likeness import is_equal_to_proven_program
 from hocket.scheduler.verifier.plan import find_plan_faults
 
 from ...given.plans.faults import SLOW
@@ -65,14 +65,14 @@ def test_what_is_stamped_is_what_lowering_gives():
 
 
 def test_a_graph_like_no_other_is_lowered_as_a_stamped_one_would_be(monkeypatch):
-    stamped = count_calls(monkeypatch, lane, "with_graph_names")
+    stamped = count_calls(monkeypatch, lane, "restore_graph_names")
     group = find_devices([f"reference:{d}" for d in range(3)], None)
     plan = plan_for_group(tower(), group, split_mode="tensor", tensor_split=(4, 3, 1), hardware=SLOW)
     assert not stamped
     assert len({alike.make_program_key(one.program) for one in plan.lanes}) == 3
     for one in plan.lanes:
         lowered = lower.lower_graph(alike.with_numbered_names(one.graph), one.backend, one.device)
-        graph, program = alike.with_graph_names(*lowered, one.graph)
+        graph, program = alike.restore_graph_names(*lowered, one.graph)
         assert graph.digest() == one.graph.digest()
         assert program == one.program
 
@@ -119,8 +119,8 @@ def test_a_fault_in_a_program_that_was_stamped_is_found(fault):
     at = 3
     broken = replace(plan.lanes[at], program=FAULTS[fault](plan.lanes[at].program))
     other = plan.lanes[2]
-    assert is_equal_to_proven(plan.lanes[at].graph, plan.lanes[at].program, other.graph, other.program)
-    assert not is_equal_to_proven(broken.graph, broken.program, other.graph, other.program)
+    assert is_equal_to_proven_program(plan.lanes[at].graph, plan.lanes[at].program, other.graph, other.program)
+    assert not is_equal_to_proven_program(broken.graph, broken.program, other.graph, other.program)
     device_plans = tuple(broken if n == at else one for n, one in enumerate(plan.lanes))
     assert list(find_plan_faults(replace(plan, lanes=device_plans)))
 
@@ -128,7 +128,7 @@ def test_a_fault_in_a_program_that_was_stamped_is_found(fault):
 def test_graphs_of_other_shapes_or_wiring_are_not_equal():
     plan = layers_on(LAYERS)
     first, third, fourth = (plan.lanes[n] for n in (0, 2, 3))
-    assert not is_equal_to_proven(first.graph, first.program, third.graph, third.program)
+    assert not is_equal_to_proven_program(first.graph, first.program, third.graph, third.program)
     (y,) = (v for v in fourth.graph.updates.values())
     crossed = Graph(fourth.graph.outputs, dict.fromkeys(fourth.graph.updates, y.node.inputs[0]))
-    assert not is_equal_to_proven(crossed, fourth.program, third.graph, third.program)
+    assert not is_equal_to_proven_program(crossed, fourth.program, third.graph, third.program)

@@ -62,11 +62,15 @@ def swap_actions(actions, one, two):
 @pytest.mark.parametrize(
     ("one", "two", "why"),
     [
-        (PipelineAction("put", 1), PipelineAction("run", 0), "inputs of run 0 lie there, which it has not read yet"),
-        (PipelineAction("put", 1), PipelineAction("keep", 0), "results of run 0 lie there, which nobody has kept"),
-        (PipelineAction("put", 0), PipelineAction("run", 0), "no inputs lie there"),
-        (PipelineAction("run", 1), PipelineAction("keep", 1), "inputs of run 1 lie there"),
-        (PipelineAction("run", 0), PipelineAction("run", 1), "what lies there is of run 0"),
+        (PipelineAction("put", 1), PipelineAction("run", 0), "the arena has inputs of run 0, which has not begun yet"),
+        (
+            PipelineAction("put", 1),
+            PipelineAction("keep", 0),
+            "the arena has results of run 0, which are not retained yet",
+        ),
+        (PipelineAction("put", 0), PipelineAction("run", 0), "the arena has no inputs after"),
+        (PipelineAction("run", 1), PipelineAction("keep", 1), "the arena has inputs of run 1"),
+        (PipelineAction("run", 0), PipelineAction("run", 1), "the arena belongs to run 0"),
     ],
 )
 def test_memory_is_not_used_for_a_run_before_the_last_has_done_with_it(one, two, why):
@@ -84,7 +88,7 @@ def test_a_run_finds_the_states_that_the_one_before_it_has_left():
     plan = passed_on()
     order = orders(plan, 3)
     order[2] = [PipelineAction(what, {0: 1, 1: 0}.get(run, run)) for what, run in order[2]]
-    assert "device 2: run 1: its states are those before run 0" in find_faults(plan, order)
+    assert "device 2: run 1: the states are from before run 0" in find_faults(plan, order)
 
 
 def test_an_overtaking_message_is_found_in_stateless_programs():
@@ -99,8 +103,8 @@ def test_an_overtaking_message_is_found_in_stateless_programs():
     complaints = list(find_pipeline_order_faults([[twice, *stateless[1:]]] * 2, order))
     assert complaints
     assert "receive 0 (%" in complaints[0]
-    assert "in run 1: send 0 (%" in complaints[0]
-    assert complaints[0].endswith("in run 0 comes in its place")
+    assert "in run 1 does not match send 0 (%" in complaints[0]
+    assert complaints[0].endswith("in run 0")
 
 
 @pytest.mark.parametrize("device", range(3))
@@ -108,14 +112,14 @@ def test_a_device_that_leaves_a_run_out_is_found(device):
     plan = passed_on()
     order = orders(plan, 3)
     order[device] = order[device][:-3]
-    assert f"device {device}: it makes 2 of 3 runs" in find_faults(plan, order)
+    assert f"device {device}: it executes 2 of 3 runs" in find_faults(plan, order)
 
 
 def test_a_run_without_retained_results_is_found():
     plan = passed_on()
     order = orders(plan, 3)
     del order[0][-1]
-    assert find_faults(plan, order) == ["device 0: run 2 is begun, and not kept"]
+    assert find_faults(plan, order) == ["device 0: run 2 begins, but its results are not retained"]
 
 
 def test_messages_to_and_fro_are_no_fault_and_no_gain():
@@ -157,8 +161,8 @@ def test_a_group_with_collectives_in_different_orders_is_found():
     programs[1] = dataclasses.replace(programs[1], instructions=(*reversed(collectives_of(programs[1])),))
     (why,) = find_pipeline_order_faults([programs] * 2, orders(plan, 2))
     assert why.startswith("all_gather 2 (")
-    assert "of device 1 in run 0: all_gather 0 (" in why
-    assert why.endswith("of device 0 in run 0 comes in its place")
+    assert "of device 1 in run 0 does not match all_gather 0 (" in why
+    assert why.endswith("of device 0 in run 0")
 
 
 def test_a_group_with_members_in_different_runs_is_found():
@@ -167,14 +171,12 @@ def test_a_group_with_members_in_different_runs_is_found():
     gathering = [dataclasses.replace(p, instructions=(collectives_of(p)[0],)) for p in programs_of(plan)]
     twice = dataclasses.replace(gathering[0], instructions=gathering[0].instructions * 2)
     (why,) = find_pipeline_order_faults([[twice, *gathering[1:]]] * 2, orders(plan, 2))
-    assert "of device 1 in run 1: all_gather 0 (" in why
-    assert why.endswith("of device 0 in run 0 comes in its place")
+    assert "of device 1 in run 1 does not match all_gather 0 (" in why
+    assert why.endswith("of device 0 in run 0")
 
 
 def test_only_devices_without_common_collectives_are_pipelined():
-    with pytest.raises(
-        PlanError, match=r"joins all devices: runs follow each other only where devices meet by letters,"
-    ):
+    with pytest.raises(PlanError, match=r"joins all devices; pipelined runs need stages that exchange messages,"):
         build_pipeline_order([tensor_plan()] * 2)
     assert estimate_pipeline_speedup(tensor_plan()) == 1.0
     assert estimate_pipeline_speedup(plan_in_groups()) > 1.5

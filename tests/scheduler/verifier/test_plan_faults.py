@@ -49,59 +49,59 @@ def twice_reduced(node, src):
 
 SUMS: Mapping[str, PlannedFault] = {
     "a sum is missing on one device": (
-        r"all_reduce 0 \(%mixed\.sum\) of device 0: device 1 does not come",
+        r"all_reduce 0 \(%mixed\.sum\) of device 0: device 1 does not call it",
         lambda: nodes(tensor_plan(), 1, mixed__sum=lambda n, s: s[0]),
     ),
     "a sum is missing on all devices": (
-        "%normed3 .* not linear in x, a sum that is still owed",
+        "%normed3 .* not linear in x, a partial sum that no all-reduce completes",
         lambda: nodes(tensor_plan(), 0, 1, z__sum=lambda n, s: s[0]),
     ),
     "a sum is taken twice": (
-        r"%z\.sum .* device 0 brings all of it, and devices \[1\] bring it again",
+        r"%z\.sum .* device 0 has the complete value, and devices \[1\] add to it",
         lambda: nodes(tensor_plan(), 0, 1, z__sum=twice_reduced),
     ),
     "a whole value is summed": (
-        r"all_reduce\(%rms_norm.* device 0 brings all of it, and devices \[1\] bring it again",
+        r"all_reduce\(%rms_norm.* device 0 has the complete value, and devices \[1\] add to it",
         lambda: nodes(tensor_plan(), 0, 1, normed3=lambda n, s: all_reduce(ops.rms_norm(s[0]), sequence=2)),
     ),
     "a norm reads a sum that is owed": (
-        "%normed2 .* not linear in x, a sum that is still owed",
+        "%normed2 .* not linear in x, a partial sum that no all-reduce completes",
         lambda: on(tensor_plan(), 0, 1, graph=read_other_value(normed2="mixed")),
     ),
     "a norm reads a sum that is owed on one device": (
-        "device 1: %normed3 .* not linear in x, a sum that is still owed",
+        "device 1: %normed3 .* not linear in x, a partial sum that no all-reduce completes",
         lambda: on(tensor_plan(), 1, graph=read_other_value(normed3="z")),
     ),
     "an activation reads a sum that is owed": (
-        r"silu\(%mul_mat\) .* no such node on these values",
+        r"silu\(%mul_mat\) .* no such node with these operands",
         lambda: nodes(tensor_plan(), 0, 1, downed=lambda n, s: ops.silu(ops.mul_mat(*s))),
     ),
     "a bias is counted on two devices": (
-        r"%mixed\.sum .* devices \[1\] bring it again",
+        r"%mixed\.sum .* devices \[1\] add to it",
         lambda: nodes(tensor_plan(), 1, bo__zero=lambda n, s: s[0]),
     ),
     "a bias is counted on none": (
-        r"%mixed\.sum .* no device brings anything",
+        r"%mixed\.sum .* no device has a term",
         lambda: nodes(tensor_plan(), 0, biased=lambda n, s: ops.add(s[0], ops.scale(s[1], scale=0.0), name="biased")),
     ),
     "a residual is counted on two devices": (
-        r"%mixed\.sum .* devices \[1\] bring it again",
+        r"%mixed\.sum .* devices \[1\] add to it",
         lambda: nodes(tensor_plan(), 1, x__zero=lambda n, s: s[0]),
     ),
     "a residual is counted half on each device": (
-        r"device 1: .*scale\(%x, scale=0\.5.* no such node on these values",
+        r"device 1: .*scale\(%x, scale=0\.5.* no such node with these operands",
         lambda: nodes(tensor_plan(), 1, x__zero=lambda n, s: ops.scale(s[0], scale=0.5)),
     ),
     "a residual is counted on none": (
-        r"%mixed\.sum .* no device brings anything",
+        r"%mixed\.sum .* no device has a term",
         lambda: nodes(tensor_plan(), 0, mixed=lambda n, s: ops.add(ops.scale(s[0], scale=0.0), s[1], name="mixed")),
     ),
     "a residual is counted again where it was whole": (
-        r"%z\.sum .* devices \[1\] bring it again",
+        r"%z\.sum .* devices \[1\] add to it",
         lambda: on(tensor_plan(), 0, 1, graph=read_other_value(z="mixed__sum")),
     ),
     "one device takes the whole residual, one its part": (
-        r"%z\.sum .* devices \[1\] bring it again",
+        r"%z\.sum .* devices \[1\] add to it",
         lambda: on(tensor_plan(), 0, graph=read_other_value(z="mixed__sum")),
     ),
     "two devices have the same terms": (
@@ -121,7 +121,7 @@ SUMS: Mapping[str, PlannedFault] = {
         ),
     ),
     "a term is there twice": (
-        r"device 1: .*concat\(%act, %act.* no such node on these values",
+        r"device 1: .*concat\(%act, %act.* no such node with these operands",
         lambda: nodes(
             tensor_plan(), 1, downed=lambda n, s: ops.mul_mat(*(ops.concat(v, v, axis=1) for v in s), name="downed")
         ),
@@ -138,43 +138,43 @@ COLLECTIVE_FAULTS: Mapping[str, PlannedFault] = {
         lambda: renumber_collectives(tensor_plan(), 1, {0: 1, 1: 0}),
     ),
     "a meeting has another number on one device": (
-        r"all_reduce 9 \(%z\.sum\) of device 1: device 0 does not come",
+        r"all_reduce 9 \(%z\.sum\) of device 1: device 0 does not call it",
         lambda: renumber_collectives(tensor_plan(), 1, {1: 9}),
     ),
     "two meetings have one number": (
-        r"all_reduce 0 \(%z\.sum\) of device 0 is there twice",
+        r"all_reduce 0 \(%z\.sum\) of device 0 is called twice",
         lambda: renumber_collectives(renumber_collectives(tensor_plan(), 1, {1: 0}), 0, {1: 0}),
     ),
     "a gather puts shards in another order": (
-        r"%n .* c must be whole, and only \[3:6, 0:3\] of 6 is there",
+        r"%n .* c must be whole, but the device has \[3:6, 0:3\] of 6",
         lambda: nodes(gather_plan(), 0, 1, h__whole=again(runs=(((3, 3),), ((0, 3),)))),
     ),
     "devices gather into different runs": (
-        r"all_gather 0 \(%h\.whole\) of device 1, which is another",
+        r"does not match all_gather 0 \(%h\.whole\) of device 1",
         lambda: nodes(gather_plan(), 1, h__whole=again(runs=(((3, 3),), ((0, 3),)))),
     ),
     "a gather interleaves what is contiguous": (
-        r"%n .* c must be whole, and only \[0:2, 3:5, 2:3, 5:6\] of 6 is there",
+        r"%n .* c must be whole, but the device has \[0:2, 3:5, 2:3, 5:6\] of 6",
         lambda: nodes(gather_plan(), 0, 1, h__whole=again(runs=(((0, 2), (4, 1)), ((2, 2), (5, 1))))),
     ),
     "a device does not come to a gather": (
-        r"all_gather 0 \(%h\.whole\) of device 0: device 1 does not come",
+        r"all_gather 0 \(%h\.whole\) of device 0: device 1 does not call it",
         lambda: nodes(gather_plan(), 1, h__whole=lambda n, s: ops.concat(s[0], s[0], axis=1)),
     ),
     "nobody gathers": (
-        r"concat\(%h, %h.* no such node on these values",
+        r"concat\(%h, %h.* no such node with these operands",
         lambda: nodes(gather_plan(), 0, 1, h__whole=lambda n, s: ops.concat(s[0], s[0], axis=1)),
     ),
     "one device gathers another value": (
-        r"device 1: .*neg\(%h\) .* no such node on these values",
+        r"device 1: .*neg\(%h\) .* no such node with these operands",
         lambda: nodes(gather_plan(), 1, h__whole=lambda n, s: all_gather(ops.neg(s[0]), **n.attrs)),
     ),
     "all devices gather another value": (
-        r"device 0: .*neg\(%h\) .* no such node on these values",
+        r"device 0: .*neg\(%h\) .* no such node with these operands",
         lambda: nodes(gather_plan(), 0, 1, h__whole=lambda n, s: all_gather(ops.neg(s[0]), **n.attrs)),
     ),
     "a sum is gathered": (
-        r"all_gather\(%slice.* it is a sum still owed",
+        r"all_gather\(%slice.* it is a partial sum that no all-reduce completes",
         lambda: nodes(
             tensor_plan(),
             *(0, 1),
@@ -198,7 +198,7 @@ COLLECTIVE_FAULTS: Mapping[str, PlannedFault] = {
         lambda: renumber_collectives(layer_plan(), 1, {0: 5}),
     ),
     "another value is sent": (
-        r"device 0: .*neg\(%o\) .* no such node on these values",
+        r"device 0: .*neg\(%o\) .* no such node with these operands",
         lambda: nodes(layer_plan(), 0, o__to__1=lambda n, s: send(ops.neg(s[0]), name="o.to.1", **n.attrs)),
     ),
     "a value is sent to another device": (
@@ -226,19 +226,19 @@ LAYOUTS: Mapping[str, PlannedFault] = {
         lambda: with_leaf_layouts(tensor_plan(), wkv=shard(0, ((4, 4), (12, 4)), ((0, 4), (8, 4)))),
     ),
     "a fused weight is cut in halves": (
-        r"device 0: %new\.cache\.v .* no such node on these values",
+        r"device 0: %new\.cache\.v .* no such node with these operands",
         lambda: with_leaf_layouts(tensor_plan(), wkv=shard(0, ((0, 8),), ((8, 8),))),
     ),
     "parts of a fused weight are in another order": (
-        r"device 0: .*reshape\(%k.* no such node on these values",
+        r"device 0: .*reshape\(%k.* no such node with these operands",
         lambda: with_leaf_layouts(tensor_plan(), wkv=shard(0, ((8, 4), (0, 4)), ((12, 4), (4, 4)))),
     ),
     "query heads follow another key head": (
-        r"%attended .* \[0:1, 2:3\] is no product \(kv_heads query_heads\)",
+        r"%attended .* \[0:1, 2:3\] is not a product \(kv_heads query_heads\)",
         lambda: with_leaf_layouts(tensor_plan(), wq=shard(0, ((0, 4), (8, 4)), ((4, 4), (12, 4)))),
     ),
     "heads are shifted by half a head": (
-        r"reshape\(%q.* \[2:10\] is not \[4, 4\] cut along axes",
+        r"reshape\(%q.* \[2:10\] cannot be split along the axes of \[4, 4\]",
         lambda: with_leaf_layouts(tensor_plan(), wq=shard(0, ((2, 8),), ((10, 6), (0, 2)))),
     ),
     "a cache lies the other way round": (
@@ -258,7 +258,7 @@ LAYOUTS: Mapping[str, PlannedFault] = {
         lambda: with_leaf_layouts(tensor_plan(), gate=shard(0, ((0, 6),), ((0, 6),))),
     ),
     "runs of a weight lie outside it": (
-        "weight %head has runs outside its 10 entries",
+        "weight %head has index ranges outside its 10 entries",
         lambda: with_leaf_layouts(tensor_plan(), head=shard(0, ((0, 5),), ((6, 5),))),
     ),
     "runs of a weight are too short": (
@@ -274,17 +274,20 @@ LAYOUTS: Mapping[str, PlannedFault] = {
         lambda: with_leaf_layouts(tensor_plan(), norm=shard(0, ((0, 4),), ((4, 4),))),
     ),
     "a weight is bound as a sum": ("weight %bo has the layout P", lambda: with_leaf_layouts(tensor_plan(), bo=PARTIAL)),
-    "a weight has no layout": ("its layouts are of other leaves", lambda: with_leaf_layouts(tensor_plan(), gate=None)),
+    "a weight has no layout": (
+        "its layouts are for other leaves than the graph has",
+        lambda: with_leaf_layouts(tensor_plan(), gate=None),
+    ),
     "an input is bound in shards": (
-        r"input %x is given whole to every device, and the plan says S0\(3\|0\)",
+        r"input %x must be whole on every device, but its layout is S0\(3\|0\)",
         lambda: with_leaf_layouts(tensor_plan(), x=shard(0, ((0, 3),), ())),
     ),
     "a weight lies on the other device": (
-        "device 0: weight %wo is not bound there",
+        "device 0: weight %wo is not bound",
         lambda: with_leaf_layouts(layer_plan(), wo=Local((1,))),
     ),
     "a state lies on the other device": (
-        r"device 0: state %cache\.v is not bound there",
+        r"device 0: state %cache\.v is not bound",
         lambda: with_leaf_layouts(layer_plan(), cache__v=Local((1,))),
     ),
     "an output's shards are exchanged": (
@@ -308,7 +311,7 @@ LAYOUTS: Mapping[str, PlannedFault] = {
         lambda: with_output_layouts(tensor_plan(), z=PARTIAL),
     ),
     "an output is another value": (
-        r"device 0: .*neg\(%z\.sum\) .* no such node on these values",
+        r"device 0: .*neg\(%z\.sum\) .* no such node with these operands",
         lambda: on(tensor_plan(), 0, 1, graph=lambda g: Graph({**g.outputs, "z": ops.neg(g.outputs["z"])}, g.updates)),
     ),
     "an output is missing on one device": (
@@ -331,7 +334,7 @@ LAYOUTS: Mapping[str, PlannedFault] = {
 
 NODES: Mapping[str, PlannedFault] = {
     "a slice begins too late": (
-        r"device 1: .*reshape\(%k.* no such node on these values",
+        r"device 1: .*reshape\(%k.* no such node with these operands",
         lambda: nodes(tensor_plan(), 1, k=again(start=1, stop=5)),
     ),
     "a slice of the user's graph is not made local": (
@@ -343,19 +346,19 @@ NODES: Mapping[str, PlannedFault] = {
         lambda: nodes(tensor_plan(), 0, k=again(start=4, stop=8), v=again(start=0, stop=4)),
     ),
     "head entries are in another order": (
-        r"device 1: .*permute\(%attended.* no such node on these values",
+        r"device 1: .*permute\(%attended.* no such node with these operands",
         lambda: nodes(tensor_plan(), 1, flat=lambda n, s: ops.reshape(ops.permute(s[0], axes=(0, 2, 1)), shape=(3, 8))),
     ),
     "an operand is read twice instead of another": (
-        r"swiglu\(%gateed, %gateed\) .* no such node on these values",
+        r"swiglu\(%gateed, %gateed\) .* no such node with these operands",
         lambda: nodes(tensor_plan(), 0, act=lambda n, s: ops.swiglu(s[0], s[0], name="act")),
     ),
     "operands are exchanged": (
-        r"swiglu\(%uped, %gateed\) .* no such node on these values",
+        r"swiglu\(%uped, %gateed\) .* no such node with these operands",
         lambda: nodes(tensor_plan(), 1, act=lambda n, s: ops.swiglu(s[1], s[0], name="act")),
     ),
     "another weight is read": (
-        r"device 0: %act = swiglu\(%gateed, %uped\) .* no such node on these values",
+        r"device 0: %act = swiglu\(%gateed, %uped\) .* no such node with these operands",
         lambda: on(tensor_plan(), 0, 1, graph=read_other_value(uped="gate")),
     ),
     "an attribute differs on one device": (
@@ -371,15 +374,15 @@ NODES: Mapping[str, PlannedFault] = {
         lambda: nodes(tensor_plan(), 0, mask=again(window=2)),
     ),
     "another op is run": (
-        r"device 1: %biased = sub\(.* no such node on these values",
+        r"device 1: %biased = sub\(.* no such node with these operands",
         lambda: nodes(tensor_plan(), 1, biased=lambda n, s: ops.sub(*s, name="biased")),
     ),
     "a node is run twice": (
-        r"device 0: .*mul\(%mul, %norm\) .* no such node on these values",
+        r"device 0: .*mul\(%mul, %norm\) .* no such node with these operands",
         lambda: nodes(tensor_plan(), 0, 1, normed=lambda n, s: ops.mul(ops.mul(*s), s[1])),
     ),
     "a copy rounds": (
-        r"device 0: .*cast\(%o, dtype=f16\) .* no such node on these values",
+        r"device 0: .*cast\(%o, dtype=f16\) .* no such node with these operands",
         lambda: nodes(
             layer_plan(),
             0,

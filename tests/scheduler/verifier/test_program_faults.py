@@ -73,7 +73,7 @@ PROGRAMS: Mapping[str, PlannedFault] = {
         r"step \d+ \(%gateed\): overwrites its operand x while reading it",
         lambda: step(tensor_plan(), 0, "gateed", lambda i: at_offset(i, i.src[1].offset)),
     ),
-    "the arena is too small": (r"\(%attended\): its scratch: .* lies outside its buffer of 768 bytes", small_arena),
+    "the arena is too small": (r"\(%attended\): its scratch: .* is outside its buffer of 768 bytes", small_arena),
     "a buffer is for the whole weight": (
         r"device 1: .*declared_spec=f32\[8,16\].* is for weight %wo: f32\[8,8\]",
         other_buffer,
@@ -88,7 +88,7 @@ PROGRAMS: Mapping[str, PlannedFault] = {
         ),
     ),
     "a view is read with other strides": (
-        r"\(%new\.cache\.v\): operand 1: .* is not f32\[3, 4\] by strides \[8, 1\]",
+        r"\(%new\.cache\.v\): operand 1: .* is not f32\[3, 4\] with strides \[8, 1\]",
         lambda: step(
             tensor_plan(),
             1,
@@ -98,7 +98,7 @@ PROGRAMS: Mapping[str, PlannedFault] = {
     ),
     "a step is missing": ("device 0: %act never runs", lambda: without_step(tensor_plan(), 0, "act")),
     "a device does not come to a meeting": (
-        r"all_reduce 1 \(%z\.sum\) of device 0: device 1 does not come",
+        r"all_reduce 1 \(%z\.sum\) of device 0: device 1 does not call it",
         lambda: without_step(tensor_plan(), 1, "z.sum"),
     ),
     "a value is read before it is made": (
@@ -122,7 +122,7 @@ PROGRAMS: Mapping[str, PlannedFault] = {
         lambda: step(tensor_plan(), 0, "attended", lambda i: dataclasses.replace(i, scratch=None)),
     ),
     "a result is kept in another dtype": (
-        r"\(%normed2\): result: .* kept as f32, is written to f16\[3,8\]",
+        r"\(%normed2\): result: .* stored as f32, is written to f16\[3,8\]",
         lambda: step(
             tensor_plan(),
             0,
@@ -137,7 +137,7 @@ PROGRAMS: Mapping[str, PlannedFault] = {
         ),
     ),
     "an input lies on another": (
-        r"device 0: input %ids lies where %x: f32\[3,8\] lies",
+        r"device 0: input %ids overlaps %x: f32\[3,8\]",
         lambda: with_program_changes(
             tensor_plan(),
             0,
@@ -149,7 +149,7 @@ PROGRAMS: Mapping[str, PlannedFault] = {
         lambda: without_step(tensor_plan(), 1, "new.cache.k"),
     ),
     "a program is for a device of another backend": (
-        "device 1 is toy:1, and cpu would call it cpu:1",
+        "device 1 is toy:1, but cpu names it cpu:1",
         lambda: other_device(),
     ),
 }
@@ -212,15 +212,15 @@ ROUTING: Mapping[str, PlannedFault] = {
         lambda: nodes(experts_plan(), 0, 1, gateed=again(total=7)),
     ),
     "gates are dealt otherwise than what they gate": (
-        "%act .* not linear in gate and up, a sum that is still owed",
+        "%act .* not linear in gate and up, a partial sum that no all-reduce completes",
         lambda: exchange_experts("up", uped=1),
     ),
     "the last table is dealt otherwise than the first": (
-        "%downed .* x is a sum still owed, and not by the rows of w that are here",
+        "%downed .* x is a partial sum over other terms than the rows of w on this device",
         lambda: exchange_experts("down", downed=1),
     ),
     "a bias is dealt otherwise than what it is added to": (
-        "%act .* not linear in gate and up, a sum that is still owed",
+        "%act .* not linear in gate and up, a partial sum that no all-reduce completes",
         lambda: exchange_experts("bg", biased=1),
     ),
     "a bias of experts is added on one device only": (
@@ -228,27 +228,27 @@ ROUTING: Mapping[str, PlannedFault] = {
         lambda: nodes(experts_plan(), 1, biased=lambda n, s: s[0]),
     ),
     "what is whole is counted on each device with a bias": (
-        r"%z\.sum .* devices \[1\] bring it again",
+        r"%z\.sum .* devices \[1\] add to it",
         lambda: nodes(experts_plan(), 1, whole__zero=lambda n, s: s[0]),
     ),
     "something is made of zeros": (
-        "%opened .* not linear in x, a sum that is still owed",
+        "%opened .* not linear in x, a partial sum that no all-reduce completes",
         lambda: on(experts_plan(), 0, 1, graph=read_other_value(opened="routed")),
     ),
     "something is made of zeros on one device": (
-        r"all_reduce 1 \(%routed\.sum\) of device 0: device 1 does not come",
+        r"all_reduce 1 \(%routed\.sum\) of device 0: device 1 does not call it",
         lambda: on(experts_plan(), 1, graph=read_other_value(opened="routed")),
     ),
     "answers are not summed": (
-        "%normed .* not linear in x, a sum that is still owed",
+        "%normed .* not linear in x, a partial sum that no all-reduce completes",
         lambda: nodes(experts_plan(), 0, 1, combined__sum=lambda n, s: s[0]),
     ),
     "answers are not summed on one device": (
-        r"all_reduce 0 \(%combined\.sum\) of device 0: device 1 does not come",
+        r"all_reduce 0 \(%combined\.sum\) of device 0: device 1 does not call it",
         lambda: nodes(experts_plan(), 1, combined__sum=lambda n, s: s[0]),
     ),
     "answers are summed twice": (
-        r"%combined\.sum = all_reduce\(%all_reduce.* devices \[1\] bring it again",
+        r"%combined\.sum = all_reduce\(%all_reduce.* devices \[1\] add to it",
         lambda: nodes(
             experts_plan(),
             *(0, 1),
@@ -256,7 +256,7 @@ ROUTING: Mapping[str, PlannedFault] = {
         ),
     ),
     "answers are summed before they are combined and after": (
-        r"%combined\.sum .* devices \[1\] bring it again",
+        r"%combined\.sum .* devices \[1\] add to it",
         lambda: nodes(
             experts_plan(),
             0,
@@ -302,7 +302,7 @@ PLACES: Mapping[str, PlannedFault] = {
         ),
     ),
     "another value is copied to who reads it": (
-        r"device 1: .*neg\(%act\) .* no such node on these values",
+        r"device 1: .*neg\(%act\) .* no such node with these operands",
         lambda: nodes(placed_plan(), 1, act__to__0=lambda n, s: send(ops.neg(s[0]), name="act.to.0", **n.attrs)),
     ),
     "its copy arrives in another dtype": (
@@ -316,11 +316,11 @@ PLACES: Mapping[str, PlannedFault] = {
         lambda: on(placed_plan(), 1, graph=lambda g: without_output(g, "act.to.0")),
     ),
     "a device does not come where another alone needs the sum": (
-        r"all_reduce 0 \(%mixed\.sum\) of device 1: device 0 does not come",
+        r"all_reduce 0 \(%mixed\.sum\) of device 1: device 0 does not call it",
         lambda: on(placed_plan(), 0, graph=lambda g: without_output(g, "mixed.sum")),
     ),
     "a placed weight is bound to the other device": (
-        "device 1: weight %gate is not bound there",
+        "device 1: weight %gate is not bound",
         lambda: with_leaf_layouts(placed_plan(), gate=Local((0,))),
     ),
     "a placed weight is bound in shards": (
@@ -332,11 +332,11 @@ PLACES: Mapping[str, PlannedFault] = {
         lambda: with_refusing_device(placed_plan(), 1, "swiglu"),
     ),
     "a node is computed on another device than it is placed on": (
-        r"%act is placed on device 0, and computed on \[1\]",
+        r"%act is pinned to device 0, but computed on devices \[1\]",
         lambda: with_placement_text(placed_plan(), "act", "act", device=0),
     ),
     "a node is computed on two devices and placed on one": (
-        r"%normed is placed on device 1, and computed on \[0\]",
+        r"%normed is pinned to device 1, but computed on devices \[0\]",
         lambda: with_placement_text(placed_plan(), "act", "act", "normed"),
     ),
     "a copied value is computed where it was not placed": (
@@ -344,11 +344,11 @@ PLACES: Mapping[str, PlannedFault] = {
         lambda: nodes(placed_plan(), 1, normed3__from__0=lambda n, s: ops.neg(nothing(3, 8))),
     ),
     "a node is placed that there is not": (
-        "a node %nobody is placed that the graph does not have",
+        "node %nobody is pinned, but the graph does not have it",
         lambda: with_placement_text(placed_plan(), "act", "nobody"),
     ),
     "a node is placed on a device that there is not": (
-        "nodes are placed on device 2 of 2",
+        "nodes are pinned to device 2 of 2",
         lambda: with_placement_text(placed_plan(), "act", "act", device=2),
     ),
 }

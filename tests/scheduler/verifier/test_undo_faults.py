@@ -94,31 +94,31 @@ def saved_twice() -> Plan:
 
 UNDOING: Mapping[str, PlannedFault] = {
     "a state is overwritten and not saved": (
-        r"\(%new\.cache\.k\): overwrites state %cache\.k, which nothing saved before",
+        r"\(%new\.cache\.k\): overwrites state %cache\.k, which was not saved before",
         lambda: without_step(tensor_plan(), 0, "cache.k.save"),
     ),
     "a state is saved when it is overwritten already": (
-        r"\(%cache\.k\.save, which saves\): %cache\.k holds %new\.cache\.k.* no longer",
+        r"\(%cache\.k\.save, a save\): %cache\.k holds %new\.cache\.k.* not its value",
         saved_late,
     ),
     "what is saved is never put back": (
-        r"\(%new\.cache\.k\): overwrites state %cache\.k, which nothing saved before",
+        r"\(%new\.cache\.k\): overwrites state %cache\.k, which was not saved before",
         lambda: with_undo_changes(tensor_plan(), 0, lambda undo: undo.pop(min(undo))),
     ),
     "what is saved of a state is overwritten by a later step": (
-        r"\(%mask\): overwrites what was saved of %cache\.k",
+        r"\(%mask\): overwrites the saved value of %cache\.k",
         lambda: overwritten("cache.k", "mask"),
     ),
     "the last step overwrites what is saved of a state": (
-        r"\(%logits\): overwrites what was saved of %cache\.v",
+        r"\(%logits\): overwrites the saved value of %cache\.v",
         lambda: overwritten("cache.v", "logits"),
     ),
     "the numbers of saved rows are overwritten": (
-        r"\(%downed\): overwrites %ids: i32\[3\], which is needed to undo the step",
+        r"\(%downed\): overwrites %ids: i32\[3\], which is needed to undo the run",
         renumbered_rows,
     ),
     "another state is put back": (
-        r"%cache\.k\.undo does not put back what was saved where it was",
+        r"%cache\.k\.undo does not restore the saved value to its location",
         lambda: backwards(
             tensor_plan(),
             0,
@@ -127,13 +127,13 @@ UNDOING: Mapping[str, PlannedFault] = {
         ),
     ),
     "what is saved of another state is put back": (
-        r"%cache\.k\.undo does not put back what was saved where it was",
+        r"%cache\.k\.undo does not restore the saved value to its location",
         lambda: backwards(
             tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, src=(i.src[0], saves("cache.v").dst[0], i.src[2]))
         ),
     ),
     "rows are put back under other numbers": (
-        r"%cache\.k\.undo does not put back what was saved where it was",
+        r"%cache\.k\.undo does not restore the saved value to its location",
         lambda: backwards(
             tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, src=(*i.src[:2], move_tensor(i.src[2], 4)))
         ),
@@ -143,7 +143,7 @@ UNDOING: Mapping[str, PlannedFault] = {
         lambda: saved_short(2),
     ),
     "other rows are saved than are set": (
-        r"\(%cache\.k\.save, which saves\): the numbers of its rows are not there",
+        r"\(%cache\.k\.save, a save\): the row numbers of the save are not in memory",
         lambda: step(
             backwards(
                 tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, src=(*i.src[:2], move_tensor(i.src[2], 4)))
@@ -154,7 +154,7 @@ UNDOING: Mapping[str, PlannedFault] = {
         ),
     ),
     "two states are saved in one place": (
-        r"\(%cache\.v\.save, which saves\): overwrites what was saved of %cache\.k",
+        r"\(%cache\.v\.save, a save\): overwrites the saved value of %cache\.k",
         lambda: step(
             backwards(
                 tensor_plan(),
@@ -168,7 +168,7 @@ UNDOING: Mapping[str, PlannedFault] = {
         ),
     ),
     "a state is saved in the memory of another": (
-        r"%cache\.k\.undo does not put back what was saved where it was",
+        r"%cache\.k\.undo does not restore the saved value to its location",
         lambda: step(
             tensor_plan(),
             0,
@@ -177,19 +177,19 @@ UNDOING: Mapping[str, PlannedFault] = {
         ),
     ),
     "saves are put back in the order in which they were made": (
-        r"steps \[7, 5\] is not put back in reverse order",
+        r"steps \[7, 5\] are not restored in reverse order",
         lambda: with_program_changes(tensor_plan(), 0, undo=tensor_plan().lanes[0].program.undo[::-1]),
     ),
     "a step that computes is said to be a save": (
-        r"which saves\): rms_norm is no way to save",
+        r"a save\): rms_norm cannot save a state",
         lambda: with_undo_changes(tensor_plan(), 0, lambda undo: undo.update({0: next(iter(undo.values()))})),
     ),
     "something is put back that no step saves": (
-        r"steps \[5, 7, 999\] is not put back in reverse order",
+        r"steps \[5, 7, 999\] are not restored in reverse order",
         lambda: with_undo_changes(tensor_plan(), 0, lambda undo: undo.update({999: next(iter(undo.values()))})),
     ),
     "what undoes a step computes something else": (
-        "get_rows is no way to save, or cont none to put that back",
+        "get_rows cannot save a state, or cont cannot restore it",
         lambda: backwards(tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, op="cont")),
     ),
     "what undoes a step has scratch where rows are saved": (
@@ -199,7 +199,7 @@ UNDOING: Mapping[str, PlannedFault] = {
         ),
     ),
     "a state is saved twice": (
-        r"\(%cache\.k\.save, which saves\): overwrites what was saved of %cache\.k",
+        r"\(%cache\.k\.save, a save\): overwrites the saved value of %cache\.k",
         lambda: saved_twice(),
     ),
 }

@@ -67,7 +67,7 @@ CACHE_LINE_BYTES = 64
 KEYS_PER_VALUE_PASS = 32
 """Keys per head while values are summed."""
 KEYS_PER_CHUNK = 256
-"""Keys whose scores make one partial result.
+"""Number of keys of a partial result.
 
 Chunks begin at multiples of this number, so that a result does not depend on the number of threads or sequences.
 """

@@ -57,7 +57,7 @@ def update_online_softmax(scores, n, lanes, state, width):
 
 @subroutine
 def clear_partial(state, span):
-    """Set the partial result of a row to that of no key."""
+    """Clear the partial result of a row: no keys, and the lowest score."""
     for c in range(0, span, VECTOR_BYTES):
         store(state + c, zeros())
     store_scalar(state, MIN_SCORE)
