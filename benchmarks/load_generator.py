@@ -164,16 +164,19 @@ class Connection(asyncio.Protocol):
         payload, loop = json.dumps(body, separators=(",", ":")).encode(), asyncio.get_running_loop()
         head = f"POST {self._path} HTTP/1.1\r\nHost: {self._address[0]}:{self._address[1]}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-        self._exchange, self._end = exchange, loop.create_future()
-        self._parser = httptools.HttpResponseParser(self)
-        try:
-            if self._transport is None or self._transport.is_closing():
-                await loop.create_connection(lambda: self, *self._address)
-            exchange.sent = time.perf_counter()
-            self._transport.write(head.encode() + payload)
-            await self._end
-        except OSError as error:
-            exchange.failure = f"{type(error).__name__}: {error}"
+        self._exchange = exchange
+        for is_reused in (self._transport is not None and not self._transport.is_closing(), False):
+            self._parser, self._end = httptools.HttpResponseParser(self), loop.create_future()
+            try:
+                if not is_reused:
+                    await loop.create_connection(lambda: self, *self._address)
+                exchange.sent = time.perf_counter()
+                self._transport.write(head.encode() + payload)
+                return await self._end
+            except OSError as error:  # a server may close an idle connection at the moment of a new request
+                if not is_reused or exchange.status:
+                    exchange.failure = f"{type(error).__name__}: {error}"
+                    return None
 
     def close(self) -> None:
         """Close the connection."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -88,6 +88,19 @@ class _Queued:
     submitted: float
 
 
+@dataclass(slots=True)
+class _Sums:
+    """The sums of `EngineStatus`; they change with each token, too often for a frozen object."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    finished_requests: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    steps: int = 0
+
+
 class Engine:
     """Schedules requests over the slots of a pool. One thread makes all calls.
 
@@ -118,7 +131,7 @@ class Engine:
         self._chunk_seconds: dict[int, float] = {}
         self._decode_seconds: dict[int, float] = {}
         self._request_seconds = 0.0
-        self._counts = EngineStatus(pool.slots, pool.context, 0, 0, (), ())
+        self._sums = _Sums()
 
     # ------------------------------------------------------------------------------------------------------ orders
 
@@ -165,12 +178,21 @@ class Engine:
             len(self._running[i].tokens) if i in self._running else self._cache.count_tokens(i)
             for i in range(self._pool.slots)
         )
-        return replace(
-            self._counts,
-            running=len(self._running),
-            queued=len(self._queue),
-            slot_requests=requests,
-            slot_tokens=tokens,
+        sums = self._sums
+        return EngineStatus(
+            self._pool.slots,
+            self._pool.context,
+            len(self._running),
+            len(self._queue),
+            requests,
+            tokens,
+            sums.prompt_tokens,
+            sums.cached_tokens,
+            sums.new_tokens,
+            sums.finished_requests,
+            sums.prompt_seconds,
+            sums.decode_seconds,
+            sums.steps,
         )
 
     # -------------------------------------------------------------------------------------------------------- steps
@@ -217,7 +239,8 @@ class Engine:
                 context_tokens=list(request.prompt),
             )
             self._running[match.target] = running
-            self._count(prompt_tokens=len(request.prompt) - match.tokens, cached_tokens=match.tokens)
+            self._sums.prompt_tokens += len(request.prompt) - match.tokens
+            self._sums.cached_tokens += match.tokens
             yield ProgressEvent(request.id, match.tokens)
 
     def _window_size(self, slot: int) -> int:
@@ -279,7 +302,7 @@ class Engine:
             return
         seconds = self._clock() - start
         _update_mean(self._chunk_seconds, next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS)), seconds)
-        self._count(prompt_seconds=seconds)
+        self._sums.prompt_seconds += seconds
         running.tokens.extend(chunk)
         self._cache.note_read(running.slot, running.tokens)
         if running.unread:
@@ -299,7 +322,8 @@ class Engine:
             return
         seconds = self._clock() - start
         _update_mean(self._decode_seconds, next_power_of_two(len(decoding)), seconds)
-        self._count(decode_seconds=seconds, steps=1)
+        self._sums.decode_seconds += seconds
+        self._sums.steps += 1
         for one in decoding:
             yield from self._advance(one, rows[one.slot])
 
@@ -346,7 +370,7 @@ class Engine:
             return
         one.new_tokens += 1
         one.context_tokens.append(token)
-        self._count(new_tokens=1)
+        self._sums.new_tokens += 1
         yield _make_token_event(one.request, token, logits)
         try:
             is_complete = one.grammar is not None and not one.grammar.accept(token)
@@ -379,12 +403,8 @@ class Engine:
             now - first,
         )
         self._request_seconds += SMOOTHING * (now - one.started - self._request_seconds)
-        self._count(finished_requests=1)
+        self._sums.finished_requests += 1
         return EndEvent(one.request.id, reason, timing, message)
-
-    def _count(self, **added: float) -> None:
-        """Add to the sums of `status`."""
-        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in added.items()})
 
     def predict_queue_seconds(self) -> float:
         """Return the time until a place in the queue is free, from the mean time of a request."""

@@ -7,14 +7,14 @@ aligned window that has all decoding slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import ModelError
 from ..parts import F32, next_power_of_two
-from ..session import Session
+from ..session import MIN_CONTEXT_BUCKET, Session
 
 MIN_PROMPT_TOKENS = 16
 """Smallest bucket of prompt tokens.
@@ -100,17 +100,42 @@ class SlotPool:
 
         `report` is called after each step, because all of them together may take minutes.
         """
-        window, size = self.find_window(0, 1), min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
-        while size <= next_power_of_two(self.batch):
-            window.executor(window.make_step(size, min(size, self.context)))
+        for size in self._list_prompt_sizes():
+            self._prepare_prompt(size, size)
             report()
-            size *= 2
-        count = 1
-        while count <= self._all_slots.sequences:
-            decoding = self.find_window(0, count)
-            decoding.executor(decoding.make_step(1, 1, count))
+        for count in self._list_window_sizes():
+            self._prepare_decoding(count, 1)
             report()
-            count *= 2
+
+    def prepare_longer(self) -> Iterator[None]:
+        """Plan and compile the steps of longer texts, shorter ones first, and yield after each of them.
+
+        Without this, the first text of a context bucket waits for its plan, and all other requests wait with it.
+        """
+        length = MIN_CONTEXT_BUCKET
+        while length < self.context:
+            for count in self._list_window_sizes():
+                yield self._prepare_decoding(count, length + 1)
+            for size in self._list_prompt_sizes():
+                if size <= length:
+                    yield self._prepare_prompt(size, length + 1)
+            length *= 2
+
+    def _list_prompt_sizes(self) -> list[int]:
+        largest = next_power_of_two(self.batch)
+        smallest = min(MIN_PROMPT_TOKENS, largest)
+        return [smallest << i for i in range((largest // smallest).bit_length())]
+
+    def _list_window_sizes(self) -> list[int]:
+        return [1 << i for i in range(self._all_slots.sequences.bit_length())]
+
+    def _prepare_prompt(self, size: int, length: int) -> None:
+        window = self.find_window(0, 1)
+        window.executor(window.make_step(size, min(length, self.context)))
+
+    def _prepare_decoding(self, count: int, length: int) -> None:
+        window = self.find_window(0, count)
+        window.executor(window.make_step(1, length, count))
 
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
         """Append prompt tokens to a slot and return the logits after the last one, f32[vocabulary].

@@ -6,7 +6,7 @@ import hashlib
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -83,6 +83,7 @@ class EngineThread:
         self._receivers: dict[str, Callable[[Event], None]] = {}
         self._receivers_lock = threading.Lock()
         self._orders: SimpleQueue[Callable[[], list[Event]] | None] = SimpleQueue()
+        self._preparations: Iterator[None] = self._pool.prepare_longer()
         self._status, self._last_beat = self._engine.status, time.monotonic()
         self._failure, self._is_closing, self._on_failure = "", False, on_failure
         self._fingerprint = self._compute_fingerprint(version)
@@ -196,9 +197,11 @@ class EngineThread:
         """Carry out all orders; return False when the engine is to end.
 
         Without work this waits for the first order, but not for a second one: `status` must show the end of the last
-        request at once.
+        request at once. Before it waits, it prepares the steps of longer texts, one in each call.
         """
         waits = not self._engine.has_work
+        if waits and self._orders.empty() and self._prepare_one():
+            return True
         try:
             while True:
                 order = self._orders.get(waits, HEARTBEAT_SECONDS if waits else None)
@@ -209,11 +212,27 @@ class EngineThread:
         except Empty:
             return True
 
+    def _prepare_one(self) -> bool:
+        """Prepare one step for longer texts, and return whether there was one; a failure ends the preparation."""
+        try:
+            for _ in self._preparations:
+                return True
+        except HocketError:  # a request that needs this step gets the error
+            self._preparations = iter(())
+        return False
+
     def _send(self, events: list[Event]) -> None:
-        for event in events:
-            with self._receivers_lock:
-                ends = isinstance(event, EndEvent)
-                receiver = self._receivers.pop(event.request, None) if ends else self._receivers.get(event.request)
+        """Call the receivers of events, after all of them have been looked up under one lock."""
+        if not events:
+            return
+        with self._receivers_lock:
+            calls = [
+                (self._receivers.pop(event.request, None), event)
+                if isinstance(event, EndEvent)
+                else (self._receivers.get(event.request), event)
+                for event in events
+            ]
+        for receiver, event in calls:
             if receiver is not None:
                 receiver(event)
 
