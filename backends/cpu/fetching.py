@@ -1,4 +1,4 @@
-"""Prefetch distances of weights that are read once: measured at first use, and cached with the kernels.
+"""Prefetch distances of weights that are read once: measured at first use, and cached.
 
 Processors differ in their hardware prefetch, and dtypes in the time of products. No distance is best everywhere,
 and a bad one costs up to half of the speed. Several rows of activations need a distance of their own: hardware prefetch
@@ -7,7 +7,6 @@ is early enough for one row, and too late for four.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections import defaultdict
@@ -18,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ...graph.disk_cache import make_cache_path, read_cached, write_cached
 from ...graph.dtypes import DType
 from ..base import Program
-from ..cache import cache_folder, read_cached, write_cached
 from .compiler import KERNEL_FUNCTION, compute_source_digest
 
 PREFETCH_DISTANCES = ((8192, 16384), (0, 0), (4096, 4096), (8192, 8192), (2048, 8192))
@@ -166,7 +165,4 @@ class TimedMatmul:
 
 
 def _cache_file(dtype: DType) -> Path:
-    name = hashlib.sha256(
-        compute_source_digest() + repr((str(dtype), PREFETCH_DISTANCES, TUNED_ROW_COUNTS)).encode()
-    ).hexdigest()[:40]
-    return cache_folder() / "kernels" / f"{name}.ahead"
+    return make_cache_path("prefetch", compute_source_digest(), str(dtype), PREFETCH_DISTANCES, TUNED_ROW_COUNTS)
