@@ -91,8 +91,8 @@ def map_cached(file: Path, nbytes: int) -> tuple[mmap.mmap, bytes] | None:
     Returns None if the file is missing, damaged at its end, renamed or of another size.
     """
     try:
-        with open(file, "rb") as opened:
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        with open(file, "rb") as handle:
+            mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError):
         return None
     note = _check_digest(file, mapped[nbytes:])
@@ -113,8 +113,8 @@ def write_mappable(file: Path, data: memoryview, note: bytes, content: str, fold
 
 
 @cache
-def evict_oldest_files(folder: Path, most: int) -> None:
-    """Delete the least recently used files until at most `most` bytes are left.
+def evict_oldest_files(folder: Path, max_bytes: int) -> None:
+    """Delete the least recently used files until at most `max_bytes` bytes are left.
 
     A process does this when it first writes a file, so its own files may exceed the limit. Other processes may delete
     and read at the same time. A file that is open stays readable, and a missing file is created again.
@@ -126,7 +126,7 @@ def evict_oldest_files(folder: Path, most: int) -> None:
                 with suppress(OSError):  # another process was quicker
                     of = entry.stat(follow_symlinks=False)
                     files.append((of.st_mtime, of.st_size, entry.path))
-    excess = sum(size for _, size, _ in files) - most
+    excess = sum(size for _, size, _ in files) - max_bytes
     for _, size, path in sorted(files):
         if excess <= 0:
             break
@@ -136,13 +136,13 @@ def evict_oldest_files(folder: Path, most: int) -> None:
 
 
 def _write_file(
-    file: Path, pieces: tuple[bytes | memoryview, ...], content: str, folder: Path, *, durable: bool = False
+    file: Path, parts: tuple[bytes | memoryview, ...], content: str, folder: Path, *, durable: bool = False
 ) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with replacing(file, mode=PRIVATE, durable=durable) as whole:
-            for piece in pieces:
-                whole.write(piece)
+            for part in parts:
+                whole.write(part)
     except OSError as why:
         _warn_unwritable_once(content, str(folder), why.strerror or str(why))
 
@@ -155,7 +155,7 @@ def _compute_digest(file: Path, data: bytes) -> bytes:
 
 
 def _check_digest(file: Path, content: bytes) -> bytes | None:
-    """Return the data after a digest; None if the digest is that of other data or of another name."""
+    """Return the data after a digest; None if other data or another name has the digest."""
     data = content[DIGEST_BYTES:]
     return data if _compute_digest(file, data) == content[:DIGEST_BYTES] else None
 

@@ -40,19 +40,19 @@ def write_with_age(file: Path, hours: float, nbytes: int = 1000) -> Path:
     return file
 
 
-def test_data_is_made_once_for_each_key_and_again_for_a_damaged_file(folder: Path):
+def test_data_is_computed_once_for_each_key_and_again_for_a_damaged_file(folder: Path):
     paths = [make_cache_path("plans", *key) for key in ((1, "a"), (1, "b"), ("1", "a"), (1, b"a"), ("\udc80",))]
     assert len({*paths}) == 5
     assert {path.parent for path in paths} == {folder / "plans"}
-    made: list[int] = []
+    calls: list[int] = []
 
     def make() -> bytes:
-        made.append(0)
+        calls.append(0)
         return b"data"
 
     def load() -> int:
         assert [load_or_make(file, make) for file in (paths[0], paths[0], paths[1])] == [b"data"] * 3
-        return len(made)
+        return len(calls)
 
     assert load() == load() == 2
     whole = paths[0].read_bytes()
