@@ -7,7 +7,6 @@ is early enough for one row, and too late for four.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from ...graph.disk_cache import make_cache_path, read_cached, write_cached
 from ...graph.dtypes import DType
 from ..base import Program
+from ..compile_log import log
 from .compiler import KERNEL_FUNCTION, compute_source_digest
 
 PREFETCH_DISTANCES = ((8192, 16384), (0, 0), (4096, 4096), (8192, 8192), (2048, 8192))
@@ -39,7 +39,6 @@ TUNED_ROW_COUNTS = (1, 4)
 """Numbers of activation rows that are measured: one, and several."""
 MAX_GROUP_ROWS = 64
 """Maximum rows of a group in any packed form."""
-log = logging.getLogger("hocket.kernels")
 
 
 def find_prefetch_distance(dtype: DType, *, several: bool = False) -> tuple[int, int]:
