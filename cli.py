@@ -26,8 +26,9 @@ from .graph.validation import did_you_mean
 TOP_LEVEL_FLAGS = ("-h", "--help", "--version")
 """Flags that may precede the command."""
 SHARED_FLAGS_HELP = (
-    "Commands that run or plan a model take --devices, --split-mode, --tensor-split and --place REGEX=DEVICE (what has "
-    "such a name, or reads a weight or state of such a name, runs on that device); see hocket COMMAND --help."
+    "Commands that run or plan a model take --devices, --split-mode, --tensor-split and --place REGEX=DEVICE. A node "
+    "with a matching name runs on that device, as does a node that reads a matching weight or state. See hocket "
+    "COMMAND --help."
 )
 
 

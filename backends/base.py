@@ -305,7 +305,7 @@ class Backend(Protocol):
     def supports(self, node: Node, on: Device) -> Support:
         """Return whether `node` can run on that device, and the reason."""
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         """Return the shape and dtype in which a value of `spec` is stored.
 
         Args:
@@ -357,8 +357,8 @@ def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[
             at = number
             call()
     except BaseException as why:  # an interrupt, too, leaves an instruction half done
-        said = str(why) if isinstance(why, HocketError) else " ".join(f"{type(why).__name__}: {why}".split())
-        raise StepError(program.instructions[at].node, str(on), at, said) from why
+        message = str(why) if isinstance(why, HocketError) else " ".join(f"{type(why).__name__}: {why}".split())
+        raise StepError(program.instructions[at].node, str(on), at, message) from why
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -50,9 +50,9 @@ def can_be_overlapped(op: str) -> bool:
     return op in COLLECTIVES and op not in POINT_TO_POINT_OPS
 
 
-def has_access_conflict(meeting: AccessedRegions, other: AccessedRegions) -> bool:
+def has_access_conflict(collective: AccessedRegions, other: AccessedRegions) -> bool:
     """Return whether an instruction with the accesses `other` has to wait for a collective."""
-    (read, written), (reads, writes) = meeting, other
+    (read, written), (reads, writes) = collective, other
     return _has_overlap(written, [*reads, *writes]) or _has_overlap(read, writes)
 
 

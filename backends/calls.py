@@ -63,9 +63,9 @@ class HostInstruction:
     def take_scratch(self, *shape: int) -> Float32Array:
         """Return the next unused slice of scratch, with that shape."""
         n = math.prod(shape)
-        piece = self.scratch[self._used_scratch : self._used_scratch + n].reshape(shape)
+        view = self.scratch[self._used_scratch : self._used_scratch + n].reshape(shape)
         self._used_scratch += n
-        return piece
+        return view
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +130,12 @@ class Replay:
         """Run once and return when each op was computed."""
         times: list[tuple[int, float, float]] = []
 
-        def timed(number: int, call: Callable[[], object]) -> None:
+        def run_and_time(number: int, call: Callable[[], object]) -> None:
             start = time.monotonic()
             call()
             times.append((number, start, time.monotonic()))
 
-        self._run((number, partial(timed, number, call)) for number, call in self.calls)
+        self._run((number, partial(run_and_time, number, call)) for number, call in self.calls)
         return self._make_timed_kernels(times)
 
     def _make_timed_kernels(self, times: Iterable[tuple[int, float, float]]) -> Iterator[TimedKernel]:

@@ -146,7 +146,7 @@ class Dataflow:
         parted = self._split_around(numbers)
         assert parted is not None
         self._accesses |= self._find_external_accesses(numbers)
-        first, last = (most(self._position_by_instruction[n] for n in numbers) for most in (min, max))
+        first, last = (extreme(self._position_by_instruction[n] for n in numbers) for extreme in (min, max))
         groups = [*parted[0], tuple(sorted(numbers)), *parted[1]]
         groups += [()] * (last + 1 - first - len(groups))
         self._order[first : last + 1] = groups
@@ -164,14 +164,14 @@ class Dataflow:
             return None
         touched = {**self._accesses, **self._find_external_accesses(numbers)}
         places = [self._position_by_instruction[n] for n in numbers]
-        before, met, behind = (list[tuple[int, ...]]() for _ in range(3))
+        before, members, behind = (list[tuple[int, ...]]() for _ in range(3))
         for group in filter(None, self._order[min(places) : max(places) + 1]):
-            is_held_up = self._has_group_conflict(behind, group, touched)
+            must_follow = self._has_group_conflict(behind, group, touched)
             if group[0] in numbers:
-                if is_held_up:
+                if must_follow:
                     return None
-                met.append(group)
-            elif is_held_up or self._has_group_conflict(met, group, touched):
+                members.append(group)
+            elif must_follow or self._has_group_conflict(members, group, touched):
                 behind.append(group)
             else:
                 before.append(group)
@@ -247,9 +247,9 @@ def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iter
 
 def has_same_elements(one: Operand, other: Operand) -> bool:
     """Return whether both operands are the same elements in the same order."""
-    alike = (one.shape, one.strides) == (other.shape, other.strides)
+    has_equal_strides = (one.shape, one.strides) == (other.shape, other.strides)
     dense = one.is_dense and other.is_dense and one.tensor.spec.size == other.tensor.spec.size
-    return one.address == other.address and (alike or dense)
+    return one.address == other.address and (has_equal_strides or dense)
 
 
 if not TYPE_CHECKING:

@@ -45,7 +45,7 @@ class HostBackend(ABC):
         )
 
     @abstractmethod
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         """Return the shape and dtype in which a value is stored."""
 
     def reads_strided(self, node: Node, operand: int) -> bool:
@@ -67,14 +67,14 @@ class HostBackend(ABC):
         return host_view(buffer, tensor)
 
     def load(self, data: Array, declared: Spec, buffer: npt.NDArray[np.uint8]) -> None:
-        stored = self.stored(declared, "weight")
+        stored = self.storage_spec(declared, "weight")
         target = host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))
         plain = data if declared.dtype.is_integer else dequantise(np.atleast_1d(data), declared.dtype)
         target[...] = encode_array(plain.reshape(stored.shape), stored.dtype)
 
     def as_buffer(self, data: Array, declared: Spec) -> npt.NDArray[np.uint8] | None:
         """Return the bytes of `data` if they are dense, aligned and equal to the stored form of a weight, else None."""
-        fits = self.stored(declared, "weight") == declared and not declared.dtype.is_quantised and data.nbytes > 0
+        fits = self.storage_spec(declared, "weight") == declared and not declared.dtype.is_quantised and data.nbytes > 0
         if not fits or data.ctypes.data % ALIGNMENT or not data.flags.c_contiguous:
             return None
         return data.reshape(-1).view(np.uint8)

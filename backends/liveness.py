@@ -18,9 +18,11 @@ AccessedRegions = tuple[list[Region], list[Region]]
 class ReaderTable:
     """The bound instructions of a program, and the readers of every result."""
 
-    def __init__(self, program: Program, bind: Callable[[int], BoundInstruction], kept: Sequence[Region]) -> None:
-        """Store the program and how to bind it; `kept` are the regions that are read after the last instruction."""
-        self.program, self.kept_regions = program, kept
+    def __init__(
+        self, program: Program, bind: Callable[[int], BoundInstruction], final_reads: Sequence[Region]
+    ) -> None:
+        """Store the program, its binder and `final_reads`: the regions that are read after the last instruction."""
+        self.program, self.final_regions = program, final_reads
         self._bind = bind
         self._bound_instructions: dict[int, BoundInstruction] = {}
         self._accesses: dict[int, AccessedRegions] = {}
@@ -64,19 +66,19 @@ class ReaderTable:
     def _readers_by_instruction(self) -> Mapping[int, list[int]]:
         """Readers by instruction, found in one pass that tracks the producer of each byte."""
         readers: dict[int, list[int]] = {}
-        held: dict[int, list[ProducedBytes]] = defaultdict(list)
+        producers: dict[int, list[ProducedBytes]] = defaultdict(list)
         for number in range(len(self.program.instructions)):
             read, written = self.accessed_regions(number)
-            for maker in {maker for region in read for maker in _find_producers(region, held[region.buffer])}:
+            for maker in {maker for region in read for maker in _find_producers(region, producers[region.buffer])}:
                 readers[maker].append(number)
             is_traced = written and not written[0].pitch and self.bound_instruction(number).out.declared_spec is None
             for at, region in enumerate(written):
                 if not region.pitch:  # a region with gaps leaves some bytes unchanged
-                    _record_write(region, held[region.buffer], number if is_traced and at == 0 else None)
+                    _record_write(region, producers[region.buffer], number if is_traced and at == 0 else None)
             if is_traced:
                 readers[number] = []
-        for region in self.kept_regions:
-            for maker in _find_producers(region, held[region.buffer]):
+        for region in self.final_regions:
+            for maker in _find_producers(region, producers[region.buffer]):
                 readers.pop(maker, None)
         return readers
 
@@ -88,23 +90,23 @@ The entries of a buffer are in order and do not overlap.
 """
 
 
-def _find_overlap_slice(region: Region, held: Sequence[ProducedBytes]) -> slice:
+def _find_overlap_slice(region: Region, producers: Sequence[ProducedBytes]) -> slice:
     """Return the slice of the entries that a region overlaps."""
-    first = bisect_right(held, region.low, key=itemgetter(1))
-    return slice(first, bisect_left(held, region.high, first, key=itemgetter(0)))
+    first = bisect_right(producers, region.low, key=itemgetter(1))
+    return slice(first, bisect_left(producers, region.high, first, key=itemgetter(0)))
 
 
-def _find_producers(region: Region, held: Sequence[ProducedBytes]) -> list[int]:
-    return [maker for _, _, maker in held[_find_overlap_slice(region, held)]]
+def _find_producers(region: Region, producers: Sequence[ProducedBytes]) -> list[int]:
+    return [maker for _, _, maker in producers[_find_overlap_slice(region, producers)]]
 
 
-def _record_write(region: Region, held: list[ProducedBytes], maker: int | None) -> None:
+def _record_write(region: Region, producers: list[ProducedBytes], maker: int | None) -> None:
     """Update the entries of a buffer after a write; `maker` is None if the readers of the result are not tracked."""
-    start, end, within = region.low, region.high, _find_overlap_slice(region, held)
-    over = held[within]
+    start, end, within = region.low, region.high, _find_overlap_slice(region, producers)
+    over = producers[within]
     before = [(low, start, old) for low, _, old in over[:1] if low < start]
     behind = [(end, high, old) for _, high, old in over[-1:] if end < high]
-    held[within] = [*before, *([(start, end, maker)] if maker is not None and start < end else []), *behind]
+    producers[within] = [*before, *([(start, end, maker)] if maker is not None and start < end else []), *behind]
 
 
 def build_reader_table(program: Program, operand: Callable[[Tensor], Operand]) -> ReaderTable:
@@ -116,6 +118,6 @@ def build_reader_table(program: Program, operand: Callable[[Tensor], Operand]) -
         dst = tuple(map(operand, i.dst))
         return BoundInstruction(i.op, src, dst, i.attrs, lambda: readers.find_reader_instructions(number))
 
-    kept = [*program.outputs.values(), *(t for _, back in program.undo for t in back.src if t is not None)]
-    readers = ReaderTable(program, bind, [operand(t).region for t in kept])
+    final_reads = [*program.outputs.values(), *(t for _, back in program.undo for t in back.src if t is not None)]
+    readers = ReaderTable(program, bind, [operand(t).region for t in final_reads])
     return readers

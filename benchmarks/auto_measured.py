@@ -90,8 +90,8 @@ def measure_choices(
 def find_chosen_mode(session: Session, sequences: int) -> str:
     """Return the choice that the plan of the session reports."""
     reasons = session.plan(session.make_step(1, 1, sequences)).reasons
-    told = (reason.removeprefix("taken: ") for reason in reasons if reason.startswith("taken: "))
-    return next(told, "one device").partition(",")[0]
+    choices = (reason.removeprefix("taken: ") for reason in reasons if reason.startswith("taken: "))
+    return next(choices, "one device").partition(",")[0]
 
 
 def format_comparison(rounds: Sequence[Mapping[str, float]], tokens: int, took: str) -> list[str]:

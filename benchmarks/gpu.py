@@ -99,8 +99,8 @@ def make_benchmark_device(args: argparse.Namespace, folder: str) -> BenchmarkDev
     """Build the device to measure from the command line. Raises `BackendError` if there is no such device."""
     backend, on = find_device(args.kind)
     driver = backend.driver
-    given = {"models": args.model, "folder": folder, "llama": args.llama}
-    return BenchmarkDevice(driver, make_machine(driver, on), on, tiny=args.tiny, **given)
+    options = {"models": args.model, "folder": folder, "llama": args.llama}
+    return BenchmarkDevice(driver, make_machine(driver, on), on, tiny=args.tiny, **options)
 
 
 def run_worker(args: argparse.Namespace) -> None:

@@ -226,7 +226,7 @@ def measure_case(case: KernelCase, limits: MachineLimits, repeats: int, seed: in
     run = load(
         plan_for_group(graph, [(backend, backend.device(0))]), {w.node.name: raw[w.dtype] for w in graph.weights}
     )
-    given = {
+    inputs = {
         v.node.name: np.arange(v.shape[-1])[None] + CONTEXT_TOKENS - v.shape[-1]
         if v.dtype.is_integer
         else -rng.random(v.shape, np.float32) * np.float32(0.1)
@@ -234,7 +234,7 @@ def measure_case(case: KernelCase, limits: MachineLimits, repeats: int, seed: in
     }
     times: dict[str, list[float]] = {}
     for i in range(1 + repeats):
-        run.bind(given)
+        run.bind(inputs)
         for step in run.measure()[0]:
             if i:
                 times.setdefault(step.kernel, []).append(step.seconds)

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plan_scaling import describe_time_use
+from plan_scaling import CONTEXT_TOKENS, describe_time_use
 
 from hocket.frontends.laying_out import make_workload
 from hocket.frontends.models import Model, Step
@@ -21,7 +21,6 @@ from hocket.graph import Graph
 from hocket.scheduler import Plan, Workload, compute_missing_bytes, format_bytes, parse_simulated_group, plan_for_group
 from hocket.scheduler.units import format_seconds
 
-CONTEXT_TOKENS = 4096
 MACHINES = ("h200:1", "h200:2,nvlink", "h200:4,nvlink", "h200:8,nvlink", "rtx4090:2,pcie4")
 STEPS = {
     "decode": Step(1, 1, CONTEXT_TOKENS, CONTEXT_TOKENS, 1),
@@ -37,18 +36,25 @@ COMPARED_PAIRS = (
 COMPARED_LAYER_COUNT = 12
 """Layers of the models that are also planned with every mode and number of devices."""
 HeaderWriter = Callable[..., str]
-PAGE_HEAD = """# What `auto` takes
+PAGE_HEAD = """# Choices of `auto`
 
-Written by `python benchmarks/plan_choices.py > docs/auto.md`: files that are only headers, 4-bit weights, a context of
-{context} tokens in use, simulated machines.  All times are
-**predicted**: products from their machine code, the rest from data sheets.  On an H100 some kernels took up to
-[2.4 times the predicted time](first-gpu.md#what-an-h100-says-of-the-model-of-time).
+This page shows the plans that split mode `auto` takes for four models and several simulated machines. It is for readers
+who wonder why `auto` uses fewer devices than they have. `python benchmarks/plan_choices.py > docs/auto.md` writes it.
 
-`auto` makes the plan that takes least time, where memory and devices cost (`scheduler/choosing/auto.py`): a full
-copy of weights and states on every device has to save {copied:.0%} of the time, and twice as many devices {joined:.0%}.
-What does not fit comes last.  `held` is what all devices together hold of weights and states.  `spent on` says what the
-slowest device does in a run, and so why more devices help or do not: `work` is shared out, `launches` are not, and
-`collectives` are added, but for what of them runs beside work.
+- **Model**: a file that is only a header, with 4-bit weights and a context of {context} tokens in use.
+- **Times**: all times are **predicted**. The speeds of matrix products come from their machine code, the rest from data
+  sheets. On an H100 some kernels took up to
+  [2.4 times the predicted time](first-gpu.md#the-time-model-against-an-h100).
+
+`auto` takes the plan with the least time, with a price for memory and devices (`scheduler/choosing/auto.py`). A full
+copy of weights and states on every device must save {copied:.0%} of the time, and twice as many devices {joined:.0%}. A
+plan that does not fit comes last.
+
+The columns:
+
+- `held`: the bytes of weights and states on all devices together.
+- `spent on`: the time of the slowest device in a run. `work` is divided among the devices, `launches` are not, and
+  `collectives` are added. The share in brackets is the part of the collectives that overlaps with work.
 """
 
 
@@ -73,8 +79,10 @@ def predict_plan_seconds(plan: Plan, use: Workload | None) -> float:
     """Return the predicted seconds of one run, or of a workload."""
     if use is None:
         return plan.cost.total
-    made = cache(lambda *asked: plan_for_group(use.build_graph(*asked), plan.group, hardware=plan.hardware, like=plan))
-    return use.score_plans(made)[0]
+    build_plan = cache(
+        lambda *asked: plan_for_group(use.build_graph(*asked), plan.group, hardware=plan.hardware, like=plan)
+    )
+    return use.score_plans(build_plan)[0]
 
 
 def compute_stored_bytes(plan: Plan) -> int:
@@ -85,8 +93,9 @@ def compute_stored_bytes(plan: Plan) -> int:
 def format_choices(name: str, path: str) -> Iterator[str]:
     """Yield the section of a model: the choice of `auto` for each machine and step, and the next best choice."""
     yield f"\n## {name}\n"
-    yield "| machine | step | taken | a run | spent on | held | left aside |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| machine | step | taken | a run | spent on | held |"
+    yield "|---|---|---|---|---|---|"
+    rejected = []
     model = open_model(path, header_only=True)
     for machine in MACHINES:
         for kind, step in STEPS.items():
@@ -102,24 +111,27 @@ def format_choices(name: str, path: str) -> Iterator[str]:
             )
             lacking = f", {format_bytes(short)} short" if (short := compute_missing_bytes(plan)) else ""
             stored = format_bytes(compute_stored_bytes(plan))
-            yield f"| {' | '.join(cells)} | {stored}{lacking} | {(aside or ['-'])[0]} |"
+            yield f"| {' | '.join(cells)} | {stored}{lacking} |"
+            rejected += [f"- {machine}, {kind}: {aside[0]}"] if aside else []
+    yield "\nThe best rejected candidates:\n"
+    yield from rejected
 
 
 def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterator[str]:
     """Yield the section that compares `auto` with all other modes on all numbers of devices."""
     yield "\n## Against choices by hand\n"
-    yield f"Times of the first {COMPARED_LAYER_COUNT} layers alone: of one token, then of prompts and"
-    yield "tokens of several sequences, with parts and micro-batches.  Choices that copy the weights to every device"
-    yield "are left aside.\n\n| model | machine | for | auto | best by hand | which | ratio |"
+    yield f"The table has times of the first {COMPARED_LAYER_COUNT} layers: of one token, and of prompts and tokens of"
+    yield "several sequences, with prefill chunks and micro-batches. It omits plans that copy the weights to every"
+    yield "device.\n\n| model | machine | for | auto | best by hand | which | ratio |"
     yield "|---|---|---|---|---|---|---|"
     for name, machine in COMPARED_PAIRS:
         model = open_model(shapes[name](folder / f"{name}-short.gguf", layers=COMPARED_LAYER_COUNT), header_only=True)
         for sequences in (0, 1, 16):
             use = build_workload(model, sequences) if sequences else None
             graph = model.graph(STEPS["decode"]) if use is None else use.build_graph(sequences, 1)
-            auto, most = plan_on_machine(graph, machine, use=use), len(parse_simulated_group(machine).group)
+            auto, device_count = plan_on_machine(graph, machine, use=use), len(parse_simulated_group(machine).group)
             rivals: list[tuple[float, str]] = []
-            for devices in sorted({1, 2, most}):
+            for devices in sorted({1, 2, device_count}):
                 for mode in ("none",) if devices == 1 else ("layer", "tensor", "layer,tensor")[: 2 + (devices > 2)]:
                     plan = plan_on_machine(graph, machine, mode, devices, use)
                     once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
@@ -130,11 +142,11 @@ def format_comparisons(shapes: dict[str, HeaderWriter], folder: Path) -> Iterato
                         else [(predict_plan_seconds(plan, use), f"{mode}, {devices} device{'s' * (devices > 1)}")]
                     )
             (best, which), own = min(rivals), predict_plan_seconds(auto, use)
-            wanted = "one token" if use is None else str(use)
+            workload_text = "one token" if use is None else str(use)
             cells = (
                 f"{name}, {COMPARED_LAYER_COUNT} layers",
                 machine,
-                wanted,
+                workload_text,
                 format_seconds(own),
                 format_seconds(best),
                 which,

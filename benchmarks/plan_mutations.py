@@ -25,8 +25,8 @@ def main() -> int:
     tally = campaign(names, args.rounds, args.seed)
     for where in sorted(tally.refused.keys() | tally.harmless.keys()):
         print(f"{where:24} {tally.refused[where]:6} refused {tally.harmless[where]:6} run right")
-    for said in (*tally.missed, *tally.raised):
-        print(f"MISSED {said}")
+    for fault in (*tally.missed, *tally.raised):
+        print(f"MISSED {fault}")
     print(f"{tally.refused.total()} refused, {tally.harmless.total()} run right, {len(tally.missed)} missed")
     return bool(tally.missed or tally.raised)
 

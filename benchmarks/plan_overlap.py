@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
+from plan_scaling import CONTEXT_TOKENS
+
 from hocket.frontends.commands.plan import read_step_graph
 from hocket.graph import Graph
 from hocket.scheduler import Plan, parse_simulated_group, plan_for_group
@@ -20,7 +22,6 @@ from hocket.scheduler.units import format_seconds
 
 MACHINES = ("h200:8,nvlink", "h200:4,nvlink", "h200:4,pcie5", "h100:2,pcie5", "cpu:2")
 STEPS = {"one token": 1, "a prompt of 2,048": 2048}
-CONTEXT_TOKENS = 4096
 PAGE_HEAD = """# Overlap of compute and collectives
 
 - Measured: nothing. All times are **predictions**, in which compute and a collective at the same time do not slow each
@@ -41,9 +42,9 @@ def plan_with_overlap(graph: Graph, machine: str, *, beside: bool) -> Plan:
     with patch.object(
         SimulatedGpu, "can_overlap_collectives", SimulatedGpu.can_overlap_collectives if beside else lambda *_: False
     ):
-        made = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph), split_mode="tensor")
-        assert made.cost  # computes the costs while the patch is active
-    return made
+        plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph), split_mode="tensor")
+        assert plan.cost  # computes the costs while the patch is active
+    return plan
 
 
 def format_comparison_rows(path: str) -> Iterator[tuple[str, ...]]:

@@ -26,21 +26,34 @@ SEQUENCE_COUNTS = (1, 16, 128)
 CONTEXT_TOKENS = 4096
 PAGE_HEAD = """# From 1 to 1,024 GPUs
 
-Written by `python benchmarks/plan_scaling.py > docs/scaling.md`: files that are only headers, 4-bit weights, {context}
-tokens of context in use by each sequence, simulated H200 in machines of {machine} (NVLink within, InfiniBand of 400
-Gbit/s across), one token for each sequence and step, split mode `auto`.  All figures are **predicted**:
-what kernels take from their machine code, the rest from data sheets; none was measured.  On an H100 some kernels
-took up to [2.4 times the predicted time](first-gpu.md#what-an-h100-says-of-the-model-of-time).
+This page shows the number of GPUs that split mode `auto` takes, for three models. It is for readers who choose a
+machine. `python benchmarks/plan_scaling.py > docs/scaling.md` writes it.
 
-`used` are the GPUs that `auto` takes: more would make a step longer, or shorten it by less than their price.  Whoever
-has more runs copies of the model side by side: tokens per second then grow with the copies, and the time of a step
-stays.  `spent on` says what the slowest GPU does in a step: reading weights, states and activations, or arithmetic
-(`work`), starting kernels (`launches`), and meeting others (`collectives`).  `more` is the best choice on more GPUs
-that was left aside.
+- **Model**: a file that is only a header, with 4-bit weights.
+- **Step**: one token for each sequence. Each sequence has {context} tokens of context in use.
+- **Devices**: simulated H200 in machines of {machine}, with NVLink inside a machine and InfiniBand of 400 Gbit/s
+  between machines.
+- **Times**: all figures are **predicted**, none was measured. The speeds of kernels come from their machine code, the
+  rest from data sheets. On an H100 some kernels took up to
+  [2.4 times the predicted time](first-gpu.md#the-time-model-against-an-h100).
 
-The limit lies at one machine.  There starting kernels takes the largest part of a step of one sequence, and does not
-shrink with the number of GPUs; a sum across two machines takes three times as long as one within; and stages of
-layers on several machines take turns in a step of decoding, so they hold more and are no faster.
+The columns:
+
+- `used`: the GPUs that `auto` takes. More GPUs would make a step longer, or shorten it by less than their price. Copies
+  of the model on further GPUs multiply the tokens per second, and do not change the time of a step.
+- `held`: the bytes of weights and states on all GPUs together.
+- `spent on`: the time of the slowest GPU in a step. `work` is to read weights, states and activations, or arithmetic.
+  `launches` is to start kernels, and `collectives` is to communicate.
+
+Below each table are the best rejected candidates on more GPUs, for each number of sequences.
+
+`auto` never takes more than one machine, for three reasons:
+
+- Inside one machine, launches take the largest part of a step of one sequence. Their time does not shrink with the
+  number of GPUs.
+- A sum across two machines takes three times as long as a sum inside one machine.
+- A layer split over several machines computes a decode step in one stage after the other. So it needs more memory and
+  is no faster.
 """
 
 
@@ -54,10 +67,10 @@ def format_machine_spec(gpus: int) -> str:
 def describe_time_use(plan: Plan) -> str:
     """Return the shares of compute, launches and collectives in the time of a step."""
     total = plan.cost.total
-    launches = plan.hardware.launch * max(sum(lane.launches()) for lane in plan.lanes)
+    launches = plan.hardware.launch * max(sum(device_plan.launches()) for device_plan in plan.lanes)
     parts = {"work": plan.cost.compute - launches, "launches": launches, "collectives": plan.cost.collectives}
-    said = ", ".join(f"{name} {max(0.0, seconds) / total:.0%}" for name, seconds in parts.items())
-    return f"{said} ({plan.cost.hidden / total:.0%} beside work)" if plan.cost.hidden else said
+    shares_text = ", ".join(f"{name} {max(0.0, seconds) / total:.0%}" for name, seconds in parts.items())
+    return f"{shares_text} ({plan.cost.hidden / total:.0%} overlapped)" if plan.cost.hidden else shares_text
 
 
 def find_best_unused(plan: Plan, used: int) -> str:
@@ -70,8 +83,8 @@ def find_best_unused(plan: Plan, used: int) -> str:
     return larger[0] if larger else "-"
 
 
-def format_rows(graph: Graph, sequences: int) -> Iterator[str]:
-    """Yield a row for each choice of `auto`, with the numbers of GPUs for which it is chosen."""
+def format_rows(graph: Graph, sequences: int) -> Iterator[tuple[str, str]]:
+    """Yield a row for each choice of `auto`, with its numbers of GPUs; and the best rejected choice on more GPUs."""
     same: list[tuple[int, str]] = []
     for gpus in GPU_COUNTS:
         simulation = parse_simulated_group(format_machine_spec(gpus))
@@ -84,16 +97,22 @@ def format_rows(graph: Graph, sequences: int) -> Iterator[str]:
     for cells, group in groupby(same, key=lambda pair: pair[1].rpartition(" | ")[0]):
         taken = list(group)
         numbers = f"{taken[0][0]:,}" + (f" to {taken[-1][0]:,}" if len(taken) > 1 else "")
-        yield f"| {sequences} | {numbers} | {cells} | {taken[-1][1].rpartition(' | ')[2]} |"
+        yield f"| {sequences} | {numbers} | {cells} |", taken[-1][1].rpartition(" | ")[2]
 
 
 def format_row(plan: Plan, sequences: int) -> str:
     """Return the cells of a plan: devices, seconds, tokens/s and bytes."""
-    used = sum(bool(lane.program.instructions) for lane in plan.lanes)
-    held = plan.memory()["weight"] + plan.memory()["state"]
+    used = sum(bool(device_plan.program.instructions) for device_plan in plan.lanes)
+    stored_bytes = plan.memory()["weight"] + plan.memory()["state"]
     lacking = f", {format_bytes(short)} short" if (short := compute_missing_bytes(plan)) else ""
     rate = sequences / plan.cost.total
-    cells = (used, format_seconds(plan.cost.total), f"{rate:,.0f}", f"{rate / used:,.0f}", format_bytes(held) + lacking)
+    cells = (
+        used,
+        format_seconds(plan.cost.total),
+        f"{rate:,.0f}",
+        f"{rate / used:,.0f}",
+        format_bytes(stored_bytes) + lacking,
+    )
     return f"{' | '.join(map(str, cells))} | {describe_time_use(plan)} | {find_best_unused(plan, used)}"
 
 
@@ -107,11 +126,16 @@ def main() -> None:
         for name in MODELS:
             model = open_model(SHAPES[name](Path(folder) / f"{name}.gguf"), header_only=True)
             print(f"\n## {name}\n")
-            print("| sequences | GPUs | used | a step | tokens/s | for each used | held | spent on | more |")
-            print("|--:|--:|--:|--:|--:|--:|--:|---|---|")
+            print("| sequences | GPUs | used | a step | tokens/s | for each used | held | spent on |")
+            print("|--:|--:|--:|--:|--:|--:|--:|---|")
+            rejected: list[str] = []
             for sequences in SEQUENCE_COUNTS:
                 graph = model.graph(Step(sequences, 1, CONTEXT_TOKENS, CONTEXT_TOKENS, sequences))
-                print(*format_rows(graph, sequences), sep="\n", flush=True)
+                for row, more in format_rows(graph, sequences):
+                    print(row, flush=True)
+                    rejected += [f"- {sequences} sequence{'s' * (sequences > 1)}: {more}"] * (more != "-")
+            if rejected:
+                print("", "The best rejected candidates on more GPUs:", "", *rejected, sep="\n")
 
 
 if __name__ == "__main__":

@@ -164,8 +164,8 @@ def make_vector_shape(
         processors: Multiprocessors of the GPU; packed rows are distributed over them evenly.
         target_share: The wanted share of the bandwidth.
     """
-    least = 16 if dtype in packed.BLOCK_RECORD_DTYPES else 8
-    own = -(-rows // processors // least) * least if dtype in packed.TILED_SOURCE_BY_DTYPE else 64
+    row_multiple = 16 if dtype in packed.BLOCK_RECORD_DTYPES else 8
+    own = -(-rows // processors // row_multiple) * row_multiple if dtype in packed.TILED_SOURCE_BY_DTYPE else 64
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * (rows + columns)
     case = f"mul_mat(w={dtype}[{own},{columns}], x=f32[1,{columns}])"
     name = f"{dtype} {rows}×{columns}, 1 token"
@@ -401,11 +401,11 @@ machine code of NVRTC, and data sheets of GPUs (`backends/cupy/time_model/launch
 
 
 def main() -> None:
-    shown = make_shapes(GPUS[LISTED_GPUS[0]].multiprocessor_count)
+    shapes = make_shapes(GPUS[LISTED_GPUS[0]].multiprocessor_count)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        times = list(tqdm(pool.map(predict_shape, range(len(shown))), total=len(shown)))
+        times = list(tqdm(pool.map(predict_shape, range(len(shapes))), total=len(shapes)))
         by_dtype = list(tqdm(pool.map(predict_product_speeds, DTYPES), total=len(DTYPES)))
-    both = list(zip(shown, times, strict=True))
+    both = list(zip(shapes, times, strict=True))
     TABLE.write_text(
         HEAD + "\n".join(line for shape, of in both for line in format_table_rows(shape, of)) + "\n", "utf-8"
     )

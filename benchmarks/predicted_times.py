@@ -100,11 +100,11 @@ def make_runs(path: Path, tokens: list[int], context: int, threads: int | None) 
     session = open_session(open_model(path), on=replace(ONE_DEVICE, threads=threads), context=context)
     runs = []
     for count in tokens:
-        drawn = draw_random_tokens(session, count)
-        run_at_context_end(session, next(drawn))
+        tokens_to_run = draw_random_tokens(session, count)
+        run_at_context_end(session, next(tokens_to_run))
         with session.tracing() as trace:
-            run_at_context_end(session, next(drawn))
-        runs.append(ModelRun(path.name, session, count, trace.runs[-1].plan, drawn))
+            run_at_context_end(session, next(tokens_to_run))
+        runs.append(ModelRun(path.name, session, count, trace.runs[-1].plan, tokens_to_run))
     return runs
 
 

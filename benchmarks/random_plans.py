@@ -31,11 +31,11 @@ def main() -> int:
             break
         graph = wide_graph(seed)
         ops.update({n.op for n in graph.nodes})
-        for way, fault in try_all_modes(graph, seed):
+        for mode, fault in try_all_modes(graph, seed):
             plans += 1
             if fault:
                 faults += 1
-                print(f"seed {seed}, {way}: {fault}", flush=True)
+                print(f"seed {seed}, {mode}: {fault}", flush=True)
     print(f"{plans} plans, {len(ops)} ops, {faults} faults, {monotonic() - start:.0f} s")
     return bool(faults)
 

@@ -37,9 +37,9 @@ def main() -> None:
 
 def measure_command_seconds(command: list[str]) -> float:
     """Return the wall time of a command, in seconds."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = perf_counter()
-    subprocess.run(command, env=kept, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=True)
     return perf_counter() - start
 
 

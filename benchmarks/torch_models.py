@@ -74,8 +74,8 @@ def compare_speeds(name: str, tokens: int, threads: int, rounds: int, compiled: 
                 run(ids)
                 if turn >= 2:  # the first two rounds warm up
                     seconds[side].append(time.perf_counter() - start)
-    wanted = results_of["eager"].double()
-    error = float(((results_of["hocket"] - wanted) ** 2).sum() / (wanted**2).sum())
+    expected = results_of["eager"].double()
+    error = float(((results_of["hocket"] - expected) ** 2).sum() / (expected**2).sum())
     weights = sum(p.numel() for p in model.parameters())
     for side in list(sides)[1:]:
         ratios = [theirs / ours for ours, theirs in zip(seconds["hocket"], seconds[side], strict=True)]

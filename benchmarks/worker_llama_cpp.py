@@ -26,11 +26,11 @@ def open_model_and_context(path: str, threads: int, size: int) -> tuple[object, 
     model = lc.llama_model_load_from_file(path.encode(), lc.llama_model_default_params())
     if not model:
         raise SystemExit(f"llama.cpp cannot load {path}")
-    wanted = lc.llama_context_default_params()
-    wanted.n_ctx, wanted.n_batch, wanted.n_ubatch = size, 2048, 512
-    wanted.n_threads = wanted.n_threads_batch = threads
-    wanted.flash_attn_type = lc.LLAMA_FLASH_ATTN_TYPE_ENABLED
-    context = lc.llama_init_from_model(model, wanted)
+    parameters = lc.llama_context_default_params()
+    parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = size, 2048, 512
+    parameters.n_threads = parameters.n_threads_batch = threads
+    parameters.flash_attn_type = lc.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    context = lc.llama_init_from_model(model, parameters)
     if not context:
         raise SystemExit(f"llama.cpp makes no context of {size} tokens for {path}")
     return model, context

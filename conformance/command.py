@@ -35,52 +35,65 @@ def parser(prog: str = "hocket check") -> argparse.ArgumentParser:
     return options
 
 
-def add_arguments(made: argparse.ArgumentParser) -> None:
-    what = made.add_argument_group("what to run")
+def add_arguments(command_parser: argparse.ArgumentParser) -> None:
+    what = command_parser.add_argument_group("cases")
     what.add_argument(
         "--backend", default="cpu", metavar="NAME", help="a backend or device: cpu, cuda:1 (default: cpu)"
     )
-    what.add_argument("--op", default="", metavar="REGEX", help="only ops whose whole name matches")
-    what.add_argument("--case", action="append", default=[], metavar="STRING", help="one case as printed; repeatable")
-    what.add_argument("--full", action="store_true", help="every case, not the covering choice")
-    what.add_argument("--thorough", action="store_true", help="the full run, then shapes chosen by hypothesis")
+    what.add_argument("--op", default="", metavar="REGEX", help="only ops with a name that matches completely")
+    what.add_argument(
+        "--case", action="append", default=[], metavar="STRING", help="one case, as printed; may be repeated"
+    )
+    what.add_argument("--full", action="store_true", help="all cases, instead of the covering selection")
+    what.add_argument("--thorough", action="store_true", help="all cases, then shapes that Hypothesis chooses")
     what.add_argument(
         "--from-graph",
         type=Path,
         metavar="MODEL",
         help="the exact cases of a GGUF model's graphs, or of a .pt2 or .onnx program",
     )
-    what.add_argument("--seed", type=parse_natural, default=0, metavar="N", help="move all random numbers (default: 0)")
+    what.add_argument(
+        "--seed", type=parse_natural, default=0, metavar="N", help="seed of all random numbers (default: 0)"
+    )
     what.add_argument(
         "-j",
         "--jobs",
         type=parse_positive,
         default=os.cpu_count() or 1,
         metavar="N",
-        help="processes (default: one a processor)",
+        help="number of processes (default: one per processor)",
     )
     what.add_argument("--list", action="store_true", help="print the cases instead of running them")
-    how = made.add_argument_group("how to judge")
-    how.add_argument("--require", choices=("MUST", "SHOULD"), default="", help="unsupported ops of that tier fail")
-    how.add_argument("--xfail", type=Path, metavar="FILE", help="cases expected to fail; one that passes is a failure")
-    out = made.add_argument_group("what to write")
+    how = command_parser.add_argument_group("expectations")
+    how.add_argument("--require", choices=("MUST", "SHOULD"), default="", help="unsupported ops of this tier fail")
+    how.add_argument(
+        "--xfail", type=Path, metavar="FILE", help="file of cases that must fail; a pass counts as a failure"
+    )
+    out = command_parser.add_argument_group("reports")
     out.add_argument("--json", type=Path, metavar="FILE", help="a line of JSON for each case; - is stdout")
     out.add_argument("--junit", type=Path, metavar="FILE", help="JUnit XML")
-    out.add_argument("--markdown", type=Path, metavar="FILE", help="failures by op, and the matrix op x dtype x layout")
+    out.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="failures by op, and a matrix of ops, dtypes and layouts"
+    )
     out.add_argument("--html", type=Path, metavar="FILE", help="the same as a page")
     out.add_argument(
-        "--save", type=Path, metavar="FOLDER", help="put operands, expected and got of failing cases there as .npz"
+        "--save",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for .npz files with the operands, the expected and the actual results of failing cases",
     )
-    other = made.add_argument_group("instead")
+    other = command_parser.add_argument_group("other modes")
     other.add_argument("--perf", action="store_true", help="measure speed with cold buffers")
     other.add_argument(
-        "--counters", action="store_true", help="what CUDA kernels ask of memory (cuda-emulated), as markdown"
+        "--counters", action="store_true", help="print the memory accesses of CUDA kernels as Markdown (cuda-emulated)"
     )
     other.add_argument(
-        "--order", action="store_true", help="what threads of CUDA kernels do in no order (cuda-emulated)"
+        "--order",
+        action="store_true",
+        help="print unordered conflicting accesses of threads of CUDA kernels (cuda-emulated)",
     )
     other.add_argument(
-        "--compare", nargs=2, type=Path, metavar=("A", "B"), help="what changed between two --json files"
+        "--compare", nargs=2, type=Path, metavar=("A", "B"), help="print the changes between two --json files"
     )
 
 
@@ -174,8 +187,8 @@ def _perf(suite: Suite) -> int:
     print(
         f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {limits.flops('f32') / 1e9:.1f} GFLOP/s (f32)"
     )
-    wanted = list(suite.cases()) if suite.texts else [c for n in suite.ops() for c in op_speed.perf_cases(REGISTRY[n])]
-    for case in wanted:
+    cases = list(suite.cases()) if suite.texts else [c for n in suite.ops() for c in op_speed.perf_cases(REGISTRY[n])]
+    for case in cases:
         try:
             print(op_speed.measure(case, backend, device).line(limits), flush=True)
         except (BackendError, NoReference) as why:

@@ -138,11 +138,11 @@ def _shapes(operands: Operands) -> tuple[tuple[object, ...], ...]:
         traits.append(("tall", name, math.prod(shape[:-1]) > 4096, last > 1024, last > 4096))
         traits.append(("size", name, spec.size.bit_length() // 4, 1 in shape, 0 in shape))
     for (one, a), (two, b) in combinations(operands, 2):
-        meet = tuple(
+        comparisons = tuple(
             "=" if n == m else "1" if 1 in (n, m) else "<" if n < m else ">"
             for n, m in zip(a.shape[::-1], b.shape[::-1], strict=False)
         )
-        traits.append(("meet", one, two, meet))
+        traits.append(("meet", one, two, comparisons))
     return tuple(traits)
 
 
@@ -151,7 +151,7 @@ def select_cases(
 ) -> Iterator[Case]:
     """Yield the cases of all ops with a name that `pattern` matches completely, or of the ops in `only`."""
     for name, op in REGISTRY.items():
-        wanted = name in only if only is not None else not pattern or re.fullmatch(pattern, name)
-        if wanted:
+        is_selected = name in only if only is not None else not pattern or re.fullmatch(pattern, name)
+        if is_selected:
             for case in full_cases(op) if full else quick_cases(op):
                 yield case.with_settings(seed=seed) if seed else case

@@ -85,9 +85,9 @@ def run_suite(
     return results
 
 
-def _serial(suite: Suite, wanted: Sequence[Case]) -> Iterator[Result]:
+def _serial(suite: Suite, cases: Sequence[Case]) -> Iterator[Result]:
     backend, device = find_device(suite.backend)
-    for number, case in enumerate(wanted, 1):
+    for number, case in enumerate(cases, 1):
         yield run_case(case, backend, device)
         if number % CASES_PER_TASK == 0:
             gc.collect()  # programs and their memory hold each other, and Python hardly looks for such in a command
@@ -103,12 +103,12 @@ def _explore_op(name: str, suite: Suite) -> list[Result]:
     return list(explore_op(REGISTRY[name], backend, device, suite.seed))
 
 
-def _parallel(suite: Suite, wanted: Sequence[Case], jobs: int) -> Iterator[Result]:
+def _parallel(suite: Suite, cases: Sequence[Case], jobs: int) -> Iterator[Result]:
     """The same results in the same order, by processes that each open the backend themselves."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    chunks = [(suite.backend, wanted[i : i + CASES_PER_TASK]) for i in range(0, len(wanted), CASES_PER_TASK)]
+    chunks = [(suite.backend, cases[i : i + CASES_PER_TASK]) for i in range(0, len(cases), CASES_PER_TASK)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for results in pool.map(_run_chunk, chunks):
             yield from results

@@ -2,12 +2,12 @@
 
 Devices of one rank exchange data through its memory. A sum over ranks has three steps:
 
-1. A reduce-scatter within each rank: each device has the sum of one piece.
-2. A sum of each piece over the ranks: the devices of a rank send at the same time.
-3. An all-gather of the pieces within each rank.
+1. A reduce-scatter within each rank: each device has the sum of one slice.
+2. A sum of each slice over the ranks: the devices of a rank send at the same time.
+3. An all-gather of the slices within each rank.
 
 No byte is sent to another rank twice. If all ranks are on one machine, compiled code sums through shared memory
-(`Slabs`) and needs no packets.
+(`SharedBuffers`) and needs no packets.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DevicePlacement:
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.world, self.ranks = world, tuple(ranks)
         self.local_devices = tuple(d for d, rank in enumerate(ranks) if rank == world.rank)
-        self._slabs: SharedBuffers | None = None
+        self._shared_buffers: SharedBuffers | None = None
 
     @property
     def spans_ranks(self) -> bool:
@@ -91,20 +91,20 @@ class DevicePlacement:
 
         All ranks call it.
         """
-        if self._slabs is None:
+        if self._shared_buffers is None:
             head, devices = 16 + 8 * len(self.ranks), len(self.ranks)
             words = self.world.shared_words(head + devices * SHARED_SUM_ELEMENTS)
             if words is None:
                 return None
-            self._slabs = SharedBuffers(
+            self._shared_buffers = SharedBuffers(
                 words[:head], words[head:].view(np.float32).reshape(2, devices, SHARED_SUM_ELEMENTS)
             )
             self.world.register_wake(self._wake)
-        return self._slabs
+        return self._shared_buffers
 
     def _wake(self, why: str) -> None:
-        assert self._slabs is not None
-        self._slabs.signal_pad[FAILURE_WORD] = 1
+        assert self._shared_buffers is not None
+        self._shared_buffers.signal_pad[FAILURE_WORD] = 1
 
     def _channel(self, device: int) -> int:
         """Return the channel on which the rank of a device sends to all ranks."""
@@ -124,31 +124,33 @@ class RankGroup:
         devices: Sequence[Device],
         timeout: float,
         wire: DType,
-        teams: Sequence[Sequence[int]] = (),
+        collective_groups: Sequence[Sequence[int]] = (),
         *,
         shares: bool = True,
     ) -> None:
-        """Create the group; `is_apart` tells whether a team has devices of several ranks.
+        """Create the group; `is_apart` tells whether a collective group has devices of several ranks.
 
         Args:
             between: The rank of each device.
             devices: All devices.
             timeout: Maximum seconds of a wait.
             wire: The dtype of a transfer.
-            teams: For each device the devices of its collectives, itself included; all devices by default.
+            collective_groups: For each device the devices of its collectives, itself included; all devices by default.
             shares: Devices may share a progress board; without it, they exchange data through host memory.
         """
         self.between, self.devices, self.timeout, self.wire = between, devices, timeout, wire
         all_devices = tuple(range(len(devices)))
-        self.teams = [tuple(team) for team in teams] or [all_devices] * len(devices)
-        is_one = all(team == all_devices for team in self.teams)
-        self.slabs = between.shared_buffers() if is_one and len({d.kind for d in devices}) == 1 else None
-        apart = {team for team in self.teams if len({between.ranks[d] for d in team}) > 1}
+        self.collective_groups = [tuple(group) for group in collective_groups] or [all_devices] * len(devices)
+        is_one = all(group == all_devices for group in self.collective_groups)
+        self.shared_buffers = between.shared_buffers() if is_one and len({d.kind for d in devices}) == 1 else None
+        apart = {group for group in self.collective_groups if len({between.ranks[d] for d in group}) > 1}
         self.is_apart = bool(apart)
-        own = {team: [d for d in team if d in between.local_devices] for team in self.teams}
-        self.thread_groups = {team: ThreadGroup(len(mine), timeout) for team, mine in own.items() if mine}
-        self.signal_boards = {
-            team: make_signal_pad(len(team)) for team in apart if shares and len({devices[d].kind for d in team}) == 1
+        own = {group: [d for d in group if d in between.local_devices] for group in self.collective_groups}
+        self.thread_groups = {group: ThreadGroup(len(mine), timeout) for group, mine in own.items() if mine}
+        self.signal_pads = {
+            group: make_signal_pad(len(group))
+            for group in apart
+            if shares and len({devices[d].kind for d in group}) == 1
         }
         between.world.register_wake(self._wake)
 
@@ -160,14 +162,14 @@ class RankGroup:
         self.between.world.fail(why)
 
     def _wake(self, why: str) -> None:
-        for board in self.signal_boards.values():
+        for board in self.signal_pads.values():
             board[FAILURE_WORD] = 1
         for group in self.thread_groups.values():
             group.abort(why)
 
     def clear(self) -> None:
         """Forget all of a run except its number and the failure of a rank, which may come while the run ends."""
-        for board in self.signal_boards.values():
+        for board in self.signal_pads.values():
             reset_run_numbers(board)
         for group in self.thread_groups.values():
             group.clear()
@@ -175,23 +177,27 @@ class RankGroup:
 
 
 class RankGroupMember:
-    """The `Comm` of device `number`, which the thread of the device calls; `rank` is its index in its team."""
+    """The `Comm` of device `number`, which the thread of the device calls; `rank` is its index in its group."""
 
     spans_processes: bool = True
 
     def __init__(self, group: RankGroup, number: int) -> None:
-        self.group, self.number, self.team = group, number, group.teams[number]
-        self.rank, self.size, self.plan_device_count = self.team.index(number), len(self.team), len(group.devices)
-        self.timeout, self.transfer_dtype, self.shared_buffers = group.timeout, group.wire, group.slabs
-        self.signal_pad: npt.NDArray[np.int64] | None = group.signal_boards.get(self.team)
-        self.devices: Sequence[Device] = [group.devices[d] for d in self.team]
+        self.group, self.number, self.device_numbers = group, number, group.collective_groups[number]
+        self.rank, self.size, self.plan_device_count = (
+            self.device_numbers.index(number),
+            len(self.device_numbers),
+            len(group.devices),
+        )
+        self.timeout, self.transfer_dtype, self.shared_buffers = group.timeout, group.wire, group.shared_buffers
+        self.signal_pad: npt.NDArray[np.int64] | None = group.signal_pads.get(self.device_numbers)
+        self.devices: Sequence[Device] = [group.devices[d] for d in self.device_numbers]
         self._between, self._world = group.between, group.between.world
         by_rank: dict[int, list[int]] = {}
-        for device in self.team:
+        for device in self.device_numbers:
             by_rank.setdefault(self._between.ranks[device], []).append(device)
         self._mates = by_rank[self._world.rank]
         self._place = self._mates.index(number)
-        self._thread_member = group.thread_groups[self.team].member(self._place)
+        self._thread_member = group.thread_groups[self.device_numbers].member(self._place)
         self._groups = list(by_rank.values())
         self._slice_count = min(map(len, self._groups))
 
@@ -227,7 +233,7 @@ class RankGroupMember:
         return np.concatenate(self._exchange(peers, lambda to: mine, sequence))
 
     def _sum_over_group(self, source: Array, sequence: int) -> Array:
-        """Return the sum over the team, in the order of devices within a rank, then in rank order."""
+        """Return the sum over the collective group, in the order of devices within a rank, then in rank order."""
         flat, total = np.ascontiguousarray(source).reshape(-1), np.empty(source.size, source.dtype)
         slices = [*_even_slices(flat.size, self._slice_count), *[slice(0, 0)] * (len(self._mates) - self._slice_count)]
         mine = slices[self._place]
@@ -259,7 +265,7 @@ class RankGroupMember:
         known: dict[int, Array] = {}
         for theirs in self._thread_member.exchange_values({self.number: source, **received}, sequence):
             known |= theirs
-        for device, pairs in zip(self.team, parts, strict=True):
+        for device, pairs in zip(self.device_numbers, parts, strict=True):
             for target, origin in pairs:
                 np.copyto(into[target], known[device][origin])
         self._thread_member.group.wait(self._place, sequence)  # no device overwrites a source that another still reads

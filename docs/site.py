@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 LINK_TARGET = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
+NUMBERED_STEP = re.compile(r"\d+\. ")
 
 
 def resolve_link(page: str, link: str) -> str:
@@ -47,11 +48,26 @@ def on_files(files: Files, config: Any) -> Files:
     return Files([*own, *pages])
 
 
+def indent_steps(markdown: str) -> str:
+    """Return a page with the contents of numbered steps indented by four columns, which Python-Markdown needs.
+
+    Pages indent them by three columns, as GitHub shows them.
+    """
+    lines, is_code, is_step = [], False, False
+    for line in markdown.split("\n"):
+        is_code ^= line.startswith("```")
+        if line and not line.startswith(" "):
+            is_step = not is_code and NUMBERED_STEP.match(line) is not None
+        lines.append(f" {line}" if is_step and line.startswith("   ") else line)
+    return "\n".join(lines)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the text of a page with links to READMEs in place of links to folders; mkdocs calls this hook."""
+    markdown = indent_steps(markdown)
 
-    def named(link: re.Match[str]) -> str:
+    def replace_link(link: re.Match[str]) -> str:
         is_folder = (ROOT / posixpath.dirname(page.file.src_uri) / link[0]).is_dir()
         return f"{link[0].rstrip('/')}/README.md" if is_folder else link[0]
 
-    return LINK_TARGET.sub(named, markdown)
+    return LINK_TARGET.sub(replace_link, markdown)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "cli.md"
-HEAD = """# Every command
+HEAD = """# Commands
 
-Written by `python docs/write_cli.py` from the parsers, so that it says what `hocket COMMAND --help` says; what is in
-brackets at the end of a line is the default.  Data go to stdout and everything else to stderr.  Exit codes: 0 done, 1 a
-check failed, 2 wrong usage or bad input, 130 interrupted.  Every command has `--debug`, which shows the traceback of an
-error.
+`python docs/write_cli.py` writes this page from the parsers; its texts are the texts of `hocket COMMAND --help`.
+
+- The default of a flag stands in brackets.
+- Data go to stdout, and everything else goes to stderr.
+- Exit codes: 0 done, 1 a check failed, 2 wrong usage or bad input, 130 interrupted.
+- Every command has `--debug`, which shows the traceback of an error.
 """
 
 
@@ -30,17 +33,18 @@ def format_commands() -> Iterator[str]:
         for group in subparsers.choices[name]._action_groups:
             actions = [a for a in group._group_actions if not {"--help", "--debug"} & {*a.option_strings}]
             if actions:
-                yield f"\n| {group.title} | |\n|---|---|\n" + "".join(map(format_flag, actions))
+                yield f"\n{str(group.title).capitalize()}:\n\n" + "".join(map(format_flag, actions))
 
 
 def format_flag(action: argparse.Action) -> str:
-    """Return a table row with a flag, its argument and its help."""
+    """Return a list item with a flag, its argument and its help."""
     choices = "{" + ",".join(map(str, action.choices or ())) + "}"
     takes = action.metavar or (choices if action.choices else action.dest.upper())
     words = takes if isinstance(takes, str) else " ".join(takes)
     flag = " ".join(filter(None, (", ".join(action.option_strings), words if action.nargs != 0 else "")))
-    said = (action.help or "").replace("%%", "%")
-    return "| `{}` | {} |\n".format(*(cell.replace("|", "\\|") for cell in (flag, said)))
+    help_text = (action.help or "").replace("%%", "%")
+    item = textwrap.wrap(f"- `{flag}`: {help_text}", 120, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(item) + "\n"
 
 
 def page() -> str:

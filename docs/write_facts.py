@@ -28,9 +28,7 @@ def read_speeds(name: str) -> dict[tuple[str, str, int], dict[str, float]]:
 def format_speeds() -> Iterator[str]:
     """Yield the rows of README.md's table; each cell has a number for one thread and one for two."""
     intel, amd = read_speeds("intel"), read_speeds("amd")
-    first, second = (
-        f"[{name}]({STORED_FACTS['speed'][key]}.md)" for key, name in STORED_FACTS["speed"]["processors"].items()
-    )
+    first, second = STORED_FACTS["speed"]["processors"].values()
     yield f"\n| | {first}: decode | ratio | prefill, 512 tokens | ratio | {second}: decode ratio | prefill ratio |\n"
     yield "|---|---|---|---|---|---|---|\n"
     for model, name in STORED_FACTS["speed"]["models"].items():
@@ -41,6 +39,12 @@ def format_speeds() -> Iterator[str]:
             for key, form in keys
         ]
         yield f"| {name} | {' | '.join(cells)} |\n"
+
+
+def format_speed_pages() -> str:
+    """Return links to the result pages behind README.md's table."""
+    stored = STORED_FACTS["speed"]
+    return ", ".join(f"[{name}]({stored[key]}.md)" for key, name in stored["processors"].items())
 
 
 def format_machines() -> Iterator[str]:
@@ -75,6 +79,7 @@ def collect_facts() -> Mapping[str, str]:
         "architectures": f"{len(ARCHITECTURES)} architectures",
         "ops": f"{len(REGISTRY)} ops",
         "speeds": "".join(format_speeds()),
+        "speed-pages": format_speed_pages(),
         "machines": "".join(format_machines()),
         "links": "".join(format_links()),
         "simulated-devices": f"{MAX_SIMULATED_DEVICES:,}",

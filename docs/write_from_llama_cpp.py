@@ -12,8 +12,10 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "from-llama-cpp.md"
 HEAD = """# From llama.cpp
 
-Written by `python docs/write_from_llama_cpp.py` from the table that answers wrong command lines.  For readers who know
-llama.cpp: which command and which flag of hocket does the same.  hocket reads the same GGUF files.
+This page is for readers who know llama.cpp. It gives the command and the flags of hocket for each command and flag of
+llama.cpp. hocket reads the same GGUF files.
+
+`python docs/write_from_llama_cpp.py` writes this page from the table behind the messages about wrong command lines.
 
 ```
 llama-cli -m model.gguf -ngl 99 -c 0 -cnv                   # llama.cpp
@@ -33,10 +35,10 @@ Four things differ:
 
 - Without `--devices` a command runs on `cpu:0`, also where there is a GPU.
 - `hocket run` continues a text unless `--chat` is given.
-- The context is 4,096 tokens or fewer, as the model allows; `-c 0` takes all that the model allows.
-- A value is never glued to its flag: `-n 5`, not `-n5`.
+- The context has 4,096 tokens, or fewer if the model allows fewer; `-c 0` takes the maximum of the model.
+- A space separates a flag from its value: `-n 5`, not `-n5`.
 
-[Every command](cli.md) lists all flags with their defaults, [a comparison](comparison.md) the abilities of either.
+[Commands](cli.md) lists all flags with their defaults; [the comparison](comparison.md) lists the features of both.
 
 ## Programs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,21 +11,20 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "modules.md"
 FOLDERS = ("graph", "ops", "backends", "scheduler", "distributed", "view", "frontends", "conformance")
-HEAD = """# Every module
+HEAD = """# Modules
 
-Written by `python docs/write_map.py` from the first sentence of each; [architecture.md](architecture.md) says how they
-work together.
+`python docs/write_map.py` writes this page from the first sentence of each module. [Architecture](architecture.md)
+explains the connections between the modules.
 
 """
+SENTENCE_END = re.compile(r"(?<=[.?])\s+(?=[A-Z0-9`\"'(])")
+"""White space between two sentences."""
 
 
 def read_first_sentence(path: Path) -> str:
-    """Return the first paragraph of a module docstring as one line of a table, without its last period.
-
-    The first paragraph is one sentence.
-    """
+    """Return the first sentence of a module docstring as one line of a table, without its last period."""
     paragraph = " ".join((ast.get_docstring(ast.parse(path.read_bytes())) or "").partition("\n\n")[0].split())
-    return paragraph.partition(".  ")[0].rstrip(".").replace("|", "\\|")
+    return SENTENCE_END.split(paragraph, maxsplit=1)[0].rstrip(".:").replace("|", "\\|")
 
 
 def format_tables() -> Iterator[str]:
@@ -37,7 +37,7 @@ def format_tables() -> Iterator[str]:
             yield f"## `{place.relative_to(ROOT).as_posix()}/`\n" + (f"\n{says}.\n" if says else "")
             if modules:
                 rows = [f"| `{p.name}` | {read_first_sentence(p)} |" for p in modules]
-                yield "\n".join(["| module | what it is |", "|---|---|", *rows]) + "\n"
+                yield "\n".join(["| module | contents |", "|---|---|", *rows]) + "\n"
 
 
 def page() -> str:

@@ -11,38 +11,50 @@ from textwrap import fill
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "models.md"
-HEAD = """# Every architecture
+HEAD = """# Architectures
 
-Written by `python docs/write_models.py` from the table in `frontends/models/families.py`.  A model file names its
-architecture (`general.architecture`); sizes, biases, norms, gates and experts follow from the file.  "Traits" are what
-does not, where they differ from LLaMA's blocks with rotated halves; `frontends/models/family.py` says what each means.
-"At once" marks diffusion models, which have logits for whole texts and no steps, and "encoder" those that give vectors
-of whole texts (`hocket embed`, `hocket.Model.embed`); "chosen" gives the keys whose product is the longest context,
-since attention would have to choose from a longer one.  "Cut over" are the numbers of devices on which the
-architecture's tiny models, with `--exact`, give the logits of one device to an NMSE of 1e-10 in the worst row:
-measured, see `tests/given/models/sharded.py`.  Without `--exact` devices round activations to 8 bits in another
-order: SmolLM2-135M on three devices differs by <!--fact:equality-->an NMSE of 5e-4<!--/fact--> ([equality of
-devices](concepts.md#equality-of-devices)).  "MTP" says whether blocks that guess further tokens are run
-where a file has any (`hocket run --draft-max N`).
+`python docs/write_models.py` writes this page from the table in `frontends/models/families.py`. A model file names its
+architecture (`general.architecture`). Sizes, biases, norms, gates and experts follow from the file.
 
-| architecture | mixers | how it runs | cut over | MTP | traits |
-|---|---|---|---|---|---|
+The columns:
+
+- **How it runs**: "at once" marks diffusion models, which have logits of whole texts and no steps. "Encoder" marks
+  models that give vectors of whole texts (`hocket embed`, `hocket.Model.embed`). "Chosen" gives the metadata keys with
+  the longest context as their product; attention would have to choose from a longer context.
+- **Sharded over**: the device counts for which the tiny models of the architecture, with `--exact`, give the logits of
+  one device to an NMSE of 1e-10 in the worst row. `tests/given/models/sharded.py` measures them. Without `--exact`,
+  devices round activations to 8 bits in another order: SmolLM2-135M on three devices differs by
+  <!--fact:equality-->an NMSE of 5e-4<!--/fact--> ([equality of devices](concepts.md#equality-of-devices)).
+- **MTP**: whether hocket runs the blocks of a file that predict further tokens (`hocket run --draft-max N`).
+
+| architecture | mixers | how it runs | sharded over | MTP |
+|---|---|---|---|---|
+"""
+TRAITS = """
+## Traits
+
+The differences from the blocks of LLaMA with rotated halves that do not follow from the file.
+`frontends/models/family.py` explains each trait.
+
 """
 TOKENIZERS = """
 ## Tokenizers and chats
 
-These follow from the file alone, whatever its architecture: `tokenizer.ggml.model` names the kind, `tokenizer.ggml.pre`
-how text is cut into words, `tokenizer.chat_template` is the template, in Jinja, that `--chat` renders.
+Tokenizers and chats follow from the file alone:
 
-| kind | words are cut as |
+- `tokenizer.ggml.model` names the kind of tokenizer.
+- `tokenizer.ggml.pre` names the rule that splits a text into words.
+- `tokenizer.chat_template` is the Jinja template that `--chat` renders.
+
+| kind | rules that split a text into words |
 |---|---|
 """
 METADATA = """
 ## Metadata keys
 
-Of every metadata key that llama.cpp or the package `gguf` names: the use that hocket makes of it, from the table in
-`frontends/models/metadata_keys.py`.  `{arch}` stands for the architecture.  A key that is "read" counts where
-llama.cpp reads it for the architecture.  "Default only" means that a file with another value is refused by name.
+The use of each metadata key that llama.cpp or the package `gguf` names, from the table in
+`frontends/models/metadata_keys.py`. `{arch}` stands for the architecture. A key that is "read" has an effect where
+llama.cpp reads it for the architecture. "Default only" means that hocket rejects a file with another value.
 """
 RESULTS_FILE = ROOT / "tests" / "fixtures" / "architectures" / "sharded.json"
 MAX_NMSE = 1e-10
@@ -87,13 +99,18 @@ def format_architectures() -> Iterator[str]:
         if family.sparse_keys:
             runs += ", chosen: " + " × ".join(f"`{key}`" for key in family.sparse_keys.split())
         mtp = "run" if can_run_mtp(family) else ""
-        traits = [
-            f"{name} {value}".removesuffix(" True")
-            for name, value in list_non_default_fields(family)
-            if name not in LISTED_TRAITS
-        ]
-        said = ", ".join(traits).replace("|", "\\|")
-        yield f"| `{name}` | {', '.join(filter(None, mixers))} | {runs} | {counts[name]} | {mtp} | {said} |\n"
+        yield f"| `{name}` | {', '.join(filter(None, mixers))} | {runs} | {counts[name]} | {mtp} |\n"
+
+
+def format_traits() -> Iterator[str]:
+    """Yield a list entry for each architecture that has traits, sorted by name."""
+    from hocket.frontends.models import ARCHITECTURES
+
+    for name, family in sorted(ARCHITECTURES.items()):
+        fields = [field for field in list_non_default_fields(family) if field[0] not in LISTED_TRAITS]
+        traits = ", ".join(f"{field} {value}".removesuffix(" True") for field, value in fields)
+        if traits:
+            yield fill(f"- `{name}`: {traits}", 120, subsequent_indent="  ", break_long_words=False) + "\n"
 
 
 def list_device_counts() -> dict[str, str]:
@@ -113,8 +130,8 @@ def format_tokenizers() -> Iterator[str]:
     from hocket.frontends.gguf.tokenization.vocabulary import PRE_KINDS
 
     for kind in sorted(TOKENIZER_MODELS):
-        names = ", ".join(f"`{name}`" for name in sorted(PRE_TOKENIZERS)) if kind == "gpt2" else "as of `gpt2`"
-        yield f"| `{kind}` | {names if kind in PRE_KINDS else 'by a rule of its own'} |\n"
+        names = ", ".join(f"`{name}`" for name in sorted(PRE_TOKENIZERS)) if kind == "gpt2" else "the rules of `gpt2`"
+        yield f"| `{kind}` | {names if kind in PRE_KINDS else 'a rule of its own'} |\n"
 
 
 def format_metadata_keys() -> Iterator[str]:
@@ -135,6 +152,8 @@ def page() -> str:
     return (
         HEAD
         + "".join(format_architectures())
+        + TRAITS
+        + "".join(format_traits())
         + TOKENIZERS
         + "".join(format_tokenizers())
         + METADATA

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "python.md"
 HEAD = """# Python
 
-Written by `python docs/write_python.py` from the code: everything that `import hocket` gives.  Ops have
-[a page of their own](ops.md).  Whatever is wrong raises a `hocket.HocketError` with one line.
+`python docs/write_python.py` writes this page from the code; it has everything that `import hocket` provides. The
+[ops](ops.md) have a page of their own. Every error is a `hocket.HocketError` with a message of one line.
 
 """
 SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -53,10 +53,10 @@ def as_printed_parameter(parameter: inspect.Parameter) -> inspect.Parameter:
 
 def format_signature(name: str, function: Any) -> str:
     """Return a code block with a signature, without `self`; a long signature has one parameter per line."""
-    given = inspect.signature(function)
-    own = [as_printed_parameter(parameter) for parameter in given.parameters.values() if parameter.name != "self"]
-    returns = "" if given.return_annotation is given.empty else f" -> {given.return_annotation}"
-    text = f"{name}{given.replace(parameters=own, return_annotation=given.empty)}{returns}"
+    signature = inspect.signature(function)
+    own = [as_printed_parameter(parameter) for parameter in signature.parameters.values() if parameter.name != "self"]
+    returns = "" if signature.return_annotation is signature.empty else f" -> {signature.return_annotation}"
+    text = f"{name}{signature.replace(parameters=own, return_annotation=signature.empty)}{returns}"
     if len(text) > 110:
         words, starred = [], False
         for parameter in own:

@@ -15,31 +15,34 @@ from hocket.graph.dtypes import FLOAT_DTYPES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "quantisations.md"
-HEAD = """# Every type of a weight
+HEAD = """# Weight dtypes
 
-Written by `python docs/write_quantisations.py`: what the backends answer when they are asked.  Any
-architecture may use any type: all of [the {architectures}](models.md) multiply and look up by the same ops
-({readers}). These take every type of this table on every backend, cut over devices or not.
+`python docs/write_quantisations.py` writes this page from the answers of the backends. Any architecture may use any of
+these dtypes, because all of [the {architectures}](models.md) multiply and look up by the same ops ({readers}). These
+ops accept each of these dtypes on every backend, sharded over devices or not.
 
-"As it is" means that kernels read the blocks of the file; where a type is given instead, weights are converted once,
-when they are loaded, and take that many bits.  Bits are those of one weight with its share of scales.  `cuda-emulated`
-keeps what `cuda` does, `reference` keeps float64.
+- "As in the file" means that kernels read the blocks of the file.
+- A dtype with bits means that weights are converted to this dtype once, when they are loaded.
+- Bits are the bits of one weight with its share of the scales.
+- `cuda-emulated` stores weights as `cuda` does, and `reference` stores float64.
 
-| type | weights a block | bits | {backends} |
+| dtype | weights per block | bits | {backends} |
 |---|---|---|{rules}
 """
 TAIL = """
 ## Floats of eight and of four bits
 
-GGUF has no type of eight-bit floats (FP8): what would add one to ggml
+GGUF has no dtype of 8-bit floats (FP8). The pull requests that would add one to ggml
 ([10055](https://github.com/ggml-org/llama.cpp/pull/10055), [25336](https://github.com/ggml-org/llama.cpp/pull/25336),
-[27512](https://github.com/ggml-org/llama.cpp/pull/27512)) was open in November 2026, and files from models with such
-weights have them in another type.
+[27512](https://github.com/ggml-org/llama.cpp/pull/27512)) were open in November 2026. Files of models with FP8 weights
+have these weights in another dtype.
 
-`mxfp4` and `nvfp4` are multiplied as all packed types are: by 8-bit integers with activations rounded to these, and
-prompts from 128 tokens on in bfloat16.  The instructions for 4-bit floats of GPUs since Blackwell want activations in
-8-bit floats (`e4m3`) at most, and these put the logits of a model off by 8.6e-3 and more of their mean square, where
-`--fast` may be off by 1e-3.  [What was compared](comparison.md#weights-of-4-bit-floats) has the figures.
+hocket multiplies `mxfp4` and `nvfp4` as all packed dtypes: by 8-bit integers, with activations rounded to 8-bit
+integers. Prompts of 128 tokens or more are multiplied in bfloat16.
+
+The 4-bit float instructions of GPUs since Blackwell accept activations of at most 8-bit floats (`e4m3`). Such
+activations change the logits of a model by 8.6e-3 or more of their mean square; the limit of `--fast` is 1e-3.
+[The comparison](comparison.md#weights-of-4-bit-floats) has the figures.
 """
 BACKEND_BY_COLUMN = {"cpu": "cpu", "cuda": "cuda-emulated", "numpy": "numpy"}
 """The backend that answers for each column; ``cuda`` itself would need a GPU."""
@@ -67,8 +70,10 @@ def format_dtypes() -> Iterator[str]:
                 answer.reason for n in make_reading_nodes(dtype) if not (answer := backend.supports(n, device)).ok
             ]:
                 raise ValueError(f"{backend.name} does not read {dtype}: {refusals[0]}")
-            kept = backend.stored(Spec((256, 256), dtype), "weight").dtype
-            cells.append("as it is" if kept is dtype else f"{kept}, {kept.block_bytes * 8} bits")
+            stored_dtype = backend.storage_spec(Spec((256, 256), dtype), "weight").dtype
+            cells.append(
+                "as in the file" if stored_dtype is dtype else f"{stored_dtype}, {stored_dtype.block_bytes * 8} bits"
+            )
         bits = f"{dtype.block_bytes * 8 / dtype.block:g}"
         yield f"| `{dtype}` | {dtype.block} | {bits} | {' | '.join(cells)} |\n"
 

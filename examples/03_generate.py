@@ -7,8 +7,8 @@ import hocket
 texts = []
 for devices in ("cpu:0", "cpu:0,cpu:1"):
     with hocket.Model(devices=devices, split_mode="tensor", exact=True) as model:  # or the path of a GGUF file
-        pieces = model.generate("It is a truth universally acknowledged, that", max_tokens=32, temperature=0)
-        texts.append("".join(pieces))
+        fragments = model.generate("It is a truth universally acknowledged, that", max_tokens=32, temperature=0)
+        texts.append("".join(fragments))
         ball, dance, rent = model.embed(["a ball", "a dance", "four thousand a year"])
         print(f"{model!r}\n  {texts[-1]!r}")
         print(f"  a ball is to a dance {ball @ dance:.2f}, to four thousand a year {ball @ rent:.2f}")

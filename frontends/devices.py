@@ -134,14 +134,16 @@ def _exchange_device_descriptions(
     Devices of one machine that share its memory do so across processes.
     """
     if strange := [device for _, device in group if (device.rank or 0) >= world.size]:
-        least = max((device.rank or 0) for device in strange) + 1
+        process_count = max((device.rank or 0) for device in strange) + 1
         started = "one process runs" if world.size == 1 else f"{world.size} processes run"
-        raise ModelError(f"device {strange[0]}: {started}; start {least} or more, as mpiexec -n {least} hocket ...")
+        raise ModelError(
+            f"device {strange[0]}: {started}; start {process_count} or more, as mpiexec -n {process_count} hocket ..."
+        )
     if world.size == 1:
         return list(group)
     own = {i: asdict(device) for i, (_, device) in enumerate(group) if device.rank == world.rank}
-    told = [json.loads(text) for text in world.all_gather_bytes(json.dumps(own).encode())]
-    devices = [Device(**told[device.rank or 0][str(i)]) for i, (_, device) in enumerate(group)]
+    reports = [json.loads(text) for text in world.all_gather_bytes(json.dumps(own).encode())]
+    devices = [Device(**reports[device.rank or 0][str(i)]) for i, (_, device) in enumerate(group)]
     joined = [replace(d, memory_of=d.memory_of and f"{d.memory_of} of {world.hosts[d.rank or 0]}") for d in devices]
     return [(backend, device) for (backend, _), device in zip(group, joined, strict=True)]
 

@@ -140,8 +140,8 @@ class Model:
         >>> first.text, round(first.logprob, 1)
         (' which', -1.7)
         """
-        drawing, stops = resolve_options(options, self._tokenizer_or_none)
-        return self._generate_tokens(self._encode_prompt(prompt), drawing, stops)
+        params, stops = resolve_options(options, self._tokenizer_or_none)
+        return self._generate_tokens(self._encode_prompt(prompt), params, stops)
 
     @validate_arguments(
         ModelError,
@@ -177,7 +177,7 @@ class Model:
         >>> "".join(model.chat([{"role": "user", "content": "Say yes."}]))  # doctest: +SKIP
         'Yes.'
         """
-        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         bos, eos = self.tokenizer.bos_text, self.tokenizer.eos_text
         format = choose_chat_format(
             self._model.gguf.metadata,
@@ -186,7 +186,7 @@ class Model:
             documents=documents,
             variables=chat_template_kwargs,
         )
-        ids = self.tokenizer.encode_chat(format.render(said, bos=bos, eos=eos))
+        ids = self.tokenizer.encode_chat(format.render(conversation, bos=bos, eos=eos))
         return self._generate_text(ids, resolve_options({"max_tokens": -1, **options}, self.tokenizer))
 
     @validate_arguments(ModelError, prompts=list_of(PROMPT_KIND, "a sequence of prompts"))
@@ -196,7 +196,7 @@ class Model:
         >>> model.generate_batch(["It is", "She was"], max_tokens=2, temperature=0)
         [' to be', ' not so']
         """
-        drawing, stops = resolve_options(options, self.tokenizer)
+        params, stops = resolve_options(options, self.tokenizer)
         ids = [self._encode_prompt(prompt) for prompt in prompts]
         if not ids:
             return []
@@ -204,11 +204,11 @@ class Model:
             raise ModelError(f"prompt {empty[0]} is empty and the model adds no BOS token; give some text to continue")
         texts = [""] * len(ids)
         decoders, until = [Utf8Stream(self.tokenizer) for _ in ids], [StopStringFilter(stops) for _ in ids]
-        with self._lease_session(len(ids)) as held:
-            held.reset_all_sequences()
+        with self._lease_session(len(ids)) as lease:
+            lease.reset_all_sequences()
             active: set[int] = set()
-            with closing(sample_tokens(held.session, ids, drawing, known=held.tokens, active=active)) as drawn:
-                for one in drawn:
+            with closing(sample_tokens(lease.session, ids, params, known=lease.tokens, active=active)) as samples:
+                for one in samples:
                     i = one.sequence
                     texts[i] += until[i].feed(decoders[i].feed(one.token))
                     if until[i].has_matched:
@@ -218,21 +218,21 @@ class Model:
             for text, stop, decoder in zip(texts, until, decoders, strict=True)
         ]
 
-    def _generate_text(self, ids: list[int], settled: tuple[GenerationParams, tuple[str, ...]]) -> Iterator[str]:
-        drawing, stops = settled
+    def _generate_text(self, ids: list[int], options: tuple[GenerationParams, tuple[str, ...]]) -> Iterator[str]:
+        params, stops = options
         decoder, until = Utf8Stream(self.tokenizer), StopStringFilter(stops)
-        for one in self._sample(ids, drawing):
-            if piece := until.feed(decoder.feed(one.token)):
-                yield piece
+        for one in self._sample(ids, params):
+            if new_text := until.feed(decoder.feed(one.token)):
+                yield new_text
             if until.has_matched:
                 return
         if rest := until.feed(decoder.finish()) + until.pending_text:
             yield rest
 
-    def _generate_tokens(self, ids: list[int], drawing: GenerationParams, stops: tuple[str, ...]) -> Iterator[Token]:
+    def _generate_tokens(self, ids: list[int], params: GenerationParams, stops: tuple[str, ...]) -> Iterator[Token]:
         tokenizer = self._tokenizer_or_none
         decoder, until = tokenizer and Utf8Stream(tokenizer), StopStringFilter(stops)
-        for one in self._sample(ids, drawing):
+        for one in self._sample(ids, params):
             text = decoder.feed(one.token) if decoder else ""
             until.feed(text)
             yield Token(one.token, text, one.logprob)
@@ -244,10 +244,10 @@ class Model:
         """The tokenizer, or `None` if the file has no vocabulary."""
         return self.tokenizer if has_vocabulary(self._model.gguf.metadata) else None
 
-    def _sample(self, ids: list[int], drawing: GenerationParams) -> Iterator[SampledToken]:
-        with self._lease_session() as held:
-            ahead = self._make_decoder(held, drawing)
-            yield from sample_tokens(held.session, [held.reuse_prefix(ids)], drawing, known=held.tokens, ahead=ahead)
+    def _sample(self, ids: list[int], params: GenerationParams) -> Iterator[SampledToken]:
+        with self._lease_session() as lease:
+            ahead = self._make_decoder(lease, params)
+            yield from sample_tokens(lease.session, [lease.reuse_prefix(ids)], params, known=lease.tokens, ahead=ahead)
 
     def _open_draft_session(self, path: str | Path) -> Session:
         model = open_model(path)
@@ -257,21 +257,21 @@ class Model:
         context = min(self.session.context, model.context_length)
         return open_session(model, on=self._group, context=context, batch=self.session.batch)
 
-    def _make_decoder(self, held: SessionLease, drawing: GenerationParams) -> speculative.SpeculativeDecoder | None:
+    def _make_decoder(self, lease: SessionLease, params: GenerationParams) -> speculative.SpeculativeDecoder | None:
         """Return the speculative decoder of a session, with MTP blocks or a draft model; `None` without drafts."""
         if (root := self._drafting) is None and not self._model.mtp_block_count:
             return None
-        if drawing.pinned_tokens is not None:
+        if params.pinned_tokens is not None:
             raise ModelError("a context that shifts has no guesses; leave out draft and draft_max, or context_shift")
         if root is None:
             return speculative.SpeculativeDecoder(
-                held.only_session, speculative.MtpDrafter(held.only_session), self._draft_max
+                lease.only_session, speculative.MtpDrafter(lease.only_session), self._draft_max
             )
-        if held.draft_session is None:
-            held.draft_session = Session(root.model, on=self._group, like=root, context=root.context, batch=root.batch)
-        held.draft_session.reset(0)
+        if lease.draft_session is None:
+            lease.draft_session = Session(root.model, on=self._group, like=root, context=root.context, batch=root.batch)
+        lease.draft_session.reset(0)
         return speculative.SpeculativeDecoder(
-            held.only_session, speculative.ModelDrafter(held.draft_session), self._draft_max
+            lease.only_session, speculative.ModelDrafter(lease.draft_session), self._draft_max
         )
 
     @validate_arguments(ModelError, prompt=PROMPT_KIND)
@@ -282,10 +282,10 @@ class Model:
         (3, 2048)
         """
         ids = self._encode_prompt(prompt)
-        with self._lease_session() as held:
-            held.reset_all_sequences()
-            (rows,) = held.session.evaluate([ids], every_position=True)
-            held.tokens[0] = list(ids)
+        with self._lease_session() as lease:
+            lease.reset_all_sequences()
+            (rows,) = lease.session.evaluate([ids], every_position=True)
+            lease.tokens[0] = list(ids)
         return rows
 
     @validate_arguments(ModelError, text=PROMPT_KIND)
@@ -299,9 +299,9 @@ class Model:
         """
         ids = self._encode_prompt(text)
         rows = self.logits(ids)[:-1].astype(np.float64)
-        most = rows.max(-1, keepdims=True, initial=-np.inf)
+        row_max = rows.max(-1, keepdims=True, initial=-np.inf)
         chosen = np.take_along_axis(rows, np.array(ids[1:], np.int64).reshape(-1, 1), -1)
-        return np.asarray((chosen - most)[:, 0] - np.log(np.exp(rows - most).sum(-1)))
+        return np.asarray((chosen - row_max)[:, 0] - np.log(np.exp(rows - row_max).sum(-1)))
 
     @validate_arguments(ModelError, texts=TEXT | list_of(PROMPT_KIND, "a sequence of texts"), normalise=BOOL)
     def embed(self, texts: str | Sequence[str | Sequence[int]], *, normalise: bool = True) -> F32:
@@ -320,10 +320,10 @@ class Model:
         for start in range(0, len(ids), EMBED_BATCH_TEXTS):
             part = ids[start : start + EMBED_BATCH_TEXTS]
             longest = 1 << max(map(len, part)).bit_length()
-            with self._lease_session(len(part), longest if len(part) > 1 else None) as held:
-                held.reset_all_sequences()
-                hidden = held.session.evaluate(part, every_position=True, hidden=True)
-                held.tokens = [list(new) for new in part]
+            with self._lease_session(len(part), longest if len(part) > 1 else None) as lease:
+                lease.reset_all_sequences()
+                hidden = lease.session.evaluate(part, every_position=True, hidden=True)
+                lease.tokens = [list(new) for new in part]
             vectors += map(pool, hidden)
         whole = np.stack(vectors) if vectors else np.zeros((0, self._model.hyper.width), np.float32)
         return whole / np.linalg.norm(whole, axis=-1, keepdims=True).clip(1e-12) if normalise else whole
@@ -358,15 +358,15 @@ class Model:
         >>> ids = model.load("talk.bin")
         >>> further = model.generate(ids + model.tokenize(" and then", special=False), max_tokens=2)
         """
-        with self._lease_session() as held, convert_file_errors():
-            save_state(held.only_session, held.tokens, path)
+        with self._lease_session() as lease, convert_file_errors():
+            save_state(lease.only_session, lease.tokens, path)
 
     @validate_arguments(ModelError, path=instance_of(str, Path))
     def load(self, path: str | Path) -> list[int]:
         """Load a saved state and return its tokens; a prompt that begins with them is read from their end on."""
-        with self._lease_session() as held, convert_file_errors():
-            (held.tokens[0],) = load_state(held.only_session, path)
-            return list(held.tokens[0])
+        with self._lease_session() as lease, convert_file_errors():
+            (lease.tokens[0],) = load_state(lease.only_session, path)
+            return list(lease.tokens[0])
 
     @property
     def plan(self) -> Plan:
@@ -379,13 +379,13 @@ class Model:
         first = self.session
         sums = {str(device): dict.fromkeys(("weight", "state", "arena"), 0) for _, device in first.group}
         with self._lock:
-            models = [(first, [one for held in self._idle for one in held.session.sessions])]
+            models = [(first, [one for lease in self._idle for one in lease.session.sessions])]
             if self._drafting is not None:
                 models.append((self._drafting, [h.draft_session for h in self._idle if h.draft_session is not None]))
         for root, sessions in models:
             for session in dict.fromkeys((root, *sessions)):
-                for (_, device), held in zip(session.group, session.store.nbytes(), strict=True):
-                    for kind, count in held.items():
+                for (_, device), byte_counts in zip(session.group, session.store.nbytes(), strict=True):
+                    for kind, count in byte_counts.items():
                         sums[str(device)][kind] += count if kind != "weight" or session is root else 0
         return sums
 
@@ -437,13 +437,13 @@ class Model:
         first = self.session
         key = sequences, min(first.context, longest or first.context)
         with self._lock:
-            if (held := next((held for held in self._idle if held.key == key), None)) is not None:
-                self._idle.remove(held)
-        if held is None:
-            held = SessionLease(make_session(first, sequences, context=key[1], batch=min(first.batch, key[1])))
+            if (lease := next((lease for lease in self._idle if lease.key == key), None)) is not None:
+                self._idle.remove(lease)
+        if lease is None:
+            lease = SessionLease(make_session(first, sequences, context=key[1], batch=min(first.batch, key[1])))
         try:
-            yield held
+            yield lease
         finally:
             with self._lock:
                 if self._first is not None:
-                    self._idle = [held, *(other for other in self._idle if other.key != key)][:MAX_IDLE_SESSIONS]
+                    self._idle = [lease, *(other for other in self._idle if other.key != key)][:MAX_IDLE_SESSIONS]

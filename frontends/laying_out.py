@@ -75,12 +75,12 @@ def plan_model_layout(
         else None
     )
 
-    def planned(graph: Graph, group: Devices, **how: Any) -> Plan:
+    def plan_graph(graph: Graph, group: Devices, **how: Any) -> Plan:
         return plan_with_cache(
             graph, group, place=place, hardware=agree_on_speeds(group, world).hardware_for_graph(graph), **how
         )
 
-    options = partial(planned, split_mode=on.split_mode, use=use)
+    options = partial(plan_graph, split_mode=on.split_mode, use=use)
     shares = on.tensor_split
     if on.split_mode == "layer" and not shares and len({device.memory for _, device in asked}) == 1 < len(asked):
         from ..scheduler import compute_balanced_proportions
@@ -89,7 +89,7 @@ def plan_model_layout(
     first = options(one, asked, tensor_split=shares)
     if first.spare and on.threads is None:  # used devices share the processors of unused ones
         group = resolve_devices(replace(on, devices=tuple(str(device) for _, device in first.group)), world)
-        first = planned(one, group, like=first)
+        first = plan_graph(one, group, like=first)
     host = HostOffload(
         *resolve_devices(replace(on, devices=(f"{OFFLOAD_DEVICE}@0" if world.size > 1 else OFFLOAD_DEVICE,)), world)[0]
     )
@@ -98,10 +98,10 @@ def plan_model_layout(
     from ..scheduler import compute_missing_bytes
 
     largest = graph_of(largest_step)
-    if not compute_missing_bytes(planned(largest, first.group, like=first)):
+    if not compute_missing_bytes(plan_graph(largest, first.group, like=first)):
         return first
-    spilled = options(largest, asked, tensor_split=on.tensor_split, host=host)
-    return planned(one, spilled.group, like=spilled)
+    offload_plan = options(largest, asked, tensor_split=on.tensor_split, host=host)
+    return plan_graph(one, offload_plan.group, like=offload_plan)
 
 
 def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Workload:

@@ -36,11 +36,11 @@ def measure_and_explain_steps(model: Model, on: DeviceGroup, tokens: int, contex
     session = Session(model, on=on, batch=tokens, context=context)
     if tokens > session.context:
         raise ModelError(f"a context of {session.context} has no room for {tokens} tokens; give a larger context=N")
-    drawn = draw_random_tokens(session, tokens)
-    run_at_context_end(session, next(drawn))  # makes plans, compiles and warms up
+    tokens_to_run = draw_random_tokens(session, tokens)
+    run_at_context_end(session, next(tokens_to_run))  # makes plans, compiles and warms up
     with session.tracing() as trace:
         for _ in range(MEASURED_RUNS):
-            run_at_context_end(session, next(drawn))
+            run_at_context_end(session, next(tokens_to_run))
     plan = trace.runs[-1].plan
     seconds = median(run.end - run.start for run in trace.runs)
     return format_comparison(plan, seconds, read_measurements(plan, trace))
@@ -62,10 +62,10 @@ def draw_random_tokens(session: Session, count: int) -> Iterator[list[int]]:
 def format_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[str]:
     """Return a table of predicted and measured times, as lines."""
     rows = list(compare_entry_seconds(plan, steps) if len(plan.stages) > 1 else compare_op_seconds(plan, steps))
-    told = [_format_row(*row) for row in rows[:MAX_LISTED_ENTRIES]]
+    lines = [_format_row(*row) for row in rows[:MAX_LISTED_ENTRIES]]
     more = [f"... and {len(rows) - MAX_LISTED_ENTRIES} more"] if len(rows) > MAX_LISTED_ENTRIES else []
     head = f"{'predicted':>12} {'measured':>12} {'error':>8}  of"
-    return [head, _format_row("a run", plan.cost.total, seconds), *told, *more]
+    return [head, _format_row("a run", plan.cost.total, seconds), *lines, *more]
 
 
 def compare_entry_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:

@@ -32,8 +32,8 @@ class MicroBatchedSession:
     `choice` is the choice of micro-batches by predicted time.
     """
 
-    def __init__(self, sessions: Sequence[Session], dealing: MicroBatchChoice) -> None:
-        self.sessions, self.choice = tuple(sessions), dealing
+    def __init__(self, sessions: Sequence[Session], choice: MicroBatchChoice) -> None:
+        self.sessions, self.choice = tuple(sessions), choice
         first = sessions[0]
         self.model: Model = first.model
         self.world: World = first.world
@@ -67,24 +67,26 @@ class MicroBatchedSession:
         self, tokens: Sequence[Sequence[int]], *, every_position: bool = False, hidden: bool = False
     ) -> list[F32]:
         """Append new tokens to all sequences or to none, as `Session.evaluate` does."""
-        given = [as_token_ids(i, new) for i, new in enumerate(tokens)]
-        if len(given) != self.sequences:
-            raise ModelError(f"got tokens for {len(given)} sequences, the session has {self.sequences}")
-        dealt = [given[place.start : place.stop] for place in self.sequence_ranges]
+        token_ids = [as_token_ids(i, new) for i, new in enumerate(tokens)]
+        if len(token_ids) != self.sequences:
+            raise ModelError(f"got tokens for {len(token_ids)} sequences, the session has {self.sequences}")
+        microbatch_tokens = [token_ids[place.start : place.stop] for place in self.sequence_ranges]
         with self.device_lock:
-            for one, own, place in zip(self.sessions, dealt, self.sequence_ranges, strict=True):
+            for one, own, place in zip(self.sessions, microbatch_tokens, self.sequence_ranges, strict=True):
                 one.require_valid_tokens(own, hidden, place.start)
             if self.is_traced:
-                return self._run_sequentially(dealt, every_position, hidden)
-            return self._run_pipelined(dealt, every_position, hidden)
+                return self._run_sequentially(microbatch_tokens, every_position, hidden)
+            return self._run_pipelined(microbatch_tokens, every_position, hidden)
 
-    def _run_sequentially(self, dealt: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[F32]:
+    def _run_sequentially(
+        self, microbatch_tokens: Sequence[PrefillChunk], every_position: bool, hidden: bool
+    ) -> list[F32]:
         """Run one micro-batch after the other, so that each step can be traced; rewind all of them after an error."""
         marks = [make_checkpoint(one) for one in self.sessions]
         try:
             answers = [
                 one.evaluate(own, every_position=every_position, hidden=hidden)
-                for one, own in zip(self.sessions, dealt, strict=True)
+                for one, own in zip(self.sessions, microbatch_tokens, strict=True)
             ]
         except BaseException:
             for one, before in zip(self.sessions, marks, strict=True):
@@ -92,12 +94,14 @@ class MicroBatchedSession:
             raise
         return [rows for answer in answers for rows in answer]
 
-    def _run_pipelined(self, dealt: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[F32]:
+    def _run_pipelined(
+        self, microbatch_tokens: Sequence[PrefillChunk], every_position: bool, hidden: bool
+    ) -> list[F32]:
         from ..scheduler import run_pipelined
 
         parts = [
             split_tokens(own, one.choose_chunk_sizes(max(map(len, own)), max(one.lengths)))
-            for one, own in zip(self.sessions, dealt, strict=True)
+            for one, own in zip(self.sessions, microbatch_tokens, strict=True)
         ]
         readings = [
             one.make_chunked_prefill(p, every_position, hidden) for one, p in zip(self.sessions, parts, strict=True)
@@ -109,7 +113,7 @@ class MicroBatchedSession:
                 one.end_prefill(reading, list(islice(outputs, len(reading.chunks))))
                 for one, reading in zip(self.sessions, readings, strict=True)
             ]
-        nothing, answers = self.sessions[0].make_empty_rows(hidden), zip(dealt, parts, rows, strict=True)
+        nothing, answers = self.sessions[0].make_empty_rows(hidden), zip(microbatch_tokens, parts, rows, strict=True)
         return [rows for read in answers for rows in join_rows(*read, every_position, nothing)]
 
     @validate_arguments(ModelError, sequence=integer_between(0))

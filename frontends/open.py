@@ -89,9 +89,11 @@ def open_session(
         world: The ranks.
         sequences: Number of sequences.
     """
-    given = partial(Session, model, on=on, sequences=sequences, context=context, batch=batch, watch=watch, world=world)
+    make_session = partial(
+        Session, model, on=on, sequences=sequences, context=context, batch=batch, watch=watch, world=world
+    )
     if not (sys.stderr and sys.stderr.isatty()):
-        return given()
+        return make_session()
     from tqdm import tqdm  # 15 ms, needed only at a terminal
 
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load", leave=False, disable=None) as bar:
@@ -100,7 +102,7 @@ def open_session(
             bar.total = progress.total_bytes
             bar.update(progress.loaded_bytes - bar.n)
 
-        return given(on_progress=show)
+        return make_session(on_progress=show)
 
 
 def choose_context(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:

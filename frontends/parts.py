@@ -43,21 +43,23 @@ def compute_pipeline_depth(plan: Plan) -> int:
     return count_pipeline_stages(plan) if estimate_pipeline_speedup(plan) >= MIN_PIPELINE_SPEEDUP else 1
 
 
-def compute_chunk_sizes(most: int) -> tuple[int, ...]:
-    """Return the allowed chunk sizes in tokens, ascending, up to `most`.
+def compute_chunk_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Return the allowed chunk sizes in tokens, ascending, up to `max_tokens`.
 
     Up to 300 tokens these are 64, 96, 128, 192, 256 and 300.
     """
     grown = (
-        MIN_CHUNK_TOKENS * step * 2**times // 4 for times in range(most.bit_length()) for step in CHUNK_SIZE_QUARTERS
+        MIN_CHUNK_TOKENS * step * 2**times // 4
+        for times in range(max_tokens.bit_length())
+        for step in CHUNK_SIZE_QUARTERS
     )
-    return (*sorted({size for size in grown if size < most}), most)
+    return (*sorted({size for size in grown if size < max_tokens}), max_tokens)
 
 
-def round_up_to_chunk_size(tokens: int, most: int) -> int:
-    """Return the allowed chunk size for a chunk of `tokens` tokens, at most `most`."""
+def round_up_to_chunk_size(tokens: int, max_tokens: int) -> int:
+    """Return the allowed chunk size for a chunk of `tokens` tokens, at most `max_tokens`."""
     return (
-        next(size for size in compute_chunk_sizes(most) if size >= tokens)
+        next(size for size in compute_chunk_sizes(max_tokens) if size >= tokens)
         if can_chunk(tokens)
         else next_power_of_two(tokens)
     )
@@ -68,26 +70,26 @@ def next_power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def split_equally(tokens: int, most: int) -> tuple[int, ...]:
-    """Return the sizes of chunks of `most` tokens each; the last one may be smaller."""
-    return tuple(min(most, tokens - start) for start in range(0, tokens, most))
+def split_equally(tokens: int, max_tokens: int) -> tuple[int, ...]:
+    """Return the sizes of chunks of `max_tokens` tokens each; the last one may be smaller."""
+    return tuple(min(max_tokens, tokens - start) for start in range(0, tokens, max_tokens))
 
 
 def choose_pipelined_chunks(
-    tokens: int, behind: int, most: int, cells_of: Callable[[int], int], plan_of: Callable[[int, int], Plan]
+    tokens: int, behind: int, max_tokens: int, cells_of: Callable[[int], int], plan_of: Callable[[int, int], Plan]
 ) -> tuple[int, ...]:
     """Return the sizes in tokens of the chunks of a prompt that run pipelined.
 
     Args:
         tokens: Tokens of the prompt.
         behind: Tokens that the sequence already has.
-        most: Maximum tokens of a chunk.
+        max_tokens: Maximum tokens of a chunk.
         cells_of: The context bucket for a sequence length.
         plan_of: The plan of a run with a token count, after which a sequence has a given length.
     """
     from ..scheduler import ChunkTimeModel, choose_prefill_chunks
 
-    sizes = compute_chunk_sizes(most)
+    sizes = compute_chunk_sizes(max_tokens)
     ends = [behind + min(sizes[0], tokens), behind + tokens]
     cells = {cells_of(length): length for length in ends}
     predicted = ChunkTimeModel(
@@ -125,22 +127,22 @@ def explain_chunks(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> 
     else:
         sizes = compute_chunk_sizes(tokens)
         predicted = ChunkTimeModel(lambda count, cells: plan_of(count), (sizes[0], sizes[-1]), (tokens, tokens))
-        way = choose_prefill_chunks(tokens, 0, sizes, predicted)
-        if len(way.chunk_sizes) > 1:
-            each = ", ".join(map(str, dict.fromkeys(way.chunk_sizes)))
+        choice = choose_prefill_chunks(tokens, 0, sizes, predicted)
+        if len(choice.chunk_sizes) > 1:
+            each = ", ".join(map(str, dict.fromkeys(choice.chunk_sizes)))
             return (
-                f"{tokens} tokens are read in {len(way.chunk_sizes)} parts of {each}, "
+                f"{tokens} tokens are read in {len(choice.chunk_sizes)} parts of {each}, "
                 f"that follow each other through {format_stage_count(stages, len(whole.lanes))}, "
-                f"predicted to take {format_seconds(way.seconds)}; as one {at_once}"
+                f"predicted to take {format_seconds(choice.seconds)}; as one {at_once}"
             )
         why = "parts take longer"
     return f"{tokens} tokens are read as one, predicted to take {at_once}; {why}"
 
 
-def split_tokens(given: PrefillChunk, sizes: Iterable[int]) -> list[PrefillChunk]:
+def split_tokens(tokens: PrefillChunk, sizes: Iterable[int]) -> list[PrefillChunk]:
     """Split the tokens of each sequence into chunks of the given sizes, in order."""
     ends = [*accumulate(sizes, initial=0)]
-    return [[new[start:end] for new in given] for start, end in pairwise(ends)]
+    return [[new[start:end] for new in tokens] for start, end in pairwise(ends)]
 
 
 def choose_chunk_outputs(parts: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
@@ -185,9 +187,9 @@ class ChunkedPrefill:
     lengths: list[int]
     recent: list[list[int]]
 
-    def split_rows_by_sequence(self, given: Iterable[Mapping[str, F32]], idle: Sequence[F32]) -> list[list[F32]]:
+    def split_rows_by_sequence(self, results: Iterable[Mapping[str, F32]], idle: Sequence[F32]) -> list[list[F32]]:
         """Return the rows of each chunk per sequence; an idle sequence gets its rows of `idle`."""
-        outputs = zip(given, self.outputs, self.chunks, strict=True)
+        outputs = zip(results, self.outputs, self.chunks, strict=True)
         return [split_rows(one[name], part, self.every_position, idle) for one, name, part in outputs]
 
 
@@ -204,7 +206,7 @@ def split_rows(rows: F32, part: PrefillChunk, every_position: bool, idle: Sequen
 
 
 def join_rows(
-    given: PrefillChunk,
+    tokens: PrefillChunk,
     parts: Sequence[PrefillChunk],
     runs: Iterable[Sequence[F32]],
     every_position: bool,
@@ -213,30 +215,30 @@ def join_rows(
     """Join the rows of all chunks per sequence.
 
     Args:
-        given: The new tokens of each sequence.
+        tokens: The new tokens of each sequence.
         parts: The same tokens in chunks.
         runs: Per chunk, the rows of each sequence.
         every_position: Join the rows of all chunks, instead of taking the row of the last token.
         nothing: The rows of an idle sequence.
     """
-    rows_of: list[list[F32]] = [[] for _ in given]
+    rows_of: list[list[F32]] = [[] for _ in tokens]
     ends = accumulate(max(map(len, part)) for part in parts)
     for end, part, logits in zip(ends, parts, runs, strict=True):
-        for rows, one, mine, new in zip(rows_of, logits, part, given, strict=True):
+        for rows, one, mine, new in zip(rows_of, logits, part, tokens, strict=True):
             if mine and (every_position or end >= len(new)):
                 rows.append(one)
     return [np.concatenate(rows) if len(rows) > 1 else rows[0] if rows else nothing for rows in rows_of]
 
 
-def as_token_ids(sequence: int, given: Sequence[int]) -> list[int]:
+def as_token_ids(sequence: int, tokens: Sequence[int]) -> list[int]:
     """Return tokens from a caller as a list of integers; `sequence` names them in messages.
 
     Raises:
         ModelError: The tokens are not integers in one dimension.
     """
-    if type(given) is list and all(type(token) is int for token in given):
-        return given
-    ids = as_number_array(f"tokens of sequence {sequence}", given, ModelError)
+    if type(tokens) is list and all(type(token) is int for token in tokens):
+        return tokens
+    ids = as_number_array(f"tokens of sequence {sequence}", tokens, ModelError)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ModelError(
             f"tokens of sequence {sequence}: got {ids.dtype}{list(ids.shape)}; need integers in one dimension"

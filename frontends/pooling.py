@@ -19,7 +19,7 @@ def choose_pooling(kind: object) -> Any:
     Raises:
         ModelError: The kind is unknown, or ranks pairs of texts.
     """
-    ways = {
+    pooling_functions = {
         0: _pool_mean,
         MEAN_POOLING: _pool_mean,
         FIRST_TOKEN_POOLING: lambda rows: rows[0],
@@ -27,9 +27,9 @@ def choose_pooling(kind: object) -> Any:
     }
     if kind == RANK_POOLING:
         raise ModelError("pooling_type of the file is 4 (rank): it scores pairs of texts; use a model that embeds")
-    if kind not in ways:
+    if kind not in pooling_functions:
         raise ModelError(f"pooling_type of the file is {kind!r}; need 0 (none), 1 (mean), 2 (first) or 3 (last)")
-    return ways[kind]
+    return pooling_functions[kind]
 
 
 def _pool_mean(rows: F32) -> F32:

@@ -40,8 +40,8 @@ def restore_checkpoint(session: Session, mark: SessionCheckpoint) -> None:
         session.lengths, session.recent = list(mark.lengths), list(mark.recent)
 
 
-def rewind_last_step(session: Session, kept: int) -> None:
-    """Keep only the first `kept` tokens that sequence 0 read in the last call of `Session.evaluate`.
+def rewind_last_step(session: Session, token_count: int) -> None:
+    """Keep only the first `token_count` tokens that sequence 0 read in the last call of `Session.evaluate`.
 
     That call must have been `reversible`. Nothing is computed again: the step has saved the recurrent states after each
     token.
@@ -51,18 +51,19 @@ def rewind_last_step(session: Session, kept: int) -> None:
     """
     with session.store.turn:
         before = session.reversible_step
-        if before is None or not 1 <= kept <= len(before.chunk[0]):
+        if before is None or not 1 <= token_count <= len(before.chunk[0]):
             raise ModelError(
-                f"rewind_last_step: there are no {kept} tokens of a reversible step; evaluate them with reversible=True"
+                f"rewind_last_step: there are no {token_count} tokens of a reversible step; "
+                "evaluate them with reversible=True"
             )
         store, count = session.store, before.step.tokens
         for name in session.state_names:
             old = store.state(name)
             if (kind := f"{name}.{count}{SNAPSHOTS}") in store.states:
-                old[0] = store.state(kind)[0, count - kept]
+                old[0] = store.state(kind)[0, count - token_count]
             elif (kind := f"{name}.{count}{WINDOWS}") in store.states:
-                old[0] = store.state(kind)[0, kept : kept + old.shape[1]]
+                old[0] = store.state(kind)[0, token_count : token_count + old.shape[1]]
         session.lengths, session.recent = list(before.lengths), list(before.recent)
-        session.advance_by([before.chunk[0][:kept], *before.chunk[1:]])
-        session.mtp_rows[:1] = [rows[:kept] for rows in session.mtp_rows[:1]]
+        session.advance_by([before.chunk[0][:token_count], *before.chunk[1:]])
+        session.mtp_rows[:1] = [rows[:token_count] for rows in session.mtp_rows[:1]]
         session.reversible_step = None

@@ -98,8 +98,10 @@ def load_state(session: Session | MicroBatchedSession, path: str | Path) -> list
         header, arrays = _parse_saved_state(session.world.broadcast_from_first(Path(path).read_bytes))
         lengths, tokens = _parse_header(session, header)
         recent = _parse_recent_tokens(session, header, lengths)
-        wanted = {name: _compute_expected_shape(session, name, lengths) for name in session.sessions[0].state_names}
-        if {name: a.shape for name, a in arrays.items()} != wanted:
+        expected_shapes = {
+            name: _compute_expected_shape(session, name, lengths) for name in session.sessions[0].state_names
+        }
+        if {name: a.shape for name, a in arrays.items()} != expected_shapes:
             raise ValueError("its states have other names or shapes")
     except ModelError:
         raise
@@ -210,10 +212,10 @@ def _parse_recent_tokens(
     session: Session | MicroBatchedSession, header: Mapping[str, object], lengths: Sequence[int]
 ) -> list[list[int]]:
     """Return the last tokens of each sequence, as many as the model needs."""
-    most, rows = session.model.history_token_count, header["recent"]
+    history_count, rows = session.model.history_token_count, header["recent"]
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError("it does not hold the last tokens of each sequence")
-    if [len(row) for row in rows] != [min(n, most) for n in lengths]:
+    if [len(row) for row in rows] != [min(n, history_count) for n in lengths]:
         raise ValueError("it holds more or fewer last tokens than the model needs")
     if any(type(t) is not int or not 0 <= t < session.model.vocabulary_size for row in rows for t in row):
         raise ValueError("its last tokens are none of this model's")

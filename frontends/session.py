@@ -26,6 +26,7 @@ from .laying_out import LoadProgress as LoadProgress
 from .laying_out import load_weights, plan_model_layout
 from .models import Batch, Model, Step
 from .parts import (
+    F32,
     ChunkedPrefill,
     PrefillChunk,
     ReversibleStep,
@@ -50,7 +51,6 @@ from .watch import ValueWatch
 if TYPE_CHECKING:
     from ..scheduler import PipelinedPlan, Trace, ValueDifference
 
-F32 = npt.NDArray[np.float32]
 MIN_CONTEXT_BUCKET = 256
 """Tokens of the smallest context bucket; each larger bucket is twice as long."""
 DEFAULT_CONTEXT = 4096
@@ -178,20 +178,20 @@ class Session:
             hidden: Return the input rows of the output matrix, f32[..., width], instead of logits.
             reversible: Let `rewinding.rewind_last_step` shorten this call, which may have one batch of tokens at most.
         """
-        given = [as_token_ids(i, new) for i, new in enumerate(tokens)]
+        token_ids = [as_token_ids(i, new) for i, new in enumerate(tokens)]
         with self.store.turn:
-            self.require_valid_tokens(given, hidden)
-            longest = max(map(len, given))
+            self.require_valid_tokens(token_ids, hidden)
+            longest = max(map(len, token_ids))
             sizes = self.choose_chunk_sizes(longest, max(self.lengths), reversible)
             if len(sizes) == 1:  # the path of every decoded token
-                return self._run_chunk(given, every_position, hidden, reversible)
+                return self._run_chunk(token_ids, every_position, hidden, reversible)
             if reversible and longest:
                 raise ModelError(f"{longest} tokens are more than a batch of {self.batch}; only a batch can be rewound")
-            parts = split_tokens(given, sizes)
+            parts = split_tokens(token_ids, sizes)
             runs: Iterable[list[F32]] = (self._run_chunk(part, every_position, hidden, False) for part in parts)
             if self._can_pipeline_chunks(longest):
                 runs = self._run_pipelined(parts, every_position, hidden)
-            return join_rows(given, parts, runs, every_position, self.make_empty_rows(hidden))
+            return join_rows(token_ids, parts, runs, every_position, self.make_empty_rows(hidden))
 
     @validate_arguments(ModelError, tokens=NATURAL, behind=NATURAL, every_position=BOOL, reversible=BOOL)
     def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
@@ -214,14 +214,14 @@ class Session:
         rows = list_output_positions(part) if every_position else None
         inputs = self.model.inputs(step, Batch(part, self.lengths, rows, self.recent, seen))
         with DeferredInterrupts():  # states and lengths belong together
-            given = executor.run(inputs)
+            results = executor.run(inputs)
             self.reversible_step = ReversibleStep(step, self.lengths, self.recent, part) if reversible else None
             self.advance_by(part)
             if self.mtp_rows and not hidden:
-                self.mtp_rows = split_rows(given["hidden"], part, every_position, self.mtp_rows)
+                self.mtp_rows = split_rows(results["hidden"], part, every_position, self.mtp_rows)
         if self.watch is not None:
-            self.watch.report_step(given, self.lengths[0] - len(part[0]), len(part[0]))
-        output = given["hidden" if hidden else "logits"]
+            self.watch.report_step(results, self.lengths[0] - len(part[0]), len(part[0]))
+        output = results["hidden" if hidden else "logits"]
         return split_rows(output, part, every_position, [self.make_empty_rows(hidden)] * self.sequences)
 
     def _can_pipeline_chunks(self, tokens: int, reversible: bool = False) -> bool:
@@ -270,10 +270,10 @@ class Session:
         """Return whether every step of a chunked prefill is already bound to a pipeline."""
         return all(step in self._pipelines for step in reading.steps)
 
-    def end_prefill(self, reading: ChunkedPrefill, given: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
+    def end_prefill(self, reading: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
         """Advance the sequences after all chunks have run, and return the rows of each chunk per sequence."""
         self.reversible_step, self.lengths, self.recent = None, reading.lengths, reading.recent
-        return reading.split_rows_by_sequence(given, [self.make_empty_rows(False)] * self.sequences)
+        return reading.split_rows_by_sequence(runs, [self.make_empty_rows(False)] * self.sequences)
 
     def make_empty_rows(self, hidden: bool) -> F32:
         """Return the rows of an idle sequence: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
@@ -331,9 +331,9 @@ class Session:
     def _step_of(
         self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
     ) -> Step:
-        cells, most = self._round_up_context(length), next_power_of_two(self.batch)
+        cells, batch = self._round_up_context(length), next_power_of_two(self.batch)
         return _step(
-            self.sequences, tokens, cells, self.context, outputs, gives, most, reversible, turn, *self._cache_dtypes
+            self.sequences, tokens, cells, self.context, outputs, gives, batch, reversible, turn, *self._cache_dtypes
         )
 
     def _round_up_context(self, length: int) -> int:
@@ -369,16 +369,16 @@ class Session:
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[ValueDifference]:
         """Append tokens in one step, and compare each value with the same op on another device."""
-        given = as_token_ids(0, tokens)
+        new = as_token_ids(0, tokens)
         with self.store.turn:
-            self.require_valid_tokens([given])
-            step = self.make_step(len(given), self.lengths[0] + len(given))
+            self.require_valid_tokens([new])
+            step = self.make_step(len(new), self.lengths[0] + len(new))
             raw = {name: tensor.raw for name, tensor in self.model.tensors.items()}
             from ..scheduler import NodeComparer
 
-            judge = NodeComparer(self.plan(step), self.store, raw, find_device(device), place=self._rules)
-            yield from judge.compare_values(self.model.inputs(step, Batch([given], self.lengths, None, self.recent)))
-            self.advance_by([given])
+            compared = NodeComparer(self.plan(step), self.store, raw, find_device(device), place=self._rules)
+            yield from compared.compare_values(self.model.inputs(step, Batch([new], self.lengths, None, self.recent)))
+            self.advance_by([new])
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:
@@ -425,8 +425,8 @@ class Session:
 
     def __repr__(self) -> str:
         devices, count = ", ".join(str(device) for _, device in self.group), self.sequences
-        held = f"{count} sequences" if count > 1 else f"{self.lengths[0]} tokens"
-        return f"Session({self.model!r} on {devices}, {held} in a context of {self.context})"
+        contents = f"{count} sequences" if count > 1 else f"{self.lengths[0]} tokens"
+        return f"Session({self.model!r} on {devices}, {contents} in a context of {self.context})"
 
     @property
     def planned_steps(self) -> tuple[Step, ...]:

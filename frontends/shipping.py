@@ -16,7 +16,7 @@ from multiprocessing import get_all_start_methods, get_context
 from ..backends.base import find_devices
 from ..backends.cpu.binding import find_program_kernels
 from ..backends.cpu.compiler import Kernel, precompile_kernels
-from ..backends.cpu.kernels.crew import follow, go_on, lead
+from ..backends.cpu.kernels.crew import continue_run, run_worker_thread, start_run
 from ..backends.cpu.kernels.loop import run
 from ..backends.cpu.kernels.packing import make_pack_kernel, make_unpack_kernel
 from ..backends.cpu.kernels.products.formats import FORMATS
@@ -41,7 +41,7 @@ COMMON_WEIGHT_DTYPES = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5
 
 def list_kernels_to_compile(*, of_all_types: bool) -> Iterator[Kernel]:
     """Yield the kernels of the embedded model, and of decoders with common dtypes or with all dtypes."""
-    yield from (run, lead, go_on, follow, top_k)
+    yield from (run, start_run, continue_run, run_worker_thread, top_k)
     caches = [(dtype, dtype) for dtype in FLOAT_DTYPES] if of_all_types else [ONE_DEVICE.cache_dtypes]
     model = open_model(None)
     graphs = [
@@ -58,8 +58,8 @@ def list_kernels_to_compile(*, of_all_types: bool) -> Iterator[Kernel]:
     for threads in (1, 2):
         group = find_devices(["cpu:0"], threads)
         for graph in graphs:
-            (lane,) = plan_for_group(graph, group).lanes
-            yield from find_program_kernels(lane.program, threads)
+            (device_plan,) = plan_for_group(graph, group).lanes
+            yield from find_program_kernels(device_plan.program, threads)
 
 
 def _build_feed_forward_graph(dtype: DType, tokens: int) -> Graph:
@@ -82,24 +82,24 @@ def main(words: Sequence[str]) -> int:
             subprocess.run(command, env={**os.environ, "HOCKET_TARGET": t.name}).returncode for t in PRECOMPILED_TARGETS
         ]
         return max(each)
-    wanted = [*dict.fromkeys(list_kernels_to_compile(of_all_types="--all" in words))]
-    status = compile_in_parallel(wanted)
+    kernels = [*dict.fromkeys(list_kernels_to_compile(of_all_types="--all" in words))]
+    status = compile_in_parallel(kernels)
     print(
-        f"{find_compile_target().name}: {len(wanted)} kernels are ready" if not status else "kernels were not compiled"
+        f"{find_compile_target().name}: {len(kernels)} kernels are ready" if not status else "kernels were not compiled"
     )
     return status
 
 
-def compile_in_parallel(wanted: Sequence[Kernel]) -> int:
+def compile_in_parallel(kernels: Sequence[Kernel]) -> int:
     """Compile kernels in one process per processor, and return the worst exit status.
 
     A kernel holds closures, which only a fork can take along. Without fork this process compiles all kernels.
     """
     if "fork" not in get_all_start_methods():
-        precompile_kernels(wanted)
+        precompile_kernels(kernels)
         return 0
     count, fork = os.cpu_count() or 1, get_context("fork")
-    each = [fork.Process(target=precompile_kernels, args=(wanted[i::count],)) for i in range(count)]
+    each = [fork.Process(target=precompile_kernels, args=(kernels[i::count],)) for i in range(count)]
     for process in each:
         process.start()
     for process in each:

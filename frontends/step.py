@@ -169,10 +169,10 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True)
         "slot": np.array(slot, np.int32),
         **_build_count_inputs(step, tuple(map(len, batch.tokens)), taps, batch.output_positions is None),
     }
-    if (wanted := batch.output_positions) is not None:
-        if bad := [(i, t) for i, t in wanted if not (0 <= i < step.sequences and 0 <= t < len(batch.tokens[i]))]:
+    if (positions := batch.output_positions) is not None:
+        if bad := [(i, t) for i, t in positions if not (0 <= i < step.sequences and 0 <= t < len(batch.tokens[i]))]:
             raise ModelError(f"batch: wants the logits of {bad[0]}; need (sequence, index of one of its new tokens)")
-        arrays["out_ids"] = _compute_output_rows(step, wanted)
+        arrays["out_ids"] = _compute_output_rows(step, positions)
     if not causal:
         ends = [length + len(new) - 1 for new, length in zip(batch.tokens, batch.lengths, strict=True)]
         arrays["last"] = np.repeat(np.array(ends, np.int32)[:, None], step.tokens, axis=1)
@@ -215,10 +215,10 @@ def _build_count_inputs(
     return arrays
 
 
-def _compute_output_rows(step: Step, wanted: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
-    if len(wanted) > step.outputs:
+def _compute_output_rows(step: Step, positions: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    if len(positions) > step.outputs:
         raise ModelError(
-            f"batch: wants {len(wanted)} rows of logits, the step gives {step.outputs}; use a step with more outputs"
+            f"batch: wants {len(positions)} rows of logits, the step gives {step.outputs}; use a step with more outputs"
         )
-    rows = [i * step.tokens + t for i, t in wanted]
+    rows = [i * step.tokens + t for i, t in positions]
     return np.array([*rows, *[0] * (step.outputs - len(rows))], np.int32)

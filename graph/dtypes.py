@@ -118,7 +118,7 @@ DTypeLike: TypeAlias = "DType | str | np.dtype[Any] | type[np.generic]"
 
 
 def find_dtype(value: object) -> DType | None:
-    """Return the `DType` of a `DType`, a name or a NumPy type, or None if there is none."""
+    """Return the `DType` of a `DType`, a name or a NumPy type, or None for another value."""
     if isinstance(value, DType):
         return value
     if isinstance(value, np.dtype):
@@ -129,7 +129,7 @@ def find_dtype(value: object) -> DType | None:
 
 
 def parse_dtype(value: object) -> DType:
-    """Return the `DType` of a `DType`, a name or a NumPy type. Raises `GraphError` if there is none."""
+    """Return the `DType` of a `DType`, a name or a NumPy type; raise `GraphError` for another value."""
     dtype = find_dtype(value)
     if dtype is not None:
         return dtype

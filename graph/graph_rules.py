@@ -17,7 +17,7 @@ GraphRule = Callable[[Graph], Iterator[str]]
 
 
 def leaves_have_distinct_names(graph: Graph) -> Iterator[str]:
-    """Inputs, weights, states and constants have distinct names, by which arrays are bound."""
+    """Inputs, weights, states and constants have distinct names, because names bind arrays to leaves."""
     leaf_counts = Counter([n.name for n in graph.nodes if n.op in LEAF_OPS])
     for name, leaf_count in leaf_counts.items():
         if not name:

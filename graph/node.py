@@ -44,7 +44,7 @@ class Node:
         src: The operands, with None for an omitted optional operand.
         attrs: The attributes.
         specs: The specs of the results; `results` has the values in the same order.
-        name: Free text for people, which may be empty; for leaves the name by which an array is bound.
+        name: Free text for people, which may be empty. A leaf needs a name, because names bind arrays to leaves.
     """
 
     op: str
@@ -294,7 +294,7 @@ def input(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Valu
     """Return a leaf that each run binds to an array.
 
     Args:
-        name: The name by which the array is bound.
+        name: The name that binds an array to the leaf.
         shape: The sizes of the axes in NumPy order, rank 0 to 5.
         dtype: A dtype of hocket or NumPy (``np.float32``, ``"int32"``).
 
@@ -312,7 +312,7 @@ def weight(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Val
     """Return a leaf that `hocket.load` binds to an array once.
 
     Args:
-        name: The name by which the array is bound.
+        name: The name that binds an array to the leaf.
         shape: The sizes of the axes in NumPy order, rank 0 to 5; a matrix is ``[rows, columns]``, as in GGUF files.
         dtype: A dtype; rows of a quantised dtype (``"q4_K"``) are complete blocks.
 

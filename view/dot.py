@@ -69,8 +69,8 @@ class _DotWriter:
         yield '  edge [fontname="Helvetica", fontsize=9];'
         yield from self._cluster(self.items, "  ")
         inside = {n for b in iterate_blocks(self.items) for n in b.nodes}
-        shown = [n for n in self.graph.nodes if self._of(n) is n]
-        yield from (self._node(n, "  ") for n in shown if n not in inside)
+        drawn_nodes = [n for n in self.graph.nodes if self._of(n) is n]
+        yield from (self._node(n, "  ") for n in drawn_nodes if n not in inside)
         yield from self._edges()
         for i, (name, value) in enumerate(self.graph.outputs.items()):
             yield f"  out{i} [label={_text(name)}, shape=ellipse];"

@@ -81,9 +81,9 @@ def attrs_text(node: Node) -> str:
     """Return the text of the attributes that differ from the defaults of the op."""
     if node.op == "constant":
         return ""
-    shown = ((k, format_attribute(v)) for k, v in select_non_default_attributes(node).items())
+    attrs = ((k, format_attribute(v)) for k, v in select_non_default_attributes(node).items())
     return ", ".join(
-        f"{k}={text if len(text) <= MAX_TEXT_CHARACTERS else text[:MAX_TEXT_CHARACTERS] + '…'}" for k, text in shown
+        f"{k}={text if len(text) <= MAX_TEXT_CHARACTERS else text[:MAX_TEXT_CHARACTERS] + '…'}" for k, text in attrs
     )
 
 

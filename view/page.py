@@ -100,13 +100,13 @@ def _plan_page_data(plan: Plan, times: MeasuredPlan | None = None) -> dict[str, 
     return {"graph": graph.document(), "plan": drawn, "passes": pass_columns(plan, graph, factors)}
 
 
-def _page(title: str, shown: list[dict[str, Any]], moved: Sequence[str] = (), tokens: int | None = None) -> Page:
+def _page(title: str, page_items: list[dict[str, Any]], moved: Sequence[str] = (), tokens: int | None = None) -> Page:
     folder = files(__package__) / "page"
 
     def read(name: str) -> str:
         return (folder / name).read_text(encoding="utf-8")
 
-    document = {"format": "hocket-page-1", "title": title, "shown": shown, "moved": list(moved), "tokens": tokens}
+    document = {"format": "hocket-page-1", "title": title, "shown": page_items, "moved": list(moved), "tokens": tokens}
     parts = {
         "title": html.escape(title.encode("utf-8", "replace").decode("utf-8")),
         "style": read("style.css"),
@@ -115,8 +115,8 @@ def _page(title: str, shown: list[dict[str, Any]], moved: Sequence[str] = (), to
         "code": "\n".join(read(f"{name}.js") for name in SCRIPT_FILES),
         "data": escape_for_script(json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)),
     }
-    pieces = read("page.html").split("<!--:")
-    return Page(pieces[0] + "".join(parts[p[: p.index("-->")]] + p[p.index("-->") + 3 :] for p in pieces[1:]))
+    segments = read("page.html").split("<!--:")
+    return Page(segments[0] + "".join(parts[p[: p.index("-->")]] + p[p.index("-->") + 3 :] for p in segments[1:]))
 
 
 def escape_for_script(text: str) -> str:

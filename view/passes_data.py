@@ -24,7 +24,7 @@ def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, An
     ``a b`` is a product of two factors, ``a | b`` means segments. Each factor has its size, whether it is sharded, and
     whether it must not be.
     """
-    cut = factors_from_description(plan.graph, factors, plan.cuts)
+    sharded_factors = factors_from_description(plan.graph, factors, plan.cuts)
     number: InternTable[Factor] = InternTable()
     axes: dict[int, list[str]] = {}
     for block in _distinct_blocks(graph.items):
@@ -33,21 +33,24 @@ def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, An
                 at = graph.number[value.node]
                 if at not in axes and (value.node.is_leaf or value.node is node):
                     axes[at] = [_axis(segments, number) for segments in factors.axes_of(value)]
-    known = [[f.size, f in cut, bool(f.blocked)] for f in number.items]
+    known = [[f.size, f in sharded_factors, bool(f.blocked)] for f in number.items]
     return {"axes": axes, "factors": known}
 
 
 def search_decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
     """Return, for each node with a sharded value, the numbers of the plan's reasons for it."""
-    cut = factors_from_description(plan.graph, factors, plan.cuts)
-    classes = group_factors(plan.graph, factors) if cut else {}
-    said: dict[Factor, int] = {}
+    sharded_factors = factors_from_description(plan.graph, factors, plan.cuts)
+    classes = group_factors(plan.graph, factors) if sharded_factors else {}
+    reason_numbers: dict[Factor, int] = {}
     for name, members in classes.items():
         for number, reason in enumerate(plan.reasons):
             if reason.startswith(f"cut {name}: "):
-                said |= dict.fromkeys(cut.intersection(members), number)
-    nodes = plan.graph.nodes if said else ()
-    decided = {graph.number[n]: sorted({said[f] for f in factors.factors_of(Value(n)) if f in said}) for n in nodes}
+                reason_numbers |= dict.fromkeys(sharded_factors.intersection(members), number)
+    nodes = plan.graph.nodes if reason_numbers else ()
+    decided = {
+        graph.number[n]: sorted({reason_numbers[f] for f in factors.factors_of(Value(n)) if f in reason_numbers})
+        for n in nodes
+    }
     return {number: reasons for number, reasons in decided.items() if reasons}
 
 

@@ -69,14 +69,14 @@ class PlanData:
         }
 
     def _device(self, d: int) -> dict[str, Any]:
-        lane = self.plan.lanes[d]
+        device_plan = self.plan.lanes[d]
         return {
-            "name": str(lane.device),
-            "backend": lane.backend.name,
-            "about": lane.device.description,
-            "memory": lane.device.memory,
+            "name": str(device_plan.device),
+            "backend": device_plan.backend.name,
+            "about": device_plan.device.description,
+            "memory": device_plan.device.memory,
             "program": self.program[d],
-            "held": {**lane.memory(), "undo": lane.program.undo_bytes},
+            "held": {**device_plan.memory(), "undo": device_plan.program.undo_bytes},
             "speeds": asdict(self.plan.speeds[d]),
         }
 
@@ -102,8 +102,8 @@ class PlanData:
 
     def _program(self, number: int) -> dict[str, Any]:
         """Return columns with an entry for each instruction; `own` labels instructions that the planner added."""
-        lane, device = self.plan.lanes[self.first[number]], self.first[number]
-        program = lane.program
+        device_plan, device = self.plan.lanes[self.first[number]], self.first[number]
+        program = device_plan.program
         prices = self.plan.prices[device]
         ops, own, origin = InternTable[str](), {}, []
         for at, i in enumerate(program.instructions):
@@ -120,20 +120,20 @@ class PlanData:
             "block": self._blocks(origin),
             "cost": [self.costs(prices.cost_of(at)) for at in range(len(program.instructions))],
             "spec": [self.specs((i.dst[0].shape, i.dst[0].dtype)) for i in program.instructions],
-            "calls": self._calls(lane),
+            "calls": self._calls(device_plan),
             "last": last,
             "live": live,
             "kept": program.undo_bytes,
         }
 
-    def _calls(self, lane: Lane) -> list[int]:
+    def _calls(self, device_plan: Lane) -> list[int]:
         """Return, for each instruction, the number of a pair: its kernels, and how many instructions they compute.
 
         The first pair means that the backend does not tell.
         """
-        kernels: list[list[int]] = [[] for _ in lane.program.instructions]
+        kernels: list[list[int]] = [[] for _ in device_plan.program.instructions]
         together = [0] * len(kernels)
-        for called in lane.calls or ():
+        for called in device_plan.calls or ():
             number = self.kernels((called.kernel, called.source.file_and_line, called.source.text))
             for at in called.instruction_numbers:
                 kernels[at] += [number] if number not in kernels[at] else []
@@ -142,10 +142,10 @@ class PlanData:
 
     def _origin(self, number: int, at: int) -> tuple[Node | None, bool]:
         """Return the user's node that an instruction computes or converts, and whether it only converts."""
-        lane = self.plan.lanes[self.first[number]]
-        i = lane.program.instructions[at]
+        device_plan = self.plan.lanes[self.first[number]]
+        i = device_plan.program.instructions[at]
         user = self.node.get(i.node)
-        local = lane.graph.nodes[i.index] if i.index >= 0 else None
+        local = device_plan.graph.nodes[i.index] if i.index >= 0 else None
         if local is not None and user is not None and user.op == i.op:
             return user, False
         if local is None:  # a copy of a state, named for it
@@ -182,11 +182,11 @@ class PlanData:
     def _rows(self, block: Sequence[Sequence[int]]) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:
         """Yield op, block, (first, count) by program, and devices of each row: parallel work, and collectives."""
         done = [0] * len(self.plan.lanes)
-        meetings: dict[int, dict[int, int]] = defaultdict(dict)
-        for d, lane in enumerate(self.plan.lanes):
-            for at, i in enumerate(lane.program.instructions):
+        collectives: dict[int, dict[int, int]] = defaultdict(dict)
+        for d, device_plan in enumerate(self.plan.lanes):
+            for at, i in enumerate(device_plan.program.instructions):
                 if (number := find_collective_number(i.op, i.attrs)) is not None:
-                    meetings[number][d] = at
+                    collectives[number][d] = at
 
         def work(until: Mapping[int, int]) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:
             cells: dict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
@@ -201,8 +201,8 @@ class PlanData:
                 there = cells[b, time]
                 yield COMPUTE, b, {self.program[d]: cell for d, cell in there.items()}, list(there)
 
-        for number in sorted(meetings):
-            there = meetings[number]
+        for number in sorted(collectives):
+            there = collectives[number]
             yield from work(there)
             ops = {d: self.plan.lanes[d].program.instructions[at].op for d, at in there.items()}
             sender = next((d for d in there if ops[d] == "send"), min(there))
@@ -211,10 +211,10 @@ class PlanData:
             yield ops[sender], b, {self.program[d]: (at, 1) for d, at in there.items()}, devices
             for d, at in there.items():
                 done[d] = at + 1
-        yield from work({d: len(lane.program.instructions) for d, lane in enumerate(self.plan.lanes)})
+        yield from work({d: len(device_plan.program.instructions) for d, device_plan in enumerate(self.plan.lanes)})
 
     def _row(self, op: str, block: int, cells: Mapping[int, tuple[int, int]], devices: list[int]) -> list[Any]:
-        told = (
+        explained_devices = (
             {self.program[d]: d for d in reversed(devices)}.items()
             if op == COMPUTE
             else [(self.program[devices[0]], devices[0])]
@@ -225,7 +225,7 @@ class PlanData:
                     TimelineEntry(op, (d,) if op == COMPUTE else tuple(devices), *cells[p], 0.0, 0.0, 0.0, None, d)
                 )
             )
-            for p, d in told
+            for p, d in explained_devices
         ]
         return [op, block, [[p, *cell] for p, cell in cells.items()], devices, list(dict.fromkeys(reversed(because)))]
 

@@ -60,7 +60,7 @@ class CpuBackend(NumpyBackend):
     def describe_settings(self) -> str:
         return f"{self.threads} threads"
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         """Return the shape and dtype in which a value is stored.
 
         - Weights that are matrices keep their dtype; quantised ones are padded to whole groups of rows.
@@ -75,7 +75,7 @@ class CpuBackend(NumpyBackend):
                 return Spec((*leading, -(-rows // GROUP_ROWS) * GROUP_ROWS, columns), spec.dtype)
             if spec.dtype in HALF_DTYPES and columns % LANES == 0:
                 return spec
-        return super().stored(spec)
+        return super().storage_spec(spec)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
         """Return False for collectives: all devices must make the same choice between compiled code and Python."""
@@ -91,7 +91,7 @@ class CpuBackend(NumpyBackend):
 
     def split_weight(self, data: Array, declared: Spec, buffer: Any) -> Iterator[tuple[Array, Spec, Any]]:
         """Split a weight along its first axis: whole groups of the rows of a matrix, or some matrices of several."""
-        stored = self.stored(declared, "weight")
+        stored = self.storage_spec(declared, "weight")
         if len(declared.shape) < 2 or stored.nbytes <= LOAD_CHUNK_BYTES:
             yield data, declared, buffer
             return
@@ -99,14 +99,14 @@ class CpuBackend(NumpyBackend):
         step = max(LOAD_CHUNK_BYTES * stored.shape[0] // stored.nbytes // together, 1) * together
         start = 0
         for first in range(0, declared.shape[0], step):
-            part = data[first : first + step]
-            piece = Spec((len(part), *declared.shape[1:]), declared.dtype)
-            nbytes = self.stored(piece, "weight").nbytes
-            yield part, piece, buffer[start : start + nbytes]
+            rows = data[first : first + step]
+            chunk_spec = Spec((len(rows), *declared.shape[1:]), declared.dtype)
+            nbytes = self.storage_spec(chunk_spec, "weight").nbytes
+            yield rows, chunk_spec, buffer[start : start + nbytes]
             start += nbytes
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
-        stored = self.stored(declared, "weight")
+        stored = self.storage_spec(declared, "weight")
         if stored.dtype in HALF_DTYPES:
             host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))[...] = (
                 np.atleast_1d(data).view(stored.dtype.storage).reshape(stored.shape)
@@ -152,12 +152,12 @@ class CpuBackend(NumpyBackend):
 
         def in_python(i: Instruction) -> list[Callable[[], object]]:
             """Make the NumPy calls of an instruction; rows of narrow dtypes are copied to float32 and back."""
-            kept = [
+            narrow_tensors = [
                 t
                 for t in (*i.src, *i.dst)
                 if t and t.dtype in NARROW_STATE_DTYPES and kinds[t.buffer] not in LOADED_LEAVES
             ]
-            floats = {t: np.empty(t.shape, np.float32) for t in kept}
+            floats = {t: np.empty(t.shape, np.float32) for t in narrow_tensors}
             calls = self.bind_instruction(i, buffers, lambda t: floats[t] if t in floats else view(t), comm)
             lie = {t: self.view(buffers[t.buffer], t) for t in floats}
             before = [partial(_copy_to_float32, lie[t], floats[t], t.dtype) for t in floats]
@@ -168,8 +168,8 @@ class CpuBackend(NumpyBackend):
 
         if self._thread_pool is None:
             self._thread_pool = ThreadPool(self.threads)
-        if (kept := load_cached_replay(program, buffers, on, self._thread_pool, comm)) is not None:
-            return kept
+        if (replay := load_cached_replay(program, buffers, on, self._thread_pool, comm)) is not None:
+            return replay
 
         from .binding import bind_program  # imports all kernels
 
@@ -183,12 +183,12 @@ class CpuBackend(NumpyBackend):
         return [*list_kernel_calls(program, self.threads, lambda i: locate_op_source(i.op))]
 
 
-def _copy_to_float32(kept: Array, floats: Array, dtype: DType) -> None:
-    floats[...] = decode_array(kept, dtype)
+def _copy_to_float32(stored: Array, floats: Array, dtype: DType) -> None:
+    floats[...] = decode_array(stored, dtype)
 
 
-def _copy_from_float32(floats: Array, kept: Array, dtype: DType) -> None:
-    kept[...] = encode_array(floats, dtype)
+def _copy_from_float32(floats: Array, stored: Array, dtype: DType) -> None:
+    stored[...] = encode_array(floats, dtype)
 
 
 def _dequantise_view(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:

@@ -28,7 +28,7 @@ def bind_program(
     program: Program,
     buffers: Sequence[np.ndarray],
     on: Device,
-    crew: ThreadPool,
+    thread_pool: ThreadPool,
     comm: Comm,
     in_python: Callable[[Instruction], list[Callable[[], object]]],
 ) -> Replay:
@@ -38,7 +38,7 @@ def bind_program(
         program: The program.
         buffers: Its buffers in host memory.
         on: The device.
-        crew: The worker threads of the device.
+        thread_pool: The worker threads of the device.
         comm: The communicator of the device.
         in_python: Makes the calls of an instruction that has no kernel.
 
@@ -46,15 +46,15 @@ def bind_program(
         The program, ready to run.
     """
     addresses = [b.ctypes.data for b in buffers]
-    flow, steps = _build_dataflow(program, addresses), StepTableBuilder(crew.threads, comm)
+    flow, steps = _build_dataflow(program, addresses), StepTableBuilder(thread_pool.threads, comm)
     work: ReplayItems = []
     for part in _build_segment_steps(flow, steps):
         if isinstance(part, int):
             quietly = np.errstate(all="ignore")
             work += [(part, quietly(call)) for call in in_python(program.instructions[part])]
         else:
-            work.append((part[0].instruction_number, Segment.from_steps(part, crew.threads, steps.table_memory)))
-    return Replay(program, on, work, lambda: flow, crew, comm, buffers)
+            work.append((part[0].instruction_number, Segment.from_steps(part, thread_pool.threads, steps.table_memory)))
+    return Replay(program, on, work, lambda: flow, thread_pool, comm, buffers)
 
 
 def prebind_program(program: Program, threads: int) -> tuple[RelocatableTable | None, Sequence[Kernel]]:

@@ -77,16 +77,16 @@ _compile_lock = threading.RLock()
 
 
 @call_once
-def _load_kernel(wanted: Kernel) -> tuple[int, object]:
+def _load_kernel(definition: Kernel) -> tuple[int, object]:
     """Return the address of a kernel, compiled if it is not cached, and an object that keeps its code alive."""
     with _compile_lock:
-        code = _read_cached_code(wanted)
-        if code is None and wanted.body is _named_kernel_placeholder:
-            raise LookupError(wanted.name)
-        return _load_object(wanted, code or _compile_and_cache(wanted))
+        code = _read_cached_code(definition)
+        if code is None and definition.body is _named_kernel_placeholder:
+            raise LookupError(definition.name)
+        return _load_object(definition, code or _compile_and_cache(definition))
 
 
-def _load_object(wanted: Kernel, code: bytes) -> tuple[int, object]:
+def _load_object(definition: Kernel, code: bytes) -> tuple[int, object]:
     """Return the address of a kernel, and an object that keeps its code alive.
 
     If LLVM loads the code, each kernel has its own engine, because LLVM mixes up the offset tables of several objects
@@ -94,7 +94,7 @@ def _load_object(wanted: Kernel, code: bytes) -> tuple[int, object]:
     the rest.
     """
     if placing.is_loadable(code):
-        return placing.load_function(code, _symbol_name(wanted)), None
+        return placing.load_function(code, _symbol_name(definition)), None
     import llvmlite.binding as llvm
 
     _initialise(llvm.get_default_triple())
@@ -103,7 +103,7 @@ def _load_object(wanted: Kernel, code: bytes) -> tuple[int, object]:
     engine.remove_module(module)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return int(engine.get_function_address(_symbol_name(wanted))), (engine, module, code)
+    return int(engine.get_function_address(_symbol_name(definition))), (engine, module, code)
 
 
 def compile_missing(kernels: Iterable[Kernel]) -> None:
@@ -111,8 +111,8 @@ def compile_missing(kernels: Iterable[Kernel]) -> None:
     missing = [k for k in dict.fromkeys(kernels) if (k,) not in _load_kernel and not _is_cached(k)]
     if missing:
         log.info(MISSING_KERNELS_MESSAGE, len(missing))
-    for wanted in missing:
-        _load_kernel(wanted)
+    for definition in missing:
+        _load_kernel(definition)
 
 
 def find_cached_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
@@ -128,18 +128,18 @@ def _named_kernel_placeholder(a: int, thread: int, threads: int) -> int:
     raise LookupError("it is never compiled")
 
 
-def _symbol_name(wanted: Kernel) -> str:
-    return "hocket." + wanted.name
+def _symbol_name(definition: Kernel) -> str:
+    return "hocket." + definition.name
 
 
 def _make_target_machine() -> llvm.TargetMachine:
     """Make a target machine; each engine needs a new one, because it disposes of it."""
     import llvmlite.binding as llvm
 
-    wanted = processor.find_compile_target()
-    _initialise(wanted.triple)
-    return llvm.Target.from_triple(wanted.triple).create_target_machine(
-        cpu=wanted.cpu, features=wanted.format_features(), opt=3, reloc="pic", codemodel="jitdefault", jit=True
+    target = processor.find_compile_target()
+    _initialise(target.triple)
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.format_features(), opt=3, reloc="pic", codemodel="jitdefault", jit=True
     )
 
 
@@ -197,18 +197,18 @@ def _compiler_fingerprint() -> bytes:
     return repr((*where, _find_numba_version(), llvmlite.__version__)).encode()
 
 
-def _cache_file(wanted: Kernel) -> Path | None:
+def _cache_file(definition: Kernel) -> Path | None:
     """Return the cache file of a kernel; None for a kernel without a source file."""
-    assert isinstance(wanted.body, FunctionType)
+    assert isinstance(definition.body, FunctionType)
     try:
-        outside = b"" if _is_builtin(wanted.body) else _read_foreign_source(wanted.body.__code__.co_filename)
+        outside = b"" if _is_builtin(definition.body) else _read_foreign_source(definition.body.__code__.co_filename)
     except OSError:
         return None
-    return cache_folder() / "kernels" / _cache_file_name(wanted, outside + _compiler_fingerprint())
+    return cache_folder() / "kernels" / _cache_file_name(definition, outside + _compiler_fingerprint())
 
 
-def _cache_file_name(wanted: Kernel, besides: bytes = b"") -> str:
-    return hash_key(_digest_kernel_sources(), besides, wanted.name) + ".o"
+def _cache_file_name(definition: Kernel, besides: bytes = b"") -> str:
+    return hash_key(_digest_kernel_sources(), besides, definition.name) + ".o"
 
 
 def _is_builtin(body: KernelBody) -> bool:
@@ -221,35 +221,38 @@ def _read_foreign_source(file: str) -> bytes:
     return Path(file).read_bytes()
 
 
-def _candidate_files(wanted: Kernel) -> Iterator[Path]:
+def _candidate_files(definition: Kernel) -> Iterator[Path]:
     """Yield the files that may have code of a kernel for this processor, the best first."""
     shipped = (
-        [PRECOMPILED_FOLDER / target.name / _cache_file_name(wanted) for target in processor.list_runnable_targets()]
-        if _is_builtin(wanted.body)
+        [
+            PRECOMPILED_FOLDER / target.name / _cache_file_name(definition)
+            for target in processor.list_runnable_targets()
+        ]
+        if _is_builtin(definition.body)
         else []
     )
     yield from shipped[:1]
-    if file := _cache_file(wanted):
+    if file := _cache_file(definition):
         yield file
     yield from shipped[1:]
 
 
-def _read_cached_code(wanted: Kernel) -> bytes | None:
+def _read_cached_code(definition: Kernel) -> bytes | None:
     """Return the code that came with the package or that an earlier process cached; else None."""
-    return next((code for file in _candidate_files(wanted) if (code := read_cached(file)) is not None), None)
+    return next((code for file in _candidate_files(definition) if (code := read_cached(file)) is not None), None)
 
 
-def _is_cached(wanted: Kernel) -> bool:
-    return any(file.exists() for file in _candidate_files(wanted))
+def _is_cached(definition: Kernel) -> bool:
+    return any(file.exists() for file in _candidate_files(definition))
 
 
 def precompile_kernels(kernels: Iterable[Kernel]) -> int:
     """Compile kernels for the target into the package, and return their number."""
-    folder, wanted = PRECOMPILED_FOLDER / processor.find_compile_target().name, [*dict.fromkeys(kernels)]
-    for one in wanted:
+    folder, unique_kernels = PRECOMPILED_FOLDER / processor.find_compile_target().name, [*dict.fromkeys(kernels)]
+    for one in unique_kernels:
         if read_cached(folder / _cache_file_name(one)) is None:
             write_cached(folder / _cache_file_name(one), _emit_object_code(one))
-    return len(wanted)
+    return len(unique_kernels)
 
 
 # --------------------------------------------------------------------------------------------------- compiling
@@ -260,22 +263,22 @@ SUBROUTINE_OPTIONS = {**NUMBA_OPTIONS, "forceinline": True, "no_cpython_wrapper"
 """Numba's options for subroutines, which only kernels call."""
 
 
-def _compile_and_cache(wanted: Kernel) -> bytes:
+def _compile_and_cache(definition: Kernel) -> bytes:
     """Compile a kernel and cache its code for later processes."""
-    with log_compilation(wanted.name):
-        code = _emit_object_code(wanted)
-        if file := _cache_file(wanted):
+    with log_compilation(definition.name):
+        code = _emit_object_code(definition)
+        if file := _cache_file(definition):
             write_cached(file, code)
     return code
 
 
-def _emit_object_code(wanted: Kernel) -> bytes:
+def _emit_object_code(definition: Kernel) -> bytes:
     """Return object code for the target, with one symbol of this package."""
-    module, machine = _translate_to_llvm(wanted)
+    module, machine = _translate_to_llvm(definition)
     return bytes(machine.emit_object(module))
 
 
-def _translate_to_llvm(wanted: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
+def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
     """Return the LLVM module that Numba makes of a kernel, and the machine for which LLVM compiles it."""
     import llvmlite.binding as llvm
     from numba import cfunc
@@ -283,13 +286,15 @@ def _translate_to_llvm(wanted: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachi
     # A function that is not inlined has a wrapper that can raise. The wrapper needs symbols of Numba, which a warm
     # start does not have, and then not even the symbols of the system are bound.
     function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **NUMBA_OPTIONS)(
-        _resolve_names(wanted.body)
+        _resolve_names(definition.body)
     )
-    assembly = function.inspect_llvm().replace(function.native_name, _symbol_name(wanted)).replace(FOREIGN_PREFIX, "")
+    assembly = (
+        function.inspect_llvm().replace(function.native_name, _symbol_name(definition)).replace(FOREIGN_PREFIX, "")
+    )
     if "call void @numba_do_raise" in assembly:
         raise BackendError(
-            f"kernel {wanted.name} may raise, and nothing would catch it; give range() a step that is a constant, and "
-            "leave out raise and assert"
+            f"kernel {definition.name} may raise, and nothing would catch it; give range() a step that is a "
+            "constant, and leave out raise and assert"
         )
     module, machine = llvm.parse_assembly(assembly), _make_target_machine()
     module.triple, module.data_layout = processor.find_compile_target().triple, str(machine.target_data)
@@ -348,24 +353,24 @@ def _make_numba_intrinsic(declared: Intrinsic) -> Any:
     signature = _make_numba_type(declared.result)(*map(_make_numba_type, declared.operands))
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        made = declared.body(builder, *values)
-        return context.get_dummy_value() if declared.result == NOTHING else made
+        result = declared.body(builder, *values)
+        return context.get_dummy_value() if declared.result == NOTHING else result
 
     return intrinsic(_WRAPPERS_BY_OPERAND_COUNT[len(declared.operands)]((signature, generate)))
 
 
 # Numba reads the number of operands from the function, which therefore has to be written out.
 _WRAPPERS_BY_OPERAND_COUNT: tuple[Callable[[Any], KernelBody], ...] = (
-    lambda made: lambda context: made,
-    lambda made: lambda context, a: made,
-    lambda made: lambda context, a, b: made,
-    lambda made: lambda context, a, b, c: made,
-    lambda made: lambda context, a, b, c, d: made,
-    lambda made: lambda context, a, b, c, d, e: made,
-    lambda made: lambda context, a, b, c, d, e, f: made,
-    lambda made: lambda context, a, b, c, d, e, f, g: made,
-    lambda made: lambda context, a, b, c, d, e, f, g, h: made,
-    lambda made: lambda context, a, b, c, d, e, f, g, h, i: made,
+    lambda implementation: lambda context: implementation,
+    lambda implementation: lambda context, a: implementation,
+    lambda implementation: lambda context, a, b: implementation,
+    lambda implementation: lambda context, a, b, c: implementation,
+    lambda implementation: lambda context, a, b, c, d: implementation,
+    lambda implementation: lambda context, a, b, c, d, e: implementation,
+    lambda implementation: lambda context, a, b, c, d, e, f: implementation,
+    lambda implementation: lambda context, a, b, c, d, e, f, g: implementation,
+    lambda implementation: lambda context, a, b, c, d, e, f, g, h: implementation,
+    lambda implementation: lambda context, a, b, c, d, e, f, g, h, i: implementation,
 )
 
 

@@ -48,8 +48,8 @@ def find_prefetch_distance(dtype: DType, *, several: bool = False) -> tuple[int,
         dtype: The dtype of the weight.
         several: Whether several rows of activations are multiplied at once.
     """
-    kept = read_cached(_cache_file(dtype))
-    return PREFETCH_DISTANCES[kept[several] if kept else 0]
+    cached = read_cached(_cache_file(dtype))
+    return PREFETCH_DISTANCES[cached[several] if cached else 0]
 
 
 def tune_for_program(program: Program, buffers: Sequence[np.ndarray]) -> None:
@@ -130,8 +130,8 @@ class TimedMatmul:
                         y=y.ctypes.data,
                         step=0,
                         scratch=scratch.ctypes.data + thread * blocks.scratch_bytes,
-                        near=near,
-                        far=far,
+                        l1_ahead=l1_ahead,
+                        l2_ahead=l2_ahead,
                         tickets=0,
                     ),
                     np.int64,
@@ -141,7 +141,7 @@ class TimedMatmul:
                     pairwise(grouped.compute_even_bounds(len(matrix), MAX_GROUP_ROWS, threads))
                 )
             ]
-            for near, far in PREFETCH_DISTANCES
+            for l1_ahead, l2_ahead in PREFETCH_DISTANCES
         ]
         self._memory = matrices, x, y, slots, scratch
         self._kernel = KERNEL_FUNCTION(

@@ -24,32 +24,38 @@ from .replay import Replay, Segment
 
 
 def load_cached_replay(
-    program: Program, buffers: Sequence[np.ndarray], on: Device, crew: ThreadPool, comm: Comm
+    program: Program, buffers: Sequence[np.ndarray], on: Device, thread_pool: ThreadPool, comm: Comm
 ) -> Replay | None:
     """Return a program ready to run from a cached binding, or bind it and cache the result.
 
     Returns None if the program is not cached or needs more than compiled code of this package for one device.
     """
-    file, addresses = find_binding_file(program, crew.threads), [b.ctypes.data for b in buffers]
+    file, addresses = find_binding_file(program, thread_pool.threads), [b.ctypes.data for b in buffers]
     if file is None or any(address % ALIGNMENT for address in addresses):
         return None
     tables = None if (data := read_cached(file)) is None else parse_relocatable_table(data)
-    loops = [run, *crew.kernels]
+    loops = [run, *thread_pool.kernels]
     kernels = None if tables is None else find_cached_addresses([*(loop.name for loop in loops), *tables.names])
     if tables is None or kernels is None:
         from .binding import prebind_program  # and with it all kernels
 
         tune_for_program(program, buffers)
-        tables, needed = prebind_program(program, crew.threads)
+        tables, needed = prebind_program(program, thread_pool.threads)
         if tables is None:
             return None
         compile_missing([*loops, *needed])
-        kernels = {wanted.name: wanted.address for wanted in needed}
+        kernels = {kernel.name: kernel.address for kernel in needed}
         write_cached(file, tables.to_bytes())
     names = [tables.names[kernel] for kernel in tables.kernels]
     segment = Segment(names, *tables.relocate(addresses, kernels))
     return Replay(
-        program, on, [(segment.instruction_numbers[0], segment)], partial(_build_dataflow, program), crew, comm, buffers
+        program,
+        on,
+        [(segment.instruction_numbers[0], segment)],
+        partial(_build_dataflow, program),
+        thread_pool,
+        comm,
+        buffers,
     )
 
 

@@ -23,11 +23,11 @@ from .simd.bytes import has_dot4
 
 MEASUREMENT_RUNS = 5
 READ_PATTERNS = (
-    {"streams": 1, "together": 0, "near": 0, "far": 0},
-    {"streams": 1, "together": 0, "near": 8192, "far": 16384},
-    {"streams": 1, "together": 1, "near": 0, "far": 0},
-    {"streams": 8, "together": 0, "near": 0, "far": 0},
-    {"streams": 8, "together": 0, "near": 2048, "far": 8192},
+    {"streams": 1, "together": 0, "l1_ahead": 0, "l2_ahead": 0},
+    {"streams": 1, "together": 0, "l1_ahead": 8192, "l2_ahead": 16384},
+    {"streams": 1, "together": 1, "l1_ahead": 0, "l2_ahead": 0},
+    {"streams": 8, "together": 0, "l1_ahead": 0, "l2_ahead": 0},
+    {"streams": 8, "together": 0, "l1_ahead": 2048, "l2_ahead": 8192},
 )
 """Patterns that only read memory, as words of `limits.READ`; the best one differs between processors."""
 ROW_BYTES = 1024 // DType.Q8_0.block * DType.Q8_0.block_bytes
@@ -74,7 +74,7 @@ class MemoryReadTest:
         known = {"memory": memory.ctypes.data, "turns": turns, "sums": sums.ctypes.data}
         self._memory = memory, sums
         self._runs = [
-            _TimedKernel(limits.read, limits.READ_ARGS(**known, **pattern), threads) for pattern in READ_PATTERNS
+            _TimedKernel(limits.read_memory, limits.READ_ARGS(**known, **pattern), threads) for pattern in READ_PATTERNS
         ]
         weight = np.full((nbytes // 4 // ROW_BYTES // MAX_GROUP_ROWS * MAX_GROUP_ROWS, ROW_BYTES), 0x21, np.uint8)
         self._matmul = TimedMatmul(DType.Q8_0, [weight], threads)
@@ -98,13 +98,15 @@ def read_last_cache_bytes() -> int:
 def measure_float32_peak(threads: int) -> float:
     """Measure the float32 operations/s of fused multiply-adds."""
     values = np.full(32, 0.5, np.float32)
-    return 2 * _measure_multiplications_per_second(limits.multiply, values, threads)
+    return 2 * _measure_multiplications_per_second(limits.multiply_floats, values, threads)
 
 
 def measure_int8_peak(threads: int) -> float | None:
     """Measure the operations/s of 8-bit dot products; None if the processor has no such instruction."""
     return (
-        2 * 4 * _measure_multiplications_per_second(limits.dot, np.ones(128, np.uint8), threads) if has_dot4() else None
+        2 * 4 * _measure_multiplications_per_second(limits.multiply_bytes, np.ones(128, np.uint8), threads)
+        if has_dot4()
+        else None
     )
 
 

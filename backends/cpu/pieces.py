@@ -26,10 +26,11 @@ class ColumnSplit:
         An operand that broadcasts along the axis is returned whole.
         """
         axis = len(x.shape) + self.axis
-        alike = axis < 0 or x.shape[axis] == 1 != self.axis_bounds[-1]
+        is_broadcast = axis < 0 or x.shape[axis] == 1 != self.axis_bounds[-1]
         pairs = list(pairwise(self.axis_bounds))
         return [
-            None if first == last else x if alike else x.slice_axis(axis, first, last - first) for first, last in pairs
+            None if first == last else x if is_broadcast else x.slice_axis(axis, first, last - first)
+            for first, last in pairs
         ]
 
 

@@ -48,7 +48,7 @@ WRITABLE, LOADED = 1, 2
 """Flags of sections."""
 UNWIND_SECTION, OFFSET_TABLE_SYMBOL = ".eh_frame", "_GLOBAL_OFFSET_TABLE_"
 """A section that is not loaded, because kernels do not raise; and the symbol of the address table."""
-ABSOLUTE, NEAR, NEAR_CALL, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE, CALL_FROM_TABLE = KNOWN_RELOCATIONS = (
+ABSOLUTE, DISTANCE_32, CALL_DISTANCE_32, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE, CALL_FROM_TABLE = KNOWN_RELOCATIONS = (
     1,
     2,
     4,
@@ -102,7 +102,7 @@ def is_loadable(code: bytes) -> bool:
     return fits and is_elf and int(np.frombuffer(code, _HEADER, 1)["machine"][0]) == X86_64
 
 
-def load_function(code: bytes, wanted: str) -> int:
+def load_function(code: bytes, function_name: str) -> int:
     """Load an object and return the address of a function.
 
     The code stays in memory, because threads may run it while Python ends.
@@ -128,9 +128,9 @@ def load_function(code: bytes, wanted: str) -> int:
             value = there.find_symbol_address(number, base) - table
         else:
             value = there.find_symbol_address(number, base) - (0 if kind == ABSOLUTE else base + at)
-        _write_integer(content, at, value + more, 4 if kind in (NEAR, NEAR_CALL) else 8)
+        _write_integer(content, at, value + more, 4 if kind in (DISTANCE_32, CALL_DISTANCE_32) else 8)
     _make_executable(content)
-    return there.find_symbol_address(there.find_symbol(wanted), base)
+    return there.find_symbol_address(there.find_symbol(function_name), base)
 
 
 class _ObjectFile:

@@ -109,8 +109,10 @@ def _find_host_cpu_file() -> Path | None:
         first = Path("/proc/cpuinfo").read_text("utf-8", "replace").partition("\n\n")[0]
     except OSError:
         return None
-    told = [line for line in first.splitlines() if not line.startswith(("cpu MHz", "bogomips", "apicid", "core id"))]
-    return make_cache_path("processors", told, platform.machine(), llvmlite.__version__, HostCpu._fields)
+    cpu_lines = [
+        line for line in first.splitlines() if not line.startswith(("cpu MHz", "bogomips", "apicid", "core id"))
+    ]
+    return make_cache_path("processors", cpu_lines, platform.machine(), llvmlite.__version__, HostCpu._fields)
 
 
 def list_runnable_targets() -> tuple[Target, ...]:

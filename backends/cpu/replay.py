@@ -23,7 +23,7 @@ from .compiler import KERNEL_FUNCTION, compile_missing
 from .crew import ThreadPool
 from .kernels import collective
 from .kernels.crew import RUN_ARGS
-from .kernels.loop import ARGS, BARRIER_FLAG, SHARED_BYTES, STEP_FAILED_OFFSET, STEP_WORDS, WHOLE_FLAG, run, timed
+from .kernels.loop import ARGS, BARRIER_FLAG, SHARED_BYTES, STEP_FAILED_OFFSET, STEP_WORDS, WHOLE_FLAG, run, run_timed
 from .kernels.packing import INVALID_ROW
 from .steps import TableStep
 
@@ -99,9 +99,9 @@ class Segment:
     @cached_property
     def timed_segment(self) -> Segment:
         """The same segment with a loop that writes the start of each step into `times`, for `parse_step_times`."""
-        twin = copy(self)
-        twin._loop = self._loop_at(timed.address, self.times.ctypes.data)
-        return twin
+        segment = copy(self)
+        segment._loop = self._loop_at(run_timed.address, self.times.ctypes.data)
+        return segment
 
     @staticmethod
     def parse_step_times(times: bytes) -> Array:
@@ -113,10 +113,10 @@ class Segment:
         *ticks, start, end = np.frombuffer(times, np.int64).tolist()
         return 1e-9 * np.interp(ticks, (ticks[0], ticks[-1]), (start, end))
 
-    def run(self, crew: ThreadPool) -> None:
+    def run(self, thread_pool: ThreadPool) -> None:
         """Run on all threads that have work. Raises `KernelStoppedError` if a kernel stopped the run."""
         loop = self._loop
-        status = crew.run(loop.order) if self.threads > 1 else loop.call(loop.words, 0, 1)
+        status = thread_pool.run(loop.order) if self.threads > 1 else loop.call(loop.words, 0, 1)
         if status:
             number = int(self.shared_words[STEP_FAILED_OFFSET // 8])
             self.shared_words[:] = 0
@@ -164,15 +164,15 @@ class Replay:
         on: Device,
         work: ReplayItems,
         flow: Callable[[], Dataflow],
-        crew: ThreadPool,
+        thread_pool: ThreadPool,
         comm: Comm,
         memory: Sequence[object],
     ) -> None:
         """Store the program and its items; `flow` builds the dataflow on the first failure or timed run."""
-        self.program, self.on, self.work, self.crew, self.comm = program, on, work, crew, comm
+        self.program, self.on, self.work, self.thread_pool, self.comm = program, on, work, thread_pool, comm
         self._build_dataflow = flow
         self._memory = memory  # compiled steps have addresses only
-        self._calls = [(n, partial(one.run, crew) if isinstance(one, Segment) else one) for n, one in work]
+        self._calls = [(n, partial(one.run, thread_pool) if isinstance(one, Segment) else one) for n, one in work]
 
     @cached_property
     def _dataflow(self) -> Dataflow:
@@ -192,9 +192,9 @@ class Replay:
                     error.finished_instructions = self._dataflow.find_finished_instructions(error.finished_instructions)
                 raise
             at = self.program.instructions[why.instruction_number]
-            said = describe_missing_devices(self.comm, at.attrs["sequence"]) if why.is_late else str(why)
+            message = describe_missing_devices(self.comm, at.attrs["sequence"]) if why.is_late else str(why)
             raise StepError(
-                at.node, str(self.on), self._dataflow.find_finished_instructions(why.instruction_number), said
+                at.node, str(self.on), self._dataflow.find_finished_instructions(why.instruction_number), message
             ) from why
 
     def kernels(self) -> list[str]:
@@ -220,7 +220,7 @@ class Replay:
         return [
             (
                 number,
-                partial(one.timed_segment.run, self.crew)
+                partial(one.timed_segment.run, self.thread_pool)
                 if isinstance(one, Segment)
                 else partial(_call_timed, clock, one),
             )

@@ -140,12 +140,14 @@ class StepTableBuilder:
         """Append a step in which each thread does its own part; None for a thread without work."""
         self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)
 
-    def add_queued(self, kernel: Kernel, share: Callable[[int], ThreadWork]) -> None:
+    def add_queued(self, kernel: Kernel, make_work: Callable[[int], ThreadWork]) -> None:
         """Append a step with work items that threads take from a queue.
 
-        `share` returns the work of all threads for the address of the queue.
+        `make_work` returns the work of all threads for the address of the queue.
         """
-        self._append(kernel, {ALL_THREADS: share(self.allocate_memory(tickets.QUEUE_BYTES).address)}, False, drawn=True)
+        self._append(
+            kernel, {ALL_THREADS: make_work(self.allocate_memory(tickets.QUEUE_BYTES).address)}, False, uses_queue=True
+        )
 
     def add_by_columns(
         self, kernel: Kernel, parts: Sequence[ThreadWork | None], out: Operand, bounds: Sequence[int]
@@ -167,7 +169,7 @@ class StepTableBuilder:
         bounds = (self._column_bounds.get(o.region) for o in operands)
         return next((b for b in bounds if b is not None), None)
 
-    def is_repeated(self, reads: Sequence[Operand]) -> bool:
+    def can_repeat_per_thread(self, reads: Sequence[Operand]) -> bool:
         """Return whether each thread should repeat a small computation on these operands for itself."""
         return sum(o.tensor.spec.nbytes for o in reads) <= MAX_DUPLICATED_BYTES
 
@@ -183,19 +185,21 @@ class StepTableBuilder:
             for region, thread in mine
         )
 
-    def _append(self, kernel: Kernel, parts: Mapping[int, ThreadWork], stops: bool, *, drawn: bool = False) -> None:
-        read, written = _find_thread_accesses(parts, stops, drawn)
-        meets = self.threads > 1 and self._needs_barrier(read, written)
-        if meets:
+    def _append(
+        self, kernel: Kernel, parts: Mapping[int, ThreadWork], stops: bool, *, uses_queue: bool = False
+    ) -> None:
+        read, written = _find_thread_accesses(parts, stops, uses_queue)
+        needs_barrier = self.threads > 1 and self._needs_barrier(read, written)
+        if needs_barrier:
             self._written_regions, self._read_regions, self._column_bounds = [], [], {}
         self._written_regions += written
         self._read_regions += read
         if ALL_THREADS in parts:
-            given: list[ThreadWork | None] = [parts[ALL_THREADS]] * self.threads
+            work_by_thread: list[ThreadWork | None] = [parts[ALL_THREADS]] * self.threads
         else:
-            given = [parts.get(thread) for thread in range(self.threads)]
-        words = [None if part is None else np.array(part.words, np.int64) for part in given]
-        self.steps.append(TableStep(kernel, words, ALL_THREADS not in parts, meets, self.instruction_number))
+            work_by_thread = [parts.get(thread) for thread in range(self.threads)]
+        words = [None if part is None else np.array(part.words, np.int64) for part in work_by_thread]
+        self.steps.append(TableStep(kernel, words, ALL_THREADS not in parts, needs_barrier, self.instruction_number))
         self.invalidate_regions([region for region, _ in written])
 
     def take_steps(self) -> list[TableStep]:
@@ -228,11 +232,11 @@ class StepTableBuilder:
 
     def take_private_memory(self, purpose: str, nbytes: int, *, shared: bool = False) -> Sequence[Operand]:
         """Return memory for each thread, or one memory for all if `shared`, that holds no registered operand."""
-        held = {o.tensor.buffer for known, _ in self._derived_operands.values() for o in known}
+        registered_buffers = {o.tensor.buffer for known, _ in self._derived_operands.values() for o in known}
         for number in count():
             whose = ["all"] * self.threads if shared else [f"thread {t}" for t in range(self.threads)]
             memory = [self.scratch(f"{purpose} {number} of {who}", nbytes) for who in whose]
-            if not any(o.tensor.buffer in held for o in memory):
+            if not any(o.tensor.buffer in registered_buffers for o in memory):
                 return memory
         raise AssertionError("never")
 
@@ -241,14 +245,14 @@ class StepTableBuilder:
         known = self._derived_operands.get(key)
         return None if known is None else known[0]
 
-    def register_derived(self, key: Hashable, made: Sequence[Operand], sources: Sequence[Operand]) -> None:
-        """Register `made` under `key` for later steps, until `made` or `sources` are overwritten."""
-        self._derived_operands[key] = (made, [o.region for o in (*made, *sources)])
+    def register_derived(self, key: Hashable, operands: Sequence[Operand], sources: Sequence[Operand]) -> None:
+        """Register `operands` under `key` for later steps, until `operands` or `sources` are overwritten."""
+        self._derived_operands[key] = (operands, [o.region for o in (*operands, *sources)])
 
-    def set_per_thread_value(self, made: Sequence[Operand], value: Operand) -> None:
-        """Register `made`, one operand for each thread, as the contents of `value`, which is not written."""
+    def set_per_thread_value(self, operands: Sequence[Operand], value: Operand) -> None:
+        """Register `operands`, one operand for each thread, as the contents of `value`, which is not written."""
         self.invalidate_regions([value.region])
-        self.register_derived(("own", value.region), made, [value])
+        self.register_derived(("own", value.region), operands, [value])
 
     def find_per_thread_values(self, value: Operand) -> Sequence[Operand] | None:
         """Return the operand of each thread that holds the contents of `value`, or None."""
@@ -280,13 +284,13 @@ def _count_moved_bytes(reads: Sequence[Operand], writes: Sequence[Operand]) -> i
 
 
 def _find_thread_accesses(
-    parts: Mapping[int, ThreadWork], stops: bool, drawn: bool
+    parts: Mapping[int, ThreadWork], stops: bool, uses_queue: bool
 ) -> tuple[ThreadRegions, ThreadRegions]:
     """Return the regions that each thread reads, and the regions that it writes."""
     read = [(o.region, thread) for thread, part in parts.items() for o in part.reads]
     written = [(o.region, thread) for thread, part in parts.items() for o in part.writes]
     for thread, part in parts.items():
-        if stops or drawn or any(o.declared_spec is not None for o in part.writes):
+        if stops or uses_queue or any(o.declared_spec is not None for o in part.writes):
             read.append((RUN_STATUS_REGION, thread))
         if stops:
             written.append((RUN_STATUS_REGION, thread))

@@ -57,10 +57,10 @@ class KernelArgs:
         block: list[int] = []
         for name, field in self.fields.items():
             value = values[name]
-            given = [value] if isinstance(value, int) else [*value]
-            if field.count not in (None, len(given)):
-                raise TypeError(f"word {name!r} of a kernel: got {len(given)} words, need {field.count}")
-            block += given
+            words = [value] if isinstance(value, int) else [*value]
+            if field.count not in (None, len(words)):
+                raise TypeError(f"word {name!r} of a kernel: got {len(words)} words, need {field.count}")
+            block += words
         return block
 
     def first_word(self, name: str) -> int:

@@ -27,7 +27,7 @@ from ..beside import find_overlapped_instructions
 from ..calls import HostInstruction
 from ..flow import Dataflow
 from ..liveness import build_reader_table
-from ..meeting import KERNELS as MEETINGS
+from ..meeting import KERNELS as HOST_COLLECTIVES
 from ..operands import NoKernelError, Operand
 from .binding.launches import LaunchBuilder
 from .binding.packing import PLANE_LAYOUTS, pack_weight, pad_packed_spec
@@ -117,11 +117,11 @@ class DriverBackend:
             return 0
         if not self._limits:
             self._limits = frozenset(map(self.driver.limits, self.driver.devices()))
-        rooms = []
+        sizes = []
         for limits in self._limits:
             with suppress(NoKernelError):  # the node may run on other devices
-                rooms.append(self._trial_bind(node, limits))
-        return max(rooms) if rooms else self._trial_bind(node, LARGEST_LIMITS)
+                sizes.append(self._trial_bind(node, limits))
+        return max(sizes) if sizes else self._trial_bind(node, LARGEST_LIMITS)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
         if node.op in COLLECTIVES:
@@ -135,7 +135,7 @@ class DriverBackend:
     def _trial_bind(self, node: Node, limits: Limits, strided: int | None = None) -> int:
         """Bind a node at placeholder addresses and return its scratch bytes, or raise `NoKernelError`."""
         src, attrs = tuple(map(self._to_unbound, node.src)), tuple(node.attrs.items())
-        results = tuple(self.stored(value.spec, find_storage_kind(value)) for value in node.results)
+        results = tuple(self.storage_spec(value.spec, find_storage_kind(value)) for value in node.results)
         return trial_bind(node.op, src, results, attrs, limits, strided)
 
     def _to_unbound(self, value: Value | None) -> UnboundOperand | None:
@@ -147,7 +147,7 @@ class DriverBackend:
             base = base.node.inputs[0]
         return _make_unbound(value.shape, base.spec, find_storage_kind(base), value is base, self.is_exact)
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         return _infer_stored_spec(spec, kind, self.is_exact)
 
     def tolerance(self, node: Node) -> float | None:
@@ -171,7 +171,7 @@ class DriverBackend:
         return self.driver.view(buffer, tensor)
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
-        stored = self.stored(declared, "weight")
+        stored = self.storage_spec(declared, "weight")
         if stored.dtype.is_quantised:
             packed = pack_weight(np.ascontiguousarray(data).view(np.uint8).reshape(-1), declared)
             self.view(buffer, Tensor(0, 0, packed.shape, (1,), DType.I8))[...] = packed.view(np.int8)
@@ -266,26 +266,26 @@ class RecordedProgram:
         del self._builder.faults[self._bound_fault_count :]
         self._collectives.begin(self._builder)
         self._pending_steps += self._builder.take_launches()
-        meanwhile: dict[int, list[SingleStep]] = defaultdict(list)
+        overlapped: dict[int, list[SingleStep]] = defaultdict(list)
         for part in self._parts:
             if not isinstance(part, CollectiveStep) and part.number in self._collective_of:
-                meanwhile[self._collective_of[part.number]].append(part)
+                overlapped[self._collective_of[part.number]].append(part)
         for part in self._parts:
             if isinstance(part, CollectiveStep):
-                self._add_collective(part, meanwhile[part.number])
+                self._add_collective(part, overlapped[part.number])
             elif part.number not in self._collective_of:
                 self._pending_steps.append(part)
         self._record_pending_steps()
 
-    def _add_collective(self, met: CollectiveStep, meanwhile: Sequence[SingleStep]) -> None:
+    def _add_collective(self, collective: CollectiveStep, overlapped: Sequence[SingleStep]) -> None:
         """Add a collective and the launches that overlap with it, or follow it if it uses host memory."""
-        self._builder.number = met.number
-        if not self._collectives.launch(self._builder, met.bound_instruction):
+        self._builder.number = collective.number
+        if not self._collectives.launch(self._builder, collective.bound_instruction):
             self._record_pending_steps()
-            self._calls += [(met.number, call) for call in self._bind_host_collective(met.instruction)]
-        meeting = self._builder.take_launches()
+            self._calls += [(collective.number, call) for call in self._bind_host_collective(collective.instruction)]
+        launches = self._builder.take_launches()
         self._pending_steps += (
-            [CollectiveOverlap(meeting, tuple(meanwhile))] if meeting and meanwhile else [*meeting, *meanwhile]
+            [CollectiveOverlap(launches, tuple(overlapped))] if launches and overlapped else [*launches, *overlapped]
         )
 
     def __call__(self) -> None:
@@ -324,11 +324,13 @@ class RecordedProgram:
                 self._dataflow.find_finished_instructions(why.number),
             )
             raise StepError(node, str(self.on), finished, str(why)) from why
-        given = read()
-        if given[0][0]:
-            number, said = self._take_fault(given[0])
-            raise StepError(self.program.instructions[number].node, str(self.on), len(self.program.instructions), said)
-        return given
+        arrays = read()
+        if arrays[0][0]:
+            number, message = self._take_fault(arrays[0])
+            raise StepError(
+                self.program.instructions[number].node, str(self.on), len(self.program.instructions), message
+            )
+        return arrays
 
     def _make_device_lost_error(self, why: DeviceLostError) -> StepError:
         """Return the error of a run that waited for a lost device. Its instructions ended, with undefined results."""
@@ -357,12 +359,12 @@ class RecordedProgram:
         """Return the call with a timer that appends to `times`."""
         number, run = call
 
-        def meeting() -> None:
+        def time_call() -> None:
             start = time.monotonic()
             run()
             times.append(TimedKernel(self.program.instructions[number].op, (number,), start, time.monotonic()))
 
-        def steps(of: Sequence[SingleStep]) -> None:
+        def time_steps(of: Sequence[SingleStep]) -> None:
             if run not in self._step_runs:
                 self._step_runs[run] = [self.driver.record([step], self.on) for step in of]
             start = time.monotonic()
@@ -370,7 +372,7 @@ class RecordedProgram:
                 times.append(TimedKernel(_format_step(step), self._groups[step.number], start, start + seconds))
                 start += seconds
 
-        return number, partial(steps, self._recorded_steps[run]) if run in self._recorded_steps else meeting
+        return number, partial(time_steps, self._recorded_steps[run]) if run in self._recorded_steps else time_call
 
     def _clear_fault(self) -> None:
         """Clear the fault record, after all launches have run."""
@@ -416,11 +418,11 @@ class RecordedProgram:
             return self.driver.view(self._buffers[t.buffer], t)
         weight = self._make_operand(t)
         assert weight.declared_spec is not None
-        room = self._upload_array(np.zeros(weight.declared_spec.size, np.float32))
+        buffer = self._upload_array(np.zeros(weight.declared_spec.size, np.float32))
         bound = self._builder
-        bound.scratch_address, bound.scratch_bytes = self.driver.address(room), 0
-        made = dequantise_weight(bound, weight)
-        return self.driver.view(room, replace(made.tensor, offset=made.address - bound.scratch_address))
+        bound.scratch_address, bound.scratch_bytes = self.driver.address(buffer), 0
+        floats = dequantise_weight(bound, weight)
+        return self.driver.view(buffer, replace(floats.tensor, offset=floats.address - bound.scratch_address))
 
     def _bind_host_collective(self, i: Instruction) -> list[Callable[[], object]]:
         """Bind a collective in host memory: copy operands to the host, run it there, and copy results back."""
@@ -431,8 +433,8 @@ class RecordedProgram:
         scratch = np.empty(sum(t.spec.size for t in i.dst), np.float32)
         outgoing = [partial(np.copyto, h, d) for d, h in zip(src, there, strict=True) if h is not d and h is not None]
         incoming = [partial(d.__setitem__, ..., h) for d, h in zip(dst, here, strict=True) if h is not d]
-        meet = MEETINGS[i.op].bind(HostInstruction(there, here, i.attrs, scratch, self._comm))
-        return [self._collectives.wait, *outgoing, *meet, *incoming]
+        exchange = HOST_COLLECTIVES[i.op].bind(HostInstruction(there, here, i.attrs, scratch, self._comm))
+        return [self._collectives.wait, *outgoing, *exchange, *incoming]
 
 
 def _format_step(step: SingleStep) -> str:

@@ -169,21 +169,21 @@ class CudaDriver:
     def make_writer(
         self, buffers: Sequence[DeviceMemory], tensors: Sequence[Tensor]
     ) -> Callable[[Sequence[Array]], None]:
-        parcels = [*batch_copies(tensors, staging.STAGING_HALF_BYTES)]
-        inside = {piece.number for parcel in parcels for piece in parcel.arrays}
+        batches = [*batch_copies(tensors, staging.STAGING_HALF_BYTES)]
+        inside = {array.number for batch in batches for array in batch.arrays}
         others = {n: self.view(buffers[t.buffer], t) for n, t in enumerate(tensors) if n not in inside}
-        if not parcels:
+        if not batches:
             return partial(_write_views, others)
-        first = buffers[parcels[0].buffer].transfers
-        write = first.make_writer([(p, self.address(buffers[p.buffer]) + p.offset) for p in parcels])
+        first = buffers[batches[0].buffer].transfers
+        write = first.make_writer([(p, self.address(buffers[p.buffer]) + p.offset) for p in batches])
         if not others:
             return write
 
-        def both(arrays: Sequence[Array]) -> None:
+        def write_batches_and_views(arrays: Sequence[Array]) -> None:
             write(arrays)
             _write_views(others, arrays)
 
-        return both
+        return write_batches_and_views
 
     def make_reader(self, buffers: Sequence[DeviceMemory], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
         views = [self.view(buffers[t.buffer], t) for t in tensors]
@@ -305,7 +305,7 @@ class CudaDriver:
         words = np.array(launch.words, np.uint64)
         parameters = np.array([words.ctypes.data], np.uint64)
 
-        def call(held: Any = (function, words, parameters)) -> None:
+        def call(references: Any = (function, words, parameters)) -> None:
             try:
                 if library is None:
                     sizes = *launch.grid, *launch.block, launch.shared_bytes
@@ -369,9 +369,9 @@ class RecordedGraph:
     The graph is deleted first, because a communicator waits forever at its end while a graph uses it.
     """
 
-    def __init__(self, run: Callable[[], None], rings: tuple[Communicator, ...]) -> None:
+    def __init__(self, run: Callable[[], None], communicators: tuple[Communicator, ...]) -> None:
         self.run: Callable[[], None] | None = run
-        self.communicators = rings
+        self.communicators = communicators
 
     def __call__(self) -> None:
         assert self.run is not None

@@ -116,15 +116,15 @@ def update_resource_table() -> None:
     """Compile the sources that changed and store their rows; fail if a kernel spills registers."""
     before = read_resource_table()
     known = [source for source in SOURCES if compute_source_digest(source) in before.digests]
-    kept = {f"{source.file}: {name}" for source in known for name in source.names}
-    table = {name: dict(before.kernels[name]) for name in kept}
+    known_names = {f"{source.file}: {name}" for source in known for name in source.names}
+    table = {name: dict(before.kernels[name]) for name in known_names}
     compiled = {arch for rows in table.values() for arch in rows}
     jobs = [(s, arch) for s in SOURCES for arch in list_architectures(s) if s not in known or arch not in compiled]
     with ThreadPoolExecutor(2) as pool:
         for (_, arch), found in zip(jobs, pool.map(lambda job: compile_resource_rows(*job), jobs), strict=True):
-            for name, (row, spilled) in found.items():
-                if spilled:
-                    raise SystemExit(f"{name} spills {spilled} bytes for {arch}; nothing was written")
+            for name, (row, spilled_bytes) in found.items():
+                if spilled_bytes:
+                    raise SystemExit(f"{name} spills {spilled_bytes} bytes for {arch}; nothing was written")
                 table.setdefault(name, {})[arch] = row
     digests = ",\n".join(map(json.dumps, map(compute_source_digest, SOURCES)))
     ordered = {

@@ -104,7 +104,7 @@ class NullBackend:
         known = node.op in REGISTRY
         return Support(known, "" if known else f"no op {node.op!r} is declared")
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         return spec
 
     def scratch(self, node: Node) -> int:
@@ -131,12 +131,12 @@ class NullBackend:
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         priced = [(i, estimate_instruction_seconds(i, self.speeds, comm.size)) for i in program.instructions]
-        meanwhile = find_overlapped_instructions(program) if self.computes_beside else {}
-        waiting = {numbers[-1] + 1 for numbers in meanwhile.values()}
+        overlapped = find_overlapped_instructions(program) if self.computes_beside else {}
+        waiting = {numbers[-1] + 1 for numbers in overlapped.values()}
 
         def replay() -> None:
             clock = _Clock(comm, self.tracks.get(str(on), []) if self.goes_on else [])
-            steps = [partial(clock.run, i, s, at in waiting, at in meanwhile) for at, (i, s) in enumerate(priced)]
+            steps = [partial(clock.run, i, s, at in waiting, at in overlapped) for at, (i, s) in enumerate(priced)]
             run_calls(program, on, enumerate(steps))
             self.tracks[str(on)] = clock.track
 

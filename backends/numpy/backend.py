@@ -27,7 +27,7 @@ class NumpyBackend(HostBackend):
 
     name = "numpy"
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
 
     def describe_settings(self) -> str:

@@ -78,11 +78,11 @@ def bind_compare(call: HostInstruction) -> Calls:
 def bind_where(call: HostInstruction) -> Calls:
     """Bind the choice: copy `b`, then `a` where the condition holds."""
     truth, a, b, out = (call.operand(0), call.operand(1), call.operand(2), call.out)
-    wanted = np.empty(truth.shape, bool)
-    first, wide, chosen = as_broadcast_views(a, out, wanted)
+    condition = np.empty(truth.shape, bool)
+    first, wide, chosen = as_broadcast_views(a, out, condition)
     second, plain_out = as_broadcast_views(b, out)
     return [
-        partial(np.not_equal, truth, 0, out=wanted),
+        partial(np.not_equal, truth, 0, out=condition),
         partial(np.copyto, plain_out, second),
         partial(np.copyto, wide, first, where=chosen),
     ]

@@ -118,7 +118,7 @@ def split_by_slope(scores: Array, slopes: Array) -> list[tuple[Array, np.float32
     return [(scores[..., h : h + 1, :, :], slope) for h, slope in enumerate(slopes)]
 
 
-def _count_squares_and_rows(node: Node) -> int:
+def _count_rms_norm_scratch(node: Node) -> int:
     spec = node.specs[0]
     return spec.size + spec.size // max(1, spec.shape[-1])
 
@@ -140,8 +140,8 @@ def _count_softmax_scratch(node: Node) -> int:
 
 
 KERNELS: Mapping[str, Binding] = {
-    "rms_norm": Binding(bind_rms_norm, _count_squares_and_rows),
+    "rms_norm": Binding(bind_rms_norm, _count_rms_norm_scratch),
     "norm": Binding(bind_norm, _count_norm_scratch),
-    "l2_norm": Binding(bind_l2_norm, _count_squares_and_rows),
+    "l2_norm": Binding(bind_l2_norm, _count_rms_norm_scratch),
     "softmax": Binding(bind_softmax, _count_softmax_scratch),
 }

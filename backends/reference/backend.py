@@ -24,7 +24,7 @@ class ReferenceBackend(HostBackend):
 
     name = "reference"
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F64)
 
     def supports(self, node: Node, on: Device) -> Support:

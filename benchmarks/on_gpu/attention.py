@@ -36,18 +36,20 @@ SHAPES = (AttentionShape(32, 8, 128), AttentionShape(16, 4, 256), AttentionShape
 def make_attention_cases(bench: BenchmarkDevice) -> Iterator[Case]:
     shapes = bench.select_size(SHAPES, (AttentionShape(4, 2, 32),))
     kinds = [(shape, kind, "" if kind == "f32" else f", {kind}") for shape in shapes for kind in CACHE_DTYPES]
-    for shape, kind, said in kinds:
+    for shape, kind, suffix in kinds:
         for tokens in bench.select_size((256, 1024, 4096, 16384, 65536), (40,)):
             yield Case(
-                f"{shape}, 1 token on {tokens}{said}", partial(_measure_attention, bench, shape, 1, tokens, kind)
+                f"{shape}, 1 token on {tokens}{suffix}", partial(_measure_attention, bench, shape, 1, tokens, kind)
             )
-    for shape, kind, said in kinds:
+    for shape, kind, suffix in kinds:
         for tokens in bench.select_size((128, 512, 2048, 8192), (20,)):
             yield Case(
-                f"{shape}, {tokens} tokens{said}", partial(_measure_attention, bench, shape, tokens, tokens, kind)
+                f"{shape}, {tokens} tokens{suffix}", partial(_measure_attention, bench, shape, tokens, tokens, kind)
             )
         if not bench.tiny:
-            yield Case(f"{shape}, 512 tokens on 8192{said}", partial(_measure_attention, bench, shape, 512, 8192, kind))
+            yield Case(
+                f"{shape}, 512 tokens on 8192{suffix}", partial(_measure_attention, bench, shape, 512, 8192, kind)
+            )
 
 
 def _measure_attention(
@@ -60,17 +62,17 @@ def _measure_attention(
     nbytes = 2 * (4 if kind == "f32" else 2) * cells * shape.key_heads * shape.size
     copies = bench.select_size(max(2, min(32, -(-bench.uncached_bytes // 4 // nbytes))), 2) if tokens == 1 else 1
     pos = input("pos", (1, tokens), "i32")
-    mask, given = ops.causal_mask(pos, cells=cells), {"pos": np.arange(cells - tokens, cells, dtype=np.int32)[None]}
-    kept: dict[str, npt.NDArray[np.generic]] = {}
+    mask, inputs = ops.causal_mask(pos, cells=cells), {"pos": np.arange(cells - tokens, cells, dtype=np.int32)[None]}
+    weights: dict[str, npt.NDArray[np.generic]] = {}
     results = {"mask": mask}  # an output, so that no later value reuses its memory
     for i in range(copies):
         q = input(f"q{i}", (1, tokens, shape.heads, shape.size))
         k, v = (weight(f"{name}{i}", (1, cells, shape.key_heads, shape.size), kind) for name in "kv")
         results[f"y{i}"] = ops.attention(q, k, v, mask, scale=shape.size**-0.5)
         some = bench.rng.standard_normal(1 << 16, dtype="f4")
-        given[q.node.name] = np.resize(some, q.shape)
-        kept |= {x.node.name: np.resize(some, x.shape).astype(x.dtype.storage) for x in (k, v)}
-    _held, launches = bench.load_and_record(Graph(results), kept, given)
+        inputs[q.node.name] = np.resize(some, q.shape)
+        weights |= {x.node.name: np.resize(some, x.shape).astype(x.dtype.storage) for x in (k, v)}
+    _executor, launches = bench.load_and_record(Graph(results), weights, inputs)
     own = [launch for launch in launches if "mask" not in launch.kernel.name]
     seen = tokens * (2 * cells - tokens + 1) / 2
     flops = 4 * shape.heads * shape.size * seen

@@ -134,12 +134,12 @@ class DeviceMemory:
 class BenchmarkDevice:
     """A device to measure; `tiny` selects the smallest sizes, as the emulation needs them."""
 
-    def __init__(self, driver: Driver, machine: Machine, on: Device, *, tiny: bool = False, **given: Any) -> None:
+    def __init__(self, driver: Driver, machine: Machine, on: Device, *, tiny: bool = False, **options: Any) -> None:
         self.driver, self.machine, self.on, self.tiny = RecordingDriver(driver), machine, on, tiny
         self.backend = DriverBackend(self.driver)
-        self.models: tuple[Path, ...] = tuple(given.get("models", ()))
-        self.folder = Path(given.get("folder", "."))
-        self.llama: Path | None = given.get("llama")
+        self.models: tuple[Path, ...] = tuple(options.get("models", ()))
+        self.folder = Path(options.get("folder", "."))
+        self.llama: Path | None = options.get("llama")
         self.rng = np.random.default_rng(5)
         self.uncached_bytes = 1 << (16 if tiny else 30)
         """Bytes of buffers that exceed every cache when they are read in turn."""
@@ -150,8 +150,8 @@ class BenchmarkDevice:
 
     def with_driver(self, driver: Driver) -> BenchmarkDevice:
         """Return the same device through another driver; its launches use a stream of their own."""
-        given = {"models": self.models, "folder": self.folder, "llama": self.llama}
-        bench = BenchmarkDevice(driver, self.machine.with_driver(driver), self.on, tiny=self.tiny, **given)
+        options = {"models": self.models, "folder": self.folder, "llama": self.llama}
+        bench = BenchmarkDevice(driver, self.machine.with_driver(driver), self.on, tiny=self.tiny, **options)
         bench.copy_bandwidth = self.copy_bandwidth
         return bench
 
@@ -216,23 +216,23 @@ class BenchmarkDevice:
         tried = LaunchBuilder(upload_array=lambda array: 1 << 20)
         bind(tried)
         room = memory.make_zeros((max(tried.scratch_bytes, 1),), DType.I8).address
-        made = LaunchBuilder(upload_array=keep, scratch_address=room, fault_address=fault)
-        bind(made)
-        return made.items
+        builder = LaunchBuilder(upload_array=keep, scratch_address=room, fault_address=fault)
+        bind(builder)
+        return builder.items
 
     def load_and_record(
         self, graph: Graph, weights: Mapping[str, npt.NDArray[Any]], inputs: Mapping[str, npt.NDArray[Any]]
     ) -> tuple[Executor, list[Launch]]:
         """Plan and load a graph as a session would, and return its executor and all of its launches."""
         with self.driver.collect_recordings() as recorded:
-            made = load(plan_for_group(graph, [(self.backend, self.on)]), weights)
+            executor = load(plan_for_group(graph, [(self.backend, self.on)]), weights)
             everything = [launch for launches, _ in recorded for launch in launches]
-        made.bind(inputs)
-        made.replay()
-        return made, everything
+        executor.bind(inputs)
+        executor.replay()
+        return executor, everything
 
 
-def compute_nmse(got: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> float:
+def compute_nmse(got: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
     """Return the mean square error divided by the mean square of the wanted values."""
-    exact = wanted.astype(np.float64)
+    exact = expected.astype(np.float64)
     return float(np.square(got - exact).sum() / np.square(exact).sum())

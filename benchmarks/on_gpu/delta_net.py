@@ -67,19 +67,19 @@ class DeltaNetProblem:
 def make_problem(bench: BenchmarkDevice, shape: DeltaNetShape, batch: int, tokens: int) -> DeltaNetProblem:
     """Create operands with numbers as in a model: normalised keys, most decays near one."""
     memory, rng = DeviceMemory(bench), bench.rng
-    lead, most = (batch, tokens), min(batch * tokens, 4096)
+    lead, row_count = (batch, tokens), min(batch * tokens, 4096)
 
     def unit(heads: int) -> Operand:
-        x = rng.standard_normal((most, heads, shape.size), dtype="f4")
+        x = rng.standard_normal((row_count, heads, shape.size), dtype="f4")
         return memory.make_repeated((*lead, heads, shape.size), x / np.linalg.norm(x, axis=-1, keepdims=True))
 
     decays = (shape.heads, shape.size if shape.decays_per_channel else 1)
     q, k = unit(shape.key_heads), unit(shape.key_heads)
     v = memory.make_repeated(
-        (*lead, shape.heads, shape.size), rng.uniform(-1, 1, (most, shape.heads, shape.size)).astype("f4")
+        (*lead, shape.heads, shape.size), rng.uniform(-1, 1, (row_count, shape.heads, shape.size)).astype("f4")
     )
-    g = memory.make_repeated((*lead, *decays), -rng.exponential(0.05, (most, *decays)).astype("f4"))
-    beta = memory.make_repeated((*lead, shape.heads), rng.uniform(0.1, 1, (most, shape.heads)).astype("f4"))
+    g = memory.make_repeated((*lead, *decays), -rng.exponential(0.05, (row_count, *decays)).astype("f4"))
+    beta = memory.make_repeated((*lead, shape.heads), rng.uniform(0.1, 1, (row_count, shape.heads)).astype("f4"))
     out = memory.make_zeros((*lead, shape.heads, shape.size))
     state = memory.make_repeated((batch, shape.heads, shape.size, shape.size), rng.uniform(-1, 1, 1 << 16).astype("f4"))
     return DeltaNetProblem(shape, kernels.DeltaRule(q, k, v, g, beta, out, has_tiled_heads=True), state, memory)
@@ -138,8 +138,8 @@ def _measure_decode(bench: BenchmarkDevice, shape: DeltaNetShape, batch: int, to
     """Measure decode steps in graphs that read more states than any cache holds."""
     p, inside = make_problem(bench, shape, batch, tokens), bench.select_size(DELTA_NET_LAYERS, 3)
     nbytes = 2 * batch * shape.state_bytes + batch * tokens * shape.compute_token_bytes()
-    wanted = max(2, -(-bench.uncached_bytes // (batch * shape.state_bytes)))
-    count = min(wanted, max(2, MAX_STATE_BYTES // (batch * shape.state_bytes)))
+    needed_count = max(2, -(-bench.uncached_bytes // (batch * shape.state_bytes)))
+    count = min(needed_count, max(2, MAX_STATE_BYTES // (batch * shape.state_bytes)))
     values = bench.rng.uniform(-1, 1, 1 << 16).astype(np.float32)
     states = [p.state, *(p.memory.make_repeated(p.state.shape, values) for _ in range(count - 1))]
     bound = [bind_steps(bench, p, state)[0] for state in states]
@@ -213,10 +213,10 @@ def make_crossover_cases(bench: BenchmarkDevice) -> Iterator[Case]:
 def _measure_crossover(bench: BenchmarkDevice, shape: DeltaNetShape, tokens: int) -> Iterator[ResultRow]:
     """Measure a prompt token by token and in chunks, exact and fast, and name the fastest."""
     p, repeat = make_problem(bench, shape, 1, tokens), bench.select_size(8, 1)
-    ways = {
+    variants = {
         "one by one": bind_steps(bench, p, p.state),
         "exact": bind_chunks(bench, p, p.state, True),
         "fast": bind_chunks(bench, p, p.state, False),
     }
-    times = {f"{name} µs": bench.measure_launches([ways[name] * repeat], repeat).seconds * 1e6 for name in ways}
+    times = {f"{name} µs": bench.measure_launches([variants[name] * repeat], repeat).seconds * 1e6 for name in variants}
     yield {**times, "fastest": min(times, key=lambda name: times[name]).removesuffix(" µs")}

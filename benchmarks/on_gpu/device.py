@@ -77,12 +77,12 @@ def _measure_parallel_launches(bench: BenchmarkDevice) -> Iterator[ResultRow]:
     last = bench.bind_launches(memory, partial(bind_instruction, BoundInstruction("add", tuple(norms), (total,), {})))[
         0
     ]
-    ways: dict[str, list[DriverStep]] = {
+    variants: dict[str, list[DriverStep]] = {
         "in turn": [first, second, last],
         "side by side": [CollectiveOverlap((first,), (second,)), last],
     }
-    wanted = None
-    for how, launches in ways.items():
+    expected = None
+    for how, launches in variants.items():
         run, same = record(launches), True
         for _ in range(bench.select_size(50, 2)):
             for norm in norms:
@@ -91,8 +91,8 @@ def _measure_parallel_launches(bench: BenchmarkDevice) -> Iterator[ResultRow]:
             run()
             bench.driver.synchronise(bench.on)
             result = np.array(memory.view_array(total))
-            wanted = result if wanted is None else wanted
-            same = same and np.array_equal(result, wanted)
+            expected = result if expected is None else expected
+            same = same and np.array_equal(result, expected)
         yield {"how": how, **bench.measure_time([run]).as_row(), "right": same and bool(np.isfinite(result).all())}
 
 
@@ -111,7 +111,7 @@ def make_compile_cases(bench: BenchmarkDevice) -> Iterator[Case]:
 
 
 def _compile_sources(bench: BenchmarkDevice, sources: tuple[KernelSource, ...]) -> Iterator[ResultRow]:
-    def compiled(source: KernelSource) -> ResultRow | None:
+    def compile_source(source: KernelSource) -> ResultRow | None:
         kernel, start = source[source.names[0]], time.perf_counter()
         try:
             bench.driver.prepare_kernel(kernel, bench.on)
@@ -122,5 +122,5 @@ def _compile_sources(bench: BenchmarkDevice, sources: tuple[KernelSource, ...]) 
 
     start = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from filter(None, pool.map(compiled, sources))
+        yield from filter(None, pool.map(compile_source, sources))
     yield {"source": "all", "s": time.perf_counter() - start, "threads": os.cpu_count()}

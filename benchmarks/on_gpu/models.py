@@ -129,10 +129,10 @@ def _make_drivers(driver: Driver) -> dict[str, Driver]:
 
     On CUDA there are two ways: launches overlap as usual, or each launch begins after the previous one.
     """
-    ways = {"the device": driver}
+    drivers = {"the device": driver}
     if type(driver) is CudaDriver:
-        ways["the device, launches in turn"] = CudaDriver(begins_early=False)
-    return ways
+        drivers["the device, launches in turn"] = CudaDriver(begins_early=False)
+    return drivers
 
 
 def _run_in_order(runs: Sequence[Run]) -> None:
@@ -145,8 +145,8 @@ def _make_input_restorer(bench: BenchmarkDevice, memory: DeviceMemory, session: 
 
     The inputs are adjacent, so one copy restores all of them.
     """
-    (lane,), (buffers,) = executor.plan.lanes, session.store.buffers(executor.plan).values()
-    inputs = lane.program.inputs.values()
+    (device_plan,), (buffers,) = executor.plan.lanes, session.store.buffers(executor.plan).values()
+    inputs = device_plan.program.inputs.values()
     ((which,),) = [{t.buffer for t in inputs}]
     low, high = min(t.offset for t in inputs), max(t.offset + t.spec.nbytes for t in inputs)
     at = bench.driver.address(buffers[which]) + low

@@ -142,9 +142,9 @@ def _make_operands(bench: BenchmarkDevice, torch: Any, batch: int, tokens: int) 
 
 def _time_peer_rule(bench: BenchmarkDevice, torch: Any, rule: Any, batch: int, tokens: int, each: int = 1) -> float:
     """Return the seconds of a delta rule of another library, for `each` calls in a graph."""
-    given = _make_operands(bench, torch, batch, tokens)
+    operands = _make_operands(bench, torch, batch, tokens)
     with torch.no_grad():
-        return _measure_torch_seconds(bench, torch, lambda: rule(**given, output_final_state=True), each)
+        return _measure_torch_seconds(bench, torch, lambda: rule(**operands, output_final_state=True), each)
 
 
 def _compare_with_own(bench: BenchmarkDevice, theirs: float, batch: int, tokens: int) -> ResultRow:
@@ -155,11 +155,14 @@ def _compare_with_own(bench: BenchmarkDevice, theirs: float, batch: int, tokens:
     """
     p = delta_net.make_problem(bench, bench.select_size(DELTA_NET_SHAPE, TINY_SHAPE), batch, tokens)
     if tokens == 1:
-        ways, each = {"ours": delta_net.bind_steps(bench, p, p.state) * STEPS_PER_GRAPH}, STEPS_PER_GRAPH
+        variants, each = {"ours": delta_net.bind_steps(bench, p, p.state) * STEPS_PER_GRAPH}, STEPS_PER_GRAPH
     else:
-        ways, each = {name: delta_net.bind_chunks(bench, p, p.state, name == "exact") for name in ("fast", "exact")}, 1
+        variants, each = (
+            {name: delta_net.bind_chunks(bench, p, p.state, name == "exact") for name in ("fast", "exact")},
+            1,
+        )
     row: ResultRow = {"theirs µs": theirs * 1e6}
-    for name, launches in ways.items():
+    for name, launches in variants.items():
         seconds = bench.measure_launches([launches], each).seconds
         row |= {f"{name} µs": seconds * 1e6, f"{name}: theirs / ours": theirs / seconds}
     return row
@@ -209,8 +212,8 @@ def _compare_flashinfer_decode(bench: BenchmarkDevice, batch: int) -> Iterator[R
     biases = {name: torch.zeros(heads, device="cuda") for name in ("A_log", "dt_bias")}
     a = torch.randn(batch, 1, heads, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        given = {**biases, "state": x["initial_state"], "a": a, "b": x["beta"], "use_qk_l2norm": False}
-        theirs = _measure_torch_seconds(bench, torch, lambda: step(x["q"], x["k"], x["v"], **given), STEPS_PER_GRAPH)
+        options = {**biases, "state": x["initial_state"], "a": a, "b": x["beta"], "use_qk_l2norm": False}
+        theirs = _measure_torch_seconds(bench, torch, lambda: step(x["q"], x["k"], x["v"], **options), STEPS_PER_GRAPH)
     yield _compare_with_own(bench, theirs, batch, 1)
 
 

@@ -85,10 +85,10 @@ def _check_clusters(
     rows, columns, tokens = shape
     raw, x = make_random_rows(dtype, rows, columns, bench.rng), _make_activations(bench, tokens, columns)
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", x.shape), exact=is_exact)})
-    made, launches = bench.load_and_record(graph, {"w": raw}, {"x": x})
-    results = [made.run({"x": x})["y"].copy() for _ in range(bench.select_size(50, 2))]
-    wanted = x.astype(np.float64) @ decode_array(raw, dtype).astype(np.float64).T
-    error, mode = compute_nmse(results[0], wanted), "exact" if is_exact else "fast"
+    executor, launches = bench.load_and_record(graph, {"w": raw}, {"x": x})
+    results = [executor.run({"x": x})["y"].copy() for _ in range(bench.select_size(50, 2))]
+    expected = x.astype(np.float64) @ decode_array(raw, dtype).astype(np.float64).T
+    error, mode = compute_nmse(results[0], expected), "exact" if is_exact else "fast"
     is_right = error <= (1e-7 if is_exact else 1e-4) and all(np.array_equal(y, results[0]) for y in results)
     yield {"mode": mode, "NMSE": error, "right": is_right, "kernel": launches[-1].kernel.name}
 
@@ -101,12 +101,12 @@ def _measure_experts(
     raw = make_random_rows(dtype, experts * rows, columns, bench.rng).reshape(experts, rows, -1)
     copies = 2 if bench.tiny else 4
     x = ops.reshape(input("x", (tokens, columns)), shape=(tokens, 1, columns))
-    made, given = {}, {"x": _make_activations(bench, tokens, columns)}
+    results, inputs = {}, {"x": _make_activations(bench, tokens, columns)}
     for i in range(copies):
         order = [bench.rng.permutation(experts)[:chosen] for _ in range(tokens)]
         ids = constant(f"ids{i}", np.array(order, np.int32))  # a constant, so that no value reuses its memory
-        made[f"y{i}"] = ops.mul_mat_id(weight(f"w{i}", (experts, *shape), dtype), x, ids)
-    yield from _time_graph(bench, Graph(made), {f"w{i}": raw for i in range(copies)}, given)
+        results[f"y{i}"] = ops.mul_mat_id(weight(f"w{i}", (experts, *shape), dtype), x, ids)
+    yield from _time_graph(bench, Graph(results), {f"w{i}": raw for i in range(copies)}, inputs)
 
 
 def _make_activations(bench: BenchmarkDevice, tokens: int, columns: int) -> np.ndarray:
@@ -117,7 +117,7 @@ def _time_graph(
     bench: BenchmarkDevice, graph: Graph, weights: dict[str, np.ndarray], inputs: dict[str, np.ndarray]
 ) -> Iterator[ResultRow]:
     """Measure one of the matmuls of a graph; all of its launches count, activation quantisation included."""
-    _held, launches = bench.load_and_record(graph, weights, inputs)
+    _executor, launches = bench.load_and_record(graph, weights, inputs)
     products = [n for n in graph.nodes if n.op.startswith("mul_mat")]
     flops, nbytes = (sum(of(n) for n in products) for of in (_count_flops, _count_bytes))
     count = len(products)

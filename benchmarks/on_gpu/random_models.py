@@ -103,7 +103,7 @@ def write_qwen3_next(folder: Path) -> Path:
 
 def fill_with_random_weights(path: Path) -> Path:
     """Write weights after a header: norms are 1 or `QUERY_NORM`, decays negative, others small and random."""
-    rng, pieces = np.random.default_rng(5), {}
+    rng, rows_by_dtype = np.random.default_rng(5), {}
     with path.open("r+b") as file:
         for name, tensor in open_gguf(path, header_only=True).tensors.items():
             file.seek(tensor.offset)
@@ -112,13 +112,13 @@ def fill_with_random_weights(path: Path) -> Path:
             elif name.endswith("ssm_a"):
                 file.write(-rng.uniform(0.5, 2.0, tensor.shape).astype(np.float32))
             else:
-                if tensor.dtype not in pieces:
-                    pieces[tensor.dtype] = memoryview(
+                if tensor.dtype not in rows_by_dtype:
+                    rows_by_dtype[tensor.dtype] = memoryview(
                         make_random_rows(tensor.dtype, RANDOM_ROW_COUNT, 1024, rng).tobytes()
                     )
-                piece, left = pieces[tensor.dtype], tensor.nbytes
-                start = len(piece) // RANDOM_ROW_COUNT * int(rng.integers(RANDOM_ROW_COUNT))
+                row_bytes, left = rows_by_dtype[tensor.dtype], tensor.nbytes
+                start = len(row_bytes) // RANDOM_ROW_COUNT * int(rng.integers(RANDOM_ROW_COUNT))
                 while left > 0:
-                    left -= file.write(piece[start:][:left])
+                    left -= file.write(row_bytes[start:][:left])
                     start = 0
     return path

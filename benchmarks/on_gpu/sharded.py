@@ -69,12 +69,12 @@ TRANSPORTS = ("peers", "library", "the host")
 
 
 def make_transport_drivers(
-    bench: BenchmarkDevice, devices: Sequence[Device], ways: Sequence[str] = TRANSPORTS
+    bench: BenchmarkDevice, devices: Sequence[Device], transports: Sequence[str] = TRANSPORTS
 ) -> Iterator[TransportDriver]:
     """Yield one driver for each transport that these devices can use."""
-    for way in ways:
-        driver = TransportDriver(bench.driver.driver, way)
-        if way == TRANSPORTS[-1] or choose_transport(devices, driver).launches_collectives:
+    for transport in transports:
+        driver = TransportDriver(bench.driver.driver, transport)
+        if transport == TRANSPORTS[-1] or choose_transport(devices, driver).launches_collectives:
             yield driver
 
 
@@ -119,44 +119,44 @@ def _refuse_single_device(count: int) -> Iterator[ResultRow]:
 
 def _measure_sums(bench: BenchmarkDevice, devices: Sequence[Device], nbytes: int) -> Iterator[ResultRow]:
     """Measure all-reduces by the clock of the host, from the start of the first device to the end of the last one."""
-    given = [bench.rng.standard_normal(nbytes // 4, dtype="f4") for _ in devices]
-    wanted = np.sum(given, axis=0, dtype=np.float64)
+    vectors = [bench.rng.standard_normal(nbytes // 4, dtype="f4") for _ in devices]
+    expected = np.sum(vectors, axis=0, dtype=np.float64)
     x, out = (Tensor(0, at * nbytes, (1, nbytes // 4), (nbytes // 4, 1), DType.F32) for at in range(2))
     steps = [
         Instruction("all_reduce", (x,), (out,), {"sequence": n}, None, f"sum.{n}") for n in range(SUMS_PER_PROGRAM)
     ]
     program = Program((BufferSpec("arena", "arena", 2 * nbytes),), tuple(steps), {}, {})
     for driver in make_transport_drivers(bench, devices):
-        backend, meeting = DriverBackend(driver), ThreadGroup(len(devices), devices=devices)
+        backend, thread_group = DriverBackend(driver), ThreadGroup(len(devices), devices=devices)
         buffers = [backend.alloc(2 * nbytes, on) for on in devices]
-        members = map(meeting.member, range(len(devices)))
+        members = map(thread_group.member, range(len(devices)))
         own = zip(buffers, devices, members, strict=True)
         runs = [backend.compile(program, [buffer], on, member) for buffer, on, member in own]
-        for buffer, array in zip(buffers, given, strict=True):
+        for buffer, array in zip(buffers, vectors, strict=True):
             backend.view(buffer, x)[...] = array[None]
         with ThreadPoolExecutor(len(devices)) as pool:
-            rounds = [_run_all(pool, runs, meeting) for _ in range(bench.select_size(20, 3))]
+            rounds = [_run_all(pool, runs, thread_group) for _ in range(bench.select_size(20, 3))]
         results = [np.array(backend.view(buffer, out))[0] for buffer in buffers]
         same = all(np.array_equal(result, results[0]) for result in results)
-        seconds, error = median(rounds[1:]) / SUMS_PER_PROGRAM, compute_nmse(results[0], wanted)
+        seconds, error = median(rounds[1:]) / SUMS_PER_PROGRAM, compute_nmse(results[0], expected)
         figures = {"µs": seconds * 1e6, "GB/s": nbytes / seconds / 1e9, "NMSE": error}
         yield {"by": driver.transport, **figures, "right": same}
 
 
-def _run_all(pool: Threads, runs: Sequence[Callable[[], object]], meeting: ThreadGroup) -> float:
+def _run_all(pool: Threads, runs: Sequence[Callable[[], object]], thread_group: ThreadGroup) -> float:
     """Return the seconds until all devices have run their program."""
 
     def one(run: Callable[[], object]) -> None:
         try:
             run()
         except BaseException as why:  # the other devices must not wait for this one
-            meeting.abort(str(why))
+            thread_group.abort(str(why))
             raise
 
     start = time.perf_counter()
     list(pool.map(one, runs))
     taken = time.perf_counter() - start
-    meeting.clear()
+    thread_group.clear()
     return taken
 
 
@@ -170,7 +170,7 @@ def _compare_decode(
     model, count = open_model(find()), bench.select_size(32, 2)
     tokens = bench.rng.integers(0, model.vocabulary_size, count + 1).tolist()
     one = None
-    for way, driver in [
+    for transport, driver in [
         ("one device", bench.driver.driver),
         *((d.transport, d) for d in make_transport_drivers(bench, devices)),
     ]:
@@ -181,7 +181,7 @@ def _compare_decode(
             start = time.perf_counter()
             found.append(run.run(model.inputs(step, Batch([[token]], [n], None)))["logits"])
             times.append(time.perf_counter() - start)
-        logits, row = np.concatenate(found), {"by": way, "µs": median(times[1:]) * 1e6, "step": "a token"}
+        logits, row = np.concatenate(found), {"by": transport, "µs": median(times[1:]) * 1e6, "step": "a token"}
         yield row if one is None else row | {"NMSE against one": compute_nmse(logits, one)}
         one = logits if one is None else one
 
@@ -195,22 +195,22 @@ def _compare_prompt(
     """
     model, count, own = open_model(find()), bench.select_size(2048, 8), bench.driver.driver
     tokens = bench.rng.integers(0, model.vocabulary_size, count).tolist()
-    for way in (driver.transport for driver in make_transport_drivers(bench, devices, TRANSPORTS[:-1])):
+    for transport in (driver.transport for driver in make_transport_drivers(bench, devices, TRANSPORTS[:-1])):
         behind = None
         for how, driver in (
-            ("planned apart", TransportDriver(own, way, can_overlap_collectives=False)),
-            ("behind sums", TransportDriver(own, way, runs_in_turn=True)),
-            ("beside sums", TransportDriver(own, way)),
+            ("planned apart", TransportDriver(own, transport, can_overlap_collectives=False)),
+            ("behind sums", TransportDriver(own, transport, runs_in_turn=True)),
+            ("beside sums", TransportDriver(own, transport)),
         ):
             backend = DriverBackend(driver)
             run, step = _make_executor(model, [(backend, on) for on in devices], count, count)
-            given, times, logits = model.inputs(step, Batch([tokens], [0], None)), [], []
+            inputs, times, logits = model.inputs(step, Batch([tokens], [0], None)), [], []
             for _ in range(bench.select_size(10, 2)):  # states go on from run to run
                 start = time.perf_counter()
-                logits.append(run.run(given)["logits"].copy())
+                logits.append(run.run(inputs)["logits"].copy())
                 times.append(time.perf_counter() - start)
             sums = len(find_overlapped_instructions(run.plan.lanes[0].program)) if driver.can_overlap_collectives else 0
-            row: ResultRow = {"by": way, "how": how, "tok/s": count / median(times), "sums beside work": sums}
+            row: ResultRow = {"by": transport, "how": how, "tok/s": count / median(times), "sums beside work": sums}
             if how == "beside sums":
                 row["right"] = bool(np.isfinite(logits).all() and np.array_equal(logits, behind))
             yield row

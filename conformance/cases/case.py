@@ -149,8 +149,8 @@ def make_case(op: Op, parts: Mapping[str, Spec | Attr], **settings: object) -> C
     stray = parts.keys() - dict(operands).keys() - dict(attrs).keys()
     if stray:
         raise GraphError(f"{op.name} has no operand or attribute {', '.join(sorted(stray))}")
-    kept = tuple((k, v) for k, v in attrs if k not in op.defaults or op.defaults[k] != v)
-    return Case(op.name, operands, kept, **settings)  # type: ignore[arg-type]  # fields by name
+    changed_attrs = tuple((k, v) for k, v in attrs if k not in op.defaults or op.defaults[k] != v)
+    return Case(op.name, operands, changed_attrs, **settings)  # type: ignore[arg-type]  # fields by name
 
 
 def parse_test_case(text: str) -> Case:

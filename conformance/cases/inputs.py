@@ -147,9 +147,9 @@ def _integers(
 ) -> Array:
     dtype = spec.dtype.storage
     if legal is None:
-        most = {"large": np.iinfo(dtype).max, "constant": 3, "ties": 3}.get(kind, min(100, np.iinfo(dtype).max))
-        drawn = rng.integers(-most, most, spec.shape, np.int64, endpoint=True)
-        return (np.full(spec.shape, 7) if kind == "constant" else drawn).astype(dtype)
+        limit = {"large": np.iinfo(dtype).max, "constant": 3, "ties": 3}.get(kind, min(100, np.iinfo(dtype).max))
+        random_values = rng.integers(-limit, limit, spec.shape, np.int64, endpoint=True)
+        return (np.full(spec.shape, 7) if kind == "constant" else random_values).astype(dtype)
     low = int(legal.low)
     high = int(legal.high) + 1 if not isinstance(legal.high, str) else sizes[legal.high]
     if differ:
@@ -218,8 +218,8 @@ def _floats(
     if kind == "constant" and shape and spec.size:
         values = np.broadcast_to(values[..., :1], shape)
     # A backend may keep f64 in f32, so no more digits than that.
-    held = DType.F32 if spec.dtype is DType.F64 else spec.dtype
-    values = np.asarray(round_to_dtype(np.clip(values, low, high), held), np.float64)
+    rounding_dtype = DType.F32 if spec.dtype is DType.F64 else spec.dtype
+    values = np.asarray(round_to_dtype(np.clip(values, low, high), rounding_dtype), np.float64)
     if kind == "infinities" and infinite and spec.size:
         values = np.where(rng.random(shape) < 0.3, rng.choice(infinite, shape), values)
         if shape:

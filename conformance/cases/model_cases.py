@@ -10,7 +10,7 @@ from ...ops import REGISTRY
 from .case import Case, make_case
 
 
-def cases_of_graph(graph: Graph, most_elements: int = 1 << 24) -> list[Case]:
+def cases_of_graph(graph: Graph, max_elements: int = 1 << 24) -> list[Case]:
     """Return the distinct cases of `graph`, without views and without operands of more elements."""
     cases: dict[Case, None] = {}
     for node in graph.nodes:
@@ -19,7 +19,7 @@ def cases_of_graph(graph: Graph, most_elements: int = 1 << 24) -> list[Case]:
         op = REGISTRY[node.op]
         named = zip(op.operand_names, node.src, strict=False)
         parts = {**{n: v.spec for n, v in named if v is not None}, **node.attrs}
-        if max((s.spec.size for s in node.inputs), default=0) <= most_elements:
+        if max((s.spec.size for s in node.inputs), default=0) <= max_elements:
             cases[make_case(op, parts)] = None
     return list(cases)
 

@@ -67,9 +67,9 @@ def _gapped_layout(spec: Spec) -> OperandLayout | None:
 def _permuted_layout(spec: Spec) -> OperandLayout | None:
     """Axes in reverse order in memory, except for a last axis of blocks."""
     rank = len(spec.shape)
-    kept = 1 if spec.dtype.is_quantised else 0
-    axes = (*reversed(range(rank - kept)), *range(rank - kept, rank))
-    if sum(spec.shape[a] > 1 for a in range(rank - kept)) < 2:
+    block_axes = 1 if spec.dtype.is_quantised else 0
+    axes = (*reversed(range(rank - block_axes)), *range(rank - block_axes, rank))
+    if sum(spec.shape[a] > 1 for a in range(rank - block_axes)) < 2:
         return None
     leaf = Spec(tuple(spec.shape[a] for a in axes), spec.dtype)
     return OperandLayout(leaf, lambda value: ops.permute(value, axes=axes), lambda units: np.transpose(units, axes))
@@ -110,8 +110,8 @@ def aliasable_operands(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple
         return None
     for _, one in op.inplace_pairs(attrs):
         for other in specs:
-            alike = other != one and specs.get(one) == specs[other] and op.ranges.get(one) == op.ranges.get(other)
-            if alike and specs[other].size:
+            is_equal = other != one and specs.get(one) == specs[other] and op.ranges.get(one) == op.ranges.get(other)
+            if is_equal and specs[other].size:
                 return one, other
     return None
 

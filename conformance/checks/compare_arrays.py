@@ -76,10 +76,10 @@ def compare(
         got = np.where(np.isfinite(got) | np.isfinite(want), got, want)
     if why := _compare_nonfinite(got, want, spec.dtype):
         return ArrayDifference(why)
-    judged = np.isfinite(want) & np.isfinite(got)
-    error = np.where(judged, np.abs(np.subtract(got, want, where=judged, out=np.zeros(want.shape))), 0.0)
-    element, row = (np.where(judged, b, 0.0) for b in (budget.element, budget.row))
-    difference = _compare_errors(error, np.where(judged, want, 0.0), element, row, got, spec.dtype)
+    is_finite = np.isfinite(want) & np.isfinite(got)
+    error = np.where(is_finite, np.abs(np.subtract(got, want, where=is_finite, out=np.zeros(want.shape))), 0.0)
+    element, row = (np.where(is_finite, b, 0.0) for b in (budget.element, budget.row))
+    difference = _compare_errors(error, np.where(is_finite, want, 0.0), element, row, got, spec.dtype)
     why = "" if difference.why or not signed_zeros else _zeros(got, want)
     return _with_failure(difference, why) if why else difference
 
@@ -107,21 +107,21 @@ def _compare_errors(error: Array, want: Array, element: Array, row: Array, got: 
     if not error.size:
         return ArrayDifference()
     rows = (-1, error.shape[-1]) if error.ndim else (1, 1)
-    e, w, most, mean = (x.reshape(rows) for x in (error, want, np.maximum(element, 1e-60), np.maximum(row, 1e-60)))
+    e, w, limit, mean = (x.reshape(rows) for x in (error, want, np.maximum(element, 1e-60), np.maximum(row, 1e-60)))
     scale = np.maximum(np.abs(w), mean).max(-1, keepdims=True, initial=MIN_NORMAL)  # squares must not overflow
     norm = np.maximum(((w / scale) ** 2).sum(-1), 1e-60)
     row_error, row_limit = ((e / scale) ** 2).sum(-1) / norm, ((mean / scale) ** 2).sum(-1) / norm
     ulps = spacing(w, dtype)
-    excess = int(np.argmax(e / most))
+    excess = int(np.argmax(e / limit))
     worst_row = int(np.argmax(row_error / np.maximum(row_limit, 1e-200)))
     difference = ArrayDifference(
         "",
         float(row_error[worst_row]),
         float(row_limit[worst_row]),
         float((e / ulps).reshape(-1)[excess]),
-        float((most / ulps).reshape(-1)[excess]),
+        float((limit / ulps).reshape(-1)[excess]),
     )
-    wrong = np.flatnonzero(e > most)
+    wrong = np.flatnonzero(e > limit)
     if wrong.size:
         return _with_failure(difference, _where("too far off", wrong, got, want, first=excess))
     if row_error[worst_row] > row_limit[worst_row]:
@@ -137,5 +137,5 @@ def _where(what: str, wrong: Array, got: Array, want: Array, first: int | None =
     at = int(wrong[0]) if first is None else first
     index = [int(i) for i in np.unravel_index(at, want.shape)] if want.ndim else []
     g, w = got.reshape(-1)[at], want.reshape(-1)[at]
-    shown = f"{g:.9g}, expected {w:.9g}" if got.dtype.kind == "f" else f"{g}, expected {w}"
-    return f"{wrong.size} of {want.size} elements {what}, as at {index}: got {shown}"
+    values_text = f"{g:.9g}, expected {w:.9g}" if got.dtype.kind == "f" else f"{g}, expected {w}"
+    return f"{wrong.size} of {want.size} elements {what}, as at {index}: got {values_text}"

@@ -87,17 +87,17 @@ def to_host(array: Any) -> Array:
 class GuardedProgram:
     """The program of one device, bound to guarded buffers."""
 
-    def __init__(self, lane: Lane, weights: Mapping[str, Array]) -> None:
-        self.backend: Backend = lane.backend
-        self.device: Device = lane.device
-        self.program, self.regions = add_guard_zones(lane.program)
+    def __init__(self, device_plan: Lane, weights: Mapping[str, Array]) -> None:
+        self.backend: Backend = device_plan.backend
+        self.device: Device = device_plan.device
+        self.program, self.regions = add_guard_zones(device_plan.program)
         self.arena = next(n for n, b in enumerate(self.program.buffers) if b.kind == "arena")
         self.buffers = [self._make_buffer(b, weights) for b in self.program.buffers]
         self._bytes = [self._raw(n) for n in range(len(self.buffers))]
         self._free = np.ones(self.program.buffers[self.arena].nbytes, bool)
         for start, end in self.regions:
             self._free[start:end] = False
-        self._kept = {n: to_host(raw) for n, raw in enumerate(self._bytes) if n != self.arena}
+        self._loaded_bytes = {n: to_host(raw) for n, raw in enumerate(self._bytes) if n != self.arena}
         self.replay = self.backend.compile(self.program, self.buffers, self.device, SingleDeviceComm())
 
     def _make_buffer(self, spec: BufferSpec, weights: Mapping[str, Array]) -> Any:
@@ -160,7 +160,7 @@ class GuardedProgram:
                 f"{past} bytes past the end" if past is not None and past < GUARD_BYTES else f"{before} bytes before"
             )
             return f"{wrong.size} bytes were written outside of all values, the first {where} of one"
-        for number, before_bytes in self._kept.items():
+        for number, before_bytes in self._loaded_bytes.items():
             if not np.array_equal(to_host(self._bytes[number]), before_bytes):
                 spec = self.program.buffers[number]
                 return f"{spec.kind} %{spec.name} or the {GUARD_BYTES} bytes after it were written"

@@ -86,8 +86,8 @@ def partial_cases(case: Case) -> tuple[PartialCase, ...]:
     signature = case.op_declaration.signature_for(case.attributes_with_defaults)
     if check == "cut" and not any(name in d.factors for r in signature.results for d in r.dims):
         return ()
-    pieces = (np.arange(middle), np.arange(middle, size))
-    runs = tuple(_part(case, {name: p}, {name: p}) for p in pieces)
+    halves = (np.arange(middle), np.arange(middle, size))
+    runs = tuple(_part(case, {name: p}, {name: p}) for p in halves)
     return runs if all(p is not None for p in runs) else ()  # type: ignore[return-value]  # mypy does not see through all()
 
 
@@ -122,12 +122,12 @@ def _part(
 
 
 def _place(
-    operand: Operand, shape: tuple[int, ...], cut: Mapping[str, Array], sizes: Mapping[str, int]
+    operand: Operand, shape: tuple[int, ...], split_entries: Mapping[str, Array], sizes: Mapping[str, int]
 ) -> AxisEntries | None:
     """Return the axis of `operand` with a split dimension (or factor), and the indices of one part."""
     first = len(shape) - len(operand.dims)
     for axis, dim in enumerate(operand.dims, first):
-        for name, entries in cut.items():
+        for name, entries in split_entries.items():
             if name in dim.factors and not (dim.may_be_one and shape[axis] == 1 and sizes[name] != 1):
                 return axis, _entries(dim, name, entries, sizes)
     return None

@@ -106,8 +106,8 @@ class RunnableCase:
         elif case.check == "reference" or case.check.startswith(zero_propagation.CHECK_NAME):
             results = run_three_times(case, self.units, backend, device)
         else:
-            pieces = _run_in_shards(case, self.units, backend, device)
-            return [w for w, _ in pieces], [m for _, m in pieces]
+            shard_results = _run_in_shards(case, self.units, backend, device)
+            return [w for w, _ in shard_results], [m for _, m in shard_results]
         return results, [np.ones(r.shape, bool) for r in results]
 
 
@@ -140,14 +140,14 @@ def _run_in_shards(
 
 
 def _run_check(case: Case, backend: Backend, device: Device) -> ArrayDifference:
-    trial = prepare_case(case)
-    got, made = trial.results(backend, device)
+    runnable_case = prepare_case(case)
+    got, masks = runnable_case.results(backend, device)
     if (
         case.check.startswith(zero_propagation.CHECK_NAME)
-        and (got[0][zero_propagation.zero_operands(case, trial.units)[1]] != 0).any()
+        and (got[0][zero_propagation.zero_operands(case, runnable_case.units)[1]] != 0).any()
     ):
         raise _Wrong(f"zeros in {case.check.removeprefix(f'{zero_propagation.CHECK_NAME}-')} give no zeros")
-    return _compare_results(case, got, trial.expected_result(backend), made)
+    return _compare_results(case, got, runnable_case.expected_result(backend), masks)
 
 
 def _read(units: Array, place: AxisEntries, spec: Spec) -> Array:
@@ -157,14 +157,14 @@ def _read(units: Array, place: AxisEntries, spec: Spec) -> Array:
     return np.take(units, entries[::block] // block, axis=axis)
 
 
-def _compare_results(case: Case, got: list[Array], yardstick: ExpectedResult, made: list[Array]) -> ArrayDifference:
-    """Return the largest difference of all results, over the elements in `made`."""
+def _compare_results(case: Case, got: list[Array], expected: ExpectedResult, masks: list[Array]) -> ArrayDifference:
+    """Return the largest difference of all results, over the elements of `masks`."""
     specs = result_specs(case)
-    budgets = yardstick.budgets(specs)
+    budgets = expected.budgets(specs)
     worst = ArrayDifference()
-    for i, (g, want, budget, spec, mask) in enumerate(zip(got, yardstick.wanted, budgets, specs, made, strict=True)):
+    for i, (g, want, budget, spec, mask) in enumerate(zip(got, expected.arrays, budgets, specs, masks, strict=True)):
         difference = compare(
-            np.where(mask, accept_permitted(case, g, yardstick, i), want),
+            np.where(mask, accept_permitted(case, g, expected, i), want),
             want,
             budget,
             spec,
@@ -179,17 +179,17 @@ def _compare_results(case: Case, got: list[Array], yardstick: ExpectedResult, ma
     return worst
 
 
-def accept_permitted(case: Case, got: Array, yardstick: ExpectedResult, result: int) -> Array:
+def accept_permitted(case: Case, got: Array, expected: ExpectedResult, result: int) -> Array:
     """Return `got` with the reference in place of NaN and infinities that the op permits there."""
-    want = yardstick.wanted[result]
+    want = expected.arrays[result]
     if got.dtype.kind != "f" or got.shape != want.shape:
         return got
     is_nan = np.isnan(got) & ~np.isnan(want)
     if case.nan_for_infinity and is_nan.any():
-        got = np.where(is_nan & yardstick.find_nan_from_infinities(result), want, got)
+        got = np.where(is_nan & expected.find_nan_from_infinities(result), want, got)
     is_other = np.isinf(want) & (np.isnan(got) | (got == -want))  # a factor between the two signs is 0: NaN
     if is_other.any():
-        got = np.where(is_other & yardstick.find_infinities_of_either_sign(result), want, got)
+        got = np.where(is_other & expected.find_infinities_of_either_sign(result), want, got)
     return got
 
 
@@ -220,16 +220,16 @@ def run_three_times(case: Case, units: Mapping[str, Array], backend: Backend, de
     if why := unsupported_reason(built, backend, device):
         raise _Unsupported(why)
     try:
-        lane = device_plan_for(built.graph, backend, device)
+        device_plan = device_plan_for(built.graph, backend, device)
     except PlanError as reason:
         raise _Wrong(f"PlanError: {reason}") from None
-    for node in lane.graph.nodes:  # copies that the planner put in for layouts the kernel cannot read
+    for node in device_plan.graph.nodes:  # copies that the planner put in for layouts the kernel cannot read
         if not node.is_leaf and not REGISTRY[node.op].is_view and not backend.supports(node, device).ok:
             raise _Unsupported(f"its layout needs {node!r}, which is not supported")
     leaves = built.leaves(units, np.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        guarded = GuardedProgram(lane, built.stored_weights(leaves))
+        guarded = GuardedProgram(device_plan, built.stored_weights(leaves))
         inputs = {n: a for n, a in leaves.items() if n not in built.weights}
         decoys = built.leaves({n: _reverse_operands(a) if n in inputs else a for n, a in units.items()}, np.nan)
         return _three_runs(case, built, guarded, inputs, decoys)

@@ -82,7 +82,7 @@ class ExpectedResult:
         # Equal addends are rounded the same way each time, so that their errors add up instead of averaging out.
         equal = case.inputs == "constant" or case.layout == "broadcast"
         self.growth = 1.0 + (self.count / 16.0 if equal else math.sqrt(self.count) / 8.0)
-        self.wanted = self._run(operands, self.attrs)
+        self.arrays = self._run(operands, self.attrs)
 
     def _run(self, operands: Mapping[str, Array], attrs: Mapping[str, Attr]) -> tuple[Array, ...]:
         count = len(self.op.signature_for(attrs).operands)
@@ -91,12 +91,12 @@ class ExpectedResult:
 
     def budgets(self, specs: Sequence[Spec]) -> list[ErrorBudget]:
         """Return the error budget of each result; 0 if the result has to be exact."""
-        nothing = [ErrorBudget(np.zeros(w.shape), np.zeros(w.shape)) for w in self.wanted]
+        nothing = [ErrorBudget(np.zeros(w.shape), np.zeros(w.shape)) for w in self.arrays]
         if self.op.compare != "close" or all(s.dtype.is_integer for s in specs):
             return nothing
         moved = self._perturbation_errors()
         budgets = []
-        for i, (want, spec) in enumerate(zip(self.wanted, specs, strict=True)):
+        for i, (want, spec) in enumerate(zip(self.arrays, specs, strict=True)):
             if spec.dtype.is_integer:
                 budgets.append(nothing[i])
                 continue
@@ -114,7 +114,7 @@ class ExpectedResult:
 
     def find_infinities_of_either_sign(self, result: int) -> Array:
         """Return where rounding of an operand changes the sign of an infinite result, as for the sine of 1e39."""
-        rng, want = np.random.default_rng(0), self.wanted[result]
+        rng, want = np.random.default_rng(0), self.arrays[result]
         found = np.zeros(want.shape, bool)
         for _ in range(SIGN_SAMPLES):
             moved = {
@@ -142,7 +142,7 @@ class ExpectedResult:
 
     def _perturbation_errors(self) -> list[Array]:
         """Return the sum of the changes of the results from the rounding of each operand and of the attributes."""
-        total = [np.zeros(w.shape) for w in self.wanted]
+        total = [np.zeros(w.shape) for w in self.arrays]
         rng = np.random.default_rng(0)
         eps = self.arithmetic
         floats = {n: a for n, a in self.operands.items() if a.dtype.kind == "f"}
@@ -163,9 +163,9 @@ class ExpectedResult:
 
     def _add_change(self, total: list[Array], moved: Sequence[Mapping[str, Array]], attrs: Mapping[str, Attr]) -> None:
         """Add to `total` the largest change from one of the perturbed operands."""
-        changes = [np.zeros(w.shape) for w in self.wanted]
+        changes = [np.zeros(w.shape) for w in self.arrays]
         for operands in moved:
-            for i, (new, old) in enumerate(zip(self._run(operands, attrs), self.wanted, strict=True)):
+            for i, (new, old) in enumerate(zip(self._run(operands, attrs), self.arrays, strict=True)):
                 with np.errstate(all="ignore"):
                     change = np.abs(new.astype(np.float64) - old) if new.shape == old.shape else changes[i]
                 changes[i] = np.maximum(changes[i], np.where(np.isfinite(change), change, 0.0))

@@ -135,6 +135,6 @@ def _size_traits(size: int) -> Iterator[str]:
     yield "is 1" if size == 1 else "is not 1"
     if size % 8:
         yield "is no multiple of 8"
-    for least in SIZE_THRESHOLDS:
-        if size > least:
-            yield f"exceeds {least}"
+    for threshold in SIZE_THRESHOLDS:
+        if size > threshold:
+            yield f"exceeds {threshold}"

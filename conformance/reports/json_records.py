@@ -101,11 +101,11 @@ def save_failure(result: Result, folder: Path, backend: Backend, device: Device)
     path = folder / f"{case.op}-{crc32(str(case).encode()):08x}.npz"
     arrays = {"case": np.array(str(case)), "why": np.array(result.why)}
     with suppress(NoReference, NotImplementedError):
-        trial = prepare_case(case)
-        arrays |= {f"operand_{n}": as_stored(a, case.specs[n]) for n, a in trial.units.items()}
-        arrays |= {f"expected_{n}": np.asarray(w) for n, w in enumerate(trial.expected_result(backend).wanted)}
+        runnable_case = prepare_case(case)
+        arrays |= {f"operand_{n}": as_stored(a, case.specs[n]) for n, a in runnable_case.units.items()}
+        arrays |= {f"expected_{n}": np.asarray(w) for n, w in enumerate(runnable_case.expected_result(backend).arrays)}
         with suppress(Exception):  # a kernel under test may raise anything, and the failure is recorded already
-            arrays |= {f"got_{n}": g for n, g in enumerate(trial.results(backend, device)[0])}
+            arrays |= {f"got_{n}": g for n, g in enumerate(runnable_case.results(backend, device)[0])}
     with replacing(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
     return path

@@ -114,13 +114,13 @@ def measure(case: Case, backend: Backend, device: Device) -> OpSpeed:
     if not support.ok:
         raise BackendError(f"{case} cannot run on {device}: {support.reason}")
     built = build_case_graph(case)
-    lane = device_plan_for(built.graph, backend, device)
-    size = max(1, sum(lane.memory().values()))
+    device_plan = device_plan_for(built.graph, backend, device)
+    size = max(1, sum(device_plan.memory().values()))
     cache = last_level_cache()
     copies = max(1, min(MAX_COPIES, MAX_COPY_BYTES // size, -(-2 * cache // size)))
     units = generate_operands(case)
     leaves = built.leaves(units, 0.0)
-    runs = [_bind_case(lane, built.stored_weights(leaves), leaves) for _ in range(copies)]
+    runs = [_bind_case(device_plan, built.stored_weights(leaves), leaves) for _ in range(copies)]
     seconds = _times(runs)
     low, middle, high = np.percentile(seconds, [25, 50, 75])
     op: Op[Any] = case.op_declaration
@@ -134,8 +134,8 @@ def measure(case: Case, backend: Backend, device: Device) -> OpSpeed:
     )
 
 
-def _bind_case(lane: Lane, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
-    guarded = GuardedProgram(lane, weights)
+def _bind_case(device_plan: Lane, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
+    guarded = GuardedProgram(device_plan, weights)
     guarded.poison(0)
     guarded.bind({n: leaves[n] for n in guarded.program.inputs})
     return lambda: guarded.replay()  # the closure keeps the memory alive

@@ -51,24 +51,30 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(sub)
     mark_multi_rank(sub)
     add = partial(sub.add_argument, type=parse_naturals, metavar="LIST")
-    add("-p", "--n-prompt", dest="prompts", default=[512], help="tokens of prompts (512)")
-    add("-n", "--n-gen", dest="new", default=[128], help="new tokens (128)")
-    add("-d", "--n-depth", dest="depths", default=[0], help="tokens in the context before the timed ones (0)")
-    add("-np", "--parallel", help="sequences at once, in turn: measure as llama-batched-bench does")
-    threads = "threads of each device, in turn (its share of the processors)"
+    add("-p", "--n-prompt", dest="prompts", default=[512], help="token counts of prompts (512)")
+    add("-n", "--n-gen", dest="new", default=[128], help="counts of new tokens (128)")
+    add(
+        "-d",
+        "--n-depth",
+        dest="depths",
+        default=[0],
+        help="counts of tokens in the context before the timed tokens (0)",
+    )
+    add("-np", "--parallel", help="sequence counts; measure each as llama-batched-bench does")
+    threads = "thread counts of each device (its share of the processors)"
     add("-t", "--threads", dest="counts", type=parse_positives, help=threads)
     sub.add_argument(
         "-r", "--repetitions", type=parse_positive, default=5, metavar="N", help="timed runs of each test (5)"
     )
-    add_batch_flag(sub, DEFAULT_BATCH, "tokens a run")
+    add_batch_flag(sub, DEFAULT_BATCH, "maximum tokens of a run")
     add_group_flags(sub, sub)
     add_adapter_flags(sub)
     add_transfer_dtype_flag(sub)
     add_cache_flags(sub)
     add_packed_flag(sub)
-    sub.add_argument("-o", "--output", choices=tuple(ROW_FORMATS), default="md", help="how to print (md)")
+    sub.add_argument("-o", "--output", choices=tuple(ROW_FORMATS), default="md", help="output format (md)")
     timed = sub.add_mutually_exclusive_group()
-    timed.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
+    timed.add_argument("--profile", action="store_true", help="print the time of each kernel in a run instead")
     add_trace_flag(timed)
 
 
@@ -259,7 +265,7 @@ def _count_node_bytes(node: Node, backend: Backend | None) -> int:
     if not weights:
         return 0
     share = min(1.0, op_of(node).count_bytes(node) / sum(spec.nbytes for spec in weights))
-    stored = weights if backend is None else [backend.stored(spec, "weight") for spec in weights]
+    stored = weights if backend is None else [backend.storage_spec(spec, "weight") for spec in weights]
     return round(share * sum(spec.nbytes for spec in stored))
 
 

@@ -26,7 +26,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--quick",
         action="store_true",
-        help=f"{QUICK_PROBE_ROUNDS} rounds in place of {PROBE_ROUNDS}, weights of {kinds} only",
+        help=f"{QUICK_PROBE_ROUNDS} rounds instead of {PROBE_ROUNDS}, and only weights of {kinds}",
     )
 
 

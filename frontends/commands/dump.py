@@ -20,8 +20,12 @@ DUMP_FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(sub, "GGUF file (only its header is read), or a dumped graph", "MODEL|GRAPH")
-    sub.add_argument("--format", choices=DUMP_FORMATS, default="text", help="text and json read back (text)")
-    sub.add_argument("--layer", type=parse_natural, metavar="N", help="only this layer, what it reads as inputs")
+    sub.add_argument(
+        "--format", choices=DUMP_FORMATS, default="text", help="output format; hocket can read text and json (text)"
+    )
+    sub.add_argument(
+        "--layer", type=parse_natural, metavar="N", help="only this layer; the values that it reads become inputs"
+    )
     add_context_flag(sub)
     add_batch_flag(sub, 1, "new tokens of the step (1)")
     add_cache_flags(sub)

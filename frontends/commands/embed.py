@@ -22,20 +22,25 @@ from .shared_flags import add_batch_flag, add_group_flags, add_model_flags
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(sub)
     sub.add_argument(
-        "-p", "--prompt", action="append", default=[], metavar="TEXT", help="a text; repeatable (the lines of stdin)"
+        "-p",
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a text; may be repeated (the lines of stdin)",
     )
     sub.add_argument(
-        "-c", "--ctx-size", type=parse_natural, metavar="N", help="tokens of the longest text (the model's)"
+        "-c", "--ctx-size", type=parse_natural, metavar="N", help="maximum tokens of a text (the context of the model)"
     )
     sub.add_argument("-t", "--threads", type=parse_positive, metavar="N", help="threads of each device")
-    add_batch_flag(sub, DEFAULT_BATCH, "tokens a run")
-    sub.add_argument("--no-normalise", action="store_true", help="leave vectors as long as they are")
+    add_batch_flag(sub, DEFAULT_BATCH, "maximum tokens of a run")
+    sub.add_argument("--no-normalise", action="store_true", help="do not normalise the vectors")
     sub.add_argument(
         "-o",
         "--output",
         choices=("jsonl", "npy"),
         default="jsonl",
-        help="a list for each text, or [texts, width] (jsonl)",
+        help="a JSON list for each text, or an array [texts, width] (jsonl)",
     )
     add_group_flags(sub, sub)
 

@@ -39,7 +39,9 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     text.add_argument("--tokens-file", metavar="FILE", help=".npy file of token ids")
     text.add_argument("-p", "--prompt", metavar="TEXT", help="text to tokenize")
     sub.add_argument("--out", required=True, metavar="FILE", help=".npy file to write: float32 [tokens, vocabulary]")
-    sub.add_argument("--step", action="store_true", help="half of the tokens at once, the rest one by one")
+    sub.add_argument(
+        "--step", action="store_true", help="evaluate half of the tokens at once, and the other half one by one"
+    )
     add_session_flags(sub)
 
 

@@ -9,7 +9,7 @@ from ..terminal.output import write_data
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--format", choices=("md", "json", "html"), default="md", help="how to print (md)")
+    sub.add_argument("--format", choices=("md", "json", "html"), default="md", help="output format (md)")
 
 
 def run(args: argparse.Namespace) -> int:

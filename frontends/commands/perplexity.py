@@ -39,7 +39,7 @@ MIN_CHUNK_TOKENS = 3
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(sub)
-    sub.add_argument("file", metavar="FILE", help="text in UTF-8, - for stdin")
+    sub.add_argument("file", metavar="FILE", help="text in UTF-8; - is stdin")
     sub.add_argument("-f", "--file", action=PositionalAlias, dest="file", metavar="FILE", help="as FILE")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     add_session_flags(sub)

@@ -61,26 +61,31 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--simulate",
         metavar="SPEC",
-        help="devices that are not there, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a file .toml",
+        help="simulated devices, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a .toml file",
     )
     add_context_flag(sub)
     add_batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
     add_cache_flags(sub)
-    sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
+    sub.add_argument(
+        "--phase",
+        choices=("decode", "prefill"),
+        default="decode",
+        help="plan a step of one token or of a batch (decode)",
+    )
     sub.add_argument(
         "-np",
         "--parallel",
         type=parse_positive,
         default=1,
         metavar="N",
-        help="sequences that get a token each in a step (1)",
+        help="sequences; a step adds a token to each (1)",
     )
-    sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
+    sub.add_argument("--steps", action="store_true", help="also list all instructions of all devices")
     sub.add_argument("--show", choices=PASS_DUMPS, help="print the result of one pass instead of the explanation")
     sub.add_argument("--diff", metavar="PLAN", help="print the differences from this plan in JSON instead")
     sub.add_argument("--measure", action="store_true", help="run the plan, and print predicted and measured times")
     sub.add_argument("--json", action="store_true", help="print the plan as JSON, which --diff reads")
-    sub.add_argument("-o", "--out", metavar="FILE", help="write the plan as JSON to a file too")
+    sub.add_argument("-o", "--out", metavar="FILE", help="also write the plan as JSON to a file")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -65,39 +65,39 @@ FLAGS_WITHOUT_COMPARE = ("chat", "trace", "watch", "save_state", "load_state", "
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub, "GGUF file (the small model that comes with hocket)", nargs="?")
+    add_model_flags(sub, "GGUF file (the small built-in model)", nargs="?")
     text = sub.add_mutually_exclusive_group()
     text.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue")
-    text.add_argument("-f", "--file", metavar="FILE", help="file with the text to continue, - for stdin")
-    new = "new tokens, -1: until the context is full (128; --chat: -1)"
+    text.add_argument("-f", "--file", metavar="FILE", help="file with the text to continue; - is stdin")
+    new = "new tokens; -1: until the context is full (128; with --chat -1)"
     sub.add_argument("-n", "--predict", "--n-predict", type=parse_natural_or_minus_one, metavar="N", help=new)
     add_sampling_flags(sub)
     help_text = "use the chat template; on a terminal /help lists commands"
     sub.add_argument("--chat", "-cnv", "--conversation", action="store_true", help=help_text)
     sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="system prompt")
     add_chat_flags(sub)
-    sub.add_argument("--save-state", metavar="FILE", help="keep the session's state, to go on later")
-    sub.add_argument("--load-state", metavar="FILE", help="go on from a saved state, on any number of devices")
+    sub.add_argument("--save-state", metavar="FILE", help="write the state of the session to a file, to continue later")
+    sub.add_argument("--load-state", metavar="FILE", help="continue from a saved state, on any number of devices")
     sub.add_argument(
         "-md",
         "--model-draft",
         "--spec-draft-model",
         dest="draft",
         metavar="FILE",
-        help="small model that guesses the next tokens",
+        help="small model that drafts the next tokens",
     )
     sub.add_argument(
         *("--draft-max", "--draft", "--draft-n", "--spec-draft-n-max"),
         dest="draft_max",
         type=parse_positive,
         metavar="N",
-        help="tokens that are guessed at a time (4): by -md, without it by the MTP blocks of the model",
+        help="draft tokens per run (4), from the model of -md or else from the MTP blocks of the model",
     )
     sub.add_argument(
         "--compare",
         metavar="DEVICE",
-        help="debug: compute each node of the prompt again on this device, as reference:0, from the same values, and "
-        "name the first that differs",
+        help="debug: compute each node of the prompt again on this device, as reference:0, from the same operands, and "
+        "print the first node with another result",
     )
     add_ending_flags(sub)
     add_session_flags(sub)
@@ -106,7 +106,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 def add_chat_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags of the chat template."""
     names = ("--chat-template", "--chat-template-file")
-    sub.add_argument(*names, dest="template", metavar="FILE", help="chat template (jinja2) in place of the model's")
+    sub.add_argument(*names, dest="template", metavar="FILE", help="chat template (jinja2) instead of the model's own")
     further = "further variables of the chat template, as '{\"enable_thinking\": false}'"
     sub.add_argument("--chat-template-kwargs", dest="variables", type=parse_json_object, metavar="JSON", help=further)
     sub.add_argument("--tools", metavar="FILE", help="JSON list of the functions that the chat template describes")
@@ -114,21 +114,21 @@ def add_chat_flags(sub: argparse.ArgumentParser) -> None:
 
 def add_ending_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags of grammars and of the end of a text."""
-    sub.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    sub.add_argument("--ignore-eos", action="store_true", help="continue after an end token")
     sub.add_argument(
         *("-r", "--reverse-prompt"),
         dest="stops",
         action="append",
         default=[],
         metavar="TEXT",
-        help="end before this text; may be repeated",
+        help="stop before this text; may be repeated",
     )
-    sub.add_argument("--context-shift", action="store_true", help="forget the older half of a full context and go on")
+    sub.add_argument("--context-shift", action="store_true", help="drop the older half of a full context and continue")
     rules = sub.add_mutually_exclusive_group()
-    rules.add_argument("--grammar", metavar="GBNF", help="grammar that the text must follow, as llama.cpp's or as Lark")
-    rules.add_argument("--grammar-file", metavar="FILE", help="the same in a file")
+    rules.add_argument("--grammar", metavar="GBNF", help="grammar of the text, in the syntax of llama.cpp or Lark")
+    rules.add_argument("--grammar-file", metavar="FILE", help="file with such a grammar")
     rules.add_argument("-j", "--json-schema", metavar="JSON", help="JSON schema that the text must follow")
-    lenient = "leave out keywords of the schema that cannot be followed, and list them"
+    lenient = "ignore keywords of the schema that hocket cannot enforce, and list them"
     sub.add_argument("--schema-lenient", action="store_true", help=lenient)
 
 
@@ -141,24 +141,24 @@ def add_sampling_flags(sub: argparse.ArgumentParser) -> None:
         type=parse_number,
         default=0.8,
         metavar="T",
-        help="temperature; 0 takes the likeliest (0.8)",
+        help="temperature; 0 takes the most probable token (0.8)",
     )
     add(
         "--top-k",
         type=parse_natural_or_minus_one,
         default=40,
         metavar="K",
-        help="keep the K likeliest, 0 or -1: all (40)",
+        help="keep the K most probable tokens; 0 or -1: all (40)",
     )
-    add("--top-p", type=parse_number, default=0.95, metavar="P", help="keep the likeliest up to P in sum (0.95)")
-    add("--min-p", type=parse_number, default=0.05, metavar="P", help="keep those above P times the best (0.05)")
+    add("--top-p", type=parse_number, default=0.95, metavar="P", help="keep the most probable up to P in sum (0.95)")
+    add("--min-p", type=parse_number, default=0.05, metavar="P", help="keep those above P times the maximum (0.05)")
     add("--repeat-penalty", type=parse_number, default=1.0, metavar="X", help="divide logits of recent tokens by X (1)")
     add(
         "--repeat-last-n",
         type=parse_natural_or_minus_one,
         default=64,
         metavar="N",
-        help="count of recent tokens, -1: all (64)",
+        help="number of recent tokens; -1: all (64)",
     )
     add(
         "--presence-penalty",
@@ -172,7 +172,7 @@ def add_sampling_flags(sub: argparse.ArgumentParser) -> None:
         type=parse_number,
         default=0.0,
         metavar="X",
-        help="subtract X times the count of a recent token (0)",
+        help="subtract X times the number of occurrences from logits of recent tokens (0)",
     )
     add(
         "-l",
@@ -181,7 +181,7 @@ def add_sampling_flags(sub: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ID=X",
-        help="add X to a token's logit",
+        help="add X to the logit of a token",
     )
     add(
         "-s",
@@ -189,7 +189,7 @@ def add_sampling_flags(sub: argparse.ArgumentParser) -> None:
         type=parse_natural_or_minus_one,
         default=-1,
         metavar="N",
-        help="seed of the sampling, -1: a random one (-1)",
+        help="seed of the sampling; -1: a random seed (-1)",
     )
 
 
@@ -269,8 +269,8 @@ def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer,
     write_data(text)
     with trace_to_file(session, args.trace):
         try:
-            for piece in stream_text((one.token for one in samples), tokenizer, args.stops):
-                write_data(piece)
+            for new_text in stream_text((one.token for one in samples), tokenizer, args.stops):
+                write_data(new_text)
         finally:
             write_data("\n")
     if args.save_state:
@@ -343,8 +343,8 @@ def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, param
             run_chat_loop(conversation)
         else:
             try:
-                for piece in conversation.reply(message):
-                    write_data(piece)
+                for new_text in conversation.reply(message):
+                    write_data(new_text)
             finally:
                 write_data("\n")
     if args.save_state:

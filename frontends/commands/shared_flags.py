@@ -30,14 +30,12 @@ from ..terminal.output import write_log_line
 from ..watch import ValueWatch
 
 DEVICES_HELP = (
-    "where to run, as cpu:0,cpu:1; parts of one device are cuda:0.0,cuda:0.1; under mpiexec cpu:0@1 is one of rank 1, "
-    "and cpu:0 that of every rank (cpu:0)"
+    "devices, as cpu:0,cpu:1 (cpu:0). Parts of one device are cuda:0.0 and cuda:0.1. Under mpiexec, cpu:0@1 is a "
+    "device of rank 1, and cpu:0 is this device of every rank"
 )
-
-
 EXACT_HELP = (
-    "float32 throughout, on CPUs in plain NumPy: slower; SmolLM2 on three devices then differs from one by an NMSE of "
-    "2.5e-13, else by an NMSE of 5e-4"
+    "compute in float32 throughout, on CPUs with plain NumPy, which is slower. Results of SmolLM2 on one and on three "
+    "devices then differ by an NMSE of 2.5e-13, otherwise by an NMSE of 5e-4"
 )
 
 
@@ -60,18 +58,18 @@ def add_session_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--fast",
         action="store_true",
-        help="compute the delta rule, and products with weights of 16 bits, in 16 bits where that is faster",
+        help="compute the delta rule and products with 16-bit weights in 16 bits where that is faster",
     )
     add_context_flag(sub)
-    add_batch_flag(sub, DEFAULT_BATCH, "tokens a run")
+    add_batch_flag(sub, DEFAULT_BATCH, "maximum tokens of a run")
     mark_multi_rank(sub)
     sub.add_argument(
         "-t", "--threads", type=parse_positive, metavar="N", help="threads of each device (its share of the processors)"
     )
-    sub.add_argument("--cache-dir", metavar="DIR", help="where compiled kernels and plans are kept (~/.cache/hocket)")
+    sub.add_argument("--cache-dir", metavar="DIR", help="folder of compiled kernels and plans (~/.cache/hocket)")
     add_trace_flag(sub)
     sub.add_argument(
-        "--watch", metavar="REGEX", help="print statistics of values with such names after each step, to stderr"
+        "--watch", metavar="REGEX", help="print statistics of values with matching names to stderr after each step"
     )
 
 
@@ -85,7 +83,7 @@ def add_adapter_flags(sub: argparse.ArgumentParser) -> None:
         type=parse_natural,
         nargs=2,
         metavar=("START", "END"),
-        help="the first and the last layer behind which control vectors are added (all but layer 0)",
+        help="the first and the last layer after which control vectors are added (all except layer 0)",
     )
 
 
@@ -117,8 +115,8 @@ def add_group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContai
         *("-sm", "--split-mode"),
         default="auto",
         metavar="MODE",
-        help=f"how several devices share: {'; '.join(SPLIT_MODE_NAMES)} (auto); with layers on several devices a "
-        "long prompt is pipelined through them",
+        help=f"how devices share the graph: {'; '.join(SPLIT_MODE_NAMES)} (auto). A long prompt is pipelined through "
+        "devices with different layers",
     )
     sub.add_argument(
         *("-ts", "--tensor-split"), type=parse_shares, default=(), metavar="LIST", help="shares of the devices, as 3,1"
@@ -129,21 +127,21 @@ def add_group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContai
         action="append",
         default=[],
         metavar="REGEX=DEVICE",
-        help="run nodes of this name, and those that read weights or states of this name, on one device, as "
-        "'ffn_up=cpu:1'; may be repeated, the first that matches counts",
+        help="run nodes with a matching name on one device, as 'ffn_up=cpu:1'. Nodes that read a weight or state with "
+        "a matching name also run there. May be repeated; the first match applies",
     )
 
 
 def add_transfer_dtype_flag(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--wire", choices=("f32", "bf16"), default="f32", help="type in which large sums are sent between GPUs (f32)"
+        "--wire", choices=("f32", "bf16"), default="f32", help="dtype in which large sums are sent between GPUs (f32)"
     )
 
 
 def add_cache_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags of the dtypes of the KV cache."""
     for short, name, what in (("-ctk", "--cache-type-k", "keys"), ("-ctv", "--cache-type-v", "values")):
-        sub.add_argument(short, name, choices=(*CACHE_DTYPES,), help=f"type of cached {what} (f16; with --exact f32)")
+        sub.add_argument(short, name, choices=(*CACHE_DTYPES,), help=f"dtype of cached {what} (f16; with --exact f32)")
 
 
 def add_packed_flag(sub: argparse.ArgumentParser) -> None:
@@ -163,8 +161,8 @@ def add_trace_flag(sub: argparse._ActionsContainer) -> None:
     sub.add_argument(
         "--trace",
         metavar="FILE",
-        help="write what ran when, for ui.perfetto.dev and hocket view --trace (.gz: packed); parts of a prompt then "
-        "go through the devices one at a time",
+        help="write a trace of all runs for ui.perfetto.dev and hocket view --trace. A file name with .gz is "
+        "compressed. Prefill chunks then pass through the devices one at a time",
     )
 
 
@@ -193,7 +191,7 @@ def trace_to_file(session: Session, path: str | None) -> Iterator[None]:
 
 
 def add_context_flag(sub: argparse.ArgumentParser) -> None:
-    help = "tokens of context, 0: as many as the model allows"
+    help = "tokens of context; 0: the longest context of the model"
     sub.add_argument("-c", "--ctx-size", dest="context", type=parse_natural, metavar="N", help=help)
 
 

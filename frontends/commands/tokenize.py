@@ -12,9 +12,9 @@ from .shared_flags import add_model_flags
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub, "GGUF file, of which only the header is read")
+    add_model_flags(sub, "GGUF file; only its header is read")
     sub.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="text to tokenize")
-    sub.add_argument("--add-special", action="store_true", help="add BOS and EOS as the model asks")
+    sub.add_argument("--add-special", action="store_true", help="add BOS and EOS tokens if the model asks for them")
     sub.add_argument("--parse-special", action="store_true", help="read the text of a special token as that token")
     sub.add_argument("--json", action="store_true", help="print a list of ids")
 

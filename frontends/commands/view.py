@@ -27,17 +27,22 @@ PLAN_MARKER_BYTES = 200
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(sub, "GGUF file (only its header is read), dumped graph, or plan in JSON", "MODEL|GRAPH|PLAN")
-    sub.add_argument("-o", "--out", metavar="FILE", help="the page to write (the model's name with .html)")
+    sub.add_argument("-o", "--out", metavar="FILE", help="the page to write (the name of the model with .html)")
     where = sub.add_mutually_exclusive_group()
     add_group_flags(sub, where)
-    where.add_argument("--simulate", metavar="SPEC", help="devices that are not there, as h200:8,nvlink or rtx3090:2")
+    where.add_argument("--simulate", metavar="SPEC", help="simulated devices, as h200:8,nvlink or rtx3090:2")
     where.add_argument("--graph", action="store_true", help="the graph alone, without a plan")
     add_context_flag(sub)
     add_batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
     add_cache_flags(sub)
-    sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
-    sub.add_argument("--trace", metavar="FILE", help="times of its steps, as hocket run --trace wrote them")
-    sub.add_argument("--diff", metavar="OTHER", help="show this plan in JSON next to it, and the differences")
+    sub.add_argument(
+        "--phase",
+        choices=("decode", "prefill"),
+        default="decode",
+        help="plan a step of one token or of a batch (decode)",
+    )
+    sub.add_argument("--trace", metavar="FILE", help="show measured times from a file that hocket run --trace wrote")
+    sub.add_argument("--diff", metavar="OTHER", help="also show this plan in JSON, and the differences")
 
 
 def run(args: argparse.Namespace) -> int:

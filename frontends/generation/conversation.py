@@ -76,16 +76,16 @@ class Conversation:
             timing=timing,
             ahead=self.decoder,
         )
-        pieces: list[str] = []
+        texts: list[str] = []
         try:
-            for piece in stream_text((one.token for one in samples), self.tokenizer, self.stop_strings):
-                pieces.append(piece)
-                yield piece
+            for new_text in stream_text((one.token for one in samples), self.tokenizer, self.stop_strings):
+                texts.append(new_text)
+                yield new_text
         finally:
             samples.close()
             if tokens[0] != self.tokens[:length]:  # false if the message was too long
-                self.tokens, self.rendered_text = tokens[0], prompt + "".join(pieces)
-                self.messages += [message, {"role": "assistant", "content": "".join(pieces)}]
+                self.tokens, self.rendered_text = tokens[0], prompt + "".join(texts)
+                self.messages += [message, {"role": "assistant", "content": "".join(texts)}]
                 self.timing = self.timing + timing
 
     answer = reply

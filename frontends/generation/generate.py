@@ -339,9 +339,9 @@ class StopStringFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         self.stop_strings, self.pending_text, self.has_matched = tuple(filter(None, stops)), "", False
 
-    def feed(self, piece: str) -> str:
+    def feed(self, new_text: str) -> str:
         """Return the text that certainly precedes every stop string."""
-        text = self.pending_text + piece
+        text = self.pending_text + new_text
         ends = [at for stop in self.stop_strings if (at := text.find(stop)) >= 0]
         self.has_matched = bool(ends)
         safe_length = (
@@ -365,8 +365,8 @@ def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stops: Sequence[str
     """
     decoder, stop_filter = Utf8Stream(tokenizer), StopStringFilter(stops)
     for token in tokens:
-        if piece := stop_filter.feed(decoder.feed(token)):
-            yield piece
+        if new_text := stop_filter.feed(decoder.feed(token)):
+            yield new_text
         if stop_filter.has_matched:
             return
     if rest := stop_filter.feed(decoder.finish()) + stop_filter.pending_text:

@@ -121,14 +121,14 @@ class SpeculativeDecoder:
     Args:
         session: The session of the large model.
         draft: The drafter.
-        most: Largest number of draft tokens per run.
+        max_draft_tokens: Largest number of draft tokens per run.
 
     Raises:
         ModelError: The models have different vocabularies.
     """
 
-    def __init__(self, session: Session, draft: Drafter, most: int) -> None:
-        self.session, self.drafter, self.max_draft_tokens = session, draft, min(most, session.batch - 1)
+    def __init__(self, session: Session, draft: Drafter, max_draft_tokens: int) -> None:
+        self.session, self.drafter, self.max_draft_tokens = session, draft, min(max_draft_tokens, session.batch - 1)
         self.counts = AcceptanceCounts()
         require_same_vocabulary(session.model, draft.session.model)
         self._evaluated_tokens: list[int] = []

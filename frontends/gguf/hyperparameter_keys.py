@@ -34,15 +34,15 @@ class ArchitectureKeys:
         """Return a one-line error about the key `name`."""
         return ModelError(f"{self.gguf.path}: metadata {self._full_key(name)} {problem}; {CONVERT_REMEDY}")
 
-    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return an integer from `least` to `MAX_I32`, or `default` if the key is missing."""
+    def count(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """Return an integer from `minimum` to `MAX_I32`, or `default` if the key is missing."""
         if default is not None and not self.has(name):
             return default
-        return self._check_count(name, self.gguf.require(self._full_key(name), int), least)
+        return self._check_count(name, self.gguf.require(self._full_key(name), int), minimum)
 
     def count_or_default(self, name: str, default: int) -> int:
         """Return a count, or `default` if the key is missing or 0; llama.cpp writes 0 for unset."""
-        return self.count(name, 0, least=0) or default
+        return self.count(name, 0, minimum=0) or default
 
     def per_block_counts(self, name: str, blocks: int, default: int | None = None) -> tuple[int, ...]:
         """Return one count per block, from a scalar or from an array with one value per block."""
@@ -50,15 +50,15 @@ class ArchitectureKeys:
             self._check_count(name, n, 0) for n in self.gguf.per_layer(self._full_key(name), int, blocks, default)
         )
 
-    def integers(self, name: str, least: int = 0) -> tuple[int, ...]:
-        """Return the non-negative integers of a list, at least `least` of them.
+    def integers(self, name: str, min_count: int = 0) -> tuple[int, ...]:
+        """Return the non-negative integers of a list, at least `min_count` of them.
 
         The result is empty if the key is missing or is not a list.
         """
         values = self.gguf.numbers(self._full_key(name)) if self.is_list(name) else ()
         numbers = tuple(int(value) for value in values)
-        if len(numbers) < least or any(number < 0 for number in numbers):
-            raise self.error(name, f"holds {reprlib.repr(numbers)}; need {least} integers of at least 0")
+        if len(numbers) < min_count or any(number < 0 for number in numbers):
+            raise self.error(name, f"holds {reprlib.repr(numbers)}; need {min_count} integers of at least 0")
         return numbers
 
     def per_block_limits(self, name: str, blocks: int) -> tuple[float, ...]:
@@ -138,8 +138,8 @@ class ArchitectureKeys:
     def _full_key(self, name: str) -> str:
         return f"{self.architecture}.{name}"
 
-    def _check_count(self, name: str, value: int, least: int) -> int:
-        if not least <= value <= MAX_I32:
-            bound = f"at least {least}" if value < least else f"at most {MAX_I32}"
+    def _check_count(self, name: str, value: int, minimum: int) -> int:
+        if not minimum <= value <= MAX_I32:
+            bound = f"at least {minimum}" if value < minimum else f"at most {MAX_I32}"
             raise self.error(name, f"is {value}; need {bound}")
         return value

@@ -242,10 +242,10 @@ def load_model(gguf: Gguf) -> Model:
     if family is None:
         from difflib import get_close_matches  # 2 ms, needed for an unknown architecture only
 
-        near = ", ".join(get_close_matches(architecture, ARCHITECTURES, n=3, cutoff=0.4))
+        suggestions = ", ".join(get_close_matches(architecture, ARCHITECTURES, n=3, cutoff=0.4))
         raise ModelError(
             f"{gguf.path}: architecture {reprlib.repr(architecture)} is unknown; "
-            f"need one of the {len(ARCHITECTURES)} in docs/models.md{near and ', such as ' + near}"
+            f"need one of the {len(ARCHITECTURES)} in docs/models.md{suggestions and ', such as ' + suggestions}"
         )
     gguf = gguf.sub_model(family.tensor_prefix) if family.tensor_prefix else gguf
     unread = family.ignores if family.has_feed_forward_scale else (*family.ignores, *IGNORED_SCALES)

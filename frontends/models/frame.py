@@ -78,39 +78,49 @@ class StepGraphBuilder:
         self._integer_inputs: dict[str, Value] = {}
         self._updates: dict[Value, Value] = {}
 
-    def attention_mask(self, sight: AttentionWindow = FULL_WINDOW, biases: Value | None = None) -> Value:
+    def attention_mask(self, attention_window: AttentionWindow = FULL_WINDOW, biases: Value | None = None) -> Value:
         """Return the attention mask f32[B, T, cells], or f32[B, T, T] for bidirectional attention.
 
         With ``biases`` f32[buckets, heads] the mask is f32[B, heads, T, T] and includes the bias of each head and
         distance.
         """
-        key = sight, biases
+        key = attention_window, biases
         if key not in self._masks:
-            mask = self._build_causal_mask(sight) if sight.is_causal else self._build_bidirectional_mask(sight)
+            mask = (
+                self._build_causal_mask(attention_window)
+                if attention_window.is_causal
+                else self._build_bidirectional_mask(attention_window)
+            )
             self._masks[key] = mask if biases is None else self._add_distance_biases(mask, biases)
         return self._masks[key]
 
-    def _build_bidirectional_mask(self, sight: AttentionWindow) -> Value:
+    def _build_bidirectional_mask(self, attention_window: AttentionWindow) -> Value:
         """Return the bidirectional mask f32[B, T, T].
 
         A token attends to its whole text, or to half a window on either side. A window or chunk that is not centred
         hides earlier tokens only.
         """
-        count, half = self.step.tokens, sight.window // 2
+        count, half = self.step.tokens, attention_window.window // 2
         mask = ops.causal_mask(self.last, cells=count, name="mask")
-        if sight.window and sight.is_centred:
+        if attention_window.window and attention_window.is_centred:
             end = ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=1.0, bias=half), dtype=DType.I32)
             mask = ops.add(mask, ops.causal_mask(end, cells=count, window=2 * half + 1), name="window_mask")
-        elif 0 < sight.window < count:
-            mask = self._mask_cells_before(self._compute_window_starts(sight), mask)
-        return ops.sub(mask, ops.abs_(self.token_distances), name="distances") if sight.has_distance_bias else mask
+        elif 0 < attention_window.window < count:
+            mask = self._mask_cells_before(self._compute_window_starts(attention_window), mask)
+        return (
+            ops.sub(mask, ops.abs_(self.token_distances), name="distances")
+            if attention_window.has_distance_bias
+            else mask
+        )
 
-    def _compute_window_starts(self, sight: AttentionWindow) -> Value:
+    def _compute_window_starts(self, attention_window: AttentionWindow) -> Value:
         """Return the first visible position of each token minus 0.5, f32[B, T, 1]."""
-        if not sight.is_chunked:
-            return ops.scale(self.positions, scale=1.0, bias=0.5 - sight.window)
-        chunk = ops.floor(ops.scale(self.positions, scale=1.0 / sight.window, bias=0.5 / sight.window))
-        return ops.scale(chunk, scale=float(sight.window), bias=-0.5)
+        if not attention_window.is_chunked:
+            return ops.scale(self.positions, scale=1.0, bias=0.5 - attention_window.window)
+        chunk = ops.floor(
+            ops.scale(self.positions, scale=1.0 / attention_window.window, bias=0.5 / attention_window.window)
+        )
+        return ops.scale(chunk, scale=float(attention_window.window), bias=-0.5)
 
     def _mask_cells_before(self, first: Value, mask: Value) -> Value:
         """Return ``mask`` f32[B, T, n] with minus infinity for the cells before ``first`` f32[B, T, 1]."""
@@ -132,13 +142,13 @@ class StepGraphBuilder:
         the others grow logarithmically up to 128. Raffel et al., T5, 2020.
         """
         (buckets, heads), (sequences, count) = table.shape, self.pos.shape
-        near, far = buckets // 4, buckets // 2 - buckets // 4
+        exact_buckets, log_buckets = buckets // 4, buckets // 2 - buckets // 4
         ahead = ops.arange(start=1.0 - count, stop=float(count))
         size = ops.abs_(ahead)
-        octaves = ops.log(ops.scale(ops.clamp(size, min=near, max=math.inf), scale=1.0 / near))
+        octaves = ops.log(ops.scale(ops.clamp(size, min=exact_buckets, max=math.inf), scale=1.0 / exact_buckets))
         # 1e-4 keeps exact powers of the ratio in their bucket.
-        number = ops.floor(ops.scale(octaves, scale=far / math.log(128.0 / near), bias=1e-4))
-        number = ops.add(ops.clamp(size, min=0.0, max=near), ops.clamp(number, min=0.0, max=far - 1.0))
+        number = ops.floor(ops.scale(octaves, scale=log_buckets / math.log(128.0 / exact_buckets), bias=1e-4))
+        number = ops.add(ops.clamp(size, min=0.0, max=exact_buckets), ops.clamp(number, min=0.0, max=log_buckets - 1.0))
         number = ops.add(number, ops.scale(ops.step(ahead), scale=float(buckets // 2)))
         biases = ops.get_rows(table, ops.cast(number, dtype=DType.I32), name="biases")
         where = ops.cast(ops.scale(self.token_distances, scale=1.0, bias=count - 1.0), dtype=DType.I32)
@@ -147,15 +157,15 @@ class StepGraphBuilder:
         biases = ops.reshape(biases, shape=(sequences, heads, count, count))
         return ops.add(biases, ops.reshape(mask, shape=(sequences, 1, count, count)), name="biased_mask")
 
-    def _build_causal_mask(self, sight: AttentionWindow) -> Value:
+    def _build_causal_mask(self, attention_window: AttentionWindow) -> Value:
         """Return the causal mask f32[B, T, cells] with window, chunks or distances; a ring cache has fewer cells."""
-        cells, window = self.step.cells, 0 if sight.is_chunked else sight.window
-        if 0 < (ring := self.step.ring_cells(sight.ring_window)) < cells:
+        cells, window = self.step.cells, 0 if attention_window.is_chunked else attention_window.window
+        if 0 < (ring := self.step.ring_cells(attention_window.ring_window)) < cells:
             return self._build_ring_mask(ring, window)
         mask = ops.causal_mask(self.pos, cells=cells, window=window, name="window_mask" if window else "mask")
-        if sight.is_chunked and cells > sight.window:
-            mask = self._mask_cells_before(self._compute_window_starts(sight), mask)
-        if sight.has_distance_bias:
+        if attention_window.is_chunked and cells > attention_window.window:
+            mask = self._mask_cells_before(self._compute_window_starts(attention_window), mask)
+        if attention_window.has_distance_bias:
             mask = ops.sub(ops.add(mask, self.cell_numbers), self.positions, name="distances")
         return mask
 
@@ -214,12 +224,12 @@ class StepGraphBuilder:
         floor, factor, offset = temperature
         if self.step.cells + offset <= floor:  # the factor is 1 for all tokens
             return q
-        warmth = ops.scale(
+        query_scale = ops.scale(
             ops.log(ops.scale(self.compute_position_quotient(floor, offset), scale=1.0, bias=1.0)),
             scale=factor,
             bias=1.0,
         )
-        return ops.mul(q, ops.reshape(warmth, shape=(*self.pos.shape, 1, 1)))
+        return ops.mul(q, ops.reshape(query_scale, shape=(*self.pos.shape, 1, 1)))
 
     @cached_property
     def token_valid(self) -> Value:
@@ -257,7 +267,7 @@ class StepGraphBuilder:
         slot: Value | None = None,
         *,
         ratio: int = 1,
-        sight: AttentionWindow = FULL_WINDOW,
+        attention_window: AttentionWindow = FULL_WINDOW,
         dtype: DType | None = None,
     ) -> Value:
         """Write new rows into a cache, and return all its cells [B, cells, heads, size].
@@ -269,7 +279,7 @@ class StepGraphBuilder:
             new: The new rows f32[B, T, heads, size].
             slot: The cell that each row is written to; by default the cell of its token.
             ratio: Tokens per cell.
-            sight: Cells outside this window may be overwritten.
+            attention_window: Cells outside this window may be overwritten.
             dtype: Dtype of the cache; by default the dtype of keys.
 
         Raises:
@@ -281,9 +291,9 @@ class StepGraphBuilder:
             what = f"{name}: heads of {size} numbers are no whole blocks of {dtype}, which have {dtype.block}"
             raise ModelError(f"{what}; use cache_type_{'v' if '_v.' in name else 'k'}='f16'")
         context, cells = -(-step.context // ratio), -(-step.cells // ratio)
-        if ring := step.ring_cells(sight.ring_window):
+        if ring := step.ring_cells(attention_window.ring_window):
             context, cells = ring, min(ring, cells)
-            slot = self.integer_input(RingCache(sight.ring_window).input_name, step.row_count)
+            slot = self.integer_input(RingCache(attention_window.ring_window).input_name, step.row_count)
         cache_rows = count_cache_rows(context)
         old = state(name, (sequences * cache_rows, heads * size), dtype)
         rows = ops.reshape(new, shape=(sequences * count, heads * size))
@@ -294,26 +304,30 @@ class StepGraphBuilder:
         self.shared_values[name] = ops.reshape(known, shape=(sequences, cells, heads, size))
         return self.shared_values[name]
 
-    def write_and_read_kv(self, layer: int, k: Value, v: Value, sight: AttentionWindow) -> tuple[Value, Value]:
+    def write_and_read_kv(
+        self, layer: int, k: Value, v: Value, attention_window: AttentionWindow
+    ) -> tuple[Value, Value]:
         """Write the keys and values of a layer to its caches, and return all cells of both.
 
         Bidirectional attention has no cache and returns ``k`` and ``v`` themselves.
         """
-        if not sight.is_causal:
+        if not attention_window.is_causal:
             self.shared_values |= {f"cache_k.{layer}": k, f"cache_v.{layer}": v}
             return k, v
-        keys = self.write_and_read_cache(f"cache_k.{layer}", k, sight=sight)
-        return keys, self.write_and_read_cache(f"cache_v.{layer}", v, sight=sight, dtype=self.step.values)
+        keys = self.write_and_read_cache(f"cache_k.{layer}", k, attention_window=attention_window)
+        return keys, self.write_and_read_cache(
+            f"cache_v.{layer}", v, attention_window=attention_window, dtype=self.step.values
+        )
 
-    def prepend_previous_rows(self, name: str, new: Value, kept: int) -> Value:
-        """Return ``new`` f32[B, T, c] after the last ``kept`` rows of earlier runs: f32[B, kept+T, c].
+    def prepend_previous_rows(self, name: str, new: Value, row_count: int) -> Value:
+        """Return ``new`` f32[B, T, c] after the last ``row_count`` rows of earlier runs: f32[B, row_count+T, c].
 
-        The state ``name`` f32[B, kept, c] becomes the last rows before the padding, which ``conv_rows`` numbers.
+        The state ``name`` f32[B, row_count, c] becomes the last rows before the padding, which ``conv_rows`` numbers.
         """
-        old = state(name, (self.step.sequences, kept, new.shape[-1]))
+        old = state(name, (self.step.sequences, row_count, new.shape[-1]))
         both, rows = ops.concat(old, new, axis=1), self.conv_rows
-        if kept != self.taps - 1:
-            rows = ops.slice_(rows, axis=1, start=0, stop=kept)
+        if row_count != self.taps - 1:
+            rows = ops.slice_(rows, axis=1, start=0, stop=row_count)
         self._updates[old] = ops.get_rows(both, rows, name=f"{name}.new")
         if self.step.reversible:
             self._updates[state(f"{name}.{self.step.tokens}{WINDOWS}", both.shape)] = both
@@ -354,12 +368,12 @@ class StepGraphBuilder:
             y, new = rule(*operands, old)
             self.set_state(old, new)
             return y
-        kept, answers, new = [], [], old
+        snapshots, answers, new = [], [], old
         for t in range(self.step.tokens):
             y, new = rule(*(ops.slice_(x, axis=1, start=t, stop=t + 1) for x in operands), new)
             answers.append(y)
-            kept.append(ops.reshape(new, shape=(new.shape[0], 1, *new.shape[1:])))
-        self.set_state(old, reduce(partial(ops.concat, axis=1), reversed(kept)))
+            snapshots.append(ops.reshape(new, shape=(new.shape[0], 1, *new.shape[1:])))
+        self.set_state(old, reduce(partial(ops.concat, axis=1), reversed(snapshots)))
         return reduce(partial(ops.concat, axis=1), answers)
 
     def build_graph(self, outputs: Mapping[str, Value]) -> Graph:

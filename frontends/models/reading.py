@@ -144,7 +144,7 @@ def mtp_error(keys: ArchitectureKeys, why: str) -> ModelError:
 
 def count_run_layers(keys: ArchitectureKeys) -> int:
     """Return the number of blocks without the MTP blocks at the end, which the block count includes."""
-    blocks, extra = keys.block_count(), keys.count("nextn_predict_layers", 0, least=0)
+    blocks, extra = keys.block_count(), keys.count("nextn_predict_layers", 0, minimum=0)
     if extra >= blocks:
         raise keys.error("nextn_predict_layers", f"is {extra}; need fewer than block_count {blocks}")
     return blocks - extra
@@ -220,15 +220,15 @@ class HyperparameterReader:
         traits, keys = self.family.windows, self.keys
         if traits is None or (traits.required_layers and self.count != traits.required_layers):
             return (0,) * self.count
-        given = keys.count("attention.sliding_window", traits.default, least=0)
-        window = (given and traits.size) or given
+        declared_window = keys.count("attention.sliding_window", traits.default, minimum=0)
+        window = (declared_window and traits.size) or declared_window
         return tuple(window if local else 0 for local in self._read_window_pattern(traits))
 
     def _read_window_pattern(self, traits: WindowPattern) -> tuple[bool, ...]:
         name, keys = "attention.sliding_window_pattern", self.keys
         if keys.is_list(name):
             return keys.per_block_flags(name, self.count)
-        period = keys.count(name, traits.period, least=0 if traits.period == 0 else 1)
+        period = keys.count(name, traits.period, minimum=0 if traits.period == 0 else 1)
         whole = 0 if traits.is_global_first else period - 1
         return tuple(i < self.run_layer_count and (not period or i % period != whole) for i in range(self.count))
 
@@ -348,11 +348,11 @@ class HyperparameterReader:
     @property
     def is_maverick(self) -> bool:
         """Whether this is Llama 4 with 128 experts, which has no norms of q and k; no metadata key says so."""
-        return self.family.qk_norm == "bare rotated" and self.keys.count("expert_count", 0, least=0) == 128
+        return self.family.qk_norm == "bare rotated" and self.keys.count("expert_count", 0, minimum=0) == 128
 
     def find_cache_source_layer(self, i: int) -> int | None:
         """Return the last layer with a cache of the same kind as layer i; `None` if layer i has its own cache."""
-        own = self.family.cache_layers or self.count - self.keys.count("attention.shared_kv_layers", 0, least=0)
+        own = self.family.cache_layers or self.count - self.keys.count("attention.shared_kv_layers", 0, minimum=0)
         if i < own:
             return None
         kind = [j for j in range(own) if bool(self.windows[j]) == bool(self.windows[i])]
@@ -369,18 +369,18 @@ class HyperparameterReader:
     def read_head_sizes(self, i: int) -> tuple[int, int]:
         """Return the head sizes of keys and values, by default ``width / heads``."""
         keys, local = self.keys, "_swa" if self.windows[i] else ""
-        most = max(self.heads)
+        max_heads = max(self.heads)
         sizes = []
         for kind in ("key", "value"):
-            default = keys.count_or_default(f"attention.{kind}_length", self.width // most)
+            default = keys.count_or_default(f"attention.{kind}_length", self.width // max_heads)
             sizes.append(keys.count_or_default(f"attention.{kind}_length{local}", default))
-        if not keys.has("attention.key_length") and self.width % most:
-            raise keys.error("attention.head_count", f"is {most}; need a divisor of embedding_length {self.width}")
+        if not keys.has("attention.key_length") and self.width % max_heads:
+            raise keys.error("attention.head_count", f"is {max_heads}; need a divisor of embedding_length {self.width}")
         return sizes[0], sizes[1]
 
     def compute_score_scale(self, heads: int, key_size: int, rope: Rope | None) -> float:
-        if given := self.keys.positive_or_none("attention.scale"):
-            return given
+        if scale := self.keys.positive_or_none("attention.scale"):
+            return scale
         if self.family.scale == "output":
             return self.keys.positive_or_none("attention.output_scale") or 0.08838834764831845
         if self.count == self.family.scale_of:
@@ -428,12 +428,12 @@ class HyperparameterReader:
     def uses_rope(self, i: int) -> bool:
         """Return whether layer i has RoPE."""
         keys, window = self.keys, self.windows[i]
-        lead = keys.count("leading_dense_block_count", 0, least=0)
-        given = {"finetuned": "rope.scaling.finetuned", "pattern": "attention.rope_pattern"}.get(
+        lead = keys.count("leading_dense_block_count", 0, minimum=0)
+        key_name = {"finetuned": "rope.scaling.finetuned", "pattern": "attention.rope_pattern"}.get(
             self.family.rotated_layers
         )
-        if given:
-            return not keys.has(given) or keys.per_block_flags(given, self.count)[i]
+        if key_name:
+            return not keys.has(key_name) or keys.per_block_flags(key_name, self.count)[i]
         return {
             "all": True,
             "of 32": self.count == 32,

@@ -110,13 +110,8 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
 def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
     """Return whether entries are infinite, with either sign switched on or off."""
     above, below = arith.compare("eq", x, math.inf), arith.compare("eq", x, -math.inf)
-    chosen = [side for side, wanted in ((above, detect_positive), (below, detect_negative)) if wanted]
+    chosen = [side for side, is_requested in ((above, detect_positive), (below, detect_negative)) if is_requested]
     return reduce(arith.logical_or, chosen) if chosen else constant_tensor(np.zeros(x.shape, bool))
-
-
-def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
-    """Return the operand; the importer casts it to the dtype of the result."""
-    return x
 
 
 def dropout(x: Tensor, ratio: Any = None, training: Tensor | None = None, *, seed: int = 0) -> Any:
@@ -155,14 +150,14 @@ def transpose(x: Tensor, *, perm: Sequence[int] | None = None) -> Tensor:
     return shapes.permute(x, range(x.rank)[::-1] if perm is None else perm)
 
 
-def squeeze(x: Tensor, given: OptionalIntegers = None, *, axes: OptionalIntegers = None) -> Tensor:
-    """Remove axes of size 1; `given` are the axes as an input, `axes` as an attribute."""
-    return shapes.squeeze(x, as_integers(given if axes is None else axes))
+def squeeze(x: Tensor, axes_input: OptionalIntegers = None, *, axes: OptionalIntegers = None) -> Tensor:
+    """Remove axes of size 1; `axes_input` are the axes as an input, `axes` as an attribute."""
+    return shapes.squeeze(x, as_integers(axes_input if axes is None else axes))
 
 
-def unsqueeze(x: Tensor, given: OptionalIntegers = None, *, axes: OptionalIntegers = None) -> Tensor:
-    """Insert axes of size 1; `given` are the axes as an input, `axes` as an attribute."""
-    new = as_integers(given if axes is None else axes) or []
+def unsqueeze(x: Tensor, axes_input: OptionalIntegers = None, *, axes: OptionalIntegers = None) -> Tensor:
+    """Insert axes of size 1; `axes_input` are the axes as an input, `axes` as an attribute."""
+    new = as_integers(axes_input if axes is None else axes) or []
     rank = x.rank + len(new)
     if any(not -rank <= a < rank for a in new) or len({a % rank for a in new}) < len(new):
         raise ModelError(f"axes {new} of a tensor that then has {rank} axes")
@@ -206,11 +201,11 @@ def slice_(
 
 
 def pad(
-    x: Tensor, given: Any = None, fill: Tensor | None = None, over: Any = None, *, pads: Any = None,
+    x: Tensor, pads_input: Any = None, fill: Tensor | None = None, over: Any = None, *, pads: Any = None,
     mode: str = "constant", value: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Pad axes with a value or by a mode; pads are an input (newer opsets) or an attribute (older ones)."""
-    flat = as_integers(given if pads is None else pads) or []
+    flat = as_integers(pads_input if pads is None else pads) or []
     at = [x.axis(a) for a in (as_integers(over) or range(x.rank))]
     if len(flat) != 2 * len(at):
         raise ModelError(f"{len(flat)} pads for {len(at)} axes; need two for each")
@@ -251,9 +246,9 @@ def constant_of_shape(shape: Tensor, *, value: Any = None) -> Tensor:
     return constant_tensor(np.full(_require_small_shape(as_integers(shape) or []), fill))
 
 
-def constant(**given: Any) -> Tensor:
+def constant(**attributes: Any) -> Tensor:
     """Return the constant of a ``Constant`` node, which has exactly one of the attributes ``value*``."""
-    ((kind, value),) = given.items()
+    ((kind, value),) = attributes.items()
     whole = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
     return constant_tensor(np.asarray(value, whole.get(kind)))
 
@@ -277,8 +272,8 @@ def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Te
     _require_small_shape((*ids.shape, n))
     at = axis % (ids.rank + 1)
     places = constant_tensor(np.arange(n).reshape(-1, *(1,) * (ids.rank - at)))
-    wanted = shapes.unsqueeze(cast(ids, DType.I64), at)
-    own = arith.where(arith.compare("lt", wanted, 0), arith.add(wanted, n), wanted)
+    indices = shapes.unsqueeze(cast(ids, DType.I64), at)
+    own = arith.where(arith.compare("lt", indices, 0), arith.add(indices, n), indices)
     off, on = shapes.split(values, 1, 0)
     return arith.where(arith.compare("eq", own, places), on, off)
 

@@ -114,9 +114,12 @@ def _inline_functions(model: ModelProto) -> ModelProto:
                 if schema.has_function or schema.has_context_dependent_function:
                     ids.add((node.domain, node.op_type))
                     own = {attribute.name for attribute in node.attribute}
-                    for name, said in schema.attributes.items():  # a function needs the defaults as attributes
-                        if name not in own and said.default_value.type:
-                            node.attribute.append(said.default_value)
+                    for (
+                        name,
+                        schema_attribute,
+                    ) in schema.attributes.items():  # a function needs the defaults as attributes
+                        if name not in own and schema_attribute.default_value.type:
+                            node.attribute.append(schema_attribute.default_value)
         before = len(model.graph.node)
         if not ids:
             break
@@ -286,14 +289,14 @@ class _ModelImporter:
         if taken is None or len(taken.output) < len(node.output):
             raise ModelError(f"{where}: the branch that is taken is missing, or gives too few results")
         self._import_graph(taken)
-        for name, given in zip(node.output, taken.output, strict=False):
-            if given.name not in self.values and given.name not in self.constants:
-                raise ModelError(f"{where}: its branch gives %{given.name}, which no node gives")
-            if name and given.name in self.values:
-                self.values[name] = self.values[given.name]
-            if name and given.name in self.constants:
-                self.constants[name] = self.constants[given.name]
-            if given.name in self.weight_names:
+        for name, branch_output in zip(node.output, taken.output, strict=False):
+            if branch_output.name not in self.values and branch_output.name not in self.constants:
+                raise ModelError(f"{where}: its branch gives %{branch_output.name}, which no node gives")
+            if name and branch_output.name in self.values:
+                self.values[name] = self.values[branch_output.name]
+            if name and branch_output.name in self.constants:
+                self.constants[name] = self.constants[branch_output.name]
+            if branch_output.name in self.weight_names:
                 self.weight_names.add(name)
 
     def _add_result(self, name: str, result: Tensor) -> None:

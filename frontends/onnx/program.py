@@ -43,18 +43,20 @@ class Program:
             ModelError: An array is missing or unknown, or has another dtype or shape than in the model.
         """
         names = [argument.name for argument in self.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if len(args) > len(names) or set(given) != set(names) or len(given) != len(args) + len(kwargs):
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(args) > len(names) or set(arguments) != set(names) or len(arguments) != len(args) + len(kwargs):
             raise ModelError(
                 f"got {len(args)} arrays and {sorted(kwargs)}; the model takes {', '.join(names) or 'none'}"
             )
         read = {value.node.name for value in self.graph.inputs}
         arrays = {}
         for argument in self.arguments:
-            array = np.asarray(given[argument.name])
+            array = np.asarray(arguments[argument.name])
             if (array.dtype.name, array.shape) != (argument.dtype, argument.shape):
-                wanted = f"{argument.dtype}{list(argument.shape)}"
-                raise ModelError(f"%{argument.name} is {array.dtype.name}{list(array.shape)}; the model takes {wanted}")
+                expected = f"{argument.dtype}{list(argument.shape)}"
+                raise ModelError(
+                    f"%{argument.name} is {array.dtype.name}{list(array.shape)}; the model takes {expected}"
+                )
             if argument.name in read:
                 arrays[argument.name] = as_stored_array(array).reshape(stored_shape(array.shape))
         return arrays

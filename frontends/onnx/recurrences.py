@@ -104,8 +104,10 @@ def _step_lstm(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tupl
     gate, middle, last = cell.activations
     into, out, keep, new = shapes.split(arith.add(x, cell.project_state(h)), c.shape[-1], 1)
     taken = gate(cell.add_peephole(into, 0, c))
-    kept = arith.sub(1.0, taken) if cell.describe_settings["input_forget"] else gate(cell.add_peephole(keep, 2, c))
-    c = arith.add(arith.mul(kept, c), arith.mul(taken, middle(new)))
+    forget_gate = (
+        arith.sub(1.0, taken) if cell.describe_settings["input_forget"] else gate(cell.add_peephole(keep, 2, c))
+    )
+    c = arith.add(arith.mul(forget_gate, c), arith.mul(taken, middle(new)))
     return arith.mul(gate(cell.add_peephole(out, 1, c)), last(c)), c
 
 
@@ -133,18 +135,18 @@ def make_recurrence_converter(step: StepFunction, names: Sequence[str], settings
         hidden_size: int | None = None,
         layout: int = 0,
         clip: float | None = None,
-        **said: Any,
+        **attributes: Any,
     ) -> tuple[Tensor, ...]:
         if direction not in _DIRECTIONS:
             raise ModelError(f"direction {direction!r}; need one of {', '.join(_DIRECTIONS)}")
-        ways, size = _DIRECTIONS[direction], before.shape[-1]
-        chosen = _select_activations(activations or [*names] * len(ways), said, clip)
-        unknown = sorted(set(said) - set(settings))
-        if unknown or len(chosen) != len(names) * len(ways) or (hidden_size or size) != size:
+        backward_flags, size = _DIRECTIONS[direction], before.shape[-1]
+        chosen = _select_activations(activations or [*names] * len(backward_flags), attributes, clip)
+        unknown = sorted(set(attributes) - set(settings))
+        if unknown or len(chosen) != len(names) * len(backward_flags) or (hidden_size or size) != size:
             raise ModelError(f"settings {unknown}, {len(chosen)} activations, {hidden_size} hidden; not of this op")
         count = 2 if step is _step_lstm else 1
-        given, peepholes = (*more, None, None)[:count], more[count] if len(more) > count else None
-        firsts = [x if x is None or not layout else _swap_first_axes(x) for x in given]
+        initial_states, peepholes = (*more, None, None)[:count], more[count] if len(more) > count else None
+        firsts = [x if x is None or not layout else _swap_first_axes(x) for x in initial_states]
         x = _swap_first_axes(x) if layout else x
         length, batch = x.shape[:2]
         if lengths is not None and (require_constant(lengths) != length).any():
@@ -153,22 +155,24 @@ def make_recurrence_converter(step: StepFunction, names: Sequence[str], settings
             raise ModelError(f"{length} steps; hocket writes out {MAX_UNROLLED_STEPS} at most")
         ends: list[list[Tensor]] = []
         rows: list[list[Tensor]] = []
-        for way, is_backward in enumerate(ways):
+        for direction_index, is_backward in enumerate(backward_flags):
             of_x, of_h = (
-                (None, None) if bias is None else shapes.split(_select_direction(bias, way), bias.shape[1] // 2, 0)
+                (None, None)
+                if bias is None
+                else shapes.split(_select_direction(bias, direction_index), bias.shape[1] // 2, 0)
             )
-            own = chosen[way * len(names) : (way + 1) * len(names)]
-            flags = {name: int(said.get(name, 0)) for name in settings}
+            own = chosen[direction_index * len(names) : (direction_index + 1) * len(names)]
+            flags = {name: int(attributes.get(name, 0)) for name in settings}
             cell = RecurrentCell(
-                _select_direction(before, way),
+                _select_direction(before, direction_index),
                 of_h,
-                None if peepholes is None else _select_direction(peepholes, way),
+                None if peepholes is None else _select_direction(peepholes, direction_index),
                 own,
                 flags,
             )
-            gates = shapes.unbind(matmul.linear(x, _select_direction(weight, way), of_x), 0)
+            gates = shapes.unbind(matmul.linear(x, _select_direction(weight, direction_index), of_x), 0)
             zeros = constant_tensor(np.zeros((batch, size), np.float32))
-            states = [zeros if first is None else _select_direction(first, way) for first in firsts]
+            states = [zeros if first is None else _select_direction(first, direction_index) for first in firsts]
             steps = list(_unroll_steps(step, cell, gates[::-1] if is_backward else gates, states))
             rows.append([states[0] for states in (steps[::-1] if is_backward else steps)])
             ends.append(list(steps[-1]))
@@ -190,7 +194,7 @@ def _unroll_steps(
         yield tuple(states)
 
 
-def _select_activations(names: Sequence[Any], said: dict[str, Any], clip: float | None) -> list[Activation]:
+def _select_activations(names: Sequence[Any], attributes: dict[str, Any], clip: float | None) -> list[Activation]:
     """Return the activations of all gates, with inputs clipped to ``-clip`` to ``clip`` if `clip` is set.
 
     Raises:
@@ -200,7 +204,7 @@ def _select_activations(names: Sequence[Any], said: dict[str, Any], clip: float 
     if unknown := [name for name in own if name.lower() not in ACTIVATIONS]:
         raise ModelError(f"activation {unknown[0]}; hocket has {', '.join(ACTIVATIONS)} here")
     for name in ("activation_alpha", "activation_beta"):
-        said.pop(name, None)  # these activations have no parameters
+        attributes.pop(name, None)  # these activations have no parameters
     chosen = [ACTIVATIONS[name.lower()] for name in own]
     return [_with_clipped_input(f, float(clip)) for f in chosen] if clip else chosen
 
@@ -210,9 +214,9 @@ def _with_clipped_input(activation: Activation, bound: float) -> Activation:
     return lambda x: activation(arith.clamp(x, -bound, bound))
 
 
-def _select_direction(x: Tensor, way: int) -> Tensor:
+def _select_direction(x: Tensor, direction_index: int) -> Tensor:
     """Return the part of one direction."""
-    return shapes.select(x, 0, way)
+    return shapes.select(x, 0, direction_index)
 
 
 def _swap_first_axes(x: Tensor) -> Tensor:

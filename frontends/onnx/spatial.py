@@ -63,8 +63,12 @@ def transposed_convolution(
         sizes = list(output_shape)[-n:] or [m * s for m, s in zip(x.shape[2:], steps, strict=True)]
         around = []
         for m, s, d, k, o, e in zip(x.shape[2:], steps, wide, weight.shape[2:], sizes, more, strict=True):
-            cut = s * (m - 1) + e + (k - 1) * d + 1 - o
-            around.append((cut - cut // 2, cut // 2) if auto_pad != "SAME_UPPER" else (cut // 2, cut - cut // 2))
+            pad_total = s * (m - 1) + e + (k - 1) * d + 1 - o
+            around.append(
+                (pad_total - pad_total // 2, pad_total // 2)
+                if auto_pad != "SAME_UPPER"
+                else (pad_total // 2, pad_total - pad_total // 2)
+            )
     return convolutions.transposed_convolution(x, weight, bias, steps, around, wide, group, more)
 
 
@@ -170,8 +174,8 @@ def _build_resize_matrix(
         if mode == "linear":
             weight = np.maximum(0, 1 - t)
         else:
-            near, far = ((a + 2) * t - (a + 3)) * t * t + 1, ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
-            weight = np.where(t <= 1, near, np.where(t < 2, far, 0))
+            inner, outer = ((a + 2) * t - (a + 3)) * t * t + 1, ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
+            weight = np.where(t <= 1, inner, np.where(t < 2, outer, 0))
         place = first + offset
         weight = np.where((place < 0) | (place >= n), 0, weight) if inside else weight
         np.add.at(matrix, (np.arange(len(points)), np.clip(place, 0, n - 1)), weight)
@@ -188,17 +192,17 @@ def resize(
     """Resize axes one after the other, by scales or to sizes; each axis is a product with a resampling matrix."""
     over = [x.axis(a) for a in (range(x.rank) if axes is None else axes)]
     if sizes is not None and sizes.shape != (0,):
-        wanted = as_integers(sizes) or []
-        factors = [w / x.shape[a] for w, a in zip(wanted, over, strict=True)]
+        output_sizes = as_integers(sizes) or []
+        factors = [w / x.shape[a] for w, a in zip(output_sizes, over, strict=True)]
         if keep_aspect_ratio_policy != "stretch":
             factors = [(min if keep_aspect_ratio_policy == "not_larger" else max)(factors)] * len(over)
-            wanted = [math.floor(f * x.shape[a] + 0.5) for f, a in zip(factors, over, strict=True)]
+            output_sizes = [math.floor(f * x.shape[a] + 0.5) for f, a in zip(factors, over, strict=True)]
     else:
         if scales is None:
             raise ModelError("resizing needs scales or sizes")
         factors = [float(f) for f in require_constant(scales)]
-        wanted = [math.floor(f * x.shape[a]) for f, a in zip(factors, over, strict=True)]
-    for axis, out, scale in zip(over, wanted, factors, strict=True):
+        output_sizes = [math.floor(f * x.shape[a]) for f, a in zip(factors, over, strict=True)]
+    for axis, out, scale in zip(over, output_sizes, factors, strict=True):
         n = x.shape[axis]
         if out < 1 or out * n > 1 << 26:
             raise ModelError(f"an axis of {n} resized to {out}")
@@ -213,5 +217,5 @@ def resize(
 
 def upsample(x: Tensor, factors: Any = None, *, scales: Any = None, mode: str = "nearest") -> Tensor:
     """Resize by scales, as the older op ``Upsample`` does."""
-    given = factors if factors is not None else constant_tensor(np.asarray(scales, np.float32))
-    return resize(x, None, given, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
+    scale_tensor = factors if factors is not None else constant_tensor(np.asarray(scales, np.float32))
+    return resize(x, None, scale_tensor, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")

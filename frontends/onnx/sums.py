@@ -28,13 +28,13 @@ def make_reduction_converter(kind: Callable[[Tensor, list[int], bool], Tensor]) 
 
     def row(
         x: Tensor,
-        given: OptionalIntegers = None,
+        axes_input: OptionalIntegers = None,
         *,
         axes: OptionalIntegers = None,
         keepdims: int = 1,
         noop_with_empty_axes: int = 0,
     ) -> Tensor:
-        over = as_integers(given if axes is None else axes)
+        over = as_integers(axes_input if axes is None else axes)
         if not over and noop_with_empty_axes:
             return kind(shapes.unsqueeze(x, -1), [x.rank], False)
         if not x.rank:
@@ -156,21 +156,21 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
         n.replace("...", spare[dots - (x.rank - len(n.replace("...", ""))) :]) for x, n in zip(xs, names, strict=True)
     ]
     counts = "".join(names)
-    wanted = right.replace("...", spare) if arrow else spare + "".join(
+    result_letters = right.replace("...", spare) if arrow else spare + "".join(
         sorted(c for c in set(counts) - set(spare) if counts.count(c) == 1)
     )  # fmt: skip
     parts = [_take_diagonals(x, name) for x, name in zip(xs, names, strict=True)]
     sizes = {c: n for x, name in parts for c, n in zip(name, x.shape, strict=True) if n != 1}
-    every = [*wanted, *(c for c in dict.fromkeys(counts) if c not in wanted)]
+    every = [*result_letters, *(c for c in dict.fromkeys(counts) if c not in result_letters)]
     whole: Tensor | None = None
     if len(parts) == 2:
-        return _multiply_pair(parts, wanted, sizes)
+        return _multiply_pair(parts, result_letters, sizes)
     for x, name in parts:
         here = shapes.permute(x, [name.index(c) for c in every if c in name])
         here = shapes.reshape(here, [x.shape[name.index(c)] if c in name else 1 for c in every])
         whole = here if whole is None else arith.mul(whole, here)
     assert whole is not None
-    summed = list(range(len(wanted), len(every)))
+    summed = list(range(len(result_letters), len(every)))
     return reductions.sum_over(whole, summed) if summed else whole
 
 
@@ -188,7 +188,7 @@ def _take_diagonals(x: Tensor, name: str) -> tuple[Tensor, str]:
     return (x, name) if len(set(name)) == len(name) else _take_diagonals(x, name)
 
 
-def _multiply_pair(parts: Sequence[tuple[Tensor, str]], wanted: str, sizes: dict[str, int]) -> Tensor:
+def _multiply_pair(parts: Sequence[tuple[Tensor, str]], result_letters: str, sizes: dict[str, int]) -> Tensor:
     """Compute an einsum of two operands by one batched matrix product.
 
     Axes in both operands are batch axes if the result has them, and contracted otherwise. Other axes that the result
@@ -196,27 +196,29 @@ def _multiply_pair(parts: Sequence[tuple[Tensor, str]], wanted: str, sizes: dict
 
     Args:
         parts: The operands, each with the letters of its axes.
-        wanted: The letters of the result.
+        result_letters: The letters of the result.
         sizes: The size of each letter, without sizes of 1.
     """
     (a, first), (b, second) = parts
     both = [c for c in first if c in second]
-    batch = [c for c in both if c in wanted]
-    inner = [c for c in both if c not in wanted]
-    mine, other = ([c for c in name if c not in both and c in wanted] for name in (first, second))
-    lone = [[i for i, c in enumerate(name) if c not in both and c not in wanted] for name in (first, second)]
+    batch = [c for c in both if c in result_letters]
+    inner = [c for c in both if c not in result_letters]
+    mine, other = ([c for c in name if c not in both and c in result_letters] for name in (first, second))
+    lone = [[i for i, c in enumerate(name) if c not in both and c not in result_letters] for name in (first, second)]
     a, b = (reductions.sum_over(x, over) if over else x for x, over in zip((a, b), lone, strict=True))
-    first, second = ("".join(c for c in n if c in both or c in wanted) for n in (first, second))
+    first, second = ("".join(c for c in n if c in both or c in result_letters) for n in (first, second))
 
-    def laid(x: Tensor, name: str, groups: Sequence[Sequence[str]]) -> Tensor:
+    def arrange_axes(x: Tensor, name: str, groups: Sequence[Sequence[str]]) -> Tensor:
         x = shapes.expand(x, [sizes.get(c, 1) for c in name])
         x = shapes.permute(x, [name.index(c) for g in groups for c in g])
         return shapes.reshape(x, [math.prod(sizes.get(c, 1) for c in g) for g in groups])
 
-    product = matmul.matmul(laid(a, first, (batch, mine, inner)), laid(b, second, (batch, inner, other)))
+    product = matmul.matmul(
+        arrange_axes(a, first, (batch, mine, inner)), arrange_axes(b, second, (batch, inner, other))
+    )
     order = [*batch, *mine, *other]
     out = shapes.reshape(product, [sizes.get(c, 1) for c in order])
-    return shapes.permute(out, [order.index(c) for c in wanted])
+    return shapes.permute(out, [order.index(c) for c in result_letters])
 
 
 def layer_norm(
@@ -245,7 +247,9 @@ def local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: floa
     """Divide by a power of the sum of squares of `size` neighbouring channels."""
     c = x.shape[1]
     i = np.arange(c)
-    near = (i[None] >= i[:, None] - (size - 1) // 2) & (i[None] <= i[:, None] + size // 2)
+    is_neighbour = (i[None] >= i[:, None] - (size - 1) // 2) & (i[None] <= i[:, None] + size // 2)
     rows = shapes.reshape(x, (x.shape[0], c, -1))
-    sums = shapes.reshape(matmul.matmul(constant_tensor(near.astype(np.float32)), arith.mul(rows, rows)), x.shape)
+    sums = shapes.reshape(
+        matmul.matmul(constant_tensor(is_neighbour.astype(np.float32)), arith.mul(rows, rows)), x.shape
+    )
     return arith.div(x, arith.power(arith.scale_and_shift(sums, alpha / size, bias), beta))

@@ -35,7 +35,7 @@ OP_TABLE: Mapping[str, calls.OpConverter] = MappingProxyType(
         **{name: partial(arith.compare, kind) for name, kind in _COMPARISONS.items()},
         **{name: getattr(arith, f"logical_{name.lower()}") for name in ("And", "Or", "Xor", "Not")},
         **{f"Bitwise{kind.capitalize()}": partial(arith.bitwise, kind) for kind in ("and", "or", "xor")},
-        **dict.fromkeys(("Identity", "Cast", "CastLike"), calls.pass_through),
+        **dict.fromkeys(("Identity", "Cast", "CastLike"), arith.pass_through),
         "BitwiseNot": arith.bitwise_not,
         "Add": arith.add,
         "Sub": arith.sub,

@@ -1,14 +1,15 @@
 """The engine of a model server: orders in, one step, events out.
 
-The engine has no thread, no clock and no socket, so a test drives it step by step. A step either reads a chunk of one
-prompt or decodes one token of every running request. Both kinds of step alternate while both kinds of work exist. A
-chunk takes about as long as a decode step, so the time between two tokens is at most about twice a decode step.
+A caller drives the engine step by step and gives it a clock, so tests need neither threads nor sockets. A step either
+reads a chunk of one prompt or decodes one token of every running request. Both kinds of step alternate while both kinds
+of work exist. A chunk takes about as long as a decode step, so the time between two tokens is at most about twice a
+decode step.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -31,7 +32,7 @@ from .requests import (
     RequestTiming,
     TokenEvent,
 )
-from .slots import MIN_PROMPT_TOKENS
+from .slots import MIN_PROMPT_TOKENS, choose_window
 
 IDLE_CHUNK_SECONDS = 1.0
 """Largest predicted time of a chunk while no request decodes; a cancellation waits for the end of a chunk."""
@@ -42,7 +43,7 @@ MIN_AWAITED_TOKENS = 64
 
 
 class StepRunner(Protocol):
-    """What the engine needs of a `SlotPool`; a test replaces it by a model without weights."""
+    """The members of `SlotPool` that the engine uses; a test replaces them by a model without weights."""
 
     slots: int
     context: int
@@ -176,17 +177,20 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Admit requests, then read a chunk of a prompt or decode one token of each running request."""
-        self._admit()
+        events: list[Event] = list(self._admit())
         reading = [one for one in self._running.values() if one.unread]
         decoding = [one for one in self._running.values() if one.next_token is not None]
         if reading and (self._reads_next or not decoding):
             self._reads_next = False
-            return list(self._read_chunk(min(reading, key=lambda one: one.submitted), decoding))
+            events += self._read_chunk(min(reading, key=lambda one: one.submitted), decoding)
+            return events
         self._reads_next = True
-        return list(self._decode(decoding)) if decoding else []
+        if decoding:
+            events += self._decode(decoding)
+        return events
 
-    def _admit(self) -> None:
-        """Start queued requests in free slots, in order.
+    def _admit(self) -> Iterator[Event]:
+        """Start queued requests in free slots, in order, and yield the number of tokens that each finds there.
 
         A request waits if the prompt that another slot is reading shares a longer prefix with it than all cells that
         have been read.
@@ -196,7 +200,7 @@ class Engine:
             if not free:
                 return
             request = queued.request
-            match = self._cache.find_match(request.prompt if request.uses_cache else (), free)
+            match = self._cache.find_match(request.prompt if request.uses_cache else (), free, self._window_size)
             if request.uses_cache and self._is_prefix_being_read(request.prompt, match.tokens):
                 continue
             self._queue.remove(queued)
@@ -214,6 +218,29 @@ class Engine:
             )
             self._running[match.target] = running
             self._count(prompt_tokens=len(request.prompt) - match.tokens, cached_tokens=match.tokens)
+            yield ProgressEvent(request.id, match.tokens)
+
+    def _window_size(self, slot: int) -> int:
+        """Return the slots of the window that has a slot and all running requests."""
+        return choose_window([slot, *self._running])[1]
+
+    def _compact(self, decoding: Sequence[_Running]) -> None:
+        """Move a request nearer to the others if they decode in a window that is at least twice as large as needed.
+
+        A step moves one request at most, which takes a few milliseconds.
+        """
+        size = next_power_of_two(len(decoding))
+        if choose_window([one.slot for one in decoding])[1] < 2 * size:
+            return
+        blocks = Counter(one.slot // size for one in decoding)
+        block = max(blocks, key=lambda number: blocks[number])
+        slots = range(block * size, min((block + 1) * size, self._pool.slots))
+        target = next((slot for slot in slots if slot not in self._running), None)
+        outside = next((one for one in decoding if one.slot // size != block), None)
+        if target is not None and outside is not None:
+            self._cache.move_slot(outside.slot, target, len(outside.tokens))
+            self._running[target] = self._running.pop(outside.slot)
+            outside.slot = target
 
     def _is_prefix_being_read(self, prompt: tuple[int, ...], available: int) -> bool:
         return any(
@@ -263,6 +290,7 @@ class Engine:
             yield from self._sample(running, logits)
 
     def _decode(self, decoding: Sequence[_Running]) -> Iterator[Event]:
+        self._compact(decoding)
         start = self._clock()
         try:
             rows = self._run_decode(decoding)

@@ -11,7 +11,7 @@ read again as a part of the next prompt, and a text is the same with and without
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...graph.lazy_dataclass import dataclass
@@ -22,7 +22,7 @@ MIN_REUSED_TOKENS = 16
 
 
 class SlotMemory(Protocol):
-    """What the cache needs of a `SlotPool`."""
+    """The members of `SlotPool` that the cache uses."""
 
     slots: int
 
@@ -79,7 +79,7 @@ class PrefixCache:
         self._memory, self._state_bytes = memory, state_bytes
         self._tokens: list[tuple[int, ...]] = [()] * memory.slots
         self._lengths: list[int] = [0] * memory.slots
-        """Tokens that each slot holds, with those that were decoded."""
+        """Number of tokens that each slot holds, decoded tokens included."""
         self._last_use: list[int] = [0] * memory.slots
         self._uses = 0
         self._saved: OrderedDict[tuple[int, int], _SavedState] = OrderedDict()
@@ -97,27 +97,43 @@ class PrefixCache:
         """Return the number of tokens that a slot keeps."""
         return len(self._tokens[slot])
 
-    def find_match(self, prompt: tuple[int, ...], free: Sequence[int]) -> PrefixMatch:
-        """Return where a prompt is placed, and how many of its tokens need not be read.
+    def find_match(
+        self, prompt: tuple[int, ...], free: Sequence[int], window_size: Callable[[int], int] = lambda slot: 1
+    ) -> PrefixMatch:
+        """Return the slot for a prompt, and how many of its tokens need not be read.
 
-        At least one token is read. Without a shared prefix the match is an empty or the least recently used free slot.
+        At least one token is read. The prompt goes to the slot that makes the smallest window. Among equal ones it
+        stays in the slot that has its prefix, unless that slot has at least twice as many tokens. Then an empty slot is
+        preferred, then the least recently used one.
 
         Args:
             prompt: The tokens; empty for a request that uses no cache.
             free: The free slots, at least one.
+            window_size: Returns the slots of the window in which a slot would run with the present requests.
         """
         reusable = {slot: self._count_reusable(slot, prompt) for slot in range(self._memory.slots)}
-        oldest = min(free, key=lambda slot: (bool(self._tokens[slot]), self._last_use[slot], slot))
         best = max(reusable, key=lambda slot: (reusable[slot], slot in free))
-        if reusable[best] < MIN_REUSED_TOKENS:
-            return PrefixMatch(0, oldest, oldest)
-        if best in free and not self._has_longer_use(best, reusable[best], oldest):
-            return PrefixMatch(reusable[best], best, best)
-        return PrefixMatch(reusable[best], best, oldest)
+        tokens = reusable[best] if reusable[best] >= MIN_REUSED_TOKENS else 0
 
-    def _has_longer_use(self, slot: int, tokens: int, other: int) -> bool:
-        """Return whether a slot keeps twice as many tokens as are reused, and another slot is empty."""
-        return len(self._tokens[slot]) >= 2 * tokens and not self._tokens[other]
+        def rank(slot: int) -> tuple[int, bool, bool, int]:
+            stays = slot == best and tokens > 0 and len(self._tokens[slot]) < 2 * tokens
+            return window_size(slot), not stays, bool(self._tokens[slot]), self._last_use[slot]
+
+        target = min(free, key=rank)
+        return PrefixMatch(tokens, best if tokens else target, target)
+
+    def move_slot(self, source: int, target: int, length: int) -> None:
+        """Move the `length` tokens of a running request to a free slot, and forget the old tokens of that slot."""
+        self.forget(target)
+        self._memory.copy_cells(source, target, length)
+        if self._memory.has_recurrent_states:
+            self._memory.restore_states(target, self._memory.save_states(source))
+        self._tokens[target], self._lengths[target] = self._tokens[source], length
+        for key in [key for key in self._saved if key[0] == source]:
+            self._saved[target, key[1]] = self._saved.pop(key)
+        self._branch_points[target] = self._branch_points[source]
+        self._tokens[source] = ()
+        self._touch(target)
 
     def _count_reusable(self, slot: int, prompt: tuple[int, ...]) -> int:
         """Return how many tokens of a prompt a slot can provide."""
@@ -129,7 +145,7 @@ class PrefixCache:
         return shared if slack is None or self._lengths[slot] - shared <= slack else 0
 
     def take_slot(self, match: PrefixMatch, prompt: tuple[int, ...]) -> None:
-        """Prepare the target slot of a match: copy or restore what is reused, and forget the rest."""
+        """Prepare the target slot of a match: copy or restore the reused tokens, and forget all others."""
         source, target = match.source, match.target
         shared = max((count_common_tokens(known, prompt[:-1]) for known in self._tokens), default=0)
         saved = self._saved.get((source, match.tokens))
@@ -165,8 +181,8 @@ class PrefixCache:
         """
         self._tokens[slot], self._lengths[slot] = tuple(tokens), len(tokens)
         self._touch(slot)
-        wanted = len(tokens) in (prompt_tokens, self._branch_points[slot])
-        if wanted and self._memory.has_recurrent_states:
+        is_saved = len(tokens) in (prompt_tokens, self._branch_points[slot])
+        if is_saved and self._memory.has_recurrent_states:
             nbytes = self._memory.compute_state_bytes()
             if nbytes <= self._state_bytes:
                 self._keep(slot, len(tokens), _SavedState(self._memory.save_states(slot), nbytes))

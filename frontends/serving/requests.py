@@ -11,7 +11,8 @@ class QueueFullError(HocketError):
     """The queue of the engine is full. `retry_seconds` is the predicted time until a place is free."""
 
     def __init__(self, queued: int, retry_seconds: float) -> None:
-        super().__init__(f"{queued} requests wait already; try again in {retry_seconds:.0f} s")
+        waiting = f"{queued} requests wait already" if queued else "all slots are busy"
+        super().__init__(f"{waiting}; try again in {retry_seconds:.0f} s")
         self.retry_seconds = retry_seconds
 
 
@@ -62,7 +63,8 @@ class TokenEvent:
 class RequestTiming:
     """Token counts and seconds of a request.
 
-    - `prompt_tokens`, of which `cached_tokens` came from the prefix cache; `new_tokens`: sampled tokens.
+    - `prompt_tokens`: tokens of the prompt; `cached_tokens`: the part that came from the prefix cache.
+    - `new_tokens`: sampled tokens.
     - `queue_seconds`: from the submission to the first step; `prompt_seconds`: from there to the first token;
       `decode_seconds`: from the first to the last token.
     """
@@ -77,7 +79,10 @@ class RequestTiming:
 
 @dataclass(frozen=True, slots=True)
 class ProgressEvent:
-    """The prompt of a request has been read up to token `read_tokens`, cached tokens included."""
+    """The prompt of a request has been read up to token `read_tokens`, cached tokens included.
+
+    The first one comes when the request gets a slot.
+    """
 
     request: str
     read_tokens: int
@@ -88,7 +93,7 @@ class EndEvent:
     """The end of a request; no event of the request follows.
 
     `reason` is ``stop`` (an end token, or a complete grammar), ``length`` (the limit or the context), ``cancelled`` or
-    ``error``; `message` says what failed.
+    ``error``; `message` describes an error.
     """
 
     request: str
@@ -107,7 +112,7 @@ class EngineStatus:
     - `slots`: sequences that can run at once; `running`, `queued`: requests.
     - `context`: tokens of a slot.
     - `slot_requests`: the id of the request in each slot; empty text for a free slot.
-    - `slot_tokens`: the tokens that each slot holds, those of the prefix cache included.
+    - `slot_tokens`: the tokens that each slot holds, tokens of the prefix cache included.
     - `prompt_tokens`, `cached_tokens`, `new_tokens`, `finished_requests`: sums since the start.
     - `prompt_seconds`, `decode_seconds`: seconds of the steps of each kind since the start.
     - `steps`: decode steps since the start.

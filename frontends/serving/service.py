@@ -1,4 +1,4 @@
-"""What an HTTP server needs of a model that is served: a protocol, so that tests serve a model without weights."""
+"""The protocol of a served model, so that tests of the HTTP server need no weights."""
 
 from __future__ import annotations
 

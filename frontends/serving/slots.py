@@ -7,7 +7,7 @@ aligned window that has all decoding slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +94,23 @@ class SlotPool:
                 batch=self.batch,
             )
         return self._windows[key]
+
+    def prepare(self, report: Callable[[], object] = lambda: None) -> None:
+        """Plan and compile the steps of short texts: every bucket of prompt tokens, and every number of sequences.
+
+        `report` is called after each step, because all of them together may take minutes.
+        """
+        window, size = self.find_window(0, 1), min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
+        while size <= next_power_of_two(self.batch):
+            window.executor(window.make_step(size, min(size, self.context)))
+            report()
+            size *= 2
+        count = 1
+        while count <= self._all_slots.sequences:
+            decoding = self.find_window(0, count)
+            decoding.executor(decoding.make_step(1, 1, count))
+            report()
+            count *= 2
 
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
         """Append prompt tokens to a slot and return the logits after the last one, f32[vocabulary].

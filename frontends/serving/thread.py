@@ -56,9 +56,18 @@ class EngineThread:
         options: The options of the engine.
         name: The name of the model for clients.
         version: The version of hocket, for the fingerprint.
+        on_failure: Called in the thread of the engine, with the reason, if the engine ends by an error.
     """
 
-    def __init__(self, model: Model, options: EngineOptions, *, name: str, version: str) -> None:
+    def __init__(
+        self,
+        model: Model,
+        options: EngineOptions,
+        *,
+        name: str,
+        version: str,
+        on_failure: Callable[[str], None] = lambda why: None,
+    ) -> None:
         self._model, self._name = model, name
         root = model.session
         self._pool = SlotPool(root, options.slots, context=root.context, batch=root.batch)
@@ -75,7 +84,7 @@ class EngineThread:
         self._receivers_lock = threading.Lock()
         self._orders: SimpleQueue[Callable[[], list[Event]] | None] = SimpleQueue()
         self._status, self._last_beat = self._engine.status, time.monotonic()
-        self._failure, self._is_closing = "", False
+        self._failure, self._is_closing, self._on_failure = "", False, on_failure
         self._fingerprint = self._compute_fingerprint(version)
         self._thread = threading.Thread(target=self._run, name="hocket-engine", daemon=True)
         self._thread.start()
@@ -170,23 +179,33 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            self._pool.prepare(self._note_status)
             while self._take_orders():
                 self._send(self._engine.step())
-                self._status, self._last_beat = self._engine.status, time.monotonic()
-        except BaseException as error:  # the thread must report why it ends, whatever it is
+                self._note_status()
+        except BaseException as error:  # clients must learn of any failure
             self._fail(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._on_failure(self._failure)
             raise
         self._fail("the server shuts down")
 
+    def _note_status(self) -> None:
+        self._status, self._last_beat = self._engine.status, time.monotonic()
+
     def _take_orders(self) -> bool:
-        """Carry out all orders, waiting for one if there is no work; return False when the engine is to end."""
+        """Carry out all orders; return False when the engine is to end.
+
+        Without work this waits for the first order, but not for a second one: `status` must show the end of the last
+        request at once.
+        """
+        waits = not self._engine.has_work
         try:
             while True:
-                waits = not self._engine.has_work
                 order = self._orders.get(waits, HEARTBEAT_SECONDS if waits else None)
                 if order is None:
                     return False
                 self._send(order())
+                waits = False
         except Empty:
             return True
 

@@ -16,6 +16,11 @@ from .tensor import Number, Operand, Tensor, as_tensor, cast, constant_tensor, n
 BinaryOp = Callable[[Value, Value], Value]
 
 
+def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
+    """Return the operand; the importer casts it to the dtype of the result."""
+    return x
+
+
 def _apply_binary(op: BinaryOp, a: Tensor, b: Tensor, *, either: bool = False, truth: bool = False) -> Tensor:
     """Apply an op that broadcasts its second operand to the first; with `either` the operands may be swapped."""
     shape = np.broadcast_shapes(a.shape, b.shape)

@@ -81,8 +81,8 @@ def _write_reply(conversation: Conversation, text: str) -> bool:
     """Write the answer and return whether Ctrl-C ended it."""
     interrupted = False
     try:
-        for piece in conversation.reply(text):
-            write_data(piece)
+        for new_text in conversation.reply(text):
+            write_data(new_text)
     except KeyboardInterrupt:
         interrupted = True
     except ModelError as error:
@@ -106,25 +106,25 @@ def _show_help(conversation: Conversation, argument: str) -> bool:
 
 
 def _reset_conversation(conversation: Conversation, argument: str) -> bool:
-    """forget what was said"""
+    """forget the conversation"""
     conversation.restart()
     return True
 
 
 def _set_system_prompt(conversation: Conversation, argument: str) -> bool:
-    """TEXT: begin anew with this system prompt, or with none"""
+    """TEXT: start again with this system prompt, or without one"""
     conversation.system = argument or None
     conversation.restart()
     return True
 
 
 def _save_conversation(conversation: Conversation, argument: str) -> bool:
-    """FILE: keep the talk, to go on later on any devices"""
+    """FILE: save the conversation, to continue later on any devices"""
     return _transfer_conversation("/save", argument, conversation, conversation.save, "are kept")
 
 
 def _load_conversation(conversation: Conversation, argument: str) -> bool:
-    """FILE: go on with a talk that was kept"""
+    """FILE: continue a saved conversation"""
     return _transfer_conversation("/load", argument, conversation, conversation.load, "were said")
 
 
@@ -133,7 +133,7 @@ def _transfer_conversation(
 ) -> bool:
     """Save or load a conversation and report the number of messages; return true, also after an error."""
     if not path:
-        write_log_line(f"{command}: there is no name of a file; give one")
+        write_log_line(f"{command}: the file name is missing; give one")
         return True
     try:
         transfer(path)
@@ -146,7 +146,7 @@ def _transfer_conversation(
 
 
 def _shift_context(conversation: Conversation, argument: str) -> bool:
-    """forget the older half of the context whenever it is full, as --context-shift does"""
+    """drop the older half of the context whenever it is full, as --context-shift does"""
     pinned_tokens = int(conversation.tokenizer.add_bos)
     conversation.params = replace(conversation.params, pinned_tokens=pinned_tokens)
     return True

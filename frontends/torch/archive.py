@@ -80,23 +80,25 @@ def _deserialise_program(members: _ArchiveMembers) -> ExportedProgram:
     from torch._export.serde import schema
     from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
 
-    told = members.read_json(members.program_path)
-    _sanitise_program(members.path, told)
+    program_json = members.read_json(members.program_path)
+    _sanitise_program(members.path, program_json)
     weights, constants = (_load_tensors(members, kind) for kind in LEAF_KINDS)
-    written = _dict_to_dataclass(schema.ExportedProgram, told)
+    written = _dict_to_dataclass(schema.ExportedProgram, program_json)
     return ExportedProgramDeserializer().deserialize(written, weights, constants, None)
 
 
-def _sanitise_program(path: str, told: dict[str, Any]) -> None:
+def _sanitise_program(path: str, program_json: dict[str, Any]) -> None:
     """Reject programs that would make PyTorch evaluate text, and drop entries in which PyTorch would look up names.
 
     Guards and metadata are dropped in place; hocket does not use them. Raises `ModelError` for symbolic shapes, for a
     call of another function than an ATen or prims op, and for a pytree spec with classes of other modules.
     """
-    if told.get("range_constraints") or any(part.get(key) for part in _iterate_mappings(told) for key in SYMBOLIC_KEYS):
+    if program_json.get("range_constraints") or any(
+        part.get(key) for part in _iterate_mappings(program_json) for key in SYMBOLIC_KEYS
+    ):
         raise ModelError(f"{path}: has shapes that vary; export the program without dynamic_shapes")
-    told["guards_code"] = []
-    for part in _iterate_mappings(told):
+    program_json["guards_code"] = []
+    for part in _iterate_mappings(program_json):
         if "metadata" in part:
             part["metadata"] = {}
         if "target" in part and "inputs" in part and not ALLOWED_TARGET.fullmatch(str(part["target"])):
@@ -125,24 +127,24 @@ def _load_tensors(members: _ArchiveMembers, kind: str) -> dict[str, torch.Tensor
 
     tensors: dict[str, torch.Tensor] = {}
     read: dict[str, bytearray] = {}
-    for name, told in members.read_json(config)["config"].items():
-        file = told["path_name"]
-        if told.get("use_pickle") or not told.get("tensor_meta"):
+    for name, entry in members.read_json(config)["config"].items():
+        file = entry["path_name"]
+        if entry.get("use_pickle") or not entry.get("tensor_meta"):
             raise ModelError(f"{members.path}: {name!r:.100} is pickled, which could run code; it is not read")
         if file not in read:
             read[file] = bytearray(members.read_bytes(f"data/{kind}/{file}"))
-        plain = _view_tensor(read[file], told["tensor_meta"])
-        tensors[name] = torch.nn.Parameter(plain, requires_grad=False) if told["is_param"] else plain
+        plain = _view_tensor(read[file], entry["tensor_meta"])
+        tensors[name] = torch.nn.Parameter(plain, requires_grad=False) if entry["is_param"] else plain
     return tensors
 
 
-def _view_tensor(data: bytearray, told: Mapping[str, Any]) -> torch.Tensor:
+def _view_tensor(data: bytearray, metadata: Mapping[str, Any]) -> torch.Tensor:
     """View bytes as a tensor with the dtype, the sizes, the strides and the offset of its metadata."""
     import torch
     from torch._export.serde.serialize import deserialize_scalar_type
 
-    dtype = deserialize_scalar_type(told["dtype"])
-    sizes, strides = ([int(n["as_int"]) for n in told[key]] for key in ("sizes", "strides"))
+    dtype = deserialize_scalar_type(metadata["dtype"])
+    sizes, strides = ([int(n["as_int"]) for n in metadata[key]] for key in ("sizes", "strides"))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    start = int(told["storage_offset"]["as_int"])
+    start = int(metadata["storage_offset"]["as_int"])
     return flat.as_strided(sizes, strides, start)

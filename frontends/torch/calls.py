@@ -422,11 +422,6 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
     return indexing.index_put(x, indices, values, accumulate)
 
 
-def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
-    """Return the operand; the importer casts it to the dtype of the result."""
-    return x
-
-
 def copy_source(x: Tensor, src: Tensor, *_: object) -> Tensor:
     """Return the source of ``copy``, broadcast to the shape of the destination."""
     return shapes.expand(src, x.shape)

@@ -54,10 +54,10 @@ def compile_graph(
     Raises:
         ModelError: There is an unknown option, or a call of the function needs gradients.
     """
-    given = {"devices": "cpu:0", **(options or {})}
-    if unknown := sorted(given.keys() - {"devices", "split_mode", "tensor_split", "place"}):
+    settings = {"devices": "cpu:0", **(options or {})}
+    if unknown := sorted(settings.keys() - {"devices", "split_mode", "tensor_split", "place"}):
         raise ModelError(f"there is no option {unknown[0]!r}; devices, split_mode, tensor_split and place are some")
-    return CompiledGraph(module, given)
+    return CompiledGraph(module, settings)
 
 
 class CompiledGraph:
@@ -101,7 +101,7 @@ class CompiledGraph:
             return SplitGraph(module, args, self.options)
         except ModelError as why:
             warnings.warn(f"PyTorch runs this graph itself: {why}", stacklevel=2)
-            return lambda given: module(*given)
+            return lambda call_args: module(*call_args)
 
 
 def _remove_scalars(args: CallArguments, numbers: Mapping[int, Any]) -> CallArguments:
@@ -131,11 +131,11 @@ def _with_scalar_constants(module: torch.fx.GraphModule, numbers: Mapping[int, A
     placeholders = _list_placeholders(graph)
     read = {item: number for i, number in numbers.items() for item in placeholders[i].users}
 
-    def known(node: torch.fx.Node) -> Any:
+    def replace_read(node: torch.fx.Node) -> Any:
         return read.get(node, node)
 
     for node in graph.nodes:
-        node.args, node.kwargs = torch.fx.node.map_arg((node.args, node.kwargs), known)
+        node.args, node.kwargs = torch.fx.node.map_arg((node.args, node.kwargs), replace_read)
     for item in read:
         graph.erase_node(item)
     return torch.fx.GraphModule(module, graph)
@@ -145,12 +145,12 @@ class LoadedGraph:
     """A captured graph on its devices: planned once, and bound to each set of parameters with which it is called."""
 
     def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
-        given = dict(options)
-        devices = given.pop("devices")
+        settings = dict(options)
+        devices = settings.pop("devices")
         self.module = module
         operands = [i for i, arg in enumerate(args) if is_bound_argument(arg)]
         self.program = import_program(_export_graph(module, args), operands, _is_supported)
-        self.bindings = ParameterBindings(self.program, plan(self.program.graph, devices, **given), module)
+        self.bindings = ParameterBindings(self.program, plan(self.program.graph, devices, **settings), module)
 
     def __call__(self, args: CallArguments) -> Any:
         if self.program.mutated_arguments and _has_shared_memory(

@@ -106,12 +106,12 @@ def decompose_program(exported: ExportedProgram) -> ExportedProgram:
     import torch
     from torch.export import default_decompositions
 
-    kept = default_decompositions()
-    for op in [op for op in kept if _find_aten_name(op) in OP_TABLE]:
-        kept.pop(op)
+    decompositions = default_decompositions()
+    for op in [op for op in decompositions if _find_aten_name(op) in OP_TABLE]:
+        decompositions.pop(op)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns about its own names
-        return exported.run_decompositions(kept)
+        return exported.run_decompositions(decompositions)
 
 
 def has_table_row(node: Node) -> bool:
@@ -312,8 +312,8 @@ class _ProgramImporter:
                 (s.target for s in self.exported_program.graph_signature.input_specs if s.arg.name == node.name), None
             )
             data = known.float() if known.dtype in (_find_torch_dtype("float64"), _find_torch_dtype("bool")) else known
-            made = self._add_weight(name or f"folded.{node.name}", data.contiguous())
-            self.values[node] = Tensor(made.value, made.shape, known.dtype == _find_torch_dtype("bool"))
+            leaf = self._add_weight(name or f"folded.{node.name}", data.contiguous())
+            self.values[node] = Tensor(leaf.value, leaf.shape, known.dtype == _find_torch_dtype("bool"))
         return self.values[node]
 
     # ------------------------------------------------------------------------------------------------------ results

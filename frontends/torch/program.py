@@ -62,10 +62,10 @@ class Program:
         if self.in_spec is None:
             return list(args)
         children = self.in_spec.children() if callable(self.in_spec.children) else self.in_spec.children_specs
-        wanted = list(children[1].context or ())
-        if set(wanted) != set(kwargs):
-            raise ModelError(f"keywords are {sorted(kwargs)}; the program was exported with {sorted(wanted)}")
-        flat, spec = tree_flatten((tuple(args), {k: kwargs[k] for k in wanted}))
+        keywords = list(children[1].context or ())
+        if set(keywords) != set(kwargs):
+            raise ModelError(f"keywords are {sorted(kwargs)}; the program was exported with {sorted(keywords)}")
+        flat, spec = tree_flatten((tuple(args), {k: kwargs[k] for k in keywords}))
         if spec != self.in_spec:
             raise ModelError(f"the arguments are built as {spec}; the program was exported with {self.in_spec}")
         return flat
@@ -91,20 +91,20 @@ class Program:
             raise ModelError(f"got {len(flat)} arguments; the program takes {len(self.arguments)}")
         arrays = {}
         for number, argument in self._copied_arguments:
-            given = flat[number]
+            value = flat[number]
             if not argument.name:
-                if given != argument.constant_value:
+                if value != argument.constant_value:
                     raise ModelError(
-                        f"an argument is {given!r}; the program was exported for {argument.constant_value!r}"
+                        f"an argument is {value!r}; the program was exported for {argument.constant_value!r}"
                     )
                 continue
-            dtype = str(getattr(given, "dtype", type(given).__name__)).removeprefix("torch.")
-            shape = tuple(getattr(given, "shape", ()))
+            dtype = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+            shape = tuple(getattr(value, "shape", ()))
             if (dtype, shape) != (argument.dtype, argument.shape):
-                wanted = f"{argument.dtype}{list(argument.shape)}"
-                raise ModelError(f"%{argument.name} is {dtype}{list(shape)}; the program takes {wanted}")
+                expected = f"{argument.dtype}{list(argument.shape)}"
+                raise ModelError(f"%{argument.name} is {dtype}{list(shape)}; the program takes {expected}")
             if argument.name in self._input_names:
-                arrays[argument.name] = as_array(given, argument.name)
+                arrays[argument.name] = as_array(value, argument.name)
         return arrays
 
 
@@ -126,18 +126,20 @@ class Runner:
         flat = self.run_flat(program.flatten_arguments(args, kwargs))
         return tree_unflatten(flat, program.out_spec)
 
-    def run_flat(self, given: Sequence[Any]) -> list[Any]:
+    def run_flat(self, arguments: Sequence[Any]) -> list[Any]:
         """Return the results for flat arguments, and copy mutated arguments back into their tensors."""
         import torch
 
         program = self.program
         outputs = self.executor.run(
-            {k: _flatten_high_rank(v, program.graph) for k, v in program.as_named_arrays(given).items()}
+            {k: _flatten_high_rank(v, program.graph) for k, v in program.as_named_arrays(arguments).items()}
         )
         tensors = {r.name: as_torch_tensor(outputs[r.name], r.shape, r.dtype) for r in program.results if r.name}
         for number, name in program.mutated_arguments:
             with torch.no_grad():
-                given[number].copy_(torch.from_numpy(np.ascontiguousarray(outputs[name])).reshape(given[number].shape))
+                arguments[number].copy_(
+                    torch.from_numpy(np.ascontiguousarray(outputs[name])).reshape(arguments[number].shape)
+                )
         return [tensors[r.name] if r.name else r.constant_value for r in program.results]
 
 

@@ -12,8 +12,8 @@ from .calls import OpConverter
 
 def as_ints_per_axis(x: int | Sequence[int], count: int) -> tuple[int, ...]:
     """Return one number for each of `count` axes."""
-    given = (x,) if isinstance(x, int) else tuple(x)
-    return given * count if len(given) == 1 else given
+    values = (x,) if isinstance(x, int) else tuple(x)
+    return values * count if len(values) == 1 else values
 
 
 def as_symmetric_pads(pads: Sequence[int]) -> list[tuple[int, int]]:
@@ -86,8 +86,8 @@ def make_adaptive_average_pool_converter(n: int) -> OpConverter:
     """Return the converter of an average pooling to given sizes of the last `n` axes; None keeps a size."""
 
     def row(x: Tensor, sizes: Any) -> Tensor:
-        wanted = [w or m for w, m in zip(as_ints_per_axis(sizes, n), x.shape[-n:], strict=True)]
-        return convolutions.adaptive_average_pool(x, wanted)
+        output_sizes = [w or m for w, m in zip(as_ints_per_axis(sizes, n), x.shape[-n:], strict=True)]
+        return convolutions.adaptive_average_pool(x, output_sizes)
 
     return row
 

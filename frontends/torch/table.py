@@ -39,7 +39,7 @@ _RESHAPE_OPS = ("view", "reshape", "_unsafe_view", "view_copy", "_reshape_alias"
 
 OP_TABLE: Mapping[str, calls.OpConverter] = MappingProxyType(
     {
-        **dict.fromkeys(_IDENTITY_OPS, calls.pass_through),
+        **dict.fromkeys(_IDENTITY_OPS, arith.pass_through),
         **{name: partial(arith.unary, op) for name, op in _UNARY_OPS.items()},
         **{kind: partial(arith.compare, kind) for kind in ("eq", "ne", "lt", "le", "gt", "ge")},
         **{f"logical_{kind}": getattr(arith, f"logical_{kind}") for kind in ("and", "or", "xor", "not")},

@@ -67,7 +67,7 @@ def lower_with_state_saves(
     order = choose_execution_order(
         graph,
         views,
-        lambda value: backend.stored(value.spec, find_storage_kind(value)),
+        lambda value: backend.storage_spec(value.spec, find_storage_kind(value)),
         can_group_overlap([(backend, on)]),
     )
     groups: Sequence[Sequence[Node]] = ()
@@ -306,7 +306,7 @@ class _ProgramBuilder:
 
     def _infer_stored_spec(self, value: Value) -> Spec:
         if (spec := self.stored_specs.get(value)) is None:
-            spec = self.stored_specs[value] = self.backend.stored(value.spec, find_storage_kind(value))
+            spec = self.stored_specs[value] = self.backend.storage_spec(value.spec, find_storage_kind(value))
         return spec
 
     def _count_stored_bytes(self, value: Value) -> int:

@@ -117,5 +117,5 @@ def _find_changed_rows(new: Value, state: Value, views: Mapping[Value, StridedVi
 
 def _is_lossless(state: Value, saved_value: Value, backend: Backend) -> bool:
     """Return whether rows of `state` keep their bits in a save."""
-    was, now = (backend.stored(value.spec, find_storage_kind(value)).dtype for value in (state, saved_value))
+    was, now = (backend.storage_spec(value.spec, find_storage_kind(value)).dtype for value in (state, saved_value))
     return was is now or (now is DType.F32 and was in STATE_DTYPES)

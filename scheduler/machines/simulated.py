@@ -83,7 +83,7 @@ class SimulatedBackend:
     def classify_device(self, on: Device) -> str:
         return self.kind
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         return spec
 
     def scratch(self, node: Node) -> int:
@@ -127,8 +127,8 @@ class SimulatedGpu(SimulatedBackend):
     def supports(self, node: Node, on: Device) -> Support:
         return self._planning_backend.supports(node, on)
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        return self._planning_backend.stored(spec, kind)
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
+        return self._planning_backend.storage_spec(spec, kind)
 
     def scratch(self, node: Node) -> int:
         return self._planning_backend.scratch(node)

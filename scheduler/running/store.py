@@ -272,7 +272,7 @@ class _DeviceBuffers:
         `data` reads the weight, unless a packed file at `place` has it.
         """
         assert declared_buffer.declared_spec is not None
-        stored = self.backend.stored(declared_buffer.declared_spec, declared_buffer.kind)
+        stored = self.backend.storage_spec(declared_buffer.declared_spec, declared_buffer.kind)
         spec = BufferSpec(
             declared_buffer.kind, declared_buffer.name, stored.nbytes, declared_buffer.declared_spec, stored
         )
@@ -303,7 +303,7 @@ class _DeviceBuffers:
         """Bind a weight to its source memory if the backend reads it, else to a shared copy; return its digest."""
         assert declared_buffer.declared_spec is not None
         declared = declared_buffer.declared_spec
-        stored = self.backend.stored(declared, declared_buffer.kind)
+        stored = self.backend.storage_spec(declared, declared_buffer.kind)
         spec = BufferSpec(declared_buffer.kind, declared_buffer.name, stored.nbytes, declared, stored)
         buffer = None
         if copies.is_source_lasting and isinstance(self.backend, SupportsZeroCopyWeights):

@@ -254,7 +254,7 @@ def _verify_stored_buffers(device_plan: Lane) -> None:
     """Require that this machine's backend stores leaves as the buffers state."""
     for buffer in device_plan.program.buffers:
         if buffer.declared_spec is not None:
-            stored = device_plan.backend.stored(buffer.declared_spec, buffer.kind)
+            stored = device_plan.backend.storage_spec(buffer.declared_spec, buffer.kind)
             same = buffer.stored_spec == stored and buffer.nbytes == stored.nbytes
             _require_condition(same, f"%{buffer.name!r:.60} is not stored as {device_plan.device} stores it")
 

@@ -99,7 +99,7 @@ def find_imbalance(plan: Plan) -> WeightBalance | None:
 def _compute_unsharded_bytes(plan: Plan, leaf: Node, own: Sequence[int]) -> int:
     """Return the bytes of a complete weight as the first device with a part stores it; 0 without such a device."""
     device_plan = next((device_plan for device_plan, nbytes in zip(plan.lanes, own, strict=True) if nbytes), None)
-    return 0 if device_plan is None else device_plan.backend.stored(leaf.specs[0], "weight").nbytes
+    return 0 if device_plan is None else device_plan.backend.storage_spec(leaf.specs[0], "weight").nbytes
 
 
 def _find_causes(plan: Plan, fullest: int, own: Mapping[str, int], over: Mapping[str, float]) -> list[ImbalanceCause]:
@@ -164,8 +164,8 @@ class _ImbalanceReasons:
         """Return ``, stored as f32`` if a device stores its shard in another dtype than the whole weight."""
         leaf, backend = self.leaves[name], self.plan.lanes[self.device].backend
         local = Spec(compute_local_shape(leaf.shape, layout, self.device), leaf.dtype)
-        as_stored = backend.stored(local, "weight").dtype
-        return "" if as_stored is backend.stored(leaf.spec, "weight").dtype else f", stored as {as_stored}"
+        as_stored = backend.storage_spec(local, "weight").dtype
+        return "" if as_stored is backend.storage_spec(leaf.spec, "weight").dtype else f", stored as {as_stored}"
 
     def _describe_replicated(self, weight: Value) -> str:
         """Return why a weight is replicated: the cost of sharding it by each class of its factors."""

@@ -152,7 +152,7 @@ def _compute_view_geometry(
 
 def find_stored_dtype(backend: Backend, value: Value) -> DType:
     """Return the dtype in which a backend stores a value that is not a view."""
-    return backend.stored(value.spec, find_storage_kind(value)).dtype
+    return backend.storage_spec(value.spec, find_storage_kind(value)).dtype
 
 
 def check_scratch(memory: BufferContents, scratch: Tensor | None, need: int) -> str | None:

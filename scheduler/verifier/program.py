@@ -68,7 +68,7 @@ def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Ite
             again = "and so is another" if key in leaves else "which the graph does not have"
             yield f"buffer {number} is {buffer.kind} %{quote_node_name(buffer.name)}, {again}"
             continue
-        stored = backend.stored(leaves[key], buffer.kind)
+        stored = backend.storage_spec(leaves[key], buffer.kind)
         if buffer != BufferSpec(*key, stored.nbytes, leaves[key], stored):
             yield f"{buffer} is for {buffer.kind} %{quote_node_name(buffer.name)}: {leaves[key]}, kept as {stored}"
     for kind, name in leaves.keys() - times.keys():

@@ -322,12 +322,12 @@ def test_a_report_shows_the_worst_of_a_cell_and_junit_counts():
     assert suite.find("testcase/failure").get("message") == "why <&>"
 
 
-RUNS = next(f for f in FAULTS if str(f) == "mul: broadcast by runs instead of modulo")
+BROADCAST_FAULT = next(f for f in FAULTS if str(f) == "mul: broadcast by runs instead of modulo")
 
 
 def test_failures_come_by_op_smallest_first_with_what_they_share():
     """A fault that is planted where `b` has several entries to repeat: the kit's words must say just that."""
-    results = [run_case(c, FaultyBackend(RUNS), CPU[1]) for c in quick_cases(REGISTRY["mul"])[::3]]
+    results = [run_case(c, FaultyBackend(BROADCAST_FAULT), CPU[1]) for c in quick_cases(REGISTRY["mul"])[::3]]
     (group,) = group_failures(results)
     best = group.traits[0]
     assert best.text == "`b` is repeated along an axis where it has several entries"

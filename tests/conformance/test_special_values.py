@@ -157,7 +157,7 @@ def test_an_infinity_has_either_sign_or_is_nan_where_rounding_decides() -> None:
     for factor, is_undecided in ((1e-39, True), (1.0, False)):
         operands = {"x": np.array([[[np.inf, 1.0]]]), "pos": np.array([7]), "factors": np.array([factor])}
         expected = ExpectedResult(parse_case(text), operands)
-        want = expected.wanted[0]
+        want = expected.arrays[0]
         assert np.isinf(want).any()
         for got in (np.where(np.isinf(want), -want, want), np.where(np.isinf(want), np.nan, want)):
             assert np.array_equal(accept_permitted(parse_case(text), got, expected, 0), want) == is_undecided

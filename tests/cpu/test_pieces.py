@@ -21,7 +21,7 @@ from hocket.scheduler.running.packed import PackedWeightFiles, WeightOrigin
 COLUMNS = 512
 SHAPES = ((16,), (37,), (160,), (3, 21), (5, 1))
 """Of all but the last axis: groups of rows that are whole and one that is not, and matrices of experts."""
-PIECE_LAYOUTS: tuple[Layout, ...] = (
+SLICE_LAYOUTS: tuple[Layout, ...] = (
     REPLICATE,
     Shard(0, (((0, 32), (48, 5)), ((32, 16),))),
     Shard(1, (((0, 256),), ((256, 256),))),
@@ -53,7 +53,7 @@ def test_a_sliced_weight_has_the_bytes_of_the_whole(
     dtype: DType, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ):
     spec, backend = Spec((*shape, COLUMNS), dtype), CpuBackend()
-    data, size = random_file_bytes(spec), backend.stored(spec, "weight").nbytes
+    data, size = random_file_bytes(spec), backend.storage_spec(spec, "weight").nbytes
     whole, pieced = (backend.alloc(size, backend.device(0)) for _ in range(2))
     assert len([*backend.split_weight(data, spec, whole)]) == 1, "a small weight is no work for several"
     backend.load(data, spec, whole)
@@ -70,13 +70,16 @@ def test_a_sliced_weight_has_the_bytes_of_the_whole(
 def test_slices_are_of_the_requested_or_the_smallest_possible_size(monkeypatch: pytest.MonkeyPatch):
     spec, backend = Spec((1000, COLUMNS), DType.Q8_0), CpuBackend()
     row = spec.nbytes // 1000
-    data, buffer = random_file_bytes(spec), backend.alloc(backend.stored(spec, "weight").nbytes, backend.device(0))
+    data, buffer = (
+        random_file_bytes(spec),
+        backend.alloc(backend.storage_spec(spec, "weight").nbytes, backend.device(0)),
+    )
     for nbytes, rows in (1, 16), (16 * row, 16), (100 * row, 96), (2000 * row, 1000):
         monkeypatch.setattr(cpu, "LOAD_CHUNK_BYTES", nbytes)
         assert len(next(iter(backend.split_weight(data, spec, buffer)))[0]) == rows
 
 
-@pytest.mark.parametrize("layout", PIECE_LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", SLICE_LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [DType.Q4_K, DType.Q8_0, DType.F16], ids=str)
 def test_shares_of_devices_are_loaded_in_slices_that_are_all_released(
     dtype: DType, layout: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -99,9 +99,9 @@ def test_values_without_elements_have_valid_strides(operands):
 def test_weights_of_16_bits_stay_as_they_are():
     backend = EmulatedBackend()
     for dtype in (DType.F16, DType.BF16):
-        assert backend.stored(Spec((3, 4), dtype), "weight").dtype is dtype
-        assert backend.stored(Spec((4,), dtype), "weight").dtype is DType.F32
-        assert backend.stored(Spec((3, 4), dtype)).dtype is DType.F32
+        assert backend.storage_spec(Spec((3, 4), dtype), "weight").dtype is dtype
+        assert backend.storage_spec(Spec((4,), dtype), "weight").dtype is DType.F32
+        assert backend.storage_spec(Spec((3, 4), dtype)).dtype is DType.F32
 
 
 @needs_compiler

@@ -76,7 +76,7 @@ def test_pinned_memory_that_is_taken_again_too_early_is_found(driver, paused_eve
 def test_assigning_does_not_wait_for_the_device(driver, paused_event):
     target = view_of(driver, (4,))
     target[...] = np.arange(4, dtype=np.int32)
-    assert target.array.held.tolist() != [0, 1, 2, 3]
+    assert target.array.host_array.tolist() != [0, 1, 2, 3]
     paused_event.set()
     assert np.asarray(target).tolist() == [0, 1, 2, 3]
 
@@ -173,9 +173,9 @@ def test_what_was_written_may_change_at_once_and_comes_in_order_with_launches(dr
     buffer, arrays = driver.alloc(1024, ON), [np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32)]
     seen = []
     write, view = driver.make_writer([buffer], tensors), driver.view(buffer, tensors[1])
-    driver.stream(ON).put(lambda: seen.append(view.array.held.tolist()))
+    driver.stream(ON).put(lambda: seen.append(view.array.host_array.tolist()))
     write(arrays)
-    driver.stream(ON).put(lambda: seen.append(view.array.held.tolist()))
+    driver.stream(ON).put(lambda: seen.append(view.array.host_array.tolist()))
     arrays[1][...] = 9
     assert seen == []
     paused_event.set()

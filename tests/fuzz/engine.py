@@ -72,7 +72,7 @@ class Lines:
     def __init__(self) -> None:
         self.seen: set[tuple[int, int]] = set()
         self._left: dict[int, set[int]] = {}
-        self._kept: list[CodeType] = []  # so that no number is given to another
+        self._retained_code: list[CodeType] = []  # so that no number is given to another
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -87,7 +87,7 @@ class Lines:
         code = frame.f_code
         left = self._left.get(id(code))
         if left is None:
-            self._kept.append(code)
+            self._retained_code.append(code)
             ours = code.co_filename.startswith(ROOT) and not code.co_filename.startswith(HERE)
             left = {line for *_, line in code.co_lines() if line} - {code.co_firstlineno} if ours else set()
             self._left[id(code)] = left
@@ -131,8 +131,8 @@ def read_input(target: Target, data: bytes, *, measured: bool = True, lines: Lin
                 return _read_and_measure(target, data)
             if lines is not None:
                 with lines.watch():
-                    return _judge_target(target, data)
-            return _judge_target(target, data)
+                    return _read_target(target, data)
+            return _read_target(target, data)
     except Late:
         if measured or lines is not None:
             return read_input(target, data, measured=False)
@@ -142,7 +142,7 @@ def read_input(target: Target, data: bytes, *, measured: bool = True, lines: Lin
 def _read_and_measure(target: Target, data: bytes) -> Verdict:
     tracemalloc.start()
     try:
-        verdict = _judge_target(target, data)
+        verdict = _read_target(target, data)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -152,7 +152,7 @@ def _read_and_measure(target: Target, data: bytes) -> Verdict:
     return Verdict(verdict.refusal, verdict.fault, peak)
 
 
-def _judge_target(target: Target, data: bytes) -> Verdict:
+def _read_target(target: Target, data: bytes) -> Verdict:
     try:
         target.read(data)
     except HocketError as why:
@@ -216,7 +216,7 @@ def sound(target: Target) -> list[bytes]:
     """The inputs from which damage begins; none is refused."""
     seeds = list(target.seeds())
     for data in seeds:
-        _judge_target(target, data)  # imports and compiled patterns count for no input
+        _read_target(target, data)  # imports and compiled patterns count for no input
         verdict = read_input(target, data)
         assert verdict == Verdict(peak=verdict.peak), f"a seed of {target.name}: {verdict}"
     return seeds

@@ -130,7 +130,7 @@ def build_tree(width: int = 1024, rows: int = 64) -> Graph:
     return Graph({"y": level[0]})
 
 
-SMALL: dict[str, Callable[[], Graph]] = {
+SMALL_GRAPHS: dict[str, Callable[[], Graph]] = {
     "towers": lambda: build_towers((2, 2, 2, 2), 16, 4),
     "uneven towers": lambda: build_towers((1, 5, 3), 16, 4),
     "fork": lambda: build_fork(16, 4),
@@ -159,10 +159,10 @@ def has_branches(plan: Plan) -> bool:
 
 
 @pytest.mark.parametrize("devices", [2, 3, 5])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL_GRAPHS)
 def test_branches_on_several_devices_give_the_numbers_of_one_device(name: str, devices: int):
     """Mode auto takes branches, or a plan that is as fast as all plans of branches."""
-    graph, group = SMALL[name](), group_of(devices, "numpy")
+    graph, group = SMALL_GRAPHS[name](), group_of(devices, "numpy")
     hardware = Hardware(flops=1e6, bandwidth=1e9, launch=0, link_latency=1e-6)
     schedules = build_branches(graph, hardware, devices).find_schedules(devices)
     assert schedules

@@ -6,10 +6,10 @@ const LEAVES = new Set(["input", "weight", "state", "constant"]);
 const page = JSON.parse(document.getElementById("data").textContent);
 
 class Model {
-  constructor(shown) {
-    this.graph = shown.graph;
-    this.plan = shown.plan ?? null;
-    this.passes = shown.passes ?? null;
+  constructor(entry) {
+    this.graph = entry.graph;
+    this.plan = entry.plan ?? null;
+    this.passes = entry.passes ?? null;
     const { op, src, block } = this.graph.nodes;
     this.count = op.length;
     this.users = Array.from({ length: this.count }, () => []);
@@ -87,16 +87,16 @@ class Model {
     const { cost } = this.plan.programs[cell.program];
     const sum = { flops: 0, nbytes: 0, moved: 0, seconds: 0, uncut: 0, busy: 0, took: 0 };
     const speeds = this.devices.find((d) => d.program === cell.program).speeds;
-    let isCut = false;
+    let isSharded = false;
     for (let step = cell.first; step < cell.first + cell.count; step++) {
       const c = this.costs[cost[step]];
       for (const key of ["flops", "nbytes", "moved", "seconds"]) sum[key] += c[key];
       sum.uncut += c.uncut ?? c.seconds;
       sum.took += this.took(cell.program, step);
       sum.busy += Math.max(c.flops / speeds.flops, c.nbytes / speeds.bandwidth);
-      isCut ||= c.uncut !== null;
+      isSharded ||= c.uncut !== null;
     }
-    Object.assign(cell, sum, { uncut: isCut && row.op === "work" ? sum.uncut : null });
+    Object.assign(cell, sum, { uncut: isSharded && row.op === "work" ? sum.uncut : null });
   }
 
   /** The seconds that a step took on the devices that run the program, on average; 0 without a trace. */
@@ -135,7 +135,7 @@ class Model {
         all += moved;
       }
     }
-    return { all, most: Math.max(0, ...sent), meetings: this.rows.filter((r) => r.op !== "work").length };
+    return { all, maxSent: Math.max(0, ...sent), collectives: this.rows.filter((r) => r.op !== "work").length };
   }
 
   /** The step at which a program needs most memory to compute in. */
@@ -145,4 +145,4 @@ class Model {
   }
 }
 
-const models = page.shown.map((shown) => new Model(shown));
+const models = page.shown.map((entry) => new Model(entry));

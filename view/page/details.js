@@ -39,8 +39,8 @@ class Details {
       facts([
         ["one run", el("b", {}, secondsText(cost.total)), ` estimated${page.tokens ? `, of ${plural(page.tokens, "token")}` : ""}`],
         measured && ["measured", el("b", {}, secondsText(measured.seconds)), ` the median of ${plural(measured.runs, "run")} of ${measured.label}${measured.exact ? "" : ", the same steps on other shapes than here"}`],
-        ["of that", `${secondsText(cost.collectives)} (${percent(cost.collectives / total)}) in ${plural(crossing.meetings, "meeting")} of devices`],
-        ["crosses", crossing.all ? el("span", {}, el("b", {}, bytesText(crossing.all / (page.tokens ?? 1))), ` ${page.tokens ? "a token" : "a run"} over all links; the busiest device sends ${bytesText(crossing.most / (page.tokens ?? 1))}`) : "nothing: no device needs what another has"],
+        ["of that", `${secondsText(cost.collectives)} (${percent(cost.collectives / total)}) in ${plural(crossing.collectives, "meeting")} of devices`],
+        ["crosses", crossing.all ? el("span", {}, el("b", {}, bytesText(crossing.all / (page.tokens ?? 1))), ` ${page.tokens ? "a token" : "a run"} over all links; the busiest device sends ${bytesText(crossing.maxSent / (page.tokens ?? 1))}`) : "nothing: no device needs what another has"],
         ["memory peak", ...peaks],
       ]),
       el("h3", {}, "What a run takes and gives"), io,
@@ -93,9 +93,9 @@ class Details {
     const row = (g) => el("li", {}, swatch(g.how.kind), el("span", { class: "mark" }, g.how.kind === "local" ? "one" : g.how.mark),
       link(clipped(g.count > 1 ? g.name : model.name(g.first), g.count > 1 ? 25 : 29), () => app.reveal(model, g.first)), el("span", { class: "times" }, g.count > 1 ? `× ${g.count}` : ""), el("span", { class: "n" }, bytesText(g.nbytes)),
       el("span", { class: "dim" }, `${g.about}; ${eitherWords([...g.sizes])}`));
-    const shown = all.slice(0, 14);
+    const listed = all.slice(0, 14);
     const rest = all.slice(14);
-    return el("div", {}, el("ul", { class: "weights" }, shown.map(row)),
+    return el("div", {}, el("ul", { class: "weights" }, listed.map(row)),
       rest.length ? el("details", {}, el("summary", {}, `${rest.length} more, ${bytesText(rest.reduce((n, g) => n + g.nbytes, 0))}`), el("ul", { class: "weights" }, rest.slice(0, 400).map(row))) : "");
   }
 
@@ -181,9 +181,9 @@ class Details {
     const calls = steps.map((s) => model.plan.calls[model.plan.programs[s.program].calls[s.step]]);
     const kernels = [...new Set(calls.flatMap(([own]) => own))].map((k) => model.plan.kernels[k]);
     const together = Math.max(0, ...calls.map(([, count]) => count));
-    const shown = ([name, place, text]) => el("div", {}, el("code", {}, name), el("div", { class: "dim" }, place),
+    const kernelItem = ([name, place, text]) => el("div", {}, el("code", {}, name), el("div", { class: "dim" }, place),
       text ? el("details", {}, el("summary", {}, "its source"), el("pre", {}, text)) : "");
-    return kernels.length ? [["kernel", ...kernels.map(shown), together > 1 ? el("div", { class: "dim" }, `${together} steps in one`) : ""]] : [];
+    return kernels.length ? [["kernel", ...kernels.map(kernelItem), together > 1 ? el("div", { class: "dim" }, `${together} steps in one`) : ""]] : [];
   }
 
   /** What steps took on each device by a trace, and in which kernels if the plan does not say. */
@@ -219,14 +219,14 @@ class Details {
 
   row({ model, row, device }) {
     const cell = row.cells.get(model.devices[device].program);
-    const alike = row.devices.filter((d) => model.devices[d].program === cell.program);
-    if (row.op !== "work") return this.meeting(model, row, cell);
+    const devices = row.devices.filter((d) => model.devices[d].program === cell.program);
+    if (row.op !== "work") return this.collective(model, row, cell);
     const p = model.plan.programs[cell.program];
     const steps = Array.from({ length: cell.count }, (_, i) => cell.first + i);
     const nodes = steps.map((s) => p.node[s]).filter((n) => n >= 0);
-    const most = Math.max(...steps.map((s) => model.costs[p.cost[s]].seconds));
+    const maxSeconds = Math.max(...steps.map((s) => model.costs[p.cost[s]].seconds));
     return [
-      el("h2", {}, `${plural(cell.count, "node")} on ${deviceText(alike.map((d) => model.devices[d].name))}`),
+      el("h2", {}, `${plural(cell.count, "node")} on ${deviceText(devices.map((d) => model.devices[d].name))}`),
       el("p", { class: "name" }, `${model.graph.labels[row.block]}, steps ${cell.first} to ${cell.first + cell.count - 1}`),
       facts([...this.costFacts(model, cell.program, cell), ...this.timeFacts(model, cell.program, steps), ["because", ...row.because.map((b) => el("div", {}, b))], this.decided(model, nodes), this.hinted(model, nodes)]),
       el("p", {}, link("draw as a graph", () => app.openGraph(model, model.paths.get(row.block)))),
@@ -234,13 +234,13 @@ class Details {
         const cost = model.costs[p.cost[s]];
         const node = p.node[s];
         const text = `${p.ops[p.op[s]]} ${reference(shortened(model.stepName(cell.program, s), 40))}`;
-        return el("li", { value: s, class: String(s) in p.own ? "own" : "" }, el("i", { class: "bar", style: { width: `${(100 * cost.seconds) / most}%` } }),
+        return el("li", { value: s, class: String(s) in p.own ? "own" : "" }, el("i", { class: "bar", style: { width: `${(100 * cost.seconds) / maxSeconds}%` } }),
           node < 0 ? text : link(text, () => app.reveal(model, node)), el("span", { class: "n" }, secondsText(cost.seconds)));
       })),
     ];
   }
 
-  meeting(model, row, cell) {
+  collective(model, row, cell) {
     const p = model.plan.programs[cell.program];
     const node = p.node[cell.first];
     const names = row.devices.map((d) => model.devices[d].name);

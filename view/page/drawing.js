@@ -27,7 +27,7 @@ class Drawing {
     }
     this.boxes = new Map(boxes.map((b) => [b.id, b]));
     this.arrows = arrows;
-    const placed = laidOut(boxes, arrows);
+    const placed = layOut(boxes, arrows);
     this.places = placed.boxes;
     this.size = placed;
     const lines = placed.arrows.map((a) => svg("path", { d: curve(a.points), class: `arrow ${a.class ?? ""}`, "marker-end": "url(#tip)" }, svg("title", {}, a.title ?? "")));
@@ -53,9 +53,9 @@ class Drawing {
   select(id, isQuiet = false) {
     this.canvas.querySelectorAll(".chosen, .near").forEach((n) => n.classList.remove("chosen", "near"));
     this.chosen = id;
-    const shown = this.canvas.querySelector(`[data-id="${id}"]`);
-    if (!shown) return;
-    shown.classList.add("chosen");
+    const element = this.canvas.querySelector(`[data-id="${id}"]`);
+    if (!element) return;
+    element.classList.add("chosen");
     const paths = this.canvas.querySelectorAll(".arrow");
     this.arrows.forEach((a, i) => (a.from === id || a.to === id) && paths[i].classList.add("near"));
     this.bring(id);

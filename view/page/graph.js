@@ -1,6 +1,6 @@
 // The graph: at first its blocks, one box each; what is opened shows its nodes with values, specs and layouts.
 
-const MOST_NODES = 140; // of a repetition that is drawn at once instead of as its blocks
+const MAX_NODES = 140; // of a repetition that is drawn at once instead of as its blocks
 const LONGEST_NAME = 34;
 
 class GraphView {
@@ -17,7 +17,7 @@ class GraphView {
     const items = this.model.items(this.path);
     const blocks = this.path.length % 2 ? [items[this.path.at(-1)]] : items.flatMap((i) => this.model.blocksOf(i));
     const nodes = blocks.flatMap((b) => this.model.blocks[b]);
-    this.isNodes = this.path.length % 2 === 1 || nodes.length <= MOST_NODES;
+    this.isNodes = this.path.length % 2 === 1 || nodes.length <= MAX_NODES;
     this.drawCrumbs();
     if (this.isNodes) this.drawNodes(nodes);
     else this.drawItems(items);
@@ -177,9 +177,9 @@ class GraphView {
     const cost = this.model.costs[this.model.plan.programs[where.program].cost[where.step]];
     const took = this.model.took(where.program, where.step);
     const { speeds } = this.model.running(where.program)[0];
-    this.most ??= { seconds: Math.max(...this.model.costs.map((c) => c.seconds)), nbytes: Math.max(...this.model.costs.map((c) => c.nbytes)), took: this.model.slowest() };
+    this.maxima ??= { seconds: Math.max(...this.model.costs.map((c) => c.seconds)), nbytes: Math.max(...this.model.costs.map((c) => c.nbytes)), took: this.model.slowest() };
     const busy = Math.max(cost.flops / speeds.flops, cost.nbytes / speeds.bandwidth);
-    return Math.min(1, HEATS[this.heat].of({ ...cost, busy, took }, this.most));
+    return Math.min(1, HEATS[this.heat].of({ ...cost, busy, took }, this.maxima));
   }
 
   // ---------------------------------------------------------------------------------------- selection
@@ -205,9 +205,9 @@ class GraphView {
 
   /** Draw the block of a node and mark it; a leaf is shown where it is first read. */
   reveal(node) {
-    const shown = this.model.isLeaf(node) ? this.model.users[node][0] ?? node : node;
-    const path = this.model.paths.get(this.model.block(shown));
+    const user = this.model.isLeaf(node) ? this.model.users[node][0] ?? node : node;
+    const path = this.model.paths.get(this.model.block(user));
     if (path && path.join() !== this.path.join()) this.goto(path);
-    this.drawing.select(shown, this.model.isLeaf(node));
+    this.drawing.select(user, this.model.isLeaf(node));
   }
 }

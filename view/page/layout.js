@@ -1,7 +1,7 @@
 // Boxes and arrows laid out by dagre, in layers from top to bottom.
 
 /** Places for boxes of known size: {boxes: Map id → {x, y}, arrows: [{from, to, points}], left, width, height}. */
-function laidOut(boxes, arrows) {
+function layOut(boxes, arrows) {
   const g = new dagre.graphlib.Graph({ multigraph: true });
   g.setGraph({ rankdir: "TB", nodesep: 18, ranksep: 30, edgesep: 10, marginx: 16, marginy: 16 });
   g.setDefaultEdgeLabel(() => ({}));

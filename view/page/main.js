@@ -106,9 +106,9 @@ class App {
 
   /** The next row that is shown in the plan. */
   nextRow(by) {
-    const shown = [...this.view.plan.root.querySelectorAll("[data-row], .fold")];
-    const at = shown.findIndex((r) => r.classList.contains("chosen") || r.contains(document.activeElement));
-    const row = shown[Math.max(0, Math.min(shown.length - 1, at < 0 ? 0 : at + by))];
+    const rows = [...this.view.plan.root.querySelectorAll("[data-row], .fold")];
+    const at = rows.findIndex((r) => r.classList.contains("chosen") || r.contains(document.activeElement));
+    const row = rows[Math.max(0, Math.min(rows.length - 1, at < 0 ? 0 : at + by))];
     if (!row) return;
     this.view.plan.root.querySelector(".chosen")?.classList.remove("chosen");
     (row.querySelector("button.cell, button.bar, button.gutter") ?? row).focus();

@@ -14,15 +14,15 @@ class MemoryView {
     const { model } = this;
     if (!model.plan) { this.root.replaceChildren(); this.root.hidden = true; return; }
     this.root.hidden = false;
-    const held = model.devices.map((d) => KINDS.reduce((n, [kind]) => n + d.held[kind], 0));
-    const most = Math.max(...held.map((n, i) => Math.min(model.devices[i].memory ?? n, 4 * Math.max(...held))), ...held);
+    const storedBytes = model.devices.map((d) => KINDS.reduce((n, [kind]) => n + d.held[kind], 0));
+    const maxBytes = Math.max(...storedBytes.map((n, i) => Math.min(model.devices[i].memory ?? n, 4 * Math.max(...storedBytes))), ...storedBytes);
     const bars = el("div", { class: "held" }, model.devices.map((d, n) => el("button", {
       type: "button", class: `holding${d.program === this.program ? " chosen" : ""}`,
       onclick: () => { this.program = d.program; this.draw(); app.select({ kind: "device", model, device: n }); },
       title: KINDS.map(([kind, words]) => `${words}: ${bytesText(d.held[kind])}`).join("\n"),
     }, el("span", { class: "name" }, d.name),
-    el("span", { class: "stack" }, KINDS.map(([kind]) => d.held[kind] ? el("i", { class: kind, style: { width: `${Math.max(0.6, (100 * d.held[kind]) / most)}%` } }) : "")),
-    el("span", { class: "sum" }, bytesText(held[n])))));
+    el("span", { class: "stack" }, KINDS.map(([kind]) => d.held[kind] ? el("i", { class: kind, style: { width: `${Math.max(0.6, (100 * d.held[kind]) / maxBytes)}%` } }) : "")),
+    el("span", { class: "sum" }, bytesText(storedBytes[n])))));
     const key = el("p", { class: "key" }, KINDS.map(([kind, words]) => el("span", {}, el("i", { class: kind }), words)));
     this.root.replaceChildren(el("div", { class: "holds" }, el("h2", {}, "Memory"), bars, key), this.chart());
   }
@@ -51,11 +51,11 @@ class MemoryView {
       const box = picture.getBoundingClientRect();
       return Math.max(0, Math.min(live.length - 1, Math.floor(((e.clientX - box.left) / box.width) * live.length)));
     };
-    const said = el("span", { class: "said" });
+    const status = el("span", { class: "said" });
     picture.addEventListener("pointermove", (e) => {
       const step = stepAt(e);
       cursor.setAttribute("x1", x(step)); cursor.setAttribute("x2", x(step));
-      said.textContent = `step ${step}: ${bytesText(live[step])}, ${reference(shortened(model.stepName(program, step), 60))}`;
+      status.textContent = `step ${step}: ${bytesText(live[step])}, ${reference(shortened(model.stepName(program, step), 60))}`;
     });
     picture.addEventListener("click", (e) => app.select({ kind: "step", model, program, step: stepAt(e) }));
     const programs = model.plan.programs.length > 1
@@ -64,7 +64,7 @@ class MemoryView {
       : el("b", {}, devices);
     const at = (100 * x(peak)) / width;
     return el("div", { class: "chart" },
-      el("div", { class: "line" }, el("span", {}, "To compute in, on ", programs), said),
+      el("div", { class: "line" }, el("span", {}, "To compute in, on ", programs), status),
       el("div", { class: "plot" },
         el("button", { type: "button", class: "peak", style: at < 60 ? { left: `${at}%` } : { right: `${100 - at}%` }, onclick: () => app.select({ kind: "step", model, program, step: peak }) },
           at < 60 ? `▼ peak ${bytesText(live[peak] ?? 0)} at step ${peak}` : `peak ${bytesText(live[peak] ?? 0)} at step ${peak} ▼`), picture),

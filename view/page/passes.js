@@ -13,20 +13,20 @@ class PassesView {
   constructor(model) {
     this.model = model;
     this.pass = "built";
-    this.block = model.blocks.findIndex((nodes, b) => this.isTold(b) && nodes.length > 5);
+    this.block = model.blocks.findIndex((nodes, b) => this.isListed(b) && nodes.length > 5);
     if (this.block < 0) this.block = 0;
     this.program = 0;
     this.root = el("div", { class: "passes" });
   }
 
   /** Whether a block is of the first repetition of every group around it: the others are the same. */
-  isTold(block) {
+  isListed(block) {
     return this.model.paths.get(block).every((at, i) => i % 2 === 0 || at === 0);
   }
 
   draw() {
     const { model } = this;
-    const blocks = model.blocks.map((_, b) => b).filter((b) => this.isTold(b));
+    const blocks = model.blocks.map((_, b) => b).filter((b) => this.isListed(b));
     const [, , words] = PASSES.find(([id]) => id === this.pass);
     this.root.replaceChildren(
       el("div", { class: "line" },
@@ -72,13 +72,13 @@ class PassesView {
   factors() {
     const { model } = this;
     const { axes, factors } = model.passes;
-    const letters = new Map();
-    const letter = (f) => {
-      if (!letters.has(f)) letters.set(f, letters.size < 26 ? String.fromCharCode(97 + letters.size) : `a${letters.size}`);
-      const [size, isCut, isBlocked] = factors[f];
-      return el("span", { class: `factor${isCut ? " cut" : ""}`, title: isCut ? "cut" : isBlocked ? "can never be cut" : "may be cut" }, `${letters.get(f)}${isBlocked ? "!" : ""}`, el("sub", {}, String(size)));
+    const symbols = new Map();
+    const factorMark = (f) => {
+      if (!symbols.has(f)) symbols.set(f, symbols.size < 26 ? String.fromCharCode(97 + symbols.size) : `a${symbols.size}`);
+      const [size, isSharded, isBlocked] = factors[f];
+      return el("span", { class: `factor${isSharded ? " cut" : ""}`, title: isSharded ? "cut" : isBlocked ? "can never be cut" : "may be cut" }, `${symbols.get(f)}${isBlocked ? "!" : ""}`, el("sub", {}, String(size)));
     };
-    const axis = (text) => text.split("|").flatMap((segment, i) => [i ? " | " : "", ...(segment ? segment.split(" ").flatMap((f, j) => [j ? " " : "", letter(Number(f))]) : ["1"])]);
+    const axis = (text) => text.split("|").flatMap((segment, i) => [i ? " | " : "", ...(segment ? segment.split(" ").flatMap((f, j) => [j ? " " : "", factorMark(Number(f))]) : ["1"])]);
     return this.table(["value", "spec", "axes as factors, outer first"], this.nodes().map((n) => ({
       node: n, cells: [reference(shortened(model.name(n), 60)), model.specs(n)[0], el("span", {}, (axes[n] ?? []).flatMap((a, i) => [i ? " , " : "", ...axis(a)]))],
     })));

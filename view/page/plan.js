@@ -8,7 +8,7 @@ class PlanView {
     this.repetition = new Map(); // of each open group, by its key
     this.heat = "none";
     const works = model.rows.filter((r) => r.op === "work").flatMap((r) => [...r.cells.values()]);
-    this.most = { seconds: Math.max(1e-12, ...works.map((w) => w.seconds)), took: Math.max(1e-12, ...works.map((w) => w.took)), nbytes: Math.max(1, ...works.map((w) => w.nbytes)) };
+    this.maxima = { seconds: Math.max(1e-12, ...works.map((w) => w.seconds)), took: Math.max(1e-12, ...works.map((w) => w.took)), nbytes: Math.max(1, ...works.map((w) => w.nbytes)) };
     model.graph.tree.forEach((item, i) => { // a pipeline over devices is seen at once
       if (typeof item !== "number" && new Set(item.each.map((one) => this.devicesOf(one))).size > 1) this.open.add(`${i}`);
     });
@@ -30,11 +30,11 @@ class PlanView {
     return el("div", { class: "row heads" },
       el("div", { class: "gutter" }, "steps"),
       devices.map((d, n) => {
-        const held = d.held.weight + d.held.state + d.held.constant + d.held.arena;
+        const storedBytes = d.held.weight + d.held.state + d.held.constant + d.held.arena;
         return el("div", { class: "device", style: { "--from": n, "--to": n }, title: `${d.name}: ${d.about || d.backend}` },
-          el("b", {}, d.name), el("small", {}, bytesText(held), d.memory ? el("span", { class: "of" }, ` of ${bytesText(d.memory)}`) : ""),
+          el("b", {}, d.name), el("small", {}, bytesText(storedBytes), d.memory ? el("span", { class: "of" }, ` of ${bytesText(d.memory)}`) : ""),
           el("span", { class: "full", "aria-hidden": "true" },
-            el("i", { style: { width: `${Math.max(2, d.memory ? Math.min(100, (100 * held) / d.memory) : 2)}%` } })));
+            el("i", { style: { width: `${Math.max(2, d.memory ? Math.min(100, (100 * storedBytes) / d.memory) : 2)}%` } })));
       }),
       el("div", { class: "why" }, "because"));
   }
@@ -50,7 +50,7 @@ class PlanView {
   *block(block, depth) {
     let isFirst = true;
     for (const row of this.model.rowsOf[block]) {
-      yield row.op === "work" ? this.work(row, depth, isFirst) : this.meeting(row, depth, isFirst);
+      yield row.op === "work" ? this.work(row, depth, isFirst) : this.collective(row, depth, isFirst);
       isFirst = false;
     }
   }
@@ -61,7 +61,7 @@ class PlanView {
     const { model } = this;
     const isOpen = this.open.has(key);
     const rows = model.blocksOf(item).flatMap((b) => model.rowsOf[b]);
-    const { each, meetings } = totals(model, rows);
+    const { each, collectives } = totals(model, rows);
     const box = el("section", { class: `group${isOpen ? " open" : ""}`, "data-group": key });
     const toggle = () => { this.toggle(key, box, item, depth); };
     const header = el("div", { class: "row fold", style: { "--depth": depth } },
@@ -70,10 +70,10 @@ class PlanView {
         el("span", { class: "label" }, shortened(item.label, 40)), el("span", { class: "times" }, item.each.length > 1 ? `× ${item.each.length}` : "")),
       merged(each).map((run) => this.cell(run, (work) => [
         ...timeOf(work), ...amountOf(work)], toggle, "all")),
-      el("div", { class: "why" }, this.composition(item), meetings.size ? el("span", { class: "meets" }, `${meetingsText(meetings)} in all`) : ""));
+      el("div", { class: "why" }, this.composition(item), collectives.size ? el("span", { class: "meets" }, `${collectivesText(collectives)} in all`) : ""));
     box.append(header);
     if (isOpen) box.append(key.includes(":", key.lastIndexOf("/") + 1) ? this.one(item, key, depth) : this.inside(item, key, depth));
-    else box.append(...rows.filter((r) => r.op === "send" && item.each.length === 1).map((r) => this.meeting(r, depth, false)));
+    else box.append(...rows.filter((r) => r.op === "send" && item.each.length === 1).map((r) => this.collective(r, depth, false)));
     return box;
   }
 
@@ -174,7 +174,7 @@ class PlanView {
   }
 
   cell(run, text, onclick, kind) {
-    const heat = HEATS[this.heat].of(run.work, kind === "all" ? { seconds: Infinity, took: Infinity, nbytes: Infinity } : this.most);
+    const heat = HEATS[this.heat].of(run.work, kind === "all" ? { seconds: Infinity, took: Infinity, nbytes: Infinity } : this.maxima);
     return el("button", {
       type: "button", class: `cell ${kind}`, onclick, "data-heat": this.heat === "none" ? null : heat.toFixed(3),
       style: { "--from": run.from, "--to": run.to, "--width": run.to - run.from + 1, "--heat": Math.min(1, heat).toFixed(3) },
@@ -191,7 +191,7 @@ class PlanView {
       el("div", { class: "why", title: row.because.join("\n") }, row.because.join("; ")));
   }
 
-  meeting(row, depth, isFirst) {
+  collective(row, depth, isFirst) {
     const { devices } = this.model;
     const [from, to] = [Math.min(...row.devices), Math.max(...row.devices)];
     const cell = row.cells.get(devices[row.devices[0]].program);
@@ -202,11 +202,11 @@ class PlanView {
       ? `${bytesText(cell.moved)} to ${devices[row.devices[1]].name} · ${secondsText(cell.seconds)}${took}`
       : `${OP_WORDS[row.op] ?? row.op} · ${bytesText(cell.moved)} each · ${secondsText(cell.seconds)}${took}`;
     const side = to + 1 < devices.length / 2 ? " said-right" : from > devices.length / 2 ? " said-left" : "";
-    const way = isCopy ? `${row.devices[0] < row.devices[1] ? " right" : " left"}${devices.length > 3 ? side || " said-left" : ""}` : "";
+    const direction = isCopy ? `${row.devices[0] < row.devices[1] ? " right" : " left"}${devices.length > 3 ? side || " said-left" : ""}` : "";
     return el("div", { class: `row meet ${row.op}`, "data-row": row.number, style: { "--depth": depth } },
       this.gutter(row, depth, isFirst),
       el("button", {
-        type: "button", class: `bar${isCopy ? ` copy${way}` : ""}`, title: `${row.op}, ${countText(speed, "B/s")} link`,
+        type: "button", class: `bar${isCopy ? ` copy${direction}` : ""}`, title: `${row.op}, ${countText(speed, "B/s")} link`,
         style: { "--from": from, "--to": to, "--width": to - from + 1 },
         onclick: () => app.select({ kind: "row", model: this.model, row, device: row.devices[0] }),
       }, el("span", {}, text)),
@@ -227,8 +227,8 @@ class PlanView {
       this.repetition.set(key, path[i + 1] - run.start);
     }
     this.draw();
-    const shown = this.root.querySelector(`[data-row="${number}"]`);
-    const bring = () => shown?.scrollIntoView({ block: "center" });
+    const element = this.root.querySelector(`[data-row="${number}"]`);
+    const bring = () => element?.scrollIntoView({ block: "center" });
     bring();
     requestAnimationFrame(bring); // rows that were never in sight get their heights only now
     this.mark(number);

@@ -1,6 +1,6 @@
 // Search over names, ops and specs of nodes.
 
-const MOST_FOUND = 60;
+const MAX_FOUND = 60;
 
 class Search {
   constructor(field, list) {
@@ -23,13 +23,13 @@ class Search {
         const text = `%${model.name(n)} ${model.op(n).name} ${model.specs(n).join(" ")}`.toLowerCase();
         if (!words.every((w) => text.includes(w))) continue;
         count += 1;
-        if (this.found.length < MOST_FOUND) this.found.push(n);
+        if (this.found.length < MAX_FOUND) this.found.push(n);
       }
     }
     this.at = 0;
     this.list.hidden = !words.length;
     this.list.replaceChildren(
-      el("p", { class: "dim" }, count ? `${plural(count, "node")}${count > MOST_FOUND ? `, the first ${MOST_FOUND}` : ""}` : "nothing has such a name, op or spec"),
+      el("p", { class: "dim" }, count ? `${plural(count, "node")}${count > MAX_FOUND ? `, the first ${MAX_FOUND}` : ""}` : "nothing has such a name, op or spec"),
       ...this.found.map((n, i) => el("button", { type: "button", class: i ? "" : "at", onclick: () => this.choose(i) },
         el("b", {}, model.op(n).name), ` ${reference(shortened(model.name(n), 80))} `, el("span", { class: "dim" }, model.specs(n)[0]))));
   }

@@ -14,9 +14,9 @@ const secondsText = (s) => {
   return `${Number(value.toPrecision(3))} ${unit}`;
 };
 const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
-const shortened = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+const shortened = (text, limit) => (text.length > limit ? `${text.slice(0, limit - 1)}…` : text);
 /** A name without its middle: what tells weights apart stands at the end. */
-const clipped = (text, most) => (text.length > most ? `${text.slice(0, Math.floor(most / 3))}…${text.slice(1 - Math.ceil((2 * most) / 3))}` : text);
+const clipped = (text, limit) => (text.length > limit ? `${text.slice(0, Math.floor(limit / 3))}…${text.slice(1 - Math.ceil((2 * limit) / 3))}` : text);
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
 /** A node as a dump refers to it. */

@@ -1,4 +1,4 @@
-"""Operations on AMX tiles: of the processor, or emulated in memory of the thread (`processor.tiles`).
+"""Operations on AMX tiles: of the processor, or emulated in memory of the thread (`find_tile_support`).
 
 The emulation rounds as the processor does: after each added product. Difference: it keeps subnormal numbers, which the
 processor replaces by zero.
@@ -22,7 +22,7 @@ TileOperation = Subroutine | Intrinsic
 
 @dataclass(frozen=True, slots=True)
 class TileOperations:
-    """Operations on tile registers. The first argument of each is `memory`, `amx.NBYTES` of the thread.
+    """Operations on tile registers. The first argument of each is `memory`, `amx.TILE_MEMORY_BYTES` of the thread.
 
     Attributes:
         configure: Called with ``(memory)`` first.

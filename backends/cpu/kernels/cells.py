@@ -35,29 +35,29 @@ class CacheCells:
 def _make_plain_cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> CacheCells:
     """Make the operations of an unquantised type with elements of `nbytes` bytes."""
 
-    def span(n):
+    def row_bytes(n):
         return nbytes * n
 
-    def whole(row, c):
+    def load_16(row, c):
         return load(row + nbytes * c)
 
-    def some(row, c, n):
+    def load_first_or_16(row, c, n):
         return load(row + nbytes * c) if n - c >= LANES else load_first(row + nbytes * c, n - c)
 
-    return CacheCells(nbytes, subroutine(span), subroutine(whole), subroutine(some))
+    return CacheCells(nbytes, subroutine(row_bytes), subroutine(load_16), subroutine(load_first_or_16))
 
 
 def _make_block_cells(dtype: DType) -> CacheCells:
     """Make the operations of a type in blocks of 32 elements."""
-    block, nbytes, whole = dtype.block, dtype.block_bytes, BLOCK_LOADERS[dtype]
+    block, nbytes, load_16 = dtype.block, dtype.block_bytes, BLOCK_LOADERS[dtype]
 
-    def span(n):
+    def row_bytes(n):
         return n // block * nbytes
 
-    def some(row, c, n):
-        return whole(row, c) if c < n else zeros()
+    def load_first(row, c, n):
+        return load_16(row, c) if c < n else zeros()
 
-    return CacheCells(nbytes, subroutine(span), whole, subroutine(some), BLOCK_EXPANDERS[dtype])
+    return CacheCells(nbytes, subroutine(row_bytes), load_16, subroutine(load_first), BLOCK_EXPANDERS[dtype])
 
 
 CELLS_BY_DTYPE: Mapping[DType, CacheCells] = MappingProxyType(

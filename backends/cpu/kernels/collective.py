@@ -165,27 +165,28 @@ def store_up_to_16(p, value, left):
         store_first_lanes(p, value, left)
 
 
-SHARED_BUFFER_ARGS = declare_args("board floats slab rank devices source target count number patience")
+SHARED_BUFFER_ARGS = declare_args("board floats buffer_elements rank devices source target count number patience")
 
 
 @kernel
-def all_reduce_slabs(a, thread, threads):
-    """Sum `count` float32 over all devices, `slab` of them at a time.
+def all_reduce_through_buffers(a, thread, threads):
+    """Sum `count` float32 over all devices, `buffer_elements` of them at a time.
 
     `floats` holds the first shared buffers of all devices, then the second ones. After a barrier a device may write to
     the other buffer, because every device has finished reading it.
     """
     board, rank, devices = SHARED_BUFFER_ARGS.board(a), SHARED_BUFFER_ARGS.rank(a), SHARED_BUFFER_ARGS.devices(a)
-    slab = SHARED_BUFFER_ARGS.slab(a)
+    buffer_elements = SHARED_BUFFER_ARGS.buffer_elements(a)
     source, target, count = SHARED_BUFFER_ARGS.source(a), SHARED_BUFFER_ARGS.target(a), SHARED_BUFFER_ARGS.count(a)
     number = SHARED_BUFFER_ARGS.number(a)
     first = 0
     while first < count:  # a range with a variable step may raise, which needs Python in Numba
         turn = load_shared(board + ARRIVED_OFFSET) // devices & 1
-        slabs, some = SHARED_BUFFER_ARGS.floats(a) + 4 * slab * devices * turn, min(slab, count - first)
+        buffers = SHARED_BUFFER_ARGS.floats(a) + 4 * buffer_elements * devices * turn
+        some = min(buffer_elements, count - first)
         for at in range(0, some, LANES):
             mine = load_first_lanes(source + 4 * (first + at), some - at)
-            store_up_to_16(slabs + 4 * (slab * rank + at), mine, some - at)
+            store_up_to_16(buffers + 4 * (buffer_elements * rank + at), mine, some - at)
         store_long(board + SLOTS_OFFSET + rank * SLOT_BYTES + 16 + 8 * turn, number + 1)
         status = wait_for_all(board, devices, SHARED_BUFFER_ARGS.patience(a))
         for d in range(devices):
@@ -194,9 +195,9 @@ def all_reduce_slabs(a, thread, threads):
         if status != 0:
             return status
         for at in range(0, some, LANES):
-            total = load_first_lanes(slabs + 4 * at, some - at)
+            total = load_first_lanes(buffers + 4 * at, some - at)
             for d in range(1, devices):
-                total = add(total, load_first_lanes(slabs + 4 * (slab * d + at), some - at))
+                total = add(total, load_first_lanes(buffers + 4 * (buffer_elements * d + at), some - at))
             store_up_to_16(target + 4 * (first + at), total, some - at)
         first += some
     return 0
@@ -212,7 +213,7 @@ def _bind_all_reduce(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         return False
     count, number = math.prod(x.shape), call.attrs["sequence"]
     assert isinstance(number, int)
-    given = {
+    common_args = {
         "rank": comm.rank,
         "devices": comm.size,
         "source": x.address,
@@ -223,11 +224,13 @@ def _bind_all_reduce(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     }
     if comm.shared_buffers is not None:
         board, floats = comm.shared_buffers.signal_pad.ctypes.data, comm.shared_buffers.float_buffers
-        words = SHARED_BUFFER_ARGS(board=board, floats=floats.ctypes.data, slab=floats.shape[2], **given)
-        steps.add(all_reduce_slabs, words, reads=[x], writes=[y], nbytes=0, stops=True)
+        words = SHARED_BUFFER_ARGS(
+            board=board, floats=floats.ctypes.data, buffer_elements=floats.shape[2], **common_args
+        )
+        steps.add(all_reduce_through_buffers, words, reads=[x], writes=[y], nbytes=0, stops=True)
     else:
         assert comm.signal_pad is not None
-        words = ARGS(board=comm.signal_pad.ctypes.data, **given)
+        words = ARGS(board=comm.signal_pad.ctypes.data, **common_args)
         steps.add(all_reduce, words, reads=[x], writes=[y], nbytes=0, stops=True)
     return True
 

@@ -24,7 +24,7 @@ WORK_FLAG, ASLEEP_FLAG = 1, 2
 IDLE_SPINS = SPINS_BEFORE_YIELD + 4000
 """Spins of a thread before it sleeps, about 2 ms. For most of them it yields its core."""
 THREADS_SLEEPING = -1
-"""Status of `lead` if threads must be woken. Kernels do not use it."""
+"""Status of `start_run` if threads must be woken. Kernels do not use it."""
 RUN_ARGS = declare_args("loop words")
 """Words of a run: the addresses of a loop and of its words."""
 
@@ -35,57 +35,61 @@ def compute_shared_block_bytes(threads: int) -> int:
 
 
 @subroutine
-def publish_run(order, crew, threads):
+def publish_run(order, shared_block, threads):
     """Publish a run to all other threads, and return the number of sleeping threads."""
-    store_long(crew + LOOP_OFFSET, RUN_ARGS.loop(order))
-    store_long(crew + WORDS_OFFSET, RUN_ARGS.words(order))
-    store_long(crew + THREADS_OFFSET, threads)
+    store_long(shared_block + LOOP_OFFSET, RUN_ARGS.loop(order))
+    store_long(shared_block + WORDS_OFFSET, RUN_ARGS.words(order))
+    store_long(shared_block + THREADS_OFFSET, threads)
     asleep = 0
     for i in range(1, threads):
-        asleep += fetch_add(crew + STATES_OFFSET + CACHE_LINE_BYTES * i, WORK_FLAG) // ASLEEP_FLAG
+        asleep += fetch_add(shared_block + STATES_OFFSET + CACHE_LINE_BYTES * i, WORK_FLAG) // ASLEEP_FLAG
     return asleep
 
 
 @subroutine
-def run_main_thread(order, crew, threads):
+def run_main_thread(order, shared_block, threads):
     """Run the work of thread 0, wait for all others, and return the status of thread 0."""
     status = call_kernel(RUN_ARGS.loop(order), RUN_ARGS.words(order), 0, threads)
     looks = 0
-    while load_shared(crew + DONE_OFFSET) < threads - 1:
+    while load_shared(shared_block + DONE_OFFSET) < threads - 1:
         looks += 1
         back_off(looks)
-    store_shared(crew + DONE_OFFSET, 0)
+    store_shared(shared_block + DONE_OFFSET, 0)
     return status
 
 
 @kernel
-def lead(order, crew, threads):
+def start_run(order, shared_block, threads):
     """Run all threads and return the status of thread 0.
 
-    If threads sleep, return `THREADS_SLEEPING` before the work of thread 0. The caller wakes them and calls `go_on`.
+    If threads sleep, return `THREADS_SLEEPING` before the work of thread 0. The caller wakes the threads and calls
+    `continue_run`.
     """
-    if publish_run(order, crew, threads) > 0:
+    if publish_run(order, shared_block, threads) > 0:
         return THREADS_SLEEPING
-    return run_main_thread(order, crew, threads)
+    return run_main_thread(order, shared_block, threads)
 
 
 @kernel
-def go_on(order, crew, threads):
+def continue_run(order, shared_block, threads):
     """Go on with a run after all threads are awake, and return its status."""
-    return run_main_thread(order, crew, threads)
+    return run_main_thread(order, shared_block, threads)
 
 
 @kernel
-def follow(crew, thread, threads):
+def run_worker_thread(shared_block, thread, threads):
     """Run the work of another thread for every run, until it sleeps."""
-    state, looks = crew + STATES_OFFSET + CACHE_LINE_BYTES * thread, 0
+    state, looks = shared_block + STATES_OFFSET + CACHE_LINE_BYTES * thread, 0
     while True:
         if load_shared(state) % ASLEEP_FLAG == WORK_FLAG:
             call_kernel(
-                load_long(crew + LOOP_OFFSET), load_long(crew + WORDS_OFFSET), thread, load_long(crew + THREADS_OFFSET)
+                load_long(shared_block + LOOP_OFFSET),
+                load_long(shared_block + WORDS_OFFSET),
+                thread,
+                load_long(shared_block + THREADS_OFFSET),
             )
             store_shared(state, 0)
-            fetch_add(crew + DONE_OFFSET, 1)
+            fetch_add(shared_block + DONE_OFFSET, 1)
             looks = 0
         elif looks < IDLE_SPINS:
             looks += 1

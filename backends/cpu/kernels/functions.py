@@ -14,9 +14,9 @@ from ..simd.vectors import (
     add,
     add_int,
     and_int,
-    at_least,
-    at_most,
     bits_to_float,
+    clamp_max,
+    clamp_min,
     div,
     float_to_bits,
     fma,
@@ -57,9 +57,9 @@ def exp(x):
     Results are inf and 0 past the range; NaN passes both comparisons. The power is applied in two halves. Both halves
     are normal numbers.
     """
-    held = where_less(x, splat(-104.0), splat(-104.0), where_less(splat(90.0), x, splat(90.0), x))
-    n = round_to_int(mul(held, splat(1.4426950408889634)))
-    r = fma(to_float(n), splat(-0.693359375), held)
+    clamped = where_less(x, splat(-104.0), splat(-104.0), where_less(splat(90.0), x, splat(90.0), x))
+    n = round_to_int(mul(clamped, splat(1.4426950408889634)))
+    r = fma(to_float(n), splat(-0.693359375), clamped)
     r = fma(to_float(n), splat(2.12194440e-4), r)
     p = fma(r, splat(1.9875691500e-4), splat(1.3981999507e-3))
     p = fma(p, r, splat(8.3334519073e-3))
@@ -86,7 +86,7 @@ def silu(x):
 @subroutine
 def relu(x):
     """Return ``max(x, 0)``; +0 for both zeros."""
-    return absolute(at_least(x, zeros()))
+    return absolute(clamp_min(x, zeros()))
 
 
 @subroutine
@@ -98,8 +98,8 @@ def expm1(x):
     p = fma(p, x, splat(4.16666637e-2))
     p = fma(p, x, splat(1.66666671e-1))
     p = fma(p, x, splat(FLOAT_HALF))
-    near = mul(x, fma(p, x, splat(FLOAT_ONE)))
-    return where_less(absolute(x), splat(FLOAT_HALF), near, sub(exp(x), splat(FLOAT_ONE)))
+    polynomial = mul(x, fma(p, x, splat(FLOAT_ONE)))
+    return where_less(absolute(x), splat(FLOAT_HALF), polynomial, sub(exp(x), splat(FLOAT_ONE)))
 
 
 @subroutine
@@ -158,7 +158,7 @@ def log1p_unit_interval(x):
 @subroutine
 def softplus(x):
     """Return ``log(1 + exp(x))`` as ``max(x, 0) + log(1 + exp(-|x|))``."""
-    return add(at_least(x, zeros()), log1p_unit_interval(exp(sub(zeros(), absolute(x)))))
+    return add(clamp_min(x, zeros()), log1p_unit_interval(exp(sub(zeros(), absolute(x)))))
 
 
 @subroutine
@@ -350,7 +350,7 @@ def affine(x, a, b):
 
 @subroutine
 def clamp(x, low, high):
-    return at_most(at_least(x, splat(low)), splat(high))
+    return clamp_max(clamp_min(x, splat(low)), splat(high))
 
 
 @subroutine

@@ -32,18 +32,18 @@ INDEPENDENT_SUMS = 12
 
 TURNS_PER_CHUNK = 128
 """Turns that a thread reads in a row if threads share a region: 64 KiB."""
-READ_ARGS = declare_args("memory turns streams together near far sums")
+READ_ARGS = declare_args("memory turns streams together l1_ahead l2_ahead sums")
 
 
 @kernel
-def read(a, thread, threads):
+def read_memory(a, thread, threads):
     """Add up memory in turns of 512 bytes; each thread reads `streams` streams at a time.
 
-    The parts of threads are separate, or interleaved chunk by chunk if `together`. `near` and `far` are prefetch
-    distances in bytes, to the first and the second cache. Each thread has 64 bytes for its sums.
+    The parts of threads are separate, or interleaved chunk by chunk if `together`. `l1_ahead` and `l2_ahead` are the
+    prefetch distances in bytes to the first and the second cache. Each thread has 64 bytes for its sums.
     """
     lo, hi = compute_thread_range(READ_ARGS.turns(a), thread, threads)
-    near, far, streams = READ_ARGS.near(a), READ_ARGS.far(a), READ_ARGS.streams(a)
+    l1_ahead, l2_ahead, streams = READ_ARGS.l1_ahead(a), READ_ARGS.l2_ahead(a), READ_ARGS.streams(a)
     together, each = READ_ARGS.together(a), (hi - lo) // streams
     s0, s1, s2, s3, s4, s5, s6, s7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     for i in range(each):
@@ -56,8 +56,8 @@ def read(a, thread, threads):
             )
             p = READ_ARGS.memory(a) + turn * 64 * LINES_PER_ITERATION
             for line in range(LINES_PER_ITERATION):
-                prefetch(p + near + 64 * line)
-                prefetch_l2(p + far + 64 * line)
+                prefetch(p + l1_ahead + 64 * line)
+                prefetch_l2(p + l2_ahead + 64 * line)
             s0, s1, s2, s3 = add(s0, load(p)), add(s1, load(p + 64)), add(s2, load(p + 128)), add(s3, load(p + 192))
             p += 256
             s4, s5, s6, s7 = add(s4, load(p)), add(s5, load(p + 64)), add(s6, load(p + 128)), add(s7, load(p + 192))
@@ -69,7 +69,7 @@ MULTIPLY_ARGS = declare_args("turns values sums")
 
 
 @kernel
-def multiply(a, thread, threads):
+def multiply_floats(a, thread, threads):
     """Compute float32 turns of `INDEPENDENT_SUMS` products and sums of two vectors.
 
     Each thread has 64 bytes for its sums.
@@ -87,7 +87,7 @@ def multiply(a, thread, threads):
 
 
 @kernel
-def dot(a, thread, threads):
+def multiply_bytes(a, thread, threads):
     """Compute int8 turns of `INDEPENDENT_SUMS` products and sums of two vectors, four products in each 32-bit lane."""
     u, v = load_bytes(MULTIPLY_ARGS.values(a)), load_bytes(MULTIPLY_ARGS.values(a) + 64)
     s0, s1, s2, s3, s4, s5 = zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints()
@@ -109,7 +109,7 @@ INDEPENDENT_TILES = 4
 
 @cache
 def make_multiply_tiles_kernel() -> Kernel:
-    """Make the kernel of bfloat16 turns of `INDEPENDENT_TILES` tile products. Each thread has `NBYTES` of memory."""
+    """Make the kernel of bfloat16 turns of `INDEPENDENT_TILES` tile products. Each thread has `TILE_MEMORY_BYTES`."""
     unit = select_tile_operations()
     configure, release, clear_0, clear_1, clear_2, clear_3 = unit.configure, unit.release, *unit.clear[:4]
     load_x, load_y, load_u, load_v = unit.load[4:]

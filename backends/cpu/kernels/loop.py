@@ -103,7 +103,7 @@ def run(a, thread, threads):
 
 
 @kernel
-def timed(a, thread, threads):
+def run_timed(a, thread, threads):
     """Run all steps and write their times (`run_table`). Return as `run` does.
 
     Waiting time counts for the step that waits.

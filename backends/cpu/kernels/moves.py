@@ -89,7 +89,7 @@ WIDEN = declare_args("rows columns x x_row y y_row")
 
 
 @cache
-def widen_rows(dtype: DType) -> Kernel:
+def make_widen_rows_kernel(dtype: DType) -> Kernel:
     """Return the kernel that copies rows of `dtype` to rows of float32; `x_row` and `y_row` are bytes."""
     copy = _make_load_row(dtype)
 
@@ -175,14 +175,16 @@ def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse saving rows of a table and overwriting them."""
     chain = match_saved_state_update(flow, number, "set_rows")
     save, change = map(flow.bound_instruction, chain)
-    table, ids, kept = save.operand(0), save.operand(1), save.out
+    table, ids, saved_rows = save.operand(0), save.operand(1), save.out
     into, rows, out = change.operand(0), change.operand(1), change.out
     require_supported(
         ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor, "other rows are saved"
     )
-    require_supported(all(o.has_even_rows and len(o.shape) == 2 for o in (table, rows, kept)), "operands have no rows")
     require_supported(
-        _is_writable_table(table) and rows.is_float and kept.is_float,
+        all(o.has_even_rows and len(o.shape) == 2 for o in (table, rows, saved_rows)), "operands have no rows"
+    )
+    require_supported(
+        _is_writable_table(table) and rows.is_float and saved_rows.is_float,
         "rows are not float32, or the table has another type",
     )
     require_supported(
@@ -200,7 +202,7 @@ def _add_save_and_set_rows(
     If threads have no columns of these, the two steps are bound separately. Every thread checks all ids, so all threads
     stop at an invalid id and none overwrites a row.
     """
-    table, ids, kept, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
+    table, ids, saved_rows, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
     bounds, size = steps.find_column_bounds([rows]), _index_bytes(ids)
     if (
         bounds is None
@@ -215,11 +217,14 @@ def _add_save_and_set_rows(
             is_bound = bind(steps, call)
             assert is_bound, "the fused pattern has checked both ops"
         return
-    parts = [[o.slice_axis(1, low, high - low) for o in (table, rows, kept)] for low, high in pairwise(bounds)]
+    parts = [[o.slice_axis(1, low, high - low) for o in (table, rows, saved_rows)] for low, high in pairwise(bounds)]
 
     steps.instruction_number = numbers.save
-    saves = [ThreadWork(_make_table_args(table, kept, ids, size), [table, ids], [kept]) for table, _, kept in parts]
-    steps.add_by_columns(make_move_rows_kernel(False, table.dtype), saves, kept, bounds)
+    saves = [
+        ThreadWork(_make_table_args(table, saved_rows, ids, size), [table, ids], [saved_rows])
+        for table, _, saved_rows in parts
+    ]
+    steps.add_by_columns(make_move_rows_kernel(False, table.dtype), saves, saved_rows, bounds)
     steps.instruction_number = numbers.update
     changes = [
         ThreadWork(_make_table_args(table, rows, ids, size), [rows, ids, table], [table]) for table, rows, _ in parts
@@ -277,12 +282,12 @@ def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
                 y=target.address,
                 y_row=target.row_stride_bytes,
             )
-            steps.add(widen_rows(source.dtype), words, reads=[source], writes=[target])
+            steps.add(make_widen_rows_kernel(source.dtype), words, reads=[source], writes=[target])
     return True
 
 
 def _can_widen(source: Operand, target: Operand) -> bool:
-    """Return whether `widen_rows` copies `source` there: rows of 16-bit numbers to rows of float32."""
+    """Return whether the kernel of `make_widen_rows_kernel` copies `source`: 16-bit rows to rows of float32."""
     halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_blocks
     return halves and source.has_even_rows and target.is_float and target.has_even_rows
 

@@ -39,21 +39,21 @@ def sum_of_squares(x, n):
 
 
 @subroutine
-def compute_rms_factor(squares, n, eps):
-    """Return ``1 / sqrt(squares / n + eps)``."""
-    return FLOAT_ONE / sqrt_scalar(squares / np.float32(n) + eps)
+def compute_rms_factor(square_sum, n, eps):
+    """Return ``1 / sqrt(square_sum / n + eps)``."""
+    return FLOAT_ONE / sqrt_scalar(square_sum / np.float32(n) + eps)
 
 
 @subroutine
-def compute_l2_factor(squares, n, eps):
-    """Return ``1 / max(sqrt(squares), eps)``, the definition of ggml."""
-    return FLOAT_ONE / max(sqrt_scalar(squares), eps)
+def compute_l2_factor(square_sum, n, eps):
+    """Return ``1 / max(sqrt(square_sum), eps)``, the definition of ggml."""
+    return FLOAT_ONE / max(sqrt_scalar(square_sum), eps)
 
 
 @subroutine
-def compute_l2_factor_added(squares, n, eps):
-    """Return ``1 / sqrt(squares + eps)``."""
-    return FLOAT_ONE / sqrt_scalar(squares + eps)
+def compute_l2_factor_added(square_sum, n, eps):
+    """Return ``1 / sqrt(square_sum + eps)``."""
+    return FLOAT_ONE / sqrt_scalar(square_sum + eps)
 
 
 NORM_FACTORS = {"rms_norm": compute_rms_factor, "l2_norm": compute_l2_factor, "l2_norm_added": compute_l2_factor_added}
@@ -87,7 +87,7 @@ def centred_norm(a, thread, threads):
     lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
         x, y = NORM_ARGS.x(a, i), NORM_ARGS.y(a, i)
-        sums, squares = zeros(), zeros()
+        sums, square_sum = zeros(), zeros()
         for c in range(0, n, LANES):
             sums = add(sums, load_lanes(x, c, n, 4))
         mean = splat(lane_sum(sums) / np.float32(n))
@@ -95,8 +95,8 @@ def centred_norm(a, thread, threads):
             v = sub(load_lanes(x, c, n, 4), mean)
             if n - c < LANES:
                 v = mask_with_zeros(v, n - c)
-            squares = fma(v, v, squares)
-        f = splat(compute_rms_factor(lane_sum(squares), n, eps))
+            square_sum = fma(v, v, square_sum)
+        f = splat(compute_rms_factor(lane_sum(square_sum), n, eps))
         for c in range(0, n, LANES):
             store_lanes(y, c, n, mul(sub(load_lanes(x, c, n, 4), mean), f))
     return 0
@@ -166,10 +166,10 @@ def _add_scaled_norm(
     Packed products read it quantised. If only products follow, each thread computes it for itself.
     """
     x, factors, y = norm.operand(0), product.operand(1), product.out
-    if (pieces := find_column_split(steps, [x], y, whole_rows=True)) is not None:
-        cut = zip(*(pieces.slice_by_thread(o) for o in (x, factors, y)), strict=True)
-        shares = [None if None in each else _make_thread_work(norm, *each) for each in cut]
-        steps.add_by_columns(scaled_rms_norm, shares, y, pieces.column_bounds)
+    if (column_split := find_column_split(steps, [x], y, whole_rows=True)) is not None:
+        slices = zip(*(column_split.slice_by_thread(o) for o in (x, factors, y)), strict=True)
+        shares = [None if None in each else _make_thread_work(norm, *each) for each in slices]
+        steps.add_by_columns(scaled_rms_norm, shares, y, column_split.column_bounds)
     elif _add_quantised_norm(steps, norm, product, factors):
         pass
     elif (own := make_thread_copies(steps, product)) is not None:
@@ -183,17 +183,17 @@ def _add_quantised_norm(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, factors: Operand
 ) -> bool:
     """Add a scaled norm that quantises its result; False if a separate step is better or all readers use float32."""
-    wanted, x, y = find_result_consumers(steps, product), norm.operand(0), product.out
-    each = steps.threads > 1 and wanted.is_shared_by_threads and steps.is_repeated([y])
-    shares_columns = steps.threads > 1 and wanted.is_shared_by_threads and wanted.rows == 1 and not each
-    if not wanted.quantised_tensors or shares_columns:
+    consumers, x, y = find_result_consumers(steps, product), norm.operand(0), product.out
+    each = steps.threads > 1 and consumers.is_shared_by_threads and steps.can_repeat_per_thread([y])
+    shares_columns = steps.threads > 1 and consumers.is_shared_by_threads and consumers.rows == 1 and not each
+    if not consumers.quantised_tensors or shares_columns:
         return False
-    own = make_thread_copies(steps, product) if each and wanted.needs_floats else None
-    if each and wanted.needs_floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
+    own = make_thread_copies(steps, product) if each and consumers.needs_floats else None
+    if each and consumers.needs_floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
         return False  # a thread would overwrite operands of other threads
-    records, passing = wanted.make_records(steps, shared=not each), wanted.make_scratch_rows(steps)
-    alone: Sequence[Operand | None] = [y if wanted.needs_floats else None, *[None] * (steps.threads - 1)]
-    targets = [wanted.make_target(*given) for given in zip(own or alone, passing, records, strict=True)]
+    records, passing = consumers.make_records(steps, shared=not each), consumers.make_scratch_rows(steps)
+    alone: Sequence[Operand | None] = [y if consumers.needs_floats else None, *[None] * (steps.threads - 1)]
+    targets = [consumers.make_target(*operands) for operands in zip(own or alone, passing, records, strict=True)]
     shares = [_make_thread_work(norm, x, factors, to.float_rows, to) for to in targets]
     if each:
         steps.add_per_thread(scaled_rms_norm, shares)
@@ -202,7 +202,7 @@ def _add_quantised_norm(
         steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
     if own is not None:
         steps.set_per_thread_value(own, y)
-    wanted.remember_records(steps, records)
+    consumers.remember_records(steps, records)
     return True
 
 

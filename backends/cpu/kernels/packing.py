@@ -30,14 +30,14 @@ def _make_move_bits(four: Subroutine, first: int, width: int) -> Subroutine:
     """
     fields, mask = 8 // width, ((1 << width) - 1) * 0x01010101
 
-    def moved(row, c, to):
+    def copy_bits(row, c, to):
         for vector in range(width):
             bits = 0
             for field in range(fields):
                 bits |= (four(row, c + 4 * (vector * fields + field)) >> first & mask) << field * width
             store_int(to + 64 * vector, bits)
 
-    return subroutine(moved)
+    return subroutine(copy_bits)
 
 
 PACK_ARGS = declare_args("source stride target rows columns")

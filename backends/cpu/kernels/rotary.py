@@ -37,23 +37,27 @@ from .norms import compute_rms_factor, sum_of_squares
 from .packing import compute_thread_range as share_of
 from .rows import ELEMENT_STRIDE_WORDS, add_unary, load_lanes, make_row_args, make_row_walk, store_lanes
 
-ANGLE_ARGS = declare_args("positions count run far near further frequency divisors pairs magnitude:f32 cosines sines")
+ANGLE_ARGS = declare_args(
+    "positions count run run_bytes position_bytes further frequency divisors pairs magnitude:f32 cosines sines"
+)
 
 
 @kernel
-def turns(a, thread, threads):
+def compute_angle_tables(a, thread, threads):
     """Compute cosines and sines [count, pairs] of int32 `positions`.
 
-    Positions are in runs of `run`: `far` and `near` are bytes from run to run and from position to position. Each pair
-    has `further` (int64), the bytes to its position; `frequency` (float64); and `divisors` (float32), or 0 for none.
+    Positions are in runs of `run`: `run_bytes` and `position_bytes` are the bytes from run to run and from
+    position to position. Each pair has `further` (int64), the bytes to its position; `frequency` (float64); and
+    `divisors` (float32), or 0 for none.
     """
-    run, far, near, further = ANGLE_ARGS.run(a), ANGLE_ARGS.far(a), ANGLE_ARGS.near(a), ANGLE_ARGS.further(a)
+    run, run_bytes = ANGLE_ARGS.run(a), ANGLE_ARGS.run_bytes(a)
+    position_bytes, further = ANGLE_ARGS.position_bytes(a), ANGLE_ARGS.further(a)
     frequency, divisors = ANGLE_ARGS.frequency(a), ANGLE_ARGS.divisors(a)
     pairs, magnitude, cosines = ANGLE_ARGS.pairs(a), ANGLE_ARGS.magnitude(a), ANGLE_ARGS.cosines(a)
     sines = ANGLE_ARGS.sines(a)
     lo, hi = share_of(ANGLE_ARGS.count(a), thread, threads)
     for i in range(lo, hi):
-        position = ANGLE_ARGS.positions(a) + i // run * far + i % run * near
+        position = ANGLE_ARGS.positions(a) + i // run * run_bytes + i % run * position_bytes
         for k in range(pairs):
             speed = load_double(frequency + 8 * k)
             if divisors != 0:
@@ -100,30 +104,31 @@ def copy_row(x, y, n):
         store_lanes(y, c, n, load_lanes(x, c, n, 4))
 
 
-ROTATION_ARGS = make_row_args("x y", "cosines sines pairs offset rows_of_position cut first")
+ROTATION_ARGS = make_row_args("x y", "cosines sines pairs offset rows_of_position rows_per_head first")
 
 
 @cache
 def make_rotate_kernel(neighbours: bool) -> Kernel:
     """Make the kernel that rotates each row from element `offset` on.
 
-    A head may be cut into `cut` rows; `first` is the number of the first row.
+    A head may be split into `rows_per_head` rows; `first` is the number of the first row.
     """
-    turned = make_rotate_row(neighbours)
+    rotate_row = make_rotate_row(neighbours)
 
     def body(a, thread, threads):
         n, cosines, sines = ROTATION_ARGS.columns(a), ROTATION_ARGS.cosines(a), ROTATION_ARGS.sines(a)
         pairs, offset = ROTATION_ARGS.pairs(a), ROTATION_ARGS.offset(a)
-        rows, cut, first = ROTATION_ARGS.rows_of_position(a), ROTATION_ARGS.cut(a), ROTATION_ARGS.first(a)
+        rows, first = ROTATION_ARGS.rows_of_position(a), ROTATION_ARGS.first(a)
+        rows_per_head = ROTATION_ARGS.rows_per_head(a)
         lo, hi = share_of(ROTATION_ARGS.rows(a), thread, threads)
         for i in range(lo, hi):
             x, y = ROTATION_ARGS.x(a, i), ROTATION_ARGS.y(a, i)
-            at = 4 * pairs * ((first + i) // rows * cut + (first + i) % cut)
+            at = 4 * pairs * ((first + i) // rows * rows_per_head + (first + i) % rows_per_head)
             if x != y:
                 past = offset + 2 * pairs
                 copy_row(x, y, offset)
                 copy_row(x + 4 * past, y + 4 * past, n - past)
-            turned(x, y, offset, pairs, cosines + at, sines + at)
+            rotate_row(x, y, offset, pairs, cosines + at, sines + at)
         return 0
 
     return Kernel(f"rotary.rotate.{'neighbours' if neighbours else 'halves'}", body)
@@ -138,7 +143,7 @@ def make_norm_and_rotate_kernel(neighbours: bool) -> Kernel:
 
     `first` is the number of the first row.
     """
-    turned = make_rotate_row(neighbours)
+    rotate_row = make_rotate_row(neighbours)
 
     def body(a, thread, threads):
         n, step, eps = SCALED_ROTATION_ARGS.columns(a), SCALED_ROTATION_ARGS.w_step(a), SCALED_ROTATION_ARGS.eps(a)
@@ -152,7 +157,7 @@ def make_norm_and_rotate_kernel(neighbours: bool) -> Kernel:
             for c in range(0, n, LANES):
                 store_lanes(y, c, n, mul(mul(load_lanes(x, c, n, 4), f), load_lanes(w, c, n, step)))
             at = 4 * pairs * ((first + i) // rows)
-            turned(y, y, offset, pairs, cosines + at, sines + at)
+            rotate_row(y, y, offset, pairs, cosines + at, sines + at)
         return 0
 
     return Kernel(f"rotary.scaled_and_rotated.{'neighbours' if neighbours else 'halves'}", body)
@@ -182,38 +187,40 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     size, pairs, neighbours = y.shape[-1], turning.pair_count, turning.uses_neighbours
     if neighbours and turning.first_element == 0 and 2 * pairs == size and x.is_dense and y.is_dense:
         size = math.gcd(size, *(steps.find_column_bounds([x]) or ()))  # each cut keeps pairs of neighbours
-    cut = y.shape[-1] // size
-    pieces = (
-        find_column_split(steps, [_split_rows(x, cut)], _split_rows(y, cut), whole_rows=True) if size % 2 == 0 else None
+    rows_per_head = y.shape[-1] // size
+    column_split = (
+        find_column_split(steps, [_split_rows(x, rows_per_head)], _split_rows(y, rows_per_head), whole_rows=True)
+        if size % 2 == 0
+        else None
     )
 
-    def share(x: Operand, y: Operand, cut: int, first: int) -> ThreadWork:
+    def make_thread_work(x: Operand, y: Operand, rows_per_head: int, first: int) -> ThreadWork:
         walk = _make_rotation_walk(x, y)
         assert walk is not None
         words = ROTATION_ARGS(
             walk=walk,
             cosines=turning.cosines.address,
             sines=turning.sines.address,
-            pairs=pairs // cut,
+            pairs=pairs // rows_per_head,
             offset=turning.first_element,
-            rows_of_position=call.out.shape[-2] * cut,
-            cut=cut,
+            rows_of_position=call.out.shape[-2] * rows_per_head,
+            rows_per_head=rows_per_head,
             first=first,
         )
         return ThreadWork(words, [x, turning.cosines, turning.sines], [y])
 
-    if pieces is None:
-        whole = share(x, y, 1, 0)
+    if column_split is None:
+        whole = make_thread_work(x, y, 1, 0)
         steps.add(make_rotate_kernel(neighbours), whole.words, reads=whole.reads, writes=whole.writes)
     else:
         mine = zip(
-            pieces.slice_by_thread(_split_rows(x, cut)),
-            pieces.slice_by_thread(_split_rows(y, cut)),
-            pieces.axis_bounds,
+            column_split.slice_by_thread(_split_rows(x, rows_per_head)),
+            column_split.slice_by_thread(_split_rows(y, rows_per_head)),
+            column_split.axis_bounds,
             strict=False,
         )
-        shares = [share(x, y, cut, first) if x and y else None for x, y, first in mine]
-        steps.add_by_columns(make_rotate_kernel(neighbours), shares, y, pieces.column_bounds)
+        shares = [make_thread_work(x, y, rows_per_head, first) if x and y else None for x, y, first in mine]
+        steps.add_by_columns(make_rotate_kernel(neighbours), shares, y, column_split.column_bounds)
     return True
 
 
@@ -223,11 +230,11 @@ def _make_rotation_walk(x: Operand, y: Operand) -> list[int] | None:
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4] else walk
 
 
-def _split_rows(x: Operand, cut: int) -> Operand:
-    """Return a dense operand with each row cut into `cut` rows."""
-    if cut == 1:
+def _split_rows(x: Operand, rows_per_head: int) -> Operand:
+    """Return a dense operand with each row split into `rows_per_head` rows."""
+    if rows_per_head == 1:
         return x
-    size = x.shape[-1] // cut
+    size = x.shape[-1] // rows_per_head
     shape = (math.prod(x.shape) // size, size)
     return replace(x, tensor=replace(x.tensor, shape=shape, strides=(size, 1)))
 
@@ -255,14 +262,14 @@ def make_rotation_plan(steps: StepTableBuilder, call: BoundInstruction) -> Rotat
     pairs = 2 * half if mode == "vision" else half
     kind = tuple((k, v) for k, v in call.attrs.items() if k not in ("mode" if not multi else "", "offset"))
     key = ("turns", pos.tensor, None if factors is None else factors.tensor, kind)
-    turned = steps.find_derived(key)
-    if turned is None:
+    angle_tables = steps.find_derived(key)
+    if angle_tables is None:
         plane, index = (
             position_planes(pairs, _sections_attribute(call), mode) if multi else (np.zeros(pairs, np.int64), None)
         )
-        turned = _add_angle_step(steps, call, compute_frequencies(half, call.attrs, index), plane)
-        steps.register_derived(key, turned, [pos] if factors is None else [pos, factors])
-    return RotationPlan(mode == "normal", pairs, _int_attribute(call, "offset"), turned[0], turned[1])
+        angle_tables = _add_angle_step(steps, call, compute_frequencies(half, call.attrs, index), plane)
+        steps.register_derived(key, angle_tables, [pos] if factors is None else [pos, factors])
+    return RotationPlan(mode == "normal", pairs, _int_attribute(call, "offset"), angle_tables[0], angle_tables[1])
 
 
 def _sections_attribute(call: BoundInstruction) -> tuple[int, ...]:
@@ -277,7 +284,7 @@ def _add_angle_step(
 ) -> Sequence[Operand]:
     """Add the step that computes cosines and sines. `plane` is the row of positions of each pair."""
     (inverse, magnitude), pos, factors = frequencies, call.operand(1), call.optional_operand(2)
-    *outer, near = pos.strides
+    *outer, position_stride = pos.strides
     between = 4 * outer.pop() if call.op == "rope_multi" else 0
     run, count = pos.shape[-1], pos.shape[-1] * math.prod(pos.shape[: len(outer)])
     cosines, sines = (steps.allocate_memory(4 * count * len(plane)) for _ in range(2))
@@ -286,8 +293,8 @@ def _add_angle_step(
         positions=pos.address,
         count=count,
         run=run,
-        far=4 * outer[-1] if outer else 0,
-        near=4 * near,
+        run_bytes=4 * outer[-1] if outer else 0,
+        position_bytes=4 * position_stride,
         further=further.address,
         frequency=speeds.address,
         divisors=0 if factors is None else factors.address,
@@ -297,7 +304,7 @@ def _add_angle_step(
         sines=sines.address,
     )
     reads = [pos] if factors is None else [pos, factors]
-    steps.add(turns, words, reads=reads, writes=[cosines, sines])
+    steps.add(compute_angle_tables, words, reads=reads, writes=[cosines, sines])
     return cosines, sines
 
 
@@ -321,7 +328,7 @@ def _add_norm_and_rotation(
     """Add the fused step of norm, factors and rotation."""
     x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, make_rotation_plan(steps, rope)
 
-    def share(x: Operand, factors: Operand, y: Operand, first: int) -> ThreadWork:
+    def make_thread_work(x: Operand, factors: Operand, y: Operand, first: int) -> ThreadWork:
         walk = _make_norm_rotation_walk(x, factors, y)
         assert walk is not None
         words = SCALED_ROTATION_ARGS(
@@ -337,12 +344,14 @@ def _add_norm_and_rotation(
         return ThreadWork(words, [x, factors, turning.cosines, turning.sines], [y])
 
     kernel = make_norm_and_rotate_kernel(turning.uses_neighbours)
-    if (pieces := find_column_split(steps, [x], y, whole_rows=True)) is not None:
-        cut = zip(*(pieces.slice_by_thread(o) for o in (x, factors, y)), pieces.axis_bounds, strict=False)
-        shares = [share(x, w, y, first) if x and w and y else None for x, w, y, first in cut]
-        steps.add_by_columns(kernel, shares, y, pieces.column_bounds)
+    if (column_split := find_column_split(steps, [x], y, whole_rows=True)) is not None:
+        slices = zip(
+            *(column_split.slice_by_thread(o) for o in (x, factors, y)), column_split.axis_bounds, strict=False
+        )
+        shares = [make_thread_work(x, w, y, first) if x and w and y else None for x, w, y, first in slices]
+        steps.add_by_columns(kernel, shares, y, column_split.column_bounds)
     else:
-        whole = share(x, factors, y, 0)
+        whole = make_thread_work(x, factors, y, 0)
         steps.add(kernel, whole.words, reads=whole.reads, writes=whole.writes)
 
 

@@ -66,7 +66,7 @@ load_row_count = subroutine(lambda a: load_word(a, 1) * load_word(a, 2) * load_w
 def _make_row_address(at: int) -> Subroutine:
     """Make ``(a, i)``: the address of row `i` of the operand with its words from `at` on."""
 
-    def row(a, i):
+    def compute_row_address(a, i):
         outer, inner = load_word(a, 2), load_word(a, 3)
         base = load_word(a, at)
         if load_word(a, 1) * outer == 1:
@@ -79,16 +79,16 @@ def _make_row_address(at: int) -> Subroutine:
             + i % inner * load_word(a, at + 3)
         )
 
-    return subroutine(row)
+    return subroutine(compute_row_address)
 
 
 def _make_element_step(at: int) -> Subroutine:
     """Make ``(a)``: the bytes from element to element of the operand with its words from `at` on."""
 
-    def step(a):
+    def load_element_step(a):
         return load_word(a, at + OPERAND_WORDS - 1)
 
-    return subroutine(step)
+    return subroutine(load_element_step)
 
 
 @subroutine
@@ -143,7 +143,7 @@ def make_unary_kernel(name: str, function: Subroutine | None = None) -> Kernel:
 
 
 @kernel
-def collect(a, thread, threads):
+def copy_strided_rows(a, thread, threads):
     """Copy strided elements to dense rows."""
     n, apart = UNARY_ARGS.columns(a), splat_int(UNARY_ARGS.x_step(a))
     lo, hi = compute_thread_range(UNARY_ARGS.rows(a), thread, threads)
@@ -202,7 +202,7 @@ CHOICE_ARGS = make_row_args("t x z y")
 
 
 @kernel
-def choose(a, thread, threads):
+def select_elements(a, thread, threads):
     """Compute ``t != 0 ? x : z``. Each operand may be one number for the whole row."""
     n, t_step = CHOICE_ARGS.columns(a), CHOICE_ARGS.t_step(a)
     x_step, z_step = CHOICE_ARGS.x_step(a), CHOICE_ARGS.z_step(a)
@@ -262,8 +262,8 @@ def make_row_walk(
     if not apart and any(s not in (0, 1) for s in steps) and n > 1:
         return None
     if not merged and not whole_rows and n > MAX_ROW_ELEMENTS:
-        piece = max(p for p in range(1, MAX_ROW_ELEMENTS + 1) if n % p == 0)
-        merged, n = [(n // piece, *(s * piece for s in steps))], piece
+        row_elements = max(p for p in range(1, MAX_ROW_ELEMENTS + 1) if n % p == 0)
+        merged, n = [(n // row_elements, *(s * row_elements for s in steps))], row_elements
     if len(merged) > 3:
         return None
     while len(merged) < 3:
@@ -297,15 +297,15 @@ def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Opera
             if to is not source:
                 _add_gather_step(steps, source, to)
         return add_row_step(steps, of, dense, out)
-    if (pieces := find_column_split(steps, sources, out)) is not None:
-        cut = zip(*(pieces.slice_by_thread(o) for o in (*sources, out)), strict=True)
-        parts = [None if None in each else _make_thread_work(of, each[:-1], each[-1]) for each in cut]
+    if (column_split := find_column_split(steps, sources, out)) is not None:
+        slices = zip(*(column_split.slice_by_thread(o) for o in (*sources, out)), strict=True)
+        parts = [None if None in each else _make_thread_work(of, each[:-1], each[-1]) for each in slices]
         if all(
             part is not None
-            for part, (first, last) in zip(parts, pairwise(pieces.axis_bounds), strict=True)
+            for part, (first, last) in zip(parts, pairwise(column_split.axis_bounds), strict=True)
             if first < last
         ):
-            steps.add_by_columns(of[0], parts, out, pieces.column_bounds)
+            steps.add_by_columns(of[0], parts, out, column_split.column_bounds)
             return True
     steps.add(of[0], whole.words, reads=sources, writes=[out])
     return True
@@ -323,7 +323,7 @@ def _make_gather_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Op
 
 
 def _make_gather_walk(x: Operand, to: Operand) -> list[int] | None:
-    """Return the walk of `collect`, or None."""
+    """Return the walk of `copy_strided_rows`, or None."""
     if not (x.is_float and to.is_float and to.tensor.spec.size):
         return None
     walk = make_row_walk(to.shape, [x, to], apart=True)
@@ -342,7 +342,7 @@ def _add_gather_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
     walk = _make_gather_walk(x, to)
     if walk is None:
         return False
-    steps.add(collect, UNARY_ARGS(walk=walk), reads=[x], writes=[to])
+    steps.add(copy_strided_rows, UNARY_ARGS(walk=walk), reads=[x], writes=[to])
     return True
 
 
@@ -424,7 +424,7 @@ def _bind_compare(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _bind_where(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    return add_row_step(steps, (choose, CHOICE_ARGS, {}), [call.operand(i) for i in range(3)], call.out)
+    return add_row_step(steps, (select_elements, CHOICE_ARGS, {}), [call.operand(i) for i in range(3)], call.out)
 
 
 def _bind_fill(steps: StepTableBuilder, call: BoundInstruction) -> bool:

@@ -3,17 +3,17 @@
 All threads count the same items in the same order. A thread processes the item of its ticket, then draws another
 ticket. The last ticket of each thread is behind all items:
 
-    piece, mine = 0, take_work_item(tickets, 0)
+    item, mine = 0, take_work_item(tickets, 0)
     for ...:
-        if piece == mine:
+        if item == mine:
             ...
-            mine = take_work_item(tickets, piece + 1)
-        piece += 1
-    finish_queue(tickets, mine, piece, threads)
+            mine = take_work_item(tickets, item + 1)
+        item += 1
+    finish_queue(tickets, mine, item, threads)
 
-A step of many rows may be cut into spans of rows with a queue each (`count_spans`). Each thread begins with the span of
-its rows in steps that are shared row by row. Then few rows come from the caches of other processors. Later the thread
-helps with the other spans.
+A step of many rows may be split into spans of rows with a queue each (`count_spans`). Each thread begins with the span
+of its rows in steps that are shared row by row. Then few rows come from the caches of other processors. Later the
+thread helps with the other spans.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def take_work_item(tickets, following):
 
 
 @subroutine
-def finish_queue(tickets, mine, pieces, threads):
+def finish_queue(tickets, mine, item_count, threads):
     """Reset the queue if this thread drew the last ticket of all."""
-    if tickets != 0 and mine == pieces + threads - 1:
+    if tickets != 0 and mine == item_count + threads - 1:
         store_shared(tickets, 0)
 
 
 @subroutine
-def count_spans(rows, least, threads):
-    """Return the number of spans with at least `least` rows each."""
-    return max(1, min(threads, rows // least, MAX_SPANS))
+def count_spans(rows, min_rows, threads):
+    """Return the number of spans with at least `min_rows` rows each."""
+    return max(1, min(threads, rows // min_rows, MAX_SPANS))
 
 
 @subroutine

@@ -56,38 +56,38 @@ def release_tiles(b, memory):
 
 @cache
 def clear_tile(tile: int) -> Intrinsic:
-    """``(memory)``: fill a tile with zeros."""
+    """Make ``(memory)``: fill a tile with zeros."""
     return intrinsic(NOTHING, ADDRESS)(lambda b, memory: _call(b, "llvm.x86.tilezero", ir.Constant(_i8, tile)))
 
 
 def _make_tile_move(name: str, tile: int) -> Intrinsic:
     @intrinsic(NOTHING, *[ADDRESS] * 3)
-    def moved(b, memory, p, step):
+    def move_tile(b, memory, p, step):
         _call(b, name, ir.Constant(_i8, tile), b.inttoptr(p, _CHAR), step)
 
-    return moved
+    return move_tile
 
 
 @cache
 def load_tile(tile: int) -> Intrinsic:
-    """``(memory, p, step)``: load rows that are `step` bytes apart."""
+    """Make ``(memory, p, step)``: load rows that are `step` bytes apart."""
     return _make_tile_move("llvm.x86.tileloadd64", tile)
 
 
 @cache
 def load_tile_streaming(tile: int) -> Intrinsic:
-    """``(memory, p, step)``: load rows as `load_tile` does, without keeping them in the first cache."""
+    """Make ``(memory, p, step)``: load rows as `load_tile` does, without keeping them in the first cache."""
     return _make_tile_move("llvm.x86.tileloaddt164", tile)
 
 
 @cache
 def store_tile(tile: int) -> Intrinsic:
-    """``(memory, p, step)``: store rows that are `step` bytes apart."""
+    """Make ``(memory, p, step)``: store rows that are `step` bytes apart."""
     return _make_tile_move("llvm.x86.tilestored64", tile)
 
 
 @cache
 def add_tile_products(c: int, x: int, w: int) -> Intrinsic:
-    """``(memory)``: add the products of tiles x and w to tile c."""
+    """Make ``(memory)``: add the products of tiles x and w to tile c."""
     tiles = [ir.Constant(_i8, tile) for tile in (c, x, w)]
     return intrinsic(NOTHING, ADDRESS)(lambda b, memory: _call(b, "llvm.x86.tdpbf16ps", *tiles))

@@ -67,9 +67,9 @@ def _round_to_upper_bits(b: Any, v: Any) -> Any:
     """Return the bits of float32 values that are rounded so that their lower halves are zero."""
     bits = b.bitcast(v, _I)
     odd = b.and_(b.lshr(bits, ints_of(16)), ints_of(1))
-    near = b.add(bits, b.add(odd, ints_of(0x7FFF)))
+    nearest = b.add(bits, b.add(odd, ints_of(0x7FFF)))
     quiet = b.or_(bits, ints_of(0x400000))
-    return b.and_(b.select(b.fcmp_unordered("uno", v, v), quiet, near), ints_of(0xFFFF0000))
+    return b.and_(b.select(b.fcmp_unordered("uno", v, v), quiet, nearest), ints_of(0xFFFF0000))
 
 
 @intrinsic(FLOATS, INTS)
@@ -90,13 +90,13 @@ def store_bf16(b, p, low, high):
 
 
 @intrinsic(NOTHING, ADDRESS, CODES_TYPE, *[FLOATS] * 4)
-def store_dequantised_bf16(b, to, codes, low, high, more, most):
+def store_dequantised_bf16(b, to, codes, low_scale, high_scale, low_bias, high_bias):
     """Store ``scale code + bias`` of 32 columns of 16 rows as bfloat16, in the order of an AMX tile.
 
-    `low` and `high` are the scales of both halves of the columns; `more` and `most` are their biases.
+    The scales and the biases are given for the low and the high half of the columns.
     """
     for j, vector in enumerate(unpack_vectors(b, codes)):
-        scale, bias = (low, more) if j < 4 else (high, most)
+        scale, bias = (low_scale, low_bias) if j < 4 else (high_scale, high_bias)
         numbers = b.bitcast(vector, _I)
         values = []
         for k in range(4):

@@ -67,10 +67,10 @@ def add_weighted_rows(b, sums, at, pace, first, second, third, fourth):
     known = unpack_vectors(b, sums)
     for row in range(rows):
         start = b.add(at, b.mul(pace, _address_constant(row)))
-        held = [load.body(b, b.add(start, _address_constant(64 * i))) for i in range(vectors)]
+        vectors_of_row = [load.body(b, b.add(start, _address_constant(64 * i))) for i in range(vectors)]
         for kind, numbers in enumerate((first, second, third, fourth)):
             by = splat_from.body(b, b.add(numbers, _address_constant(4 * row)))
-            for i, vector in enumerate(held):
+            for i, vector in enumerate(vectors_of_row):
                 place = (row * SCALARS_PER_ROW + kind) * vectors + i
                 known[place] = fma.body(b, vector, by, known[place])
     return pack_vectors(b, known)

@@ -40,12 +40,12 @@ def _make_every_fourth(j: int) -> Intrinsic:
     """Make an intrinsic for every fourth of 64 numbers in four vectors, from number `j`."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
-    def take(b, p, q, r, s):
+    def select_every_fourth(b, p, q, r, s):
         eight = ir.Constant(ir.VectorType(_i32, 8), [j + 4 * i for i in range(8)])
         low, high = b.shuffle_vector(p, q, eight), b.shuffle_vector(r, s, eight)
         return b.shuffle_vector(low, high, ir.Constant(_I, list(range(16))))
 
-    return take
+    return select_every_fourth
 
 
 fourth_0, fourth_1, fourth_2, fourth_3 = (_make_every_fourth(j) for j in range(4))
@@ -55,12 +55,12 @@ def _make_pairwise_sum(distance: int) -> Intrinsic:
     """Make an intrinsic that adds lanes `distance` apart, first of x and then of y in each pair of runs."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
-    def fold(b, x, y):
+    def add_lane_pairs(b, x, y):
         low = [i for i in range(2 * LANES) if not i & distance]
         halves = (ir.Constant(_I, [i + shift for i in low]) for shift in (0, distance))
         return b.fadd(*(b.shuffle_vector(x, y, lanes) for lanes in halves))
 
-    return fold
+    return add_lane_pairs
 
 
 fold_8, fold_4, fold_2, fold_1 = map(_make_pairwise_sum, (8, 4, 2, 1))
@@ -70,11 +70,13 @@ fold_8, fold_4, fold_2, fold_1 = map(_make_pairwise_sum, (8, 4, 2, 1))
 def transpose_16x16(b, source, step, to, pace):
     """Transpose 16 rows of 16 numbers, `step` bytes apart, into 16 rows `pace` bytes apart."""
 
-    def at(base: Any, stride: Any, i: int) -> Any:
+    def row_address(base: Any, stride: Any, i: int) -> Any:
         return b.add(base, b.mul(stride, ir.Constant(_i64, i)))
 
-    for i, column in enumerate(transpose_vectors(b, [load.body(b, at(source, step, i)) for i in range(LANES)])):
-        store.body(b, at(to, pace, i), column)
+    for i, column in enumerate(
+        transpose_vectors(b, [load.body(b, row_address(source, step, i)) for i in range(LANES)])
+    ):
+        store.body(b, row_address(to, pace, i), column)
 
 
 def _make_partial_transpose(load_row: Callable[[Any, Any, Any], Any]) -> Intrinsic:
@@ -85,7 +87,7 @@ def _make_partial_transpose(load_row: Callable[[Any, Any, Any], Any]) -> Intrins
     """
 
     @intrinsic(NOTHING, *[ADDRESS] * 5)
-    def turn_some(b, source, step, rows, columns, to):
+    def transpose_rows(b, source, step, rows, columns, to):
         last = b.sub(rows, ir.Constant(_i64, 1))
         numbers = [ir.Constant(_i64, i) for i in range(LANES)]
         present = [b.select(b.icmp_signed("<", i, last), i, last) for i in numbers]
@@ -93,7 +95,7 @@ def _make_partial_transpose(load_row: Callable[[Any, Any, Any], Any]) -> Intrins
         for i, column in zip(numbers, transpose_vectors(b, vectors), strict=True):
             store.body(b, b.add(to, b.mul(i, ir.Constant(_i64, 64))), column)
 
-    return turn_some
+    return transpose_rows
 
 
 transpose_f32 = _make_partial_transpose(lambda b, a, columns: load_first_lanes.body(b, a, columns))

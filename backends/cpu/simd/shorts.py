@@ -66,26 +66,26 @@ def _bf16_bits(b: Any, v: Any) -> Any:
     """Return the bits of a float32. Their upper half is the nearest bfloat16: ties to even, NaN stays NaN."""
     bits = b.bitcast(v, _I)
     odd = b.and_(b.lshr(bits, _ints(16)), _ints(1))
-    near = b.add(bits, b.add(odd, _ints(0x7FFF)))
+    nearest = b.add(bits, b.add(odd, _ints(0x7FFF)))
     quiet = b.or_(bits, _ints(0x400000))
-    return b.select(b.fcmp_unordered("uno", v, v), quiet, near)
+    return b.select(b.fcmp_unordered("uno", v, v), quiet, nearest)
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
 def store_first_bf16(b, a, v, count):
-    """The first `count` lanes as bfloat16: the nearest, even ones on a tie; NaN stays."""
+    """Store the first `count` lanes as bfloat16, rounded to nearest, ties to even; NaN stays NaN."""
     _store_first(b, a, b.trunc(b.lshr(_bf16_bits(b, v), _ints(16)), _SHORTS), count)
 
 
 @intrinsic(FLOATS, FLOATS)
 def round_to_half(b, v):
-    """Each lane rounded to the nearest float16, ties to even."""
+    """Round each lane to the nearest float16, ties to even."""
     return b.fpext(b.fptrunc(v, _HALVES), _F)
 
 
 @intrinsic(FLOATS, FLOATS)
 def round_to_bf16(b, v):
-    """Each lane rounded to the nearest bfloat16, ties to even."""
+    """Round each lane to the nearest bfloat16, ties to even."""
     return b.bitcast(b.and_(_bf16_bits(b, v), _ints(-0x10000)), _F)
 
 

@@ -39,21 +39,21 @@ def _load_4_bit_blocks(b: Any, first: Any, second: Any) -> Any:
     return _concat_vectors(b, *(_concat_vectors(b, b.and_(q, low), b.lshr(q, high)) for q in runs))
 
 
-def _make_block_transpose(load_two: Callable[[Any, Any, Any], Any]) -> Intrinsic:
+def _make_block_transpose(load_two_blocks: Callable[[Any, Any, Any], Any]) -> Intrinsic:
     """Make ``(source, step, last, second, to)``: transpose the integers of two blocks of 16 rows into 16 columns.
 
     Rows are `step` bytes apart, blocks `second` bytes. Row `last` replaces missing rows.
     """
 
     @intrinsic(NOTHING, *[ADDRESS] * 5)
-    def turn_blocks(b, source, step, last, second, to):
+    def transpose_blocks(b, source, step, last, second, to):
         numbers = [ir.Constant(_i64, i) for i in range(LANES)]
         rows = [b.add(source, b.mul(step, b.select(b.icmp_signed("<", i, last), i, last))) for i in numbers]
-        vectors = [b.bitcast(load_two(b, row, b.add(row, second)), _F) for row in rows]
+        vectors = [b.bitcast(load_two_blocks(b, row, b.add(row, second)), _F) for row in rows]
         for i, column in zip(numbers, transpose_vectors(b, vectors), strict=True):
             store_bytes.body(b, b.add(to, b.mul(i, ir.Constant(_i64, 64))), b.bitcast(column, _B))
 
-    return turn_blocks
+    return transpose_blocks
 
 
 transpose_8_bit_blocks, transpose_4_bit_blocks = (

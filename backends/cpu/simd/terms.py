@@ -33,7 +33,7 @@ def store_bf16_terms(count: int) -> Intrinsic:
     """Make ``(to, step, first, second)``: store two vectors as bfloat16 pairs, `count` terms `step` bytes apart."""
 
     @intrinsic(NOTHING, ADDRESS, ADDRESS, FLOATS, FLOATS)
-    def store(b, to, step, first, second):
+    def store_terms(b, to, step, first, second):
         for term in range(count):
             pairs = round_to_bf16_pairs(b, first, second)
             b.store(pairs, b.inttoptr(to, pairs.type.as_pointer()), align=4)
@@ -42,7 +42,7 @@ def store_bf16_terms(count: int) -> Intrinsic:
                 second = b.fsub(second, second_of_pairs.body(b, pairs))
                 to = b.add(to, step)
 
-    return store
+    return store_terms
 
 
 @cache
@@ -53,18 +53,18 @@ def store_ordered_bf16_terms(count: int) -> Intrinsic:
     """
 
     @intrinsic(NOTHING, ADDRESS, ADDRESS, FLOATS, FLOATS)
-    def store(b, to, step, low, high):
+    def store_terms(b, to, step, low, high):
         for term in range(count):
             shorts = round_to_bf16(b, low, high)
             b.store(shorts, b.inttoptr(to, shorts.type.as_pointer()), align=2)
             if term < count - 1:
                 low, high = (
-                    _zero_nonfinite(b, b.fsub(v, near))
-                    for v, near in zip((low, high), widen_bf16(b, shorts), strict=True)
+                    _zero_nonfinite(b, b.fsub(v, nearest))
+                    for v, nearest in zip((low, high), widen_bf16(b, shorts), strict=True)
                 )
                 to = b.add(to, step)
 
-    return store
+    return store_terms
 
 
 def _zero_nonfinite(b: Any, v: Any) -> Any:
@@ -77,10 +77,12 @@ def _zero_nonfinite(b: Any, v: Any) -> Any:
 def transpose_16_bit(b, source, step, to):
     """Transpose 32 rows of 16 numbers of 16 bits, `step` bytes apart, into 16 dense rows."""
 
-    def row(i: int) -> Any:
+    def load_row(i: int) -> Any:
         at = b.add(source, b.mul(step, ir.Constant(source.type, i)))
         return b.load(b.inttoptr(at, _SHORTS.as_pointer()), align=2)
 
-    pairs = [b.bitcast(b.shuffle_vector(row(i), row(i + 1), _INTERLEAVED), _PAIRS) for i in range(0, 2 * LANES, 2)]
+    pairs = [
+        b.bitcast(b.shuffle_vector(load_row(i), load_row(i + 1), _INTERLEAVED), _PAIRS) for i in range(0, 2 * LANES, 2)
+    ]
     for i, column in enumerate(transpose_vectors(b, pairs)):
         b.store(column, b.inttoptr(b.add(to, ir.Constant(to.type, 64 * i)), _PAIRS.as_pointer()), align=4)

@@ -94,7 +94,7 @@ def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None) ->
     """
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
-    def codes(b, p, h):
+    def load_codes_of_planes(b, p, h):
         vectors = _unpack_fields(b, p, widths[0])
         for high in widths[1:]:
             vectors = [b.or_(x, y) for x, y in zip(vectors, _unpack_fields(b, h, high, widths[0]), strict=True)]
@@ -102,7 +102,7 @@ def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None) ->
             vectors = [look_up.body(b, table.body(b), x) for x in vectors]
         return pack_vectors(b, vectors)
 
-    return codes
+    return load_codes_of_planes
 
 
 def _unpack_fields(b: Any, plane: Any, width: int, to: int = 0) -> list[Any]:
@@ -187,18 +187,19 @@ def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -
     # If the registers do not hold the integers of both halves, the first half is added before the second is computed.
     together = [(0, 1)] if simd.count_vector_registers() == simd.MANY_REGISTERS or len(places) == 1 else [(0,), (1,)]
 
-    def smaller(b: Any, i: int, n: Any) -> Any:
+    def clamp_row_number(b: Any, i: int, n: Any) -> Any:
         last, number = b.sub(n, ir.Constant(n.type, 1)), ir.Constant(n.type, i)
         return b.select(b.icmp_signed("<", number, last), number, last)
 
     @intrinsic(rows_of, ADDRESS, ADDRESS, ADDRESS)
-    def rows(b, p, step, n):
-        return pack_vectors(b, [b.add(p, b.mul(step, smaller(b, i, n))) for i in range(count)])
+    def row_addresses(b, p, step, n):
+        return pack_vectors(b, [b.add(p, b.mul(step, clamp_row_number(b, i, n))) for i in range(count)])
 
     @intrinsic(rows_of, *[ADDRESS] * 6)
-    def chosen(b, slots, n, used, shared, p, step):
+    def row_addresses_by_slot(b, slots, n, used, shared, p, step):
         own = [
-            simd.load_int.body(b, b.add(slots, b.mul(smaller(b, i, n), ir.Constant(n.type, 4)))) for i in range(count)
+            simd.load_int.body(b, b.add(slots, b.mul(clamp_row_number(b, i, n), ir.Constant(n.type, 4))))
+            for i in range(count)
         ]
         alone, before = [b.mul(slot, shared) for slot in own], b.block
         with b.if_then(
@@ -215,16 +216,20 @@ def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -
         return pack_vectors(b, [b.add(p, b.mul(step, row)) for row in addresses])
 
     @intrinsic(sums_of)
-    def zeros(b):
+    def zero_sums(b):
         return pack_vectors(b, [simd.zeros.body(b)] * len(places))
 
-    def ones(b: Any, rows: Any, at: Any, offset: int = 0) -> list[Any]:
+    def splat_rows(b: Any, rows: Any, at: Any, offset: int = 0) -> list[Any]:
         return [simd.splat_from.body(b, _record_address(b, row, at, offset)) for row in unpack_vectors(b, rows)]
 
-    def dots(b: Any, vectors: Sequence[Any], records: Sequence[Any], halves: Sequence[int], begun: bool) -> Any:
+    def dot_products(
+        b: Any, vectors: Sequence[Any], records: Sequence[Any], halves: Sequence[int], loads_initial_sums: bool
+    ) -> Any:
         """Return the dot products of some halves by half, row and group."""
         first = {
-            half: [_initial_sum(b, record, SUMS_OFFSET + 4 * half if begun else None) for record in records]
+            half: [
+                _initial_sum(b, record, SUMS_OFFSET + 4 * half if loads_initial_sums else None) for record in records
+            ]
             for half in halves
         }
         products = DotProducts(b, known, {(half, i, g): first[half][i] for half in halves for i, g in places})
@@ -238,21 +243,21 @@ def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -
                         products.add((half, i, g), weights[g], four)
         return products.finish()
 
-    def meet(begun: bool) -> Intrinsic:
+    def make_add_products(loads_initial_sums: bool) -> Intrinsic:
         @intrinsic(sums_of, sums_of, *[CODES_TYPE] * groups, *[FLOATS] * (COLUMN_HALVES * groups), rows_of, ADDRESS)
-        def made(b, acc, *given):
-            codes, scales, (rows, at) = given[:groups], given[groups:-2], given[-2:]
+        def add_products(b, acc, *operands):
+            codes, scales, (rows, at) = operands[:groups], operands[groups:-2], operands[-2:]
             vectors, records = (
                 [unpack_vectors(b, c) for c in codes],
                 [_record_address(b, row, at) for row in unpack_vectors(b, rows)],
             )
             sums = unpack_vectors(b, acc)
             for halves in together:
-                ints, products = dots(b, vectors, records, halves, begun), list[list[Any]]()
+                ints, products = dot_products(b, vectors, records, halves, loads_initial_sums), list[list[Any]]()
                 for half in halves:
                     factors, starts = (
-                        ones(b, rows, at, SCALES_OFFSET + 4 * half),
-                        ones(b, rows, at, STARTS_OFFSET + 4 * half),
+                        splat_rows(b, rows, at, SCALES_OFFSET + 4 * half),
+                        splat_rows(b, rows, at, STARTS_OFFSET + 4 * half),
                     )
                     floats = [(i, simd.bits_to_float.body(b, ints[half, i, g])) for i, g in places]
                     # The values at `STARTS_OFFSET` are exact, so this is up to one rounding.
@@ -266,96 +271,96 @@ def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -
                     sums = [simd.fma.body(b, own[g], *pair) for (_, g), *pair in zip(places, terms, sums, strict=True)]
             return pack_vectors(b, sums)
 
-        return made
+        return add_products
 
     @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
-    def biased(b, acc, *given):
-        *biases, rows, at = given
-        sums = ones(b, rows, at)
+    def add_biases(b, acc, *operands):
+        *biases, rows, at = operands
+        sums = splat_rows(b, rows, at)
         pairs = zip(places, unpack_vectors(b, acc), strict=True)
         return pack_vectors(b, [simd.fma.body(b, biases[g], sums[i], total) for (i, g), total in pairs])
 
     @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
-    def outer(b, acc, *given):
-        *weights, rows, at = given
-        values = ones(b, rows, at)
+    def add_outer_product(b, acc, *operands):
+        *weights, rows, at = operands
+        values = splat_rows(b, rows, at)
         pairs = zip(places, unpack_vectors(b, acc), strict=True)
         return pack_vectors(b, [simd.fma.body(b, weights[g], values[i], total) for (i, g), total in pairs])
 
     @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS)
-    def inner(b, acc, weights, rows, at):
+    def add_inner_product(b, acc, weights, rows, at):
         values = [simd.load.body(b, _record_address(b, row, at)) for row in unpack_vectors(b, rows)]
         return pack_vectors(
             b, [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors(b, acc), strict=True)]
         )
 
     @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS, ADDRESS)
-    def inner_some(b, acc, weights, rows, at, left):
+    def add_partial_inner_product(b, acc, weights, rows, at, left):
         values = [simd.load_first_lanes.body(b, _record_address(b, row, at), left) for row in unpack_vectors(b, rows)]
         return pack_vectors(
             b, [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors(b, acc), strict=True)]
         )
 
     @intrinsic(sums_of, sums_of, sums_of)
-    def joined(b, x, y):
+    def add_tiles(b, x, y):
         return pack_vectors(b, [b.fadd(*pair) for pair in zip(unpack_vectors(b, x), unpack_vectors(b, y), strict=True)])
 
     @intrinsic(NOTHING, rows_of, ADDRESS, sums_of)
-    def put_totals(b, rows, at, acc):
+    def store_lane_sums(b, rows, at, acc):
         for row, sums in zip(unpack_vectors(b, rows), unpack_vectors(b, acc), strict=True):
             simd.store_scalar.body(b, _record_address(b, row, at), simd.lane_sum.body(b, sums))
 
     @intrinsic(sums_of, *[sums_of] * 4)
-    def folded(b, *four):
+    def fold_four_tiles(b, *four):
         lanes = zip(*(unpack_vectors(b, acc) for acc in four), strict=True)
         return pack_vectors(b, [fold_4.body(b, fold_8.body(b, w, x), fold_8.body(b, y, z)) for w, x, y, z in lanes])
 
-    def put_vectors(b: Any, rows: Any, acc: Any, store: Callable[[Any, int, Any], None]) -> None:
+    def store_vectors(b: Any, rows: Any, acc: Any, store: Callable[[Any, int, Any], None]) -> None:
         starts = unpack_vectors(b, rows)
         for (i, g), total in zip(places, unpack_vectors(b, acc), strict=True):
             store(_offset_address(b, starts[i], 4 * LANES * g), g, total)
 
     @intrinsic(NOTHING, rows_of, sums_of, ADDRESS)
-    def put(b, rows, acc, left):
+    def store_rows(b, rows, acc, left):
         whole = b.icmp_signed(">=", left, ir.Constant(left.type, LANES * groups))
         with b.if_else(whole) as (then, otherwise):
             with then:
-                put_vectors(b, rows, acc, lambda to, _, total: simd.store.body(b, to, total))
+                store_vectors(b, rows, acc, lambda to, _, total: simd.store.body(b, to, total))
             with otherwise:
                 lefts = [b.sub(left, ir.Constant(left.type, LANES * g)) for g in range(groups)]
-                put_vectors(b, rows, acc, lambda to, g, total: simd.store_first_lanes.body(b, to, total, lefts[g]))
+                store_vectors(b, rows, acc, lambda to, g, total: simd.store_first_lanes.body(b, to, total, lefts[g]))
 
     @intrinsic(sums_of, rows_of)
-    def held(b, rows):
+    def load_rows(b, rows):
         starts = unpack_vectors(b, rows)
         return pack_vectors(b, [simd.load.body(b, _offset_address(b, starts[i], 4 * LANES * g)) for i, g in places])
 
     @intrinsic(NOTHING, ADDRESS, sums_of)
-    def save(b, p, acc):
+    def spill(b, p, acc):
         for i, total in enumerate(unpack_vectors(b, acc)):
             simd.store.body(b, _offset_address(b, p, 4 * LANES * i), total)
 
     @intrinsic(sums_of, ADDRESS)
-    def saved(b, p):
+    def reload(b, p):
         return pack_vectors(b, [simd.load.body(b, _offset_address(b, p, 4 * LANES * i)) for i in range(len(places))])
 
     return DotTile(
-        row_addresses=rows,
-        row_addresses_by_slot=chosen,
-        zero_sums=zeros,
-        add_dot_products=meet(begun=False),
-        add_centred_dot_products=meet(begun=not codes.uses_signed_codes),
-        add_biases=biased,
-        add_outer_product=outer,
-        add_inner_product=inner,
-        add_partial_inner_product=inner_some,
-        add_tiles=joined,
-        store_lane_sums=put_totals,
-        fold_four_tiles=folded,
-        store_rows=put,
-        load_rows=held,
-        spill=save,
-        reload=saved,
+        row_addresses=row_addresses,
+        row_addresses_by_slot=row_addresses_by_slot,
+        zero_sums=zero_sums,
+        add_dot_products=make_add_products(loads_initial_sums=False),
+        add_centred_dot_products=make_add_products(loads_initial_sums=not codes.uses_signed_codes),
+        add_biases=add_biases,
+        add_outer_product=add_outer_product,
+        add_inner_product=add_inner_product,
+        add_partial_inner_product=add_partial_inner_product,
+        add_tiles=add_tiles,
+        store_lane_sums=store_lane_sums,
+        fold_four_tiles=fold_four_tiles,
+        store_rows=store_rows,
+        load_rows=load_rows,
+        spill=spill,
+        reload=reload,
     )
 
 

@@ -258,12 +258,12 @@ fma = intrinsic(FLOATS, FLOATS, FLOATS, FLOATS)(lambda b, x, y, z: _call(b, "llv
 maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maxnum.v16f32", _F, x, y))
 """The larger of two numbers, or the other one if one is NaN: for maxima that need not propagate NaN."""
 minimum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.minnum.v16f32", _F, x, y))
-at_least = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, low: b.select(b.fcmp_ordered(">", low, x), low, x))
+clamp_min = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, low: b.select(b.fcmp_ordered(">", low, x), low, x))
 """`x`, or `low` if it is larger; NaN stays NaN.
 
 This is one instruction, ``max(low, x)``, which returns its second operand unless the first is larger.
 """
-at_most = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, high: b.select(b.fcmp_ordered("<", high, x), high, x))
+clamp_max = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, high: b.select(b.fcmp_ordered("<", high, x), high, x))
 ieee_maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maximum.v16f32", _F, x, y))
 """The larger of two numbers, NaN if one is; +0 is larger than -0."""
 ieee_minimum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.minimum.v16f32", _F, x, y))
@@ -308,10 +308,10 @@ def _make_choice(sign: str) -> Intrinsic:
     """Make an intrinsic for the number of two for which ``x sign y`` holds; NaN if one of them is NaN."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
-    def chosen(b, x, y):
+    def choose(b, x, y):
         return b.select(b.fcmp_unordered("uno", x, y), b.fadd(x, y), b.select(b.fcmp_ordered(sign, x, y), x, y))
 
-    return chosen
+    return choose
 
 
 larger, smaller = _make_choice(">"), _make_choice("<")
@@ -321,11 +321,11 @@ def make_comparison(sign: str) -> Intrinsic:
     """Make an intrinsic that is 1 where ``x sign y`` holds, else 0; for NaN only ``!=`` holds."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
-    def holds(b, x, y):
+    def compare_lanes(b, x, y):
         compare = b.fcmp_unordered if sign == "!=" else b.fcmp_ordered
         return b.select(compare(sign, x, y), _const(_F, 1.0), _const(_F, 0.0))
 
-    return holds
+    return compare_lanes
 
 
 @intrinsic(FLOATS, INTS)
@@ -353,7 +353,7 @@ def _make_lane_reduction(join: Callable[..., Any]) -> Intrinsic:
     """Make an intrinsic that reduces all lanes in the order of a tree."""
 
     @intrinsic(FLOAT, FLOATS)
-    def across(b, x):
+    def reduce_lanes(b, x):
         n = LANES
         while n > 1:
             n //= 2
@@ -362,7 +362,7 @@ def _make_lane_reduction(join: Callable[..., Any]) -> Intrinsic:
             x = join(b, b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
         return b.extract_element(x, ir.Constant(_i32, 0))
 
-    return across
+    return reduce_lanes
 
 
 lane_sum, lane_product = (
@@ -416,12 +416,12 @@ shift_right = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.lshr(x, n))
 
 def _make_bytes_as_floats(first: int) -> Intrinsic:
     @intrinsic(FLOATS, INTS)
-    def made(b, x):
+    def convert_bytes(b, x):
         chars = b.bitcast(x, _B)
         lanes = ir.Constant(_I, list(range(first, first + LANES)))
         return b.sitofp(b.zext(b.shuffle_vector(chars, chars, lanes), _I), _F)
 
-    return made
+    return convert_bytes
 
 
 bytes_as_floats, next_bytes_as_floats = (_make_bytes_as_floats(first) for first in (0, LANES))

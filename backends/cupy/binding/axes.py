@@ -114,20 +114,22 @@ def split_tiled_axes(
     """
     ahead = len(shape) - len(operands[divides].shape)
     sizes = (1,) * ahead + operands[divides].shape
-    cut = [i for i, (n, m) in enumerate(zip(sizes, shape, strict=True)) if n not in (1, m)]
+    split_axes = [i for i, (n, m) in enumerate(zip(sizes, shape, strict=True)) if n not in (1, m)]
     new: list[int] = []
     for i, m in enumerate(shape):
-        new += [sizes[i], m // sizes[i]] if i in cut else [m]
-    return tuple(new), [_split_operand_axes(o, shape, sizes, cut, own=k == divides) for k, o in enumerate(operands)]
+        new += [sizes[i], m // sizes[i]] if i in split_axes else [m]
+    return tuple(new), [
+        _split_operand_axes(o, shape, sizes, split_axes, own=k == divides) for k, o in enumerate(operands)
+    ]
 
 
 def _split_operand_axes(
-    x: Operand, shape: Sequence[int], sizes: Sequence[int], cut: Sequence[int], *, own: bool
+    x: Operand, shape: Sequence[int], sizes: Sequence[int], split_axes: Sequence[int], *, own: bool
 ) -> Operand:
     ahead = len(shape) - len(x.shape)
     new: list[tuple[int, int]] = []
     for i, (m, s) in enumerate(zip((1,) * ahead + x.shape, (0,) * ahead + x.strides, strict=True)):
-        if i not in cut:
+        if i not in split_axes:
             new.append((m, s))
         elif own:
             new += [(m, s), (1, 0)]

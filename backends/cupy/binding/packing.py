@@ -68,13 +68,13 @@ def _regroup_nibble_halves(blocks: BlockArray) -> U8:
 def _group_nibbles_for_codebook(nibbles: Callable[[BlockArray], U8], blocks: BlockArray) -> U8:
     """Put the four nibbles of each half of a 32-bit word side by side, for code book lookups."""
 
-    def together(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def gather_nibbles(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         x = (x | x >> 4) & np.uint32(0x00FF00FF)
         return (x | x >> 8) & np.uint32(0xFFFF)
 
     words, low = nibbles(blocks).view(np.uint32), np.uint32(0x0F0F0F0F)
-    made: BlockArray = together(words & low) | together(words >> 4 & low) << 16
-    return made.view(np.uint8)
+    grouped: BlockArray = gather_nibbles(words & low) | gather_nibbles(words >> 4 & low) << 16
+    return grouped.view(np.uint8)
 
 
 def _make_nibble_plane(field: str, width: int) -> Callable[[BlockArray], U8]:
@@ -260,10 +260,10 @@ def _pack_units(rows: U8, dtype: DType, out: U8) -> None:
     count, start = len(rows), 0
     blocks = np.ascontiguousarray(rows).reshape(-1).view(BLOCK_LAYOUTS[dtype])
     for plane in PLANE_LAYOUTS[dtype].planes:
-        made = plane(blocks)
-        size = made.shape[-1]
+        plane_bytes = plane(blocks)
+        size = plane_bytes.shape[-1]
         item = np.dtype((np.void, size))
-        parts = made.reshape(count, -1).view(item)
+        parts = plane_bytes.reshape(count, -1).view(item)
         stop = start + UNIT_ROWS * parts.shape[1] * size
         target = out[:, start:stop].reshape(len(out), parts.shape[1], UNIT_ROWS, size).view(item)[..., 0]
         whole = count // UNIT_ROWS

@@ -84,6 +84,6 @@ def trial_bind(
 
     launches = LaunchBuilder(upload_array=lambda array: 1 << 20, limits=limits)
     there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
-    made = tuple(operand(len(src) + n, UnboundOperand(s)) for n, s in enumerate(results))
-    bind(launches, BoundInstruction(op, there, made, dict(attrs)))
+    results_at = tuple(operand(len(src) + n, UnboundOperand(s)) for n, s in enumerate(results))
+    bind(launches, BoundInstruction(op, there, results_at, dict(attrs)))
     return launches.scratch_bytes

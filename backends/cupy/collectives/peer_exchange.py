@@ -73,10 +73,10 @@ def _encode_peer(me: PeerAddresses) -> Words:
     """
     table = np.full((1 + len(me.operands), 1 + 2 * OPERAND_WORDS), EMPTY_WORD, np.int64)
     table[0, :3] = me.signals, me.transfer_buffer, me.inbox
-    for row, (sequence, offer) in zip(table[1:], me.operands.items(), strict=True):
+    for row, (sequence, operands) in zip(table[1:], me.operands.items(), strict=True):
         row[0] = sequence
-        row[1 : 1 + OPERAND_WORDS] = _encode_operand(offer.source)
-        row[1 + OPERAND_WORDS :] = _encode_operand(offer.target)
+        row[1 : 1 + OPERAND_WORDS] = _encode_operand(operands.source)
+        row[1 + OPERAND_WORDS :] = _encode_operand(operands.target)
     return table
 
 

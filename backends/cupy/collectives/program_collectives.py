@@ -96,7 +96,7 @@ class ProgramCollectives:
         return self.driver.address(self.upload(np.zeros(max(counts), np.int16))) if counts else 0
 
     def _allocate_inbox(self, calls: Sequence[BoundInstruction]) -> int:
-        """Return the address of the buffer to which other devices push summands, or 0 without such sums."""
+        """Return the address of the buffer to which other devices push partial sums, or 0 without such sums."""
         is_needed = any(collective.uses_push(call, self.comm.size) for call in calls)
         return self.driver.address(self.upload(np.zeros(collective.INBOX_BYTES, np.int8))) if is_needed else 0
 

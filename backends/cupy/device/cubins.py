@@ -57,8 +57,8 @@ def load_or_compile_cubin(
 
     def compile_source() -> bytes:
         with log_compilation(source.file):
-            made = compiler.compile(source, arch)
-        return json.dumps(dict(made.mangled_names)).encode() + b"\n" + made.image
+            compiled = compiler.compile(source, arch)
+        return json.dumps(dict(compiled.mangled_names)).encode() + b"\n" + compiled.image
 
     file = make_cache_path("cubins", source.text, source.names, arch, compiler.version(), compiler.OPTIONS)
     names, image = load_or_make(file, compile_source).split(b"\n", 1)

@@ -99,7 +99,7 @@ def launch_with_attributes(
     attributes = [Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if is_early else []
     if launch.cluster != SINGLE_BLOCK_CLUSTER:
         attributes.append(Attribute(CLUSTER_DIMENSION, launch.cluster))
-    given = (Attribute * len(attributes))(*attributes)
-    config = Config(launch.grid, launch.block, launch.shared_bytes, stream, given, len(given))
+    attribute_array = (Attribute * len(attributes))(*attributes)
+    config = Config(launch.grid, launch.block, launch.shared_bytes, stream, attribute_array, len(attribute_array))
     kernel = ctypes.c_void_p(function), ctypes.c_void_p(parameters)
     return int(library.cuLaunchKernelEx(ctypes.byref(config), *kernel, None))

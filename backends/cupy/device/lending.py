@@ -47,12 +47,12 @@ class PinnedPool:
 
     def find_free_block(self, nbytes: int) -> PinnedBlock | None:
         """Return a free block of this size, or `None` if callers hold many. Such memory should not stay pinned."""
-        alike = self._blocks[nbytes]
-        for block in alike:
+        blocks = self._blocks[nbytes]
+        for block in blocks:
             if block.is_free:
                 return block
-        if len(alike) == MAX_BLOCKS_PER_SIZE or self._pinned_bytes + nbytes > MAX_PINNED_BYTES:
+        if len(blocks) == MAX_BLOCKS_PER_SIZE or self._pinned_bytes + nbytes > MAX_PINNED_BYTES:
             return None
         self._pinned_bytes += nbytes
-        alike.append(PinnedBlock(self._pin(nbytes)))
-        return alike[-1]
+        blocks.append(PinnedBlock(self._pin(nbytes)))
+        return blocks[-1]

@@ -94,8 +94,10 @@ def compile(source: KernelSource, arch: str, options: Sequence[str] = OPTIONS) -
     Raises:
         BackendError: The source does not compile; the message has the first error.
     """
-    made = _make_compiler().compile(source, arch, options)
-    return Cubin(made.image, made.mangled_names, _parse_resources(made), _WAIT_WARNING_PATTERN.findall(made.log))
+    compiled = _make_compiler().compile(source, arch, options)
+    return Cubin(
+        compiled.image, compiled.mangled_names, _parse_resources(compiled), _WAIT_WARNING_PATTERN.findall(compiled.log)
+    )
 
 
 _ENTRY_PATTERN = re.compile(
@@ -108,11 +110,11 @@ _SHARED_BYTES_PATTERN = re.compile(r"(\d+) bytes smem")
 _WAIT_WARNING_PATTERN = re.compile(r"\(C75\d\d\) (.*)")
 
 
-def _parse_resources(made: CompiledCode) -> Mapping[str, KernelResources]:
+def _parse_resources(compiled: CompiledCode) -> Mapping[str, KernelResources]:
     """Return the resources of each kernel from the log of ptxas and from the code."""
-    called = {low: name for name, low in made.mangled_names.items()}
-    threads, resources = read_thread_bounds(made.image), {}
-    for entry, stores, loads, registers, rest in _ENTRY_PATTERN.findall(made.log):
+    called = {low: name for name, low in compiled.mangled_names.items()}
+    threads, resources = read_thread_bounds(compiled.image), {}
+    for entry, stores, loads, registers, rest in _ENTRY_PATTERN.findall(compiled.log):
         if entry not in called:
             continue  # a kernel that was not requested
         shared = _SHARED_BYTES_PATTERN.search(rest)

@@ -31,16 +31,16 @@ class BatchedCopy:
     arrays: tuple[BatchedArray, ...]
 
 
-def batch_copies(tensors: Sequence[Tensor], most: int) -> Iterator[BatchedCopy]:
-    """Group the contiguous tensors into batches of at most `most` bytes. Other tensors are in no batch.
+def batch_copies(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[BatchedCopy]:
+    """Group the contiguous tensors into batches of at most `max_bytes` bytes. Other tensors are in no batch.
 
     A batch overwrites its arrays and the padding between two of them. The padding never holds a value, because each
     value begins at a multiple of `ALIGNMENT` and padding ends at the next one.
     """
-    dense = (n for n, t in enumerate(tensors) if 0 < t.spec.nbytes <= most and _is_dense(t))
+    dense = (n for n, t in enumerate(tensors) if 0 < t.spec.nbytes <= max_bytes and _is_dense(t))
     inside: list[int] = []
     for number in sorted(dense, key=lambda n: (tensors[n].buffer, tensors[n].offset)):
-        if inside and not _can_extend_batch(tensors[inside[0]], tensors[inside[-1]], tensors[number], most):
+        if inside and not _can_extend_batch(tensors[inside[0]], tensors[inside[-1]], tensors[number], max_bytes):
             yield _make_batch(tensors, inside)
             inside = []
         inside.append(number)
@@ -52,15 +52,15 @@ def _is_dense(t: Tensor) -> bool:
     return t.strides == contiguous_strides(t.shape)
 
 
-def _can_extend_batch(first: Tensor, last: Tensor, t: Tensor, most: int) -> bool:
+def _can_extend_batch(first: Tensor, last: Tensor, t: Tensor, max_bytes: int) -> bool:
     """Return whether `t` directly follows `last` and fits into the batch that begins with `first`."""
     next_value = -(-(last.offset + last.spec.nbytes) // ALIGNMENT) * ALIGNMENT
-    fits = t.offset + t.spec.nbytes - first.offset <= most
+    fits = t.offset + t.spec.nbytes - first.offset <= max_bytes
     return (t.buffer, t.offset) == (last.buffer, next_value) and fits
 
 
 def _make_batch(tensors: Sequence[Tensor], numbers: Sequence[int]) -> BatchedCopy:
     first, last = tensors[numbers[0]], tensors[numbers[-1]]
     inside = ((n, tensors[n]) for n in numbers)
-    pieces = tuple(BatchedArray(n, t.offset - first.offset, t.shape, t.dtype.storage) for n, t in inside)
-    return BatchedCopy(first.buffer, first.offset, last.offset + last.spec.nbytes - first.offset, pieces)
+    arrays = tuple(BatchedArray(n, t.offset - first.offset, t.shape, t.dtype.storage) for n, t in inside)
+    return BatchedCopy(first.buffer, first.offset, last.offset + last.spec.nbytes - first.offset, arrays)

@@ -58,8 +58,10 @@ class Compiler:
         try:
             for expression in source.names:
                 self._call_library("AddNameExpression", program, expression.encode())
-            given = [option.encode() for option in (*options, f"--gpu-architecture={arch}")]
-            status = self._find_function("CompileProgram")(program, len(given), (ctypes.c_char_p * len(given))(*given))
+            encoded_options = [option.encode() for option in (*options, f"--gpu-architecture={arch}")]
+            status = self._find_function("CompileProgram")(
+                program, len(encoded_options), (ctypes.c_char_p * len(encoded_options))(*encoded_options)
+            )
             log = self._read_output(program, "ProgramLog").rstrip(b"\0").decode()
             if status:
                 errors = [line for line in log.splitlines() if "error" in line] or [

@@ -33,9 +33,9 @@ class convert_errors:  # noqa: N801  # reads as a verb; a generator takes four t
             return
         cuda = self.cupy.cuda
         if isinstance(why, (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError)):
-            said = " ".join(str(why).split())
+            message = " ".join(str(why).split())
             raise BackendError(
-                f"{self.who} cannot {self.doing}: {said}; if that goes on, start the process anew"
+                f"{self.who} cannot {self.doing}: {message}; if that goes on, start the process anew"
             ) from None
 
 
@@ -89,28 +89,28 @@ class HostTransfers:
             host = np.empty(array.shape, dense.dtype)
             into = host.reshape(-1).view(np.uint8)
             for start in range(0, into.size, STAGING_HALF_BYTES):
-                piece = into[start : start + STAGING_HALF_BYTES]
-                room = self._reserve_staging(piece.size)
+                part = into[start : start + STAGING_HALF_BYTES]
+                room = self._reserve_staging(part.size)
                 source, at = dense.data.ptr + start, self._pinned_address + room
-                runtime.memcpyAsync(at, source, piece.size, runtime.memcpyDeviceToHost, self.stream.ptr)
+                runtime.memcpyAsync(at, source, part.size, runtime.memcpyDeviceToHost, self.stream.ptr)
                 self.stream.synchronize()
-                piece[:] = self._pinned[room : room + piece.size]
+                part[:] = self._pinned[room : room + part.size]
         return host
 
-    def make_writer(self, parcels: Sequence[tuple[BatchedCopy, int]]) -> Callable[[Sequence[Array]], None]:
+    def make_writer(self, batches: Sequence[tuple[BatchedCopy, int]]) -> Callable[[Sequence[Array]], None]:
         """Return a function that sends batches of host arrays to these device addresses."""
         runtime, stream = self.cupy.cuda.runtime, self.stream.ptr
 
         def write(arrays: Sequence[Array]) -> None:
             with convert_errors(self.cupy, self.name, "copy from the host"), self.cupy.cuda.Device(self.index):
-                for parcel, address in parcels:
-                    room = self._reserve_staging(parcel.nbytes)
-                    for piece in parcel.arrays:
-                        np.ndarray(piece.shape, piece.dtype, self._pinned, room + piece.offset)[...] = arrays[
-                            piece.number
+                for batch, address in batches:
+                    room = self._reserve_staging(batch.nbytes)
+                    for array in batch.arrays:
+                        np.ndarray(array.shape, array.dtype, self._pinned, room + array.offset)[...] = arrays[
+                            array.number
                         ]
                     at = self._pinned_address + room
-                    runtime.memcpyAsync(address, at, parcel.nbytes, runtime.memcpyHostToDevice, stream)
+                    runtime.memcpyAsync(address, at, batch.nbytes, runtime.memcpyHostToDevice, stream)
 
         return write
 
@@ -151,11 +151,11 @@ class HostTransfers:
         """Copy a host array to a contiguous device array of the same shape."""
         runtime, data = self.cupy.cuda.runtime, np.ascontiguousarray(host, array.dtype).reshape(-1).view(np.uint8)
         for start in range(0, data.size, STAGING_HALF_BYTES):
-            piece = data[start : start + STAGING_HALF_BYTES]
-            room = self._reserve_staging(piece.size)
-            self._pinned[room : room + piece.size] = piece
+            part = data[start : start + STAGING_HALF_BYTES]
+            room = self._reserve_staging(part.size)
+            self._pinned[room : room + part.size] = part
             target, at = array.data.ptr + start, self._pinned_address + room
-            runtime.memcpyAsync(target, at, piece.size, runtime.memcpyHostToDevice, self.stream.ptr)
+            runtime.memcpyAsync(target, at, part.size, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def _reserve_staging(self, nbytes: int) -> int:
         """Return the offset of unused bytes in pinned memory; wait for a half if needed."""

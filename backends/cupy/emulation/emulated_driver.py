@@ -124,11 +124,11 @@ class EmulatedDriver:
     def make_writer(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
         """Return a function that writes host arrays and, as a device may, garbage into the padding between them."""
         views = [self.view(buffers[t.buffer], t) for t in tensors]
-        parcels = [(buffers[p.buffer], p) for p in batch_copies(tensors, sys.maxsize)]
+        batches = [(buffers[p.buffer], p) for p in batch_copies(tensors, sys.maxsize)]
 
         def write(arrays: Sequence[Array]) -> None:
-            for buffer, parcel in parcels:
-                buffer[parcel.offset : parcel.offset + parcel.nbytes] = GARBAGE_BYTE
+            for buffer, batch in batches:
+                buffer[batch.offset : batch.offset + batch.nbytes] = GARBAGE_BYTE
             for view, array in zip(views, arrays, strict=True):
                 view[...] = array
 

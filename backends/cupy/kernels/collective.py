@@ -2,10 +2,10 @@
 
 Each device has signals in its memory, which other devices write. `all_reduce` has two algorithms:
 
-1. Small sums: each device pushes its summand into an inbox of every other device, with one barrier. Each device then
-   adds all summands.
-2. Other sums: each device adds one part of all summands and writes it to all devices, between two barriers. Up to 64
-   KiB, one launch of one block does all of it.
+1. Small sums: each device pushes its partial sum into an inbox of every other device, with one barrier. Then each
+   device adds all partial sums.
+2. Other sums: each device adds one slice of all partial sums and writes it to all devices, between two barriers. Up to
+   64 KiB, one launch of one block does all of it.
 
 Other collectives read slices from the operands of other devices, between two barriers. Sums add in the order of the
 devices, so all devices get the same bits.
@@ -39,7 +39,7 @@ SIGNAL_WORD_COUNT = 16 + 3 * 16 * MAX_DEVICES
 MAX_SINGLE_BLOCK_BYTES = 64 * 1024
 """The most bytes of a sum that one block computes. Waits for other devices cost more than the additions."""
 MAX_PUSHED_BYTES = 128 * 1024
-"""The most bytes of all summands together that devices push to each other, with one barrier instead of two.
+"""The most bytes of all partial sums together that devices push to each other, with one barrier instead of two.
 
 It is 64 KiB per device with two devices, 16 KiB with eight. More bytes occupy the one block longer than a barrier.
 """
@@ -76,7 +76,7 @@ class CollectiveOperands:
 class PeerAddresses:
     """The addresses of a device that other devices use.
 
-    `signals` are its signals, `transfer_buffer` is memory for 16-bit transfers and `inbox` for pushed summands (0:
+    `signals` are its signals, `transfer_buffer` is memory for 16-bit transfers and `inbox` for pushed partial sums (0:
     none). `operands` are its operands by sequence number of the collective.
     """
 
@@ -238,17 +238,17 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
 
 
 def uses_push(call: BoundInstruction, devices: int) -> bool:
-    """Return whether devices push their summands of this collective to each other."""
+    """Return whether devices push their partial sums of this collective to each other."""
     return call.op == "all_reduce" and devices * _compute_inbox_slot_bytes(call.out) <= MAX_PUSHED_BYTES
 
 
 def _compute_inbox_slot_bytes(x: Operand) -> int:
-    """Return the bytes of a summand in an inbox."""
+    """Return the bytes of a partial sum in an inbox."""
     return count_blocks(x.tensor.spec.nbytes, VECTOR_BYTES) * VECTOR_BYTES
 
 
 def _launch_push(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, words: list[LaunchWord]) -> None:
-    """Launch a sum in which each device pushes its summand to all others."""
+    """Launch a sum in which each device pushes its partial sum to all others."""
     out = call.out
     inboxes = _pad_addresses(p.inbox + group.inbox_half * MAX_PUSHED_BYTES for p in group.peers)
     count, slot = math.prod(out.shape), _compute_inbox_slot_bytes(out) // out.dtype.storage.itemsize
@@ -276,7 +276,7 @@ def _launch_sum_parts(
 def _launch_narrow_all_reduce(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, words: list[LaunchWord]
 ) -> None:
-    """Launch a sum in bfloat16. The transfer buffers have the summands, and then their sum."""
+    """Launch a sum in bfloat16. The transfer buffers have the partial sums, and then their sum."""
     mine, count = group.peers[group.rank], math.prod(call.out.shape)
     wires = _pad_addresses(p.transfer_buffer for p in group.peers)
     launch_bfloat16_rounding(launches, call.operand(0), mine.transfer_buffer)
@@ -312,8 +312,8 @@ def launch_bfloat16_widening(launches: LaunchBuilder, wire: LaunchWord, out: Ope
     )
 
 
-def _has_one_dtype(offers: Iterable[CollectiveOperands]) -> bool:
-    types = {o.dtype for offer in offers for o in (offer.source, offer.target)}
+def _has_one_dtype(collectives: Iterable[CollectiveOperands]) -> bool:
+    types = {o.dtype for operands in collectives for o in (operands.source, operands.target)}
     return len(types) == 1 and types <= COLLECTIVE_TYPE_NAMES.keys()
 
 
@@ -323,23 +323,23 @@ def _make_gather_binder(
     """Return a binder of a collective in which each device reads slices of other devices.
 
     Args:
-        parts: Returns pairs of a slice of the result, and its summands: pairs of a device and a slice of its operand.
+        parts: Returns pairs of a slice of the result and its partial sums: pairs of a device and an operand slice.
     """
 
-    def bound(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
-        offers = group.list_operands(_read_sequence(call))
-        whole = max(math.prod(x.shape) for o in offers for x in (o.source, o.target))
+    def bind(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
+        operands = group.list_operands(_read_sequence(call))
+        whole = max(math.prod(x.shape) for o in operands for x in (o.source, o.target))
         require_supported(
-            _has_one_dtype(offers) and whole < MAX_ELEMENTS, "operands are of several types, or too large"
+            _has_one_dtype(operands) and whole < MAX_ELEMENTS, "operands are of several types, or too large"
         )
         words = _make_group_fields(launches, _read_sequence(call), group)
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 0])
-        for into, summands in parts(call):
-            sources = [slice_operand(offers[device].source, index) for device, index in summands]
+        for into, partial_sums in parts(call):
+            sources = [slice_operand(operands[device].source, index) for device, index in partial_sums]
             launch_gather_sum(launches, sources, slice_operand(call.out, into), group)
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 1])
 
-    return bound
+    return bind
 
 
 def launch_gather_sum(launches: LaunchBuilder, sources: list[Operand], out: Operand, group: PeerGroup) -> None:
@@ -383,7 +383,7 @@ def _list_gathered_slices(parts: list[Pairs]) -> list[tuple[Index, list[tuple[in
 
 
 def _list_scattered_sums(call: BoundInstruction) -> list[tuple[Index, list[tuple[int, Index]]]]:
-    """List the slices of a reduce-scatter, each with its summands on all devices."""
+    """List the slices of a reduce-scatter, each with its partial sums on all devices."""
     runs = call.attrs["runs"]
     assert isinstance(runs, tuple)  # one entry per device
     devices = range(len(runs))

@@ -32,8 +32,8 @@ SOURCES = (SOURCE,)
 def drop_axes(x: Operand, *axes: int) -> Operand:
     """Return `x` without some axes, at index 0 of each."""
     gone = {a % len(x.shape) for a in axes}
-    kept = [(n, s) for i, (n, s) in enumerate(zip(x.shape, x.strides, strict=True)) if i not in gone]
-    return _with_axes(x, kept)
+    remaining = [(n, s) for i, (n, s) in enumerate(zip(x.shape, x.strides, strict=True)) if i not in gone]
+    return _with_axes(x, remaining)
 
 
 def insert_repeated_axis(x: Operand, axis: int) -> Operand:
@@ -119,11 +119,11 @@ def _bind_hyper_post(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, residual, post = (as_float(launches, call.operand(i)) for i in range(3))
     comb, out = call.optional_operand(3), call.out
     comb = None if comb is None else as_float(launches, comb)
-    streams, held = residual.shape[-2], MAX_STREAMS_PER_THREAD
+    streams, register_streams = residual.shape[-2], MAX_STREAMS_PER_THREAD
     if streams > MAX_STREAMS_PER_THREAD:
-        held, kept = 0, launches.allocate_scratch(residual.shape)
-        launch_copy(launches, residual, kept)
-        residual = kept
+        register_streams, copy = 0, launches.allocate_scratch(residual.shape)
+        launch_copy(launches, residual, copy)
+        residual = copy
     walked = [x, drop_axes(residual, -2), insert_repeated_axis(as_row_starts(post), -1)]
     walked += (
         [drop_axes(out, -2)]
@@ -138,7 +138,10 @@ def _bind_hyper_post(launches: LaunchBuilder, call: BoundInstruction) -> None:
     words += [0] * (1 + MAX_ITERATION_AXES) if comb is None else axes.make_walk_fields(3, comb)
     words += axes.make_walk_fields(len(walked) - 1, out)
     launches.add_launch(
-        SOURCE[f"hyper_post<{held}>"], count_blocks(axes.element_count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words
+        SOURCE[f"hyper_post<{register_streams}>"],
+        count_blocks(axes.element_count, ELEMENTWISE_THREADS),
+        ELEMENTWISE_THREADS,
+        words,
     )
 
 

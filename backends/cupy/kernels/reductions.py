@@ -29,12 +29,12 @@ SOURCES = (SOURCE,)
 
 
 def _launch_reduction(launches: LaunchBuilder, call: BoundInstruction, kernel: str, out: Operand, threads: int) -> None:
-    x, way = as_type(launches, call.operand(0), out.dtype), REDUCTION_CODES[str(call.attrs["kind"])]
+    x, code = as_type(launches, call.operand(0), out.dtype), REDUCTION_CODES[str(call.attrs["kind"])]
     axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out)])
     words: list[LaunchWord] = [
         x.shape[-1],
         x.strides[-1],
-        way,
+        code,
         *axes.axes_fields,
         *axes.make_walk_fields(0, x),
         *axes.make_walk_fields(1, out),

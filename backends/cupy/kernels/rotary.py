@@ -108,22 +108,29 @@ class RopeOperands:
 
 def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
     """Bind RoPE: copy the columns that it does not rotate, then rotate pairs."""
-    x, out, factors, turned = (
+    x, out, factors, operands = (
         as_float(launches, call.operand(0)),
         call.out,
         call.optional_operand(2),
         RopeOperands.from_instruction(call),
     )
-    require_supported(turned.positions.dtype is DType.I32, f"positions of type {turned.positions.dtype} are missing")
+    require_supported(
+        operands.positions.dtype is DType.I32, f"positions of type {operands.positions.dtype} are missing"
+    )
     factors = None if factors is None else as_float(launches, factors)
-    pairs, offset = len(turned.inverse), int(float_attribute(call.attrs, "offset"))
+    pairs, offset = len(operands.inverse), int(float_attribute(call.attrs, "offset"))
     _copy_unrotated_columns(launches, x, out, offset, 2 * pairs)
     if not pairs:
         return
-    axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out), turned.row_positions])
+    axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out), operands.row_positions])
     count = axes.element_count * pairs
     require_supported(count < MAX_ELEMENTS, f"{count} pairs are too many for one launch")
-    words: list[LaunchWord] = [count, x.strides[-1], out.strides[-1], *turned.make_rope_fields(launches, call, factors)]
+    words: list[LaunchWord] = [
+        count,
+        x.strides[-1],
+        out.strides[-1],
+        *operands.make_rope_fields(launches, call, factors),
+    ]
     words += [
         *axes.axes_fields,
         *axes.make_walk_fields(0, x),
@@ -133,12 +140,14 @@ def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
     launches.add_launch(SOURCE["rope"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)
 
 
-def _copy_unrotated_columns(launches: LaunchBuilder, x: Operand, out: Operand, offset: int, turned: int) -> None:
+def _copy_unrotated_columns(
+    launches: LaunchBuilder, x: Operand, out: Operand, offset: int, rotated_columns: int
+) -> None:
     """Copy the columns that RoPE does not rotate, unless the result is in place."""
     axis, columns = len(x.shape) - 1, x.shape[-1]
     if x.address == out.address:
         return
-    for start, end in ((0, offset), (offset + turned, columns)):
+    for start, end in ((0, offset), (offset + rotated_columns, columns)):
         if start < end:
             launch_copy(launches, x.slice_axis(axis, start, end - start), out.slice_axis(axis, start, end - start))
 
@@ -270,10 +279,12 @@ def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPatt
         )
     positions, turns = None, list[LaunchWord](NO_ROTATION_FIELDS)
     if "rope" in calls:
-        turned, factors = RopeOperands.from_instruction(calls["rope"]), calls["rope"].optional_operand(2)
-        require_supported(turned.positions.dtype is DType.I32 and len(turned.inverse), "positions are of another type")
+        operands, factors = RopeOperands.from_instruction(calls["rope"]), calls["rope"].optional_operand(2)
+        require_supported(
+            operands.positions.dtype is DType.I32 and len(operands.inverse), "positions are of another type"
+        )
         require_supported(factors is None or factors.is_float, "factors are of another type")
-        positions, turns = turned.row_positions, turned.make_rope_fields(launches, calls["rope"], factors)
+        positions, turns = operands.row_positions, operands.make_rope_fields(launches, calls["rope"], factors)
     for result in (out, saved):
         if result is not None:
             require_no_alias(
@@ -293,9 +304,10 @@ def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPatt
 
 def _launch_head(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPattern) -> Sequence[int]:
     """Launch a head pattern and return its instructions."""
-    made = _build_head_launch(launches, flow, chain)
-    kernel, threads = SOURCE[f"place_head<{CUDA_TYPE_NAMES[made.dtype]}>"], choose_row_threads(made.columns)
-    launches.add_launch(kernel, made.rows, threads, made.words, 4 * made.columns)
+    head_launch = _build_head_launch(launches, flow, chain)
+    kernel = SOURCE[f"place_head<{CUDA_TYPE_NAMES[head_launch.dtype]}>"]
+    threads = choose_row_threads(head_launch.columns)
+    launches.add_launch(kernel, head_launch.rows, threads, head_launch.words, 4 * head_launch.columns)
     return chain.numbers
 
 
@@ -341,15 +353,18 @@ def _fuse_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -
     assert query.rope is not None
     attention = flow.require_sole_reader(query.rope, "attention")
     chains = [query, *(_match_stored_head(flow, flow.require_producer(attention, k)) for k in (1, 2))]
-    made = [_build_head_launch(launches, flow, chain) for chain in chains]
-    require_supported(made[0].dtype is DType.F32 and made[1].dtype is made[2].dtype, "caches differ in type")
-    for one, other in permutations(made, 2):
+    head_launches = [_build_head_launch(launches, flow, chain) for chain in chains]
+    require_supported(
+        head_launches[0].dtype is DType.F32 and head_launches[1].dtype is head_launches[2].dtype,
+        "caches differ in type",
+    )
+    for one, other in permutations(head_launches, 2):
         for out in one.written_operands:
             require_no_alias(out, [*other.read_operands, *other.written_operands])
-    columns, ends = max(m.columns for m in made), [*accumulate(m.rows for m in made)]
-    words = [*ends[:2], *(word for m in made for word in m.words)]
+    columns, ends = max(m.columns for m in head_launches), [*accumulate(m.rows for m in head_launches)]
+    words = [*ends[:2], *(word for m in head_launches for word in m.words)]
     launches.add_launch(
-        SOURCE[f"place_heads<{CUDA_TYPE_NAMES[made[1].dtype]}>"],
+        SOURCE[f"place_heads<{CUDA_TYPE_NAMES[head_launches[1].dtype]}>"],
         ends[-1],
         choose_row_threads(columns),
         words,

@@ -40,67 +40,67 @@ class SortPass:
     is_merge: bool
 
 
-def iterate_sort_passes(columns: int, kept: int) -> Iterator[SortPass]:
-    """Yield the passes that select the first `kept` items of a sorted row."""
-    made = _make_sort_pass(columns, 1, kept)
-    yield made
-    while made.runs > 1:
-        many, length = made.runs * made.items_per_run, made.items_per_run
+def iterate_sort_passes(columns: int, count: int) -> Iterator[SortPass]:
+    """Yield the passes that select the first `count` items of a sorted row."""
+    sort_pass = _make_sort_pass(columns, 1, count)
+    yield sort_pass
+    while sort_pass.runs > 1:
+        many, length = sort_pass.runs * sort_pass.items_per_run, sort_pass.items_per_run
         if 2 * length <= ITEMS_PER_BLOCK:
-            made = _make_sort_pass(many, length, kept)
+            sort_pass = _make_sort_pass(many, length, count)
         else:
-            made = SortPass(many, length, min(kept, 2 * length), count_blocks(made.runs, 2), is_merge=True)
-        yield made
+            sort_pass = SortPass(many, length, min(count, 2 * length), count_blocks(sort_pass.runs, 2), is_merge=True)
+        yield sort_pass
 
 
-def _make_sort_pass(columns: int, unit: int, kept: int) -> SortPass:
+def _make_sort_pass(columns: int, unit: int, count: int) -> SortPass:
     """Return a pass that sorts runs of complete units."""
     length = columns if columns <= MAX_SINGLE_BLOCK_ITEMS else ITEMS_PER_BLOCK // unit * unit
-    return SortPass(columns, length, min(kept, length), count_blocks(columns, length), is_merge=False)
+    return SortPass(columns, length, min(count, length), count_blocks(columns, length), is_merge=False)
 
 
-def _launch_sort(launches: LaunchBuilder, x: Operand, out: Operand, kept: int, *, descending: bool) -> None:
-    """Launch the passes that write the numbers of the first `kept` entries of each sorted row."""
+def _launch_sort(launches: LaunchBuilder, x: Operand, out: Operand, count: int, *, descending: bool) -> None:
+    """Launch the passes that write the numbers of the first `count` entries of each sorted row."""
     columns, rows = x.shape[-1], math.prod(x.shape[:-1])
     require_supported(x.is_dense, "rows that are sorted are not dense")
     require_supported(columns < 2**31, f"rows of {columns} entries are too long")
-    if 0 in (rows, kept):
+    if 0 in (rows, count):
         return
-    all_rounds = list(iterate_sort_passes(columns, kept))
-    *sizes, _ = (rows * r.runs * r.items_per_run for r in all_rounds)
-    rooms = [launches.allocate_scratch((max(part),), DType.I64) for part in (sizes[::2], sizes[1::2]) if part]
+    passes = list(iterate_sort_passes(columns, count))
+    *sizes, _ = (rows * r.runs * r.items_per_run for r in passes)
+    buffers = [launches.allocate_scratch((max(part),), DType.I64) for part in (sizes[::2], sizes[1::2]) if part]
     source: Operand | int = 0  # the first pass reads the entries
-    for at, made in enumerate(all_rounds):
-        last = made is all_rounds[-1]
-        target: list[LaunchWord] = [0, out] if last else [rooms[at % 2], 0]
-        if made.is_merge:
-            tiles = count_blocks(made.items_per_run, ITEMS_PER_BLOCK)
+    for at, sort_pass in enumerate(passes):
+        last = sort_pass is passes[-1]
+        target: list[LaunchWord] = [0, out] if last else [buffers[at % 2], 0]
+        if sort_pass.is_merge:
+            tiles = count_blocks(sort_pass.items_per_run, ITEMS_PER_BLOCK)
             words: list[LaunchWord] = [
-                made.columns // made.length,
-                made.length,
-                made.items_per_run,
+                sort_pass.columns // sort_pass.length,
+                sort_pass.length,
+                sort_pass.items_per_run,
                 tiles,
                 source,
                 *target,
             ]
             launches.add_launch(
-                SOURCE["merge_runs"], rows * made.runs * tiles, ITEMS_PER_BLOCK // ITEMS_PER_THREAD, words
+                SOURCE["merge_runs"], rows * sort_pass.runs * tiles, ITEMS_PER_BLOCK // ITEMS_PER_THREAD, words
             )
         else:
-            bits = max(3, (made.length - 1).bit_length())
+            bits = max(3, (sort_pass.length - 1).bit_length())
             words = [
-                made.columns,
-                made.runs,
-                made.length,
+                sort_pass.columns,
+                sort_pass.runs,
+                sort_pass.length,
                 bits,
-                made.items_per_run,
+                sort_pass.items_per_run,
                 descending,
                 0 if at else x,
                 source,
                 *target,
             ]
             launches.add_launch(
-                SOURCE["sort_runs"], rows * made.runs, max(32, 2**bits // ITEMS_PER_THREAD), words, 8 * 2**bits
+                SOURCE["sort_runs"], rows * sort_pass.runs, max(32, 2**bits // ITEMS_PER_THREAD), words, 8 * 2**bits
             )
         source = target[0] if isinstance(target[0], Operand) else 0
 

@@ -50,7 +50,7 @@ def estimate_block_counts(blocks: Sequence[BasicBlock], sites: Iterable[AccessSi
 
     reached = _find_reachable_blocks(blocks)
     edges = [(a, b) for a in reached for b in blocks[a].successors]
-    ways_out, ways_in = (np.array([[e[end] == b for e in edges] for b in reached], float) for end in (0, 1))
+    edges_out, edges_in = (np.array([[e[end] == b for e in edges] for b in reached], float) for end in (0, 1))
     begins = np.array([warps if b == 0 else 0 for b in reached], float)
     places = _build_access_equations(blocks, reached, sites)
     moved = np.array([[of.get(b, 0.0) for b in reached] for of, _ in places]).reshape(-1, len(reached))
@@ -59,16 +59,16 @@ def estimate_block_counts(blocks: Sequence[BasicBlock], sites: Iterable[AccessSi
     instructions = np.array([blocks[b].instruction_count for b in reached], float)
     solved = linprog(
         np.concatenate(
-            [INSTRUCTION_PENALTY * (instructions @ ways_out), np.repeat([MISSING_ACCESS_PENALTY, 1.0], len(places))]
+            [INSTRUCTION_PENALTY * (instructions @ edges_out), np.repeat([MISSING_ACCESS_PENALTY, 1.0], len(places))]
         ),
         A_eq=np.block(
-            [[ways_out - ways_in, np.zeros((len(reached), 2 * len(places)))], [moved @ ways_out, each, -each]]
+            [[edges_out - edges_in, np.zeros((len(reached), 2 * len(places)))], [moved @ edges_out, each, -each]]
         ),
         b_eq=np.concatenate([begins, counted]),
         method="highs",
     )
     ran = np.zeros(len(blocks))
-    ran[reached] = ways_out @ solved.x[: len(edges)]
+    ran[reached] = edges_out @ solved.x[: len(edges)]
     return [float(times) for times in ran]
 
 

@@ -193,21 +193,21 @@ def estimate_launch_time(work: LaunchWork, gpu: GpuModel, cached: bool = False) 
         ValueError: A thread block does not fit on a multiprocessor.
     """
     latency = CACHE_LATENCY_SECONDS if cached else MEMORY_LATENCY_SECONDS
-    most = -(-work.block_count // gpu.multiprocessor_count)  # blocks of the busiest multiprocessor
+    max_blocks = -(-work.block_count // gpu.multiprocessor_count)  # blocks of the busiest multiprocessor
     together = min(
         gpu.multiprocessor.compute_resident_blocks(work.block_threads, work.thread_registers, work.block_shared_bytes),
-        most,
+        max_blocks,
     )
     if together == 0:
         raise ValueError("a block takes more than a multiprocessor has")
     warps = together * -(-work.block_threads // 32)
     schedulers = min(SCHEDULER_COUNT, warps)
     share = (
-        most / work.block_count / gpu.clock_hz
+        max_blocks / work.block_count / gpu.clock_hz
     )  # seconds per cycle of all blocks' work, on the busiest multiprocessor
     on_each = warps / schedulers
     issued = ISSUE_RATE * on_each / (on_each + HALF_RATE_WARPS)
-    waves = math.ceil(most / together)
+    waves = math.ceil(max_blocks / together)
     of_groups = work.warpgroup_products * gpu.cycles_per_warpgroup_product if work.warpgroup_products else 0.0
     parts = {
         "memory": work.memory_bytes / (COPY_EFFICIENCY * gpu.memory_bandwidth),

@@ -62,7 +62,7 @@ class ToyBackend(HostBackend):
             return Support(False, "hocket_toy multiplies by one matrix only")
         return Support(True)
 
-    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         """Return the spec in which a value is stored: floats and quantised weights are float32."""
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
 

@@ -15,7 +15,7 @@ ARGS = make_row_args("x y")
 
 
 @kernel
-def centred(a, thread, threads):  # type: ignore[no-untyped-def]  # Numba infers the types
+def subtract_mean(a, thread, threads):  # type: ignore[no-untyped-def]  # Numba infers the types
     """Compute ``y = x - mean(x)``, row by row."""
     n = ARGS.columns(a)
     first, last = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -36,5 +36,5 @@ def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     walk = make_row_walk(y.shape, [x, y], whole_rows=True) if x.is_float else None
     if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4]:
         return False
-    steps.add(centred, ARGS(walk=walk), reads=[x], writes=[y])
+    steps.add(subtract_mean, ARGS(walk=walk), reads=[x], writes=[y])
     return True

@@ -121,9 +121,9 @@ def squared_relu(x: Value, name: str = "") -> Value:
     return ops.sqr(ops.relu(x), name=name)
 
 
-def soft_cap(x: Value, most: float) -> Value:
-    """Return ``most * tanh(x / most)``."""
-    return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / most)), scale=most)
+def soft_cap(x: Value, cap: float) -> Value:
+    """Return ``cap * tanh(x / cap)``."""
+    return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / cap)), scale=cap)
 
 
 def sparsify_gates(x: Value, deviations: float) -> Value:
@@ -197,8 +197,8 @@ class Activation:
     def apply_gated(self, gate: Value, up: Value, name: str) -> Value:
         gate = sparsify_gates(gate, self.gate_cutoff) if self.gate_cutoff else gate
         if self.kind == "situ":
-            opened = ops.mul(soft_cap(gate, self.beta), ops.sigmoid(gate))
-            return ops.mul(opened, soft_cap(up, self.linear) if self.linear else up, name=name)
+            activated_gate = ops.mul(soft_cap(gate, self.beta), ops.sigmoid(gate))
+            return ops.mul(activated_gate, soft_cap(up, self.linear) if self.linear else up, name=name)
         if not self.limit or self.kind != "silu":
             return GATED_ACTIVATIONS[self.kind](gate, up, name=name)
         if self.first:
@@ -249,6 +249,6 @@ def apply_feed_forward(
     return linear(weights, down, inner, width, bias_first=True)
 
 
-def soft_cap_logits(x: Value, most: float) -> Value:
-    """Return ``x`` soft-capped to the range from ``-most`` to ``most``."""
-    return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / most)), scale=most, name="logits_capped")
+def soft_cap_logits(x: Value, cap: float) -> Value:
+    """Return ``x`` soft-capped to the range from ``-cap`` to ``cap``."""
+    return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / cap)), scale=cap, name="logits_capped")

@@ -148,7 +148,7 @@ class CompressedAttention:
         q = self.rotate_columns(q, frame.pos, name=f"{block}.q_rope")
         k = self.norm(weights, f"{block}.attn_kv_a_norm", matmul(weights, f"{block}.attn_kv", x, self.size))
         k = self.rotate_columns(frame.rows_to_sequences(k, 1, self.size), frame.pos, name=f"{block}.k_rope")
-        cells = frame.write_and_read_cache(f"cache_k.{layer}", k, sight=self.attention_window)
+        cells = frame.write_and_read_cache(f"cache_k.{layer}", k, attention_window=self.attention_window)
         mask = frame.attention_mask(self.attention_window)
         if self.blocks:
             earlier = self.compute_block_keys(weights, frame, layer, x, self.blocks)

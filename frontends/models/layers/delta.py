@@ -50,7 +50,7 @@ class DeltaNet:
         if inner != value_heads * size:
             raise keys.error("ssm.inner_size", f"is {inner}; need time_step_rank * state_size {value_heads * size}")
         # One tap would need no state, and no such model exists.
-        taps, eps = keys.count("ssm.conv_kernel", least=2), keys.positive("attention.layer_norm_rms_epsilon")
+        taps, eps = keys.count("ssm.conv_kernel", minimum=2), keys.positive("attention.layer_norm_rms_epsilon")
         return cls(taps, key_heads, value_heads, size, Norm(eps), family.delta_gate)
 
     @property
@@ -133,15 +133,15 @@ class KimiDeltaAttention:
         if family.bounded_decay > 0.0 and not keys.flag("kda.safe_gate", True):
             raise keys.error("kda.safe_gate", "is false; hocket computes bounded gates alone for this architecture")
         floor = keys.number("kda.gate_lower_bound", 0.0) if family.bounded_decay else 0.0
-        taps, eps = keys.count("ssm.conv_kernel", least=2), keys.eps("attention.layer_norm_rms_epsilon")
+        taps, eps = keys.count("ssm.conv_kernel", minimum=2), keys.eps("attention.layer_norm_rms_epsilon")
         size, l2_eps = keys.count("kda.head_dim"), family.l2_eps or eps
         return cls(taps, heads, size, floor, family.bounded_decay, Norm(eps), l2_eps)
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the delta attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block, heads, size = f"blk.{layer}", self.heads, self.size
-        made = ((kind, matmul(weights, f"{block}.attn_{kind}", x, heads * size)) for kind in "qkv")
-        mixed = (convolve_and_silu(weights, frame, layer, y, self.taps, f"_{kind}") for kind, y in made)
+        projections = ((kind, matmul(weights, f"{block}.attn_{kind}", x, heads * size)) for kind in "qkv")
+        mixed = (convolve_and_silu(weights, frame, layer, y, self.taps, f"_{kind}") for kind, y in projections)
         q, k, v = (frame.rows_to_sequences(y, heads, size) for y in mixed)
         beta, decay = matmul(weights, f"{block}.ssm_beta", x, heads), self.compute_log_decay(weights, frame, block, x)
         o = apply_delta_rule(frame, layer, q, k, v, decay, beta, self.l2_eps)

@@ -50,8 +50,8 @@ class LatentAttention:
         norm: Norm,
         heads: int,
         rope: Rope | None,
-        sight: AttentionWindow,
-        warmth: TemperatureScaling,
+        attention_window: AttentionWindow,
+        temperature: TemperatureScaling,
     ) -> LatentAttention:
         """Return the latent attention of a layer; layers with a window may have sizes of their own.
 
@@ -61,27 +61,27 @@ class LatentAttention:
             norm: The norm of latent vectors.
             heads: Number of heads.
             rope: The rotary embedding, or `None`.
-            sight: The attention window.
-            warmth: The temperature scaling of queries.
+            attention_window: The attention window.
+            temperature: The temperature scaling of queries.
 
         Raises:
             ModelError: A value is missing or invalid.
         """
         sizes = [
-            (sight.window and keys.count_or_default(f"attention.{kind}_length_mla_swa", 0))
+            (attention_window.window and keys.count_or_default(f"attention.{kind}_length_mla_swa", 0))
             or keys.count_or_default(f"attention.{kind}_length_mla", 0)
             or keys.count(f"attention.{kind}_length")
             for kind in ("key", "value")
         ]
-        rank = (sight.window and keys.count_or_default("attention.kv_lora_rank_swa", 0)) or keys.count(
+        rank = (attention_window.window and keys.count_or_default("attention.kv_lora_rank_swa", 0)) or keys.count(
             "attention.kv_lora_rank"
         )
-        turning = keys.count("rope.dimension_count", 0, least=0)
+        turning = keys.count("rope.dimension_count", 0, minimum=0)
         if turning > sizes[0]:
             raise keys.error("rope.dimension_count", f"is {turning}; need at most the key length {sizes[0]}")
         scale = _compute_yarn_score_factor(keys, family, rope) / math.sqrt(sizes[0])
         plain, context = sizes[0] - turning, read_original_context(keys)
-        return cls(norm, heads, rank, plain, turning, sizes[1], scale, rope, sight, context, warmth)
+        return cls(norm, heads, rank, plain, turning, sizes[1], scale, rope, attention_window, context, temperature)
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the latent attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
@@ -138,7 +138,7 @@ class LatentAttention:
         k = frame.rows_to_sequences(c, 1, self.rank)
         k = k if pe is None else ops.concat(k, pe, axis=-1)
         if self.attention_window.is_causal:
-            k = frame.write_and_read_cache(f"cache_k.{layer}", k, sight=self.attention_window)
+            k = frame.write_and_read_cache(f"cache_k.{layer}", k, attention_window=self.attention_window)
         v = k if pe is None else ops.slice_(k, axis=-1, start=0, stop=self.rank)
         y = self.attend(weights, frame, block, q, k, v)
         return self.matmul_per_head(

@@ -73,7 +73,7 @@ class ShortConvolution:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> ShortConvolution:
-        return cls(keys.count("shortconv.l_cache", least=2))
+        return cls(keys.count("shortconv.l_cache", minimum=2))
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the gated convolution of ``x`` f32[B*T, E]: f32[B*T, E]."""

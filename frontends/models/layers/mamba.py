@@ -47,7 +47,7 @@ class Mamba:
             raise keys.error("ssm.group_count", f"is {groups}; need a divisor of {heads} heads and {inner} channels")
         eps = keys.positive_or_none("attention.layer_norm_rms_epsilon") or keys.positive("attention.layer_norm_epsilon")
         bare = keys.flag("ssm.dt_b_c_rms", False)
-        taps, state = keys.count("ssm.conv_kernel", least=2), keys.count("ssm.state_size")
+        taps, state = keys.count("ssm.conv_kernel", minimum=2), keys.count("ssm.state_size")
         return cls(taps, inner, state, heads, groups, Norm(eps), bare)
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
@@ -88,12 +88,12 @@ class Mamba:
         """
         block, x = f"blk.{layer}", convolve_and_silu(weights, frame, layer, x, self.taps)
         widths = {"dt": weights.tensor_shape(f"{block}.ssm_dt.weight", 2)[1], "b": self.state, "c": self.state}
-        made = split_columns(
+        columns = split_columns(
             linear(weights, f"{block}.ssm_x", frame.sequences_to_rows(x), sum(widths.values())),
             *(widths[n] for n in order),
         )
-        given = {n: self.apply_norm(weights, f"{block}.ssm_{n}_norm", y) for n, y in zip(order, made, strict=True)}
-        return x, linear(weights, f"{block}.ssm_dt", given["dt"], self.heads), given["b"], given["c"]
+        parts = {n: self.apply_norm(weights, f"{block}.ssm_{n}_norm", y) for n, y in zip(order, columns, strict=True)}
+        return x, linear(weights, f"{block}.ssm_dt", parts["dt"], self.heads), parts["b"], parts["c"]
 
     def apply_norm(self, weights: ModelWeights, name: str, x: Value) -> Value:
         if weights.has_tensor(f"{name}.weight"):

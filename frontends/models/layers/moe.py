@@ -165,9 +165,9 @@ def run_group_experts(weights: ModelWeights, block: str, x: Value, experts: Expe
     table = ops.reshape(probabilities, shape=(rows, count, 1))
     shares = ops.reshape(ops.get_rows(table, ids), shape=(rows, 1, used))
     shares = ops.div(shares, ops.clamp(ops.sum_rows(shares), min=MIN_WEIGHT_SUM, max=math.inf))
-    given = ops.reshape(x, shape=(rows, 1, x.shape[1]))
+    inputs = ops.reshape(x, shape=(rows, 1, x.shape[1]))
     return sum_weighted_experts(
-        run_chosen_experts(weights, block, given, ids, experts, "chexps", "chunk"), shares, name=f"{block}.ffn_chunk"
+        run_chosen_experts(weights, block, inputs, ids, experts, "chexps", "chunk"), shares, name=f"{block}.ffn_chunk"
     )
 
 
@@ -226,8 +226,8 @@ def mask_other_groups(choice: Value, experts: ExpertLayer) -> Value:
     two = ops.get_rows(ops.reshape(table, shape=(rows, groups, size, 1)), best)
     sums = ops.reshape(ops.sum_rows(ops.reshape(two, shape=(rows, groups, best.shape[-1]))), shape=(rows, groups))
     chosen = ops.top_k(sums, k=experts.groups_used)
-    kept = ops.set_rows(ops.fill(table, value=-math.inf), ops.get_rows(table, chosen), chosen)
-    return ops.reshape(kept, shape=choice.shape)
+    masked_scores = ops.set_rows(ops.fill(table, value=-math.inf), ops.get_rows(table, chosen), chosen)
+    return ops.reshape(masked_scores, shape=choice.shape)
 
 
 def run_chosen_experts(

@@ -58,7 +58,7 @@ class NgramEmbedding:
             return None
         if len(where) > 1 or where[0] >= layers:
             raise keys.error("ple.layers", f"is {list(where)}; need one layer below {layers}")
-        longest, each = keys.count("ple.ngram_size", least=2), keys.count("ple.heads_per_ngram")
+        longest, each = keys.count("ple.ngram_size", minimum=2), keys.count("ple.heads_per_ngram")
         if longest > NGRAM_TOKEN_LIMIT:
             raise keys.error("ple.ngram_size", f"is {longest}; need at most {NGRAM_TOKEN_LIMIT}")
         lists = {
@@ -71,8 +71,8 @@ class NgramEmbedding:
             raise keys.error(
                 "ple.head_vocab_sizes", f"need sizes of at least 1 that end, with offsets, below {MAX_I32}"
             )
-        taps, width = keys.count("ple.conv_kernel", least=2), keys.count("embedding_length_per_layer_input")
-        end = keys.count("ple.eos_token_id", least=0)
+        taps, width = keys.count("ple.conv_kernel", minimum=2), keys.count("embedding_length_per_layer_input")
+        end = keys.count("ple.eos_token_id", minimum=0)
         return cls(where[0], longest, each, taps, width, end, multipliers, starts, sizes)
 
     @property

@@ -27,7 +27,7 @@ from ...given.plans.branches import branches_on
 from ...given.plans.grouped import weights_of
 
 pytestmark = needs_compiler
-RUNS = 12
+RUN_COUNT = 12
 
 
 def inputs():
@@ -212,12 +212,12 @@ def wrong_fork(stream, event, wait):
 
 def expected_outputs():
     run = running(EmulatedBackend())[1]
-    return [bits(run(number)) for number in range(RUNS)]
+    return [bits(run(number)) for number in range(RUN_COUNT)]
 
 
 def runs_right(make, want):
     run = make()
-    assert [bits(run(number)) for number in range(RUNS)] == want
+    assert [bits(run(number)) for number in range(RUN_COUNT)] == want
 
 
 @pytest.mark.long(cases=1)

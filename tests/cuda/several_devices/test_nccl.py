@@ -122,7 +122,7 @@ def test_all_programs_of_a_group_share_one_communicator(nccl_backend):
     rigs = [CollectiveRig(backend, all_reduce_case(2, (size,))) for size in (5, 6)]
     for rig in rigs * 2:
         rig.run()
-    assert len(nccl.made) == 2
+    assert len(nccl.communicators) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------- failures
@@ -149,7 +149,7 @@ def test_a_device_that_never_comes_is_named_and_the_group_is_lost(links, reporti
 
 def check_aborts(nccl, ranks):
     """The communicators that were aborted are gone, and no graph was in the way."""
-    wait_until(lambda: all(c.is_over and not c.graphs for c in nccl.made if c.rank in ranks))
+    wait_until(lambda: all(c.is_over and not c.graphs for c in nccl.communicators if c.rank in ranks))
 
 
 def test_a_device_that_fails_ends_the_waits_of_all_others(nccl_backend):
@@ -247,7 +247,7 @@ def test_sizes_that_do_not_match_are_refused_before_anything_hangs(nccl_backend)
 def test_a_collective_that_never_ends_although_all_came_is_an_error(nccl_backend, monkeypatch):
     rig = CollectiveRig(nccl_backend[0], all_reduce_case(2, (4,)))
     rig.run()
-    for c in nccl_backend[1].made:
+    for c in nccl_backend[1].communicators:
         monkeypatch.setattr(c, "_sum", lambda *_, c=c: c._await(lambda: False))
     with pytest.raises(BackendError, match=r"collective 10 on device 1 of 2: it did not end within 0\.3 s"):
         rig.run_without(reporting_rank=1)
@@ -260,7 +260,7 @@ def test_what_nccl_notes_of_itself_ends_the_run(nccl_backend, monkeypatch):
     def raise_nccl_error():
         raise nccl_backend[1].NcclError("unhandled system error")
 
-    first = nccl_backend[1].made[0]
+    first = nccl_backend[1].communicators[0]
     monkeypatch.setattr(first, "check_async_error", raise_nccl_error)
     with pytest.raises(BackendError, match="unhandled system error"):
         rig.run_without(1 - first.rank, reporting_rank=first.rank, patience=WAIT_SECONDS)

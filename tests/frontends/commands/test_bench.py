@@ -116,7 +116,7 @@ def test_a_token_reads_the_weights_once_and_one_row_of_the_embedding() -> None:
 def test_weights_are_counted_in_the_types_in_which_a_device_reads_them(kind: str) -> None:
     model, (backend, _) = open_model(TINY), find_device(f"{kind}:0")
     specs = [v.spec for v in model.graph(Step(1, 1, 256, 256, 1)).weights]
-    growth = sum(backend.stored(spec, "weight").nbytes for spec in specs) / sum(spec.nbytes for spec in specs)
+    growth = sum(backend.storage_spec(spec, "weight").nbytes for spec in specs) / sum(spec.nbytes for spec in specs)
     assert bench.count_weight_bytes(model, backend) / bench.count_weight_bytes(model) == pytest.approx(growth, rel=0.01)
     assert (growth > 3) == (kind == "numpy")
 

@@ -28,16 +28,13 @@ from hocket.frontends.gguf.tokenization.tokenizer import (
 
 from ...given.calls import count_calls
 from ...given.models.goldens import GOLDENS, ROOT
+from ...given.tokenizers import with_prefix
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
 def metadata_of(path: str | Path) -> Mapping[str, object]:
     return open_gguf(path, header_only=True).metadata
-
-
-def with_prefix(**values: object) -> dict[str, object]:
-    return {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
 
 
 TINY = metadata_of(ROOT / "data" / "hocket-tiny-q8_0.gguf")

@@ -11,16 +11,13 @@ import pytest
 from hocket.frontends.gguf.tokenization.tokenizer import BYTE_OF_CHARACTER, Tokenizer, tokenizer_from_metadata
 
 from ...given.calls import count_calls
+from ...given.tokenizers import token_texts
 
 NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
 
 
 def build_tokenizer(**values: object) -> Tokenizer:
     return tokenizer_from_metadata({f"tokenizer.ggml.{name}": value for name, value in values.items()})
-
-
-def token_texts(tokenizer: Tokenizer, text: str, **flags: bool) -> list[str]:
-    return [tokenizer.tokens[i] for i in tokenizer.encode(text, **flags)]
 
 
 SPECIAL = ["<|plamo:unk|>", "<|plamo:bos|>", "<|plamo:eos|>", "<|plamo:pad|>"]

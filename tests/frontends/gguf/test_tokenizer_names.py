@@ -11,6 +11,8 @@ from tokenizers.pre_tokenizers import PreTokenizer, Sequence, Split
 from hocket.frontends.gguf.tokenization.pretokenizers import PRE_TOKENIZERS
 from hocket.frontends.gguf.tokenization.tokenizer import BYTE_OF_CHARACTER, Tokenizer, tokenizer_from_metadata
 
+from ...given.tokenizers import token_texts
+
 NORMAL, USER, BYTE = 1, 4, 6
 LLAMA_CPP = """
     a.x-4.0 afmoe bailingmoe bailingmoe2 bloom chameleon chatglm-bpe codeshell cohere2moe command-r dbrx
@@ -73,10 +75,6 @@ def raw(pre: str, tokens: str, merges: tuple[str, ...] = (), **changes: object) 
     types = [BYTE if token.startswith("<0x") else NORMAL for token in listed[:-1]] + [USER]
     values = {"model": "gpt2", "pre": pre, "tokens": listed, "token_type": types, "merges": [*merges]} | changes
     return tokenizer_from_metadata({f"tokenizer.ggml.{name}": value for name, value in values.items()})
-
-
-def token_texts(tokenizer: Tokenizer, text: str, **flags: bool) -> list[str]:
-    return [tokenizer.tokens[i] for i in tokenizer.encode(text, **flags)]
 
 
 def test_every_name_of_llama_cpp_is_known() -> None:

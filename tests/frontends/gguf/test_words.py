@@ -10,6 +10,8 @@ import pytest
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 
+from ...given.tokenizers import with_prefix
+
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
 WORDS = (
     "[PAD] [UNK] [CLS] [SEP] [MASK] the cat ##s sat un ##believ ##able cafe , . ! 中 文 don "
@@ -62,10 +64,6 @@ PIECES = {
     "h": -3.9766,
     "▁thi": -3.9766,
 }
-
-
-def with_prefix(**values: object) -> dict[str, object]:
-    return {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
 
 
 def word_piece(**changes: object) -> dict[str, object]:

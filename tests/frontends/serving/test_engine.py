@@ -139,7 +139,7 @@ def test_chunks_of_a_prompt_and_decode_steps_alternate():
     engine.step()
     engine.submit(make_request("long", tuple(i % 30 + 1 for i in range(100)), limit=1))
     kinds = [type(event) for event in run_all(engine) if not isinstance(event, EndEvent)]
-    assert kinds[:10] == [TokenEvent, ProgressEvent] * 5
+    assert kinds[:11] == [ProgressEvent, *[TokenEvent, ProgressEvent] * 5]  # the first one tells of the slot
 
 
 def test_a_failed_device_ends_only_the_request_that_fails():
@@ -159,6 +159,21 @@ def test_a_failed_device_ends_only_the_request_that_fails():
     events += run_all(engine)
     assert (end_of(events, "1").reason, end_of(events, "1").message) == ("error", "device fake:0 failed")
     for request in (requests[0], requests[2]):
+        assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
+
+
+@pytest.mark.parametrize("recurrent", [False, True], ids=["attention", "recurrent"])
+def test_requests_that_are_left_move_together(recurrent):
+    pool = FakePool(8, recurrent=recurrent)
+    engine = make_engine(pool)
+    requests = [make_request(str(i), BASE[i : i + 3], limit=12 if i in (0, 6) else 2, seed=i + 1) for i in range(8)]
+    for request in requests:
+        engine.submit(request)
+    events = run_all(engine)
+    pairs = [slots for slots in pool.decoded if len(slots) == 2]
+    assert len(pairs) > 3
+    assert {slot // 2 for slot in pairs[-1]} == {pairs[-1][0] // 2}
+    for request in requests:
         assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
 
 

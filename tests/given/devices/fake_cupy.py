@@ -61,25 +61,30 @@ class FakeArray:
         if memptr is None:
             memptr = Pointer(Block(int(np.prod(shape)) * dtype.itemsize))
         self.data = memptr
-        self.held = np.ndarray(shape, dtype, memptr.block.memory.data, memptr.offset, strides)
-        self.shape, self.dtype, self.flags, self.nbytes = self.held.shape, dtype, self.held.flags, self.held.nbytes
+        self.host_array = np.ndarray(shape, dtype, memptr.block.memory.data, memptr.offset, strides)
+        self.shape, self.dtype, self.flags, self.nbytes = (
+            self.host_array.shape,
+            dtype,
+            self.host_array.flags,
+            self.host_array.nbytes,
+        )
 
     def __array__(self, *_, **__):
         raise TypeError("implicit conversion to a NumPy array is not allowed")
 
     def __getitem__(self, index):
-        items = self.held[index]
+        items = self.host_array[index]
         offset = items.__array_interface__["data"][0] - self.data.block.memory.ctypes.data
         return FakeArray(items.shape, items.dtype, Pointer(self.data.block, offset), items.strides)
 
     def __setitem__(self, index, value):
         assert isinstance(value, FakeArray)
-        Stream.current().put(lambda: self.held.__setitem__(index, value.held))
+        Stream.current().put(lambda: self.host_array.__setitem__(index, value.host_array))
 
 
 def zeros(shape, dtype):
     result = FakeArray(shape, dtype)
-    Stream.current().put(lambda: result.held.fill(0))
+    Stream.current().put(lambda: result.host_array.fill(0))
     return result
 
 
@@ -87,7 +92,7 @@ def dense(array):
     if array.flags.c_contiguous:
         return array
     result = FakeArray(array.shape, array.dtype)
-    Stream.current().put(lambda: np.copyto(result.held, array.held))
+    Stream.current().put(lambda: np.copyto(result.host_array, array.host_array))
     return result
 
 

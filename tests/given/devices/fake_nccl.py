@@ -36,7 +36,7 @@ class World:
     def __init__(self, size):
         self.size, self.changed = size, threading.Condition()
         self.devices = []
-        self.mail = defaultdict(deque)
+        self.messages = defaultdict(deque)
         self.sums = {}
 
 
@@ -49,7 +49,7 @@ class FakeNccl:
 
     def __init__(self, device):
         self.device, self.worlds, self.numbers, self.group = device, {}, count(1), threading.local()
-        self.lock, self.early, self.made, self.calls = threading.Lock(), [], [], []
+        self.lock, self.early, self.communicators, self.calls = threading.Lock(), [], [], []
 
     def get_version(self):
         return 22703
@@ -97,7 +97,7 @@ class Communicator:
     def __init__(self, nccl, world, rank):
         self.nccl, self.world, self.rank = nccl, world, rank
         self.graphs, self.is_over, self.number = 0, False, 0
-        nccl.made.append(self)
+        nccl.communicators.append(self)
 
     def _call(self, stream, *what):
         assert not self.is_over
@@ -123,7 +123,7 @@ class Communicator:
         """Everything ends at once; this call only when no graph has the communicator."""
         with self.world.changed:
             self.is_over = True
-            for (source, _), offers in self.world.mail.items():  # its memory is freed soon
+            for (source, _), offers in self.world.messages.items():  # its memory is freed soon
                 if source == self.rank:
                     offers.clear()
             for came in self.world.sums.values():
@@ -145,7 +145,7 @@ class Communicator:
             if kind == "send":
                 offers.append((at, n, dtype, threading.Event()))
                 with self.world.changed:
-                    self.world.mail[self.rank, peer[0]].append(offers[-1])
+                    self.world.messages[self.rank, peer[0]].append(offers[-1])
                     self.world.changed.notify_all()
         for kind, *what in calls:
             if kind == "receive":
@@ -163,7 +163,7 @@ class Communicator:
 
     def _receive(self, at, n, dtype, peer):
         with self.world.changed:
-            box = self.world.mail[peer, self.rank]
+            box = self.world.messages[peer, self.rank]
             if not self._await(lambda: box and box[0][1:3] == (n, dtype)):
                 return
             source, *_, taken = box.popleft()

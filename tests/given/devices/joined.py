@@ -13,7 +13,7 @@ class JoinedDevices:
     """A group of the devices with these numbers; `group_size` counts all devices of a larger group."""
 
     def __init__(self, backend, numbers, group_size=0):
-        self.backend, self.everybody = backend, group_size
+        self.backend, self.group_size = backend, group_size
         self.devices = [backend.device(number) for number in numbers]
         self._lock, self._begun = threading.Lock(), {}
 
@@ -24,18 +24,18 @@ class JoinedDevices:
         """Return the result of the member `me`; `runs` are its own ranges of a sharded value."""
         with self._lock:
             collective = self._begun.setdefault(members, _Collective(self, members))
-        collective.brought[me] = part, runs
+        collective.submissions[me] = part, runs
         collective.barrier.wait()
         return collective.results[members.index(me)][0]
 
     def run(self, collective):
         """The collective for which all have come."""
         del self._begun[collective.members]
-        operands = [collective.brought[member] for member in collective.members]
+        operands = [collective.submissions[member] for member in collective.members]
         all_runs = tuple(runs for _, runs in operands)
         parts = [[replace(p, attrs={**p.attrs, "runs": all_runs}) if "axis" in p.attrs else p] for p, _ in operands]
         devices = [self.devices[member] for member in collective.members]
-        rig = CollectiveRig(self.backend, parts, devices=devices, group_size=self.everybody)
+        rig = CollectiveRig(self.backend, parts, devices=devices, group_size=self.group_size)
         collective.results = rig.run()
         are_dense = all(p.source is None or p.source.flags.c_contiguous for p, _ in operands)
         is_launched = all(len(replay._calls) == 1 for replay in rig.replays)
@@ -44,7 +44,7 @@ class JoinedDevices:
 
 class _Collective:
     def __init__(self, place, members):
-        self.members, self.brought, self.results = members, {}, []
+        self.members, self.submissions, self.results = members, {}, []
         self.barrier = threading.Barrier(len(members), lambda: place.run(self))
 
 

@@ -27,7 +27,7 @@ class InterleavedComm:
     """The `Comm` of one device: it records the request and returns at once."""
 
     def __init__(self, rank: int, size: int, messages: dict[tuple[int, int, int], Any]) -> None:
-        self.rank, self.size, self.mail = rank, size, messages
+        self.rank, self.size, self.messages = rank, size, messages
         self.wish: Wish | None = None
 
     def all_reduce(self, source, into, scratch, sequence):
@@ -40,7 +40,7 @@ class InterleavedComm:
         self.wish = ("reduce_scatter", sequence, (source, into, parts))
 
     def send(self, source, to, sequence):
-        self.mail[self.rank, to, sequence] = source
+        self.messages[self.rank, to, sequence] = source
 
     def receive(self, into, source, sequence):
         self.wish = ("receive", sequence, (into, source))
@@ -54,8 +54,8 @@ class InterleavedPlan:
         self.store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes])
         bind(self.store)
         self.buffers = list(self.store.buffers(plan).values())
-        self.mail: dict[tuple[int, int, int], Any] = {}
-        self.talks = [InterleavedComm(d, len(plan.lanes), self.mail) for d in range(len(plan.lanes))]
+        self.messages: dict[tuple[int, int, int], Any] = {}
+        self.talks = [InterleavedComm(d, len(plan.lanes), self.messages) for d in range(len(plan.lanes))]
         self.steps = []
         for device_plan, buffers, talk in zip(plan.lanes, self.buffers, self.talks, strict=True):
             programs = [
@@ -79,7 +79,7 @@ class InterleavedPlan:
                 self.steps[device][at[device]]()
                 at[device] += self.talks[device].wish is None
             self._grant(at, moved=bool(able))
-        self.mail.clear()
+        self.messages.clear()
         return self._outputs()
 
     def _grant(self, at: list[int], moved: bool) -> None:
@@ -89,8 +89,8 @@ class InterleavedPlan:
             if talk.wish is not None and talk.wish[0] == "receive":
                 into, source = talk.wish[2]
                 key = (source, device, talk.wish[1])
-                if key in self.mail:
-                    np.copyto(into, self.mail[key])
+                if key in self.messages:
+                    np.copyto(into, self.messages[key])
                     talk.wish, granted = None, True
                     at[device] += 1
         wishes = [t.wish for t in self.talks]

@@ -17,20 +17,20 @@ from ..waits import WAIT_SECONDS
 
 
 class ThreadLink:
-    """One thread's end; `mail` is shared by all of them."""
+    """One thread's end; `messages` is shared by all of them."""
 
     def __init__(self, rank, size, messages, memory, *, hosts=1):
         self.rank, self.size, self.host = rank, size, f"machine{rank % hosts}"
-        self._mail, self._memory = messages, memory
+        self._messages, self._memory = messages, memory
 
     def send(self, to, channel, packet):
-        self._mail[self.rank, to, channel].append(packet.copy())
+        self._messages[self.rank, to, channel].append(packet.copy())
 
     def is_sent(self, posted):
         return True
 
     def try_receive(self, source, channel):
-        waiting = self._mail[source, self.rank, channel]
+        waiting = self._messages[source, self.rank, channel]
         return waiting.popleft() if waiting else None
 
     def shared_words(self, words):

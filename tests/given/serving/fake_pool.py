@@ -46,7 +46,9 @@ class FakePool:
         self.ring_slack_tokens = None
         self.cells = [[] for _ in range(slots)]
         self.states = [()] * slots
-        self.failing, self.now, self.reads = set(), 0.0, []
+        self.failing, self.now = set(), 0.0
+        self.reads, self.decoded = [], []
+        """Slot and tokens of each prompt chunk; the slots of each decode step."""
 
     def read_prompt(self, slot, tokens, before):
         self._require_alive([slot])
@@ -58,6 +60,7 @@ class FakePool:
     def decode(self, tokens, before):
         self._require_alive(tokens)
         self.now += len(tokens)
+        self.decoded.append([*tokens])
         return {slot: self._append(slot, [token], before[slot]) for slot, token in tokens.items()}
 
     def _require_alive(self, slots):

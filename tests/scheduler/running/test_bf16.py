@@ -20,7 +20,7 @@ from ...given.arrays import assert_elements_close
 class NarrowBackend(ReferenceBackend):
     """The references on memory in which every value has its declared dtype."""
 
-    def stored(self, spec, kind="value"):
+    def storage_spec(self, spec, kind="value"):
         return spec
 
     def compile(self, program, buffers, on, comm):

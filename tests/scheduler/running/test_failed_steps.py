@@ -251,7 +251,7 @@ def test_a_second_interrupt_stops_compiled_code_whose_states_are_then_lost():
     model = load_model(open_gguf(path_of("qwen35")))
     whole, session = (sessions.Session(model, on=sessions.DeviceGroup(threads=2)) for _ in range(2))
     (replay,) = session.executor(session.make_step(4, 4))._program_runners.values()
-    thread_pool, run = replay.crew, replay.crew.run
+    thread_pool, run = replay.thread_pool, replay.thread_pool.run
 
     def twice(order: int) -> int:
         status = run(order)

@@ -32,7 +32,7 @@ class Narrow(ReferenceBackend):
 
     name = "narrow"
 
-    def stored(self, spec, kind=""):
+    def storage_spec(self, spec, kind=""):
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
 
 

@@ -87,7 +87,7 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
     graph = open_model(None).graph(Step(1, 8, 256, 512, 1))
     one, two = (plan(graph, devices(n), split_mode="tensor") for n in (1, 2))
     for kind in ("weight", "state"):
-        whole, stored = one.lanes[0].memory()[kind], one.lanes[0].backend.stored
+        whole, stored = one.lanes[0].memory()[kind], one.lanes[0].backend.storage_spec
         sharded_leaves = (v for v in two.graph.leaves(kind) if isinstance(two.leaves[v.node.name], Shard))
         shard_bytes = sum(stored(v.spec, kind).nbytes for v in sharded_leaves)
         assert shard_bytes > 0.8 * whole
@@ -242,12 +242,12 @@ def run_collective(
     return outs
 
 
-RUNS = (((0, 2), (4, 1)), (), ((2, 2),))
+INDEX_RANGES = (((0, 2), (4, 1)), (), ((2, 2),))
 
 
 def test_reduce_scatter_gives_each_device_its_entries_of_the_sum():
     sources = [np.arange(10.0).reshape(2, 5) * (d + 1) for d in range(3)]
-    attrs = [{"axis": 1, "runs": RUNS, "rank": d} for d in range(3)]
+    attrs = [{"axis": 1, "runs": INDEX_RANGES, "rank": d} for d in range(3)]
     outs = run_collective(attrs, "reduce_scatter", sources, [(2, 3), (2, 0), (2, 2)])
     total = sum(sources)
     for out, columns in zip(outs, ([0, 1, 4], [], [2, 3]), strict=True):
@@ -259,7 +259,7 @@ def test_all_to_all_changes_the_split_along_either_axis(axis):
     whole = np.arange(25.0).reshape(5, 5)
     old = [whole[:, columns] for columns in ([0, 1, 4], [], [2, 3])]
     runs = (((0, 1),), ((1, 3),), ((4, 1),))
-    attrs = [{"old_axis": 1, "old_runs": RUNS, "axis": axis, "runs": runs, "rank": d} for d in range(3)]
+    attrs = [{"old_axis": 1, "old_runs": INDEX_RANGES, "axis": axis, "runs": runs, "rank": d} for d in range(3)]
     expected = [np.take(whole, rows, axis) for rows in ([0], [1, 2, 3], [4])]
     outs = run_collective(attrs, "all_to_all", old, [w.shape for w in expected])
     for out, want in zip(outs, expected, strict=True):

@@ -1,4 +1,8 @@
-"""Binding of attention to its kernels. A table with the addresses of each head makes all variants alike."""
+"""Binding of attention ops to the decode and prefill kernels.
+
+Kernels read the addresses of query, key, value, mask and result of each head from a table. So batches, grouped heads
+and shared masks need no kernels of their own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from ...steps import MIN_SHARED_BYTES, StepTableBuilder, ThreadWork
 from ..cells import CELLS_BY_DTYPE
 from ..products.products import make_thread_copies
 from ..rows import UNARY_ARGS, make_row_walk, make_unary_kernel
-from . import attention_few, attention_many, attention_tiled
+from . import attention_few, attention_many, attention_tiled, partial_results
 from .attention_squares import is_exact_in_tiles
 from .scores import HEAD_OUT
 
@@ -26,8 +30,6 @@ MIN_PREFILL_TOKENS = 16
 """Fewest tokens for which lanes should be tokens (prefill kernel)."""
 MAX_HEADS_PER_UNIT = 8
 """Largest number of heads of a group."""
-MIN_KEYS_PER_SPLIT = 256
-"""Fewest keys for a split of the keys."""
 LOG2_E = math.log2(math.e)
 
 Addresses = npt.NDArray[np.int64]
@@ -74,12 +76,12 @@ def _build_head_table(
     every, sinks = np.arange(heads), call.optional_operand(4)
     group = every // (heads // k.shape[-2])
     if mask is None:
-        seen = np.array(steps.constant(np.zeros(keys, np.float32)).address)
+        mask_addresses = np.array(steps.constant(np.zeros(keys, np.float32)).address)
     else:
         own = call.attrs["mask_heads"] != "one"
         missing = count - (len(mask.shape) - 2 - own)
         axes = [(i - missing, index) for i, index in outer[missing:]]
-        seen = (
+        mask_addresses = (
             _compute_addresses(mask, [*axes, (len(axes), every)]) if own else _compute_addresses(mask, axes)[..., None]
         )
     slopes = [float_bits(slope * LOG2_E) for slope in alibi_slopes(heads, _float_attribute(call, "max_bias"))]
@@ -88,7 +90,7 @@ def _build_head_table(
         _compute_addresses(q, [*outer, (count + 1, every)]),
         _compute_addresses(k, [*outer, (count + 1, group)]),
         _compute_addresses(v, [*outer, (count + 1, group)]),
-        seen,
+        mask_addresses,
         _compute_addresses(call.out, [*outer, (count + 1, every)]),
         np.array(slopes),
         np.array(steps.constant(none).address) if sinks is None else _compute_addresses(sinks, [(0, every)]),
@@ -123,14 +125,14 @@ def _choose_key_split(steps: StepTableBuilder, walks: int, groups: int, k: Opera
     Returns:
         The groups of heads that walk together, and the number of splits of the keys.
     """
-    most = max(1, k.shape[-3] // MIN_KEYS_PER_SPLIT) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
+    max_splits = max(1, k.shape[-3] // attention_few.KEYS_PER_CHUNK) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
     parts = _compute_split_count(steps, walks)
     if all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v)):
         if groups % parts == 0:
             return groups // parts, 1
-        if most >= parts:
+        if max_splits >= parts:
             return groups, parts
-    return 1, min(most, _compute_split_count(steps, walks * groups))
+    return 1, min(max_splits, _compute_split_count(steps, walks * groups))
 
 
 def _compute_split_count(steps: StepTableBuilder, units: int) -> int:
@@ -147,14 +149,14 @@ def _is_readable(x: Operand | None) -> bool:
 
 def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add attention steps: prefill kernels from `MIN_PREFILL_TOKENS` on, else decode; False if operands do not fit."""
-    given, sinks, out = call.src[:4], call.optional_operand(4), call.out
+    inputs, sinks, out = call.src[:4], call.optional_operand(4), call.out
     floats = (call.operand(0), call.optional_operand(3), sinks)
-    if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable, given[1:3])):
+    if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable, inputs[1:3])):
         return False
     if not out.is_float or out.strides[-1] != 1:
         return False
     q, k, v, mask = (
-        x and _copy_if_strided(steps, n, x) for n, x in zip(("q", "k", "v", "mask"), (*given, None), strict=False)
+        x and _copy_if_strided(steps, n, x) for n, x in zip(("q", "k", "v", "mask"), (*inputs, None), strict=False)
     )
     assert q is not None
     assert k is not None
@@ -191,30 +193,33 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         kernel = many.make_prefill_attention_kernel(k.dtype, v.dtype)
         common |= {"scratch": scratch.address, "scratch_bytes": each}
 
-        def share(tickets: int) -> ThreadWork:
+        def make_thread_work(tickets: int) -> ThreadWork:
             return ThreadWork(attention_many.ARGS(**common, span=span, tickets=tickets), reads, [out, scratch])
 
         if steps.is_shared(reads, [out]):
-            steps.add_queued(kernel, share)
+            steps.add_queued(kernel, make_thread_work)
         else:
-            steps.add_per_thread(kernel, [share(0)])
+            steps.add_per_thread(kernel, [make_thread_work(0)])
         return True
-    beside, chunks = _choose_key_split(steps, math.prod(leading), heads // shared, k, v)
+    beside, splits = _choose_key_split(steps, math.prod(leading), heads // shared, k, v)
+    chunks = 1 if splits == 1 else -(-keys // attention_few.KEYS_PER_CHUNK)
     rows = tokens * shared
     each = attention_few.compute_decode_scratch_bytes(rows * beside, keys, size, width)
-    parts = steps.scratch("attention parts", units * rows * chunks * attention_few.compute_partial_result_bytes(width))
+    parts = steps.scratch(
+        "attention parts", units * rows * chunks * partial_results.compute_partial_result_bytes(width)
+    )
     scratch = steps.scratch("attention", each * steps.threads)
     common |= {"scratch": scratch.address, "scratch_bytes": each}
-    common |= {"partial": parts.address, "chunks": chunks, "beside": beside}
+    common |= {"partial": parts.address, "chunks": chunks, "beside": beside, "splits": splits}
     words = attention_few.ARGS(**common)
-    writes = [parts, scratch, out] if chunks == 1 else [parts, scratch]
+    writes = [parts, scratch, out] if splits == 1 else [parts, scratch]
     steps.add(attention_few.make_decode_attention_kernel(k.dtype, v.dtype), words, reads=reads, writes=writes)
-    if chunks > 1:
-        _bind_join(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
+    if splits > 1:
+        _add_combine_step(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
     return True
 
 
-def _bind_join(
+def _add_combine_step(
     steps: StepTableBuilder,
     call: BoundInstruction,
     common: Mapping[str, int],
@@ -225,17 +230,21 @@ def _bind_join(
     """Add the step that combines the partial results. Each thread does all of it if only products follow."""
     own = make_thread_copies(steps, call)
     if own is None:
-        steps.add(attention_few.join, attention_few.ARGS(**common), reads=reads, writes=[call.out, scratch])
+        steps.add(
+            attention_few.combine_partial_results, attention_few.ARGS(**common), reads=reads, writes=[call.out, scratch]
+        )
         return
 
-    def share(thread: int, out: Operand) -> ThreadWork:
+    def make_thread_work(thread: int, out: Operand) -> ThreadWork:
         moved = heads.copy()
         moved[..., HEAD_OUT // 8] += out.address - call.out.address
         own_scratch = common["scratch"] + thread * common["scratch_bytes"]
         words = {**common, "heads": steps.constant(moved).address, "scratch": own_scratch}
         return ThreadWork(attention_few.ARGS(**words), reads, [out])
 
-    steps.add_per_thread(attention_few.join, [share(thread, out) for thread, out in enumerate(own)])
+    steps.add_per_thread(
+        attention_few.combine_partial_results, [make_thread_work(thread, out) for thread, out in enumerate(own)]
+    )
     steps.set_per_thread_value(own, call.out)
 
 

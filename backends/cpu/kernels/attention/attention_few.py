@@ -1,6 +1,7 @@
-"""Decode attention: lanes are keys. Keys and values are read once for all heads that share them.
+"""Decode attention of few tokens with online softmax: SIMD lanes are keys, and each thread has heads or keys.
 
-Groups of heads walk through a cache together: memory is read front to back. Threads may split the keys (`join`).
+Keys and values are read once for all heads that share them. Groups of heads walk through a cache together: memory is
+read front to back. If threads split the keys, `combine_partial_results` combines their results.
 """
 
 from __future__ import annotations
@@ -15,11 +16,7 @@ from ...simd.tiles import make_dot_tile
 from ...simd.vectors import (
     LANES,
     MANY_REGISTERS,
-    add,
     count_vector_registers,
-    fma,
-    lane_max_without_nan,
-    lane_sum,
     load,
     load_first_lanes,
     load_long,
@@ -27,23 +24,26 @@ from ...simd.vectors import (
     mul,
     prefetch_l2,
     splat,
-    splat_from,
     store,
-    store_scalar,
-    sub,
-    zeros,
 )
 from ...words import declare_args
 from ..blocks import BLOCK_ELEMENTS
 from ..cells import CELLS_BY_DTYPE, CacheCells
 from ..packing import compute_thread_range
-from ..rows import store_lanes
 from . import attention_keys
 from .attention_keys import TRANSPOSED_BLOCK_BYTES, dot_query_keys
+from .partial_results import (
+    PARTIAL_VALUES_OFFSET,
+    VALUE_COLUMNS,
+    VECTOR_BYTES,
+    clear_partial,
+    compute_partial_result_bytes,
+    finish_row,
+    merge_partial,
+    update_online_softmax,
+)
 from .scores import (
     COMMON_ARGS,
-    FLOAT_ONE,
-    FLOAT_ZERO,
     HEAD_BYTES,
     HEAD_KEY,
     HEAD_MASK,
@@ -51,10 +51,7 @@ from .scores import (
     HEAD_QUERY,
     HEAD_SLOPE,
     HEAD_VALUE,
-    MIN_SCORE,
     MINUS_INFINITY,
-    exp2,
-    exp2_scalar,
     find_visible_range,
     finish_scores,
     load_mask_lanes,
@@ -63,53 +60,48 @@ from .scores import (
     round_up,
 )
 
-ARGS = declare_args(f"{COMMON_ARGS} partial chunks beside")
+ARGS = declare_args(f"{COMMON_ARGS} partial chunks beside splits")
 """The last words: partial results, the number of key splits, groups of heads that walk together."""
 CACHE_LINE_BYTES = 64
 """Bytes of a cache line."""
-VALUE_COLUMNS = 64
-"""Elements of a value that are summed at once."""
 KEYS_PER_VALUE_PASS = 32
 """Keys per head while values are summed."""
-KEYS_PER_SCORE_PASS = 1024
-"""Keys per block of scores."""
+KEYS_PER_CHUNK = 256
+"""Number of keys of a partial result.
+
+Chunks begin at multiples of this number, so that a result does not depend on the number of threads or sequences.
+"""
 PREFETCH_KEYS = 32
 """Prefetch distance in keys, to the second cache. Prefetches are spread among the products, which many would delay."""
 MAX_ROWS_PER_PASS = 4 if count_vector_registers() == MANY_REGISTERS else 1
 """Rows that use keys and values at once. Each load and each conversion to float32 serves all of them."""
-VECTOR_BYTES = 4 * LANES
-PARTIAL_SUM_OFFSET, PARTIAL_VALUES_OFFSET = 4, 64
-"""Offsets into a partial result: first the highest score, then the sum of weights, then the weighted values."""
-
-
-def compute_partial_result_bytes(width: int) -> int:
-    """Return the bytes of a partial result."""
-    return PARTIAL_VALUES_OFFSET + 4 * (-(-width // VALUE_COLUMNS) * VALUE_COLUMNS)
 
 
 def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread: scores, highest scores; then values, or queries and products or keys."""
+    """Return the scratch bytes of a thread: scores, highest scores, results; then values, queries, products or keys."""
     floats = 4 * MAX_ROWS_PER_PASS * VECTOR_BYTES + rows * 4 * (-(-size // LANES) * LANES)
     blocks = attention_keys.compute_transposed_keys_bytes(size) + rows * attention_keys.compute_quantised_query_bytes(
         size
     )
-    scores = rows * 4 * (min(KEYS_PER_SCORE_PASS, -(-keys // LANES) * LANES) + LANES)
+    scores = rows * 4 * (min(KEYS_PER_CHUNK, -(-keys // LANES) * LANES) + LANES)
+    scores += (rows + 1) * compute_partial_result_bytes(width)
     return scores + max(4 * KEYS_PER_VALUE_PASS * VALUE_COLUMNS, floats, blocks)
 
 
 def _make_key_products(cells: CacheCells, count: int) -> Subroutine:
     """Make the products of `count` queries with 16 keys from key `s` on: four partial sums each at `to`."""
-    whole, some, rows, line = cells.load_16, cells.load_first, make_dot_tile(count, 1), CACHE_LINE_BYTES // cells.nbytes
-    rows_of, zeros, inner, folded = rows.row_addresses, rows.zero_sums, rows.add_inner_product, rows.fold_four_tiles
-    save = rows.spill
+    load_16, load_first, line = cells.load_16, cells.load_first, CACHE_LINE_BYTES // cells.nbytes
+    tile = make_dot_tile(count, 1)
+    row_addresses, zero_sums, spill = tile.row_addresses, tile.zero_sums, tile.spill
+    add_inner, fold_four = tile.add_inner_product, tile.fold_four_tiles
     nbytes = cells.nbytes
 
-    def products(queries, pitch, key, step, s, keys, size, to, ahead):
-        x = rows_of(queries, pitch, count)  # each key is converted to float32 once for all of them
+    def multiply_keys(queries, pitch, key, step, s, keys, size, to, ahead):
+        x = row_addresses(queries, pitch, count)  # each key is converted to float32 once for all of them
         for i in range(s, s + LANES, 4):
             j, k = key + min(i, keys - 1) * step, key + min(i + 1, keys - 1) * step  # the last key repeats
             l, m = key + min(i + 2, keys - 1) * step, key + min(i + 3, keys - 1) * step
-            a, b, c, d = zeros(), zeros(), zeros(), zeros()
+            a, b, c, d = zero_sums(), zero_sums(), zero_sums(), zero_sums()
             for col in range(0, size - LANES + 1, LANES):  # a, b, c, d += key[col] * query[col]
                 if col % line == 0:  # prefetch later keys
                     soon = ahead + nbytes * col
@@ -117,43 +109,46 @@ def _make_key_products(cells: CacheCells, count: int) -> Subroutine:
                     prefetch_l2(k + soon)
                     prefetch_l2(l + soon)
                     prefetch_l2(m + soon)
-                a, b = inner(a, whole(j, col), x, 4 * col), inner(b, whole(k, col), x, 4 * col)
-                c, d = inner(c, whole(l, col), x, 4 * col), inner(d, whole(m, col), x, 4 * col)
+                a, b = add_inner(a, load_16(j, col), x, 4 * col), add_inner(b, load_16(k, col), x, 4 * col)
+                c, d = add_inner(c, load_16(l, col), x, 4 * col), add_inner(d, load_16(m, col), x, 4 * col)
             if size % LANES > 0:
                 col = size - size % LANES
-                a, b = inner(a, some(j, col, size), x, 4 * col), inner(b, some(k, col, size), x, 4 * col)
-                c, d = inner(c, some(l, col, size), x, 4 * col), inner(d, some(m, col, size), x, 4 * col)
-            save(to, folded(a, b, c, d))
+                a = add_inner(a, load_first(j, col, size), x, 4 * col)
+                b = add_inner(b, load_first(k, col, size), x, 4 * col)
+                c = add_inner(c, load_first(l, col, size), x, 4 * col)
+                d = add_inner(d, load_first(m, col, size), x, 4 * col)
+            spill(to, fold_four(a, b, c, d))
             to += count * VECTOR_BYTES
 
-    return subroutine(products)
+    return subroutine(multiply_keys)
 
 
 def _make_add_value_columns(cells: CacheCells, count: int, lines: int) -> Subroutine:
     """Make ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]`` for 64 columns."""
-    whole, some, rows = cells.load_16, cells.load_first, make_dot_tile(count, VALUE_COLUMNS // LANES)
-    rows_of, outer, held, put = rows.row_addresses, rows.add_outer_product, rows.load_rows, rows.store_rows
+    load_16, load_first, tile = cells.load_16, cells.load_first, make_dot_tile(count, VALUE_COLUMNS // LANES)
+    row_addresses, add_outer = tile.row_addresses, tile.add_outer_product
+    load_rows, store_rows = tile.load_rows, tile.store_rows
     nbytes = cells.nbytes
 
-    def values(scores, reach, value, pace, n, states, pitch, col, width, ahead):
-        weights, to = rows_of(scores, reach, count), rows_of(states, pitch, count)
-        acc, row, ahead = held(to), value, ahead + nbytes * col
+    def add_value_columns(scores, reach, value, pace, n, states, pitch, col, width, ahead):
+        weights, to = row_addresses(scores, reach, count), row_addresses(states, pitch, count)
+        acc, row, ahead = load_rows(to), value, ahead + nbytes * col
         if width - col >= VALUE_COLUMNS:
             for r in range(n):
-                k, l, m, o = whole(row, col), whole(row, col + 16), whole(row, col + 32), whole(row, col + 48)
-                acc = outer(acc, k, l, m, o, weights, 4 * r)  # acc[row, c] += weight[row, r] * value[r, c]
+                k, l, m, o = load_16(row, col), load_16(row, col + 16), load_16(row, col + 32), load_16(row, col + 48)
+                acc = add_outer(acc, k, l, m, o, weights, 4 * r)  # acc[row, c] += weight[row, r] * value[r, c]
                 for line in range(lines):  # prefetch later values
                     prefetch_l2(row + ahead + line * CACHE_LINE_BYTES)
                 row += pace
         else:
             for r in range(n):
-                k, l = some(row, col, width), some(row, col + 16, width)
-                m, o = some(row, col + 32, width), some(row, col + 48, width)
-                acc = outer(acc, k, l, m, o, weights, 4 * r)
+                k, l = load_first(row, col, width), load_first(row, col + 16, width)
+                m, o = load_first(row, col + 32, width), load_first(row, col + 48, width)
+                acc = add_outer(acc, k, l, m, o, weights, 4 * r)
                 row += pace
-        put(to, acc, VALUE_COLUMNS)
+        store_rows(to, acc, VALUE_COLUMNS)
 
-    return subroutine(values)
+    return subroutine(add_value_columns)
 
 
 @subroutine
@@ -165,53 +160,20 @@ def prefetch_rows(rows, step, count, nbytes):
 
 
 @subroutine
-def update_online_softmax(scores, n, lanes, state, width):
-    """Replace scores of a row by weights; update its online softmax state. `lanes`: highest score of each lane."""
-    before = load_scalar(state)
-    top = max(lane_max_without_nan(load(lanes)), before)
-    highest, sums = splat(top), zeros()
-    for s in range(0, n, LANES):
-        p = exp2(sub(load(scores + 4 * s), highest))
-        store(scores + 4 * s, p)
-        sums = add(sums, p)
-    fewer = exp2_scalar(before - top)
-    store_scalar(state, top)
-    store_scalar(state + PARTIAL_SUM_OFFSET, fewer * load_scalar(state + PARTIAL_SUM_OFFSET) + lane_sum(sums))
-    if fewer < FLOAT_ONE:
-        for c in range(PARTIAL_VALUES_OFFSET, PARTIAL_VALUES_OFFSET + 4 * width, 4 * LANES):
-            store(state + c, mul(load(state + c), splat(fewer)))
-
-
-@subroutine
-def combine_row(parts, count, span, factors, sink, out, width):
-    """Combine `count` partial results of a row. `factors` is scratch for `count` numbers."""
-    top, weight = max(sink, MIN_SCORE), FLOAT_ZERO
-    for i in range(count):
-        top = max(top, load_scalar(parts + i * span))
-    for i in range(count):
-        f = exp2_scalar(load_scalar(parts + i * span) - top)
-        store_scalar(factors + 4 * i, f)
-        weight += f * load_scalar(parts + i * span + PARTIAL_SUM_OFFSET)
-    weight += exp2_scalar(sink - top)
-    f = splat(FLOAT_ONE / weight if weight != FLOAT_ZERO else FLOAT_ZERO)  # NaN stays NaN
-    for c in range(0, width, LANES):
-        acc = zeros()
-        for i in range(count):
-            acc = fma(load(parts + i * span + PARTIAL_VALUES_OFFSET + 4 * c), splat_from(factors + 4 * i), acc)
-        store_lanes(out, c, width, mul(acc, f))
-
-
-@subroutine
 def combine_group(a, unit, scratch):
-    """Combine the partial results of a group of heads."""
+    """Merge the partial results of a group of heads and write its weighted means. `scratch` has room for one result."""
     tokens, shared, count, width = ARGS.tokens(a), ARGS.shared(a), ARGS.chunks(a), ARGS.width(a)
     span = PARTIAL_VALUES_OFFSET + 4 * round_up(width, VALUE_COLUMNS)
     for t in range(tokens):
         for h in range(shared):
             head = ARGS.heads(a) + (unit * shared + h) * HEAD_BYTES
-            parts = ARGS.partial(a) + ((unit * tokens + t) * shared + h) * count * span
-            out = load_long(head + HEAD_OUT) + t * ARGS.out_step(a)
-            combine_row(parts, count, span, scratch, load_sink_score(head), out, width)
+            state = ARGS.partial(a) + ((unit * tokens + t) * shared + h) * count * span
+            if count > 1:
+                parts, state = state, scratch
+                clear_partial(state, span)
+                for i in range(count):
+                    merge_partial(state, parts + i * span, width)
+            finish_row(state, load_sink_score(head), load_long(head + HEAD_OUT) + t * ARGS.out_step(a), width)
 
 
 def _select_read_cells(cells: CacheCells) -> CacheCells:
@@ -236,145 +198,148 @@ class KeyOperations:
 
 def _make_float_key_operations(cells: CacheCells) -> KeyOperations:
     """Make the operations with float keys."""
-    one, two, three, four = (_make_key_products(cells, count) for count in range(1, 5))
+    multiply_1, multiply_2, multiply_3, multiply_4 = (_make_key_products(cells, count) for count in range(1, 5))
 
     @subroutine
-    def finish(a, heads, row, s, count, products, to, lanes):
+    def finish_row_scores(a, heads, row, s, count, products, to, lanes):
         """Store the scores of a row from its products, which are `count` vectors apart."""
         shared, keys, apart = ARGS.shared(a), ARGS.keys(a), count * VECTOR_BYTES
         head = heads + row % shared * HEAD_BYTES
-        hidden = load_mask_lanes(load_long(head + HEAD_MASK) + row // shared * ARGS.mask_step(a), s, keys)
+        mask = load_mask_lanes(load_long(head + HEAD_MASK) + row // shared * ARGS.mask_step(a), s, keys)
         first = fold_2(load(products), load(products + apart))
         x = fold_1(first, fold_2(load(products + 2 * apart), load(products + 3 * apart)))
-        x = finish_scores(mul(x, splat(ARGS.factor(a))), hidden, ARGS.cap(a), load_scalar(head + HEAD_SLOPE))
+        x = finish_scores(mul(x, splat(ARGS.factor(a))), mask, ARGS.cap(a), load_scalar(head + HEAD_SLOPE))
         store(lanes, max_or_second(x, load(lanes)))
         store(to, x)
 
-    def take(query, size, to):
+    def prepare_query(query, size, to):
         for c in range(0, size, LANES):
             store(to + 4 * c, load_first_lanes(query + 4 * c, size - c))
 
-    def each(size):
+    def query_bytes(size):
         return 4 * round_up(size, LANES)
 
-    def own(size):
+    def scratch_bytes(size):
         return 4 * MAX_ROWS_PER_PASS * VECTOR_BYTES
 
-    def add(a, heads, s, high, queries, memory, scores, reach, lanes):
+    def store_scores(a, heads, s, high, queries, memory, scores, reach, lanes):
         shared, keys, size, step = ARGS.shared(a), ARGS.keys(a), ARGS.size(a), ARGS.k_step(a)
         key, pitch, rows = load_long(heads + HEAD_KEY), 4 * round_up(size, LANES), ARGS.tokens(a) * shared
         row, ahead = 0, PREFETCH_KEYS * step if s + PREFETCH_KEYS < high else 0
         while row < rows:
             count, query = min(MAX_ROWS_PER_PASS, rows - row), queries + row * pitch
             if count == 4:
-                four(query, pitch, key, step, s, keys, size, memory, ahead)
+                multiply_4(query, pitch, key, step, s, keys, size, memory, ahead)
             elif count == 3:
-                three(query, pitch, key, step, s, keys, size, memory, ahead)
+                multiply_3(query, pitch, key, step, s, keys, size, memory, ahead)
             elif count == 2:
-                two(query, pitch, key, step, s, keys, size, memory, ahead)
+                multiply_2(query, pitch, key, step, s, keys, size, memory, ahead)
             else:
-                one(query, pitch, key, step, s, keys, size, memory, ahead)
+                multiply_1(query, pitch, key, step, s, keys, size, memory, ahead)
             for i in range(count):
                 to, highest = scores + (row + i) * reach, lanes + (row + i) * VECTOR_BYTES
-                finish(a, heads, row + i, s, count, memory + i * VECTOR_BYTES, to, highest)
+                finish_row_scores(a, heads, row + i, s, count, memory + i * VECTOR_BYTES, to, highest)
             row, ahead = row + count, 0
 
-    return KeyOperations(subroutine(take), subroutine(each), subroutine(own), subroutine(add))
+    return KeyOperations(
+        subroutine(prepare_query), subroutine(query_bytes), subroutine(scratch_bytes), subroutine(store_scores)
+    )
 
 
 def _make_block_key_operations(dtype: DType) -> KeyOperations:
     """Make the operations with keys in blocks: integer dot products."""
-    turn_keys, span = attention_keys.make_transpose_keys(dtype), CELLS_BY_DTYPE[dtype].row_bytes
+    transpose_keys, span = attention_keys.make_transpose_keys(dtype), CELLS_BY_DTYPE[dtype].row_bytes
 
     @subroutine
-    def each(size):
+    def query_bytes(size):
         return round_up(size + size // BLOCK_ELEMENTS * 8, 64)
 
-    def own(size):
+    def scratch_bytes(size):
         return (size // BLOCK_ELEMENTS + 1) * (TRANSPOSED_BLOCK_BYTES + 32)
 
-    def add(a, heads, s, high, queries, memory, scores, reach, lanes):
+    def store_scores(a, heads, s, high, queries, memory, scores, reach, lanes):
         shared, keys, size, step = ARGS.shared(a), ARGS.keys(a), ARGS.size(a), ARGS.k_step(a)
-        factor, cap, key, pitch = ARGS.factor(a), ARGS.cap(a), load_long(heads + HEAD_KEY) + s * step, each(size)
-        turn_keys(key, step, keys - 1 - s, size, memory)
+        factor, cap, key, pitch = ARGS.factor(a), ARGS.cap(a), load_long(heads + HEAD_KEY) + s * step, query_bytes(size)
+        transpose_keys(key, step, keys - 1 - s, size, memory)
         prefetch_rows(key + PREFETCH_KEYS * step, step, min(LANES, high - s - PREFETCH_KEYS), span(size))
         for t in range(ARGS.tokens(a)):
             for h in range(shared):
                 head, row = heads + h * HEAD_BYTES, t * shared + h
-                hidden = load_mask_lanes(load_long(head + HEAD_MASK) + t * ARGS.mask_step(a), s, keys)
+                mask = load_mask_lanes(load_long(head + HEAD_MASK) + t * ARGS.mask_step(a), s, keys)
                 x = mul(dot_query_keys(queries + row * pitch, memory, size), splat(factor))
-                x = finish_scores(x, hidden, cap, load_scalar(head + HEAD_SLOPE))
+                x = finish_scores(x, mask, cap, load_scalar(head + HEAD_SLOPE))
                 store(lanes + row * VECTOR_BYTES, max_or_second(x, load(lanes + row * VECTOR_BYTES)))
                 store(scores + row * reach, x)
 
-    return KeyOperations(attention_keys.make_quantise_query(dtype), each, subroutine(own), subroutine(add))
+    return KeyOperations(
+        attention_keys.make_quantise_query(dtype), query_bytes, subroutine(scratch_bytes), subroutine(store_scores)
+    )
 
 
-def _make_add_keys(keys: KeyOperations) -> Subroutine:
+def _make_score_keys(keys: KeyOperations) -> Subroutine:
     """Make the scores of all rows of a walk for keys `low` to `high`, and the highest score of each lane in `lanes`."""
-    take, each, own, add = keys.prepare_query, keys.query_bytes, keys.scratch_bytes, keys.store_scores
+    prepare_query, store_scores = keys.prepare_query, keys.store_scores
+    query_bytes, scratch_bytes = keys.query_bytes, keys.scratch_bytes
 
-    def add_keys(a, heads, low, high, scores, reach, lanes, memory):
+    def score_keys(a, heads, low, high, scores, reach, lanes, memory):
         tokens, shared, size, beside = ARGS.tokens(a), ARGS.shared(a), ARGS.size(a), ARGS.beside(a)
-        rows, pitch, queries = tokens * shared, each(size), memory + own(size)
+        rows, pitch, queries = tokens * shared, query_bytes(size), memory + scratch_bytes(size)
         for row in range(beside * rows):
             g, t, h = row // rows, row % rows // shared, row % shared
-            take(
-                load_long(heads + (g * shared + h) * HEAD_BYTES + HEAD_QUERY) + t * ARGS.q_step(a),
-                size,
-                queries + row * pitch,
-            )
+            query = load_long(heads + (g * shared + h) * HEAD_BYTES + HEAD_QUERY) + t * ARGS.q_step(a)
+            prepare_query(query, size, queries + row * pitch)
             store(lanes + row * VECTOR_BYTES, splat(MINUS_INFINITY))
         for s in range(low, high, LANES):
             for g in range(beside):
                 row, group = g * rows, heads + g * shared * HEAD_BYTES
                 to = scores + row * reach + 4 * (s - low)
-                add(a, group, s, high, queries + row * pitch, memory, to, reach, lanes + row * VECTOR_BYTES)
+                store_scores(a, group, s, high, queries + row * pitch, memory, to, reach, lanes + row * VECTOR_BYTES)
 
-    return subroutine(add_keys)
+    return subroutine(score_keys)
 
 
 def _make_locate_values(cells: CacheCells) -> Subroutine:
     """Make the part that locates 64 columns of `n` values: address, value stride, first column, end column."""
     if cells.expand_range is None:
         return subroutine(lambda values, step, n, ahead, c, width, scratch: (values, step, c, width))
-    expand, span = cells.expand_range, cells.row_bytes
+    expand_range, span = cells.expand_range, cells.row_bytes
 
-    def some_values(values, step, n, ahead, c, width, scratch):
+    def locate_expanded(values, step, n, ahead, c, width, scratch):
         end = min(width, c + VALUE_COLUMNS)
         for r in range(n):
-            expand(values + r * step, c, end, scratch + 4 * r * VALUE_COLUMNS)
+            expand_range(values + r * step, c, end, scratch + 4 * r * VALUE_COLUMNS)
             prefetch_rows(values + r * step + ahead + span(c), step, 1, span(end - c))
         return scratch, 4 * VALUE_COLUMNS, 0, end - c
 
-    return subroutine(some_values)
+    return subroutine(locate_expanded)
 
 
 def _make_add_values(cells: CacheCells) -> Subroutine:
     """Make the part that adds the weighted values of keys `low` to `high` to the states of all rows of a walk."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
-    one, two, three, four = (_make_add_value_columns(_select_read_cells(cells), count, lines) for count in range(1, 5))
-    some_values = _make_locate_values(cells)
+    read_cells = _select_read_cells(cells)
+    add_1, add_2, add_3, add_4 = (_make_add_value_columns(read_cells, count, lines) for count in range(1, 5))
+    locate_values = _make_locate_values(cells)
 
     @subroutine
-    def add(a, value, left, scores, reach, states, pitch, memory):
+    def add_value_pass(a, value, left, scores, reach, states, pitch, memory):
         step, width, rows = ARGS.v_step(a), ARGS.width(a), ARGS.tokens(a) * ARGS.shared(a)
         n = min(KEYS_PER_VALUE_PASS, left)
         soon = PREFETCH_KEYS * step if left > PREFETCH_KEYS else 0
         for c in range(0, width, VALUE_COLUMNS):
-            at, pace, col, end = some_values(value, step, n, soon, c, width, memory)
+            at, pace, col, end = locate_values(value, step, n, soon, c, width, memory)
             row, ahead = 0, soon
             while row < rows:
                 several, p = min(MAX_ROWS_PER_PASS, rows - row), scores + row * reach
                 to = states + row * pitch + PARTIAL_VALUES_OFFSET + 4 * c
                 if several == 4:
-                    four(p, reach, at, pace, n, to, pitch, col, end, ahead)
+                    add_4(p, reach, at, pace, n, to, pitch, col, end, ahead)
                 elif several == 3:
-                    three(p, reach, at, pace, n, to, pitch, col, end, ahead)
+                    add_3(p, reach, at, pace, n, to, pitch, col, end, ahead)
                 elif several == 2:
-                    two(p, reach, at, pace, n, to, pitch, col, end, ahead)
+                    add_2(p, reach, at, pace, n, to, pitch, col, end, ahead)
                 else:
-                    one(p, reach, at, pace, n, to, pitch, col, end, ahead)
+                    add_1(p, reach, at, pace, n, to, pitch, col, end, ahead)
                 row, ahead = row + several, 0
 
     def add_values(a, heads, low, high, scores, reach, states, pitch, memory):
@@ -383,7 +348,7 @@ def _make_add_values(cells: CacheCells) -> Subroutine:
             for g in range(ARGS.beside(a)):
                 value, row = load_long(heads + g * shared * HEAD_BYTES + HEAD_VALUE) + s * step, g * rows
                 p, to = scores + row * reach + 4 * (s - low), states + row * pitch
-                add(a, value, high - s, p, reach, to, pitch, memory)
+                add_value_pass(a, value, high - s, p, reach, to, pitch, memory)
 
     return subroutine(add_values)
 
@@ -391,40 +356,54 @@ def _make_add_values(cells: CacheCells) -> Subroutine:
 @cache
 def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the decode kernel for keys of type `k` and values of type `v`. A unit is a walk and a split of the keys."""
-    add_keys = _make_add_keys(
+    score_keys = _make_score_keys(
         _make_block_key_operations(k) if k.is_quantised else _make_float_key_operations(CELLS_BY_DTYPE[k])
     )
     add_values = _make_add_values(CELLS_BY_DTYPE[v])
 
     def body(a, thread, threads):
         tokens, keys, width, chunks = ARGS.tokens(a), ARGS.keys(a), ARGS.width(a), ARGS.chunks(a)
-        beside, span = ARGS.beside(a), PARTIAL_VALUES_OFFSET + 4 * round_up(width, VALUE_COLUMNS)
-        heads_of = beside * ARGS.shared(a)
-        rows, reach, pitch = tokens * heads_of, 4 * min(KEYS_PER_SCORE_PASS, round_up(keys, LANES)), chunks * span
+        beside, splits, span = (
+            ARGS.beside(a),
+            ARGS.splits(a),
+            PARTIAL_VALUES_OFFSET + 4 * round_up(width, VALUE_COLUMNS),
+        )
+        heads_of, pitch = beside * ARGS.shared(a), chunks * span
+        rows, reach = tokens * heads_of, 4 * min(KEYS_PER_CHUNK, round_up(keys, LANES))
         scores = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a)
         lanes = scores + rows * reach
-        memory = lanes + rows * VECTOR_BYTES
-        lo, hi = compute_thread_range(ARGS.units(a) // beside * chunks, thread, threads)
+        fresh = lanes + rows * VECTOR_BYTES  # the results of a chunk before they are merged
+        memory = fresh + rows * span
+        lo, hi = compute_thread_range(ARGS.units(a) // beside * splits, thread, threads)
         for unit in range(lo, hi):
-            walk, chunk = unit // chunks, unit % chunks
+            walk, split = unit // splits, unit % splits
             heads = ARGS.heads(a) + walk * heads_of * HEAD_BYTES
-            states = ARGS.partial(a) + (walk * rows * chunks + chunk) * span
+            states = ARGS.partial(a) + walk * rows * pitch
             start, end = find_visible_range(heads, heads_of, tokens, ARGS.mask_step(a), keys)
-            first, last = compute_thread_range((end - start + LANES - 1) // LANES, chunk, chunks)
-            start, end = start + first * LANES, min(end, start + last * LANES)
-            for r in range(rows):
-                for c in range(0, span, 64):
-                    store(states + r * pitch + c, zeros())
-                store_scalar(states + r * pitch, MIN_SCORE)
-            for low in range(start, end, KEYS_PER_SCORE_PASS):
-                high = min(end, low + KEYS_PER_SCORE_PASS)
-                add_keys(a, heads, low, high, scores, reach, lanes, memory)
-                for r in range(rows):
-                    update_online_softmax(
-                        scores + r * reach, high - low, lanes + r * VECTOR_BYTES, states + r * pitch, width
-                    )
-                add_values(a, heads, low, high, scores, reach, states, pitch, memory)
-            if chunks == 1:
+            for r in range(rows * chunks):
+                if r % chunks % splits == split:
+                    clear_partial(states + r * span, span)
+            first = max(start // LANES * LANES, split * KEYS_PER_CHUNK)
+            chunk = split
+            while chunk * KEYS_PER_CHUNK < end:
+                low, high = max(start // LANES * LANES, chunk * KEYS_PER_CHUNK), min(end, (chunk + 1) * KEYS_PER_CHUNK)
+                if low < high:
+                    to, apart = states + chunk % chunks * span, pitch
+                    if chunks == 1 and low > first:
+                        to, apart = fresh, span
+                        for r in range(rows):
+                            clear_partial(fresh + r * span, span)
+                    score_keys(a, heads, low, high, scores, reach, lanes, memory)
+                    for r in range(rows):
+                        update_online_softmax(
+                            scores + r * reach, high - low, lanes + r * VECTOR_BYTES, to + r * apart, width
+                        )
+                    add_values(a, heads, low, high, scores, reach, to, apart, memory)
+                    if to == fresh:
+                        for r in range(rows):
+                            merge_partial(states + r * pitch, fresh + r * span, width)
+                chunk += splits
+            if splits == 1:
                 for group in range(walk * beside, walk * beside + beside):
                     combine_group(a, group, scores)
         return 0
@@ -433,7 +412,7 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
 
 
 @kernel
-def join(a, thread, threads):
+def combine_partial_results(a, thread, threads):
     """Combine the partial results of every group of heads."""
     lo, hi = compute_thread_range(ARGS.units(a), thread, threads)
     for unit in range(lo, hi):

@@ -1,6 +1,6 @@
-"""Integer scores for keys in blocks: queries are quantised to 8-bit blocks; lanes are 16 keys.
+"""Attention scores of keys in Q8_0 or Q4_0 blocks, by integer dot products with queries in 8-bit blocks.
 
-The codes of 16 keys are transposed once for all heads that share them: four columns to a lane.
+SIMD lanes are 16 keys. Their codes are transposed once for all heads that share them: four columns to a lane.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def compute_transposed_keys_bytes(size: int) -> int:
 
 def make_quantise_query(dtype: DType) -> Subroutine:
     """Make ``(query, size, to)``: quantise a query to 8-bit blocks with float32 scales, for keys of `dtype`."""
-    up = CODE_OFFSETS[dtype]
+    code_offset = CODE_OFFSETS[dtype]
 
-    def round_query(query, size, to):
+    def quantise_query(query, size, to):
         scales = to + size
-        moved = scales + size // BLOCK_ELEMENTS * 4
+        corrections = scales + size // BLOCK_ELEMENTS * 4
         for c in range(0, size, BLOCK_ELEMENTS):
             x, y, at = load(query + 4 * c), load(query + 4 * c + 64), c // BLOCK_ELEMENTS * 4
             d = div(splat(lane_max(larger(absolute(x), absolute(y)))), splat(Q8_0_MAX_CODE))
@@ -71,9 +71,9 @@ def make_quantise_query(dtype: DType) -> Subroutine:
             store_u8_lanes(to + c, truncate_to_int(x))
             store_u8_lanes(to + c + 16, truncate_to_int(y))
             store_scalar(scales + at, lane_0(d))
-            store_scalar(moved + at, lane_sum(mul(add(x, y), splat(up))))
+            store_scalar(corrections + at, lane_sum(mul(add(x, y), splat(code_offset))))
 
-    return subroutine(round_query)
+    return subroutine(quantise_query)
 
 
 def make_transpose_keys(dtype: DType) -> Subroutine:
@@ -81,18 +81,20 @@ def make_transpose_keys(dtype: DType) -> Subroutine:
 
     `last` is the index of the last key; keys behind it repeat it.
     """
-    turn, nbytes = BLOCK_TRANSPOSERS[dtype], dtype.block_bytes
+    transpose_blocks, nbytes = BLOCK_TRANSPOSERS[dtype], dtype.block_bytes
 
-    def turn_keys(keys, step, last, size, to):
+    def transpose_keys(keys, step, last, size, to):
         blocks = size // BLOCK_ELEMENTS
         scales = to + (blocks + 1) * TRANSPOSED_BLOCK_BYTES
         for block in range(0, blocks, 2):
             second = nbytes if block + 1 < blocks else 0
-            turn(keys + block * nbytes + SCALE_BYTES, step, last, second, to + block * TRANSPOSED_BLOCK_BYTES)
+            transpose_blocks(
+                keys + block * nbytes + SCALE_BYTES, step, last, second, to + block * TRANSPOSED_BLOCK_BYTES
+            )
         for block in range(blocks):
             gather_f16(keys + block * nbytes, step, last, scales + 32 * block)
 
-    return subroutine(turn_keys)
+    return subroutine(transpose_keys)
 
 
 @subroutine
@@ -103,11 +105,11 @@ def dot_query_keys(query, keys, size):
     """
     blocks = size // BLOCK_ELEMENTS
     scales, factors = keys + (blocks + 1) * TRANSPOSED_BLOCK_BYTES, query + size
-    moved, x = factors + 4 * blocks, zeros()
+    corrections, x = factors + 4 * blocks, zeros()
     for block in range(blocks):
         q, k, sums = query + BLOCK_ELEMENTS * block, keys + TRANSPOSED_BLOCK_BYTES * block, zero_ints()
         for i in range(8):  # sums[k] += q[4 i : 4 i + 4] . key[k, 4 i : 4 i + 4]
             sums = dot4(sums, load_bytes(k + 64 * i), splat_4_bytes(q + 4 * i))
         scale = mul(load_f16(scales + 32 * block), splat_from(factors + 4 * block))
-        x = fma(add(to_float(sums), splat_from(moved + 4 * block)), scale, x)
+        x = fma(add(to_float(sums), splat_from(corrections + 4 * block)), scale, x)
     return x

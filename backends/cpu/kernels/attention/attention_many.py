@@ -1,4 +1,4 @@
-"""Prefill attention by vectors: blocks of 32 tokens times tiles of 64 keys, with online softmax. Lanes are tokens.
+"""Prefill attention by vectors: blocks of 32 tokens times tiles of 64 keys, with online softmax. SIMD lanes are tokens.
 
 1. Copy the keys and values of a tile, so that rows are dense and padded.
 2. Compute the scores ``K Q^T`` with `add_matrix_product`.
@@ -154,9 +154,9 @@ def add_matrix_product(a, row, column, b, step, n, to, pace, fades):
 
 
 @subroutine
-def load_two_scaled(rows, fade):
-    """Load a row of 32 numbers as two vectors: ``fade * rows[c]``."""
-    f = splat_from(fade)
+def load_two_scaled(rows, factor_address):
+    """Load a row of 32 numbers, times the factor at `factor_address`, as two vectors."""
+    f = splat_from(factor_address)
     return mul(load(rows), f), mul(load(rows + 64), f)
 
 
@@ -168,27 +168,27 @@ def store_two(to, x, y):
 
 
 @subroutine
-def find_visible_keys(seen, step, tokens, s, keys, to):
+def find_visible_keys(mask, step, tokens, s, keys, to):
     """Find the visible keys of a tile for each 8 tokens, one word of bits per 8 tokens at `to`.
 
     Returns:
         The bits of keys that any token sees, and whether the mask is zero throughout.
     """
-    marks, union, mask = zero_ints(), 0, seen + 4 * s
+    marks, union, tile_mask = zero_ints(), 0, mask + 4 * s
     whole = keys - s >= TILE_KEYS and tokens >= BLOCK_TOKENS
     for first in range(0, BLOCK_TOKENS, MATRIX_ROWS):
         bits = 0
         for r in range(0, TILE_KEYS, LANES):
-            tops = splat(MINUS_INFINITY)
+            max_lanes = splat(MINUS_INFINITY)
             if whole:
                 for t in range(first, first + MATRIX_ROWS):
-                    lanes = load(mask + t * step + 4 * r)
-                    marks, tops = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, tops)
+                    lanes = load(tile_mask + t * step + 4 * r)
+                    marks, max_lanes = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, max_lanes)
             else:
                 for t in range(first, min(tokens, first + MATRIX_ROWS)):
-                    lanes = load_mask_lanes(seen + t * step, s + r, keys)
-                    marks, tops = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, tops)
-            bits |= find_visible_lanes(tops) << r
+                    lanes = load_mask_lanes(mask + t * step, s + r, keys)
+                    marks, max_lanes = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, max_lanes)
+            bits |= find_visible_lanes(max_lanes) << r
         store_long(to + first, bits)
         union |= bits
     return union, greater_bits(where_nonzero(bits_to_float(marks), splat(FLOAT_ONE), zeros()), zeros()) == 0
@@ -203,29 +203,29 @@ def find_bit_range(bits):
 
 
 @subroutine
-def apply_tile_softmax(p, hidden, low, high, cap, slope, state, fades):
+def apply_tile_softmax(scores, lane_mask, low, high, cap, slope, state, fades):
     """Replace the scores of a tile by weights, update the state, and store the factors of earlier sums in `fades`.
 
-    `hidden` is the mask with tokens as lanes, or 0. The state holds the highest score and the sum of weights of each
+    `lane_mask` is the mask with tokens as lanes, or 0. The state holds the highest score and the sum of weights of each
     token.
     """
     before, other = load(state), load(state + 64)
     x, y, h, g = before, other, zeros(), zeros()
     for r in range(4 * BLOCK_TOKENS * low, 4 * BLOCK_TOKENS * high, 4 * BLOCK_TOKENS):
-        u, v = load(p + r), load(p + r + 64)
-        if cap > FLOAT_ZERO or hidden != 0:
-            if hidden != 0:
-                h, g = load(hidden + r), load(hidden + r + 64)
+        u, v = load(scores + r), load(scores + r + 64)
+        if cap > FLOAT_ZERO or lane_mask != 0:
+            if lane_mask != 0:
+                h, g = load(lane_mask + r), load(lane_mask + r + 64)
             u, v = finish_scores(u, h, cap, slope), finish_scores(v, g, cap, slope)
-            store_two(p + r, u, v)
+            store_two(scores + r, u, v)
         x, y = max_or_second(u, x), max_or_second(v, y)
     store_two(state, x, y)
     h, g = exp2(sub(before, x)), exp2(sub(other, y))
     store_two(fades, h, g)
     sums, more = mul(load(state + 128), h), mul(load(state + 192), g)
     for r in range(4 * BLOCK_TOKENS * low, 4 * BLOCK_TOKENS * high, 4 * BLOCK_TOKENS):
-        u, v = exp2(sub(load(p + r), x)), exp2(sub(load(p + r + 64), y))
-        store_two(p + r, u, v)
+        u, v = exp2(sub(load(scores + r), x)), exp2(sub(load(scores + r + 64), y))
+        store_two(scores + r, u, v)
         sums, more = add(sums, u), add(more, v)
     store_two(state + 128, sums, more)
 
@@ -276,44 +276,47 @@ def load_queries(a, heads, start, end, place):
 
 def _make_copy_tile_rows(cells: CacheCells) -> Subroutine:
     """Make ``(source, step, rows, size, to, wide)``: copy the rows of a tile to dense, zero-padded rows of `wide`."""
-    some = cells.load_first
+    load_first = cells.load_first
 
-    def take_rows(source, step, rows, size, to, wide):
+    def copy_tile_rows(source, step, rows, size, to, wide):
         for r in range(TILE_KEYS):
             for c in range(0, wide, LANES):
                 row = source + r * step
-                store(to + 4 * (r * wide + c), some(row, c, size) if r < rows and c < size else zeros())
+                store(to + 4 * (r * wide + c), load_first(row, c, size) if r < rows and c < size else zeros())
 
-    return subroutine(take_rows)
+    return subroutine(copy_tile_rows)
 
 
 def _make_copy_tile(k: DType, v: DType) -> Subroutine:
     """Make the part that copies the keys and values of a tile."""
-    take_keys, take_values = _make_copy_tile_rows(CELLS_BY_DTYPE[k]), _make_copy_tile_rows(CELLS_BY_DTYPE[v])
+    copy_keys, copy_values = _make_copy_tile_rows(CELLS_BY_DTYPE[k]), _make_copy_tile_rows(CELLS_BY_DTYPE[v])
 
-    def take_tile(a, heads, s, place):
+    def copy_tile(a, heads, s, place):
         keys, values, left = place[0], place[1], ARGS.keys(a) - s
         size, width, pace = ARGS.size(a), ARGS.width(a), ARGS.k_step(a)
-        take_keys(load_long(heads + HEAD_KEY) + s * pace, pace, left, size, keys, round_up(size, LANES))
+        copy_keys(load_long(heads + HEAD_KEY) + s * pace, pace, left, size, keys, round_up(size, LANES))
         pace = ARGS.v_step(a)
-        take_values(load_long(heads + HEAD_VALUE) + s * pace, pace, left, width, values, round_up(width, BLOCK_TOKENS))
+        copy_values(load_long(heads + HEAD_VALUE) + s * pace, pace, left, width, values, round_up(width, BLOCK_TOKENS))
 
-    return subroutine(take_tile)
+    return subroutine(copy_tile)
 
 
 @subroutine
-def load_mask(seen, step, count, left, p, hidden):
-    """Load the mask of a tile with tokens as lanes. `p` is scratch for as many rows."""
-    copy_padded_rows(seen, step, count, left, FLOAT_ONE, p, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
+def load_mask(mask, step, count, left, scratch, lane_mask):
+    """Load the mask of a tile with tokens as lanes. `scratch` has as many rows as the mask."""
+    copy_padded_rows(mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
     for r in range(0, TILE_KEYS, LANES):
-        transpose_16x16(p + 4 * r, 4 * TILE_KEYS, hidden + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS)
+        transpose_16x16(scratch + 4 * r, 4 * TILE_KEYS, lane_mask + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS)
         transpose_16x16(
-            p + 4 * (LANES * TILE_KEYS + r), 4 * TILE_KEYS, hidden + 4 * BLOCK_TOKENS * r + 64, 4 * BLOCK_TOKENS
+            scratch + 4 * (LANES * TILE_KEYS + r),
+            4 * TILE_KEYS,
+            lane_mask + 4 * BLOCK_TOKENS * r + 64,
+            4 * BLOCK_TOKENS,
         )
 
 
 @subroutine
-def attend_block(a, count, union, hidden, slope, queries, state, result, place):
+def attend_block(a, count, union, lane_mask, slope, queries, state, result, place):
     """Process a block of tokens of one head with a tile: scores, weights, results."""
     keys, values, p, _, bits, fades, _, _, _ = place
     size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
@@ -323,7 +326,7 @@ def attend_block(a, count, union, hidden, slope, queries, state, result, place):
         add_matrix_product(
             keys + r * row, row, 4, queries, 4 * BLOCK_TOKENS, size, p + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS, 0
         )
-    apply_tile_softmax(p, hidden, low, high, ARGS.cap(a), slope, state, fades)
+    apply_tile_softmax(p, lane_mask, low, high, ARGS.cap(a), slope, state, fades)
     for t in range(0, count, MATRIX_ROWS):
         low, high = find_bit_range(load_long(bits + t))
         at, to = values + 4 * low * wide, result + 4 * t * wide
@@ -336,34 +339,34 @@ def attend_block(a, count, union, hidden, slope, queries, state, result, place):
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
     """Make the part that processes all tokens of a unit with a tile. The tile is copied only if a token sees a key."""
-    take_tile = _make_copy_tile(k, v)
+    copy_tile = _make_copy_tile(k, v)
 
-    def meet_all(a, heads, start, end, s, place):
+    def attend_all(a, heads, start, end, s, place):
         shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
-        _, _, _, hidden, bits, _, queries, states, results = place
+        _, _, _, lane_mask, bits, _, queries, states, results = place
         deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK_TOKENS)
         ready = False
         for first in range(start, end, BLOCK_TOKENS):
             known, union, plain, count = 0, 0, False, min(BLOCK_TOKENS, end - first)
             for h in range(shared):
                 head = heads + h * HEAD_BYTES
-                seen = load_long(head + HEAD_MASK) + first * step
-                if seen != known:
-                    union, plain = find_visible_keys(seen, step, count, s, keys, bits)
-                    known = seen
+                mask = load_long(head + HEAD_MASK) + first * step
+                if mask != known:
+                    union, plain = find_visible_keys(mask, step, count, s, keys, bits)
+                    known = mask
                     if union != 0 and not plain:
-                        load_mask(seen + 4 * s, step, count, keys - s, place[2], hidden)
+                        load_mask(mask + 4 * s, step, count, keys - s, place[2], lane_mask)
                 if union != 0:
                     if not ready:
-                        take_tile(a, heads, s, place)
+                        copy_tile(a, heads, s, place)
                         ready = True
                     slope = load_scalar(head + HEAD_SLOPE)
-                    attend_block(a, count, union, 0 if plain else hidden, slope, queries, states, results, place)
+                    attend_block(a, count, union, 0 if plain else lane_mask, slope, queries, states, results, place)
                 queries += 4 * BLOCK_TOKENS * deep
                 states += 8 * BLOCK_TOKENS
                 results += 4 * BLOCK_TOKENS * wide
 
-    return subroutine(meet_all)
+    return subroutine(attend_all)
 
 
 @subroutine
@@ -386,10 +389,10 @@ def store_results(a, heads, start, end, place):
 
 def make_span_kernel(
     name: str,
-    places: Subroutine,
-    take: Subroutine,
-    meet_all: Subroutine,
-    put: Subroutine,
+    locate_scratch: Subroutine,
+    load_unit: Subroutine,
+    attend_tile: Subroutine,
+    store_unit: Subroutine,
     begin: TileOperation,
     end: TileOperation,
 ) -> Kernel:
@@ -397,32 +400,32 @@ def make_span_kernel(
 
     Args:
         name: The name of the kernel.
-        places: ``(a, thread)`` returns the scratch layout; its first address is `memory`.
-        take: ``(a, heads, start, stop, place)`` loads the queries of tokens.
-        meet_all: ``(a, heads, start, stop, key, place)`` processes these tokens with the tile at `key`.
-        put: Stores results; arguments as `take`.
+        locate_scratch: ``(a, thread)`` returns the scratch layout; its first address is `memory`.
+        load_unit: ``(a, heads, start, stop, place)`` loads the queries of tokens.
+        attend_tile: ``(a, heads, start, stop, key, place)`` processes these tokens with the tile at `key`.
+        store_unit: Stores results; arguments as `load_unit`.
         begin: Called with ``(memory)`` first.
         end: Called with ``(memory)`` last.
     """
 
     def body(a, thread, threads):
-        tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), places(a, thread)
+        tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), locate_scratch(a, thread)
         tickets, spans = ARGS.tickets(a), (tokens + span - 1) // span
-        piece, mine = 0, take_work_item(tickets, 0)
+        item, mine = 0, take_work_item(tickets, 0)
         begin(place[0])
         for number in range(spans):
             start = (spans - 1 - number) * span
             stop = min(tokens, start + span)
             for unit in range(units):
-                if piece == mine:
+                if item == mine:
                     heads = ARGS.heads(a) + unit * ARGS.shared(a) * HEAD_BYTES
-                    take(a, heads, start, stop, place)
+                    load_unit(a, heads, start, stop, place)
                     for s in range(0, ARGS.keys(a), TILE_KEYS):
-                        meet_all(a, heads, start, stop, s, place)
-                    put(a, heads, start, stop, place)
-                    mine = take_work_item(tickets, piece + 1)
-                piece += 1
-        finish_queue(tickets, mine, piece, threads)
+                        attend_tile(a, heads, start, stop, s, place)
+                    store_unit(a, heads, start, stop, place)
+                    mine = take_work_item(tickets, item + 1)
+                item += 1
+        finish_queue(tickets, mine, item, threads)
         end(place[0])
         return 0
 

@@ -1,8 +1,8 @@
-"""Matrices for attention by AMX tiles: 32 x 32 numbers in bfloat16 terms, or in float32.
+"""Matrices of 32 x 32 numbers for attention by AMX tiles: their layout, conversion and products.
 
-A matrix of two terms has four tiles: two of high terms, then two of low terms. A left matrix (keys, values) has 32 rows
-of 32 numbers. A right matrix (queries, weights) has 16 rows of pairs for 32 tokens. Both sides must agree on the pairs:
-for keys and queries they are columns 16 apart.
+Matrices are sums of bfloat16 terms, or float32. A matrix of two terms has four tiles: two of high terms, then two of
+low terms. A left matrix (keys, values) has 32 rows of 32 numbers. A right matrix (queries, weights) has 16 rows of
+pairs for 32 tokens. Both sides must agree on the pairs: for keys and queries they are columns 16 apart.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def _make_list_step(i: int, j: int, is_first: bool, is_last: bool) -> Subroutine
 def _chain_parts(before: Subroutine, after: Subroutine) -> Subroutine:
     """Return a part that appends the steps of `before`, then of `after`."""
 
-    def both(end, a, b, to, first, last):
+    def append_both(end, a, b, to, first, last):
         return after(before(end, a, b, to, first, last), a, b, to, first, last)
 
-    return subroutine(both)
+    return subroutine(append_both)
 
 
 @cache
@@ -114,7 +114,7 @@ def make_begin_step() -> Subroutine:
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
     load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
 
-    def start(mine, step):
+    def begin_step(mine, step):
         a, b, to = load_long(step + STEP_LEFT), load_long(step + STEP_RIGHT), load_long(step + STEP_TARGET)
         how = load_long(step + STEP_FLAGS)
         if how & CLEAR_SUMS:
@@ -132,7 +132,7 @@ def make_begin_step() -> Subroutine:
         load_v(mine, b + TILE, amx.TILE_ROW_BYTES)
         load_y(mine, a + TILE, amx.TILE_ROW_BYTES)
 
-    return subroutine(start)
+    return subroutine(begin_step)
 
 
 @cache
@@ -142,13 +142,13 @@ def make_run_steps() -> Subroutine:
     A load waits for an earlier store with the same low 12 address bits, and such a store waits for all products before
     it. So a step begins before vector code stores anything else.
     """
-    unit, start = select_tile_operations(), make_begin_step()
+    unit, begin_step = select_tile_operations(), make_begin_step()
     store_0, store_1, store_2, store_3 = unit.store[:4]
     multiply_0, multiply_1, multiply_2, multiply_3 = (
         unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
     )
 
-    def take(mine, first, last):
+    def run_steps(mine, first, last):
         for step in range(first, last, STEP_BYTES):
             multiply_0(mine)
             multiply_1(mine)
@@ -160,9 +160,9 @@ def make_run_steps() -> Subroutine:
                 store_1(mine, to + amx.TILE_ROW_BYTES, ROW_BYTES)
                 store_2(mine, to + 16 * ROW_BYTES, ROW_BYTES)
                 store_3(mine, to + 16 * ROW_BYTES + amx.TILE_ROW_BYTES, ROW_BYTES)
-            start(mine, step + STEP_BYTES)
+            begin_step(mine, step + STEP_BYTES)
 
-    return subroutine(take)
+    return subroutine(run_steps)
 
 
 @subroutine
@@ -179,19 +179,19 @@ def make_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
 
     Rows are `step` bytes apart and have `size` columns. Missing numbers are zero.
     """
-    some, store_pair = CELLS_BY_DTYPE[dtype].load_first, store_bf16_terms(count_terms(dtype))
+    load_first, store_pair = CELLS_BY_DTYPE[dtype].load_first, store_bf16_terms(count_terms(dtype))
 
-    def take_rows(source, step, rows, size, to, wide):
+    def copy_rows(source, step, rows, size, to, wide):
         for r in range(count):
             row = source + r * step
             at = to + r // MATRIX_SIZE * wide * MATRIX_BYTES + r % MATRIX_SIZE * amx.TILE_ROW_BYTES
             for c in range(0, wide * MATRIX_SIZE, MATRIX_SIZE):
-                x = some(row, c, size) if r < rows and c < size else zeros()
-                y = some(row, c + LANES, size) if r < rows and c + LANES < size else zeros()
+                x = load_first(row, c, size) if r < rows and c < size else zeros()
+                y = load_first(row, c + LANES, size) if r < rows and c + LANES < size else zeros()
                 store_pair(at, TERM_BYTES, x, y)
                 at += MATRIX_BYTES
 
-    return subroutine(take_rows)
+    return subroutine(copy_rows)
 
 
 @cache
@@ -200,39 +200,43 @@ def make_columns_to_matrices(dtype: DType, count: int) -> Subroutine:
 
     The matrices of 32 columns are adjacent for all rows. `between` is scratch of one matrix.
     """
-    turn_some, turn_whole, height = _make_transpose_columns(dtype), _COLUMN_TRANSPOSERS.get(dtype), count // MATRIX_SIZE
-    is_short = turn_whole is not None
-    turn_all = turn_whole or turn_some
+    transpose_padded, transpose_whole, height = (
+        _make_transpose_columns(dtype),
+        _COLUMN_TRANSPOSERS.get(dtype),
+        count // MATRIX_SIZE,
+    )
+    is_short = transpose_whole is not None
+    transpose_present = transpose_whole or transpose_padded
 
-    def take_columns(source, step, rows, size, to, wide, between):
+    def transpose_rows(source, step, rows, size, to, wide, between):
         for c in range(0, wide * MATRIX_SIZE, LANES):
-            square = to + c // MATRIX_SIZE * height * MATRIX_BYTES + c % MATRIX_SIZE * amx.TILE_ROW_BYTES
+            matrix = to + c // MATRIX_SIZE * height * MATRIX_BYTES + c % MATRIX_SIZE * amx.TILE_ROW_BYTES
             for first in range(0, count, MATRIX_SIZE):
                 if is_short and first + MATRIX_SIZE <= rows and c + LANES <= size:
-                    turn_all(source + first * step, step, MATRIX_SIZE, c, size, square, between)
+                    transpose_present(source + first * step, step, MATRIX_SIZE, c, size, matrix, between)
                 else:
-                    turn_some(source + first * step, step, rows - first, c, size, square, between)
-                square += MATRIX_BYTES
+                    transpose_padded(source + first * step, step, rows - first, c, size, matrix, between)
+                matrix += MATRIX_BYTES
 
-    return subroutine(take_columns)
+    return subroutine(transpose_rows)
 
 
 @cache
 def _make_transpose_columns(dtype: DType) -> Subroutine:
     """Make ``(source, step, rows, c, size, to, between)``: transpose 16 columns from `c` on of up to 32 rows."""
-    some, terms = CELLS_BY_DTYPE[dtype].load_first, count_terms(dtype)
+    load_first, terms = CELLS_BY_DTYPE[dtype].load_first, count_terms(dtype)
     store_pair, end = store_bf16_terms(terms), terms * TILE
 
-    def turn_some(source, step, rows, c, size, to, between):
+    def transpose_padded(source, step, rows, c, size, to, between):
         for r in range(0, MATRIX_SIZE, 2):
-            x = some(source + r * step, c, size) if r < rows and c < size else zeros()
-            y = some(source + (r + 1) * step, c, size) if r + 1 < rows and c < size else zeros()
+            x = load_first(source + r * step, c, size) if r < rows and c < size else zeros()
+            y = load_first(source + (r + 1) * step, c, size) if r + 1 < rows and c < size else zeros()
             store_pair(between + r * amx.TILE_ROW_BYTES // 2, TILE, x, y)
         for term in range(0, end, TILE):
             transpose_16x16(between + term, amx.TILE_ROW_BYTES, to, amx.TILE_ROW_BYTES)
             to += TERM_BYTES
 
-    return subroutine(turn_some)
+    return subroutine(transpose_padded)
 
 
 @subroutine

@@ -1,10 +1,10 @@
-"""Prefill attention by AMX tiles: tiles of 64 keys times blocks of 32 tokens, with online softmax. Lanes are tokens.
+"""Prefill attention by AMX tiles: tiles of 64 keys times blocks of 32 tokens, with online softmax.
 
-Scores ``K Q^T`` and results ``V^T P^T`` are products of matrices (`attention_squares`): keys are rows, values are
-columns, and the weights of a pair of keys are adjacent. A job is a block of tokens of one head and a tile. The tile
-unit computes its scores, vector code its weights, the tile unit its results. While vector code computes the weights of
-one job, the tile unit computes the scores of the next job and the results of the job before. Its products are spread
-over the rows of weights.
+SIMD lanes are tokens. Scores ``K Q^T`` and results ``V^T P^T`` are products of matrices (`attention_squares`): keys are
+rows, values are columns, and the weights of a pair of keys are adjacent. A job is a block of tokens of one head and a
+tile. The tile unit computes its scores, vector code its weights, the tile unit its results. While vector code computes
+the weights of one job, the tile unit computes the scores of the next job and the results of the job before. Its
+products are spread over the rows of weights.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ KEYS_PER_SOFTMAX_STEP = 8
 def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
     """Return the scratch bytes of a thread. `rows` is heads of a group times tokens of a unit."""
     deep, wide = max(1, math.ceil(size / MATRIX_SIZE)), math.ceil(width / MATRIX_SIZE)
-    squares, weights = TILE_HALVES * (deep + wide + 2) + deep + 2, 2 * TILE_HALVES * WEIGHT_BYTES
+    matrices, weights = TILE_HALVES * (deep + wide + 2) + deep + 2, 2 * TILE_HALVES * WEIGHT_BYTES
     lists = TILE_HALVES * (MAX_STEPS * (deep + wide) + 1) * STEP_BYTES + 64
     job = QUERY_BYTES * deep + MATRIX_BYTES * (wide + TILE_HALVES) + STATE_BYTES + JOB_BYTES
-    return TILE_MEMORY_BYTES + MATRIX_BYTES * squares + weights + lists + rows // BLOCK_TOKENS * job
+    return TILE_MEMORY_BYTES + MATRIX_BYTES * matrices + weights + lists + rows // BLOCK_TOKENS * job
 
 
 @subroutine
@@ -175,17 +175,17 @@ def load_queries(a, heads, start, end, place):
 
 def _make_load_tile(k: DType, v: DType) -> Subroutine:
     """Make the part that loads the matrices of keys and values of a tile."""
-    take_keys = make_rows_to_matrices(k, TILE_KEYS)
-    take_values = make_columns_to_matrices(v, TILE_KEYS)
+    load_keys = make_rows_to_matrices(k, TILE_KEYS)
+    load_values = make_columns_to_matrices(v, TILE_KEYS)
 
-    def take_tile(a, heads, s, place):
+    def load_tile(a, heads, s, place):
         left, deep, wide = ARGS.keys(a) - s, max(1, count_matrices(ARGS.size(a))), count_matrices(ARGS.width(a))
         step = ARGS.k_step(a)
-        take_keys(load_long(heads + HEAD_KEY) + s * step, step, left, ARGS.size(a), place[1], deep)
+        load_keys(load_long(heads + HEAD_KEY) + s * step, step, left, ARGS.size(a), place[1], deep)
         step = ARGS.v_step(a)
-        take_values(load_long(heads + HEAD_VALUE) + s * step, step, left, ARGS.width(a), place[2], wide, place[5])
+        load_values(load_long(heads + HEAD_VALUE) + s * step, step, left, ARGS.width(a), place[2], wide, place[5])
 
-    return subroutine(take_tile)
+    return subroutine(load_tile)
 
 
 @subroutine
@@ -237,21 +237,25 @@ def _make_list_results(v: DType) -> Subroutine:
 
 
 @subroutine
-def finish_key_scores(p, n, hidden, cap, slope):
+def finish_key_scores(scores, n, lane_mask, cap, slope):
     """Apply cap and mask to the scores of `n` keys in place."""
     for r in range(0, n * ROW_BYTES, ROW_BYTES):
         h = g = zeros()
-        if hidden != 0:
-            h, g = load(hidden + r), load(hidden + r + 64)
-        store_two(p + r, finish_scores(load(p + r), h, cap, slope), finish_scores(load(p + r + 64), g, cap, slope))
+        if lane_mask != 0:
+            h, g = load(lane_mask + r), load(lane_mask + r + 64)
+        store_two(
+            scores + r,
+            finish_scores(load(scores + r), h, cap, slope),
+            finish_scores(load(scores + r + 64), g, cap, slope),
+        )
 
 
 @subroutine
-def compute_max_scores(p, n, x, y):
+def compute_max_scores(scores, n, x, y):
     """Return the maxima of `x`, `y` and the scores of `n` keys. Four chains hide the latency."""
     x1 = x2 = x3 = x
     y1 = y2 = y3 = y
-    for r in range(p, p + n * ROW_BYTES, 4 * ROW_BYTES):
+    for r in range(scores, scores + n * ROW_BYTES, 4 * ROW_BYTES):
         x, y = max_or_second(load(r), x), max_or_second(load(r + 64), y)
         x1, y1 = max_or_second(load(r + ROW_BYTES), x1), max_or_second(load(r + ROW_BYTES + 64), y1)
         x2, y2 = max_or_second(load(r + 2 * ROW_BYTES), x2), max_or_second(load(r + 2 * ROW_BYTES + 64), y2)
@@ -272,12 +276,12 @@ def rescale_state(state, x, y, result, rows):
 
 
 @subroutine
-def exponentiate_key_pair(p, x, y, to, sums, more):
+def exponentiate_key_pair(scores, x, y, to, sums, more):
     """Convert the scores of two keys to weights in pairs, and add the weights to `sums` and `more`."""
-    u, v = exp2(sub(load(p), x)), exp2(sub(load(p + ROW_BYTES), x))
+    u, v = exp2(sub(load(scores), x)), exp2(sub(load(scores + ROW_BYTES), x))
     store_weight_terms(to, TERM_BYTES, u, v)
     sums = add(sums, add(u, v))
-    u, v = exp2(sub(load(p + 64), y)), exp2(sub(load(p + ROW_BYTES + 64), y))
+    u, v = exp2(sub(load(scores + 64), y)), exp2(sub(load(scores + ROW_BYTES + 64), y))
     store_weight_terms(to + GROUP, TERM_BYTES, u, v)
     return sums, add(more, add(u, v))
 
@@ -288,24 +292,24 @@ def _make_softmax_job() -> Subroutine:
 
     Meanwhile the part runs the steps `at` to `end`.
     """
-    take = make_run_steps()
+    run_steps = make_run_steps()
 
-    def soften(a, mine, job, p, weights, at, end):
-        state, hidden, cap = load_long(job + JOB_STATE), load_long(job + JOB_MASK), ARGS.cap(a)
+    def compute_weights(a, mine, job, scores, weights, at, end):
+        state, lane_mask, cap = load_long(job + JOB_STATE), load_long(job + JOB_MASK), ARGS.cap(a)
         first, last = load_long(job + JOB_FIRST), load_long(job + JOB_LAST)
         stop = min(at + STEP_BYTES, end)
-        take(mine, at, stop)
-        if cap > FLOAT_ZERO or hidden != 0:
+        run_steps(mine, at, stop)
+        if cap > FLOAT_ZERO or lane_mask != 0:
             slope = load_scalar(load_long(job + JOB_HEAD) + HEAD_SLOPE)
             finish_key_scores(
-                p + first * MATRIX_BYTES,
+                scores + first * MATRIX_BYTES,
                 (last - first) * MATRIX_SIZE,
-                hidden and hidden + first * MATRIX_BYTES,
+                lane_mask and lane_mask + first * MATRIX_BYTES,
                 cap,
                 slope,
             )
         x, y = load(state), load(state + 64)
-        u, v = compute_max_scores(p + first * MATRIX_BYTES, (last - first) * MATRIX_SIZE, x, y)
+        u, v = compute_max_scores(scores + first * MATRIX_BYTES, (last - first) * MATRIX_SIZE, x, y)
         if greater_bits(u, add(x, splat(RESCALE_SLACK))) | greater_bits(v, add(y, splat(RESCALE_SLACK))):
             x, y = u, v
             rows = load_long(state + BEGUN_OFFSET) * count_matrices(ARGS.width(a)) * MATRIX_SIZE
@@ -313,25 +317,25 @@ def _make_softmax_job() -> Subroutine:
         sums, more = load(state + 128), load(state + 192)
         pace, due, whole = (end - stop) // STEP_BYTES, 0, (last - first) * LANES * STEP_BYTES
         for half in range(first, last):
-            to, rows = weights + half * WEIGHT_BYTES, p + half * MATRIX_BYTES
+            to, rows = weights + half * WEIGHT_BYTES, scores + half * MATRIX_BYTES
             for r in range(rows, rows + MATRIX_BYTES, 2 * ROW_BYTES):
                 due += pace * STEP_BYTES
                 while due >= whole:
-                    take(mine, stop, stop + STEP_BYTES)
+                    run_steps(mine, stop, stop + STEP_BYTES)
                     stop, due = stop + STEP_BYTES, due - whole
                 sums, more = exponentiate_key_pair(r, x, y, to, sums, more)
                 to += 64
         store_two(state + 128, sums, more)
 
-    return subroutine(soften)
+    return subroutine(compute_weights)
 
 
 def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
     """Make the part that processes jobs. Round i: scores of job i, weights of job i - 1, results of job i - 2."""
-    take, start, soften = make_run_steps(), make_begin_step(), _make_softmax_job()
+    run_steps, begin_steps, compute_weights = make_run_steps(), make_begin_step(), _make_softmax_job()
     list_scores, list_results = _make_list_scores(k), _make_list_results(v)
 
-    def meet(a, jobs, count, place):
+    def attend_jobs(a, jobs, count, place):
         mine, keys, values, scores, weights, _, _, steps, _, _, _, _ = place
         deep, wide = max(1, count_matrices(ARGS.size(a))), count_matrices(ARGS.width(a))
         for i in range(count + 2):
@@ -342,42 +346,44 @@ def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
                 end = list_results(end, job - 2 * JOB_BYTES, values, weights + even * WEIGHT_BYTES, wide)
             if end > steps:
                 add_end_step(end)
-                start(mine, steps)
+                begin_steps(mine, steps)
             if 0 < i <= count:
-                soften(a, mine, job - JOB_BYTES, scores + odd * MATRIX_BYTES, weights + odd * WEIGHT_BYTES, steps, end)
+                compute_weights(
+                    a, mine, job - JOB_BYTES, scores + odd * MATRIX_BYTES, weights + odd * WEIGHT_BYTES, steps, end
+                )
             else:
-                take(mine, steps, end)
+                run_steps(mine, steps, end)
 
-    return subroutine(meet)
+    return subroutine(attend_jobs)
 
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
     """Make the part that processes all tokens of a unit with a tile. The tile is loaded only if a token sees a key."""
-    take_tile, meet = _make_load_tile(k, v), _make_attend_jobs(k, v)
+    load_tile, attend_jobs = _make_load_tile(k, v), _make_attend_jobs(k, v)
 
-    def meet_all(a, heads, start, end, s, place):
+    def attend_all(a, heads, start, end, s, place):
         shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
         _, _, _, _, _, between, bits, _, queries, results, masks, states = place
         deep, wide = max(1, count_matrices(ARGS.size(a))), count_matrices(ARGS.width(a))
         jobs = states + shared * ARGS.span(a) // BLOCK_TOKENS * STATE_BYTES
         job = jobs
         for first in range(start, end, BLOCK_TOKENS):
-            known, union, hidden, count = 0, 0, 0, min(BLOCK_TOKENS, end - first)
+            known, union, lane_mask, count = 0, 0, 0, min(BLOCK_TOKENS, end - first)
             for h in range(shared):
                 head = heads + h * HEAD_BYTES
-                seen = load_long(head + HEAD_MASK) + first * step
-                if seen != known:
-                    union, plain = find_visible_keys(seen, step, count, s, keys, bits)
-                    known, hidden = seen, 0
+                mask = load_long(head + HEAD_MASK) + first * step
+                if mask != known:
+                    union, plain = find_visible_keys(mask, step, count, s, keys, bits)
+                    known, lane_mask = mask, 0
                     if union != 0 and not plain:
-                        hidden = masks
-                        load_mask(seen + 4 * s, step, count, keys - s, between, hidden)
+                        lane_mask = masks
+                        load_mask(mask + 4 * s, step, count, keys - s, between, lane_mask)
                 if union != 0:
                     low, high = find_visible_halves(union)
                     store_long(job + JOB_QUERIES, queries)
                     store_long(job + JOB_RESULTS, results)
                     store_long(job + JOB_STATE, states)
-                    store_long(job + JOB_MASK, hidden)
+                    store_long(job + JOB_MASK, lane_mask)
                     store_long(job + JOB_HEAD, head)
                     store_long(job + JOB_FIRST, low)
                     store_long(job + JOB_LAST, high)
@@ -387,10 +393,10 @@ def _make_attend_all(k: DType, v: DType) -> Subroutine:
                 states += STATE_BYTES
                 masks += TILE_HALVES * MATRIX_BYTES
         if job != jobs:
-            take_tile(a, heads, s, place)
-            meet(a, jobs, (job - jobs) // JOB_BYTES, place)
+            load_tile(a, heads, s, place)
+            attend_jobs(a, jobs, (job - jobs) // JOB_BYTES, place)
 
-    return subroutine(meet_all)
+    return subroutine(attend_all)
 
 
 @subroutine

@@ -63,9 +63,9 @@ def exp2(x):
 
     A polynomial of degree 5 on [-1/2, 1/2], which is 1 at 0. The integer part is added to the exponent.
     """
-    held = where_less(x, splat(-127.0), splat(-127.0), x)
-    n = add(held, splat(ROUNDING_CONSTANT))
-    r = sub(held, sub(n, splat(ROUNDING_CONSTANT)))
+    clamped = where_less(x, splat(-127.0), splat(-127.0), x)
+    n = add(clamped, splat(ROUNDING_CONSTANT))
+    r = sub(clamped, sub(n, splat(ROUNDING_CONSTANT)))
     p = fma(r, splat(1.3264727094e-03), splat(9.6715126824e-03))
     p = fma(p, r, splat(5.5507337439e-02))
     p = fma(p, r, splat(2.4022242085e-01))
@@ -93,11 +93,11 @@ def max_or_second(x, y):
 
 
 @subroutine
-def finish_scores(x, hidden, cap, slope):
+def finish_scores(x, mask, cap, slope):
     """Return scores from scaled products: ``slope * hidden + cap * tanh(x)``; without a cap ``slope * hidden + x``."""
     if cap > FLOAT_ZERO:
         x = mul(tanh(x), splat(cap))
-    return fma(splat(slope), hidden, x)
+    return fma(splat(slope), mask, x)
 
 
 @subroutine
@@ -107,11 +107,11 @@ def load_sink_score(head):
 
 
 @subroutine
-def load_mask_lanes(seen, s, keys):
+def load_mask_lanes(mask, s, keys):
     """Load the mask of 16 keys from key `s` on, -inf past the last key."""
     if keys - s >= LANES:
-        return load(seen + 4 * s)
-    return load_first_lanes_or(seen + 4 * s, keys - s, splat(MINUS_INFINITY))
+        return load(mask + 4 * s)
+    return load_first_lanes_or(mask + 4 * s, keys - s, splat(MINUS_INFINITY))
 
 
 @subroutine
@@ -121,19 +121,19 @@ def find_visible_lanes(mask):
 
 
 @subroutine
-def find_first_visible(seen, keys):
+def find_first_visible(mask, keys):
     """Find the first visible key, rounded down to a multiple of 16."""
     s = 0
-    while s < keys and find_visible_lanes(load_mask_lanes(seen, s, keys)) == 0:
+    while s < keys and find_visible_lanes(load_mask_lanes(mask, s, keys)) == 0:
         s += LANES
     return s
 
 
 @subroutine
-def find_end_of_visible(seen, keys):
+def find_end_of_visible(mask, keys):
     """Find the end of the visible keys, rounded up to a multiple of 16 or to `keys`."""
     s = (keys + LANES - 1) // LANES * LANES
-    while s > 0 and find_visible_lanes(load_mask_lanes(seen, s - LANES, keys)) == 0:
+    while s > 0 and find_visible_lanes(load_mask_lanes(mask, s - LANES, keys)) == 0:
         s -= LANES
     return min(s, keys)
 
@@ -143,10 +143,10 @@ def find_visible_range(heads, shared, tokens, step, keys):
     """Find the range of keys that are visible to any token in any head of a group."""
     low, high, known = keys, 0, 0
     for h in range(shared):
-        seen = load_long(heads + h * HEAD_BYTES + HEAD_MASK)
-        if seen != known:
+        mask = load_long(heads + h * HEAD_BYTES + HEAD_MASK)
+        if mask != known:
             for t in range(tokens):
-                low = min(low, find_first_visible(seen + t * step, keys))
-                high = max(high, find_end_of_visible(seen + t * step, keys))
-            known = seen
+                low = min(low, find_first_visible(mask + t * step, keys))
+                high = max(high, find_end_of_visible(mask + t * step, keys))
+            known = mask
     return min(low, high), high

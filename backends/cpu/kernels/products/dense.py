@@ -1,4 +1,7 @@
-"""float32 matrix products with unpacked weights of float32, float16 or bfloat16. AMX tiles take large products."""
+"""Matrix products with unpacked weights of float32, float16 or bfloat16, in float32 vectors.
+
+Large products use AMX tiles instead (`tiled`).
+"""
 
 from __future__ import annotations
 
@@ -60,26 +63,30 @@ TRANSPOSERS = {DType.F32: transpose_f32, DType.F16: transpose_f16, DType.BF16: t
 
 def _make_expand_rows(dtype: DType) -> Subroutine:
     """Make `WeightTiling.expand_blocks`: transpose 16 weight rows to columns of float32."""
-    turn, size = TRANSPOSERS[dtype], dtype.storage.itemsize
+    transpose, size = TRANSPOSERS[dtype], dtype.storage.itemsize
 
-    def expand(to, group, stride, left, columns, first, count):
+    def expand_rows(to, group, stride, left, columns, first, count):
         for c in range(first, first + count, LANES):
-            turn(group + c * size, stride, left, columns - c, to + (c - first) * COLUMN_BYTES)
+            transpose(group + c * size, stride, left, columns - c, to + (c - first) * COLUMN_BYTES)
 
-    return subroutine(expand)
+    return subroutine(expand_rows)
 
 
-def _make_add_tile(some: DotTile, groups: int) -> Subroutine:
+def _make_add_tile(tile: DotTile, groups: int) -> Subroutine:
     """Make `WeightTiling.add_block`: ``acc[i, g] += w[g, :, c] * x[i, c]`` for one column c."""
-    outer, second, third = some.add_outer_product, EXPANDED_COLUMNS * COLUMN_BYTES, 2 * EXPANDED_COLUMNS * COLUMN_BYTES
+    add_outer_product, second, third = (
+        tile.add_outer_product,
+        EXPANDED_COLUMNS * COLUMN_BYTES,
+        2 * EXPANDED_COLUMNS * COLUMN_BYTES,
+    )
 
-    def add(acc, p, r, at):
-        return outer(acc, load(p), r, at)  # acc[i, row] += w[row, c] * x[i, c]
+    def add_column(acc, p, r, at):
+        return add_outer_product(acc, load(p), r, at)  # acc[i, row] += w[row, c] * x[i, c]
 
-    def add_three(acc, p, r, at):
-        return outer(acc, load(p), load(p + second), load(p + third), r, at)
+    def add_column_of_three(acc, p, r, at):
+        return add_outer_product(acc, load(p), load(p + second), load(p + third), r, at)
 
-    return subroutine(add if groups == 1 else add_three)
+    return subroutine(add_column if groups == 1 else add_column_of_three)
 
 
 def _make_multiply_few(dtype: DType, count: int) -> Subroutine:
@@ -89,26 +96,26 @@ def _make_multiply_few(dtype: DType, count: int) -> Subroutine:
     """
     rows = make_dot_tile(count, 1)
     weights, size = LANE_LOADERS[dtype], dtype.storage.itemsize
-    zeros, inner, inner_some = rows.zero_sums, rows.add_inner_product, rows.add_partial_inner_product
-    joined, put_totals = rows.add_tiles, rows.store_lane_sums
+    zero_sums, add_inner, add_partial_inner = rows.zero_sums, rows.add_inner_product, rows.add_partial_inner_product
+    add_tiles, store_lane_sums = rows.add_tiles, rows.store_lane_sums
 
-    def few(to, group, stride, left, columns, x, near, far):
+    def multiply_few(to, group, stride, left, columns, x, l1_ahead, l2_ahead):
         for i in range(min(LANES, left)):
             row, c = group + i * stride, 0
-            first, second, third, fourth = zeros(), zeros(), zeros(), zeros()
+            first, second, third, fourth = zero_sums(), zero_sums(), zero_sums(), zero_sums()
             while c + 4 * LANES <= columns:
-                prefetch_lines(row + c * size, size, near, far)
-                first = inner(first, weights(row, c, columns), x, 4 * c)
-                second = inner(second, weights(row, c + 16, columns), x, 4 * c + 64)
-                third = inner(third, weights(row, c + 32, columns), x, 4 * c + 128)
-                fourth = inner(fourth, weights(row, c + 48, columns), x, 4 * c + 192)
+                prefetch_lines(row + c * size, size, l1_ahead, l2_ahead)
+                first = add_inner(first, weights(row, c, columns), x, 4 * c)
+                second = add_inner(second, weights(row, c + 16, columns), x, 4 * c + 64)
+                third = add_inner(third, weights(row, c + 32, columns), x, 4 * c + 128)
+                fourth = add_inner(fourth, weights(row, c + 48, columns), x, 4 * c + 192)
                 c += 4 * LANES
             while c < columns:
-                first = inner_some(first, weights(row, c, columns), x, 4 * c, columns - c)
+                first = add_partial_inner(first, weights(row, c, columns), x, 4 * c, columns - c)
                 c += LANES
-            put_totals(to, 4 * i, joined(joined(first, second), joined(third, fourth)))
+            store_lane_sums(to, 4 * i, add_tiles(add_tiles(first, second), add_tiles(third, fourth)))
 
-    return subroutine(few)
+    return subroutine(multiply_few)
 
 
 @cache
@@ -145,7 +152,7 @@ COLUMN_MATMUL_ARGS = declare_args(
 
 
 @kernel
-def columns(a, thread, threads):
+def multiply_columns(a, thread, threads):
     """Compute ``y[b, i] = w[b] @ x[b, i]`` where the columns of w are dense: `count` rows of x in each of `matrices`.
 
     Words in bytes: ``*_between`` from matrix to matrix, ``*_row`` from row to row, `w_step` from column to column of w,
@@ -176,8 +183,8 @@ def bind_column_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     With more than `MAX_LEFTOVER_ROWS` rows of x it pays to expand the columns instead.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
-    alike = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= MAX_LEFTOVER_ROWS
-    if not alike or not (w.is_float and x.is_float) or w.strides[1] != 1 or y.strides[-1] != 1:
+    is_batched = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= MAX_LEFTOVER_ROWS
+    if not is_batched or not (w.is_float and x.is_float) or w.strides[1] != 1 or y.strides[-1] != 1:
         return False
     (matrices, count, _), (_, rows, width) = x.shape, w.shape
     words = COLUMN_MATMUL_ARGS(
@@ -196,7 +203,7 @@ def bind_column_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         y_between=4 * y.strides[0],
         y_row=4 * y.strides[1],
     )
-    steps.add(columns, words, reads=[w, x], writes=[y])
+    steps.add(multiply_columns, words, reads=[w, x], writes=[y])
     return True
 
 

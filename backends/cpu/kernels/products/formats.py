@@ -148,30 +148,30 @@ def load_mxfp4_codes(row, c):
 
 
 def _make_split_one_scale(nbytes: int) -> Subroutine:
-    def split(row, to, lane, s):
+    def split_scale(row, to, lane, s):
         copy_f16_to_lane(row + s * nbytes, to + s * 32, lane)
 
-    return subroutine(split)
+    return subroutine(split_scale)
 
 
 def _make_split_scale_and_bias(nbytes: int) -> Subroutine:
     """Make `PackedFormat.split_scales` for a scale and a bias. The biases follow the scales."""
 
-    def split(row, to, lane, s):
+    def split_scale_and_bias(row, to, lane, s):
         copy_f16_to_lane(row + s * nbytes, to + s * 64, lane)
         copy_f16_to_lane(row + s * nbytes + 2, to + s * 64 + 32, lane)
 
-    return subroutine(split)
+    return subroutine(split_scale_and_bias)
 
 
 def _make_zero_point_biases(scales: Subroutine, zero: int) -> Subroutine:
     """Make the biases of a type with a fixed zero point: ``-zero * scale``."""
 
-    def biases(p, b):
+    def compute_biases(p, b):
         d, e = scales(p, b)
         return mul(d, splat(-zero)), mul(e, splat(-zero))
 
-    return subroutine(biases)
+    return subroutine(compute_biases)
 
 
 @subroutine
@@ -419,8 +419,9 @@ def _make_format(
     """Make a format. `biases` is a number if the codes have a fixed zero point."""
     zero = biases if isinstance(biases, int) else 0
     bias = biases if isinstance(biases, Subroutine) else _make_zero_point_biases(scales, zero)
-    most = (1 << sum(widths)) - 1 if largest is None else largest
-    return PackedFormat(dtype, widths, four, split, codes or make_code_loader(widths), scales, bias, zero, halves, most)
+    max_code = (1 << sum(widths)) - 1 if largest is None else largest
+    loader = codes or make_code_loader(widths)
+    return PackedFormat(dtype, widths, four, split, loader, scales, bias, zero, halves, max_code)
 
 
 _INTERLEAVED_BIASES = load_scales_next_to_biases, load_biases_next_to_scales

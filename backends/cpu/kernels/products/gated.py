@@ -1,4 +1,4 @@
-"""Gated units of two operands or of the halves of one operand, quantised at once for packed products."""
+"""Gated units such as SwiGLU, of two operands or of the halves of one, quantised at once for packed products."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -
 
     Each thread computes the columns that it has of the operands. If it has none, threads share the rows.
     """
-    (kind, *sources), y, wanted = split_gated_operands(call), call.out, find_result_consumers(steps, call)
-    if not wanted.quantised_tensors or any(o.shape != y.shape for o in sources):
+    (kind, *sources), y, consumers = split_gated_operands(call), call.out, find_result_consumers(steps, call)
+    if not consumers.quantised_tensors or any(o.shape != y.shape for o in sources):
         return False
     bounds = steps.find_column_bounds(sources)
-    shares_columns = bounds is None and steps.threads > 1 and wanted.rows == 1
-    cut = bounds is not None and (bounds[-1] != wanted.columns or any(b % BLOCK_COLUMNS for b in bounds))
-    if shares_columns or cut or _make_thread_work(sources, QuantisedTarget(y, [y])) is None:
+    shares_columns = bounds is None and steps.threads > 1 and consumers.rows == 1
+    splits_block = bounds is not None and (bounds[-1] != consumers.columns or any(b % BLOCK_COLUMNS for b in bounds))
+    if shares_columns or splits_block or _make_thread_work(sources, QuantisedTarget(y, [y])) is None:
         return False
-    records = wanted.make_records(steps, shared=True)
-    targets = wanted.make_targets(steps, records, bounds or [0, wanted.columns])
+    records = consumers.make_records(steps, shared=True)
+    targets = consumers.make_targets(steps, records, bounds or [0, consumers.columns])
     axis, shares = len(y.shape) - 1, list[ThreadWork | None]()
-    for to, (first, last) in zip(targets, pairwise(bounds or [0, wanted.columns]), strict=True):
+    for to, (first, last) in zip(targets, pairwise(bounds or [0, consumers.columns]), strict=True):
         some = [o.slice_axis(axis, first, last - first) for o in sources]
         shares.append(None if to is None else _make_thread_work(some, to))
     if bounds is None and (whole := shares[0]) is not None:
@@ -81,7 +81,7 @@ def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -
         steps.add(make_gated_kernel(kind), whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
     elif bounds is not None:
         steps.add_by_columns(make_gated_kernel(kind), shares, y, bounds)
-    wanted.remember_records(steps, records)
+    consumers.remember_records(steps, records)
     return True
 
 

@@ -1,4 +1,4 @@
-"""The loops of a matrix product for all weight types: experts, rows of activations, groups of weight rows.
+"""Matrix products for all weight types: the loops over experts, activation rows and groups of weight rows.
 
 1. Split the rows of the weight into groups of 16, and the columns into blocks.
 2. Many activation rows: expand some blocks of a tile of groups, which stay in the nearest cache. Then multiply these
@@ -53,9 +53,9 @@ class WeightTiling:
         expand_blocks: ``(to, group, stride, left, columns, first, count)`` expands blocks `first` to `first` + `count`.
         add_block: ``(acc, p, r, at) -> acc`` adds the products of the block at `p` and byte `at` of the rows `r`. The
             block of the next group is `group_bytes` behind `p`.
-        make_few_rows: ``(n)`` makes ``(to, group, stride, left, columns, x, near, far)`` for `n` activation rows. It
-            stores the products of one group. `to` and `x` are addresses as in `Tile.chosen`. `near` and `far` are the
-            prefetch distances in bytes to the first and the second cache.
+        make_few_rows: ``(n)`` makes ``(to, group, stride, left, columns, x, l1_ahead, l2_ahead)`` for `n` activation
+            rows. It stores the products of one group. `to` and `x` are results of `DotTile.row_addresses_by_slot`.
+            `l1_ahead` and `l2_ahead` are the prefetch distances in bytes to the first and the second cache.
         make_few_rows_of_two: The same for two groups; the second may be absent. None without registers for it.
     """
 
@@ -96,11 +96,11 @@ def zero_remote_rows(starts, experts, y, step, n):
 
 
 @subroutine
-def prefetch_lines(p, lines, near, far):
-    """Prefetch `lines` cache lines at ``p + near`` to the first cache, and at ``p + far`` to the second cache."""
+def prefetch_lines(p, lines, l1_ahead, l2_ahead):
+    """Prefetch `lines` cache lines at ``p + l1_ahead`` to the first cache, at ``p + l2_ahead`` to the second one."""
     for line in range(lines):
-        prefetch(p + near + 64 * line)
-        prefetch_l2(p + far + 64 * line)
+        prefetch(p + l1_ahead + 64 * line)
+        prefetch_l2(p + l2_ahead + 64 * line)
 
 
 @subroutine
@@ -118,7 +118,7 @@ def compute_activation_row(slot, used, shared):
     return slot // used * shared + slot % used % shared
 
 
-def make_multiply_rows(rows: int, least: int, few: Subroutine) -> Subroutine:
+def make_multiply_rows(rows: int, min_rows: int, few: Subroutine) -> Subroutine:
     """Make a kernel part that multiplies `rows` activation rows at once.
 
     Args:
@@ -129,21 +129,21 @@ def make_multiply_rows(rows: int, least: int, few: Subroutine) -> Subroutine:
     Returns:
         ``(i, end, ...) -> i``: processes slots from `i` on and returns the first slot that is left.
     """
-    chosen = make_dot_tile(rows, 1).row_addresses_by_slot
+    select_rows = make_dot_tile(rows, 1).row_addresses_by_slot
 
-    def meet(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
-        while i + least <= end:
-            to = chosen(slots + 4 * i, end - i, 1, 1, y, step)
-            r = chosen(slots + 4 * i, end - i, used, shared, x, pitch)
-            few(to, at, stride, left, columns, r, near, far)
+    def multiply_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
+        while i + min_rows <= end:
+            to = select_rows(slots + 4 * i, end - i, 1, 1, y, step)
+            r = select_rows(slots + 4 * i, end - i, used, shared, x, pitch)
+            few(to, at, stride, left, columns, r, l1_ahead, l2_ahead)
             i += rows
         return i
 
-    return subroutine(meet)
+    return subroutine(multiply_rows)
 
 
 @subroutine
-def skip_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
+def skip_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
     """Return `i`: the part for machines without registers for several rows of two groups."""
     return i
 
@@ -151,28 +151,39 @@ def skip_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, 
 def make_multiply_unexpanded(blocks: WeightTiling) -> Subroutine:
     """Make the part that multiplies slots `i` to `end` with `PAIR_ROWS` rows of an unexpanded weight.
 
-    The part is ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far)``. The weight
-    rows begin at `at`; `left` of them exist.
+    The part is ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``.
+    The weight rows begin at `at`; `left` of them exist.
     """
-    two, one = make_multiply_rows(2, 2, blocks.make_few_rows(2)), make_multiply_rows(1, 1, blocks.make_few_rows(1))
+    multiply_one_row = make_multiply_rows(1, 1, blocks.make_few_rows(1))
+    multiply_two_rows = make_multiply_rows(2, 2, blocks.make_few_rows(2))
     many = count_vector_registers() == MANY_REGISTERS
-    four = make_multiply_rows(4, 3, blocks.make_few_rows(4)) if many else two
-    of_two = (
+    multiply_four_rows = make_multiply_rows(4, 3, blocks.make_few_rows(4)) if many else multiply_two_rows
+    multiply_two_groups = (
         make_multiply_rows(4, 3, blocks.make_few_rows_of_two(4)) if many and blocks.make_few_rows_of_two else skip_rows
     )
 
-    def meet(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
-        i = of_two(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far)
+    def multiply_unexpanded(
+        i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead
+    ):
+        i = multiply_two_groups(
+            i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead
+        )
         for row in range(0, min(left, PAIR_ROWS), GROUP_ROWS):
             p, to, n, j = at + row * stride, y + 4 * row, left - row, i
-            j = four(j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, near, far)
-            j = two(j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, near, far)
-            one(j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, near, far)
+            j = multiply_four_rows(
+                j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, l1_ahead, l2_ahead
+            )
+            j = multiply_two_rows(
+                j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, l1_ahead, l2_ahead
+            )
+            multiply_one_row(j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, l1_ahead, l2_ahead)
 
-    return subroutine(meet)
+    return subroutine(multiply_unexpanded)
 
 
-ARGS = declare_args("w stride between rows columns x pitch starts experts used shared y step scratch near far tickets")
+ARGS = declare_args(
+    "w stride between rows columns x pitch starts experts used shared y step scratch l1_ahead l2_ahead tickets"
+)
 
 
 def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
@@ -181,15 +192,15 @@ def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
     The part is ``(a, expanded, matrix, group, chunk, stop, coming)``. Meanwhile the part prefetches the groups at
     `coming` to the second cache.
     """
-    some = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
-    chosen, zeros, put, save = some.row_addresses_by_slot, some.zero_sums, some.store_rows, some.spill
-    saved = some.reload
+    tile = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
+    select_rows, zeros, store_rows = tile.row_addresses_by_slot, tile.zero_sums, tile.store_rows
+    spill, reload = tile.spill, tile.reload
     expand, add = blocks.expand_blocks, blocks.add_block
     width, record, size, wide = blocks.block_columns, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
     span = blocks.group_bytes
     tall, tile_groups = blocks.tile_rows, blocks.tile_groups
 
-    def meet(a, expanded, matrix, group, chunk, stop, coming):
+    def multiply_expanded(a, expanded, matrix, group, chunk, stop, coming):
         stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
         used, shared, slots = ARGS.used(a), ARGS.shared(a), ARGS.starts(a) + 4 * (ARGS.experts(a) + 2)
         left, y, step = ARGS.rows(a) - group * GROUP_ROWS, ARGS.y(a) + group * GROUP_ROWS * 4, ARGS.step(a)
@@ -201,18 +212,18 @@ def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
                 at = matrix + (group + g) * GROUP_ROWS * stride
                 expand(expanded + g * span, at, stride, left - g * GROUP_ROWS, columns, first, count)
             for i in range(chunk, stop, tall):
-                r = chosen(slots + 4 * i, stop - i, used, shared, x + first * record, pitch)
+                r = select_rows(slots + 4 * i, stop - i, used, shared, x + first * record, pitch)
                 coming = prefetch_section(coming, tile_groups * GROUP_ROWS * stride, tiles)
-                acc = saved(sums) if first > 0 else zeros()
+                acc = reload(sums) if first > 0 else zeros()
                 for b in range(count):
                     acc = add(acc, expanded + b * size, r, b * record)
                 if first + wide < n:
-                    save(sums, acc)
+                    spill(sums, acc)
                 else:
-                    put(chosen(slots + 4 * i, stop - i, 1, 1, y, step), acc, left)
+                    store_rows(select_rows(slots + 4 * i, stop - i, 1, 1, y, step), acc, left)
                 sums += tall * tile_groups * GROUP_ROWS * 4
 
-    return subroutine(meet)
+    return subroutine(multiply_expanded)
 
 
 def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
@@ -225,45 +236,61 @@ def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
     slots in the order of their experts follow. `used` is the slots of a token, `shared` its activation rows. If
     `tickets` is not 0, threads take groups of the weight from a work queue (`tickets.take_work_item`).
     """
-    meet, lie = make_multiply_expanded(blocks), make_multiply_unexpanded(blocks)
+    multiply_expanded, multiply_unexpanded = make_multiply_expanded(blocks), make_multiply_unexpanded(blocks)
     scratch, tall, tile_groups, many = blocks.scratch_bytes, blocks.tile_rows, blocks.tile_groups, blocks.rows_per_chunk
-    left_over, lying = blocks.max_leftover_rows, blocks.max_unexpanded_rows
+    max_leftover_rows, max_unexpanded_rows = blocks.max_leftover_rows, blocks.max_unexpanded_rows
 
     def body(a, thread, threads):
         w, stride, between, rows, columns = ARGS.w(a), ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
-        used, shared, near, far = ARGS.used(a), ARGS.shared(a), ARGS.near(a), ARGS.far(a)
+        used, shared, l1_ahead, l2_ahead = ARGS.used(a), ARGS.shared(a), ARGS.l1_ahead(a), ARGS.l2_ahead(a)
         y, step, expanded, tickets = ARGS.y(a), ARGS.step(a), ARGS.scratch(a) + thread * scratch, ARGS.tickets(a)
         groups, slots = (rows + GROUP_ROWS - 1) // GROUP_ROWS, starts + 4 * (experts + 2)
         spans = count_spans(load_int(starts + 4) - load_int(starts), many, threads) if experts == 1 else 1
         for turn in range(spans):
             span = choose_span(turn, spans, thread, threads)
             own = select_span_queue(tickets, span)
-            piece, mine = 0, take_work_item(own, 0)
+            item, mine = 0, take_work_item(own, 0)
             for expert in range(experts):
                 first = load_int(starts + 4 * expert)
                 count = load_int(starts + 4 * (expert + 1)) - first
                 start = first + compute_span_start(count, many, span, spans)
                 end = first + compute_span_start(count, many, span + 1, spans)
                 matrix, last = w + expert * between, end
-                if end - start <= lying:
+                if end - start <= max_unexpanded_rows:
                     last = start
-                elif (end - start) % tall <= left_over:
+                elif (end - start) % tall <= max_leftover_rows:
                     last -= (end - start) % tall
                 for chunk in range(start, last, many):
                     for group in range(0, groups, tile_groups):
-                        if piece == mine:
+                        if item == mine:
                             coming = matrix + (group + threads * tile_groups) * GROUP_ROWS * stride
-                            meet(a, expanded, matrix, group, chunk, min(last, chunk + many), coming)
-                            mine = take_work_item(own, piece + 1)
-                        piece += 1
+                            multiply_expanded(a, expanded, matrix, group, chunk, min(last, chunk + many), coming)
+                            mine = take_work_item(own, item + 1)
+                        item += 1
                 for row in range(0, rows if last < end else 0, PAIR_ROWS):
-                    if piece == mine:
+                    if item == mine:
                         left, at, to = rows - row, matrix + row * stride, y + 4 * row
-                        lie(last, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
-                        mine = take_work_item(own, piece + 1)
-                    piece += 1
-            finish_queue(own, mine, piece, threads)
+                        multiply_unexpanded(
+                            last,
+                            end,
+                            slots,
+                            used,
+                            shared,
+                            x,
+                            pitch,
+                            to,
+                            step,
+                            at,
+                            stride,
+                            left,
+                            columns,
+                            l1_ahead,
+                            l2_ahead,
+                        )
+                        mine = take_work_item(own, item + 1)
+                    item += 1
+            finish_queue(own, mine, item, threads)
         if thread == 0:
             zero_remote_rows(starts, experts, y, step, rows)
         return 0
@@ -321,9 +348,9 @@ def add_matmul_step(
     w, y = call.operand(0), call.out
     columns = w.shape[-1]
     memory = steps.scratch(f"product {blocks.scratch_bytes}", blocks.scratch_bytes * steps.threads)
-    near, far = find_prefetch_distance(w.dtype, several=math.prod(y.shape[:-1]) > to.expert_count)
+    l1_ahead, l2_ahead = find_prefetch_distance(w.dtype, several=math.prod(y.shape[:-1]) > to.expert_count)
 
-    def share(first: int, last: int, thread: int, tickets: int = 0) -> ThreadWork:
+    def make_thread_work(first: int, last: int, thread: int, tickets: int = 0) -> ThreadWork:
         mine, own = y.slice_axis(len(y.shape) - 1, first, last - first), x[thread]
         words = ARGS(
             w=w.address + first * stride,
@@ -340,21 +367,24 @@ def add_matmul_step(
             used=to.slots_per_token,
             shared=to.rows_per_token,
             scratch=memory.address + thread * blocks.scratch_bytes,
-            near=near,
-            far=far,
+            l1_ahead=l1_ahead,
+            l2_ahead=l2_ahead,
             tickets=tickets,
         )
         return ThreadWork(words, [w, own, to.operand], [mine])
 
-    dealt = is_shared_by_threads(steps, call)
-    if dealt and math.prod(y.shape[:-1]) >= MIN_EVENLY_SHARED_ROWS * to.slots_per_token:
-        steps.add_queued(kernel, lambda tickets: share(0, y.shape[-1], 0, tickets))
-    elif dealt:
+    is_shared = is_shared_by_threads(steps, call)
+    if is_shared and math.prod(y.shape[:-1]) >= MIN_EVENLY_SHARED_ROWS * to.slots_per_token:
+        steps.add_queued(kernel, lambda tickets: make_thread_work(0, y.shape[-1], 0, tickets))
+    elif is_shared:
         bounds = choose_thread_columns(call, blocks.tile_groups * GROUP_ROWS, steps.threads)
-        parts = [share(*pair, thread) if pair[0] < pair[1] else None for thread, pair in enumerate(pairwise(bounds))]
+        parts = [
+            make_thread_work(*pair, thread) if pair[0] < pair[1] else None
+            for thread, pair in enumerate(pairwise(bounds))
+        ]
         steps.add_by_columns(kernel, parts, y, bounds)
     elif y.shape[-1]:
-        steps.add_per_thread(kernel, [share(0, y.shape[-1], 0)])
+        steps.add_per_thread(kernel, [make_thread_work(0, y.shape[-1], 0)])
 
 
 def is_shared_by_threads(steps: StepTableBuilder, call: BoundInstruction) -> bool:

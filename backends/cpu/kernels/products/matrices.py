@@ -38,10 +38,10 @@ def make_expand_rows(dtype: DType) -> Subroutine:
     """
     expand = make_float_tiling(dtype).expand_blocks
 
-    def expand_some(a, to, w, row, left, first, count):
+    def expand_rows(a, to, w, row, left, first, count):
         expand(to, w + row * ARGS.w_row(a), ARGS.w_row(a), left, ARGS.columns(a), first, count)
 
-    return subroutine(expand_some)
+    return subroutine(expand_rows)
 
 
 @subroutine
@@ -80,8 +80,14 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
         expand: The expansion of w, for example `expand_columns`.
     """
     blocks = make_float_tiling(dtype)
-    some = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
-    tile_rows, zeros, put, save, saved = some.row_addresses, some.zero_sums, some.store_rows, some.spill, some.reload
+    tile = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
+    tile_rows, zeros, store_sums, spill, reload = (
+        tile.row_addresses,
+        tile.zero_sums,
+        tile.store_rows,
+        tile.spill,
+        tile.reload,
+    )
     add, record, size, wide = blocks.add_block, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
     span = blocks.group_bytes
     tall, tile_groups, scratch, many = blocks.tile_rows, blocks.tile_groups, blocks.scratch_bytes, blocks.rows_per_chunk
@@ -104,13 +110,13 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
                         expand(a, expanded + g * span, w, row, rows - row, first, some_columns)
                     for i in range(chunk, stop, tall):
                         r = tile_rows(x + i * x_row + first * record, x_row, stop - i)
-                        acc = saved(sums) if first > 0 else zeros()
+                        acc = reload(sums) if first > 0 else zeros()
                         for c in range(some_columns):
                             acc = add(acc, expanded + c * size, r, c * record)
                         if first + wide < columns:
-                            save(sums, acc)
+                            spill(sums, acc)
                         else:
-                            put(tile_rows(y + i * y_row, y_row, stop - i), acc, rows - group * GROUP_ROWS)
+                            store_sums(tile_rows(y + i * y_row, y_row, stop - i), acc, rows - group * GROUP_ROWS)
                         sums += tall * tile_groups * GROUP_ROWS * 4
         return 0
 

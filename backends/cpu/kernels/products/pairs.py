@@ -37,8 +37,8 @@ from .products import compute_weight_strides, find_result_consumers, has_matmul_
 from .rounding import QuantisedTarget, compute_quantised_bytes, quantise_activations, quantise_row
 
 ARGS = declare_args(
-    "weights[2] stride between rows columns x pitch starts experts used shared sums[2] wide y step passing near far "
-    "rounding[*]"
+    "weights[2] stride between rows columns x pitch starts experts used shared sums[2] wide y step passing l1_ahead "
+    "l2_ahead rounding[*]"
 )
 ROUNDING_WORD = ARGS.first_word("rounding")
 """First word of `QuantisedTarget.rounding_words`."""
@@ -51,13 +51,13 @@ def make_gated_matmul_few_kernel(form: PackedFormat, kind: str) -> Kernel:
     The kernel also quantises y. `weights` are gate and up. `sums` is memory for whole groups of both products, with
     `wide` bytes per slot. `grouped.make_matmul_kernel` explains the other words.
     """
-    lie, unit = make_multiply_unexpanded(make_packed_tiling(form)), GATED[kind]
+    multiply_unexpanded, unit = make_multiply_unexpanded(make_packed_tiling(form)), GATED[kind]
 
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
         used, shared, y, step = ARGS.used(a), ARGS.shared(a), ARGS.y(a), ARGS.step(a)
-        slots, near, far = starts + 4 * (experts + 2), ARGS.near(a), ARGS.far(a)
+        slots, l1_ahead, l2_ahead = starts + 4 * (experts + 2), ARGS.l1_ahead(a), ARGS.l2_ahead(a)
         gate, up, wide = ARGS.sums(a, 0), ARGS.sums(a, 1), ARGS.wide(a)
         for expert in range(experts + 1):
             start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
@@ -65,7 +65,23 @@ def make_gated_matmul_few_kernel(form: PackedFormat, kind: str) -> Kernel:
                 matrix, sums = ARGS.weights(a, k) + expert * between, ARGS.sums(a, k)
                 for row in range(0, rows, PAIR_ROWS):
                     at, to, left = matrix + row * stride, sums + 4 * row, wide // 4 - row
-                    lie(start, end, slots, used, shared, x, pitch, to, wide, at, stride, left, columns, near, far)
+                    multiply_unexpanded(
+                        start,
+                        end,
+                        slots,
+                        used,
+                        shared,
+                        x,
+                        pitch,
+                        to,
+                        wide,
+                        at,
+                        stride,
+                        left,
+                        columns,
+                        l1_ahead,
+                        l2_ahead,
+                    )
             for i in range(start, end):
                 slot = load_int(slots + 4 * i)
                 to = y + slot * step
@@ -122,10 +138,10 @@ def _fuse_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse a gated matmul of few rows with a packed weight."""
     pair = match_gated_matmul(flow, number)
     first = pair.matmuls[0]
-    w, x, given = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
+    w, x, row_axes = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
     require_supported(w.dtype in FORMATS, "weights are not packed")
-    lying = make_packed_tiling(FORMATS[w.dtype]).max_unexpanded_rows
-    require_supported(math.prod(x.shape[:-given]) <= lying, "many rows use the expanded weight")
+    max_unexpanded_rows = make_packed_tiling(FORMATS[w.dtype]).max_unexpanded_rows
+    require_supported(math.prod(x.shape[:-row_axes]) <= max_unexpanded_rows, "many rows use the expanded weight")
     return FusedBinding(pair.instruction_numbers, partial(_add_gated_matmul, pair=pair))
 
 
@@ -134,18 +150,18 @@ def _add_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     first, call, y = pair.matmuls[0], pair.unit, pair.unit.out
     w, x = first.operand(0), first.operand(1)
     form, (stride, between) = FORMATS[w.dtype], compute_weight_strides(w)
-    wanted, dealt = find_result_consumers(steps, call), is_shared_by_threads(steps, first)
+    consumers, is_shared = find_result_consumers(steps, call), is_shared_by_threads(steps, first)
     slots = sort_slots_by_expert(steps, first) if first.op == "mul_mat_id" else make_sequential_slots(steps, x)
-    q = quantise_activations(steps, x, form.zero_point, for_all=dealt)
-    records = wanted.make_records(steps, shared=True)
-    bounds = choose_thread_columns(call, 2 * GROUP_ROWS, steps.threads if dealt else 1)
-    targets = wanted.make_targets(steps, records, bounds)
+    q = quantise_activations(steps, x, form.zero_point, for_all=is_shared)
+    records = consumers.make_records(steps, shared=True)
+    bounds = choose_thread_columns(call, 2 * GROUP_ROWS, steps.threads if is_shared else 1)
+    targets = consumers.make_targets(steps, records, bounds)
     count, rows = math.prod(y.shape[:-1]), max(end - start for start, end in pairwise(bounds))
     wide = 4 * -(-rows // GROUP_ROWS) * GROUP_ROWS
     memory = steps.scratch("pair", 2 * count * wide * steps.threads)
-    near, far = find_prefetch_distance(w.dtype, several=count > slots.expert_count)
+    l1_ahead, l2_ahead = find_prefetch_distance(w.dtype, several=count > slots.expert_count)
 
-    def share(thread: int, to: QuantisedTarget) -> ThreadWork:
+    def make_thread_work(thread: int, to: QuantisedTarget) -> ThreadWork:
         low, own = bounds[thread], bounds[thread + 1] - bounds[thread]
         words = ARGS(
             weights=[at + low * stride for at in pair.weight_addresses],
@@ -164,18 +180,18 @@ def _add_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
             y=to.float_rows.address,
             step=to.row_step_bytes,
             passing=to.thread_stride_bytes,
-            near=near,
-            far=far,
+            l1_ahead=l1_ahead,
+            l2_ahead=l2_ahead,
             rounding=to.rounding_words,
         )
         return ThreadWork(words, [*(p.operand(0) for p in pair.matmuls), q[thread], slots.operand], to.writes)
 
-    shares = [None if to is None else share(thread, to) for thread, to in enumerate(targets)]
-    if dealt:
+    shares = [None if to is None else make_thread_work(thread, to) for thread, to in enumerate(targets)]
+    if is_shared:
         steps.add_by_columns(make_gated_matmul_few_kernel(form, pair.unit_kind), shares, y, bounds)
     else:
         steps.add_per_thread(make_gated_matmul_few_kernel(form, pair.unit_kind), shares)
-    wanted.remember_records(steps, records)
+    consumers.remember_records(steps, records)
 
 
 def _has_equal_operands(product: BoundInstruction, first: BoundInstruction) -> bool:

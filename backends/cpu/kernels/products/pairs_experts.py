@@ -28,7 +28,7 @@ def make_gated_moe_kernel(dtype: DType, kind: str) -> Kernel:
 
 
 def _fuse_gated_moe(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse a gated MoE matmul with activations are tiles."""
+    """Fuse a gated MoE matmul with activations in tiles."""
     pair = match_gated_matmul(flow, number)
     first = pair.matmuls[0]
     require_supported(
@@ -40,14 +40,14 @@ def _fuse_gated_moe(flow: Dataflow, number: int) -> FusedBinding:
 
 def _add_gated_moe(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     """Add the step of a gated MoE matmul of many rows."""
-    first, wanted = pair.matmuls[0], find_result_consumers(steps, pair.unit)
+    first, consumers = pair.matmuls[0], find_result_consumers(steps, pair.unit)
     kernel, slots = make_gated_moe_kernel(first.operand(0).dtype, pair.unit_kind), sort_slots_by_expert(steps, first)
-    records = wanted.make_records(steps, shared=True)
-    to = wanted.make_target(
-        pair.unit.out if wanted.needs_floats else None, wanted.make_scratch_rows(steps)[0], records[0]
+    records = consumers.make_records(steps, shared=True)
+    to = consumers.make_target(
+        pair.unit.out if consumers.needs_floats else None, consumers.make_scratch_rows(steps)[0], records[0]
     )
     tiled_experts.add_amx_moe_step(steps, kernel, pair.matmuls, pair.weight_addresses, slots, to)
-    wanted.remember_records(steps, records)
+    consumers.remember_records(steps, records)
 
 
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"mul_mat_id": (_fuse_gated_moe,)}

@@ -89,10 +89,10 @@ def make_gated_variant(dtype: DType, kind: str, rounding: int) -> GatedVariant:
     """
     if rounding in TERMS_BY_KIND:
         unit = select_tile_operations()
-        units, wide = make_amx_units(dtype, kind), _make_block_width(make_amx_weight(dtype))
+        compute_units, block_width = make_amx_units(dtype, kind), _make_block_width(make_amx_weight(dtype))
         return GatedVariant(
-            units,
-            wide,
+            compute_units,
+            block_width,
             tiled.MAX_MATRICES // 2,
             tiled.SCRATCH_BYTES,
             tiled.ROWS_PER_CHUNK,
@@ -122,14 +122,14 @@ def _make_block_width(weight: AmxWeight) -> Subroutine:
     """
     terms, x_block, tall = weight.term_count, weight.activation_block_bytes, tiled.ROWS_PER_CHUNK // PANEL_ROWS
 
-    def wide(columns):
+    def choose_block_width(columns):
         return (
             1
             if columns // BLOCK_COLUMNS * x_block * tall <= CACHED_CHUNK_BYTES
             else compute_matrices_per_pass(columns, terms) // 2
         )
 
-    return subroutine(wide)
+    return subroutine(choose_block_width)
 
 
 def make_store_units(kind: str) -> Subroutine:
@@ -137,7 +137,7 @@ def make_store_units(kind: str) -> Subroutine:
     unit, stores = GATED[kind], select_tile_operations().store
     store_0, store_1, store_2, store_3 = stores[:4]
 
-    def emit(mine, sums, rows, left, to, step):
+    def store_units(mine, sums, rows, left, to, step):
         store_0(mine, sums, TILE_ROW_BYTES)
         store_1(mine, sums + TILE_BYTES, TILE_ROW_BYTES)
         store_2(mine, sums + 2 * TILE_BYTES, TILE_ROW_BYTES)
@@ -146,35 +146,37 @@ def make_store_units(kind: str) -> Subroutine:
             at = sums + i // TILE_ROWS * 2 * TILE_BYTES + i % TILE_ROWS * TILE_ROW_BYTES
             store_lanes(to + i * step, 0, left, unit(load(at), load(at + TILE_BYTES)))
 
-    return subroutine(emit)
+    return subroutine(store_units)
 
 
 def make_amx_units(dtype: DType, kind: str) -> Subroutine:
     """Make `GatedVariant.compute_units` for AMX tiles."""
-    meet = tiled.make_amx_multiply(make_amx_weight(dtype), make_store_units(kind), 1)
+    multiply_matrices = tiled.make_amx_multiply(make_amx_weight(dtype), make_store_units(kind), 1)
 
-    def units(a, mine, row, wide, chunk, stop, y, step, ahead):
+    def compute_units(a, mine, row, wide, chunk, stop, y, step, ahead):
         stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
         gate, up = ARGS.weights(a, 0) + row * stride, ARGS.weights(a, 1) + row * stride
         left = ARGS.rows(a) - row
-        squares = (min(wide, left) + GROUP_ROWS - 1) // GROUP_ROWS
-        meet(mine, gate, up, squares, left, stride, columns, x, pitch, chunk, stop, y, step, ahead * stride)
+        matrices = (min(wide, left) + GROUP_ROWS - 1) // GROUP_ROWS
+        multiply_matrices(
+            mine, gate, up, matrices, left, stride, columns, x, pitch, chunk, stop, y, step, ahead * stride
+        )
 
-    return subroutine(units)
+    return subroutine(compute_units)
 
 
 def make_int8_units(form: PackedFormat, kind: str) -> Subroutine:
     """Make `GatedVariant.compute_units` for integer dot products."""
     blocks, unit = make_packed_tiling(form), GATED[kind]
-    both = make_dot_tile(blocks.tile_rows, 2)
-    rows_of, zeros, save, saved = both.row_addresses, both.zero_sums, both.spill, both.reload
+    tile = make_dot_tile(blocks.tile_rows, 2)
+    row_addresses, zeros, spill, reload = tile.row_addresses, tile.zero_sums, tile.spill, tile.reload
     expand, add = blocks.expand_blocks, blocks.add_block
     width, record, size, wide = blocks.block_columns, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
     span = blocks.group_bytes
     tall, nbytes = blocks.tile_rows, blocks.tile_rows * 2 * VECTOR_BYTES
 
     @subroutine
-    def units_of_group(a, expanded, group, chunk, stop, y, step, coming):
+    def compute_group_units(a, expanded, group, chunk, stop, y, step, coming):
         stride, columns, left = ARGS.stride(a), ARGS.columns(a), ARGS.rows(a) - group
         x, pitch, n = ARGS.x(a), ARGS.pitch(a), (columns + width - 1) // width
         gate, up = ARGS.weights(a, 0) + coming * stride, ARGS.weights(a, 1) + coming * stride
@@ -185,29 +187,29 @@ def make_int8_units(form: PackedFormat, kind: str) -> Subroutine:
                 at = ARGS.weights(a, k) + group * stride
                 expand(expanded + k * span, at, stride, left, columns, first, count)
             for i in range(chunk, stop, tall):
-                r = rows_of(x + i * pitch + first * record, pitch, stop - i)
+                r = row_addresses(x + i * pitch + first * record, pitch, stop - i)
                 gate = prefetch_section(gate, GROUP_ROWS * stride, parts)
                 up = prefetch_section(up, GROUP_ROWS * stride, parts)
-                acc = saved(sums) if first > 0 else zeros()
+                acc = reload(sums) if first > 0 else zeros()
                 for b in range(count):
                     acc = add(acc, expanded + b * size, r, b * record)
                 if first + wide < n:
-                    save(sums, acc)
+                    spill(sums, acc)
                 else:
-                    save(products, acc)
+                    spill(products, acc)
                     for k in range(min(tall, stop - i)):
                         at = products + 2 * k * VECTOR_BYTES
                         store_lanes(to + k * step, 0, left, unit(load(at), load(at + VECTOR_BYTES)))
                 sums += nbytes
                 to += tall * step
 
-    def units(a, expanded, row, wide, chunk, stop, y, step, ahead):
+    def compute_units(a, expanded, row, wide, chunk, stop, y, step, ahead):
         second = row + GROUP_ROWS
-        units_of_group(a, expanded, row, chunk, stop, y, step, second)
+        compute_group_units(a, expanded, row, chunk, stop, y, step, second)
         if second < ARGS.rows(a):
-            units_of_group(a, expanded, second, chunk, stop, y + VECTOR_BYTES, step, row + ahead)
+            compute_group_units(a, expanded, second, chunk, stop, y + VECTOR_BYTES, step, row + ahead)
 
-    return subroutine(units)
+    return subroutine(compute_units)
 
 
 @cache
@@ -223,30 +225,31 @@ def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Ker
         kind: A key of `GATED`.
         rounding: The kind of `rounding` of x.
     """
-    way = make_gated_variant(dtype, kind, rounding)
-    units, wide_of, many, begin, end = way.compute_units, way.block_width, way.rows_per_chunk, way.begin, way.end
-    own = way.unit_scratch_bytes
-    passing, scratch = compute_padded_row_bytes(way), compute_gated_scratch_bytes(way)
+    variant = make_gated_variant(dtype, kind, rounding)
+    compute_units, block_width, many = variant.compute_units, variant.block_width, variant.rows_per_chunk
+    begin, end = variant.begin, variant.end
+    own = variant.unit_scratch_bytes
+    passing, scratch = compute_padded_row_bytes(variant), compute_gated_scratch_bytes(variant)
 
     def body(a, thread, threads):
         rows, count, step, tickets = ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
-        mine, wide = ARGS.scratch(a) + thread * scratch, wide_of(ARGS.columns(a)) * BLOCK_COLUMNS
+        mine, wide = ARGS.scratch(a) + thread * scratch, block_width(ARGS.columns(a)) * BLOCK_COLUMNS
         begin(mine)
         spans = count_spans(count, many, threads)
         for turn in range(spans):
             span = choose_span(turn, spans, thread, threads)
             start, last = compute_span_start(count, many, span, spans), compute_span_start(count, many, span + 1, spans)
-            drawn = select_span_queue(tickets, span)
-            piece, ticket = 0, take_work_item(drawn, 0)
+            queue = select_span_queue(tickets, span)
+            item, ticket = 0, take_work_item(queue, 0)
             for chunk in range(start, last, many):
                 stop = min(last, chunk + many)
                 row = 0
                 while row < rows:
-                    if piece == ticket:
+                    if item == ticket:
                         y, pace = ARGS.y(a) + chunk * step + 4 * row, step
                         if step == 0:
                             y, pace = mine + own, passing
-                        units(a, mine, row, wide, chunk, stop, y, pace, threads * wide)
+                        compute_units(a, mine, row, wide, chunk, stop, y, pace, threads * wide)
                         blocks = (min(wide, rows - row) + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
                         for i in range(chunk, stop):
                             for b in range(blocks):
@@ -257,27 +260,27 @@ def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Ker
                                     row // BLOCK_COLUMNS + b,
                                     y + (i - chunk) * pace + b * BLOCK_BYTES,
                                 )
-                        ticket = take_work_item(drawn, piece + 1)
-                    piece += 1
+                        ticket = take_work_item(queue, item + 1)
+                    item += 1
                     row += wide
-            finish_queue(drawn, ticket, piece, threads)
+            finish_queue(queue, ticket, item, threads)
         end(mine)
         return 0
 
     return Kernel(f"pairs_many.pair_many.{dtype}.{kind}" + TILE_SUFFIX * (rounding in TERMS_BY_KIND), body)
 
 
-def compute_padded_row_bytes(way: GatedVariant) -> int:
+def compute_padded_row_bytes(variant: GatedVariant) -> int:
     """Return the bytes from row to row of units that are not stored as float32.
 
     64 extra bytes spread the rows over the sets of the nearest cache.
     """
-    return way.max_block_width * BLOCK_BYTES + 64
+    return variant.max_block_width * BLOCK_BYTES + 64
 
 
-def compute_gated_scratch_bytes(way: GatedVariant) -> int:
+def compute_gated_scratch_bytes(variant: GatedVariant) -> int:
     """Return the scratch bytes of a thread: for the units, and blocks of units for each row of a chunk."""
-    return way.unit_scratch_bytes + way.rows_per_chunk * compute_padded_row_bytes(way)
+    return variant.unit_scratch_bytes + variant.rows_per_chunk * compute_padded_row_bytes(variant)
 
 
 def _fuse_gated_matmul_many(flow: Dataflow, number: int) -> FusedBinding:
@@ -298,31 +301,31 @@ def _fuse_gated_matmul_many(flow: Dataflow, number: int) -> FusedBinding:
 
 def _add_gated_matmul_many(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     """Add the step of a gated matmul of many rows."""
-    first, wanted = pair.matmuls[0], find_result_consumers(steps, pair.unit)
+    first, consumers = pair.matmuls[0], find_result_consumers(steps, pair.unit)
     w, x = first.operand(0), first.operand(1)
-    rounding, dealt, (stride, _) = (
+    rounding, is_shared, (stride, _) = (
         tiled.choose_activation_kind(first),
         is_shared_by_threads(steps, first),
         compute_weight_strides(w),
     )
     assert rounding is not None
-    q = quantise_activations(steps, x, rounding, for_all=dealt)[0]
-    records = wanted.make_records(steps, shared=True)
-    to = wanted.make_target(
-        pair.unit.out if wanted.needs_floats else None, wanted.make_scratch_rows(steps)[0], records[0]
+    q = quantise_activations(steps, x, rounding, for_all=is_shared)[0]
+    records = consumers.make_records(steps, shared=True)
+    to = consumers.make_target(
+        pair.unit.out if consumers.needs_floats else None, consumers.make_scratch_rows(steps)[0], records[0]
     )
     nbytes = compute_gated_scratch_bytes(make_gated_variant(w.dtype, pair.unit_kind, rounding))
     memory = steps.scratch(f"pair {nbytes}", nbytes * steps.threads)
 
-    def share(tickets: int) -> ThreadWork:
+    def make_thread_work(tickets: int) -> ThreadWork:
         words = ARGS(
             weights=pair.weight_addresses,
             stride=stride,
-            rows=wanted.columns,
+            rows=consumers.columns,
             columns=w.shape[-1],
             x=q.address,
             pitch=compute_quantised_bytes(1, w.shape[-1], rounding),
-            count=wanted.rows,
+            count=consumers.rows,
             y=to.float_rows.address,
             step=to.row_step_bytes,
             scratch=memory.address,
@@ -331,11 +334,11 @@ def _add_gated_matmul_many(steps: StepTableBuilder, pair: GatedMatmul) -> None:
         )
         return ThreadWork(words, [*(p.operand(0) for p in pair.matmuls), q], to.writes)
 
-    if dealt:
-        steps.add_queued(make_gated_matmul_many_kernel(w.dtype, pair.unit_kind, rounding), share)
+    if is_shared:
+        steps.add_queued(make_gated_matmul_many_kernel(w.dtype, pair.unit_kind, rounding), make_thread_work)
     else:
-        steps.add_per_thread(make_gated_matmul_many_kernel(w.dtype, pair.unit_kind, rounding), [share(0)])
-    wanted.remember_records(steps, records)
+        steps.add_per_thread(make_gated_matmul_many_kernel(w.dtype, pair.unit_kind, rounding), [make_thread_work(0)])
+    consumers.remember_records(steps, records)
 
 
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"mul_mat": (_fuse_gated_matmul_many,)}

@@ -1,6 +1,7 @@
 """Matrix products with packed weights: activations quantised to 8 bits, integer dot products, float32 sums.
 
-Each code is unpacked once for a chunk of activation rows.
+Each weight code is unpacked once for a chunk of activation rows. This module also chooses and binds the kernel of
+every `mul_mat`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def make_expand_group(form: PackedFormat) -> Subroutine:
     high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
     biased = form.zero_point == 0
 
-    def expand(to, group, stride, left, columns, first, count):
+    def expand_group(to, group, stride, left, columns, first, count):
         for start in range(first, first + count, UNIT_BLOCKS):
             blocks, planes = min(UNIT_BLOCKS, first + count - start), group + start * nbytes
             second = planes + blocks * 64 * width
@@ -56,7 +57,7 @@ def make_expand_group(form: PackedFormat) -> Subroutine:
                     store(to + BIASES_OFFSET + 64, o)
                 to += EXPANDED_BLOCK_BYTES
 
-    return subroutine(expand)
+    return subroutine(expand_group)
 
 
 def make_add_block(form: PackedFormat, rows: DotTile) -> Subroutine:
@@ -64,47 +65,47 @@ def make_add_block(form: PackedFormat, rows: DotTile) -> Subroutine:
 
     The part adds the products of the block and the rows `r`. Byte `at` of `r` holds the records of the same columns.
     """
-    biased, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
-    meet = rows.add_centred_dot_products if centred else rows.add_dot_products
+    add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
+    add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
 
-    def add(acc, codes, scales, biases, r, at):
+    def add_block(acc, codes, scales, biases, r, at):
         # acc[i, row] += w_scale[row] * x_scale[i] * (codes[row] . x_codes[i]), for both halves of the block
-        acc = meet(acc, codes, scales[0], scales[1], r, at)
+        acc = add_products(acc, codes, scales[0], scales[1], r, at)
         if not centred:
-            acc = biased(acc, biases[0], r, at + SUMS_OFFSET)  # acc[i, row] += bias[row] * sum(x[i])
+            acc = add_biases(acc, biases[0], r, at + SUMS_OFFSET)  # acc[i, row] += bias[row] * sum(x[i])
             if halves:
-                acc = biased(acc, sub(biases[1], biases[0]), r, at + SUMS_OFFSET + 4)
+                acc = add_biases(acc, sub(biases[1], biases[0]), r, at + SUMS_OFFSET + 4)
         return acc
 
-    return subroutine(add)
+    return subroutine(add_block)
 
 
 def make_add_expanded_block(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make `WeightTiling.add_block` for tiles of one group."""
-    add = make_add_block(form, rows)
+    add_block = make_add_block(form, rows)
 
-    def add_one(acc, p, r, at):
+    def add_expanded_block(acc, p, r, at):
         scales = (load(p + SCALES_OFFSET), load(p + SCALES_OFFSET + 64))
         biases = (load(p + BIASES_OFFSET), load(p + BIASES_OFFSET + 64))
-        return add(acc, load_codes(p), scales, biases, r, at)
+        return add_block(acc, load_codes(p), scales, biases, r, at)
 
-    return subroutine(add_one)
+    return subroutine(add_expanded_block)
 
 
 def make_add_two_blocks(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make ``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``: `make_add_block` for two groups."""
-    biased, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
-    meet = rows.add_centred_dot_products if centred else rows.add_dot_products
+    add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
+    add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
 
-    def add(acc, u, v, s, f, m, o, r, at):
-        acc = meet(acc, u, v, s[0], f[0], s[1], f[1], r, at)
+    def add_two_blocks(acc, u, v, s, f, m, o, r, at):
+        acc = add_products(acc, u, v, s[0], f[0], s[1], f[1], r, at)
         if not centred:
-            acc = biased(acc, m[0], o[0], r, at + SUMS_OFFSET)
+            acc = add_biases(acc, m[0], o[0], r, at + SUMS_OFFSET)
             if halves:
-                acc = biased(acc, sub(m[1], m[0]), sub(o[1], o[0]), r, at + SUMS_OFFSET + 4)
+                acc = add_biases(acc, sub(m[1], m[0]), sub(o[1], o[0]), r, at + SUMS_OFFSET + 4)
         return acc
 
-    return subroutine(add)
+    return subroutine(add_two_blocks)
 
 
 @subroutine
@@ -115,12 +116,12 @@ def load_two_vectors(p):
 
 def make_add_expanded_pair(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make `WeightTiling.add_block` for tiles of two groups."""
-    add = make_add_two_blocks(form, rows)
+    add_two_blocks = make_add_two_blocks(form, rows)
 
-    def add_pair(acc, p, r, at):
+    def add_expanded_pair(acc, p, r, at):
         q = p + EXPANDED_GROUP_BYTES
         scales, biases = load_two_vectors(p + SCALES_OFFSET), load_two_vectors(p + BIASES_OFFSET)
-        return add(
+        return add_two_blocks(
             acc,
             load_codes(p),
             load_codes(q),
@@ -132,7 +133,7 @@ def make_add_expanded_pair(form: PackedFormat, rows: DotTile) -> Subroutine:
             at,
         )
 
-    return subroutine(add_pair)
+    return subroutine(add_expanded_pair)
 
 
 def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subroutine:
@@ -143,19 +144,19 @@ def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subro
     """
     codes, scales, biases = form.load_codes, form.load_scales, form.load_biases
     if groups == 1:
-        add = make_add_block(form, rows)
+        add_block = make_add_block(form, rows)
 
-        def meet(acc, p, h, last, b, apart, x, at):
-            return add(acc, codes(p, h), scales(last, b), biases(last, b), x, at)
+        def multiply_block(acc, p, h, last, b, apart, x, at):
+            return add_block(acc, codes(p, h), scales(last, b), biases(last, b), x, at)
     else:
-        add = make_add_two_blocks(form, rows)
+        add_block = make_add_two_blocks(form, rows)
 
-        def meet(acc, p, h, last, b, apart, x, at):
+        def multiply_block(acc, p, h, last, b, apart, x, at):
             u, v = codes(p, h), codes(p + apart, h + apart)
             s, f, m, o = scales(last, b), scales(last + apart, b), biases(last, b), biases(last + apart, b)
-            return add(acc, u, v, s, f, m, o, x, at)
+            return add_block(acc, u, v, s, f, m, o, x, at)
 
-    return subroutine(meet)
+    return subroutine(multiply_block)
 
 
 def make_multiply_few(form: PackedFormat, groups: int, count: int) -> Subroutine:
@@ -167,11 +168,11 @@ def make_multiply_few(form: PackedFormat, groups: int, count: int) -> Subroutine
     rows = make_dot_tile(count, groups, form.code_properties)
     nbytes, width = form.group_block_bytes, form.plane_bits[0]
     high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
-    zeros, put, meet = rows.zero_sums, rows.store_rows, make_multiply_block(form, groups, rows)
+    zeros, store_rows, multiply_block = rows.zero_sums, rows.store_rows, make_multiply_block(form, groups, rows)
     lines = groups * (nbytes // 64)
     more = groups * (nbytes % 64 * UNIT_BLOCKS // 64)
 
-    def few(to, group, stride, left, columns, x, near, far):
+    def multiply_few(to, group, stride, left, columns, x, l1_ahead, l2_ahead):
         n, acc, apart = columns // BLOCK_COLUMNS, zeros(), GROUP_ROWS * stride if left > GROUP_ROWS else 0
         for first in range(0, n, UNIT_BLOCKS):
             count, passed = min(UNIT_BLOCKS, n - first), first * nbytes
@@ -179,14 +180,14 @@ def make_multiply_few(form: PackedFormat, groups: int, count: int) -> Subroutine
             ahead = planes + (groups - 1) * passed  # prefetches start behind both groups
             second = planes + count * 64 * width
             last = second + count * 64 * high
-            prefetch_lines(ahead, more, near, far)
+            prefetch_lines(ahead, more, l1_ahead, l2_ahead)
             for b in range(count):
-                prefetch_lines(ahead + 64 * (more + b * lines), lines, near, far)
+                prefetch_lines(ahead + 64 * (more + b * lines), lines, l1_ahead, l2_ahead)
                 p, h = planes + b * 64 * width, second + b * 64 * high
-                acc = meet(acc, p, h, last, b, apart, x, (first + b) * RECORD_BYTES)
-        put(to, acc, left)
+                acc = multiply_block(acc, p, h, last, b, apart, x, (first + b) * RECORD_BYTES)
+        store_rows(to, acc, left)
 
-    return subroutine(few)
+    return subroutine(multiply_few)
 
 
 @cache
@@ -199,7 +200,7 @@ def make_packed_tiling(form: PackedFormat) -> WeightTiling:
     some = make_dot_tile(rows, groups, form.code_properties)
     add = (make_add_expanded_pair if groups == 2 else make_add_expanded_block)(form, some)
     slow = form.has_half_block_scales or len(form.plane_bits) > 1
-    lying = 8 if slow else 16  # slowly unpacked codes are expanded sooner
+    max_unexpanded_rows = 8 if slow else 16  # slowly unpacked codes are expanded sooner
     expand, few = make_expand_group(form), partial(make_multiply_few, form, 1)
     two = partial(make_multiply_few, form, 2) if groups == 2 else None
     return WeightTiling(
@@ -211,7 +212,7 @@ def make_packed_tiling(form: PackedFormat) -> WeightTiling:
         rows,
         groups,
         2,
-        lying,
+        max_unexpanded_rows,
         expand,
         add,
         few,
@@ -236,7 +237,7 @@ def make_thread_copies(steps: StepTableBuilder, call: BoundInstruction) -> Seque
         too large to be computed by every thread.
     """
     y = call.out
-    if steps.threads == 1 or not steps.is_repeated([y]) or not y.is_dense:
+    if steps.threads == 1 or not steps.can_repeat_per_thread([y]) or not y.is_dense:
         return None
     readers = call.find_readers()
     if not readers or not all(_can_read_thread_copies(r, y) for r in readers):

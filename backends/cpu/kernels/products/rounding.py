@@ -67,7 +67,7 @@ store_split_terms, SPLIT_TERMS = store_ordered_bf16_terms(TERMS_BY_KIND[SPLIT_KI
 
 @subroutine
 def quantise_block(x, record, zero):
-    """Quantise 32 values to 8-bit codes, scales and sums (`tiles.RECORD`).
+    """Quantise 32 values to 8-bit codes, scales and sums (`tiles.RECORD_BYTES`).
 
     If a value is NaN, the scale of its half is NaN. If a value exceeds 3e33, products of its half are NaN.
     """
@@ -162,7 +162,7 @@ def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_
     bounds = steps.find_column_bounds([x])
     if bounds is not None and (rows > 1 or any(b % BLOCK_COLUMNS for b in bounds)):
         bounds = None
-    if own is not None or (for_all and bounds is None and steps.is_repeated([x])):
+    if own is not None or (for_all and bounds is None and steps.can_repeat_per_thread([x])):
         records = steps.take_private_memory(name, nbytes)
         parts = [
             _make_quantise_work(o, to, rows, kind, 0, columns)

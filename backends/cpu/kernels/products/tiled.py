@@ -62,9 +62,9 @@ def compute_matrices_per_pass(columns, terms):
 
 
 def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subroutine:
-    """Make the part that multiplies activation rows `chunk` to `stop` with two groups for each of `squares` matrices.
+    """Make the part that multiplies activation rows `chunk` to `stop` with two groups for each of `matrices` matrices.
 
-    The part is ``(mine, w, v, squares, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``. The first
+    The part is ``(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``. The first
     `each` groups of a matrix are rows at `w`, the others rows at `v`. `left` weight rows exist. Meanwhile the part
     prefetches weight rows `ahead` bytes further on, and the next activation rows, to the second cache.
 
@@ -81,14 +81,14 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
     w_block, x_block = weight.block_bytes, weight.activation_block_bytes
     lines, wide = x_block // MAX_MATRICES // 64, TERMS_PER_PASS // weight.term_count
 
-    def meet(mine, w, v, squares, left, stride, columns, x, pitch, chunk, stop, to, step, ahead):
+    def multiply_matrices(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead):
         n, apart = columns // BLOCK_COLUMNS, each * GROUP_ROWS * stride
         passes = (n + wide - 1) // wide
-        parts = passes * squares * ((stop - chunk + PANEL_ROWS - 1) // PANEL_ROWS)
+        parts = passes * matrices * ((stop - chunk + PANEL_ROWS - 1) // PANEL_ROWS)
         next_w, next_v = w + ahead, v + ahead
         for number in range(passes):
             first, last = n * number // passes, n * (number + 1) // passes
-            for k in range(squares):
+            for k in range(matrices):
                 block = mine + EXPANDED_OFFSET + k * (last - first) * w_block
                 here, there = left - k * each * GROUP_ROWS, left - (k * each + each - 1) * GROUP_ROWS
                 expand(block, w + k * apart, stride, here, first, last, n)
@@ -97,9 +97,9 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
             sums = mine + SUMS_OFFSET
             for i in range(chunk, stop, PANEL_ROWS):
                 block, coming = mine + EXPANDED_OFFSET, x + (i // PANEL_ROWS + 1) * pitch + first * x_block
-                for k in range(squares):
-                    next_w = prefetch_section(next_w, squares * GROUP_ROWS * stride, parts)
-                    next_v = prefetch_section(next_v, squares * GROUP_ROWS * stride, parts)
+                for k in range(matrices):
+                    next_w = prefetch_section(next_w, matrices * GROUP_ROWS * stride, parts)
+                    next_v = prefetch_section(next_v, matrices * GROUP_ROWS * stride, parts)
                     if number == 0:
                         clear_0(mine)
                         clear_1(mine)
@@ -131,7 +131,7 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
                         emit(mine, sums, min(PANEL_ROWS, stop - i), left - k * each * GROUP_ROWS, place, step)
                     sums += MATRIX_SUM_BYTES
 
-    return subroutine(meet)
+    return subroutine(multiply_matrices)
 
 
 def make_store_sums() -> Subroutine:
@@ -139,7 +139,7 @@ def make_store_sums() -> Subroutine:
     unit = select_tile_operations()
     store_0, store_1, store_2, store_3 = unit.store[:4]
 
-    def put_sums(mine, sums, rows, left, to, step):
+    def store_sums(mine, sums, rows, left, to, step):
         if rows == PANEL_ROWS and left >= 2 * GROUP_ROWS:
             store_0(mine, to, step)
             store_1(mine, to + TILE_ROW_BYTES, step)
@@ -156,7 +156,7 @@ def make_store_sums() -> Subroutine:
                 if left > GROUP_ROWS:
                     store_lanes(to + i * step, GROUP_ROWS, left, load(at + TILE_BYTES))
 
-    return subroutine(put_sums)
+    return subroutine(store_sums)
 
 
 ARGS = declare_args("w stride rows columns x pitch count y step scratch tickets")
@@ -169,7 +169,7 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
     Words in bytes: `pitch` from 32 rows of activation tiles to the next, `stride` of a weight row, `step` from row to
     row of y. Each thread has `SCRATCH_BYTES`.
     """
-    meet, configure = make_amx_multiply(weight, make_store_sums(), 2), select_tile_operations().configure
+    multiply_matrices, configure = make_amx_multiply(weight, make_store_sums(), 2), select_tile_operations().configure
     release = select_tile_operations().release
 
     terms = weight.term_count
@@ -177,27 +177,30 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
     def body(a, thread, threads):
         stride, rows, count, step, tickets = ARGS.stride(a), ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
         columns, x, pitch, mine = ARGS.columns(a), ARGS.x(a), ARGS.pitch(a), ARGS.scratch(a) + thread * SCRATCH_BYTES
-        most, spans = compute_matrices_per_pass(columns, terms), count_spans(count, MIN_EXPANSION_ROWS, threads)
+        spans = count_spans(count, MIN_EXPANSION_ROWS, threads)
+        matrices_per_pass = compute_matrices_per_pass(columns, terms)
         configure(mine)
         for turn in range(spans):
             span = choose_span(turn, spans, thread, threads)
             start = compute_span_start(count, PANEL_ROWS, span, spans)
             end = compute_span_start(count, PANEL_ROWS, span + 1, spans)
             own = select_span_queue(tickets, span)
-            piece, ticket = 0, take_work_item(own, 0)
+            item, ticket = 0, take_work_item(own, 0)
             for chunk in range(start, end, ROWS_PER_CHUNK):
                 row = 0
                 while row < rows:
-                    if piece == ticket:
-                        squares = min(most, (rows - row + 2 * GROUP_ROWS - 1) // (2 * GROUP_ROWS))
+                    if item == ticket:
+                        matrices = min(matrices_per_pass, (rows - row + 2 * GROUP_ROWS - 1) // (2 * GROUP_ROWS))
                         w, to = ARGS.w(a) + row * stride, ARGS.y(a) + chunk * step + 4 * row
                         v, stop = w + GROUP_ROWS * stride, min(end, chunk + ROWS_PER_CHUNK)
-                        ahead = threads * most * 2 * GROUP_ROWS * stride
-                        meet(mine, w, v, squares, rows - row, stride, columns, x, pitch, chunk, stop, to, step, ahead)
-                        ticket = take_work_item(own, piece + 1)
-                    piece += 1
-                    row += most * 2 * GROUP_ROWS
-            finish_queue(own, ticket, piece, threads)
+                        ahead = threads * matrices_per_pass * 2 * GROUP_ROWS * stride
+                        multiply_matrices(
+                            mine, w, v, matrices, rows - row, stride, columns, x, pitch, chunk, stop, to, step, ahead
+                        )
+                        ticket = take_work_item(own, item + 1)
+                    item += 1
+                    row += matrices_per_pass * 2 * GROUP_ROWS
+            finish_queue(own, ticket, item, threads)
         release(mine)
         return 0
 
@@ -207,11 +210,11 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
 def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int) -> None:
     """Add the steps of a product. `stride` is the bytes of a weight row."""
     w, x, y = call.operand(0), call.operand(1), call.out
-    weight, dealt, columns = make_amx_weight(w.dtype), is_shared_by_threads(steps, call), w.shape[-1]
-    tiled = quantise_activations(steps, x, weight.activation_kind, for_all=dealt)[0]
+    weight, is_shared, columns = make_amx_weight(w.dtype), is_shared_by_threads(steps, call), w.shape[-1]
+    tiled = quantise_activations(steps, x, weight.activation_kind, for_all=is_shared)[0]
     memory = steps.scratch("tiled", SCRATCH_BYTES * steps.threads)
 
-    def share(tickets: int) -> ThreadWork:
+    def make_thread_work(tickets: int) -> ThreadWork:
         words = ARGS(
             w=w.address,
             stride=stride,
@@ -227,7 +230,7 @@ def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int
         )
         return ThreadWork(words, [w, tiled], [y])
 
-    if dealt:
-        steps.add_queued(make_amx_matmul_kernel(weight), share)
+    if is_shared:
+        steps.add_queued(make_amx_matmul_kernel(weight), make_thread_work)
     elif y.shape[-1]:
-        steps.add_per_thread(make_amx_matmul_kernel(weight), [share(0)])
+        steps.add_per_thread(make_amx_matmul_kernel(weight), [make_thread_work(0)])

@@ -1,4 +1,4 @@
-"""MoE products of prompts by AMX tiles.
+"""MoE products of many activation rows by AMX tiles, one expert after another.
 
 1. Gather the activation rows of an expert into tiles. They are scattered in memory.
 2. Multiply the tiles with all rows of the expert's weight.
@@ -115,7 +115,7 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: in
         emit: The epilogue of `tiled.make_amx_multiply`.
         each: Groups of a matrix that belong to the first weight: 1 for a gated unit, else 2.
     """
-    meet, configure = make_amx_multiply(weight, emit, each), select_tile_operations().configure
+    multiply_matrices, configure = make_amx_multiply(weight, emit, each), select_tile_operations().configure
     release = select_tile_operations().release
     terms = weight.term_count
 
@@ -126,26 +126,26 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: in
         wide = compute_matrices_per_pass(columns, terms) // 2 * 2 * each * GROUP_ROWS
         ahead, results = threads * wide * stride, mine + RESULTS_OFFSET
         configure(mine)
-        piece, ticket, held = 0, take_work_item(tickets, 0), -1
+        item, ticket, gathered_chunk = 0, take_work_item(tickets, 0), -1
         for expert in range(ARGS.experts(a)):
             start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
             for chunk in range(start, end, ROWS_PER_CHUNK):
                 stop = min(end, chunk + ROWS_PER_CHUNK)
                 row = 0
                 while row < rows:
-                    if piece == ticket:
-                        if held != chunk:
+                    if item == ticket:
+                        if gathered_chunk != chunk:
                             gather_slot_rows(a, mine, chunk, stop)
-                            held = chunk
+                            gathered_chunk = chunk
                         skipped, left = expert * between + row * stride, rows - row
                         w, v = ARGS.weights(a, 0) + skipped, ARGS.weights(a, 1) + skipped
-                        squares = (min(wide, left) + each * GROUP_ROWS - 1) // (each * GROUP_ROWS)
+                        matrices = (min(wide, left) + each * GROUP_ROWS - 1) // (each * GROUP_ROWS)
                         x, count = mine + GATHERED_OFFSET, stop - chunk
-                        meet(
+                        multiply_matrices(
                             mine,
                             w,
                             v,
-                            squares,
+                            matrices,
                             left,
                             stride,
                             columns,
@@ -158,10 +158,10 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: in
                             ahead,
                         )
                         scatter_slot_rows(a, mine, chunk, stop, row, min(wide, left))
-                        ticket = take_work_item(tickets, piece + 1)
-                    piece += 1
+                        ticket = take_work_item(tickets, item + 1)
+                    item += 1
                     row += wide
-        finish_queue(tickets, ticket, piece, threads)
+        finish_queue(tickets, ticket, item, threads)
         release(mine)
         if thread == 0:
             zero_and_quantise_remote_rows(a, mine)
@@ -217,14 +217,15 @@ def add_amx_moe_step(
         to: The destination of the result rows.
     """
     w, x = products[0].operand(0), products[0].operand(1)
-    dealt, columns, (stride, between) = is_shared_by_threads(steps, products[0]), w.shape[-1], compute_weight_strides(w)
+    is_shared = is_shared_by_threads(steps, products[0])
+    columns, (stride, between) = w.shape[-1], compute_weight_strides(w)
     kind = make_amx_weight(w.dtype).activation_kind
-    tiled, pitch = quantise_activations(steps, x, kind, for_all=dealt)[0], compute_quantised_bytes(1, columns, kind)
+    tiled, pitch = quantise_activations(steps, x, kind, for_all=is_shared)[0], compute_quantised_bytes(1, columns, kind)
     rows = to.float_rows.shape[-1]
     nbytes = compute_moe_scratch_bytes(pitch)
     memory = steps.scratch(f"experts {nbytes}", nbytes * steps.threads)
 
-    def share(tickets: int) -> ThreadWork:
+    def make_thread_work(tickets: int) -> ThreadWork:
         words = ARGS(
             weights=begins,
             stride=stride,
@@ -245,7 +246,7 @@ def add_amx_moe_step(
         )
         return ThreadWork(words, [*(p.operand(0) for p in products), tiled, slots.operand], to.writes)
 
-    if dealt:
-        steps.add_queued(kernel, share)
+    if is_shared:
+        steps.add_queued(kernel, make_thread_work)
     elif rows:
-        steps.add_per_thread(kernel, [share(0)])
+        steps.add_per_thread(kernel, [make_thread_work(0)])

@@ -70,8 +70,8 @@ def make_amx_weight(dtype: DType) -> AmxWeight:
         return AmxWeight(dtype, TILED_KIND, 1, 24, _make_expand_packed(FORMATS[dtype]))
     if dtype is DType.BF16:
         return AmxWeight(dtype, SPLIT_KIND, 1, 7, _expand_bf16)
-    terms, least = {DType.F16: (2, 7), DType.F32: (FLOAT32_TERMS, 96)}[dtype]
-    return AmxWeight(dtype, SPLIT_KIND, terms, least, _make_expand_split(dtype, terms))
+    terms, min_rows = {DType.F16: (2, 7), DType.F32: (FLOAT32_TERMS, 96)}[dtype]
+    return AmxWeight(dtype, SPLIT_KIND, terms, min_rows, _make_expand_split(dtype, terms))
 
 
 def _make_expand_packed(form: PackedFormat) -> Subroutine:
@@ -81,7 +81,7 @@ def _make_expand_packed(form: PackedFormat) -> Subroutine:
     high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
     lines = -(-nbytes // 64)
 
-    def expand(to, group, stride, left, first, last, n):
+    def expand_packed(to, group, stride, left, first, last, n):
         for block in range(first, last):
             prefetch_lines(group + block * nbytes, lines, PREFETCH_BYTES, PREFETCH_BYTES)
             start = block // UNIT_BLOCKS * UNIT_BLOCKS
@@ -93,7 +93,7 @@ def _make_expand_packed(form: PackedFormat) -> Subroutine:
             store_dequantised_bf16(to, codes(planes + b * 64 * width, second + b * 64 * high), d, e, m, o)
             to += BLOCK_BYTES
 
-    return subroutine(expand)
+    return subroutine(expand_packed)
 
 
 @subroutine
@@ -107,18 +107,18 @@ def _expand_bf16(to, group, stride, left, first, last, n):
 def _make_expand_split(dtype: DType, terms: int) -> Subroutine:
     """Make `AmxWeight.expand_blocks` of float16 or float32: transpose, and split into terms."""
     size = dtype.storage.itemsize
-    load_some, store = load_f16 if dtype is DType.F16 else load, store_ordered_bf16_terms(terms)
+    load_16, store = load_f16 if dtype is DType.F16 else load, store_ordered_bf16_terms(terms)
 
-    def expand(to, group, stride, left, first, last, n):
+    def expand_split(to, group, stride, left, first, last, n):
         for block in range(first, last):
             for row in range(GROUP_ROWS):
                 at = group + min(row, left - 1) * stride + block * BLOCK_COLUMNS * size
-                store(to + row * TILE_ROW_BYTES, BLOCK_BYTES, load_some(at), load_some(at + LANES * size))
+                store(to + row * TILE_ROW_BYTES, BLOCK_BYTES, load_16(at), load_16(at + LANES * size))
             for _ in range(terms):
                 transpose_f32(to, TILE_ROW_BYTES, GROUP_ROWS, LANES, to)
                 to += BLOCK_BYTES
 
-    return subroutine(expand)
+    return subroutine(expand_split)
 
 
 @cache
@@ -130,11 +130,11 @@ def make_multiply_terms(weight: AmxWeight, tiles_of_x: int) -> Subroutine:
     of_x = TERMS_BY_KIND[weight.activation_kind]
     pairs = [(i, j) for i in reversed(range(weight.term_count)) for j in reversed(range(of_x)) if i + j < FLOAT32_TERMS]
     news = [k == 0 or pairs[k - 1][0] != i for k, (i, _) in enumerate(pairs)]
-    made = (
+    parts = (
         _make_multiply_term(i * BLOCK_BYTES, j * BLOCK_BYTES, new, tiles_of_x == 2)
         for (i, j), new in zip(pairs, news, strict=True)
     )
-    return reduce(_chain_parts, made)
+    return reduce(_chain_parts, parts)
 
 
 def _make_multiply_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
@@ -149,7 +149,7 @@ def _make_multiply_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
         unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
     )
 
-    def product(mine, x, block):
+    def multiply_term(mine, x, block):
         load_x(mine, x + j, TILE_ROW_BYTES)
         if new:
             load_u(mine, block + i, TILE_ROW_BYTES)
@@ -162,14 +162,14 @@ def _make_multiply_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
             multiply_2(mine)
             multiply_3(mine)
 
-    return subroutine(product)
+    return subroutine(multiply_term)
 
 
 def _chain_parts(before: Subroutine, after: Subroutine) -> Subroutine:
     """Return a part that runs `before`, then `after`."""
 
-    def both(mine, x, block):
+    def run_both(mine, x, block):
         before(mine, x, block)
         after(mine, x, block)
 
-    return subroutine(both)
+    return subroutine(run_both)

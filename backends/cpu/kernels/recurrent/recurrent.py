@@ -1,6 +1,7 @@
-"""The gated delta rule. Each head has a state S [value, key], a decay f = exp(g) and an update rate beta.
+"""The gated delta rule: token by token, in pairs of tokens, or in pairs with a transposed state.
 
-``S = f * S``, then ``d = beta * (v - S k)``, then ``S = S + d k^T``, then ``out = S q / sqrt(size)``.
+Each head has a state S [value, key], a decay f = exp(g) and an update rate beta. A token computes ``S = f * S``, then
+``d = beta * (v - S k)``, then ``S = S + d k^T``, then ``out = S q / sqrt(size)``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ BLOCK_ROWS = 32
 
 
 ARGS = declare_args(
-    "sequences tokens keyed heads size width q[4] k[4] v[4] g[4] beta[4] out[4] state new[3] kept scratch"
+    "sequences tokens keyed heads size width q[4] k[4] v[4] g[4] beta[4] out[4] state new[3] saved_state scratch"
 )
 """Words of q to out: the address, and bytes from sequence to sequence, token to token, head to head.
 
@@ -96,7 +97,7 @@ def compute_head_address(a, first, n, t, h):
 def make_one_token_part(per_channel: bool) -> Subroutine:
     """Make ``(a, n, h, source, t, first, last, memory)``: process one token with state rows `first` to `last`."""
 
-    def alone(a, n, h, source, t, first, last, memory):
+    def process_one_token(a, n, h, source, t, first, last, memory):
         size, width = ARGS.size(a), ARGS.width(a)
         scale, step = np.float32(1.0 / math.sqrt(size)), 4 * size
         fades = memory + DECAYS_OFFSET
@@ -121,16 +122,16 @@ def make_one_token_part(per_channel: bool) -> Subroutine:
         for row in range(first, last):
             s, z, x, y = before + row * step, after + row * step, zeros(), zeros()
             for c in range(0, step, 4 * LANES):
-                held = load(s + c)  # x += S[row, c] f[c] k[c], y += S[row, c] f[c] q[c]
-                x, y = fma(held, load(keys + c), x), fma(held, load(queries + c), y)
+                state_vector = load(s + c)  # x += S[row, c] f[c] k[c], y += S[row, c] f[c] q[c]
+                x, y = fma(state_vector, load(keys + c), x), fma(state_vector, load(queries + c), y)
             delta = (load_scalar(v + 4 * row) - decay * lane_sum(x)) * beta
             store_scalar(out + 4 * row, (decay * lane_sum(y) + delta * overlap) * scale)
             by = splat(delta)
             for c in range(0, step, 4 * LANES):
-                held = mul(load(s + c), load(fades + c) if per_channel else fade)
-                store(z + c, fma(by, load(k + c), held))  # S[row, c] = f[c] S[row, c] + delta k[c]
+                state_vector = mul(load(s + c), load(fades + c) if per_channel else fade)
+                store(z + c, fma(by, load(k + c), state_vector))  # S[row, c] = f[c] S[row, c] + delta k[c]
 
-    return subroutine(alone)
+    return subroutine(process_one_token)
 
 
 @cache
@@ -141,10 +142,10 @@ def make_two_token_part(per_channel: bool) -> Subroutine:
     old state. With decays f and g: ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.
     """
 
-    def two(a, n, h, source, t, first, last, memory):
+    def process_two_tokens(a, n, h, source, t, first, last, memory):
         size, width = ARGS.size(a), ARGS.width(a)
         scale, step = splat(np.float32(1.0 / math.sqrt(size))), 4 * size
-        fades, meeting = memory + DECAYS_OFFSET, memory + DECAYS_OFFSET + step
+        fades, multiplied_vectors = memory + DECAYS_OFFSET, memory + DECAYS_OFFSET + step
         written = memory + DECAYS_OFFSET + 5 * step
         state = ARGS.new(a, 0) + n * ARGS.new(a, 1) + step * h * width
         q, k = compute_head_address(a, Q_WORD, n, t, source), compute_head_address(a, K_WORD, n, t, source)
@@ -159,10 +160,10 @@ def make_two_token_part(per_channel: bool) -> Subroutine:
             both, key, last_key, query = mul(fade, then), load(k + c), load(next_k + c), load(next_q + c)
             write = mul(then, key)
             store(fades + c, both)
-            store(meeting + c, mul(fade, key))
-            store(meeting + step + c, mul(fade, load(q + c)))
-            store(meeting + 2 * step + c, mul(both, last_key))
-            store(meeting + 3 * step + c, mul(both, query))
+            store(multiplied_vectors + c, mul(fade, key))
+            store(multiplied_vectors + step + c, mul(fade, load(q + c)))
+            store(multiplied_vectors + 2 * step + c, mul(both, last_key))
+            store(multiplied_vectors + 3 * step + c, mul(both, query))
             store(written + c, write)
             qk, ql = fma(load(q + c), key, qk), fma(write, last_key, ql)
             pk, pl = fma(query, write, pk), fma(query, last_key, pl)
@@ -170,7 +171,7 @@ def make_two_token_part(per_channel: bool) -> Subroutine:
             sums = zero_products()
             for c in range(0, step, 4 * LANES):
                 # sums[r, j] += S[row + r, c] * u[j, c] for u = f k, f q, f g k', f g q'
-                sums = add_16_columns(sums, state + row * step + c, step, meeting + c, step)
+                sums = add_16_columns(sums, state + row * step + c, step, multiplied_vectors + c, step)
             store(memory + 4 * CROSS_ROWS * (row - first), reduce_products(sums))
         own, next_own, key_first = splat(lane_sum(qk)), splat(lane_sum(pl)), splat(lane_sum(ql))
         key_last = splat(lane_sum(pk))
@@ -206,7 +207,7 @@ def make_two_token_part(per_channel: bool) -> Subroutine:
                 store(s2 + c, fma(f2, y, fma(d2, x, mul(load(s2 + c), fade))))
                 store(s3 + c, fma(f3, y, fma(d3, x, mul(load(s3 + c), fade))))
 
-    return subroutine(two)
+    return subroutine(process_two_tokens)
 
 
 @cache
@@ -218,7 +219,7 @@ def make_two_token_transposed_part(per_channel: bool) -> Subroutine:
     `out` would delay all later stores of the state.
     """
 
-    def two_turned(a, n, h, source, t, first, memory):
+    def process_two_transposed(a, n, h, source, t, first, memory):
         size = ARGS.size(a)
         scale, step, fades = splat(np.float32(1.0 / math.sqrt(size))), 4 * size, memory + DECAYS_OFFSET
         q, k = compute_head_address(a, Q_WORD, n, t, source), compute_head_address(a, K_WORD, n, t, source)
@@ -293,21 +294,21 @@ def make_two_token_transposed_part(per_channel: bool) -> Subroutine:
                 store(row, fma(f0, y, fma(d0, x, mul(both, load(row)))))
                 store(row + 4 * LANES, fma(f1, y, fma(d1, x, mul(both, load(row + 4 * LANES)))))
 
-    return subroutine(two_turned)
+    return subroutine(process_two_transposed)
 
 
 @cache
 def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
     """Make the kernel of the rule for `keyed` key heads of `size` elements and `heads` value heads of `width` elements.
 
-    The kernel copies the old `state` to `kept` (0: it is not copied) and writes the `new` state.
+    The kernel copies the old `state` to `saved_state` (0: it is not copied) and writes the `new` state.
 
     Args:
         per_channel: Whether each channel has its own decay.
         tiled: Whether value head h uses key head ``h % keyed``; else ``h // (heads // keyed)``.
     """
 
-    alone, two, two_turned = (
+    process_one_token, process_two_tokens, process_two_transposed = (
         of(per_channel) for of in (make_one_token_part, make_two_token_part, make_two_token_transposed_part)
     )
 
@@ -321,30 +322,30 @@ def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
             h, n = unit // blocks % heads, unit // blocks // heads
             source = h % keyed if tiled else h // (heads // keyed)
             last = min(width, first + BLOCK_ROWS)
-            if ARGS.kept(a) != 0:
+            if ARGS.saved_state(a) != 0:
                 start = 4 * size * ((n * heads + h) * width)
                 for c in range(start + 4 * first * size, start + 4 * last * size, 4 * LANES):
                     prefetch_l2(ARGS.state(a) + c + 4 * BLOCK_ROWS * size)  # the next block
-                    store_streaming(ARGS.kept(a) + c, load(ARGS.state(a) + c))
-            is_turned = tokens >= MIN_TRANSPOSED_TOKENS and ARGS.new(a, 2) == 0 and last - first == BLOCK_ROWS
-            in_pairs = not is_turned and ARGS.new(a, 2) == 0 and (last - first) % CROSS_ROWS == 0
+                    store_streaming(ARGS.saved_state(a) + c, load(ARGS.state(a) + c))
+            is_transposed = tokens >= MIN_TRANSPOSED_TOKENS and ARGS.new(a, 2) == 0 and last - first == BLOCK_ROWS
+            in_pairs = not is_transposed and ARGS.new(a, 2) == 0 and (last - first) % CROSS_ROWS == 0
             t = 0
-            while t < (tokens % 2 if is_turned else tokens):
+            while t < (tokens % 2 if is_transposed else tokens):
                 if in_pairs and 0 < t < tokens - 1:  # the first token reads the old state
-                    two(a, n, h, source, t, first, last, memory)
+                    process_two_tokens(a, n, h, source, t, first, last, memory)
                     t += 2
                 else:
-                    alone(a, n, h, source, t, first, last, memory)
+                    process_one_token(a, n, h, source, t, first, last, memory)
                     t += 1
-            if is_turned:
-                step, turned = 4 * size, memory + DECAYS_OFFSET + 6 * 4 * size
+            if is_transposed:
+                step, transposed = 4 * size, memory + DECAYS_OFFSET + 6 * 4 * size
                 old = ARGS.state(a) + step * ((n * heads + h) * width + first)
                 new = ARGS.new(a, 0) + n * ARGS.new(a, 1) + step * (h * width + first)
-                transpose_block(old if t == 0 else new, step, turned, 4 * BLOCK_ROWS, BLOCK_ROWS, size)
+                transpose_block(old if t == 0 else new, step, transposed, 4 * BLOCK_ROWS, BLOCK_ROWS, size)
                 while t < tokens:
-                    two_turned(a, n, h, source, t, first, memory)
+                    process_two_transposed(a, n, h, source, t, first, memory)
                     t += 2
-                transpose_block(turned, 4 * BLOCK_ROWS, new, step, size, BLOCK_ROWS)
+                transpose_block(transposed, 4 * BLOCK_ROWS, new, step, size, BLOCK_ROWS)
         return 0
 
     return Kernel(f"recurrent.delta_net.{'channels' if per_channel else 'heads'}.{'tiled' if tiled else 'runs'}", body)
@@ -368,8 +369,8 @@ def has_delta_net_kernel(call: BoundInstruction) -> bool:
     return not q.shape[-1] % LANES and dense and len(q.shape) in (3, 4) and q.shape[-2] > 0
 
 
-def _add_delta_net(steps: StepTableBuilder, call: BoundInstruction, kept: Operand | None) -> None:
-    """Add the step. `kept` receives a copy of the old state."""
+def _add_delta_net(steps: StepTableBuilder, call: BoundInstruction, saved_state: Operand | None) -> None:
+    """Add the step. `saved_state` receives a copy of the old state."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     sequences = q.shape[0] if len(q.shape) == 4 else 1
@@ -393,11 +394,11 @@ def _add_delta_net(steps: StepTableBuilder, call: BoundInstruction, kept: Operan
         out=out_at,
         state=state.address,
         new=[new.address + (snapshots - 1) * size, snapshots * size, 0 if snapshots == 1 else -size],
-        kept=0 if kept is None else kept.address,
+        saved_state=0 if saved_state is None else saved_state.address,
         scratch=memory.address,
     )
     kernel = make_delta_net_kernel(g.shape[-1] != 1, call.attrs["heads"] == "tiled")
-    writes = [out, new] if kept is None else [out, new, kept]
+    writes = [out, new] if saved_state is None else [out, new, saved_state]
     steps.add(kernel, words, reads=[q, k, v, g, beta, state], writes=writes)
 
 
@@ -405,15 +406,15 @@ def _fuse_save_and_delta_net(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse saving a state and the rule: each block is saved while it is in the first cache."""
     chain = match_saved_state_update(flow, number, "gated_delta_net")
     save, change = map(flow.bound_instruction, chain)
-    kept = save.out
+    saved_state = save.out
     require_supported(save.operand(0).tensor == change.operand(5).tensor, "not all of the state is saved")
     require_supported(
-        kept.is_float and kept.is_dense and kept.address % 64 == 0,
+        saved_state.is_float and saved_state.is_dense and saved_state.address % 64 == 0,
         "the copy of the state is not dense float32 at a multiple of 64 bytes",
     )
     require_supported(has_delta_net_kernel(change), "the rule has no kernel")
-    require_no_alias(kept, [change.operand(i) for i in range(6)])
-    return FusedBinding(chain, partial(_add_delta_net, call=change, kept=kept))
+    require_no_alias(saved_state, [change.operand(i) for i in range(6)])
+    return FusedBinding(chain, partial(_add_delta_net, call=change, saved_state=saved_state))
 
 
 def compute_sequence_strides(operand: Operand, axes: int, batched: bool) -> list[int]:

@@ -18,7 +18,7 @@ BY_KEY_ARGS = declare_args(
     "sequences tokens heads keys values k[4] v[4] r[4] fading[4] out[4] bonus state new scale:f32"
 )
 BY_VALUE_ARGS = declare_args(
-    "sequences tokens heads keys values r[4] fading[4] k[4] v[4] taken[4] given[4] out[4] state new"
+    "sequences tokens heads keys values r[4] fading[4] k[4] v[4] read_key[4] write_key[4] out[4] state new"
 )
 """Operands of four words: the address, and bytes from sequence to sequence, token to token, head to head.
 
@@ -68,9 +68,9 @@ def make_key_major_scan_kernel(bonus: bool) -> Kernel:
                 )
                 y = zeros()
                 for d in range(keys):
-                    held, write = load(old + 4 * values * d), mul(splat_from(k + 4 * d), v)
-                    changed = fma(held, splat_from(w + 4 * d), write)
-                    seen = fma(splat_from(extra + 4 * d), write, held) if bonus else changed
+                    state_vector, write = load(old + 4 * values * d), mul(splat_from(k + 4 * d), v)
+                    changed = fma(state_vector, splat_from(w + 4 * d), write)
+                    seen = fma(splat_from(extra + 4 * d), write, state_vector) if bonus else changed
                     y = fma(splat_from(r + 4 * d), seen, y)  # y[c] += r[d] * S[d, c]
                     store(new + 4 * values * d, changed)
                 store(out, mul(y, splat(BY_KEY_ARGS.scale(a))))
@@ -80,8 +80,8 @@ def make_key_major_scan_kernel(bonus: bool) -> Kernel:
 
 
 @kernel
-def by_value(a, thread, threads):
-    """Compute with a state [value, key]: ``S = S * fading + (S taken) given^T + v k^T``, ``out = S r``."""
+def scan_value_major(a, thread, threads):
+    """Compute with a state [value, key]: ``S = S * fading + (S read_key) write_key^T + v k^T``, ``out = S r``."""
     tokens, heads, keys = BY_VALUE_ARGS.tokens(a), BY_VALUE_ARGS.heads(a), BY_VALUE_ARGS.keys(a)
     values = BY_VALUE_ARGS.values(a)
     blocks = (values + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -116,17 +116,17 @@ def by_value(a, thread, threads):
                 + t * BY_VALUE_ARGS.v(a, 2)
                 + h * BY_VALUE_ARGS.v(a, 3)
             )
-            taken = (
-                BY_VALUE_ARGS.taken(a, 0)
-                + n * BY_VALUE_ARGS.taken(a, 1)
-                + t * BY_VALUE_ARGS.taken(a, 2)
-                + h * BY_VALUE_ARGS.taken(a, 3)
+            read_key = (
+                BY_VALUE_ARGS.read_key(a, 0)
+                + n * BY_VALUE_ARGS.read_key(a, 1)
+                + t * BY_VALUE_ARGS.read_key(a, 2)
+                + h * BY_VALUE_ARGS.read_key(a, 3)
             )
-            given = (
-                BY_VALUE_ARGS.given(a, 0)
-                + n * BY_VALUE_ARGS.given(a, 1)
-                + t * BY_VALUE_ARGS.given(a, 2)
-                + h * BY_VALUE_ARGS.given(a, 3)
+            write_key = (
+                BY_VALUE_ARGS.write_key(a, 0)
+                + n * BY_VALUE_ARGS.write_key(a, 1)
+                + t * BY_VALUE_ARGS.write_key(a, 2)
+                + h * BY_VALUE_ARGS.write_key(a, 3)
             )
             out = (
                 BY_VALUE_ARGS.out(a, 0)
@@ -137,13 +137,13 @@ def by_value(a, thread, threads):
             for row in range(top, min(values, top + BLOCK_ROWS)):
                 s, after, read = old + 4 * keys * row, new + 4 * keys * row, zeros()
                 for c in range(0, 4 * keys, 4 * LANES):
-                    read = fma(load(s + c), load(taken + c), read)
+                    read = fma(load(s + c), load(read_key + c), read)
                 read, value, y = splat(lane_sum(read)), splat_from(v + 4 * row), zeros()
                 for c in range(0, 4 * keys, 4 * LANES):
-                    write = fma(read, load(given + c), mul(value, load(k + c)))
-                    held = fma(load(s + c), load(w + c), write)
-                    y = fma(held, load(r + c), y)
-                    store(after + c, held)
+                    write = fma(read, load(write_key + c), mul(value, load(k + c)))
+                    state_vector = fma(load(s + c), load(w + c), write)
+                    y = fma(state_vector, load(r + c), y)
+                    store(after + c, state_vector)
                 store_scalar(out + 4 * row, lane_sum(y))
     return 0
 
@@ -197,15 +197,15 @@ def _bind_gated_linear_attn(steps: StepTableBuilder, call: BoundInstruction) -> 
 
 
 def _bind_rwkv_wkv7(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    r, fading, k, v, taken, given, state = (call.operand(i) for i in range(7))
+    r, fading, k, v, read_key, write_key, state = (call.operand(i) for i in range(7))
     out, new = call.dst
-    walked = [r, fading, k, v, taken, given]
+    walked = [r, fading, k, v, read_key, write_key]
     if not _has_scan_kernel(call, [*walked, out], state, k.shape[-1]):
         return False
-    named = {"r": r, "fading": fading, "k": k, "v": v, "taken": taken, "given": given, "out": out}
+    named = {"r": r, "fading": fading, "k": k, "v": v, "read_key": read_key, "write_key": write_key, "out": out}
     strides = {name: compute_sequence_strides(o, 3, len(k.shape) == 4) for name, o in named.items()}
     block = BY_VALUE_ARGS(**_make_size_words(k, v), **strides, state=state.address, new=new.address)
-    steps.add(by_value, block, reads=[*walked, state], writes=[out, new])
+    steps.add(scan_value_major, block, reads=[*walked, state], writes=[out, new])
     return True
 
 

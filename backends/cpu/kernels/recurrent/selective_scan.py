@@ -2,10 +2,10 @@
 
 Two kernels run one after the other:
 
-1. `step_sizes` computes ``size = softplus(dt)`` for each token and head, and ``decay = exp(size a)`` if `a` has one
-   number per head.
-2. `scan` updates rows of the state, one row per channel: ``S = decay S + (size x) b``, ``y = S . c``. A block of rows
-   sees all tokens before the next block does, so that it stays in the first cache.
+1. The step sizes (`make_step_sizes_kernel`): ``size = softplus(dt)`` for each token and head, and
+   ``decay = exp(size a)`` if `a` has one number per head.
+2. The scan (`make_scan_kernel`): update rows of the state, one row per channel: ``S = decay S + (size x) b``,
+   ``y = S . c``. A block of rows processes all tokens before the next block does, so that it stays in the first cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DT, X, B, C, OUT = STEP_SIZES.first_word("dt"), *(SCAN.first_word(name) for name
 
 
 @cache
-def step_sizes(per_head: bool) -> Kernel:
+def make_step_sizes_kernel(per_head: bool) -> Kernel:
     """Return the kernel ``sizes = softplus(dt)``, and ``decays = exp(sizes * rates)`` if rates are one `per_head`."""
 
     def body(a, thread, threads):
@@ -68,7 +68,7 @@ def step_sizes(per_head: bool) -> Kernel:
 
 
 @cache
-def decay_of(per_head: bool) -> Subroutine:
+def make_decay_columns(per_head: bool) -> Subroutine:
     """Return ``(size, decay, rates, column, columns)``: the decays of 16 columns of a row."""
 
     def decay_columns(size, decay, rates, column, columns):
@@ -78,12 +78,12 @@ def decay_of(per_head: bool) -> Subroutine:
 
 
 @cache
-def update_row_of(per_head: bool) -> Subroutine:
+def make_update_row(per_head: bool) -> Subroutine:
     """Return ``(old, new, columns, x, size, decay, rates, b, c, out)``: one row of the state sees one token.
 
     `x` is the address of the row's input, `out` the address of its output.
     """
-    decay_columns = decay_of(per_head)
+    decay_columns = make_decay_columns(per_head)
 
     def update_row(old, new, columns, x, size, decay, rates, b, c, out):
         write, y = mul(size, splat_from(x)), zeros()
@@ -98,9 +98,9 @@ def update_row_of(per_head: bool) -> Subroutine:
 
 
 @cache
-def update_four_rows_of(per_head: bool) -> Subroutine:
+def make_update_four_rows(per_head: bool) -> Subroutine:
     """Return the same function for four neighbouring rows of one head, which read `b` and `c` once."""
-    decay_columns = decay_of(per_head)
+    decay_columns = make_decay_columns(per_head)
 
     def update_four_rows(old, new, columns, x, size, decay, rates, b, c, out):
         row = 4 * columns
@@ -131,9 +131,9 @@ def update_four_rows_of(per_head: bool) -> Subroutine:
 
 
 @cache
-def scan(per_head: bool) -> Kernel:
+def make_scan_kernel(per_head: bool) -> Kernel:
     """Return the kernel of the recurrence; rates are one number `per_head`, or one per column of the state."""
-    update_row, update_four_rows = update_row_of(per_head), update_four_rows_of(per_head)
+    update_row, update_four_rows = make_update_row(per_head), make_update_four_rows(per_head)
 
     def body(a, thread, threads):
         tokens, heads, channels, columns = SCAN.tokens(a), SCAN.heads(a), SCAN.channels(a), SCAN.columns(a)
@@ -178,7 +178,7 @@ def scan(per_head: bool) -> Kernel:
     return Kernel(f"selective_scan.scan.{'head' if per_head else 'column'}", body)
 
 
-def _is_compiled(call: BoundInstruction) -> bool:
+def _has_scan_kernel(call: BoundInstruction) -> bool:
     """Return whether the kernels of this file compute a `ssm_scan`."""
     x, dt, rates, b, c, state = (call.operand(i) for i in range(6))
     out, new = call.dst
@@ -193,7 +193,7 @@ def _is_compiled(call: BoundInstruction) -> bool:
 
 
 def _bind_ssm_scan(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    if not _is_compiled(call):
+    if not _has_scan_kernel(call):
         return False
     x, dt, rates, b, c, state = (call.operand(i) for i in range(6))
     out, new = call.dst
@@ -205,13 +205,13 @@ def _bind_ssm_scan(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     counts = {"sequences": sequences, "tokens": tokens, "heads": heads}
     memory = {"rates": rates.address, "sizes": sizes.address, "decays": decays.address}
     steps.add(
-        step_sizes(per_head),
+        make_step_sizes_kernel(per_head),
         STEP_SIZES(**counts, dt=compute_sequence_strides(dt, 2, batched), **memory),
         reads=[dt, rates],
         writes=[sizes, decays],
     )
     steps.add(
-        scan(per_head),
+        make_scan_kernel(per_head),
         SCAN(
             **counts,
             groups=b.shape[-2],

@@ -1,4 +1,4 @@
-"""The short convolution of a delta-net layer: alone, and fused with its saved rows, SiLU and the norms of its heads."""
+"""The short convolution of a delta-net layer: alone, or fused with its saved rows, SiLU and the norms of its heads."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ TAPPED = declare_args("sequences tokens channels x x_between x_row w w_row y y_b
 
 @kernel
 def convolve_taps(a, thread, threads):
-    """Any number of taps: ``y[t, c] = sum_j w[c, j] x[t + j, c]``. Each thread has `taps` vectors of scratch."""
+    """Convolve with any number of taps: ``y[t, c] = sum_j w[c, j] x[t + j, c]``.
+
+    Each thread has `taps` vectors of scratch.
+    """
     tokens, channels, taps = TAPPED.tokens(a), TAPPED.channels(a), TAPPED.taps(a)
     columns = TAPPED.scratch(a) + thread * 4 * LANES * taps
     blocks = (channels + LANES - 1) // LANES
@@ -166,20 +169,20 @@ def load_row_number(ids, nbytes, i):
 
 
 @subroutine
-def save_and_update_rows(state, kept, old, ids, nbytes, x, step, channels, size):
-    """Save the three state rows of a head to `kept` and `old`, then overwrite them by the rows that `ids` name."""
+def save_and_update_rows(state, saved_state, old, ids, nbytes, x, step, channels, size):
+    """Save the three state rows of a head to `saved_state` and `old`, then overwrite them by the rows of `ids`."""
     for j in range(3):
         for c in range(0, 4 * size, 4 * LANES):
             row = load(state + 4 * j * channels + c)
             store(old + 4 * j * size + c, row)
-            store_streaming(kept + 4 * j * channels + c, row)
+            store_streaming(saved_state + 4 * j * channels + c, row)
     for j in range(3):
         row = load_row_number(ids, nbytes, j)
         copy_floats(old + 4 * row * size if row < 3 else x + (row - 3) * step, state + 4 * j * channels, size)
 
 
 HEAD_ARGS = declare_args(
-    "sequences tokens heads size state kept x x_between x_row w y y_between y_row "
+    "sequences tokens heads size state saved_state x x_between x_row w y y_between y_row "
     "ids id_bytes first[3] second[3] eps:f32 scratch"
 )
 """`first` and `second`: the first and the end head of two normed ranges, and the address of the result."""
@@ -189,10 +192,10 @@ HEAD_ARGS = declare_args(
 def make_head_convolution_kernel(norm: str) -> Kernel:
     """Make the kernel of convolution, SiLU and head norms. The state rows are saved and overwritten.
 
-    Heads have `size` numbers. `state` is f32[sequences, 3, channels]; `kept` receives its copy. `w` is [channels, 4].
-    `ids` [sequences, 3] name the rows of the next state among the rows of state and x. Normed heads are not written to
-    y. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row. Scratch of a thread: 3 rows,
-    and `TILE_TOKENS` heads.
+    Heads have `size` numbers. `state` is f32[sequences, 3, channels]; `saved_state` receives its copy. `w` is
+    [channels, 4]. `ids` [sequences, 3] name the rows of the next state among the rows of state and x. Normed heads
+    are not written to y. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row. Scratch
+    of a thread: 3 rows, and `TILE_TOKENS` heads.
     """
     factor = NORM_FACTORS[norm]
 
@@ -215,9 +218,9 @@ def make_head_convolution_kernel(norm: str) -> Kernel:
                     if first == 0:
                         rows = ids + 3 * n * HEAD_ARGS.id_bytes(a)
                         state = HEAD_ARGS.state(a) + 12 * n * channels + at
-                        kept = HEAD_ARGS.kept(a) + 12 * n * channels + at
+                        saved_state = HEAD_ARGS.saved_state(a) + 12 * n * channels + at
                         save_and_update_rows(
-                            state, kept, old, rows, HEAD_ARGS.id_bytes(a), x + at, step, channels, size
+                            state, saved_state, old, rows, HEAD_ARGS.id_bytes(a), x + at, step, channels, size
                         )
                     low, high, to = HEAD_ARGS.first(a, 0), HEAD_ARGS.first(a, 1), HEAD_ARGS.first(a, 2)
                     if head < low or high <= head:
@@ -249,7 +252,7 @@ def _fuse_head_convolution(flow: Dataflow, number: int) -> FusedBinding:
         flow.bound_instruction(n) for n in (number, chain.convolution, chain.activation, chain.state_update, chain.save)
     )
     norms = [flow.bound_instruction(n) for n in chain.norms]
-    state, new, kept, weights, ids = join.operand(0), join.operand(1), save.out, mix.operand(1), keep.operand(1)
+    state, new, saved_state, weights, ids = join.operand(0), join.operand(1), save.out, mix.operand(1), keep.operand(1)
     y, size = active.out, norms[0].out.shape[-1]
     require_supported(
         save.op == "cont" and state.tensor == save.operand(0).tensor == keep.out.tensor,
@@ -264,12 +267,13 @@ def _fuse_head_convolution(flow: Dataflow, number: int) -> FusedBinding:
         "the convolution needs four taps",
     )
     require_supported(ids.dtype in (DType.I32, DType.I64), "rows are numbered otherwise")
-    floats = [state, new, kept, weights, y, *(n.out for n in norms)]
+    floats = [state, new, saved_state, weights, y, *(n.out for n in norms)]
     require_supported(all(o.is_float for o in floats) and new.strides[-1] == 1, "operands are not rows of float32")
     require_supported(
-        all(o.is_dense for o in (state, kept, weights, y, ids, *(n.out for n in norms))), "operands are not dense"
+        all(o.is_dense for o in (state, saved_state, weights, y, ids, *(n.out for n in norms))),
+        "operands are not dense",
     )
-    require_supported(size % LANES == y.shape[2] % size == kept.address % 64 == 0, "heads are not whole vectors")
+    require_supported(size % LANES == y.shape[2] % size == saved_state.address % 64 == 0, "heads are not whole vectors")
     require_supported(all(n.attrs == norms[0].attrs and n.out.shape[-1] == size for n in norms), "norms differ")
     normed = [
         c for n in norms if (c := _find_column_range(n.operand(0), y)) is not None and c[0] % size == c[1] % size == 0
@@ -290,7 +294,7 @@ def _fuse_head_convolution(flow: Dataflow, number: int) -> FusedBinding:
             size=size,
             eps=eps,
             state=state.address,
-            kept=kept.address,
+            saved_state=saved_state.address,
             w=weights.address,
             scratch=scratch.address,
             x=new.address,
@@ -305,7 +309,7 @@ def _fuse_head_convolution(flow: Dataflow, number: int) -> FusedBinding:
             second=ranges[1],
         )
         steps.instruction_number = chain.state_update
-        writes = [y, state, kept, *(n.out for n in norms), scratch]
+        writes = [y, state, saved_state, *(n.out for n in norms), scratch]
         steps.add(kernel, words, reads=[state, new, weights, ids], writes=writes, stops=True)
 
     return FusedBinding(
@@ -320,8 +324,8 @@ def _find_column_range(x: Operand, y: Operand) -> tuple[int, int] | None:
     fits = x.tensor.buffer == y.tensor.buffer and start >= 0 and stop <= y.shape[-1]
     if not fits or stop < 0 or x.shape[:2] != y.shape[:2]:
         return None
-    wanted = (*y.strides[:2], x.shape[-1], 1)
-    walked = all(n == 1 or s == w for n, s, w in zip(x.shape, x.strides, wanted, strict=True))
+    expected_strides = (*y.strides[:2], x.shape[-1], 1)
+    walked = all(n == 1 or s == w for n, s, w in zip(x.shape, x.strides, expected_strides, strict=True))
     return (start, stop) if walked else None
 
 

@@ -1,4 +1,4 @@
-"""Sliding windows of images, read in place by offsets that are known when a program is bound.
+"""Convolutions and other sliding windows of images, read in place by offsets that are computed at binding.
 
 A convolution is the product of windows and a weight. One kernel expands the windows as it reads them, so that they are
 not written to memory. Padding is written around a copy of the image.
@@ -33,7 +33,7 @@ ARGS = declare_args("x images between count columns windows entries y")
 
 
 @kernel
-def gather(a, thread, threads):
+def copy_windows(a, thread, threads):
     """Copy ``y[n, i, c] = x[n]`` at byte ``windows[i] + entries[c]``.
 
     There are `images` images, `between` bytes apart, with `count` windows of `columns` entries.
@@ -147,7 +147,7 @@ def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         entries=steps.constant(entries).address,
         y=y.address,
     )
-    steps.add(gather, words, reads=[image], writes=[y])
+    steps.add(copy_windows, words, reads=[image], writes=[y])
     return True
 
 

@@ -54,7 +54,7 @@ CASTS = {
 
 @kernel
 def add_expert_bias(a, thread, threads):
-    """``y[i] = x[i] + bias[ids[i] - first]``; for experts of other devices nothing is added.
+    """Compute ``y[i] = x[i] + bias[ids[i] - first]``; nothing is added for experts of other devices.
 
     An id outside all experts stops the run.
     """

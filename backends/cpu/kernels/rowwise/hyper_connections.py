@@ -44,7 +44,7 @@ COMB = declare_args("tokens streams iterations mixes mixes_row scale base y eps:
 
 
 @cache
-def combine_streams(gated: bool) -> Kernel:
+def make_combine_streams_kernel(gated: bool) -> Kernel:
     """Return the kernel ``y = scale sum_h x[h] weights[h]``; `gated` weights are logits of sigmoids per element."""
 
     def body(a, thread, threads):
@@ -68,7 +68,7 @@ def combine_streams(gated: bool) -> Kernel:
 
 
 @cache
-def update_streams(mixes: bool) -> Kernel:
+def make_update_streams_kernel(mixes: bool) -> Kernel:
     """Return the kernel ``y[to] = x post[to] + sum_from residual[from] comb[from, to]``; without `mixes` comb is 1.
 
     `y` may lie where `residual` does: 16 columns of all streams are copied to the thread's scratch first.
@@ -102,8 +102,8 @@ def update_streams(mixes: bool) -> Kernel:
 
 
 @kernel
-def mixing_matrices(a, thread, threads):
-    """Matrices of at most 16 streams: a softmax, then divisions by the sums of columns and rows in turn."""
+def compute_mixing_matrices(a, thread, threads):
+    """Compute matrices of at most 16 streams: a softmax, then divisions by the sums of columns and rows in turn."""
     n, iterations, eps = COMB.streams(a), COMB.iterations(a), splat(COMB.eps(a))
     scale, base = splat_from(COMB.scale(a) + 8), COMB.base(a) + 8 * n
     first, last = compute_thread_range(COMB.tokens(a), thread, threads)
@@ -149,7 +149,7 @@ def _bind_pre(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         y_row=y.row_stride_bytes,
         scale=float_bits(float_attribute(call.attrs, "scale")),
     )
-    steps.add(combine_streams(bool(call.attrs["gated"])), block, reads=[x, weights], writes=[y])
+    steps.add(make_combine_streams_kernel(bool(call.attrs["gated"])), block, reads=[x, weights], writes=[y])
     return True
 
 
@@ -176,7 +176,7 @@ def _bind_post(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         y_row=y.row_stride_bytes,
         scratch=scratch.address,
     )
-    steps.add(update_streams(comb is not None), block, reads=operands, writes=[y])
+    steps.add(make_update_streams_kernel(comb is not None), block, reads=operands, writes=[y])
     return True
 
 
@@ -197,7 +197,7 @@ def _bind_comb(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         y=y.address,
         eps=call.float_attribute_bits("eps"),
     )
-    steps.add(mixing_matrices, block, reads=[mixes, scale, base], writes=[y])
+    steps.add(compute_mixing_matrices, block, reads=[mixes, scale, base], writes=[y])
     return True
 
 

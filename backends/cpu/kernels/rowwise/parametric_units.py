@@ -7,7 +7,7 @@ import numpy as np
 from .....ops.declaration.attributes import float_attribute
 from ....operands import BoundInstruction, float_bits
 from ...compiler import kernel, subroutine
-from ...simd.vectors import LANES, add, at_least, at_most, div, fma, mul, splat, sub, where_less, zeros
+from ...simd.vectors import LANES, add, clamp_max, clamp_min, div, fma, mul, splat, sub, where_less, zeros
 from ...steps import StepTableBuilder
 from ..functions import exp, expm1
 from ..packing import compute_thread_range
@@ -19,7 +19,7 @@ LIMITED = make_row_args("gate up y", "alpha:f32 limit:f32 offset:f32")
 
 @kernel
 def xielu(a, thread, threads):
-    """``positive x^2 + beta x`` where x > 0, else ``negative (expm1(min(x, eps)) - x) + beta x``."""
+    """Compute ``positive x^2 + beta x`` where x > 0, else ``negative (expm1(min(x, eps)) - x) + beta x``."""
     n, positive, negative = XIELU.columns(a), splat(XIELU.positive(a)), splat(XIELU.negative(a))
     beta, eps = splat(XIELU.beta(a)), splat(XIELU.eps(a))
     first, last = compute_thread_range(XIELU.rows(a), thread, threads)
@@ -27,22 +27,22 @@ def xielu(a, thread, threads):
         source, target = XIELU.x(a, i), XIELU.y(a, i)
         for c in range(0, n, LANES):
             x = load_lanes(source, c, n, 4)
-            above, below = mul(positive, mul(x, x)), mul(negative, sub(expm1(at_most(x, eps)), x))
+            above, below = mul(positive, mul(x, x)), mul(negative, sub(expm1(clamp_max(x, eps)), x))
             store_lanes(target, c, n, fma(beta, x, where_less(zeros(), x, above, below)))
     return 0
 
 
 @subroutine
 def limited_unit(gate, up, alpha, limit, offset):
-    """``g sigmoid(alpha g) (clip(up, -limit, limit) + offset)`` for ``g = min(gate, limit)``."""
-    g = at_most(gate, limit)
+    """Return ``g sigmoid(alpha g) (clip(up, -limit, limit) + offset)`` for ``g = min(gate, limit)``."""
+    g = clamp_max(gate, limit)
     activation = div(g, add(splat(1.0), exp(sub(zeros(), mul(alpha, g)))))
-    return mul(activation, add(at_most(at_least(up, sub(zeros(), limit)), limit), offset))
+    return mul(activation, add(clamp_max(clamp_min(up, sub(zeros(), limit)), limit), offset))
 
 
 @kernel
 def gate_with_limit(a, thread, threads):
-    """`limited_unit` of each element. An offset of -0 keeps the sign of a zero."""
+    """Compute `limited_unit` of each element. An offset of -0 keeps the sign of a zero."""
     n, gate_step, up_step = LIMITED.columns(a), LIMITED.gate_step(a), LIMITED.up_step(a)
     alpha, limit, offset = splat(LIMITED.alpha(a)), splat(LIMITED.limit(a)), splat(LIMITED.offset(a))
     first, last = compute_thread_range(LIMITED.rows(a), thread, threads)

@@ -1,4 +1,4 @@
-"""Binds attention: few query rows go key by key, many go in tiles through tensor cores.
+"""Binding of attention: few query rows are processed key by key, many rows in tiles on tensor cores.
 
 With 16-bit KV caches, few rows use tensor cores, too. Sequences are split over blocks along the keys:
 
@@ -80,16 +80,16 @@ class AttentionShape:
         """Query heads."""
         return self.heads_per_key_head * self.key_heads
 
-    def choose_key_splits(self, row_blocks: int, keys: int, most: int = TARGET_BLOCKS) -> int:
+    def choose_key_splits(self, row_blocks: int, keys: int, target_blocks: int = TARGET_BLOCKS) -> int:
         """Choose the number of blocks that share the keys.
 
         Args:
             row_blocks: Blocks along the rows.
             keys: Keys that a block processes at once.
-            most: Blocks that keep the device busy.
+            target_blocks: Blocks that keep the device busy.
         """
-        wanted = count_blocks(most, max(1, self.batch * self.key_heads * row_blocks))
-        return max(1, min(MAX_KEY_SPLITS, wanted, count_blocks(self.key_count, keys)))
+        splits = count_blocks(target_blocks, max(1, self.batch * self.key_heads * row_blocks))
+        return max(1, min(MAX_KEY_SPLITS, splits, count_blocks(self.key_count, keys)))
 
     def choose_balanced_key_splits(self, row_blocks: int, keys: int) -> int:
         """Choose the number of splits that leaves the fewest multiprocessors idle at the end.
@@ -97,14 +97,16 @@ class AttentionShape:
         The smallest candidate gives each multiprocessor two blocks, the largest has twice as many splits.
         """
         count = max(1, self.batch * self.key_heads * row_blocks)
-        least = max(1, 2 * TARGET_MULTIPROCESSORS // count)
-        least, most = (max(1, min(MAX_KEY_SPLITS, n * least, count_blocks(self.key_count, keys))) for n in (1, 2))
+        min_splits = max(1, 2 * TARGET_MULTIPROCESSORS // count)
+        min_splits, max_splits = (
+            max(1, min(MAX_KEY_SPLITS, n * min_splits, count_blocks(self.key_count, keys))) for n in (1, 2)
+        )
 
-        def idle(splits: int) -> float:
+        def compute_wave_overhead(splits: int) -> float:
             waves = splits * count / TARGET_MULTIPROCESSORS
             return round(math.ceil(waves) / waves, 2)
 
-        return min(range(least, most + 1), key=idle)
+        return min(range(min_splits, max_splits + 1), key=compute_wave_overhead)
 
 
 def find_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:

@@ -1,4 +1,4 @@
-"""GEMV with float weights that have contiguous rows."""
+"""GEMV of a few rows with float32, float16 or bfloat16 weights that have contiguous rows."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ def launch_gemv(
     count = next(n for n in TOKEN_COUNTS if n >= tokens)
     w = products[0][0]
 
-    def taken_in(parts: int) -> list[int]:
+    def count_row_blocks(parts: int) -> list[int]:
         return [count_blocks(matrix.shape[-2], ROWS_PER_BLOCK // parts // (2 if unit else 1)) for matrix, _ in products]
 
-    def is_worth(parts: int) -> bool:
-        taken = taken_in(parts // 2)
+    def can_split(parts: int) -> bool:
+        taken = count_row_blocks(parts // 2)
         busy = (taken[0] if unit else sum(taken)) * (entries + more)
         return w.shape[-1] >= MIN_SPLIT_COLUMNS * parts and busy < launches.multiprocessor_count
 
-    parts = next(filter(is_worth, COLUMN_SPLITS), 1)
-    taken = taken_in(parts)
+    parts = next(filter(can_split, COLUMN_SPLITS), 1)
+    taken = count_row_blocks(parts)
     first = [0 if unit else n for n in accumulate(taken, initial=0)]
     fields = [
         [w, out, n, *_make_weight_stride_words(w), compute_row_stride(out)]

@@ -1,4 +1,4 @@
-"""Fuses the MoE feed-forward network of a few tokens into two launches: gated units, and the weighted sum.
+"""Fusion of the MoE feed-forward network of a few tokens into two launches: gated units, and the weighted sum.
 
 A shared expert that every token uses is part of the same launches.
 """
@@ -42,7 +42,7 @@ class _GatedUnit:
         """Match two products and their gated unit, with equal operands; raise `NoKernelError` otherwise."""
         products, unit = match_gated_products(flow, product)
         gate, up = map(flow.bound_instruction, products)
-        made = cls(products, unit, gate, up, flow.bound_instruction(unit).out)
+        pattern = cls(products, unit, gate, up, flow.bound_instruction(unit).out)
         require_supported(
             all(has_same_elements(up.operand(k), gate.operand(k)) for k in range(1, len(gate.src))),
             "rows or experts differ",
@@ -53,8 +53,8 @@ class _GatedUnit:
             is_gemv_readable(w) and is_gemv_readable(other) and (other.shape, other.dtype) == (w.shape, w.dtype),
             "weights differ",
         )
-        require_supported(made.out.is_dense, "a result is not dense")
-        return made
+        require_supported(pattern.out.is_dense, "a result is not dense")
+        return pattern
 
     @property
     def instruction_numbers(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Binds matmuls, also with the experts that a router chose: it selects the kernels and their tiles.
+"""Binding of matmuls, also with the experts that a router chose: the choice of kernels and tiles.
 
 1. Up to 4 rows of x per matrix: GEMV.
 2. More rows: tensor cores, over a table of tiles, for packed and 16-bit weights.

@@ -1,4 +1,4 @@
-"""Matmuls with packed weights, and dequantised rows of them."""
+"""Matmuls with packed quantised weights for few and many rows, and lookups of dequantised weight rows."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def choose_tile_shape(w: Operand, entries: float, matrices: int) -> tuple[int, i
         matrices: The number of matrices.
     """
 
-    def fills(tile: tuple[int, int, int]) -> bool:
+    def fills_device(tile: tuple[int, int, int]) -> bool:
         groups, units, _ = tile
         return (
             matrices * count_blocks(w.shape[-2], UNIT_ROWS * units) * max(1.0, entries / (8 * groups))
@@ -207,7 +207,7 @@ def choose_tile_shape(w: Operand, entries: float, matrices: int) -> tuple[int, i
         )
 
     return next(
-        filter(fills, (LARGE_TILE, TALL_TILE) if entries >= MIN_LARGE_TILE_ENTRIES else (TALL_TILE,)), SMALL_TILE
+        filter(fills_device, (LARGE_TILE, TALL_TILE) if entries >= MIN_LARGE_TILE_ENTRIES else (TALL_TILE,)), SMALL_TILE
     )
 
 

@@ -1,4 +1,4 @@
-"""Fuses matmuls of the same few rows into one launch."""
+"""Fusion of matmuls that read the same few rows into one launch."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def _fuse_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Seq
     chosen = [number]
     for other in flow.require_readers(flow.require_producer(number, 1)):
         call = flow.bound_instruction(other)
-        alike = other > number and call.op == "mul_mat" and has_same_elements(call.operand(1), own.operand(1))
-        if not alike or len(chosen) == MAX_PRODUCTS or find_gated_unit(flow, other) is not None:
+        reads_same_rows = other > number and call.op == "mul_mat" and has_same_elements(call.operand(1), own.operand(1))
+        if not reads_same_rows or len(chosen) == MAX_PRODUCTS or find_gated_unit(flow, other) is not None:
             continue
         same = call.operand(0).dtype is own.operand(0).dtype and len(call.operand(0).shape) == 2
         if same and flow.can_group([*chosen, other]):

@@ -138,7 +138,7 @@ def choose_tile_shape(
         The tile and the number of blocks that share its columns, or `None` where other kernels are better.
     """
 
-    def fills(tile: TileShape, shares: int, many: int) -> bool:
+    def has_enough_tiles(tile: TileShape, shares: int, many: int) -> bool:
         """Return whether this many blocks have work, and a block has enough shared memory."""
         tiles = count_blocks(w.shape[-2], tile.rows) * matrices * max(1.0, entries / tile.entries)
         return launches.has_shared_bytes(_compute_shared_bytes(w.dtype, tile)) and shares * tiles >= many
@@ -146,22 +146,26 @@ def choose_tile_shape(
     if not (w.dtype in PLANE_LAYOUTS or w.dtype in FLOAT_DTYPES):
         return None
     largest = WARPGROUP_TILE if launches.limits.has_warpgroups else TALL_TILE
-    most = 1 if not is_even else w.shape[-1] // MIN_SPLIT_COLUMNS if largest == WARPGROUP_TILE else 2
-    shares = [n for n in COLUMN_SPLITS if n <= max(1, most)]
+    max_shares = 1 if not is_even else w.shape[-1] // MIN_SPLIT_COLUMNS if largest == WARPGROUP_TILE else 2
+    shares = [n for n in COLUMN_SPLITS if n <= max(1, max_shares)]
     tall = [(largest, n) for n in shares] if entries >= largest.entries else []
     if w.dtype in FLOAT_DTYPES:
         if largest == WARPGROUP_TILE and is_even and _is_cluster_faster(w.shape[-2], int(entries)):
             both = [*((CLUSTER_TILE, n) for n in shares), *tall]
             tall = sorted(both, key=lambda choice: choice[1] > 2)  # above two only if no other choice fills a device
         return next(
-            ((tile, shares) for tile, shares in (*tall, (LARGE_TILE, 1)) if fills(tile, shares, FULL_DEVICE_TILES)),
+            (
+                (tile, shares)
+                for tile, shares in (*tall, (LARGE_TILE, 1))
+                if has_enough_tiles(tile, shares, FULL_DEVICE_TILES)
+            ),
             (SMALL_TILE, 1),
         )
     if largest == WARPGROUP_TILE and (
-        found := next((choice for choice in tall if fills(*choice, FULL_DEVICE_TILES)), None)
+        found := next((choice for choice in tall if has_enough_tiles(*choice, FULL_DEVICE_TILES)), None)
     ):
         return found
-    return (LARGE_TILE, 1) if entries >= MIN_BF16_ENTRIES and fills(LARGE_TILE, 1, MIN_BF16_TILES) else None
+    return (LARGE_TILE, 1) if entries >= MIN_BF16_ENTRIES and has_enough_tiles(LARGE_TILE, 1, MIN_BF16_TILES) else None
 
 
 def unpack_to_bf16(launches: LaunchBuilder, w: Operand, entries: int) -> Operand | None:
@@ -174,11 +178,11 @@ def unpack_to_bf16(launches: LaunchBuilder, w: Operand, entries: int) -> Operand
     """
     rows, columns = w.shape[-2:]
     copy = replace(w, tensor=replace(w.tensor, shape=(rows, columns), dtype=DType.BF16, strides=(columns, 1)))
-    is_worth = (
+    is_faster = (
         entries >= MIN_UNPACKED_ENTRIES and 2 * rows * columns <= MAX_UNPACKED_BYTES and launches.limits.has_warpgroups
     )
     if (
-        not is_worth
+        not is_faster
         or (choice := choose_tile_shape(launches, copy, entries, 1, True)) is None
         or choice[0] != CLUSTER_TILE
     ):

@@ -119,11 +119,11 @@ class DeltaRule:
     def slice_tokens(self, start: int, count: int) -> DeltaRule:
         """Return the operands of `count` tokens from `start`."""
 
-        def cut(x: Operand, inner: int = 3) -> Operand:
+        def slice_operand(x: Operand, inner: int = 3) -> Operand:
             return x.slice_axis(len(x.shape) - inner, start, count)
 
-        q, k, v, g, out = (cut(x) for x in (self.q, self.k, self.v, self.g, self.out))
-        return replace(self, q=q, k=k, v=v, g=g, out=out, beta=cut(self.beta, 2))
+        q, k, v, g, out = (slice_operand(x) for x in (self.q, self.k, self.v, self.g, self.out))
+        return replace(self, q=q, k=k, v=v, g=g, out=out, beta=slice_operand(self.beta, 2))
 
 
 def launch_token_steps(
@@ -148,8 +148,8 @@ def launch_token_steps(
     require_supported(size, f"keys of {rule.key_size} are too long")
     whole = size == rule.key_size and rule.is_vector_aligned
     size = size if whole else max(size, 32)
-    lanes, held = LANES_AND_ROWS[size] if whole else FALLBACK_LANES_AND_ROWS
-    block_rows = DELTA_NET_THREADS // lanes * held
+    lanes, lane_rows = LANES_AND_ROWS[size] if whole else FALLBACK_LANES_AND_ROWS
+    block_rows = DELTA_NET_THREADS // lanes * lane_rows
     tile = min(TOKENS_PER_TILE, max(rule.tokens, 1))
     token = 2 * size + (size if rule.has_channel_decay else 0) + block_rows + 4
     words = [
@@ -173,7 +173,7 @@ def launch_token_steps(
     grid = count_blocks(rule.value_size, block_rows), rule.value_heads, rule.sequences
     shared = 4 * token * tile * (2 if rule.tokens > tile else 1)
     launches.add_launch(
-        STEP_SOURCES[size][_format_step_name(size, rule.has_channel_decay, whole, (lanes, held))],
+        STEP_SOURCES[size][_format_step_name(size, rule.has_channel_decay, whole, (lanes, lane_rows))],
         grid,
         DELTA_NET_THREADS,
         words,

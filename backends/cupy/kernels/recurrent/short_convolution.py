@@ -95,7 +95,7 @@ def launch_delta_inputs(
     valid: Operand | None,
     old: Operand,
     layer: DeltaNetWeights,
-    made: DeltaNetInputs,
+    inputs: DeltaNetInputs,
     eps: float,
     ids: Operand | None = None,
     fault: Sequence[LaunchWord] = (0, 0),
@@ -112,15 +112,15 @@ def launch_delta_inputs(
         valid: 0 for padding tokens [B, T].
         old: Rows before the first token [B, 3, channels]. They may be the memory of `next_rows`.
         layer: The weights.
-        made: The results.
+        inputs: The results: the inputs of the delta rule.
         eps: Epsilon of the norms.
         ids: Numbers of the rows to keep [B, 3], where 0 is the first of `old`. Without them the last rows are kept.
         fault: The fault words for wrong numbers.
     """
-    size = made.k.shape[-1]
-    require_supported(size in INPUT_SIZES and made.v.shape[-1] == size, f"heads of {size} are not convolved together")
-    sequences, tokens, key_heads, _ = made.k.shape
-    value_heads = made.v.shape[-2]
+    size = inputs.k.shape[-1]
+    require_supported(size in INPUT_SIZES and inputs.v.shape[-1] == size, f"heads of {size} are not convolved together")
+    sequences, tokens, key_heads, _ = inputs.k.shape
+    value_heads = inputs.v.shape[-2]
     heads_of_block = CONVOLUTION_THREADS * 4 // size
     words = [
         *make_rows_fields(_add_head_axis(x)),
@@ -130,8 +130,19 @@ def launch_delta_inputs(
         layer.w,
         0 if valid is None else valid,
     ]
-    words += [layer.a, layer.dt, old, ids or 0, made.next_rows, made.saved_rows or 0, made.q, made.k, made.g, made.beta]
-    words += [*make_rows_fields(made.v), *fault, tokens, key_heads, value_heads, eps]
+    words += [
+        layer.a,
+        layer.dt,
+        old,
+        ids or 0,
+        inputs.next_rows,
+        inputs.saved_rows or 0,
+        inputs.q,
+        inputs.k,
+        inputs.g,
+        inputs.beta,
+    ]
+    words += [*make_rows_fields(inputs.v), *fault, tokens, key_heads, value_heads, eps]
     grid = (
         count_blocks(tokens, TOKENS_PER_THREAD),
         count_blocks(2 * key_heads + value_heads, heads_of_block) + 1,
@@ -212,7 +223,7 @@ def _fuse_delta_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> 
     require_supported(
         (flow.require_producer(rule, 0), flow.require_producer(rule, 1)) == (q, k), "queries do not come first"
     )
-    both, kept, saved = (
+    both, state_update, saved = (
         flow.bound_instruction(number),
         flow.bound_instruction(last),
         None if save is None else flow.bound_instruction(save),
@@ -222,20 +233,25 @@ def _fuse_delta_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> 
         saved is None or (saved.op == "cont" and has_same_elements(saved.operand(0), old)), "a state is saved otherwise"
     )
     read = flow.bound_instruction(rule)
-    made = DeltaNetInputs(
+    inputs = DeltaNetInputs(
         read.operand(0),
         read.operand(1),
         read.operand(2),
         flow.bound_instruction(gates.decay).out,
         flow.bound_instruction(gates.beta).out,
-        kept.out,
+        state_update.out,
         None if saved is None else saved.out,
     )
     launches.number = last
     fault = launches.add_fault(f"id {{value}} names no row of its table, which has {both.out.shape[-2]}")
     launches.number = number
     _launch_matched_inputs(
-        launches, flow, _MatchedCalls(both, flow.bound_instruction(conv), kept, gates), made, (silu, q, k), fault
+        launches,
+        flow,
+        _MatchedCalls(both, flow.bound_instruction(conv), state_update, gates),
+        inputs,
+        (silu, q, k),
+        fault,
     )
     chain = [number, last, conv, silu, q, k, *(getattr(gates, name) for name in _GateInstructions.__slots__), save]
     return [n for n in chain if n is not None]
@@ -255,14 +271,14 @@ def _launch_matched_inputs(
     launches: LaunchBuilder,
     flow: Dataflow,
     chain: _MatchedCalls,
-    made: DeltaNetInputs,
+    inputs: DeltaNetInputs,
     normed: tuple[int, int, int],
     fault: Sequence[LaunchWord],
 ) -> None:
     """Launch the fused kernel if all operands have the required layout."""
     old, x, w, ids = chain.both.operand(0), chain.both.operand(1), chain.conv.operand(1), chain.next_rows.operand(1)
-    sequences, tokens, key_heads, size = made.k.shape
-    value_heads, channels = made.v.shape[-2], x.shape[-1]
+    sequences, tokens, key_heads, size = inputs.k.shape
+    value_heads, channels = inputs.v.shape[-2], x.shape[-1]
     shifted, rates, decay, logistic, beta = (
         flow.bound_instruction(getattr(chain.gates, n)) for n in ("shifted", "rates", "decay", "logistic", "beta")
     )
@@ -278,35 +294,36 @@ def _launch_matched_inputs(
         len(x.shape) == 3 and x.shape[:2] == (sequences, tokens) and w.shape == (channels, 4), "shapes differ"
     )
     require_supported(
-        channels == (2 * key_heads + value_heads) * size and made.q.shape == made.k.shape, "heads differ in size"
+        channels == (2 * key_heads + value_heads) * size and inputs.q.shape == inputs.k.shape, "heads differ in size"
     )
     require_supported(
         has_same_elements(valid, beta.operand(1)) and valid.tensor.spec.size == sequences * tokens, "padding differs"
     )
     require_supported(layer.a.tensor.spec.size == layer.dt.tensor.spec.size == value_heads, "heads share rates")
     require_supported(ids.dtype is DType.I32 and ids.shape == (sequences, 3), "rows are numbered otherwise")
-    dense = [old, valid, layer.w, layer.a, layer.dt, made.q, made.k, made.g, made.beta, made.next_rows, ids]
+    dense = [old, valid, layer.w, layer.a, layer.dt, inputs.q, inputs.k, inputs.g, inputs.beta, inputs.next_rows, ids]
     require_supported(
-        all(o.is_dense for o in dense) and (made.saved_rows is None or made.saved_rows.is_dense),
+        all(o.is_dense for o in dense) and (inputs.saved_rows is None or inputs.saved_rows.is_dense),
         "operands are not dense",
     )
-    require_supported(all(o.is_float for o in (*dense[:-1], x, alpha, strength, made.v)), "operands are not float32")
+    require_supported(all(o.is_float for o in (*dense[:-1], x, alpha, strength, inputs.v)), "operands are not float32")
     require_supported(
-        all(map(is_vector_aligned, (x, old, w, made.q, made.k, made.v, made.next_rows))), "operands are not aligned"
+        all(map(is_vector_aligned, (x, old, w, inputs.q, inputs.k, inputs.v, inputs.next_rows))),
+        "operands are not aligned",
     )
-    require_supported(made.v.strides[-2] == size, "heads are not dense")
+    require_supported(inputs.v.strides[-2] == size, "heads are not dense")
     silu, q, k = map(flow.bound_instruction, normed)
-    parts = [q.operand(0), k.operand(0), made.v]
+    parts = [q.operand(0), k.operand(0), inputs.v]
     places = [silu.out.address + 4 * n * size for n in (0, key_heads, 2 * key_heads)]
     require_supported([p.address for p in parts] == places and silu.out.shape[-1] == channels, "heads lie otherwise")
     require_supported(not q.attrs["clamp"] and dict(q.attrs) == dict(k.attrs), "norms differ")
-    _require_disjoint(made, tokens, x, old, [w, ids, valid, layer.a, layer.dt], alpha, strength)
+    _require_disjoint(inputs, tokens, x, old, [w, ids, valid, layer.a, layer.dt], alpha, strength)
     eps = float(attribute(q.attrs, "eps"))
-    launch_delta_inputs(launches, x, alpha, strength, valid, old, layer, made, eps, ids, fault)
+    launch_delta_inputs(launches, x, alpha, strength, valid, old, layer, inputs, eps, ids, fault)
 
 
 def _require_disjoint(
-    made: DeltaNetInputs,
+    inputs: DeltaNetInputs,
     tokens: int,
     x: Operand,
     old: Operand,
@@ -320,17 +337,17 @@ def _require_disjoint(
     over their own operands.
     """
     rest = [*others, alpha, beta]
-    require_no_alias(made.next_rows, [x, *rest], [old])
-    for out in (made.q, made.k, *([] if made.saved_rows is None else [made.saved_rows])):
+    require_no_alias(inputs.next_rows, [x, *rest], [old])
+    for out in (inputs.q, inputs.k, *([] if inputs.saved_rows is None else [inputs.saved_rows])):
         require_no_alias(out, [x, old, *rest])
-    size, heads = made.v.shape[-1], made.v.shape[-2]
+    size, heads = inputs.v.shape[-1], inputs.v.shape[-2]
     tail = x.slice_axis(2, x.shape[-1] - heads * size, heads * size)
-    tensor = replace(tail.tensor, shape=made.v.shape, strides=(*x.strides[:2], size, 1))
+    tensor = replace(tail.tensor, shape=inputs.v.shape, strides=(*x.strides[:2], size, 1))
     before = [x.slice_axis(2, 0, x.shape[-1] - heads * size), old, *rest]
     own = replace(tail, tensor=tensor)
-    require_no_alias(made.v, before if tokens <= TOKENS_PER_THREAD else [x, *before], [own])
-    require_no_alias(made.g, [x, old, *others, beta], [alpha])
-    require_no_alias(made.beta, [x, old, *others, alpha], [beta])
+    require_no_alias(inputs.v, before if tokens <= TOKENS_PER_THREAD else [x, *before], [own])
+    require_no_alias(inputs.g, [x, old, *others, beta], [alpha])
+    require_no_alias(inputs.beta, [x, old, *others, alpha], [beta])
 
 
 def _as_gate_groups(x: Operand, sequences: int, tokens: int, heads: int) -> Operand:

@@ -30,8 +30,8 @@ def make_rows_fields(x: Operand, inner: int = 3) -> list[LaunchWord]:
 
 def is_dense(x: Operand) -> bool:
     """Return whether the elements are contiguous; strides of axes with one entry do not count."""
-    wanted = contiguous_strides(x.shape)
-    return 0 in x.shape or all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, wanted, strict=True))
+    dense_strides = contiguous_strides(x.shape)
+    return 0 in x.shape or all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, dense_strides, strict=True))
 
 
 def is_vector_aligned(x: Operand) -> bool:

@@ -1,0 +1,89 @@
+"""Partial results of attention: of a row and some of the keys. They are merged in the order of the keys.
+
+A partial result has the highest score, then the sum of weights, then the weighted values from `PARTIAL_VALUES_OFFSET`
+on. A weight is 2 to the power of a score minus the highest score.
+"""
+
+from __future__ import annotations
+
+from ...compiler import subroutine
+from ...simd.vectors import (
+    LANES,
+    add,
+    fma,
+    lane_max_without_nan,
+    lane_sum,
+    load,
+    load_scalar,
+    mul,
+    splat,
+    store,
+    store_scalar,
+    sub,
+    zeros,
+)
+from ..rows import store_lanes
+from .scores import FLOAT_ONE, FLOAT_ZERO, MIN_SCORE, exp2, exp2_scalar
+
+VECTOR_BYTES = 4 * LANES
+VALUE_COLUMNS = 64
+"""Elements of a value that are summed at once."""
+PARTIAL_SUM_OFFSET, PARTIAL_VALUES_OFFSET = 4, 64
+"""Offsets into a partial result: first the highest score, then the sum of weights, then the weighted values."""
+
+
+def compute_partial_result_bytes(width: int) -> int:
+    """Return the bytes of a partial result."""
+    return PARTIAL_VALUES_OFFSET + 4 * (-(-width // VALUE_COLUMNS) * VALUE_COLUMNS)
+
+
+@subroutine
+def update_online_softmax(scores, n, lanes, state, width):
+    """Replace scores of a row by weights; update its online softmax state. `lanes`: highest score of each lane."""
+    before = load_scalar(state)
+    top = max(lane_max_without_nan(load(lanes)), before)
+    highest, sums = splat(top), zeros()
+    for s in range(0, n, LANES):
+        p = exp2(sub(load(scores + 4 * s), highest))
+        store(scores + 4 * s, p)
+        sums = add(sums, p)
+    fewer = exp2_scalar(before - top)
+    store_scalar(state, top)
+    store_scalar(state + PARTIAL_SUM_OFFSET, fewer * load_scalar(state + PARTIAL_SUM_OFFSET) + lane_sum(sums))
+    if fewer < FLOAT_ONE:
+        for c in range(PARTIAL_VALUES_OFFSET, PARTIAL_VALUES_OFFSET + 4 * width, 4 * LANES):
+            store(state + c, mul(load(state + c), splat(fewer)))
+
+
+@subroutine
+def clear_partial(state, span):
+    """Clear the partial result of a row: no keys, and the lowest score."""
+    for c in range(0, span, VECTOR_BYTES):
+        store(state + c, zeros())
+    store_scalar(state, MIN_SCORE)
+
+
+@subroutine
+def merge_partial(state, part, width):
+    """Merge the partial result `part` into `state`. Partial results are always merged in the order of their keys."""
+    if load_scalar(part + PARTIAL_SUM_OFFSET) == FLOAT_ZERO:
+        return
+    before, after = load_scalar(state), load_scalar(part)
+    top = max(before, after)
+    f, g = exp2_scalar(before - top), exp2_scalar(after - top)
+    store_scalar(state, top)
+    weight = f * load_scalar(state + PARTIAL_SUM_OFFSET) + g * load_scalar(part + PARTIAL_SUM_OFFSET)
+    store_scalar(state + PARTIAL_SUM_OFFSET, weight)
+    for c in range(PARTIAL_VALUES_OFFSET, PARTIAL_VALUES_OFFSET + 4 * width, VECTOR_BYTES):
+        store(state + c, fma(load(part + c), splat(g), mul(load(state + c), splat(f))))
+
+
+@subroutine
+def finish_row(state, sink, out, width):
+    """Write the weighted mean of a row from the merged results of all its keys."""
+    top = max(load_scalar(state), max(sink, MIN_SCORE))
+    f = exp2_scalar(load_scalar(state) - top)
+    weight = f * load_scalar(state + PARTIAL_SUM_OFFSET) + exp2_scalar(sink - top)
+    scale = splat(f * (FLOAT_ONE / weight) if weight != FLOAT_ZERO else FLOAT_ZERO)  # NaN stays NaN
+    for c in range(0, width, LANES):
+        store_lanes(out, c, width, mul(load(state + PARTIAL_VALUES_OFFSET + 4 * c), scale))

@@ -1,0 +1,287 @@
+"""``hocket serve``: a model server for clients of OpenAI, Anthropic and llama-server."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...scheduler import describe_memory_problem
+from ..errors import ModelError
+from ..language_model import Model
+from ..open import read_text
+from ..session import DEFAULT_BATCH, DEFAULT_CONTEXT
+from ..terminal.arguments import as_flags, parse_natural, parse_number, parse_positive
+from ..terminal.blas_threads import set_blas_threads
+from ..terminal.output import write_data, write_log_line
+from .plan import describe_fit, plan_and_session_plan, read_step_graph, session_workload
+from .shared_flags import (
+    EXACT_HELP,
+    add_adapter_flags,
+    add_batch_flag,
+    add_cache_flags,
+    add_group_flags,
+    add_model_flags,
+    add_packed_flag,
+    cache_dtypes,
+    device_group_from_flags,
+)
+
+if TYPE_CHECKING:
+    from ...server.options import ServerOptions
+
+API_KEY_VARIABLE = "HOCKET_API_KEY"
+"""An environment variable with one more API key."""
+DEFAULT_SLOTS = 4
+QUEUE_PER_SLOT = 4
+"""Requests that wait by default, for each slot."""
+MAX_PORT = 65535
+MISSING_EXTRA_ERROR = "hocket serve needs starlette, uvicorn and msgspec; run pip install 'hocket[server]'"
+
+
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add_model_flags(sub)
+    _add_address_flags(sub)
+    sub.add_argument(
+        *("-np", "--parallel"),
+        type=parse_positive,
+        default=DEFAULT_SLOTS,
+        metavar="N",
+        help=f"requests that run at once; each has a slot ({DEFAULT_SLOTS})",
+    )
+    sub.add_argument(
+        *("-c", "--ctx-size"),
+        dest="context",
+        type=parse_natural,
+        metavar="N",
+        help=f"tokens of each slot, 0: as many as the model allows ({DEFAULT_CONTEXT})",
+    )
+    sub.add_argument(
+        "--queue", type=parse_natural, metavar="N", help=f"requests that wait for a slot ({QUEUE_PER_SLOT} per slot)"
+    )
+    sub.add_argument(
+        "--max-gap",
+        type=parse_duration,
+        default=100.0,
+        metavar="MS",
+        help="longest predicted time of a prompt chunk while other requests get tokens (100)",
+    )
+    sub.add_argument(
+        "--cache-memory",
+        type=parse_natural,
+        default=1024,
+        metavar="MIB",
+        help="memory for saved recurrent states of earlier prompts (1024)",
+    )
+    sub.add_argument(
+        "--default-max-tokens",
+        type=parse_positive,
+        default=4096,
+        metavar="N",
+        help="new tokens of a request that gives no limit (4096)",
+    )
+    sub.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the template of the model")
+    sub.add_argument("--dry-run", action="store_true", help="print memory and predicted speed, load nothing, and end")
+    add_batch_flag(sub, DEFAULT_BATCH, "most prompt tokens of a run (512)")
+    sub.add_argument("-t", "--threads", type=parse_positive, metavar="N", help="threads of each device")
+    add_group_flags(sub, sub)
+    add_adapter_flags(sub)
+    sub.add_argument("--exact", action="store_true", help=EXACT_HELP)
+    sub.add_argument("--fast", action="store_true", help="compute in 16 bits where that is faster")
+    add_cache_flags(sub)
+    add_packed_flag(sub)
+    sub.add_argument("--cache-dir", metavar="DIR", help="folder of compiled kernels and plans (~/.cache/hocket)")
+
+
+def parse_duration(text: str) -> float:
+    """Return a number of seconds or milliseconds that is finite and not negative."""
+    value = parse_number(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a finite number of at least 0")
+    return value
+
+
+def _add_address_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at (127.0.0.1)")
+    sub.add_argument("--port", type=parse_natural, default=8080, metavar="N", help="port; 0: any free one (8080)")
+    sub.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help=f"keys, one in a line, of which clients need one; ${API_KEY_VARIABLE} gives one, too",
+    )
+    sub.add_argument("--insecure", action="store_true", help="allow an address of the network without a key")
+    sub.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="a web page that may call; repeatable"
+    )
+    sub.add_argument("--alias", action="append", default=[], metavar="NAME", help="name of the model; repeatable")
+    sub.add_argument("--strict-model", action="store_true", help="refuse requests that name another model")
+    for flag, help, seconds in (
+        ("--queue-timeout", "longest wait for a slot", 60),
+        ("--timeout", "longest duration of a request", 3600),
+        ("--drain", "time for running requests after SIGTERM", 30),
+    ):
+        sub.add_argument(
+            flag, type=parse_duration, default=float(seconds), metavar="S", help=f"{help}, in s ({seconds})"
+        )
+    sub.add_argument("--ssl-cert-file", metavar="FILE", help="certificate for HTTPS, with --ssl-key-file")
+    sub.add_argument("--ssl-key-file", metavar="FILE", help="private key for HTTPS")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.world.size > 1:
+        raise ModelError("hocket serve runs in one process; start it without mpiexec")
+    if args.cache_dir:
+        os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read at the compilation of the first kernel
+    if args.threads:
+        set_blas_threads(args.threads)
+    if args.dry_run:
+        return print_prediction(args)
+    options = read_server_options(args)
+    check_server_options(options)
+    model, name = open_served_model(args)
+    from ... import __version__
+    from ...server.lifecycle import run_server
+    from ..serving.thread import EngineOptions, EngineThread
+
+    queue = QUEUE_PER_SLOT * args.parallel if args.queue is None else args.queue
+    engine = EngineOptions(args.parallel, queue, args.max_gap / 1e3, args.cache_memory << 20)
+    with model:
+        failures: list[str] = []
+
+        def end_server(why: str) -> None:
+            failures.append(why)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        service = EngineThread(model, engine, name=name, version=__version__, on_failure=end_server)
+        try:
+            code = run_server(service, options, lambda url: write_log_line(f"hocket: serves {name} at {url}"))
+        finally:
+            service.close(0.0)
+        if failures:
+            write_log_line(f"hocket: the engine has failed: {failures[0]}")
+        return 1 if failures else code
+
+
+def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
+    """Return the loaded model of the flags, and its name for clients."""
+    group = device_group_from_flags(args, threads=args.threads, exact=args.exact, fast=args.fast, **cache_dtypes(args))
+    span = args.control_vector_layer_range
+    model = Model(
+        args.model,
+        devices=group.devices,
+        split_mode=group.split_mode,
+        tensor_split=group.tensor_split,
+        place=group.place,
+        context=args.context,
+        batch=args.batch,
+        threads=args.threads,
+        exact=args.exact,
+        fast=args.fast,
+        cache_type_k=args.cache_type_k,
+        cache_type_v=args.cache_type_v,
+        keep_packed=args.keep_packed,
+        lora=args.lora,
+        control_vectors=args.control_vector,
+        control_layers=None if span is None else (span[0], span[1]),
+    )
+    return model, args.alias[0] if args.alias else Path(args.model).stem
+
+
+def read_server_options(args: argparse.Namespace) -> ServerOptions:
+    """Return the options of the HTTP server; the files of keys and of the chat template are read.
+
+    Raises:
+        ModelError: The extra ``server`` is not installed, or options contradict each other.
+        OSError: A file cannot be read.
+    """
+    try:
+        from ...server.options import ServerOptions
+    except ImportError as error:
+        if error.name and error.name.split(".")[0] == "hocket":
+            raise
+        raise ModelError(MISSING_EXTRA_ERROR) from None
+    if (args.ssl_cert_file is None) != (args.ssl_key_file is None):
+        raise ModelError("HTTPS needs both --ssl-cert-file and --ssl-key-file")
+    if args.port > MAX_PORT:
+        raise ModelError(f"--port is {args.port}; need at most {MAX_PORT}")
+    if not all(args.alias):
+        raise ModelError("--alias is empty; give a name")
+    return ServerOptions(
+        host=args.host,
+        port=args.port,
+        api_keys=_read_api_keys(args.api_key_file),
+        insecure=args.insecure,
+        cors_origins=tuple(args.cors_origin),
+        aliases=tuple(args.alias),
+        strict_model=args.strict_model,
+        default_max_tokens=args.default_max_tokens,
+        chat_template=None if args.chat_template is None else read_text(args.chat_template),
+        queue_seconds=args.queue_timeout,
+        request_seconds=args.timeout,
+        drain_seconds=args.drain,
+        tls_certificate=args.ssl_cert_file,
+        tls_key=args.ssl_key_file,
+    )
+
+
+def check_server_options(options: ServerOptions) -> None:
+    """Check the options before the model is loaded, which may take long.
+
+    Raises:
+        ModelError: The address cannot be used, the certificate cannot be read, or the chat template has wrong syntax.
+    """
+    import ssl
+
+    from jinja2 import TemplateSyntaxError
+
+    from ...server.lifecycle import bind_sockets
+    from ..gguf.chat_sandbox import ChatEnvironment
+
+    try:
+        for listener in bind_sockets(options):
+            listener.close()
+    except (OSError, UnicodeError) as error:
+        reason = (getattr(error, "strerror", None) or "is no address").partition(" (while ")[0]
+        raise ModelError(f"{options.host}:{options.port}: {reason}; choose another --host or --port") from None
+    certificate, key = options.tls_certificate, options.tls_key
+    if certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        except OSError as error:  # errors of TLS are such, too
+            reason = error.strerror or str(error)
+            raise ModelError(f"HTTPS cannot use {certificate} with {key}: {reason}; give PEM files") from None
+    if options.chat_template is not None:
+        try:
+            ChatEnvironment().parse(options.chat_template)
+        except TemplateSyntaxError as error:
+            raise ModelError(f"--chat-template: line {error.lineno}: {error.message}; correct the template") from None
+
+
+def _read_api_keys(path: str | None) -> tuple[str, ...]:
+    keys = [os.environ.get(API_KEY_VARIABLE, "")] if path is None else read_text(path).splitlines()
+    found = tuple(key for line in keys if (key := line.strip()))
+    if path is not None and not found:
+        raise ModelError(f"{path}: has no API key; write one in a line")
+    return found
+
+
+def print_prediction(args: argparse.Namespace) -> int:
+    """Print memory, predicted speed and the plan of a decode step with all slots; return 1 if memory is too small."""
+    group = device_group_from_flags(args, **cache_dtypes(args))
+    graph_of = partial(read_step_graph, args.model, context=args.context, tokens=1, caches=group.cache_dtypes)
+    graph, context = graph_of(sequences=args.parallel)
+    if context is None:
+        raise ModelError(f"{args.model}: is a graph; give a model")
+    workload = session_workload(args, group, context, args.parallel)
+    requested, plan = plan_and_session_plan(graph, group, None, workload)
+    prompt = min(args.batch, context)
+    fit = describe_fit(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
+    write_data(f"{args.parallel} slots of {context} tokens; {fit}\n\n{plan.explain()}\n")
+    if problem := describe_memory_problem(requested, context=context):
+        write_log_line(f"hocket: does not fit with {args.parallel} slots: {as_flags(problem)}")
+        return 1
+    return 0

@@ -1,0 +1,251 @@
+"""The parts of an answer: thoughts, text and tool calls, parsed while the answer is generated.
+
+Forms of tool calls:
+
+- Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``
+- Qwen3-Coder: ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``
+- Llama 3: the JSON object is the whole answer.
+
+Arguments in JSON are passed on verbatim, piece by piece.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from ..graph.lazy_dataclass import dataclass
+from .messages import CLOSE_THOUGHT, OPEN_THOUGHT
+
+OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
+MARKERS = (OPEN_THOUGHT, CLOSE_THOUGHT, OPEN_CALL, CLOSE_CALL)
+"""Texts of the tokens that an answer shows even if the vocabulary calls them control tokens."""
+CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
+"""The beginning of a tool call up to its arguments."""
+SPACE, LINE_BREAKS = " \t\r\n", "\r\n"
+XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
+XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A new part of an answer.
+
+    `kind` is ``content``, ``reasoning``, ``call`` (the name of tool call number `index` is `text`) or ``arguments``
+    (a piece of the arguments of that call).
+    """
+
+    kind: str
+    text: str
+    index: int = 0
+
+
+class JsonSpan:
+    """Finds the end of one JSON value in a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._depth, self._in_text, self._escapes, self._is_scalar = 0, False, False, False
+
+    def feed(self, text: str) -> int:
+        """Return how many characters of `text` belong to the value."""
+        for i, char in enumerate(text):
+            if self._in_text:
+                self._in_text = self._escapes or char != '"'
+                self._escapes = char == "\\" and not self._escapes
+            elif char in "{[":
+                self._depth += 1
+            elif char == '"':
+                self._in_text = True
+            elif char in "}]" or (self._is_scalar and char == ","):
+                if not self._depth:  # the end of the object around a scalar
+                    self.is_complete = True
+                    return i
+                self._depth -= char in "}]"
+            elif not self._depth:
+                self._is_scalar = True
+                continue
+            if not self._depth and not self._in_text and not self._is_scalar:
+                self.is_complete = True
+                return i + 1
+        return len(text)
+
+
+class AnswerParser:
+    """Splits the text of one answer into deltas.
+
+    Args:
+        has_thoughts: Whether the text may begin with ``<think>``; `opens_thought`: whether it begins inside a thought.
+        has_calls: Whether ``<tool_call>`` begins a tool call.
+        has_bare_calls: Whether an answer that begins with ``{`` may be a tool call.
+        is_call: Whether the whole text is one tool call, without markers.
+        max_calls: Tool calls after this number stay text.
+        text_parameters: The names of the parameters of each function that are texts.
+    """
+
+    def __init__(
+        self,
+        *,
+        has_thoughts: bool = False,
+        opens_thought: bool = False,
+        has_calls: bool = False,
+        has_bare_calls: bool = False,
+        is_call: bool = False,
+        max_calls: int = 128,
+        text_parameters: Mapping[str, frozenset[str]] | None = None,
+    ) -> None:
+        self.call_count = 0
+        """Complete tool calls."""
+        self._begun_calls, self._max_calls, self._has_calls = 0, max_calls, has_calls
+        self._pending, self._is_call, self._has_bare_calls = "", is_call, has_bare_calls
+        self._text_parameters = text_parameters or {}
+        self._span: JsonSpan | None = None
+        self._mode = "call" if is_call else "thought" if opens_thought else "begin"
+        self._has_thoughts = has_thoughts
+        self._stripped = SPACE if opens_thought else ""
+        """Characters that are removed before the next text."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """Return the deltas that `text` makes certain."""
+        self._pending += text
+        return merge_deltas(self._parse())
+
+    def finish(self) -> list[Delta]:
+        """Return the deltas of the text that was held."""
+        deltas = list(self._parse())
+        rest, self._pending = self._pending, ""
+        if self._mode == "call" and self._span is None:
+            deltas += self._read_whole_call(rest)
+        elif self._mode in ("begin", "content", "thought") and rest:
+            deltas.append(Delta("reasoning" if self._mode == "thought" else "content", rest))
+        return merge_deltas(deltas)
+
+    def _parse(self) -> Iterator[Delta]:
+        while True:
+            mode, length = self._mode, len(self._pending)
+            yield from getattr(self, f"_parse_{mode}")()
+            if self._mode == mode and (not self._pending or len(self._pending) == length):
+                return
+
+    def _parse_begin(self) -> Iterator[Delta]:
+        """Decide whether the answer begins with a thought, or is a tool call."""
+        text = self._pending.lstrip()
+        if self._has_thoughts and text.startswith(OPEN_THOUGHT):
+            self._pending, self._mode, self._stripped = text.removeprefix(OPEN_THOUGHT), "thought", SPACE
+        elif self._has_bare_calls and text.startswith("{"):
+            self._mode, self._is_call = "call", True
+        elif not (self._has_thoughts or self._has_bare_calls) or (text and not OPEN_THOUGHT.startswith(text)):
+            self._mode = "content"
+        yield from ()
+
+    def _parse_thought(self) -> Iterator[Delta]:
+        self._pending = self._pending.lstrip(self._stripped) if self._stripped else self._pending
+        thought, marker = self._take_text(CLOSE_THOUGHT)
+        if marker:
+            thought = thought.rstrip()
+        else:  # white space at the end may be the end of the thought
+            stripped = thought.rstrip()
+            self._pending = thought[len(stripped) :] + self._pending
+            thought = stripped
+        if thought:
+            self._stripped = ""
+            yield Delta("reasoning", thought)
+        if marker:
+            self._mode, self._has_thoughts = "begin" if self._has_bare_calls else "content", False
+            self._stripped = LINE_BREAKS
+
+    def _parse_content(self) -> Iterator[Delta]:
+        self._pending = self._pending.lstrip(self._stripped) if self._stripped else self._pending
+        if not self._has_calls or self._begun_calls >= self._max_calls:
+            text, marker = self._pending, ""
+            self._pending = ""
+        else:  # white space before a call has no meaning
+            whole, marker = self._take_text(OPEN_CALL)
+            text = whole.rstrip()
+            self._pending = self._pending if marker else whole[len(text) :] + self._pending
+        if text:
+            self._stripped = ""
+            yield Delta("content", text)
+        if marker:
+            self._mode, self._span = "call", None
+
+    def _parse_call(self) -> Iterator[Delta]:
+        """Stream the arguments of a call as soon as its name is known."""
+        if self._span is None:
+            if head := CALL_HEAD.match(self._pending):
+                self._pending = self._pending[head.end() :]
+                if self._pending.startswith('"'):  # the arguments are JSON within a text
+                    self._pending = head[0] + self._pending
+                else:
+                    self._span = JsonSpan()
+                    yield Delta("call", json.loads(head[1], strict=False), self._begun_calls)
+                    self._begun_calls += 1
+            if self._span is None:
+                if not self._is_call and CLOSE_CALL in self._pending:
+                    whole, _, self._pending = self._pending.partition(CLOSE_CALL)
+                    self._mode, self._stripped = "content", SPACE
+                    yield from self._read_whole_call(whole)
+                return
+        if not self._span.is_complete:
+            count = self._span.feed(self._pending)
+            new, self._pending = self._pending[:count], self._pending[count:]
+            self.call_count += self._span.is_complete
+            if new:
+                yield Delta("arguments", new, self._begun_calls - 1)
+        if self._span.is_complete:
+            if self._is_call:
+                self._pending = ""
+            elif CLOSE_CALL in self._pending:
+                self._pending = self._pending.partition(CLOSE_CALL)[2]
+                self._mode, self._stripped, self._span = "content", SPACE, None
+
+    def _read_whole_call(self, text: str) -> list[Delta]:
+        """Return a call with its parts in another order, or the text if it is no call."""
+        try:
+            call = json.loads(text, strict=False)
+            name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            name, arguments = self._read_xml_call(text)
+        if not isinstance(name, str):
+            if self._is_call:
+                return [Delta("content", text)] if text else []
+            return [Delta("content", f"{OPEN_CALL}{text}{CLOSE_CALL if self._mode == 'content' else ''}")]
+        index, self._begun_calls = self._begun_calls, self._begun_calls + 1
+        self.call_count += 1
+        whole = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return [Delta("call", name, index), Delta("arguments", whole, index)]
+
+    def _read_xml_call(self, text: str) -> tuple[str | None, dict[str, object]]:
+        """Return name and arguments of a call of Qwen3-Coder; values are JSON unless the parameter is a text."""
+        if (call := XML_CALL.fullmatch(text)) is None:
+            return None, {}
+        arguments: dict[str, object] = {}
+        for name, value in XML_PARAMETER.findall(call[2]):
+            arguments[name] = value
+            if name not in self._text_parameters.get(call[1], frozenset()):
+                with suppress(ValueError, RecursionError):
+                    arguments[name] = json.loads(value)
+        return call[1], arguments
+
+    def _take_text(self, marker: str) -> tuple[str, str]:
+        """Remove and return the text before `marker`, and `marker` if it is there; a beginning of it stays pending."""
+        before, found, after = self._pending.partition(marker)
+        if found:
+            self._pending = after
+            return before, found
+        length = len(before) - next((n for n in range(len(marker) - 1, 0, -1) if before.endswith(marker[:n])), 0)
+        self._pending = before[length:]
+        return before[:length], ""
+
+
+def merge_deltas(deltas: Iterator[Delta] | list[Delta]) -> list[Delta]:
+    """Return deltas with neighbours of one kind joined."""
+    merged: list[Delta] = []
+    for delta in deltas:
+        if merged and delta.kind != "call" and (merged[-1].kind, merged[-1].index) == (delta.kind, delta.index):
+            merged[-1] = Delta(delta.kind, merged[-1].text + delta.text, delta.index)
+        else:
+            merged.append(delta)
+    return merged

@@ -1,0 +1,344 @@
+"""``POST /v1/messages`` of Anthropic, and the count of its tokens.
+
+The body becomes a chat of OpenAI, which `prepare_chat` reads. The answer is a list of blocks: thoughts, text and uses
+of tools.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..frontends.serving.requests import TokenEvent
+from .answers import Delta
+from .chat import PreparedChat, prepare_chat
+from .errors import ApiError, refuse
+from .messages import join_content
+from .requests import make_id
+from .responses import EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
+from .schemas import BelowOne, ChatBody, Objects, Share, ShortText, StopTexts, Temperature
+from .state import ServingState, state_of
+from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
+
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""Types of ``tool_choice``, and the words of OpenAI for them."""
+THINKING_TYPES = ("enabled", "adaptive", "disabled")
+CLIENT_TOOL_TYPES = (None, "custom")
+"""Types of tools that the client runs."""
+BLOCK_STARTS: Mapping[str, Objects] = {
+    "content": {"type": "text", "text": ""},
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+}
+DELTA_TYPES = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "arguments": ("input_json_delta", "partial_json"),
+}
+"""The type of the delta, and the name of its text, for each kind of `Delta`."""
+
+
+class MessagesBody(msgspec.Struct, kw_only=True):
+    """``POST /v1/messages``; `max_tokens` may be missing when tokens are counted."""
+
+    messages: Annotated[list[Objects], Meta(min_length=1, max_length=4096)]
+    model: ShortText = ""
+    max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
+    system: str | list[Objects] | None = None
+    stop_sequences: StopTexts = msgspec.field(default_factory=list)
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    top_p: Share | None = None
+    min_p: BelowOne | None = None
+    tools: Annotated[list[Objects], Meta(max_length=128)] = msgspec.field(default_factory=list)
+    tool_choice: Objects = msgspec.field(default_factory=dict)
+    thinking: Objects = msgspec.field(default_factory=dict)
+    output_config: Objects = msgspec.field(default_factory=dict)
+    chat_template_kwargs: Objects = msgspec.field(default_factory=dict)
+    stream: bool = False
+
+
+async def create_message(request: Request) -> Response:
+    """Answer a chat, as one JSON object or as a stream."""
+    state = state_of(request)
+    state.require_ready()
+    body, headers = await read_body(request, MessagesBody)
+    if body.max_tokens is None:
+        raise refuse("max_tokens is missing", "max_tokens")
+    chat = await prepare_chat(state, convert_to_chat(body), "msg_")
+    add_ignored(headers, chat.ignored)
+    add_ignored(headers, ["thinking.budget_tokens"] if "budget_tokens" in body.thinking else [])
+    answer = MessageAnswer(state, chat)
+    stream = state.submit(chat.requests, tuple(filter(None, body.stop_sequences)), shows_markers=True)
+    if body.stream:
+        return EventStream(state, stream, answer, headers)
+    with state.released_after(stream):
+        results = await run_until_disconnect(request, read_complete_texts(stream, 1))
+    state.record_finish(results[0][2])
+    return JsonResponse(answer.build_message(*results[0]), headers=headers)
+
+
+async def count_message_tokens(request: Request) -> Response:
+    """Return the number of tokens of a chat."""
+    state = state_of(request)
+    body, headers = await read_body(request, MessagesBody)
+    chat = convert_to_chat(body)
+    prompt = await state.builder.render_chat(chat, uses_tools=chat.tool_choice != "none")
+    ids = await state.builder.encode_chat(prompt.text)
+    return JsonResponse({"input_tokens": len(ids)}, headers=headers)
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+
+
+def convert_to_chat(body: MessagesBody) -> ChatBody:
+    """Return the same chat as a body of OpenAI.
+
+    Raises:
+        ApiError: A block, a tool or a choice has an unknown form.
+    """
+    messages: list[Objects] = []
+    if body.system:
+        messages.append({"role": "system", "content": join_content(body.system, "system")})
+    for i, message in enumerate(body.messages):
+        messages += convert_message(message, f"messages[{i}]")
+    variables = dict(body.chat_template_kwargs)
+    if (thinking := body.thinking.get("type")) is not None:
+        if thinking not in THINKING_TYPES:
+            raise refuse(f"thinking.type is {thinking!a:.40}; need one of {', '.join(THINKING_TYPES)}", "thinking")
+        variables.setdefault("enable_thinking", thinking != "disabled")
+    return msgspec.convert(
+        {
+            **_convert_output(body.output_config),
+            "model": body.model,
+            "messages": messages,
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_k": body.top_k,
+            "top_p": body.top_p,
+            "min_p": body.min_p,
+            "tools": [_convert_tool(tool, i) for i, tool in enumerate(body.tools)],
+            "tool_choice": _convert_tool_choice(body.tool_choice),
+            "parallel_tool_calls": not body.tool_choice.get("disable_parallel_tool_use"),
+            "chat_template_kwargs": variables,
+        },
+        ChatBody,
+    )
+
+
+def convert_message(message: Mapping[str, object], where: str) -> list[Objects]:
+    """Return a message as messages of OpenAI: each result of a tool is a message of its own.
+
+    Raises:
+        ApiError: The role or a block has an unknown form.
+    """
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise refuse(f"{where}.role is {role!a:.40}; need user or assistant", "messages")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise refuse(f"{where}.content: need a text or a list of blocks", "messages")
+    texts: list[object] = []
+    results: list[Objects] = []
+    calls: list[Objects] = []
+    thoughts: list[str] = []
+    for i, block in enumerate(content):
+        match block:
+            case {"type": "text"}:
+                texts.append(block)
+            case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
+                text = join_content(block.get("content") or "", f"{where}.content[{i}]")
+                results.append({"role": "tool", "tool_call_id": id, "content": text})
+            case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(given)} if role == "assistant":
+                function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
+                calls.append({"id": id, "type": "function", "function": function})
+            case {"type": "thinking", "thinking": str(thought)} if role == "assistant":
+                thoughts.append(thought)
+            case {"type": "redacted_thinking"} if role == "assistant":
+                pass  # its text is known to the service that wrote it alone
+            case _:
+                kind = block.get("type") if isinstance(block, dict) else None
+                raise refuse(f"{where}.content[{i}]: a block of type {kind!a:.40} is not supported here", "messages")
+    if not texts and results:
+        return results
+    whole: Objects = {"role": role, "content": join_content(texts, where)}
+    if thoughts:
+        whole["reasoning_content"] = "\n".join(thoughts)
+    return [*results, {**whole, "tool_calls": calls} if calls else whole]
+
+
+def _convert_output(output: Mapping[str, object]) -> Objects:
+    """Return the fields for the effort of thoughts and for the schema of the answer."""
+    fields: Objects = {}
+    for name, value in output.items():
+        match name, value:
+            case _, None:
+                continue
+            case "effort", str():
+                fields["reasoning_effort"] = value
+            case "format", {"type": "json_schema", "schema": dict(schema)}:
+                fields["json_schema"] = schema
+            case _:
+                raise refuse(f"output_config.{name!a:.40} is not supported; leave it out", "output_config")
+    return fields
+
+
+def _convert_tool(tool: Mapping[str, object], index: int) -> Objects:
+    if tool.get("type") not in CLIENT_TOOL_TYPES:
+        raise refuse(f"tools[{index}].type is {tool.get('type')!a:.40}; this server runs no tools", "tools")
+    names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
+    return {"type": "function", "function": {names[name]: tool[name] for name in names if name in tool}}
+
+
+def _convert_tool_choice(choice: Mapping[str, object]) -> object:
+    kind = choice.get("type", "auto")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": str(choice.get("name"))}}
+    if not isinstance(kind, str) or kind not in TOOL_CHOICES:
+        raise refuse(f"tool_choice.type is {kind!a:.40}; need auto, any, tool or none", "tool_choice")
+    return TOOL_CHOICES[kind]
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+class MessageAnswer:
+    """The answer to one chat in the form of Anthropic; it formats streams and complete answers."""
+
+    ping = format_event({"type": "ping"}, "ping")
+
+    def __init__(self, state: ServingState, chat: PreparedChat) -> None:
+        self._state, self._chat, self._parser = state, chat, chat.make_parser()
+        self._has_begun = False
+        self._block, self._block_count = "", 0
+        self._finish: Finish | None = None
+
+    def build_message(self, text: str, tokens: Sequence[TokenEvent], finish: Finish) -> dict[str, object]:
+        """Return the object of a complete answer."""
+        blocks: list[Objects] = []
+        inputs: list[str] = []
+        for delta in [*self._parser.feed(text), *self._parser.finish()]:
+            if delta.kind == "arguments":
+                inputs[-1] += delta.text
+                blocks[-1]["input"] = parse_input(inputs[-1])
+            else:
+                blocks.append(_start_block(delta, delta.text))
+                inputs.append("")
+        return {
+            **self._describe_message(blocks),
+            "stop_reason": self._choose_stop_reason(finish),
+            "stop_sequence": finish.stop_string or None,
+            "usage": describe_usage(finish),
+        }
+
+    def format_updates(self, updates: Sequence[Update]) -> bytes:
+        """Return the events for updates."""
+        events: list[bytes] = []
+        for update in updates:
+            if isinstance(update, Progress):
+                continue
+            if not self._has_begun:
+                self._has_begun = True
+                usage = {"input_tokens": len(self._chat.requests[0].prompt), "output_tokens": 0}
+                message = {**self._describe_message([]), "stop_reason": None, "stop_sequence": None, "usage": usage}
+                events.append(_format("message_start", message=message))
+            deltas = self._parser.feed(update.text) if isinstance(update, TextUpdate) else self._parser.finish()
+            for delta in deltas:
+                events += self._format_delta(delta)
+            if isinstance(update, Finish):
+                self._finish = update
+        return b"".join(events)
+
+    def format_end(self) -> bytes:
+        """Return the events that end the last block and the message."""
+        assert self._finish is not None
+        finish = self._finish
+        reason = {"stop_reason": self._choose_stop_reason(finish), "stop_sequence": finish.stop_string or None}
+        events = [*self._end_block(), _format("message_delta", delta=reason, usage=describe_usage(finish))]
+        return b"".join([*events, _format("message_stop")])
+
+    def format_error(self, error: ApiError) -> bytes:
+        """Return the event of an error."""
+        return format_event(error.as_anthropic(), "error")
+
+    def _format_delta(self, delta: Delta) -> list[bytes]:
+        events = []
+        block = "call" if delta.kind == "arguments" else delta.kind
+        if delta.kind == "call" or block != self._block:
+            events += self._end_block()
+            self._block = block
+            events.append(_format("content_block_start", index=self._block_count, content_block=_start_block(delta)))
+        if delta.kind in DELTA_TYPES:
+            kind, name = DELTA_TYPES[delta.kind]
+            events.append(
+                _format("content_block_delta", index=self._block_count, delta={"type": kind, name: delta.text})
+            )
+        return events
+
+    def _end_block(self) -> list[bytes]:
+        if not self._block:
+            return []
+        events = []
+        if self._block == "reasoning":
+            signature = {"type": "signature_delta", "signature": ""}
+            events.append(_format("content_block_delta", index=self._block_count, delta=signature))
+        events.append(_format("content_block_stop", index=self._block_count))
+        self._block, self._block_count = "", self._block_count + 1
+        return events
+
+    def _describe_message(self, blocks: list[Objects]) -> dict[str, object]:
+        name = self._state.service.model_name
+        return {"id": self._chat.id, "type": "message", "role": "assistant", "model": name, "content": blocks}
+
+    def _choose_stop_reason(self, finish: Finish) -> str:
+        if finish.reason == "length":
+            return "max_tokens"
+        if finish.stop_string:
+            return "stop_sequence"
+        return "tool_use" if self._parser.call_count else "end_turn"
+
+
+def _format(kind: str, **fields: object) -> bytes:
+    return format_event({"type": kind, **fields}, kind)
+
+
+def _start_block(delta: Delta, text: str = "") -> Objects:
+    """Return a block that begins with `text`, or a use of a tool without input."""
+    if delta.kind == "call":
+        return {"type": "tool_use", "id": make_id("toolu_"), "name": delta.text, "input": {}}
+    start = BLOCK_STARTS[delta.kind]
+    return {**start, DELTA_TYPES[delta.kind][1]: text}
+
+
+def parse_input(arguments: str) -> object:
+    """Return the arguments of a call, or an empty object if they are cut."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def describe_usage(finish: Finish) -> dict[str, int]:
+    """Return the counts of tokens; `input_tokens` excludes the tokens from the cache."""
+    timing = finish.timing
+    return {
+        "input_tokens": timing.prompt_tokens - timing.cached_tokens,
+        "cache_read_input_tokens": timing.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": finish.token_count,
+    }
+
+
+def build_message_routes() -> list[Route]:
+    """Return the routes of this module."""
+    return [
+        Route("/v1/messages", create_message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_message_tokens, methods=["POST"]),
+    ]

@@ -1,0 +1,54 @@
+"""The ASGI application: its routes, and the layers around them."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..frontends.serving.service import ModelService
+from .anthropic import build_message_routes
+from .errors import ApiError
+from .native import build_native_routes
+from .openai_chat import build_chat_routes
+from .openai_text import build_text_routes
+from .options import ServerOptions
+from .security import AccessLayer, BodyLimitLayer, ErrorLayer, OriginLayer
+from .state import ServingState
+
+
+def create_app(service: ModelService, options: ServerOptions) -> Starlette:
+    """Return the application that serves a model.
+
+    Args:
+        service: The model with its engine.
+        options: Access, limits and defaults; `run_server` uses the address.
+    """
+    state = ServingState(service, options)
+    routes = [*build_chat_routes(), *build_text_routes(), *build_native_routes(), *build_message_routes()]
+    layers = [
+        Middleware(ErrorLayer, state.metrics, [route.path for route in routes]),
+        Middleware(OriginLayer, options.cors_origins),
+        Middleware(AccessLayer, options),
+        Middleware(BodyLimitLayer, options.max_body_bytes, options.body_seconds),
+    ]
+
+    app = Starlette(
+        routes=routes,
+        middleware=layers,
+        exception_handlers={HTTPException: _raise_as_api_error},  # type: ignore[dict-item]  # it takes exceptions alone
+    )
+    app.router.redirect_slashes = False
+    app.state.serving = state
+    return app
+
+
+async def _raise_as_api_error(request: Request, error: HTTPException) -> Response:
+    """Raise the error of an unknown path or method in the form of the API."""
+    messages = {
+        404: f"there is no path {request.url.path!a:.80}",
+        405: f"{request.method} is not a method of this path",
+    }
+    raise ApiError(error.status_code, messages.get(error.status_code, error.detail))

@@ -1,0 +1,226 @@
+"""Serving by uvicorn, from the bound socket to the graceful end.
+
+The first SIGTERM or SIGINT begins the drain:
+
+1. ``/health`` and new requests get status 503. Requests without a slot end with 503.
+2. Running requests go on for `ServerOptions.drain_seconds`, then they end with an error event.
+3. The listening socket is closed, and then the service.
+
+A second signal goes to step 3 at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ..frontends.serving.service import ModelService
+from .app import create_app
+from .options import ServerOptions
+from .state import ServingState
+
+END_SECONDS = 1.0
+"""Time for error events after the drain."""
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
+HEADER_ERROR_BODY = (
+    b'{"error":{"message":"the head of the request is too long","type":"invalid_request_error","code":431}}'
+)
+HEADER_ERROR = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    + f"Content-Length: {len(HEADER_ERROR_BODY)}\r\n\r\n".encode()
+    + HEADER_ERROR_BODY
+)
+
+
+def run_server(service: ModelService, options: ServerOptions, announce: Callable[[str], None] | None = None) -> int:
+    """Serve a model until a signal, close the service, and return the exit code.
+
+    Call it in the main thread, which handles the signals.
+
+    Args:
+        service: The model with its engine.
+        options: The address, access, limits and defaults.
+        announce: Gets each URL when connections are accepted.
+
+    Raises:
+        OSError: The address cannot be used.
+    """
+    app = create_app(service, options)
+    state: ServingState = app.state.serving
+    try:
+        with ExitStack() as stack:
+            listeners = [stack.enter_context(closing(each)) for each in bind_sockets(options)]
+            DrainingServer(app, options, announce).run(sockets=listeners)
+    finally:
+        state.builder.close()
+        service.close(0.0)
+    return 0
+
+
+def bind_sockets(options: ServerOptions) -> list[socket.socket]:
+    """Return a listening socket for each address of the options.
+
+    Raises:
+        OSError: An address is in use, or is none of this machine.
+    """
+    listeners: list[socket.socket] = []
+    try:
+        for host in options.hosts:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listeners.append(socket.create_server((host, options.port), family=family, backlog=BACKLOG))
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that drains before it closes.
+
+    Args:
+        app: The application, from `create_app`.
+        options: The options of the application.
+        announce: Gets each URL when connections are accepted.
+    """
+
+    def __init__(self, app: Starlette, options: ServerOptions, announce: Callable[[str], None] | None = None) -> None:
+        class Protocol(LimitedProtocol):
+            header_seconds, max_header_bytes = options.header_seconds, options.max_header_bytes
+
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Protocol,
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                headers=[("Server", "hocket")],
+                limit_concurrency=options.max_connections,
+                timeout_keep_alive=round(options.keep_alive_seconds),
+                timeout_graceful_shutdown=round(END_SECONDS),
+                ssl_certfile=options.tls_certificate,
+                ssl_keyfile=options.tls_key,
+            )
+        )
+        self._state: ServingState = app.state.serving
+        self._options, self._announce = options, announce
+        self._signal_count = 0
+        self._drain_end = self._final_end = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Count a signal; `on_tick` reads the count in the event loop within 0.1 s."""
+        self._signal_count += 1
+
+    def request_exit(self) -> None:
+        """End the server as a signal does; any thread may call it."""
+        self.handle_exit(signal.SIGTERM, None)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, and announce the URL."""
+        await super().startup(sockets)
+        if not self.started or self._announce is None:
+            return
+        for listener in sockets or ():
+            host, port = listener.getsockname()[:2]
+            scheme = "https" if self._options.tls_certificate else "http"
+            self._announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Advance the drain; return whether the server ends."""
+        is_over = await super().on_tick(counter)
+        now = asyncio.get_running_loop().time()
+        if self._signal_count >= 2:
+            self._state.is_draining = True
+            self._state.interrupt_all()
+            self.force_exit = True
+            return True
+        if self._signal_count and not self._state.is_draining:
+            self._state.begin_drain()
+            self._drain_end = now + self._options.drain_seconds
+        if not self._state.is_draining:
+            return is_over
+        if self._state.is_idle:
+            return True
+        if now >= self._drain_end and not self._final_end:
+            self._state.interrupt_all()
+            self._final_end = now + END_SECONDS
+        return bool(self._final_end) and now >= self._final_end
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 with bounds on the bytes of a request's head, and on the seconds until it is complete."""
+
+    header_seconds = 10.0
+    max_header_bytes = 16 << 10
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_bytes, self._is_head_too_long = 0, False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timer."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        """Begin the head of a request."""
+        super().on_message_begin()
+        self._head_bytes = 0
+        self._start_timer()
+
+    def on_url(self, url: bytes) -> None:
+        """Count the bytes of the path."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count the bytes of a header."""
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """End the head of a request."""
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is not HTTP, or has too long a head."""
+        if not self._is_head_too_long:
+            return super().send_400_response(msg)
+        self.transport.write(HEADER_ERROR)
+        self.transport.close()
+
+    def _count(self, count: int) -> None:
+        self._head_bytes += count
+        if self._head_bytes > self.max_header_bytes:
+            self._is_head_too_long = True
+            raise ValueError("the head is too long")  # the parser reports it to `send_400_response`
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._head_timer = self.loop.call_later(self.header_seconds, self._close_slow)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _close_slow(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.close()

@@ -1,0 +1,64 @@
+"""Probabilities of tokens in the forms of the APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..frontends.gguf.tokenization.tokenizer import Tokenizer
+from ..frontends.serving.requests import TokenEvent
+
+MIN_LOGPROB = -9999.0
+"""The number for a token without probability, which JSON has no value for; OpenAI uses the same."""
+
+
+def describe_token(data: bytes) -> str:
+    """Return the text of a token. Bytes that are no text are ``bytes:`` with their escapes, as OpenAI writes them."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def describe_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent]) -> list[dict[str, object]]:
+    """Return the probabilities of tokens as chat completions and ``/completion`` list them."""
+    return [
+        {
+            **_describe_entry(tokenizer, event.token, event.logprob),
+            "top_logprobs": [_describe_entry(tokenizer, token, logprob) for token, logprob in event.top],
+        }
+        for event in events
+    ]
+
+
+def _describe_entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, object]:
+    data = tokenizer.token_bytes(token) if token < tokenizer.n_tokens else b""
+    return {"id": token, "token": describe_token(data), "bytes": list(data), "logprob": clip_logprob(logprob)}
+
+
+def clip_logprob(logprob: float | None) -> float:
+    """Return a logarithm that JSON can express."""
+    return MIN_LOGPROB if logprob is None else max(float(logprob), MIN_LOGPROB)
+
+
+def describe_old_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent], offset: int) -> dict[str, object]:
+    """Return the probabilities of tokens as the older text completions have them.
+
+    Args:
+        tokenizer: The tokenizer.
+        events: The tokens.
+        offset: Characters of the text before the first token.
+    """
+    texts = [describe_token(tokenizer.token_bytes(event.token)) for event in events]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += 0 if text.startswith("bytes:") else len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [clip_logprob(event.logprob) for event in events],
+        "top_logprobs": [
+            {describe_token(tokenizer.token_bytes(token)): clip_logprob(logprob) for token, logprob in event.top}
+            for event in events
+        ],
+        "text_offset": offsets,
+    }

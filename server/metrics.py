@@ -1,0 +1,169 @@
+"""Metrics in the text format of Prometheus: ``hocket_*``, and the ``llamacpp:*`` names of llama-server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ..frontends.serving.requests import RequestTiming
+from ..frontends.serving.service import ModelService
+from .streams import Finish, Progress, Update
+
+SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Bounds of the histograms of seconds."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class EngineCollector:
+    """Reads the counts of an engine whenever metrics are fetched."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics of the engine."""
+        status = self._service.status
+        gauges = {
+            "slots": ("Sequences that can run at once", status.slots),
+            "context_tokens": ("Tokens of a slot", status.context),
+            "requests_running": ("Requests that have a slot", status.running),
+            "requests_queued": ("Requests that wait for a slot", status.queued),
+            "slot_tokens": ("Tokens that the slots hold, those of the prefix cache included", sum(status.slot_tokens)),
+            "engine_up": ("Whether the engine runs", int(not self._service.failure)),
+            "heartbeat_age_seconds": ("Seconds since the last sign of life", self._service.seconds_since_heartbeat),
+        }
+        for name, (text, gauge) in gauges.items():
+            yield GaugeMetricFamily(f"hocket_{name}", text, value=gauge)
+        counters = {
+            "prompt_tokens": ("Prompt tokens, cached ones included", status.prompt_tokens),
+            "cached_tokens": ("Prompt tokens from the prefix cache", status.cached_tokens),
+            "new_tokens": ("Sampled tokens", status.new_tokens),
+            "finished_requests": ("Requests that have ended in the engine", status.finished_requests),
+            "prompt_seconds": ("Seconds of prompt steps", status.prompt_seconds),
+            "decode_seconds": ("Seconds of decode steps", status.decode_seconds),
+            "decode_steps": ("Decode steps", status.steps),
+        }
+        for name, (text, count) in counters.items():
+            yield CounterMetricFamily(f"hocket_{name}", text, value=count)
+
+
+class ServerMetrics:
+    """The metrics of one server."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service, self.start_time = service, time.time()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(EngineCollector(service))
+        registry = self._registry
+        self.responses = Counter(
+            "hocket_responses", "Responses by path and status", ["path", "status"], registry=registry
+        )
+        self._queue = Histogram("hocket_queue_seconds", "Wait for a slot", buckets=SECONDS_BUCKETS, registry=registry)
+        self._first = Histogram(
+            "hocket_first_token_seconds", "From submission to first token", buckets=SECONDS_BUCKETS, registry=registry
+        )
+        self._gap = Histogram(
+            "hocket_token_seconds", "Mean time between tokens", buckets=SECONDS_BUCKETS, registry=registry
+        )
+
+    def record_timing(self, timing: RequestTiming, token_count: int) -> None:
+        """Add the times of a request."""
+        self._queue.observe(timing.queue_seconds)
+        self._first.observe(timing.queue_seconds + timing.prompt_seconds)
+        if token_count > 1:
+            self._gap.observe(timing.decode_seconds / (token_count - 1))
+
+    def format_metrics(self) -> bytes:
+        """Return all metrics as text."""
+        return generate_latest(self._registry) + self._format_llama_metrics().encode()
+
+    def _format_llama_metrics(self) -> str:
+        """Return the metrics of llama-server; its tools expect these names and types."""
+        status = self._service.status
+        read = status.prompt_tokens - status.cached_tokens
+        counters = {
+            "prompt_tokens_total": ("Number of prompt tokens processed", read),
+            "prompt_tokens_cached_total": ("Number of prompt tokens reused from the cache", status.cached_tokens),
+            "prompt_seconds_total": ("Prompt process time", status.prompt_seconds),
+            "tokens_predicted_total": ("Number of generation tokens processed", status.new_tokens),
+            "tokens_predicted_seconds_total": ("Predict process time", status.decode_seconds),
+            "n_decode_total": ("Total number of decode steps", status.steps),
+            "n_tokens_max": ("Largest observed number of tokens of a slot", max(status.slot_tokens, default=0)),
+            "spec_decode_num_draft_tokens_total": ("Number of drafted tokens", 0),
+            "spec_decode_num_accepted_tokens_total": ("Number of accepted drafted tokens", 0),
+            "spec_decode_num_drafts_total": ("Number of drafts", 0),
+        }
+        gauges = {
+            "prompt_tokens_seconds": ("Average prompt throughput in tokens/s", divide(read, status.prompt_seconds)),
+            "predicted_tokens_seconds": (
+                "Average generation throughput in tokens/s",
+                divide(status.new_tokens, status.decode_seconds),
+            ),
+            "requests_processing": ("Number of requests processing", status.running),
+            "requests_deferred": ("Number of requests deferred", status.queued),
+            "n_busy_slots_per_decode": (
+                "Average number of busy slots per decode step",
+                divide(status.new_tokens, status.steps),
+            ),
+        }
+        lines = []
+        for kind, group in (("counter", counters), ("gauge", gauges)):
+            for name, (text, value) in group.items():
+                lines += [
+                    f"# HELP llamacpp:{name} {text}",
+                    f"# TYPE llamacpp:{name} {kind}",
+                    f"llamacpp:{name} {value}",
+                ]
+        return "\n".join(lines) + "\n"
+
+
+def divide(count: float, by: float) -> float:
+    """Return a quotient, or 0 if the divisor is 0."""
+    return count / by if by > 0 else 0.0
+
+
+def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]:
+    """Return the object ``timings`` of llama-server. The first token belongs to the prompt, so it has no rate."""
+    read, decoded = timing.prompt_tokens - timing.cached_tokens, max(0, token_count - 1)
+    return {
+        "cache_n": timing.cached_tokens,
+        "prompt_n": read,
+        "prompt_ms": timing.prompt_seconds * 1e3,
+        "prompt_per_token_ms": divide(timing.prompt_seconds * 1e3, read),
+        "prompt_per_second": divide(read, timing.prompt_seconds),
+        "predicted_n": token_count,
+        "predicted_ms": timing.decode_seconds * 1e3,
+        "predicted_per_token_ms": divide(timing.decode_seconds * 1e3, decoded),
+        "predicted_per_second": divide(decoded, timing.decode_seconds) if decoded else 0.0,
+        "queue_ms": timing.queue_seconds * 1e3,
+    }
+
+
+class AnswerClock:
+    """The times of one choice before its end, by the clock of the server; the end has the times of the engine."""
+
+    def __init__(self) -> None:
+        self._read_tokens = self._cached_tokens = self._new_tokens = 0
+        self._start: float | None = None
+        self._first_token: float | None = None
+
+    def describe_update(self, update: Update) -> dict[str, float]:
+        """Return the object ``timings`` after an update."""
+        now = time.perf_counter()
+        if isinstance(update, Finish):
+            return describe_timing(update.timing, update.token_count)
+        if self._start is None:
+            self._start = now
+            self._cached_tokens = update.read_tokens if isinstance(update, Progress) else 0
+        if isinstance(update, Progress):
+            self._read_tokens = update.read_tokens
+        else:
+            self._new_tokens += len(update.tokens)
+            self._first_token = self._first_token or now
+        decode_seconds = 0.0 if self._first_token is None else now - self._first_token
+        prompt_seconds = now - self._start - decode_seconds
+        counts = self._read_tokens, self._cached_tokens, self._new_tokens
+        return describe_timing(RequestTiming(*counts, 0.0, prompt_seconds, decode_seconds), self._new_tokens)

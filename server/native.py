@@ -1,0 +1,346 @@
+"""The endpoints of llama-server: ``/completion``, the tokenizer, the template, and the state of the server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..frontends.errors import ModelError
+from ..frontends.gguf.chat import select_chat_template
+from ..frontends.serving.requests import GenerationRequest, TokenEvent
+from .chat import check_choice_count
+from .errors import ApiError
+from .grammars import describe_ignored
+from .logprobs import describe_logprobs
+from .metrics import CONTENT_TYPE, AnswerClock, describe_timing
+from .requests import make_id
+from .responses import PING, EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
+from .schemas import CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
+from .state import ServingState, state_of
+from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
+
+NO_SLOT = -1
+"""The value of ``id_slot``: the slots of an engine are not fixed to requests."""
+UNLIMITED = -1
+"""The default of ``n_predict``: until the context is full."""
+NEUTRAL_SAMPLERS = {
+    "dynatemp_range": 0.0,
+    "typical_p": 1.0,
+    "top_n_sigma": -1.0,
+    "xtc_probability": 0.0,
+    "dry_multiplier": 0.0,
+    "mirostat": 0,
+    "adaptive_target": -1.0,
+    "adaptive_decay": 0.9,
+    "n_keep": 0,
+    "n_discard": 0,
+    "min_keep": 0,
+    "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
+}
+"""Settings of samplers that hocket lacks, as llama-server reports them."""
+
+
+async def create_native_completion(request: Request) -> Response:
+    """Continue one text or several, in the form of llama-server."""
+    state = state_of(request)
+    state.require_ready()
+    body, headers = await read_body(request, CompletionBody)
+    state.builder.check_model(body.model)
+    limits = (body.n_predict, body.max_tokens, body.max_completion_tokens, UNLIMITED)
+    limit = next(limit for limit in limits if limit is not None)
+    choices = body.n if body.n_cmpl is None else body.n_cmpl
+    check_choice_count(state, choices)
+    prompts = await state.builder.encode_prompts(body.prompt)
+    top = body.n_probs if body.n_probs is not None else body.logprobs
+    requests = await state.builder.build_text_requests(
+        body, prompts, limit=limit, choices=choices, top_logprobs=top or None, id=make_id("native-")
+    )
+    add_ignored(headers, describe_ignored(requests[0].params.grammar))
+    answer = NativeAnswer(state, body, requests)
+    stream = state.submit(requests, body.stop_strings)
+    if body.stream:
+        return EventStream(state, stream, answer, headers)
+    with state.released_after(stream):
+        results = await run_until_disconnect(request, read_complete_texts(stream, len(requests)))
+    for _, _, finish in results:
+        state.record_finish(finish)
+    objects = [answer.build_result(i, *result) for i, result in enumerate(results)]
+    return JsonResponse(objects if len(objects) > 1 else objects[0], headers=headers)
+
+
+class NativeAnswer:
+    """The continuations of texts in the form of llama-server."""
+
+    ping = PING
+
+    def __init__(self, state: ServingState, body: CompletionBody, requests: Sequence[GenerationRequest]) -> None:
+        self._state, self._body, self._requests = state, body, requests
+        self._token_counts = [0] * len(requests)
+        self._has_new_line = [False] * len(requests)
+        self._cached_tokens: list[int | None] = [None] * len(requests)
+        self._clocks = [AnswerClock() for _ in requests]
+
+    def build_result(
+        self, i: int, text: str, tokens: Sequence[TokenEvent], finish: Finish, *, is_streamed: bool = False
+    ) -> dict[str, object]:
+        """Return the object of a complete text, or the last object of a stream."""
+        request, tokenizer = self._requests[i], self._state.service.tokenizer
+        limit = request.params.limit
+        result: dict[str, object] = {
+            "index": i,
+            "content": text,
+            "tokens": [event.token for event in tokens] if self._body.return_tokens and not is_streamed else [],
+            "id_slot": NO_SLOT,
+            "stop": True,
+            "model": self._state.service.model_name,
+            "tokens_predicted": finish.token_count,
+            "tokens_evaluated": finish.timing.prompt_tokens,
+            "generation_settings": describe_settings(request, self._body),
+            "prompt": tokenizer.decode(request.prompt, special=True),
+            "has_new_line": self._has_new_line[i] or "\n" in text,
+            "truncated": finish.reason == "length" and (limit < 0 or finish.token_count < limit),
+            "stop_type": finish.stop_type,
+            "stopping_word": finish.stop_string,
+            "tokens_cached": finish.timing.prompt_tokens + max(0, finish.token_count - 1),
+            "timings": describe_timing(finish.timing, finish.token_count),
+        }
+        if request.top_logprobs is not None and not is_streamed:
+            result["completion_probabilities"] = describe_logprobs(tokenizer, tokens)
+        return select_fields(result, self._body.response_fields) if self._body.response_fields else result
+
+    def format_updates(self, updates: Sequence[Update]) -> bytes:
+        """Return the events for updates."""
+        return b"".join(map(self._format_update, updates))
+
+    def format_end(self) -> bytes:
+        """Return nothing: the last object of each text has ``stop: true``."""
+        return b""
+
+    def format_error(self, error: ApiError) -> bytes:
+        """Return the event of an error."""
+        return format_event(error.as_openai())
+
+    def _format_update(self, update: Update) -> bytes:
+        i = update.choice
+        if isinstance(update, Finish):
+            return format_event(self.build_result(i, "", (), update, is_streamed=True))
+        tokens = update.tokens if isinstance(update, TextUpdate) else ()
+        self._token_counts[i] += len(tokens)
+        event: dict[str, object] = {
+            "index": i,
+            "content": update.text if isinstance(update, TextUpdate) else "",
+            "tokens": [token.token for token in tokens],
+            "stop": False,
+            "id_slot": NO_SLOT,
+            "tokens_predicted": self._token_counts[i],
+            "tokens_evaluated": len(self._requests[i].prompt),
+        }
+        if isinstance(update, Progress):
+            if not self._body.return_progress:
+                return b""
+            if self._cached_tokens[i] is None:
+                self._cached_tokens[i] = update.read_tokens
+            counts = {"total": update.prompt_tokens, "cache": self._cached_tokens[i], "processed": update.read_tokens}
+            event["prompt_progress"] = counts
+        else:
+            self._has_new_line[i] |= "\n" in update.text
+            if self._requests[i].top_logprobs is not None:
+                event["completion_probabilities"] = describe_logprobs(self._state.service.tokenizer, tokens)
+        if self._body.timings_per_token:
+            event["timings"] = self._clocks[i].describe_update(update)
+        return format_event(event)
+
+
+def describe_settings(request: GenerationRequest, body: CompletionBody) -> dict[str, object]:
+    """Return the object ``generation_settings`` of llama-server."""
+    params, sampling = request.params, request.params.sampling
+    bias = [
+        {"token": token, "bias": None if value == -math.inf else value}  # JSON has no infinity
+        for token, value in sampling.bias
+    ]
+    return {
+        **NEUTRAL_SAMPLERS,
+        "seed": params.seed,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repeat_penalty,
+        "repeat_last_n": sampling.repeat_last_n,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": bias,
+        "stop": list(body.stop_strings),
+        "max_tokens": params.limit,
+        "n_predict": params.limit,
+        "ignore_eos": not params.end_tokens,
+        "stream": body.stream,
+        "n_probs": request.top_logprobs or 0,
+        "grammar": body.grammar,
+        "post_sampling_probs": False,
+        "timings_per_token": body.timings_per_token,
+        "lora": [],
+    }
+
+
+def select_fields(result: dict[str, object], names: Sequence[str]) -> dict[str, object]:
+    """Return the named fields; ``a/b`` is field b of object a."""
+    selected = {}
+    for name in names:
+        value: object = result
+        for part in name.split("/"):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            selected[name] = value
+    return selected
+
+
+# ----------------------------------------------------------------------------------------------- tokenizer and template
+
+
+async def tokenize(request: Request) -> Response:
+    """Return the tokens of a text, with their texts if ``with_pieces`` is set."""
+    state = state_of(request)
+    body, headers = await read_body(request, TokenizeBody)
+    tokenizer, content = state.service.tokenizer, body.content
+    if not isinstance(content, str):
+        (ids,) = await state.builder.encode_prompts([content])
+    else:
+        text, flags = content, {"add_special": body.add_special, "parse_special": body.parse_special}
+        ids = tuple(await state.builder.run_in_thread(lambda: tokenizer.encode(text, **flags)))
+    if not body.adds_texts:
+        return JsonResponse({"tokens": ids}, headers=headers)
+    return JsonResponse({"tokens": [{"id": i, "piece": _describe_text(tokenizer.token_bytes(i))} for i in ids]})
+
+
+def _describe_text(data: bytes) -> str | list[int]:
+    """Return the text of a token, or its bytes if they are no text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+async def detokenize(request: Request) -> Response:
+    """Return the text of tokens."""
+    state = state_of(request)
+    body, headers = await read_body(request, DetokenizeBody)
+    text = await state.builder.run_in_thread(lambda: state.service.tokenizer.decode(body.tokens, special=True))
+    return JsonResponse({"content": text}, headers=headers)
+
+
+async def apply_template(request: Request) -> Response:
+    """Return the prompt of a chat."""
+    body, headers = await read_body(request, TemplateBody)
+    prompt = await state_of(request).builder.render_chat(body)
+    return JsonResponse({"prompt": prompt.text}, headers=headers)
+
+
+# ---------------------------------------------------------------------------------------------------- server state
+
+
+async def show_health(request: Request) -> Response:
+    """Return whether the server can generate."""
+    if problem := state_of(request).find_problem():
+        raise ApiError(503, problem, retry_seconds=1)
+    return JsonResponse({"status": "ok"})
+
+
+async def show_properties(request: Request) -> Response:
+    """Return the properties of the model and the server, which clients cannot change."""
+    state = state_of(request)
+    service, options = state.service, state.options
+    try:
+        template = options.chat_template or select_chat_template(service.metadata)
+    except ModelError:
+        template = ""
+    sampling = options.sampling
+    params = {**NEUTRAL_SAMPLERS, "seed": -1, "n_predict": options.default_max_tokens, "stream": False}
+    params |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    params |= {"min_p": sampling.min_p, "repeat_penalty": sampling.repeat_penalty}
+    return JsonResponse(
+        {
+            "default_generation_settings": {"n_ctx": service.status.context, "params": params},
+            "total_slots": service.status.slots,
+            "model_alias": service.model_name,
+            "model_path": service.model_name,
+            "modalities": {"vision": False, "audio": False, "video": False},
+            "endpoint_slots": options.has_slots,
+            "endpoint_metrics": options.has_metrics,
+            "endpoint_props": False,
+            "chat_template": template,
+            "bos_token": service.tokenizer.bos_text,
+            "eos_token": service.tokenizer.eos_text,
+            "fingerprint": service.fingerprint,
+            "build_info": service.fingerprint,
+        }
+    )
+
+
+async def show_slots(request: Request) -> Response:
+    """Return the state of each slot; with ``fail_on_no_slot`` status 503 if none is free."""
+    state = state_of(request)
+    if not state.options.has_slots:
+        raise ApiError(501, "this server does not list its slots")
+    status = state.service.status
+    slots = [
+        {
+            "id": i,
+            "n_ctx": status.context,
+            "speculative": False,
+            "is_processing": bool(request_id),
+            "n_prompt_tokens_cache": tokens,
+        }
+        for i, (request_id, tokens) in enumerate(zip(status.slot_requests, status.slot_tokens, strict=True))
+    ]
+    if request.query_params.get("fail_on_no_slot") and all(slot["is_processing"] for slot in slots):
+        raise ApiError(503, "no slot is free", retry_seconds=1)
+    return JsonResponse(slots)
+
+
+async def show_metrics(request: Request) -> Response:
+    """Return the metrics in the text format of Prometheus."""
+    state = state_of(request)
+    if not state.options.has_metrics:
+        raise ApiError(501, "this server has no metrics")
+    headers = {"Process-Start-Time-Unix": str(int(state.metrics.start_time))}
+    return Response(state.metrics.format_metrics(), headers=headers, media_type=CONTENT_TYPE)
+
+
+async def show_plan(request: Request) -> Response:
+    """Return the explanation of the plans that serve."""
+    text = await state_of(request).builder.run_in_thread(state_of(request).service.explain_plans)
+    return Response(text, media_type="text/plain; charset=utf-8")
+
+
+async def show_start(request: Request) -> Response:
+    """Return one line for people who open the address in a browser."""
+    return Response("hocket serves models here; the API is below /v1\n", media_type="text/plain; charset=utf-8")
+
+
+def build_native_routes() -> list[Route]:
+    """Return the routes of this module."""
+    posts = {
+        "/completion": create_native_completion,
+        "/completions": create_native_completion,
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
+        "/apply-template": apply_template,
+    }
+    gets = {
+        "/": show_start,
+        "/health": show_health,
+        "/v1/health": show_health,
+        "/props": show_properties,
+        "/slots": show_slots,
+        "/metrics": show_metrics,
+        "/plan": show_plan,
+    }
+    return [
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+        *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
+    ]

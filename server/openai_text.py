@@ -1,0 +1,233 @@
+"""The other endpoints of OpenAI: text completions, embeddings and models."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..frontends.serving.requests import GenerationRequest, TokenEvent
+from .chat import check_choice_count
+from .errors import ApiError, refuse
+from .grammars import describe_ignored
+from .logprobs import describe_old_logprobs
+from .metrics import AnswerClock, describe_timing
+from .requests import make_id
+from .responses import DONE, PING, EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
+from .schemas import EmbeddingBody, TextBody
+from .state import ServingState, state_of
+from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
+
+NORMALISED = 2
+"""The value of ``embd_normalize`` for vectors of length 1; -1 leaves vectors as they are."""
+
+
+async def create_completion(request: Request) -> Response:
+    """Continue one text or several, as one JSON object or as a stream."""
+    state = state_of(request)
+    state.require_ready()
+    body, headers = await read_body(request, TextBody)
+    state.builder.check_model(body.model)
+    check_choice_count(state, body.n)
+    limit = body.n_predict if body.max_tokens is None else body.max_tokens
+    if body.echo and body.logprobs is not None:
+        raise refuse("logprobs of prompts are not supported; leave out echo or logprobs", "echo")
+    prompts = await state.builder.encode_prompts(body.prompt)
+    id = make_id("cmpl-")
+    requests = await state.builder.build_text_requests(
+        body, prompts, limit=limit, choices=body.n, top_logprobs=body.logprobs, id=id
+    )
+    add_ignored(headers, describe_ignored(requests[0].params.grammar))
+    answer = TextAnswer(state, body, requests, id)
+    stream = state.submit(requests, body.stop_strings)
+    if body.stream:
+        return EventStream(state, stream, answer, headers)
+    with state.released_after(stream):
+        results = await run_until_disconnect(request, read_complete_texts(stream, len(requests)))
+    for _, _, finish in results:
+        state.record_finish(finish)
+    return JsonResponse(answer.build_completion(results), headers=headers)
+
+
+class TextAnswer:
+    """The continuations of texts in the form of OpenAI."""
+
+    ping = PING
+
+    def __init__(
+        self, state: ServingState, body: TextBody, requests: Sequence[GenerationRequest], completion_id: str
+    ) -> None:
+        self._state, self._body = state, body
+        tokenizer = state.service.tokenizer
+        self._echoes = [tokenizer.decode(request.prompt) if body.echo else "" for request in requests]
+        if body.echo and isinstance(body.prompt, str):
+            self._echoes = [body.prompt] * len(requests)
+        self._offsets = [0] * len(requests)
+        """Characters that each choice has sent."""
+        self._finishes: dict[int, Finish] = {}
+        self._clocks = [AnswerClock() for _ in requests]
+        self._frame: dict[str, object] = {
+            "id": completion_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": state.service.model_name,
+            "system_fingerprint": state.service.fingerprint,
+        }
+
+    def build_completion(self, results: Sequence[tuple[str, tuple[TokenEvent, ...], Finish]]) -> dict[str, object]:
+        """Return the object of complete texts."""
+        choices = []
+        for i, (text, tokens, finish) in enumerate(results):
+            self._finishes[i] = finish
+            choices.append(self._build_choice(i, text, tokens, finish.reason))
+        first = results[0][2]
+        timings = describe_timing(first.timing, first.token_count)
+        return {**self._frame, "choices": choices, "usage": self._describe_usage(), "timings": timings}
+
+    def format_updates(self, updates: Sequence[Update]) -> bytes:
+        """Return the chunks for updates."""
+        return b"".join(map(self._format_update, updates))
+
+    def format_end(self) -> bytes:
+        """Return the chunk with the usage, if it was asked for, and the mark of the end."""
+        if not self._body.stream_options.include_usage:
+            return DONE
+        return format_event({**self._frame, "choices": [], "usage": self._describe_usage()}) + DONE
+
+    def format_error(self, error: ApiError) -> bytes:
+        """Return the event of an error."""
+        return format_event(error.as_openai())
+
+    def _format_update(self, update: Update) -> bytes:
+        i = update.choice
+        if isinstance(update, TextUpdate):
+            choice = self._build_choice(i, update.text, update.tokens, None)
+            return format_event({**self._frame, "choices": [choice], **self._describe_times(update)})
+        if isinstance(update, Progress):
+            if not self._body.return_progress:
+                return b""
+            progress = {"total": update.prompt_tokens, "processed": update.read_tokens}
+            chunk = {**self._frame, "choices": [self._build_choice(i, "", (), None)], "prompt_progress": progress}
+            return format_event({**chunk, **self._describe_times(update)})
+        self._finishes[i] = update
+        choice = self._build_choice(i, "", (), update.reason)
+        timings = describe_timing(update.timing, update.token_count)
+        return format_event({**self._frame, "choices": [choice], "timings": timings})
+
+    def _describe_times(self, update: Update) -> dict[str, object]:
+        if not self._body.timings_per_token:
+            return {}
+        return {"timings": self._clocks[update.choice].describe_update(update)}
+
+    def _build_choice(self, i: int, text: str, tokens: Sequence[TokenEvent], reason: str | None) -> dict[str, object]:
+        logprobs = None
+        if self._body.logprobs is not None and (tokens or reason is None):
+            logprobs = describe_old_logprobs(self._state.service.tokenizer, tokens, self._offsets[i])
+        whole, self._echoes[i] = self._echoes[i] + text, ""
+        self._offsets[i] += len(whole)
+        return {"text": whole, "index": i, "logprobs": logprobs, "finish_reason": reason}
+
+    def _describe_usage(self) -> dict[str, object]:
+        firsts = [finish for i, finish in self._finishes.items() if i % self._body.n == 0]
+        prompt = sum(finish.timing.prompt_tokens for finish in firsts)
+        new = sum(finish.token_count for finish in self._finishes.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(finish.timing.cached_tokens for finish in firsts)},
+        }
+
+
+# ---------------------------------------------------------------------------------------------------------- embeddings
+
+
+async def create_embeddings(request: Request) -> Response:
+    """Return the vectors of texts, in the form of OpenAI."""
+    state = state_of(request)
+    state.require_ready()
+    body, headers = await read_body(request, EmbeddingBody)
+    if body.encoding_format not in ("float", "base64"):
+        raise refuse(f"encoding_format is {body.encoding_format!a:.40}; need float or base64", "encoding_format")
+    vectors, count = await _embed(state, body)
+    is_float = body.encoding_format == "float"
+    data = [
+        {
+            "object": "embedding",
+            "index": i,
+            "embedding": row.tolist() if is_float else base64.b64encode(row.astype("<f4").tobytes()).decode(),
+        }
+        for i, row in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    answer = {"object": "list", "data": data, "model": state.service.model_name, "usage": usage}
+    return JsonResponse(answer, headers=headers)
+
+
+async def create_native_embeddings(request: Request) -> Response:
+    """Return the vectors of texts, in the form of llama-server."""
+    state = state_of(request)
+    state.require_ready()
+    body, headers = await read_body(request, EmbeddingBody)
+    vectors, _ = await _embed(state, body)
+    rows = [{"index": i, "embedding": [row.tolist()]} for i, row in enumerate(vectors)]
+    return JsonResponse(rows, headers=headers)
+
+
+async def _embed(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[np.float32], int]:
+    """Return a vector for each text, and the number of all tokens."""
+    state.builder.check_model(body.model)
+    content = body.content if body.input is None else body.input
+    if content is None:
+        raise refuse("input is missing", "input")
+    if body.embd_normalize not in (NORMALISED, -1):
+        raise refuse(f"embd_normalize is {body.embd_normalize}; need 2 or -1", "embd_normalize")
+    texts = await state.builder.encode_prompts(content)
+    with state.counted_embedding():
+        vectors = await state.builder.embed(texts, normalise=body.embd_normalize == NORMALISED)
+    return vectors, sum(map(len, texts))
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+async def list_models(request: Request) -> Response:
+    """Return the served model."""
+    return JsonResponse({"object": "list", "data": [_describe_model(state_of(request))]})
+
+
+async def show_model(request: Request) -> Response:
+    """Return the served model under one of its names."""
+    state = state_of(request)
+    if (name := request.path_params["name"]) not in (state.service.model_name, *state.options.aliases):
+        raise ApiError(404, f"there is no model {name!a:.80}")
+    return JsonResponse(_describe_model(state))
+
+
+def _describe_model(state: ServingState) -> dict[str, object]:
+    return {
+        "id": state.service.model_name,
+        "aliases": [state.service.model_name, *state.options.aliases],
+        "object": "model",
+        "created": int(state.metrics.start_time),
+        "owned_by": "hocket",
+        "meta": dict(state.service.model_info),
+    }
+
+
+def build_text_routes() -> list[Route]:
+    """Return the routes of this module."""
+    routes = [Route("/v1/completions", create_completion, methods=["POST"])]
+    routes.append(Route("/v1/embeddings", create_embeddings, methods=["POST"]))
+    for path in ("/embeddings", "/embedding"):
+        routes.append(Route(path, create_native_embeddings, methods=["POST"]))
+    for prefix in ("/v1", ""):
+        routes.append(Route(f"{prefix}/models", list_models, methods=["GET"]))
+        routes.append(Route(f"{prefix}/models/{{name:path}}", show_model, methods=["GET"]))
+    return routes

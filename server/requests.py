@@ -1,0 +1,308 @@
+"""Bodies of requests become token ids and `GenerationRequest`s of the engine.
+
+Templates, tokenizers and grammars run in worker threads: they may take milliseconds to seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..frontends.errors import ModelError
+from ..frontends.generation.generate import EMPTY_PROMPT_ERROR, GenerationParams
+from ..frontends.generation.grammar import Grammar
+from ..frontends.serving.requests import GenerationRequest
+from ..frontends.serving.service import ModelService
+from .errors import ApiError, make_context_error, refuse
+from .grammars import ANY_OBJECT_SCHEMA, GrammarCache
+from .messages import ChatPrompt, render_messages
+from .options import ServerOptions
+from .schemas import ChatBody, ResponseFormat, SamplingBody, TemplateBody
+
+Output = TypeVar("Output")
+TEXT_THREADS = 2
+"""Threads that render, tokenize and compile grammars."""
+EMBEDDING_THREADS = 4
+"""Threads that wait for vectors."""
+MAX_PROMPTS = 2048
+"""Prompts of one request."""
+MAX_TEXTS = 256
+"""Texts that one request generates."""
+MIN_TOP_P = 1e-9
+"""The top-p that stands for 0: the most probable token alone."""
+SAMPLING_FIELDS = ("top_k", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")
+NO_SPACE_KINDS = ("bert", "t5")
+"""Kinds of vocabularies that drop white space, so that tokens do not bound the characters of a text."""
+
+
+class RequestBuilder:
+    """Makes requests for a model; any number of coroutines may use it.
+
+    Args:
+        service: The model.
+        options: Defaults and limits.
+    """
+
+    def __init__(self, service: ModelService, options: ServerOptions) -> None:
+        self._service, self._options = service, options
+        self._grammars = GrammarCache(service.tokenizer)
+        self._workers = ThreadPoolExecutor(TEXT_THREADS, "hocket-text")
+        self._embedding_workers = ThreadPoolExecutor(EMBEDDING_THREADS, "hocket-embed")
+        self._longest_token = 0
+
+    async def run_in_thread(self, function: Callable[..., Output], *args: object) -> Output:
+        """Return the result of a slow function, which runs in a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, function, *args)
+
+    async def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> npt.NDArray[np.float32]:
+        """Return a vector for each text; raises as `ModelService.embed`."""
+        embed = partial(self._service.embed, texts, normalise=normalise)
+        return await asyncio.get_running_loop().run_in_executor(self._embedding_workers, embed)
+
+    def close(self) -> None:
+        """End the worker threads after their present work."""
+        for workers in (self._workers, self._embedding_workers):
+            workers.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------------------------------------------ prompts
+
+    async def render_chat(self, body: ChatBody | TemplateBody, *, uses_tools: bool = True) -> ChatPrompt:
+        """Return the prompt of a chat; raises as `render_messages`."""
+
+        def render() -> ChatPrompt:
+            metadata, tokenizer = self._service.metadata, self._service.tokenizer
+            return render_messages(
+                body,
+                metadata,
+                tokenizer,
+                template=self._options.chat_template,
+                variables=self._options.template_variables,
+                uses_tools=uses_tools,
+            )
+
+        return await self.run_in_thread(render)
+
+    async def encode_chat(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a rendered chat.
+
+        Raises:
+            ApiError: The prompt exceeds the context.
+        """
+        return await self.run_in_thread(self._encode, text, lambda: self._service.tokenizer.encode_chat(text))
+
+    async def encode_prompts(self, prompt: object) -> list[tuple[int, ...]]:
+        """Return the tokens of one prompt or several.
+
+        A prompt is a text, a list of tokens, a list of tokens and texts, or an object with ``prompt_string``. A list
+        of texts, of lists or of objects is a list of prompts.
+
+        Raises:
+            ApiError: The prompt has another form, or exceeds the context.
+        """
+        return await self.run_in_thread(self._encode_prompts, prompt)
+
+    def _encode_prompts(self, prompt: object) -> list[tuple[int, ...]]:
+        if not isinstance(prompt, list):
+            return [self._encode_prompt(prompt)]
+        if not prompt:
+            raise refuse("the prompt is an empty list; give some text", "prompt")
+        if any(isinstance(part, int) for part in prompt):
+            return [self._encode_prompt(prompt)]
+        if len(prompt) > MAX_PROMPTS:
+            raise refuse(f"{len(prompt)} prompts; need {MAX_PROMPTS} at most", "prompt")
+        return [self._encode_prompt(part) for part in prompt]
+
+    def _encode_prompt(self, prompt: object) -> tuple[int, ...]:
+        tokenizer = self._service.tokenizer
+        match prompt:
+            case str():
+                return self._encode(prompt, lambda: tokenizer.encode(prompt, parse_special=True))
+            case {"prompt_string": str(text), **rest} if not rest.get("multimodal_data"):
+                return self._encode(text, lambda: tokenizer.encode(text, parse_special=True))
+            case {"content": list(parts), **rest} if not rest and parts:
+                texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+                if all(isinstance(text, str) for text in texts):
+                    return self._encode_prompt("".join(map(str, texts)))
+            case list() if prompt and all(isinstance(part, int | str) for part in prompt):
+                return self._join_parts(prompt)
+        raise refuse("a prompt is a text, or a list of tokens and texts; this one has another form", "prompt")
+
+    def _join_parts(self, parts: Sequence[int | str]) -> tuple[int, ...]:
+        """Return the tokens of a list of tokens and texts; only a first text gets BOS, as in llama-server."""
+        ids: list[int] = []
+        tokenizer = self._service.tokenizer
+        for i, part in enumerate(parts):
+            if isinstance(part, str):
+                encode = partial(tokenizer.encode, part, add_special=i == 0, parse_special=True)
+                ids.extend(self._encode(part, encode))
+            elif isinstance(part, bool) or not 0 <= part < tokenizer.n_tokens:
+                raise refuse(f"token {part} is not in the vocabulary; need 0 to {tokenizer.n_tokens - 1}", "prompt")
+            else:
+                ids.append(part)
+        return tuple(ids)
+
+    def _encode(self, text: str, encode: Callable[[], list[int]]) -> tuple[int, ...]:
+        """Encode a text, after a bound on its characters: no tokenizer reads a text that cannot fit."""
+        tokenizer, context = self._service.tokenizer, self._service.status.context
+        if not self._longest_token:
+            self._longest_token = max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_tokens)), default=1)
+        min_tokens = len(text) // max(1, self._longest_token)
+        if min_tokens > context and tokenizer.kind not in NO_SPACE_KINDS:
+            raise make_context_error(min_tokens, context)
+        return tuple(encode())
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    async def choose_grammar(self, body: SamplingBody, format: ResponseFormat | None = None) -> Grammar | None:
+        """Return the grammar that a body asks for, or `None`.
+
+        Raises:
+            ApiError: The grammar is wrong, or there are two of them.
+        """
+        schema: Mapping[str, object] | bool | str | None = body.json_schema
+        is_strict = format is not None and format.json_schema is not None and bool(format.json_schema.strict)
+        if format is not None and format.type != "text":
+            if body.grammar or schema is not None:
+                raise refuse("got a response_format and a grammar; give one of them", "response_format")
+            schema = _read_schema(format)
+        if body.grammar and schema is not None:
+            raise refuse("got a grammar and a json_schema; give one of them", "grammar")
+        if body.grammar:
+            return await self.run_in_thread(self._grammars.compile_grammar, body.grammar)
+        return None if schema is None else await self.compile_schema(schema, is_strict)
+
+    async def compile_schema(self, schema: Mapping[str, object] | bool | str, is_strict: bool = False) -> Grammar:
+        """Return the grammar of a JSON schema; raises as `GrammarCache.compile_schema`."""
+        return await self.run_in_thread(self._grammars.compile_schema, schema, is_strict)
+
+    def build_params(
+        self, body: SamplingBody, limit: int | None, grammar: Grammar | None, choice: int = 0
+    ) -> GenerationParams:
+        """Return the parameters of choice number `choice`; each choice has a seed of its own.
+
+        Raises:
+            ModelError: A value does not fit the model.
+        """
+        tokenizer, default = self._service.tokenizer, self._options.sampling
+        changes: dict[str, object] = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+        if body.top_k is not None and body.top_k < 0:
+            changes["top_k"] = 0
+        if body.top_p is not None:
+            changes["top_p"] = max(body.top_p, MIN_TOP_P)
+        changes["temperature"] = body.temperature
+        changes = {name: value for name, value in changes.items() if value is not None}
+        sampling = replace(default, **changes, bias=self._read_bias(body))  # type: ignore[arg-type]  # it checks
+        sampling.check(tokenizer.n_tokens)
+        seed = secrets.randbits(32) if body.seed in (None, -1) else ((body.seed or 0) + choice) % (1 << 64)
+        return GenerationParams(
+            self._options.default_max_tokens if limit is None else limit,
+            sampling,
+            seed,
+            frozenset() if body.ignore_eos else tokenizer.eos_ids,
+            grammar,
+            None,
+            tokenizer.n_tokens,
+        )
+
+    def _read_bias(self, body: SamplingBody) -> tuple[tuple[int, float], ...]:
+        """Return the logit bias: a key is a token, or a text for all its tokens; ``false`` bans a token."""
+        bias = body.logit_bias
+        pairs = list(bias.items()) if isinstance(bias, dict) else bias
+        sums: dict[int, float] = {}
+        if body.ignore_eos:
+            sums = dict.fromkeys(self._service.tokenizer.eos_ids, -math.inf)
+        for key, value in pairs:
+            if value is True:
+                raise refuse("a logit bias is a number, or false to ban the token", "logit_bias")
+            number = -math.inf if value is False else float(value)
+            for token in self._read_bias_key(key):
+                sums[token] = sums.get(token, 0.0) + number
+        return tuple(sums.items())
+
+    def _read_bias_key(self, key: int | str) -> Sequence[int]:
+        if isinstance(key, int):
+            return [key]
+        if key.isascii() and key.removeprefix("-").isdigit():
+            return [int(key)]
+        return self._service.tokenizer.encode_inside(key)
+
+    def build_request(
+        self, prompt: Sequence[int], params: GenerationParams, *, top_logprobs: int | None, uses_cache: bool, id: str
+    ) -> GenerationRequest:
+        """Return a request of the engine.
+
+        Raises:
+            ModelError: The prompt has no tokens.
+        """
+        if not prompt:
+            raise ModelError(EMPTY_PROMPT_ERROR)
+        return GenerationRequest(id, tuple(prompt), params, top_logprobs, uses_cache)
+
+    async def build_text_requests(
+        self,
+        body: SamplingBody,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        limit: int | None,
+        choices: int,
+        top_logprobs: int | None,
+        id: str,
+    ) -> tuple[GenerationRequest, ...]:
+        """Return the requests of text prompts: `choices` of the first prompt, then `choices` of the next one.
+
+        Raises:
+            ApiError: The grammar is wrong, or there are too many texts.
+            ModelError: A prompt is empty, or a value does not fit the model.
+        """
+        if len(prompts) * choices > MAX_TEXTS:
+            raise refuse(f"{len(prompts)} prompts with {choices} choices; need {MAX_TEXTS} texts at most", "prompt")
+        grammar = await self.choose_grammar(body)
+        return tuple(
+            self.build_request(
+                prompt,
+                self.build_params(body, limit, grammar, choice),
+                top_logprobs=top_logprobs,
+                uses_cache=body.cache_prompt,
+                id=f"{id}-{i * choices + choice}",
+            )
+            for i, prompt in enumerate(prompts)
+            for choice in range(choices)
+        )
+
+    def check_model(self, name: str) -> None:
+        """Require that a model name is served, if the server is strict about names.
+
+        Raises:
+            ApiError: The name is another one.
+        """
+        names = (self._service.model_name, *self._options.aliases)
+        if self._options.strict_model and name and name not in names:
+            raise ApiError(404, f"there is no model {name!a:.80}; this server has {names[0]!a}", param="model")
+
+
+def _read_schema(format: ResponseFormat) -> Mapping[str, object] | bool:
+    """Return the JSON schema of a ``response_format``."""
+    if format.type == "json_object":
+        return ANY_OBJECT_SCHEMA if format.schema is None else format.schema
+    if format.type != "json_schema":
+        raise refuse(
+            f"response_format.type is {format.type!a:.40}; need text, json_object or json_schema", "response_format"
+        )
+    schema = format.schema if format.json_schema is None else format.json_schema.schema
+    if schema is None:
+        raise refuse("response_format.json_schema.schema is missing", "response_format")
+    return schema
+
+
+def make_id(prefix: str) -> str:
+    """Return a new id with a prefix, such as ``chatcmpl-``."""
+    return f"{prefix}{secrets.token_urlsafe(18)}"

@@ -1,0 +1,148 @@
+"""Responses: JSON bodies, streams of server-sent events, and the end of work for clients that have left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import ApiError, as_api_error
+from .schemas import Body, decode_body
+from .state import ServingState
+from .streams import AnswerStream, Finish, Update
+
+Output = TypeVar("Output")
+PING = b": ping\n\n"
+"""The comment for silent streams of most APIs."""
+DONE = b"data: [DONE]\n\n"
+IGNORED_HEADER = "X-Hocket-Ignored"
+"""The header with the names of ignored fields."""
+JSON_ENCODER = msgspec.json.Encoder()
+
+
+class JsonResponse(Response):
+    """A response with a JSON body."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        """Return the bytes of the body."""
+        return JSON_ENCODER.encode(content)
+
+
+async def read_body(request: Request, kind: type[Body]) -> tuple[Body, dict[str, str]]:
+    """Return the body of a request, and the headers that name its ignored fields.
+
+    Raises:
+        ApiError: The body does not fit the schema.
+    """
+    body, ignored = decode_body(await request.body(), kind)
+    headers: dict[str, str] = {}
+    add_ignored(headers, ignored)
+    return body, headers
+
+
+def add_ignored(headers: dict[str, str], names: Iterable[str]) -> None:
+    """Add names to the header of ignored fields."""
+    if joined := ", ".join(filter(None, [headers.get(IGNORED_HEADER), *names])):
+        headers[IGNORED_HEADER] = joined.encode("unicode_escape").decode()
+
+
+def format_event(data: object, event: str = "") -> bytes:
+    """Return a server-sent event with a JSON value."""
+    head = f"event: {event}\n".encode() if event else b""
+    return head + b"data: " + JSON_ENCODER.encode(data) + b"\n\n"
+
+
+class UpdateFormatter(Protocol):
+    """Turns the updates of a stream into events of one API; `ping` keeps a silent stream open."""
+
+    ping: bytes
+
+    def format_updates(self, updates: Sequence[Update]) -> bytes:
+        """Return the events for updates."""
+
+    def format_end(self) -> bytes:
+        """Return the events after all choices have ended."""
+
+    def format_error(self, error: ApiError) -> bytes:
+        """Return the event of an error, with which the stream ends."""
+
+
+class EventStream(Response):
+    """The response that streams an answer. It ends the request if the client leaves or reads nothing."""
+
+    def __init__(
+        self, state: ServingState, stream: AnswerStream, formatter: UpdateFormatter, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers},
+            media_type="text/event-stream; charset=utf-8",
+        )
+        del self.headers["content-length"]
+        self._state, self._stream, self._formatter = state, stream, formatter
+        self._loop = asyncio.get_running_loop()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until all choices have ended."""
+        with self._state.released_after(self._stream):
+            worker = asyncio.ensure_future(self._send_all(send))
+            self._stream.on_stall = worker.cancel
+            await _run_until_disconnect(receive, worker)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for updates in self._stream.read_updates():
+                chunk = self._formatter.format_updates(updates) if updates else self._formatter.ping
+                for update in updates:
+                    if isinstance(update, Finish):
+                        self._state.record_finish(update)
+                if chunk:
+                    await self._send(send, chunk)
+            last = self._formatter.format_end()
+        except Exception as error:
+            last = self._formatter.format_error(as_api_error(error))
+        await self._send(send, last)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        self._stream.sending_since = self._loop.time()
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._stream.sending_since = None
+
+
+async def run_until_disconnect(request: Request, work: Coroutine[object, object, Output]) -> Output:
+    """Return the result of `work`; cancel it if the client leaves.
+
+    Raises:
+        ApiError: The client has left, and no response is read.
+    """
+    results = await _run_until_disconnect(request.receive, work)
+    if not results:
+        raise ApiError(499, "the client has left")
+    return results[0]
+
+
+async def _run_until_disconnect(receive: Receive, work: Awaitable[Output]) -> list[Output]:
+    """Return the result of `work` in a list, which is empty if the client has left or takes nothing."""
+    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        return [worker.result()] if worker.done() and not worker.cancelled() else []
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,341 @@
+"""The bodies of requests as msgspec structs: the type and the bounds of every field.
+
+`decode_body` sorts the fields of a body into four kinds:
+
+1. Fields of the struct, which are converted.
+2. Fields of samplers that hocket lacks: accepted at their neutral value, refused by name at another one.
+3. Fields without influence on the text: accepted, and named in the header ``X-Hocket-Ignored``.
+4. All others, which are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from .errors import refuse
+
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 256
+MAX_CHOICES = 16
+MAX_GRAMMAR_CHARACTERS = 1 << 16
+"""Characters of the longest grammar or JSON schema."""
+
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+Penalty = Annotated[float, Meta(ge=-100, le=100)]
+RepeatPenalty = Annotated[float, Meta(gt=0, le=100)]
+TokenCount = Annotated[int, Meta(ge=-1, lt=1 << 31)]
+"""A number of tokens; -1 has no limit."""
+Seed = Annotated[int, Meta(ge=-(1 << 63), lt=(1 << 63) - 1)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+ShortText = Annotated[str, Meta(max_length=256)]
+StopText = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
+StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)]
+TopCount = Annotated[int, Meta(ge=0, le=20)]
+ChoiceCount = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS)]
+Bias = Annotated[float, Meta(ge=-1e30, le=1e30)]
+BiasPair = tuple[int | ShortText, Bias | bool]
+Objects = dict[str, object]
+Prompt = str | list[object] | dict[str, object]
+"""A text, tokens, or a list of both; `requests` reads it."""
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """The object ``stream_options``."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class SamplingBody(msgspec.Struct, kw_only=True):
+    """Fields that choose tokens, common to all endpoints that generate."""
+
+    model: ShortText = ""
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    top_p: Share | None = None
+    min_p: BelowOne | None = None
+    repeat_penalty: RepeatPenalty | None = None
+    repeat_last_n: TokenCount | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[ShortText, Bias | bool] | list[BiasPair] = msgspec.field(default_factory=dict)
+    seed: Seed | None = None
+    stop: StopText | StopTexts = ""
+    ignore_eos: bool = False
+    grammar: GrammarText = ""
+    json_schema: Objects | bool | GrammarText | None = None
+    cache_prompt: bool = True
+    stream: bool = False
+    return_progress: bool = False
+    timings_per_token: bool = False
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings that are not empty."""
+        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
+
+
+class FunctionBody(msgspec.Struct):
+    """The description of a function that the model may call."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    parameters: Objects | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct):
+    """An entry of ``tools``."""
+
+    function: FunctionBody
+    type: str = "function"
+
+
+class NamedFunction(msgspec.Struct):
+    """The name in a ``tool_choice``."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    """A ``tool_choice`` that requires one tool."""
+
+    function: NamedFunction
+    type: str = "function"
+
+
+class NamedSchema(msgspec.Struct):
+    """The object ``response_format.json_schema``."""
+
+    schema: Objects | bool | None = None
+    name: str = ""
+    description: str = ""
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The object ``response_format``; `schema` is a field of llama-server."""
+
+    type: str
+    json_schema: NamedSchema | None = None
+    schema: Objects | bool | None = None
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    """``POST /v1/chat/completions``. The messages are checked when they are rendered."""
+
+    messages: Annotated[list[Objects], Meta(min_length=1, max_length=4096)]
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    n: ChoiceCount = 1
+    logprobs: bool = False
+    top_logprobs: TopCount | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Objects], Meta(max_length=128)] = msgspec.field(default_factory=list)
+    tool_choice: str | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    parse_tool_calls: bool = True
+    chat_template_kwargs: Objects = msgspec.field(default_factory=dict)
+    reasoning_effort: ShortText | None = None
+    reasoning_format: ShortText = "auto"
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+    verbose: bool = False
+
+
+class TemplateBody(msgspec.Struct, kw_only=True):
+    """``POST /apply-template`` and the count of the tokens of a chat."""
+
+    messages: Annotated[list[Objects], Meta(min_length=1, max_length=4096)]
+    model: ShortText = ""
+    tools: Annotated[list[Objects], Meta(max_length=128)] = msgspec.field(default_factory=list)
+    chat_template_kwargs: Objects = msgspec.field(default_factory=dict)
+    reasoning_effort: ShortText | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TextBody(SamplingBody, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: Prompt
+    max_tokens: TokenCount | None = None
+    n_predict: TokenCount | None = None
+    n: ChoiceCount = 1
+    echo: bool = False
+    logprobs: TopCount | None = None
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    """``POST /completion`` of llama-server."""
+
+    prompt: Prompt
+    n_predict: TokenCount | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    n: ChoiceCount = 1
+    n_cmpl: ChoiceCount | None = None
+    n_probs: TopCount | None = None
+    logprobs: TopCount | None = None
+    return_tokens: bool = False
+    response_fields: Annotated[list[ShortText], Meta(max_length=256)] = msgspec.field(default_factory=list)
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    """``POST /v1/embeddings``; ``content`` is the name of the input in llama-server."""
+
+    input: Prompt | None = None
+    content: Prompt | None = None
+    model: ShortText = ""
+    encoding_format: str = "float"
+    embd_normalize: Annotated[int, Meta(ge=-1, le=2)] = 2
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """``POST /tokenize``."""
+
+    content: Prompt = ""
+    add_special: bool = False
+    parse_special: bool = True
+    adds_texts: bool = msgspec.field(default=False, name="with_pieces")
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """``POST /detokenize``."""
+
+    tokens: list[TokenId] = msgspec.field(default_factory=list)
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def _equals(*values: object) -> Callable[[object], bool]:
+    return lambda value: any(value == neutral and type(value) is not str for neutral in values)
+
+
+def _is_empty(value: object) -> bool:
+    return value in ("", [], {})
+
+
+def _is_negative(value: object) -> bool:
+    return isinstance(value, int | float) and value <= 0
+
+
+NEUTRAL_VALUES: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("typical_p", "typical", "best_of"), _equals(1)),
+    **dict.fromkeys(
+        ("dynatemp_range", "mirostat", "xtc_probability", "dry_multiplier", "n_keep", "n_indent", "min_keep"),
+        _equals(0),
+    ),
+    **dict.fromkeys(("top_n_sigma", "adaptive_target", "t_max_predict_ms"), _is_negative),
+    "post_sampling_probs": _equals(False),
+    "grammar_lazy": _equals(False),
+    "store": _equals(False),
+    "suffix": _is_empty,
+    "lora": _is_empty,
+    "samplers": _is_empty,
+    "grammar_triggers": _is_empty,
+    "preserved_tokens": _is_empty,
+    "functions": _is_empty,
+    "modalities": lambda value: value == ["text"],
+    "function_call": lambda value: value == "none",
+}
+"""Unsupported fields that would change the text, with the test for the value that has no effect."""
+DEPENDENT_FIELDS: Mapping[str, str] = {
+    "mirostat_tau": "mirostat",
+    "mirostat_eta": "mirostat",
+    "xtc_threshold": "xtc_probability",
+    "dynatemp_exponent": "dynatemp_range",
+    "dry_base": "dry_multiplier",
+    "dry_allowed_length": "dry_multiplier",
+    "dry_penalty_last_n": "dry_multiplier",
+    "dry_sequence_breakers": "dry_multiplier",
+    "adaptive_decay": "adaptive_target",
+}
+"""Fields without an effect as long as another one has its neutral value."""
+HARMLESS_FIELDS = frozenset(
+    (
+        "user",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+        "id_slot",
+        "n_cache_reuse",
+        "n_discard",
+        "backend_sampling",
+        "sse_ping_interval",
+        "verbose",
+        "speculative.n_max",
+        "speculative.n_min",
+        "speculative.p_min",
+        "speculative.type",
+        "return_text",
+        "stream_options",
+        "cache_control",
+        "betas",
+        "context_management",
+        "diagnostics",
+        "inference_geo",
+        "moderation",
+        "prompt_cache_options",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+    )
+)
+"""Fields that change no text."""
+
+
+def parse_json_object(data: bytes) -> dict[str, object]:
+    """Return the JSON object of a body.
+
+    Raises:
+        ApiError: The body is not one, or has NaN, numbers out of range, lone surrogates or too many levels.
+    """
+    try:
+        body = msgspec.json.decode(data)
+    except RecursionError:
+        raise refuse("the body is nested too deeply") from None
+    except ValueError as error:
+        raise refuse(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise refuse("the body is not a JSON object")
+    return body
+
+
+def decode_body(data: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """Return a body as a struct, and the names of its ignored fields.
+
+    Raises:
+        ApiError: A field is unknown, is unsupported, or has a wrong value; `ApiError.param` names it.
+    """
+    body = {name: value for name, value in parse_json_object(data).items() if value is not None}
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    ignored = []
+    for name in body.keys() - known:
+        if is_neutral := NEUTRAL_VALUES.get(name):
+            if not is_neutral(body[name]):
+                raise refuse(f"{name} is not supported; leave it out", name)
+        elif name in DEPENDENT_FIELDS or name in HARMLESS_FIELDS:
+            ignored.append(name)
+        else:
+            raise refuse(f"there is no field {name!a:.80} here; leave it out", name[:80])
+    try:
+        return msgspec.convert({name: body[name] for name in known & body.keys()}, kind), tuple(sorted(ignored))
+    except RecursionError:
+        raise refuse("the body is nested too deeply") from None
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
+        param = path.strip("`.").partition("[")[0].partition(".")[0] or None
+        raise refuse(f"{path.strip('`.') or 'the body'}: {reason}", param) from None

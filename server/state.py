@@ -1,0 +1,134 @@
+"""The state that the endpoints of one server share: the model, its active responses, and whether the server ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+from starlette.requests import Request
+
+from ..frontends.serving.requests import GenerationRequest
+from ..frontends.serving.service import ModelService
+from .answers import MARKERS
+from .errors import ApiError
+from .metrics import ServerMetrics
+from .options import ServerOptions
+from .requests import RequestBuilder
+from .streams import AnswerStream, EventBridge, Finish
+
+RETRY_SECONDS = 10.0
+"""The value of ``Retry-After`` while the server ends or its engine has failed."""
+MAX_EMBEDDINGS = 64
+"""Embedding requests that run or wait at once."""
+
+
+class ServingState:
+    """The model of a server with its active responses; used in the thread of the event loop."""
+
+    def __init__(self, service: ModelService, options: ServerOptions) -> None:
+        self.service, self.options = service, options
+        self.builder = RequestBuilder(service, options)
+        self.metrics = ServerMetrics(service)
+        self.is_draining = False
+        self.active_streams: set[AnswerStream] = set()
+        self.embedding_count = 0
+        """Embedding requests that run or wait."""
+        self._bridge: EventBridge | None = None
+
+    @cached_property
+    def visible_tokens(self) -> frozenset[int]:
+        """Tokens with markers of thoughts and tool calls; their text stays in answers."""
+        return frozenset(i for i, text in enumerate(self.service.tokenizer.tokens) if text in MARKERS)
+
+    def find_problem(self) -> str:
+        """Return why the server cannot generate, or an empty text."""
+        if self.is_draining:
+            return "the server is shutting down"
+        if failure := self.service.failure:
+            return f"the engine has ended: {failure}"
+        silence = self.service.seconds_since_heartbeat
+        return f"the engine has been silent for {silence:.0f} s" if silence > self.options.heartbeat_seconds else ""
+
+    def require_ready(self) -> None:
+        """Require that the server can generate.
+
+        Raises:
+            ApiError: It shuts down, or its engine has failed.
+        """
+        if self.is_draining or self.service.failure:
+            raise ApiError(503, self.find_problem(), retry_seconds=RETRY_SECONDS)
+
+    def submit(
+        self, requests: Sequence[GenerationRequest], stops: Sequence[str], *, shows_markers: bool = False
+    ) -> AnswerStream:
+        """Return the stream of newly queued requests, which `release` ends.
+
+        Raises:
+            ApiError: The server shuts down, or its engine has failed.
+            HocketError: As `AnswerStream.submit`.
+        """
+        self.require_ready()
+        visible = self.visible_tokens if shows_markers else frozenset[int]()
+        if self._bridge is None:
+            self._bridge = EventBridge(asyncio.get_running_loop())
+        stream = AnswerStream(self.service, self._bridge, self.options, requests, stops=stops, visible=visible)
+        stream.submit()
+        self.active_streams.add(stream)
+        return stream
+
+    def release(self, stream: AnswerStream) -> None:
+        """End the running requests of a stream, and forget the stream."""
+        self.active_streams.discard(stream)
+        stream.close()
+
+    @contextmanager
+    def released_after(self, stream: AnswerStream) -> Iterator[AnswerStream]:
+        """Return a context that releases the stream at its end."""
+        try:
+            yield stream
+        finally:
+            self.release(stream)
+
+    @contextmanager
+    def counted_embedding(self) -> Iterator[None]:
+        """Return the context of one embedding request.
+
+        Raises:
+            ApiError: Too many of them wait already.
+        """
+        if self.embedding_count >= MAX_EMBEDDINGS:
+            raise ApiError(429, f"{MAX_EMBEDDINGS} embedding requests wait already", retry_seconds=1)
+        self.embedding_count += 1
+        try:
+            yield
+        finally:
+            self.embedding_count -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no response is being generated."""
+        return not self.active_streams and not self.embedding_count
+
+    def begin_drain(self) -> None:
+        """Refuse new requests, and end requests without a slot."""
+        self.is_draining = True
+        for stream in list(self.active_streams):
+            if stream.is_queued:
+                stream.interrupt(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))
+
+    def interrupt_all(self) -> None:
+        """End all responses with an error."""
+        for stream in list(self.active_streams):
+            stream.interrupt(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))
+
+    def record_finish(self, finish: Finish) -> None:
+        """Add the end of a choice to the metrics."""
+        self.metrics.record_timing(finish.timing, finish.token_count)
+
+
+def state_of(request: Request) -> ServingState:
+    """Return the state of the server that got a request."""
+    state: ServingState = request.app.state.serving
+    return state
