@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ..backends.abilities import SupportsExactMode
 from ..backends.base import THREADS_KIND, Backend, Device, DeviceName, compute_threads_per_device, find_device
-from ..backends.cache import cache_folder
 from ..distributed import SINGLE_PROCESS, World
+from ..graph.disk_cache import cache_folder
 from ..graph.dtypes import STATE_DTYPES, DType
 from ..graph.lazy_dataclass import dataclass
 from ..graph.old_names import make_module_getattr

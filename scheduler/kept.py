@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..backends.abilities import SupportsPlanCache
-from ..backends.cache import cache_folder, read_cached, write_cached
+from ..graph.disk_cache import make_cache_path, read_cached, write_cached
 from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
 from ..ops.registry import BUILTIN_OPS
@@ -117,7 +117,7 @@ def _name_programs(plan: Plan, file: Path) -> Plan:
     first_equal = find_first_devices_with_same_program(plan.lanes)
     programs = {first: replace(plan.lanes[first].program) for first in first_equal}
     for first, program in programs.items():
-        object.__setattr__(program, "cache_name", f"{file.stem}.{first}")
+        object.__setattr__(program, "cache_name", f"{file.name}.{first}")
     device_plans = (
         replace(device_plan, program=programs[first])
         for device_plan, first in zip(plan.lanes, first_equal, strict=True)
@@ -151,13 +151,10 @@ def _build_workload_key(use: Workload) -> object:
 
 
 def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
-    from hashlib import sha256  # loads OpenSSL
-
     devices = [
         (type(b).__qualname__, b.describe_settings() if isinstance(b, SupportsPlanCache) else "", d) for b, d in asked
     ]
-    parts = (_build_graph_key(graph), devices, options, _list_planner_sources())
-    return cache_folder() / "plans" / f"{sha256(repr(parts).encode()).hexdigest()[:40]}.json"
+    return make_cache_path("plans", _build_graph_key(graph), devices, options, _list_planner_sources())
 
 
 def _list_planner_sources() -> list[tuple[str, int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -11,6 +10,7 @@ from ...ops.collectives import COLLECTIVES
 from ...ops.registry import BUILTIN_OPS
 from ..abilities import STAND_IN, KernelCall, SourceLocation
 from ..base import Comm, Device, Instruction, Program, Tensor
+from ..compile_log import log
 from ..flow import Dataflow
 from ..liveness import build_reader_table
 from ..operands import BoundInstruction, NoKernelError, Operand
@@ -22,8 +22,6 @@ from .kernels.table import BINDINGS, FUSED
 from .relocation import RelocatableTable, SymbolicMemory, build_relocatable_table, make_placeholder_addresses
 from .replay import Replay, ReplayItems, Segment
 from .steps import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
-
-log = logging.getLogger("hocket.kernels")
 
 
 def bind_program(

@@ -1,15 +1,13 @@
 """Compilation of kernels written in Python: Numba and LLVM make machine code once per machine, and a file caches it.
 
 A warm start imports neither Numba nor, on x86-64, LLVM. The name of a file is a hash of all kernel sources, the
-processor and the versions of the compilers, so no stale code is run. A file is written under another name and then
-renamed, so any number of processes may start at once. If the folder cannot be written, code stays in memory.
+processor and the versions of the compilers, so no stale code is run.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,17 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import llvmlite
 
+from ...graph.disk_cache import cache_folder, hash_key, read_cached, write_cached
 from ...graph.errors import BackendError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.old_names import make_module_getattr
-from ..cache import (
-    COMPILED_MESSAGE,
-    COMPILING_MESSAGE,
-    MISSING_KERNELS_MESSAGE,
-    cache_folder,
-    read_cached,
-    write_cached,
-)
+from ..compile_log import MISSING_KERNELS_MESSAGE, log, log_compilation
 from ..once import call_once
 from . import placing, processor
 from .simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN_PREFIX, NOTHING, Intrinsic, llvm_type
@@ -82,7 +74,6 @@ def kernel(body: KernelBody) -> Kernel:
 
 
 _compile_lock = threading.RLock()
-log = logging.getLogger("hocket.kernels")
 
 
 @call_once
@@ -217,7 +208,7 @@ def _cache_file(definition: Kernel) -> Path | None:
 
 
 def _cache_file_name(definition: Kernel, besides: bytes = b"") -> str:
-    return f"{hashlib.sha256(_digest_kernel_sources() + besides + definition.name.encode()).hexdigest()[:40]}.o"
+    return hash_key(_digest_kernel_sources(), besides, definition.name) + ".o"
 
 
 def _is_builtin(body: KernelBody) -> bool:
@@ -274,11 +265,10 @@ SUBROUTINE_OPTIONS = {**NUMBA_OPTIONS, "forceinline": True, "no_cpython_wrapper"
 
 def _compile_and_cache(definition: Kernel) -> bytes:
     """Compile a kernel and cache its code for later processes."""
-    log.info(COMPILING_MESSAGE, definition.name)
-    code = _emit_object_code(definition)
-    if file := _cache_file(definition):
-        write_cached(file, code)
-    log.info(COMPILED_MESSAGE, definition.name)
+    with log_compilation(definition.name):
+        code = _emit_object_code(definition)
+        if file := _cache_file(definition):
+            write_cached(file, code)
     return code
 
 

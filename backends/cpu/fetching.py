@@ -1,4 +1,4 @@
-"""Prefetch distances of weights that are read once: measured at first use, and cached with the kernels.
+"""Prefetch distances of weights that are read once: measured at first use, and cached.
 
 Processors differ in their hardware prefetch, and dtypes in the time of products. No distance is best everywhere,
 and a bad one costs up to half of the speed. Several rows of activations need a distance of their own: hardware prefetch
@@ -7,8 +7,6 @@ is early enough for one row, and too late for four.
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ...graph.disk_cache import make_cache_path, read_cached, write_cached
 from ...graph.dtypes import DType
 from ..base import Program
-from ..cache import cache_folder, read_cached, write_cached
+from ..compile_log import log
 from .compiler import KERNEL_FUNCTION, compute_source_digest
 
 PREFETCH_DISTANCES = ((8192, 16384), (0, 0), (4096, 4096), (8192, 8192), (2048, 8192))
@@ -40,7 +39,6 @@ TUNED_ROW_COUNTS = (1, 4)
 """Numbers of activation rows that are measured: one, and several."""
 MAX_GROUP_ROWS = 64
 """Maximum rows of a group in any packed form."""
-log = logging.getLogger("hocket.kernels")
 
 
 def find_prefetch_distance(dtype: DType, *, several: bool = False) -> tuple[int, int]:
@@ -166,7 +164,4 @@ class TimedMatmul:
 
 
 def _cache_file(dtype: DType) -> Path:
-    name = hashlib.sha256(
-        compute_source_digest() + repr((str(dtype), PREFETCH_DISTANCES, TUNED_ROW_COUNTS)).encode()
-    ).hexdigest()[:40]
-    return cache_folder() / "kernels" / f"{name}.ahead"
+    return make_cache_path("prefetch", compute_source_digest(), str(dtype), PREFETCH_DISTANCES, TUNED_ROW_COUNTS)

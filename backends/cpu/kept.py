@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ...graph.disk_cache import make_cache_path, read_cached, write_cached
 from ..base import Comm, Device, Program
-from ..cache import cache_folder, read_cached, write_cached
 from ..flow import Dataflow
 from .compiler import ALIGNMENT, compile_missing, compute_source_digest, find_cached_addresses
 from .crew import ThreadPool
@@ -67,9 +67,5 @@ def _build_dataflow(program: Program) -> Dataflow:
 
 def find_binding_file(program: Program, threads: int) -> Path | None:
     """Return the cache file of the binding of a program; None for a program that is not cached."""
-    if not program.cache_name:
-        return None
-    from hashlib import sha256
-
-    name = sha256(repr((program.cache_name, threads, compute_source_digest())).encode()).hexdigest()[:40]
-    return cache_folder() / "bindings" / f"{name}.i64"
+    name = program.cache_name
+    return make_cache_path("bindings", name, threads, compute_source_digest()) if name else None

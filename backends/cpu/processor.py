@@ -14,7 +14,6 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -22,9 +21,9 @@ from typing import NamedTuple
 
 import llvmlite
 
+from ...graph.disk_cache import load_or_make, make_cache_path
 from ...graph.errors import BackendError
 from ...graph.lazy_dataclass import dataclass
-from ..cache import cache_folder, read_cached, write_cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +93,14 @@ class HostCpu(NamedTuple):
 @cache
 def _find_host_cpu() -> HostCpu:
     """Return the processor, from LLVM or from the cache of an earlier process; loading LLVM takes 40 MB of memory."""
-    file = _find_host_cpu_file()
-    with suppress(TypeError, ValueError):
-        if file is not None and (data := read_cached(file)) is not None:
-            return HostCpu(**json.loads(data))
+    return HostCpu(**json.loads(load_or_make(_find_host_cpu_file(), _describe_host_cpu)))
+
+
+def _describe_host_cpu() -> bytes:
     import llvmlite.binding as llvm
 
     host = HostCpu(llvm.get_default_triple(), str(llvm.get_host_cpu_name()), dict(llvm.get_host_cpu_features()))
-    if file is not None:
-        write_cached(file, json.dumps(host._asdict()).encode())
-    return host
+    return json.dumps(host._asdict()).encode()
 
 
 def _find_host_cpu_file() -> Path | None:
@@ -115,8 +112,7 @@ def _find_host_cpu_file() -> Path | None:
     cpu_lines = [
         line for line in first.splitlines() if not line.startswith(("cpu MHz", "bogomips", "apicid", "core id"))
     ]
-    digest = hashlib.sha256(repr((cpu_lines, platform.machine(), llvmlite.__version__)).encode()).hexdigest()
-    return cache_folder() / "processors" / f"{digest[:40]}.json"
+    return make_cache_path("processors", cpu_lines, platform.machine(), llvmlite.__version__, HostCpu._fields)
 
 
 def list_runnable_targets() -> tuple[Target, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from ...backends.cache import COMPILING_MESSAGE, MISSING_KERNELS_MESSAGE
+from ...backends.compile_log import COMPILING_MESSAGE, MISSING_KERNELS_MESSAGE
 
 LINE_WIDTH = 78
 

@@ -19,8 +19,8 @@ from importlib import import_module
 from pathlib import Path
 
 from ...backends.abilities import SupportsPlanCache, SupportsThreads
-from ...backends.cache import cache_folder, log, read_cached, write_cached
 from ...graph import Graph
+from ...graph.disk_cache import cache_folder, log, read_cached, write_cached
 from ..lowering.lane import Devices
 from .hardware import BUILT_IN_SOURCE, DEFAULT_HARDWARE, Hardware
 from .speeds import Speeds

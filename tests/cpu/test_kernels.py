@@ -14,7 +14,6 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.cache import _warn_unwritable_once, read_cached, write_cached
 from hocket.backends.cpu import compiler, processor
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.kernels import loop, packing, tickets
@@ -23,6 +22,7 @@ from hocket.backends.cpu.kernels.products import products
 from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.simd import tiles
 from hocket.frontends.terminal.compile_progress import show_compile_progress
+from hocket.graph.disk_cache import _warn_unwritable_once, read_cached, write_cached
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops.quantisation import dequantise
@@ -264,7 +264,10 @@ def test_a_folder_that_cannot_be_written_is_reported_in_one_line_once(tmp_path, 
             assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
     messages = [line for line in terminal.getvalue().split("\n") if "cannot be kept in" in line]
     assert len(messages) == 1
-    assert "file (Not a directory), so each start makes them anew; choose another --cache-dir" in messages[0]
+    assert (
+        "file (Not a directory), so each start makes them anew; free space, or choose another --cache-dir"
+        in messages[0]
+    )
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):

@@ -132,7 +132,7 @@ WRITERS = {
     "frontends/terminal/chat_loop.py": {"file.open"},  # Messages are appended by prompt_toolkit.
     "frontends/commands/embed.py": {"np.save"},  # It writes to memory.
     "backends/cupy/device/disassembly.py": {"file.write_bytes"},  # It writes for nvdisasm, in a temporary folder.
-    "backends/cupy/emulation/compile_host.py": {"open", "os.replace", ".touch"},  # A lock, and a library by g++.
+    "backends/cupy/emulation/compile_host.py": {"open", ".touch"},  # A lock.
 }
 """Calls that write or rename files: of the one module for it, and of others for the reasons given."""
 WRITING = re.compile(

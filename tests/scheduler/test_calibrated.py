@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from hocket.backends.base import find_device
-from hocket.backends.cache import read_cached, write_cached
 from hocket.cli import main
 from hocket.frontends.commands import calibrate
 from hocket.frontends.devices import ONE_DEVICE, DeviceGroup, resolve_devices
 from hocket.frontends.measuring import format_comparison
 from hocket.graph import DType, Graph, constant, input, state, weight
+from hocket.graph.disk_cache import read_cached, write_cached
 from hocket.ops import add, get_rows, mul_mat, mul_mat_id, reshape, set_rows
 from hocket.scheduler import DEFAULT_HARDWARE, plan_for_group, plan_with_cache
 from hocket.scheduler.machines.calibrated import (

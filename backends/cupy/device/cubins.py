@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
-from ...cache import COMPILED_MESSAGE, COMPILING_MESSAGE, cache_folder, read_cached, write_cached
+from ....graph.disk_cache import load_or_make, make_cache_path
+from ...compile_log import log_compilation
 from . import nvrtc
 from .driver import KernelSource
-
-log = logging.getLogger("hocket.kernels")
 
 
 class CompilerOutput(Protocol):
@@ -58,20 +54,12 @@ def load_or_compile_cubin(
     Raises:
         BackendError: The source does not compile.
     """
-    target = _make_cache_path(source, arch, compiler)
-    if (cached := read_cached(target)) is not None:
-        names, image = cached.split(b"\n", 1)
-        return image, json.loads(names)
-    log.info(COMPILING_MESSAGE, source.file)
-    compiled = compiler.compile(source, arch)
-    log.info(COMPILED_MESSAGE, source.file)
-    names = json.dumps(dict(compiled.mangled_names)).encode()
-    write_cached(target, names + b"\n" + compiled.image)
-    return compiled.image, dict(compiled.mangled_names)
 
+    def compile_source() -> bytes:
+        with log_compilation(source.file):
+            compiled = compiler.compile(source, arch)
+        return json.dumps(dict(compiled.mangled_names)).encode() + b"\n" + compiled.image
 
-def _make_cache_path(source: KernelSource, arch: str, compiler: CompilerModule) -> Path:
-    """Return the cache path. Its name depends on everything that determines the code."""
-    parts = (source.text, *source.names, arch, repr(compiler.version()), *compiler.OPTIONS)
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return cache_folder() / "cubins" / f"{Path(source.file).stem}-{arch}-{key[:32]}.cubin"
+    file = make_cache_path("cubins", source.text, source.names, arch, compiler.version(), compiler.OPTIONS)
+    names, image = load_or_make(file, compile_source).split(b"\n", 1)
+    return image, json.loads(names)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import hashlib
-import logging
-import os
 import shutil
 import subprocess
 import tempfile
@@ -16,8 +13,10 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from ....graph.disk_cache import make_cache_path
 from ....graph.errors import BackendError
-from ...cache import COMPILED_MESSAGE, COMPILING_MESSAGE, cache_folder
+from ....graph.files import replacing
+from ...compile_log import log_compilation
 from ...once import call_once
 from ..device.driver import KernelSource
 
@@ -38,7 +37,6 @@ STDIN_OPTIONS = (f"-I{HEADER_FOLDER}", "-x", "c++", "-")
 PRECOMPILED_HEADER = "cuda.h.gch"
 """The precompiled header that every source includes."""
 LOCK_FILE = ".lock"
-log = logging.getLogger("hocket.kernels")
 _build_lock = threading.Lock()
 
 
@@ -115,15 +113,14 @@ def _build(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ..
     """Return the path of a compiled file. It is compiled first if the cache folder does not have it.
 
     Args:
-        file: Name of the source, for messages and for the name of the compiled file.
+        file: Name of the source, for messages and for the name of the compiled file in the folder of the cache key.
         text: C++ text; empty if `inputs` names a file.
         options: Compiler options, which are part of the cache key.
         inputs: Arguments that name the input and the header folders. Header contents are part of the cache key.
     """
     command = require_compiler()
-    key = hashlib.sha256(_read_build_inputs(command, options) + text.encode()).hexdigest()
-    name = Path(key[:32], file) if file == PRECOMPILED_HEADER else f"{Path(file).stem}-{key[:32]}.so"
-    target = cache_folder() / "emulated" / name
+    name = file if file == PRECOMPILED_HEADER else f"{Path(file).stem}.so"
+    target = make_cache_path("emulated", name, _read_build_inputs(command, options), text) / name
     if target.exists():
         return target
     try:
@@ -131,27 +128,23 @@ def _build(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ..
         (target.parent / LOCK_FILE).touch()
     except OSError:  # the cache folder is not writable
         target = Path(tempfile.mkdtemp(prefix="hocket-")) / target.name
-    with _lock_build(target.parent, int(key[:8], 16)):
+    with _lock_build(target.parent):
         if not target.exists():  # another process may have compiled it meanwhile
-            _run_compiler(file, (command, *options, *inputs), text, target)
+            with replacing(target) as output, log_compilation(file):
+                _run_compiler(file, (command, *options, *inputs, "-o", output.name), text)
     return target
 
 
 @contextmanager
-def _lock_build(folder: Path, number: int) -> Iterator[None]:
-    """Lock byte `number` of the lock file in a folder against other processes."""
+def _lock_build(folder: Path) -> Iterator[None]:
+    """Lock the lock file in a folder against other processes."""
     with open(folder / LOCK_FILE, "ab") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX, 1, number)
+        fcntl.lockf(file, fcntl.LOCK_EX)
         yield
 
 
-def _run_compiler(file: str, command: Sequence[str], text: str, target: Path) -> None:
-    log.info(COMPILING_MESSAGE, file)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        output = Path(folder) / target.name
-        done = subprocess.run([*command, "-o", str(output)], input=text, capture_output=True, text=True)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise BackendError(f"{file} does not compile: {errors[0] if errors else 'g++ gives no reason'}")
-        os.replace(output, target)  # atomic for other processes
-    log.info(COMPILED_MESSAGE, file)
+def _run_compiler(file: str, command: Sequence[str], text: str) -> None:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BackendError(f"{file} does not compile: {errors[0] if errors else 'g++ gives no reason'}")

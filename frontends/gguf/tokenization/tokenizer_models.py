@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ....backends.cache import cache_folder, read_cached, write_cached
+from ....graph.disk_cache import load_or_make, make_cache_path
 from ..metadata import MetadataArray
 from .dna_tokenizer import CLOSE_TAG, OPEN_TAG, UNKNOWN_KMER, DnaTokenizer
 from .plamo2_tokenizer import MinCostTokenizer, build_min_cost_tokenizer
@@ -201,25 +201,16 @@ class TokenizerModelCache:
     @cached_property
     def _cached_merges(self) -> npt.NDArray[np.int32]:
         """The checked merges int32[merges, 3] of `read_merges`, cached on disk."""
-        file = self._find_cache_file()
-        if file is not None and (data := read_cached(file)) is not None:
-            return np.frombuffer(data, np.int32).reshape(-1, 3)
-        merges = read_merges(self._metadata, self._token_ids)
-        if file is not None:
-            write_cached(file, merges.tobytes())
-        return merges
+        merges = load_or_make(self._find_cache_file(), lambda: read_merges(self._metadata, self._token_ids).tobytes())
+        return np.frombuffer(merges, np.int32).reshape(-1, 3)
 
     def _find_cache_file(self) -> Path | None:
         """Return the cache file of the merges, or None if the file has no arrays of tokens and merges.
 
-        Its name is a digest of both arrays and of the source code of `read_merges`.
+        Its key has both arrays and the source code of `read_merges`.
         """
-        from hashlib import sha256  # loads OpenSSL
-
-        digest = sha256((Path(__file__).parent / "vocabulary.py").read_bytes())
-        for name in ("tokens", "merges"):
-            array = self._metadata.get(KEY_PREFIX + name)
-            if not isinstance(array, MetadataArray):
-                return None
-            digest.update(array.compute_digest())
-        return cache_folder() / "merges" / f"{digest.hexdigest()[:40]}.i32"
+        tokens, merges = (self._metadata.get(KEY_PREFIX + name) for name in ("tokens", "merges"))
+        if not isinstance(tokens, MetadataArray) or not isinstance(merges, MetadataArray):
+            return None
+        source = (Path(__file__).parent / "vocabulary.py").read_bytes()
+        return make_cache_path("merges", source, tokens.compute_digest(), merges.compute_digest())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.backends.cache import cache_folder
+from hocket.graph.disk_cache import cache_folder
 
 MODEL = Path(os.environ.get("HOCKET_SMOLLM2", ""))
 pytestmark = [

@@ -1,0 +1,165 @@
+"""The disk cache: files that later processes read instead of making the same data again.
+
+1. The path of a file has a folder for its kind, and a digest of its key as its name (`make_cache_path`).
+2. A digest of the name and the data is at the start of a file. A file with another digest counts as missing. A mapped
+   file has such a digest of the name and a note at its end, because a digest of the data would read the whole file.
+3. A file is written under another name and then renamed, so several processes may write it at the same time.
+4. If a folder cannot be written, or the disk is full, one warning is logged, and each process makes the data.
+5. The least recently used files of `EVICTED_KINDS` are deleted above `MAX_CACHE_BYTES`.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from .files import PRIVATE, replacing
+
+UNWRITABLE_FOLDER_MESSAGE = (
+    "%s cannot be kept in %s (%s), so each start makes them anew; free space, or choose another --cache-dir"
+)
+"""Logged once, at level WARNING."""
+EVICTED_KINDS = ("bindings", "cubins", "kernels", "merges", "plans", "prefetch", "processors")
+"""Kinds of small files that can be created again."""
+MAX_CACHE_BYTES = 512 << 20
+"""Maximum bytes of all files of `EVICTED_KINDS`."""
+REUSE_MARK_SECONDS = 86_400
+"""Seconds after which a file that is read is marked as used again."""
+DIGEST_BYTES = 32
+"""Bytes of the digest of a file."""
+log = logging.getLogger("hocket.kernels")
+
+
+def cache_folder() -> Path:
+    """Return the root of the cache: $HOCKET_CACHE_DIR, else the cache folder of the user."""
+    if chosen := os.environ.get("HOCKET_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hocket"
+
+
+def hash_key(*key: object) -> str:
+    """Return a file name for a key: 40 hexadecimal digits of the SHA-256 of its `repr`."""
+    from hashlib import sha256  # loads OpenSSL, which `import hocket` need not do
+
+    return sha256(repr(key).encode()).hexdigest()[:40]
+
+
+def make_cache_path(kind: str, *key: object) -> Path:
+    """Return the path of the cached data of a key, which has everything that determines the data."""
+    return cache_folder() / kind / hash_key(*key)
+
+
+def read_cached(file: Path) -> bytes | None:
+    """Return the data that `write_cached` wrote; None if the file is missing, damaged or renamed."""
+    try:
+        data = _check_digest(file, file.read_bytes())
+    except OSError:
+        return None
+    with suppress(OSError):  # a folder that cannot be written is only read
+        if data is not None and time.time() - file.stat().st_mtime > REUSE_MARK_SECONDS:
+            os.utime(file)
+    return data
+
+
+def write_cached(file: Path, data: bytes) -> None:
+    """Write data for later processes; if the folder cannot be written, log that once."""
+    folder = file.parents[1]
+    _write_file(file, (_compute_digest(file, data), data), "kernels and plans", folder)
+    if folder == cache_folder():
+        evict_oldest_files(folder, MAX_CACHE_BYTES)
+
+
+def load_or_make(file: Path | None, make: Callable[[], bytes]) -> bytes:
+    """Return cached data, or make and cache the data; without a file the data is only made."""
+    if file is not None and (data := read_cached(file)) is not None:
+        return data
+    data = make()
+    if file is not None:
+        write_cached(file, data)
+    return data
+
+
+def map_cached(file: Path, nbytes: int) -> tuple[mmap.mmap, bytes] | None:
+    """Return mapped read-only memory with `nbytes` bytes of data first, and the note of `write_mappable`.
+
+    Returns None if the file is missing, damaged at its end, renamed or of another size.
+    """
+    try:
+        with open(file, "rb") as handle:
+            mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):
+        return None
+    note = _check_digest(file, mapped[nbytes:])
+    return None if note is None else (mapped, note)
+
+
+def write_mappable(file: Path, data: memoryview, note: bytes, content: str, folder: Path) -> None:
+    """Write data and a note for `map_cached`, onto the disk before the file has its name.
+
+    Args:
+        file: The file to write.
+        data: The data.
+        note: A short text about the data.
+        content: Noun for the warning if the file cannot be written.
+        folder: Folder that the warning names.
+    """
+    _write_file(file, (data, _compute_digest(file, note), note), content, folder, durable=True)
+
+
+@cache
+def evict_oldest_files(folder: Path, max_bytes: int) -> None:
+    """Delete the least recently used files until at most `max_bytes` bytes are left.
+
+    A process does this when it first writes a file, so its own files may exceed the limit. Other processes may delete
+    and read at the same time. A file that is open stays readable, and a missing file is created again.
+    """
+    files: list[tuple[float, int, str]] = []
+    for kind in EVICTED_KINDS:
+        with suppress(OSError), os.scandir(folder / kind) as entries:
+            for entry in entries:
+                with suppress(OSError):  # another process was quicker
+                    of = entry.stat(follow_symlinks=False)
+                    files.append((of.st_mtime, of.st_size, entry.path))
+    excess = sum(size for _, size, _ in files) - max_bytes
+    for _, size, path in sorted(files):
+        if excess <= 0:
+            break
+        with suppress(OSError):
+            os.unlink(path)
+        excess -= size
+
+
+def _write_file(
+    file: Path, parts: tuple[bytes | memoryview, ...], content: str, folder: Path, *, durable: bool = False
+) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with replacing(file, mode=PRIVATE, durable=durable) as whole:
+            for part in parts:
+                whole.write(part)
+    except OSError as why:
+        _warn_unwritable_once(content, str(folder), why.strerror or str(why))
+
+
+def _compute_digest(file: Path, data: bytes) -> bytes:
+    """Return the digest of the data and the file name, which identifies the purpose of the data."""
+    from hashlib import sha256
+
+    return sha256(file.name.encode() + b"\0" + data).digest()
+
+
+def _check_digest(file: Path, content: bytes) -> bytes | None:
+    """Return the data after a digest; None if other data or another name has the digest."""
+    data = content[DIGEST_BYTES:]
+    return data if _compute_digest(file, data) == content[:DIGEST_BYTES] else None
+
+
+@cache
+def _warn_unwritable_once(content: str, folder: str, why: str) -> None:
+    log.warning(UNWRITABLE_FOLDER_MESSAGE, content, folder, why)
