@@ -115,10 +115,12 @@ class SlotPool:
         length = MIN_CONTEXT_BUCKET
         while length < self.context:
             for count in self._list_window_sizes():
-                yield self._prepare_decoding(count, length + 1)
+                self._prepare_decoding(count, length + 1)
+                yield
             for size in self._list_prompt_sizes():
                 if size <= length:
-                    yield self._prepare_prompt(size, length + 1)
+                    self._prepare_prompt(size, length + 1)
+                    yield
             length *= 2
 
     def _list_prompt_sizes(self) -> list[int]:
