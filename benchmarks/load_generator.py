@@ -17,7 +17,7 @@ from functools import cached_property
 
 import httptools
 
-POLL_SECONDS = 0.005
+CPU_POLL_SECONDS = 0.005
 """Interval at which workload I looks whether all clients decode."""
 DEFAULT_VOCABULARY = 8000
 """Vocabulary size of a server that does not tell it."""
@@ -150,7 +150,7 @@ def _read_text(event: Mapping[str, object]) -> object:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that sends one request at a time and stores what arrives. It connects again where it has to."""
+    """A connection that sends one request at a time and stores its answer. It connects again if the server closed it."""
 
     def __init__(self, address: tuple[str, int], path: str) -> None:
         self._address, self._path = address, path
@@ -282,7 +282,7 @@ async def run_interruption(target: Target, jobs: Sequence[Job], long: Job, excha
     """Run all of `jobs` at once, and `long` as soon as all of them decode; its exchange becomes the last one."""
     load = asyncio.create_task(run_closed_loop(target, jobs, len(jobs), exchanges))
     while not load.done() and not (len(exchanges) == len(jobs) and all(one.reads for one in exchanges)):
-        await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(CPU_POLL_SECONDS)
     late: list[Exchange] = []
     await asyncio.gather(load, run_closed_loop(target, [long], 1, late))
     exchanges += late

@@ -108,7 +108,7 @@ def summarise(exchanges: Sequence[Exchange], seconds: float, *, has_late: bool) 
 
 
 @dataclass(frozen=True)
-class Case:
+class LoadCase:
     """A workload with its load: a number of clients, or a rate of requests per second."""
 
     workload: str
@@ -121,7 +121,7 @@ class Case:
         return f"{self.rate:g}/s" if self.rate else str(self.clients)
 
 
-def measure(target: Target, case: Case, requests: int, seed: str) -> dict[str, object]:
+def measure(target: Target, case: LoadCase, requests: int, seed: str) -> dict[str, object]:
     """Run a case once, and return its figures.
 
     Args:
@@ -219,7 +219,7 @@ def make_commands(args: argparse.Namespace, slots: int, context: int) -> Iterato
 
 # -------------------------------------------------------------------------------------------------------------- report
 
-COLUMNS: Mapping[str, tuple[str, float, int]] = {
+TABLE_COLUMNS: Mapping[str, tuple[str, float, int]] = {
     "new_per_second": ("tok/s out", 1, 1),
     "prompt_per_second": ("tok/s in", 1, 0),
     "first_ms_p50": ("TTFT p50 ms", 1, 0),
@@ -233,7 +233,7 @@ COLUMNS: Mapping[str, tuple[str, float, int]] = {
     "generator_share": ("generator %", 100, 1),
 }
 """For each column its title, a factor and the number of decimals; cells are medians over the rounds."""
-HEAD = ("workload", "load", "server", *(title for title, _, _ in COLUMNS.values()), "out / first server")
+HEAD = ("workload", "load", "server", *(title for title, _, _ in TABLE_COLUMNS.values()), "out / first server")
 
 
 def format_rows(rows: Sequence[Mapping[str, object]]) -> list[list[str]]:
@@ -244,7 +244,7 @@ def format_rows(rows: Sequence[Mapping[str, object]]) -> list[list[str]]:
     table = []
     for (workload, load, server), group in groups.items():
         cells = []
-        for name, (_, factor, digits) in COLUMNS.items():
+        for name, (_, factor, digits) in TABLE_COLUMNS.items():
             numbers = [factor * row[name] for row in group if name in row]
             cells.append(f"{sum(numbers) if name == 'errors' else median(numbers):.{digits}f}" if numbers else "")
         first = next(others for key, others in groups.items() if key[:2] == (workload, load))
@@ -255,7 +255,7 @@ def format_rows(rows: Sequence[Mapping[str, object]]) -> list[list[str]]:
 
 
 def run_cases(
-    targets: Sequence[Target], cases: Sequence[Case], args: argparse.Namespace
+    targets: Sequence[Target], cases: Sequence[LoadCase], args: argparse.Namespace
 ) -> Iterator[dict[str, object]]:
     """Yield the figures of each run; the servers alternate, and a first run of each case is not counted."""
     for case in cases:
@@ -289,9 +289,9 @@ def main() -> None:
     if bool(args.server) != bool(args.model) or not (args.server or args.url):
         parser.error("give a model with --server, or --url")
     clients = [int(word) for word in args.clients.split(",")]
-    loads = [Case("", rate=args.rate)] if args.rate else [Case("", count) for count in clients]
+    loads = [LoadCase("", rate=args.rate)] if args.rate else [LoadCase("", count) for count in clients]
     cases = [replace(load, workload=name) for name in args.workloads if name != "I" for load in loads]
-    cases += [Case("I", DECODING_CLIENTS)] * ("I" in args.workloads)
+    cases += [LoadCase("I", DECODING_CLIENTS)] * ("I" in args.workloads)
     slots = args.np or max(case.clients + (case.workload == "I") for case in cases)
     sizes = [WORKLOADS[name].context for name in args.workloads] + [LONG.context] * ("I" in args.workloads)
     context = args.c or -(-max(sizes) // 256) * 256
