@@ -150,7 +150,7 @@ def _read_text(event: Mapping[str, object]) -> object:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that sends one request at a time and stores its answer. It connects again if the server closed it."""
+    """A connection that sends one request at a time and stores its answer. It reconnects if the server closed it."""
 
     def __init__(self, address: tuple[str, int], path: str) -> None:
         self._address, self._path = address, path

@@ -121,7 +121,7 @@ class LoadCase:
         return f"{self.rate:g}/s" if self.rate else str(self.clients)
 
 
-def measure(target: Target, case: LoadCase, requests: int, seed: str) -> dict[str, object]:
+def measure_load(target: Target, case: LoadCase, requests: int, seed: str) -> dict[str, object]:
     """Run a case once, and return its figures.
 
     Args:
@@ -260,10 +260,10 @@ def run_cases(
     """Yield the figures of each run; the servers alternate, and a first run of each case is not counted."""
     for case in cases:
         for target in targets:
-            measure(target, case, 1, "warm")
+            measure_load(target, case, 1, "warm")
         for i in range(args.rounds):
             for target in targets:
-                yield {"round": i, **measure(target, case, args.requests, f"round {i}")}
+                yield {"round": i, **measure_load(target, case, args.requests, f"round {i}")}
 
 
 def main() -> None:
