@@ -12,7 +12,7 @@ from hocket.scheduler import Store
 
 ROWS, WIDTH, SEQUENCES = 8, 128, 4
 VALUES = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH) / 8
-SHARDED_GROUPS = {
+STORE_GROUPS = {
     "one device": ("numpy:0", "none"),
     "two devices": ("numpy:0,numpy:1", "tensor"),
     "two CPU devices": ("cpu:0,cpu:1", "tensor"),
@@ -28,9 +28,9 @@ def make_executor(devices: str, split_mode: str, rows: int = ROWS) -> hocket.Exe
     return hocket.load(hocket.plan(graph, devices, split_mode=split_mode), {"w": np.ones((WIDTH, 64))})
 
 
-@pytest.fixture(params=SHARDED_GROUPS)
+@pytest.fixture(params=STORE_GROUPS)
 def store(request: pytest.FixtureRequest) -> Store:
-    filled = make_executor(*SHARDED_GROUPS[request.param]).store
+    filled = make_executor(*STORE_GROUPS[request.param]).store
     filled.state("table")[...] = VALUES
     assert str(filled.state("table").layout) == ("R" if request.param == "one device" else "S1(64|64)")
     return filled
@@ -52,11 +52,11 @@ def test_a_view_of_a_view_is_a_view(store: Store) -> None:
     assert np.array_equal(half.view_sequences(1, 1, 2).state("table"), VALUES[6:])
 
 
-@pytest.mark.parametrize("group", SHARDED_GROUPS)
+@pytest.mark.parametrize("group", STORE_GROUPS)
 def test_a_plan_for_fewer_rows_runs_in_a_view(group: str) -> None:
-    store = make_executor(*SHARDED_GROUPS[group]).store
+    store = make_executor(*STORE_GROUPS[group]).store
     store.state("table")[...] = VALUES
-    small = make_executor(*SHARDED_GROUPS[group], rows=2)
+    small = make_executor(*STORE_GROUPS[group], rows=2)
     view = store.view_sequences(3, 1, SEQUENCES)
     view.bind("w", np.ones((WIDTH, 64)), hocket.weight("w", (WIDTH, 64)).spec, small.plan.leaves["w"])
     hocket.Executor(small.plan, view).run({"ids": [1, 0], "x": np.ones((2, 64))})
