@@ -85,19 +85,20 @@ def _record_address(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
 # -------------------------------------------------------------------------------------------------------- codes
 
 
-def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrinsic:
+def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None, to: int = 0) -> Intrinsic:
     """Make ``(p, h) -> codes``, which loads the codes of 32 columns.
 
     Args:
         widths: Bits of each code in the plane at `p`, and perhaps bits on top of them in the plane at `h`.
         table: Table in which the codes are looked up.
+        to: The lowest bit of the codes in the result.
     """
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
     def codes(b, p, h):
-        vectors = _unpack_fields(b, p, widths[0])
+        vectors = _unpack_fields(b, p, widths[0], to)
         for high in widths[1:]:
-            vectors = [b.or_(x, y) for x, y in zip(vectors, _unpack_fields(b, h, high, widths[0]), strict=True)]
+            vectors = [b.or_(x, y) for x, y in zip(vectors, _unpack_fields(b, h, high, widths[0] + to), strict=True)]
         if table is not None:
             vectors = [look_up.body(b, table.body(b), x) for x in vectors]
         return pack_vectors(b, vectors)

@@ -36,17 +36,16 @@ EXPANDED_GROUP_BYTES = BLOCKS_PER_PASS * EXPANDED_BLOCK_BYTES
 def make_expand_group(form: PackedFormat) -> Subroutine:
     """Make `WeightTiling.expand_blocks`: codes become bytes, scales and biases become float32."""
     codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.group_block_bytes
-    width = form.plane_bits[0]
-    high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
+    of_first, of_second = form.plane_bytes
     biased = form.zero_point == 0
 
     def expand(to, group, stride, left, columns, first, count):
         for start in range(first, first + count, UNIT_BLOCKS):
             blocks, planes = min(UNIT_BLOCKS, first + count - start), group + start * nbytes
-            second = planes + blocks * 64 * width
-            last = second + blocks * 64 * high
+            second = planes + blocks * of_first
+            last = second + blocks * of_second
             for b in range(blocks):
-                store_codes(to, codes(planes + b * 64 * width, second + b * 64 * high))
+                store_codes(to, codes(planes + b * of_first, second + b * of_second))
                 d, e = scales(last, b)
                 store(to + SCALES_OFFSET, d)
                 store(to + SCALES_OFFSET + 64, e)
@@ -165,8 +164,7 @@ def make_multiply_few(form: PackedFormat, groups: int, count: int) -> Subroutine
     take longer than products here.
     """
     rows = make_dot_tile(count, groups, form.code_properties)
-    nbytes, width = form.group_block_bytes, form.plane_bits[0]
-    high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
+    nbytes, (of_first, of_second) = form.group_block_bytes, form.plane_bytes
     zeros, put, meet = rows.zero_sums, rows.store_rows, make_multiply_block(form, groups, rows)
     lines = groups * (nbytes // 64)
     more = groups * (nbytes % 64 * UNIT_BLOCKS // 64)
@@ -177,12 +175,12 @@ def make_multiply_few(form: PackedFormat, groups: int, count: int) -> Subroutine
             count, passed = min(UNIT_BLOCKS, n - first), first * nbytes
             planes = group + passed
             ahead = planes + (groups - 1) * passed  # prefetches start behind both groups
-            second = planes + count * 64 * width
-            last = second + count * 64 * high
+            second = planes + count * of_first
+            last = second + count * of_second
             prefetch_lines(ahead, more, near, far)
             for b in range(count):
                 prefetch_lines(ahead + 64 * (more + b * lines), lines, near, far)
-                p, h = planes + b * 64 * width, second + b * 64 * high
+                p, h = planes + b * of_first, second + b * of_second
                 acc = meet(acc, p, h, last, b, apart, x, (first + b) * RECORD_BYTES)
         put(to, acc, left)
 
@@ -198,8 +196,6 @@ def make_packed_tiling(form: PackedFormat) -> WeightTiling:
     rows, groups = (4, 2) if count_vector_registers() == MANY_REGISTERS else (2, 1)
     some = make_dot_tile(rows, groups, form.code_properties)
     add = (make_add_expanded_pair if groups == 2 else make_add_expanded_block)(form, some)
-    slow = form.has_half_block_scales or len(form.plane_bits) > 1
-    lying = 8 if slow else 16  # slowly unpacked codes are expanded sooner
     expand, few = make_expand_group(form), partial(make_multiply_few, form, 1)
     two = partial(make_multiply_few, form, 2) if groups == 2 else None
     return WeightTiling(
@@ -211,7 +207,7 @@ def make_packed_tiling(form: PackedFormat) -> WeightTiling:
         rows,
         groups,
         2,
-        lying,
+        form.max_unexpanded_rows,
         expand,
         add,
         few,
