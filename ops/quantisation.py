@@ -144,6 +144,15 @@ def _expand_with_gguf(bytes_: U8, dtype: DType) -> F32:
     return out.reshape(*bytes_.shape[:-1], bytes_.shape[-1] // dtype.block_bytes * dtype.block)
 
 
+def load_code_book(dtype: DType) -> F32:
+    """Return the code book of an IQ1, IQ2 or IQ3 type from the ``gguf`` package: [entries, 4 or 8 columns]."""
+    import gguf
+
+    known = getattr(gguf.quants, dtype.name)
+    known.init_grid()
+    return np.asarray(known.grid, np.float32).reshape(known.grid_shape)
+
+
 def _make_record_dtype(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype[Any]:
     return np.dtype(list(fields))
 

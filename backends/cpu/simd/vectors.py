@@ -99,6 +99,8 @@ def _call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
     return b.call(function, values)
 
 
+call_generic = _call
+"""Call an instruction that LLVM has for every processor: ``(b, name, result, *values)``."""
 FOREIGN_PREFIX = "hocket.of."
 """Prefix of an instruction of another architecture while Numba makes code for this one."""
 

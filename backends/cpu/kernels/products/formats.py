@@ -46,6 +46,7 @@ from ...simd.vectors import (
     to_float,
     where_less,
 )
+from .grid_formats import GRID_FORMATS
 from .packed_format import (
     BIT_MASK,
     BLOCK_COLUMNS,
@@ -389,6 +390,7 @@ _ALL_FORMATS = (
     _format_with_iq4_codes(
         DType.IQ4_XS, (4,), load_iq4_xs_codes, split_iq4_xs_scales, load_iq4_xs_scales, IQ4_NL_ZERO_POINT
     ),
+    *GRID_FORMATS,
     *TERNARY_FORMATS,
 )
 FORMATS: Mapping[DType, PackedFormat] = MappingProxyType({form.dtype: form for form in _ALL_FORMATS})

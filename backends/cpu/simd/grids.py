@@ -1,0 +1,269 @@
+"""Codes of the types with code books (IQ1, IQ2 and IQ3): an index selects the magnitudes of 4 or 8 columns.
+
+In a block of 32 columns of 16 rows, byte ``4 * row + i`` of a vector of indices has the low 8 bits of index i of the
+row; byte i of the 32-bit lane `row` of a vector of signs has the signs of 8 columns. A code is ``zero + magnitude`` or
+``zero - magnitude``.
+
+- Processors with VBMI look indices up in registers: an entry is two bytes of small numbers, and each instruction
+  selects from 128 bytes. Then the numbers of a column are moved to its byte and, with the sign, looked up as a code.
+- Other processors gather codes from a table in memory.
+
+An index has more than 8 bits if the code book has more than 256 entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from ....graph.dtypes import DType
+from ....graph.lazy_dataclass import dataclass
+from ....ops.quantisation import load_code_book
+from ..processor import find_target_features
+from . import vectors as simd
+from .bytes import BIT_MATRIX_INSTRUCTIONS, apply_per_register, find_instruction
+from .tiles import CODE_VECTORS, CODES_TYPE, pack_vectors
+from .vectors import ADDRESS, BYTES, INTS, LANES, Intrinsic, bytes_of, intrinsic, ints_of, llvm_type
+
+_B, _I = llvm_type(BYTES), llvm_type(INTS)
+_i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+VECTOR_BYTES, TABLE_BYTES = 64, 128
+"""Bytes of a vector, and of the tables of one lookup in registers."""
+PERMUTE_TWO = "llvm.x86.avx512.vpermi2var.qi.512"
+"""Selects bytes of two vectors by the low 7 bits of each byte of an index."""
+PERMUTE_ONE = "llvm.x86.avx512.permvar.qi.512"
+"""Selects bytes of a vector by the low 6 bits of each byte of an index."""
+MOVE_FIELDS = "llvm.x86.avx512.pmultishift.qb.512"
+"""Selects 8 bits for each byte, from any bit of the 8 bytes around it; these are a ring."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeBook:
+    """A code book and its codes.
+
+    Attributes:
+        dtype: The type that has the code book.
+        magnitudes: The distinct numbers of its entries, ascending.
+        zero: The code of 0.
+    """
+
+    dtype: DType
+    magnitudes: tuple[int, ...]
+    zero: int
+
+    def load_levels(self) -> np.ndarray:
+        """Return the number of each magnitude: [entries, columns of an entry]."""
+        return np.searchsorted(np.array(self.magnitudes), load_code_book(self.dtype)).astype(np.uint16)
+
+    def pack_entries(self) -> np.ndarray:
+        """Return entries as two bytes: uint8 [2, entries]. Each level has 2 bits, or 4 bits with 4 columns."""
+        levels = self.load_levels()
+        width = 16 // levels.shape[1]
+        words = (levels << width * np.arange(levels.shape[1], dtype=np.uint16)).sum(1).astype("<u2")
+        return np.ascontiguousarray(words.view(np.uint8).reshape(-1, 2).T)
+
+
+def has_wide_permutes() -> bool:
+    """Return whether the processor looks bytes up in tables of 128 bytes."""
+    return bool(find_target_features().get("avx512vbmi"))
+
+
+# ------------------------------------------------------------------------------------------------- building blocks
+
+
+def _vector(values: Sequence[int]) -> ir.Constant:
+    return ir.Constant(_B, [int(v) for v in values])
+
+
+def _load(b: Any, address: Any, offset: int, kind: ir.Type = _B) -> Any:
+    pointer = b.gep(b.inttoptr(address, _i8.as_pointer()), [ir.Constant(address.type, offset)], inbounds=True)
+    return b.load(b.bitcast(pointer, kind.as_pointer()), align=1)
+
+
+def _load_lanes(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
+    """Load 16 unsigned numbers, one per 32-bit lane."""
+    return b.zext(_load(b, address, offset, ir.VectorType(element, LANES)), _I)
+
+
+def _move_fields(b: Any, x: Any, first: Callable[[int], int]) -> Any:
+    """Return in byte k of each 32-bit lane the 8 bits of the lane from bit ``first(k)`` on."""
+    offsets = [(32 * (row & 1) + first(k)) % 64 for row in range(LANES) for k in range(4)]
+    return simd.call_llvm(b, MOVE_FIELDS, _B, _vector(offsets), x)
+
+
+def _is_set(b: Any, x: Any, bit: int) -> Any:
+    """Return whether a bit of each byte is set."""
+    if bit == 7:
+        return b.icmp_signed("<", x, bytes_of(0))
+    return b.icmp_unsigned("!=", b.and_(x, bytes_of(1 << bit)), bytes_of(0))
+
+
+def _look_up_bytes(b: Any, table: np.ndarray, index: Any, bits: Sequence[Any]) -> Any:
+    """Look the low 7 bits of `index` and further `bits`, lowest first, up in a table of bytes."""
+    parts = table.reshape(-1, 2, VECTOR_BYTES)
+    found = [simd.call_llvm(b, PERMUTE_TWO, _B, _vector(low), index, _vector(high)) for low, high in parts]
+    for bit in bits:
+        found = [b.select(bit, y, x) for x, y in zip(found[::2], found[1::2], strict=True)]
+    (one,) = found
+    return one
+
+
+def complete_signs(b: Any, signs: Any) -> Any:
+    """Return bytes with bit 7 set so that the number of set bits is even; bit 7 of the operand is ignored."""
+    known = find_instruction(BIT_MATRIX_INSTRUCTIONS)
+    if find_target_features().get("gfni") and known is not None:
+        name, size = known
+        rows = [0x7F, *(1 << bit for bit in reversed(range(7)))]
+        matrix = ir.Constant(ir.VectorType(_i8, size), rows * (size // 8))
+        return apply_per_register(b, name, _i8, size, signs, matrix, ir.Constant(_i8, 0))
+    seven = b.and_(signs, bytes_of(0x7F))
+    parity = seven
+    for step in (4, 2, 1):
+        parity = b.xor(parity, b.lshr(parity, bytes_of(step)))
+    return b.or_(seven, b.shl(parity, bytes_of(7)))
+
+
+# ------------------------------------------------------------------------------------------- codes by wide permutes
+
+
+def _make_signed_table(book: CodeBook, width: int) -> ir.Constant:
+    """Return the code of a level in the low `width` bits and the sign in the next bit; further bits are ignored."""
+    levels = [*book.magnitudes, *[0] * ((1 << width) - len(book.magnitudes))]
+    codes = [*(book.zero + m for m in levels), *(book.zero - m for m in levels)]
+    return _vector(codes * (VECTOR_BYTES // len(codes)))
+
+
+def _permute_signed(b: Any, book: CodeBook, level: Any, signs: Any, j: int, width: int) -> Any:
+    """Return the codes of vector `j` of a block from its levels and the signs of all vectors."""
+    sign, mask = _move_fields(b, signs, lambda k: 4 * j + k - width), (1 << width) - 1
+    chosen = b.or_(b.and_(level, bytes_of(mask)), b.and_(sign, bytes_of(255 - mask)))
+    return simd.call_llvm(b, PERMUTE_ONE, _B, _make_signed_table(book, width), chosen)
+
+
+def _permute_levels_of_8(b: Any, book: CodeBook, index: Any, bits: Sequence[Any], low_bit: int) -> list[Any]:
+    """Return the levels of all vectors of a block for entries of 8 columns; a level begins at bit `low_bit`."""
+    halves = [_look_up_bytes(b, table, index, bits) for table in book.pack_entries()]
+    return [_move_fields(b, halves[j % 2], lambda k, j=j: 8 * (j // 2) + 2 * k - low_bit) for j in range(CODE_VECTORS)]
+
+
+def _permute_levels_of_4(b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the levels of all vectors of a block for entries of 4 columns, from two vectors of indices."""
+    vectors = []
+    for index, high in zip(indices, bits, strict=True):
+        first, second = (_look_up_bytes(b, table, index, high) for table in book.pack_entries())
+        for i in (0, 2):
+            order = [4 * row + i + k // 2 + VECTOR_BYTES * (k % 2) for row in range(LANES) for k in range(4)]
+            words = simd.call_llvm(b, PERMUTE_TWO, _B, first, _vector(order), second)
+            vectors += [_move_fields(b, words, lambda k, j=j: 16 * j + 4 * k) for j in range(2)]
+    return vectors
+
+
+# ------------------------------------------------------------------------------------------------- codes by gathers
+
+
+def _table_address(b: Any, book: CodeBook, codes: np.ndarray) -> Any:
+    """Return the address of a table of bytes in the code of the kernel."""
+    name = f"hocket.code_book.{book.dtype}"
+    table = b.module.globals.get(name)
+    if table is None:
+        kind = ir.ArrayType(_i8, codes.size)
+        table = ir.GlobalVariable(b.module, kind, name)
+        table.linkage, table.global_constant, table.align = "internal", True, VECTOR_BYTES
+        table.initializer = ir.Constant(kind, bytearray(codes.astype(np.uint8).tobytes()))
+    return b.ptrtoint(table, _i64)
+
+
+def _gather_codes(b: Any, book: CodeBook, codes: np.ndarray, indices: Sequence[Any]) -> list[Any]:
+    """Return the codes of all vectors of a block: byte vectors. `indices` are 32-bit lanes, one for each entry."""
+    table, parts = _table_address(b, book, codes), codes.shape[1] // 4
+    wide, every = ir.VectorType(_i64, LANES), ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1] * LANES)
+    base = b.insert_element(ir.Constant(wide, ir.Undefined), table, ir.Constant(_i32, 0))
+    base = b.shuffle_vector(base, base, ir.Constant(_I, [0] * LANES))
+    vectors = []
+    for index in indices:
+        for part in range(parts):
+            offset = b.add(b.shl(index, ints_of(parts + 1)), ints_of(4 * part))
+            at = b.inttoptr(b.add(base, b.zext(offset, wide)), ir.VectorType(_i32.as_pointer(), LANES))
+            found = simd.call_generic(
+                b, "llvm.masked.gather.v16i32.v16p0", _I, at, ir.Constant(_i32, 4), every, ints_of(0)
+            )
+            vectors.append(b.bitcast(found, _B))
+    return vectors
+
+
+def _negate_codes(b: Any, book: CodeBook, codes: Any, signs: Any, j: int) -> Any:
+    """Return ``2 * zero - code`` where a sign of vector `j` of a block is set."""
+    spread = b.shuffle_vector(
+        signs, signs, ir.Constant(ir.VectorType(_i32, 64), [t // 4 * 4 + j // 2 for t in range(64)])
+    )
+    bits = _vector([1 << 4 * (j % 2) + t % 4 for t in range(64)])
+    is_negative = b.icmp_unsigned("!=", b.and_(spread, bits), bytes_of(0))
+    return b.select(is_negative, b.sub(bytes_of(2 * book.zero), codes), codes)
+
+
+def _byte_of_lane(b: Any, x: Any, i: int) -> Any:
+    """Return byte `i` of each 32-bit lane of a byte vector."""
+    return b.and_(b.lshr(b.bitcast(x, _I), ints_of(8 * i)), ints_of(255))
+
+
+def _high_bits(b: Any, x: Any, at: int, width: int) -> Any:
+    """Return `width` bits of each 32-bit lane from bit `at` on, as bits 8 and above."""
+    return b.shl(b.and_(b.lshr(x, ints_of(at)), ints_of((1 << width) - 1)), ints_of(8))
+
+
+# --------------------------------------------------------------------------------------------------------- loaders
+
+
+def make_signed_book_loader(
+    book: CodeBook, index_vectors: int, high_bits: int = 0, *, has_even_signs: bool, has_index_bits: bool = False
+) -> Intrinsic:
+    """Make ``(p, h) -> codes`` for a code book of magnitudes.
+
+    At `p` there are the vectors of indices, a vector of signs, and the high bits of indices (a byte for each row).
+
+    Args:
+        book: The code book.
+        index_vectors: 1 for entries of 8 columns, 2 for entries of 4 columns.
+        high_bits: High bits of each index in the byte of the row.
+        has_even_signs: Whether bit 7 of each byte of signs is not stored, because an even number of bits is set.
+        has_index_bits: Whether bit 7 of each byte of signs is the high bit of an index instead.
+    """
+    entries = 4 * index_vectors
+    signs_offset, bits_offset = VECTOR_BYTES * index_vectors, VECTOR_BYTES * (index_vectors + 1)
+    width = index_vectors + 1
+
+    @cache
+    def gathered_codes() -> np.ndarray:
+        return book.zero + np.array(book.magnitudes)[book.load_levels()]
+
+    @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
+    def codes(b, p, h):
+        indices = [_load(b, p, VECTOR_BYTES * v) for v in range(index_vectors)]
+        stored = _load(b, p, signs_offset)
+        signs = complete_signs(b, stored) if has_even_signs else stored
+        high = _load_lanes(b, p, bits_offset, _i8) if high_bits else None
+        if has_wide_permutes():
+            bits = [[_is_set(b, index, 7)] for index in indices]
+            for v in range(index_vectors if high is not None else 0):
+                spread = _move_fields(b, b.bitcast(high, _B), lambda k, v=v: high_bits * (4 * v + k))
+                bits[v] += [_is_set(b, spread, bit) for bit in range(high_bits)]
+            if has_index_bits:
+                bits[0].append(_is_set(b, stored, 7))
+            if index_vectors == 1:
+                levels = _permute_levels_of_8(b, book, indices[0], bits[0], 0)
+            else:
+                levels = _permute_levels_of_4(b, book, indices, bits)
+            return pack_vectors(b, [_permute_signed(b, book, x, signs, j, width) for j, x in enumerate(levels)])
+        lanes = [_byte_of_lane(b, indices[i // 4], i % 4) for i in range(entries)]
+        if high is not None:
+            lanes = [b.or_(x, _high_bits(b, high, high_bits * i, high_bits)) for i, x in enumerate(lanes)]
+        if has_index_bits:
+            lanes = [b.or_(x, _high_bits(b, b.bitcast(stored, _I), 8 * i + 7, 1)) for i, x in enumerate(lanes)]
+        found = _gather_codes(b, book, gathered_codes(), lanes)
+        return pack_vectors(b, [_negate_codes(b, book, x, signs, j) for j, x in enumerate(found)])
+
+    return codes
