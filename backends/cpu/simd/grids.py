@@ -267,3 +267,44 @@ def make_signed_book_loader(
         return pack_vectors(b, [_negate_codes(b, book, x, signs, j) for j, x in enumerate(found)])
 
     return codes
+
+
+IQ1_ZERO, IQ1_MAX_CODE = 9, 18
+"""The code of 0 and the largest code of the IQ1 types. A code is 9 plus eight times a magnitude, plus or minus 1."""
+
+
+def make_shifted_book_loader(book: CodeBook, bits: int, *, has_one_shift: bool) -> Intrinsic:
+    """Make ``(p, h) -> codes`` for the IQ1 types, which have magnitudes -1, 0 and 1, plus or minus an eighth.
+
+    At `p` there are a vector of indices and 16 bits for each row: the high bits of indices and the signs of eighths.
+
+    Args:
+        book: The code book.
+        bits: Bits from an index to the next; three of them are its high bits.
+        has_one_shift: Whether bit 15 is the sign of all eighths. Otherwise the sign follows the high bits of an index.
+    """
+    of_shift = [15] * 4 if has_one_shift else [bits * i + 3 for i in range(4)]
+
+    @cache
+    def gathered_codes() -> np.ndarray:
+        return 8 * book.load_levels()
+
+    @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
+    def codes(b, p, h):
+        index, high = _load(b, p, 0), _load_lanes(b, p, VECTOR_BYTES, _i16)
+        positive = b.not_(high)
+        if has_wide_permutes():
+            spread = _move_fields(b, b.bitcast(high, _B), lambda k: bits * k)
+            set_bits = [_is_set(b, index, 7), *(_is_set(b, spread, bit) for bit in range(3))]
+            vectors = _permute_levels_of_8(b, book, index, set_bits, 3)
+            vectors = [b.and_(x, bytes_of(0x18)) for x in vectors]
+            shifts = [_move_fields(b, b.bitcast(positive, _B), lambda k, at=at: at - 1) for at in of_shift]
+            shifts = [b.and_(x, bytes_of(2)) for x in shifts]
+        else:
+            lanes = [b.or_(_byte_of_lane(b, index, i), _high_bits(b, high, bits * i, 3)) for i in range(4)]
+            vectors = _gather_codes(b, book, gathered_codes(), lanes)
+            shifts = [b.and_(b.lshr(positive, ints_of(at - 1)), ints_of(2)) for at in of_shift]
+            shifts = [b.bitcast(b.mul(x, ints_of(0x01010101)), _B) for x in shifts]
+        return pack_vectors(b, [b.or_(x, shifts[j // 2]) for j, x in enumerate(vectors)])
+
+    return codes

@@ -174,6 +174,9 @@ def load_u8_lanes(b, a):
     return b.zext(_load(b, a, ir.VectorType(_i8, 16), 1), _I)
 
 
+load_u16_lanes = intrinsic(INTS, ADDRESS)(lambda b, a: b.zext(_load(b, a, ir.VectorType(_i16, 16), 1), _I))
+
+
 @intrinsic(INTS, ADDRESS)
 def load_i8_lanes(b, a):
     """Load 16 signed bytes, one per lane."""

@@ -1,4 +1,4 @@
-"""Packed weights with code books: the types IQ2 and IQ3. `simd.grids` reads the codes.
+"""Packed weights with code books: the types IQ1, IQ2 and IQ3. `simd.grids` reads the codes.
 
 Indices, signs and high bits of indices of 32 columns lie in one plane. The scales follow the codes of 256 columns.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .....graph.dtypes import DType
 from ...compiler import Subroutine, subroutine
-from ...simd.grids import CodeBook, make_signed_book_loader
+from ...simd.grids import IQ1_MAX_CODE, IQ1_ZERO, CodeBook, make_shifted_book_loader, make_signed_book_loader
 from ...simd.vectors import (
     Intrinsic,
     add_int,
@@ -17,8 +17,10 @@ from ...simd.vectors import (
     load_four,
     load_ints,
     load_u8_lanes,
+    load_u16_lanes,
     mul,
     mul_int,
+    or_int,
     shift_left,
     shift_right,
     splat,
@@ -95,6 +97,19 @@ def pack_iq3_s_codes(row, b, first, second, lane):
 
 
 @subroutine
+def pack_iq1_s_codes(row, b, first, second, lane):
+    """Pack four indices, and 16 bits: the high bits of indices, the scale, and the sign of the eighths."""
+    store_int(first + 4 * lane, load_four(row + 2 + 4 * b))
+    copy_f16_to_lane(row + 34 + 2 * b, first + 64, lane)
+
+
+@subroutine
+def pack_iq1_m_codes(row, b, first, second, lane):
+    store_int(first + 4 * lane, load_four(row + 4 * b))
+    copy_f16_to_lane(row + 32 + 2 * b, first + 64, lane)
+
+
+@subroutine
 def split_whole_scale(row, to, lane, s):
     """Copy the float16 of a block with scales among the signs."""
     copy_f16_to_lane(row, to, lane)
@@ -136,6 +151,41 @@ def load_iq3_s_scales(p, b):
     return d, d
 
 
+@subroutine
+def load_iq1_s_scales(p, b):
+    """Load the scales from the bits below the signs; an eighth counts as one."""
+    small = and_int(shift_right(load_u16_lanes(p - (UNIT_BLOCKS - b) * 96 + 64), splat_int(12)), splat_int(7))
+    d = mul(mul(load_f16(p), splat(0.125)), odd_number(small))
+    return d, d
+
+
+@subroutine
+def split_iq1_m_scales(row, to, lane, s):
+    """Split 16 scales of 3 bits: the float16 from the top of four numbers, two low bits, and the high bit of each."""
+    whole, low, high = 0, 0, 0
+    for j in range(4):
+        four = load_byte(row + 48 + 2 * j) | load_byte(row + 49 + 2 * j) << 8
+        whole |= four >> 12 << 4 * j
+        for k in range(4):
+            low |= (four >> 3 * k & 3) << 2 * (4 * j + k)
+            high |= (four >> 3 * k + 2 & 1) << 4 * j + k
+    for k in range(2):
+        store_byte(to + 2 * lane + k, whole >> 8 * k)
+        store_byte(to + 96 + 2 * lane + k, high >> 8 * k)
+    store_int(to + 32 + 4 * lane, low)
+
+
+@subroutine
+def load_iq1_m_scales(p, b):
+    d, one, three = mul(load_f16(p), splat(0.125)), splat_int(1), splat_int(3)
+    low, high = shift_right(load_ints(p + 32), splat_int(4 * b)), shift_right(load_u16_lanes(p + 96), splat_int(2 * b))
+    first = or_int(and_int(low, three), shift_left(and_int(high, one), splat_int(2)))
+    second = or_int(
+        and_int(shift_right(low, splat_int(2)), three), shift_left(and_int(shift_right(high, one), one), splat_int(2))
+    )
+    return mul(d, odd_number(first)), mul(d, odd_number(second))
+
+
 def _make_grid_format(
     book: CodeBook,
     plane_bytes: int,
@@ -143,12 +193,12 @@ def _make_grid_format(
     codes: Intrinsic,
     split: Subroutine,
     scales: Subroutine,
-    dtype: DType | None = None,
     *,
     halves: bool = False,
+    largest: int | None = None,
 ) -> PackedFormat:
     return PackedFormat(
-        dtype or book.dtype,
+        book.dtype,
         (plane_bytes, 0),
         pack,
         split,
@@ -157,7 +207,7 @@ def _make_grid_format(
         make_zero_point_biases(scales, book.zero),
         book.zero,
         halves,
-        2 * book.zero,
+        2 * book.zero if largest is None else largest,
     )
 
 
@@ -165,11 +215,31 @@ def _make_book(dtype: DType, magnitudes: tuple[int, ...]) -> CodeBook:
     return CodeBook(dtype, magnitudes, magnitudes[-1])
 
 
+IQ1_S_BOOK, IQ1_M_BOOK = (CodeBook(d, (-1, 0, 1), IQ1_ZERO) for d in (DType.IQ1_S, DType.IQ1_M))
 IQ2_XXS_BOOK, IQ2_XS_BOOK, IQ2_S_BOOK = (
     _make_book(d, IQ2_MAGNITUDES) for d in (DType.IQ2_XXS, DType.IQ2_XS, DType.IQ2_S)
 )
 IQ3_XXS_BOOK, IQ3_S_BOOK = _make_book(DType.IQ3_XXS, IQ3_XXS_MAGNITUDES), _make_book(DType.IQ3_S, IQ3_S_MAGNITUDES)
 GRID_FORMATS = (
+    _make_grid_format(
+        IQ1_S_BOOK,
+        96,
+        pack_iq1_s_codes,
+        make_shifted_book_loader(IQ1_S_BOOK, 3, has_one_shift=True),
+        split_whole_scale,
+        load_iq1_s_scales,
+        largest=IQ1_MAX_CODE,
+    ),
+    _make_grid_format(
+        IQ1_M_BOOK,
+        96,
+        pack_iq1_m_codes,
+        make_shifted_book_loader(IQ1_M_BOOK, 4, has_one_shift=False),
+        split_iq1_m_scales,
+        load_iq1_m_scales,
+        halves=True,
+        largest=IQ1_MAX_CODE,
+    ),
     _make_grid_format(
         IQ2_XXS_BOOK,
         128,
