@@ -14,7 +14,6 @@ An index has more than 8 bits if the code book has more than 256 entries.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from ....ops.quantisation import load_code_book
 from ..processor import find_target_features
 from . import vectors as simd
 from .bytes import BIT_MATRIX_INSTRUCTIONS, apply_per_register, find_instruction
-from .tiles import CODE_VECTORS, CODES_TYPE, pack_vectors
+from .tiles import CODE_VECTORS, CODES_TYPE, TWO_CODES_TYPE, pack_vectors
 from .vectors import ADDRESS, BYTES, INTS, LANES, Intrinsic, bytes_of, intrinsic, ints_of, llvm_type
 
 _B, _I = llvm_type(BYTES), llvm_type(INTS)
@@ -102,14 +101,19 @@ def _is_set(b: Any, x: Any, bit: int) -> Any:
     return b.icmp_unsigned("!=", b.and_(x, bytes_of(1 << bit)), bytes_of(0))
 
 
-def _look_up_bytes(b: Any, table: np.ndarray, index: Any, bits: Sequence[Any]) -> Any:
-    """Look the low 7 bits of `index` and further `bits`, lowest first, up in a table of bytes."""
-    parts = table.reshape(-1, 2, VECTOR_BYTES)
-    found = [simd.call_llvm(b, PERMUTE_TWO, _B, _vector(low), index, _vector(high)) for low, high in parts]
-    for bit in bits:
-        found = [b.select(bit, y, x) for x, y in zip(found[::2], found[1::2], strict=True)]
-    (one,) = found
-    return one
+def _look_up_bytes(b: Any, table: np.ndarray, indices: Sequence[Any], bits: Sequence[Sequence[Any]]) -> list[Any]:
+    """Look the low 7 bits of each index and its further `bits`, lowest first, up in a table of bytes.
+
+    All indices meet a part of the table before the next part is loaded, because loads take longest.
+    """
+    if len(table) == TABLE_BYTES:
+        low, high = _vector(table[:VECTOR_BYTES]), _vector(table[VECTOR_BYTES:])
+        return [simd.call_llvm(b, PERMUTE_TWO, _B, low, index, high) for index in indices]
+    middle = len(table) // 2
+    last = (middle // TABLE_BYTES).bit_length() - 1
+    first = _look_up_bytes(b, table[:middle], indices, bits)
+    second = _look_up_bytes(b, table[middle:], indices, bits)
+    return [b.select(own[last], y, x) for x, y, own in zip(first, second, bits, strict=True)]
 
 
 def complete_signs(b: Any, signs: Any) -> Any:
@@ -144,22 +148,29 @@ def _permute_signed(b: Any, book: CodeBook, level: Any, signs: Any, j: int, widt
     return simd.call_llvm(b, PERMUTE_ONE, _B, _make_signed_table(book, width), chosen)
 
 
-def _permute_levels_of_8(b: Any, book: CodeBook, index: Any, bits: Sequence[Any], low_bit: int) -> list[Any]:
-    """Return the levels of all vectors of a block for entries of 8 columns; a level begins at bit `low_bit`."""
-    halves = [_look_up_bytes(b, table, index, bits) for table in book.pack_entries()]
-    return [_move_fields(b, halves[j % 2], lambda k, j=j: 8 * (j // 2) + 2 * k - low_bit) for j in range(CODE_VECTORS)]
+def _permute_levels_of_8(
+    b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]], low_bit: int
+) -> list[list[Any]]:
+    """Return the levels of all vectors of each block for entries of 8 columns; a level begins at bit `low_bit`."""
+    halves = [_look_up_bytes(b, table, indices, bits) for table in book.pack_entries()]
+    return [
+        [_move_fields(b, both[j % 2], lambda k, j=j: 8 * (j // 2) + 2 * k - low_bit) for j in range(CODE_VECTORS)]
+        for both in zip(*halves, strict=True)
+    ]
 
 
-def _permute_levels_of_4(b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the levels of all vectors of a block for entries of 4 columns, from two vectors of indices."""
+def _permute_levels_of_4(
+    b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
+) -> list[list[Any]]:
+    """Return the levels of all vectors of each block for entries of 4 columns, from two vectors of indices each."""
+    halves = [_look_up_bytes(b, table, indices, bits) for table in book.pack_entries()]
     vectors = []
-    for index, high in zip(indices, bits, strict=True):
-        first, second = (_look_up_bytes(b, table, index, high) for table in book.pack_entries())
+    for first, second in zip(*halves, strict=True):
         for i in (0, 2):
             order = [4 * row + i + k // 2 + VECTOR_BYTES * (k % 2) for row in range(LANES) for k in range(4)]
             words = simd.call_llvm(b, PERMUTE_TWO, _B, first, _vector(order), second)
             vectors += [_move_fields(b, words, lambda k, j=j: 16 * j + 4 * k) for j in range(2)]
-    return vectors
+    return [vectors[i : i + CODE_VECTORS] for i in range(0, len(vectors), CODE_VECTORS)]
 
 
 # ------------------------------------------------------------------------------------------------- codes by gathers
@@ -218,12 +229,40 @@ def _high_bits(b: Any, x: Any, at: int, width: int) -> Any:
 # --------------------------------------------------------------------------------------------------------- loaders
 
 
-def make_signed_book_loader(
-    book: CodeBook, index_vectors: int, high_bits: int = 0, *, has_even_signs: bool, has_index_bits: bool = False
-) -> Intrinsic:
-    """Make ``(p, h) -> codes`` for a code book of magnitudes.
+@dataclass(frozen=True, slots=True)
+class BookLoaders:
+    """Loaders of codes with a code book.
 
-    At `p` there are the vectors of indices, a vector of signs, and the high bits of indices (a byte for each row).
+    Attributes:
+        one: ``(p, h) -> codes``, the codes of 32 columns at `p`.
+        two: ``(p, q) -> codes``, the codes at `p` and at `q`. The parts of the code book are loaded once for both.
+    """
+
+    one: Intrinsic
+    two: Intrinsic
+
+
+def _make_loaders(emit: Callable[[Any, Sequence[Any]], list[list[Any]]]) -> BookLoaders:
+    """Make loaders of ``emit(b, addresses)``, which returns the vectors of codes at each address."""
+
+    @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
+    def one(b, p, h):
+        return pack_vectors(b, emit(b, [p])[0])
+
+    @intrinsic(TWO_CODES_TYPE, ADDRESS, ADDRESS)
+    def two(b, p, q):
+        first, second = emit(b, [p, q])
+        return pack_vectors(b, [*first, *second])
+
+    return BookLoaders(one, two)
+
+
+def make_signed_book_loaders(
+    book: CodeBook, index_vectors: int, high_bits: int = 0, *, has_even_signs: bool, has_index_bits: bool = False
+) -> BookLoaders:
+    """Make the loaders for a code book of magnitudes.
+
+    A block has the vectors of indices, a vector of signs, and the high bits of indices (a byte for each row).
 
     Args:
         book: The code book.
@@ -232,51 +271,60 @@ def make_signed_book_loader(
         has_even_signs: Whether bit 7 of each byte of signs is not stored, because an even number of bits is set.
         has_index_bits: Whether bit 7 of each byte of signs is the high bit of an index instead.
     """
-    entries = 4 * index_vectors
     signs_offset, bits_offset = VECTOR_BYTES * index_vectors, VECTOR_BYTES * (index_vectors + 1)
     width = index_vectors + 1
 
-    @cache
-    def gathered_codes() -> np.ndarray:
-        return book.zero + np.array(book.magnitudes)[book.load_levels()]
-
-    @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
-    def codes(b, p, h):
-        indices = [_load(b, p, VECTOR_BYTES * v) for v in range(index_vectors)]
+    def load_signs(b: Any, p: Any) -> Any:
         stored = _load(b, p, signs_offset)
-        signs = complete_signs(b, stored) if has_even_signs else stored
-        high = _load_lanes(b, p, bits_offset, _i8) if high_bits else None
-        if has_wide_permutes():
-            bits = [[_is_set(b, index, 7)] for index in indices]
-            for v in range(index_vectors if high is not None else 0):
-                spread = _move_fields(b, b.bitcast(high, _B), lambda k, v=v: high_bits * (4 * v + k))
-                bits[v] += [_is_set(b, spread, bit) for bit in range(high_bits)]
-            if has_index_bits:
-                bits[0].append(_is_set(b, stored, 7))
-            if index_vectors == 1:
-                levels = _permute_levels_of_8(b, book, indices[0], bits[0], 0)
-            else:
-                levels = _permute_levels_of_4(b, book, indices, bits)
-            return pack_vectors(b, [_permute_signed(b, book, x, signs, j, width) for j, x in enumerate(levels)])
-        lanes = [_byte_of_lane(b, indices[i // 4], i % 4) for i in range(entries)]
-        if high is not None:
+        return complete_signs(b, stored) if has_even_signs else stored
+
+    def load_bits(b: Any, p: Any, v: int, index: Any) -> list[Any]:
+        bits = [_is_set(b, index, 7)]
+        if high_bits:
+            high = b.bitcast(_load_lanes(b, p, bits_offset, _i8), _B)
+            spread = _move_fields(b, high, lambda k: high_bits * (4 * v + k))
+            bits += [_is_set(b, spread, bit) for bit in range(high_bits)]
+        return [*bits, _is_set(b, _load(b, p, signs_offset), 7)] if has_index_bits else bits
+
+    def permute(b: Any, addresses: Sequence[Any]) -> list[list[Any]]:
+        places = [(p, v) for p in addresses for v in range(index_vectors)]
+        indices = [_load(b, p, VECTOR_BYTES * v) for p, v in places]
+        bits = [load_bits(b, *place, index) for place, index in zip(places, indices, strict=True)]
+        if index_vectors == 1:
+            levels = _permute_levels_of_8(b, book, indices, bits, 0)
+        else:
+            levels = _permute_levels_of_4(b, book, indices, bits)
+        signs = [load_signs(b, p) for p in addresses]
+        return [
+            [_permute_signed(b, book, x, own, j, width) for j, x in enumerate(vectors)]
+            for vectors, own in zip(levels, signs, strict=True)
+        ]
+
+    def gather_one(b: Any, p: Any) -> list[Any]:
+        lanes = [_byte_of_lane(b, _load(b, p, VECTOR_BYTES * v), i) for v in range(index_vectors) for i in range(4)]
+        if high_bits:
+            high = _load_lanes(b, p, bits_offset, _i8)
             lanes = [b.or_(x, _high_bits(b, high, high_bits * i, high_bits)) for i, x in enumerate(lanes)]
         if has_index_bits:
-            lanes = [b.or_(x, _high_bits(b, b.bitcast(stored, _I), 8 * i + 7, 1)) for i, x in enumerate(lanes)]
-        found = _gather_codes(b, book, gathered_codes(), lanes)
-        return pack_vectors(b, [_negate_codes(b, book, x, signs, j) for j, x in enumerate(found)])
+            stored = _load(b, p, signs_offset, _I)
+            lanes = [b.or_(x, _high_bits(b, stored, 8 * i + 7, 1)) for i, x in enumerate(lanes)]
+        found = _gather_codes(b, book, book.zero + np.array(book.magnitudes)[book.load_levels()], lanes)
+        signs = load_signs(b, p)
+        return [_negate_codes(b, book, x, signs, j) for j, x in enumerate(found)]
 
-    return codes
+    return _make_loaders(
+        lambda b, addresses: permute(b, addresses) if has_wide_permutes() else [gather_one(b, p) for p in addresses]
+    )
 
 
 IQ1_ZERO, IQ1_MAX_CODE = 9, 18
 """The code of 0 and the largest code of the IQ1 types. A code is 9 plus eight times a magnitude, plus or minus 1."""
 
 
-def make_shifted_book_loader(book: CodeBook, bits: int, *, has_one_shift: bool) -> Intrinsic:
-    """Make ``(p, h) -> codes`` for the IQ1 types, which have magnitudes -1, 0 and 1, plus or minus an eighth.
+def make_shifted_book_loaders(book: CodeBook, bits: int, *, has_one_shift: bool) -> BookLoaders:
+    """Make the loaders for the IQ1 types, which have magnitudes -1, 0 and 1, plus or minus an eighth.
 
-    At `p` there are a vector of indices and 16 bits for each row: the high bits of indices and the signs of eighths.
+    A block has a vector of indices and 16 bits for each row: the high bits of indices and the signs of eighths.
 
     Args:
         book: The code book.
@@ -285,26 +333,32 @@ def make_shifted_book_loader(book: CodeBook, bits: int, *, has_one_shift: bool) 
     """
     of_shift = [15] * 4 if has_one_shift else [bits * i + 3 for i in range(4)]
 
-    @cache
-    def gathered_codes() -> np.ndarray:
-        return 8 * book.load_levels()
+    def load_bits(b: Any, p: Any, index: Any) -> list[Any]:
+        high = b.bitcast(_load_lanes(b, p, VECTOR_BYTES, _i16), _B)
+        spread = _move_fields(b, high, lambda k: bits * k)
+        return [_is_set(b, index, 7), *(_is_set(b, spread, bit) for bit in range(3))]
 
-    @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
-    def codes(b, p, h):
+    def permute_shifts(b: Any, p: Any) -> list[Any]:
+        positive = b.bitcast(b.not_(_load_lanes(b, p, VECTOR_BYTES, _i16)), _B)
+        return [b.and_(_move_fields(b, positive, lambda k, at=at: at - 1), bytes_of(2)) for at in of_shift]
+
+    def permute(b: Any, addresses: Sequence[Any]) -> list[list[Any]]:
+        indices = [_load(b, p, 0) for p in addresses]
+        set_bits = [load_bits(b, *pair) for pair in zip(addresses, indices, strict=True)]
+        blocks = _permute_levels_of_8(b, book, indices, set_bits, 3)
+        return [
+            [b.or_(b.and_(x, bytes_of(0x18)), shifts[j // 2]) for j, x in enumerate(vectors)]
+            for vectors, shifts in zip(blocks, [permute_shifts(b, p) for p in addresses], strict=True)
+        ]
+
+    def gather_one(b: Any, p: Any) -> list[Any]:
         index, high = _load(b, p, 0), _load_lanes(b, p, VECTOR_BYTES, _i16)
-        positive = b.not_(high)
-        if has_wide_permutes():
-            spread = _move_fields(b, b.bitcast(high, _B), lambda k: bits * k)
-            set_bits = [_is_set(b, index, 7), *(_is_set(b, spread, bit) for bit in range(3))]
-            vectors = _permute_levels_of_8(b, book, index, set_bits, 3)
-            vectors = [b.and_(x, bytes_of(0x18)) for x in vectors]
-            shifts = [_move_fields(b, b.bitcast(positive, _B), lambda k, at=at: at - 1) for at in of_shift]
-            shifts = [b.and_(x, bytes_of(2)) for x in shifts]
-        else:
-            lanes = [b.or_(_byte_of_lane(b, index, i), _high_bits(b, high, bits * i, 3)) for i in range(4)]
-            vectors = _gather_codes(b, book, gathered_codes(), lanes)
-            shifts = [b.and_(b.lshr(positive, ints_of(at - 1)), ints_of(2)) for at in of_shift]
-            shifts = [b.bitcast(b.mul(x, ints_of(0x01010101)), _B) for x in shifts]
-        return pack_vectors(b, [b.or_(x, shifts[j // 2]) for j, x in enumerate(vectors)])
+        lanes = [b.or_(_byte_of_lane(b, index, i), _high_bits(b, high, bits * i, 3)) for i in range(4)]
+        found, positive = _gather_codes(b, book, 8 * book.load_levels(), lanes), b.not_(high)
+        shifts = [b.and_(b.lshr(positive, ints_of(at - 1)), ints_of(2)) for at in of_shift]
+        shifts = [b.bitcast(b.mul(x, ints_of(0x01010101)), _B) for x in shifts]
+        return [b.or_(x, shifts[j // 2]) for j, x in enumerate(found)]
 
-    return codes
+    return _make_loaders(
+        lambda b, addresses: permute(b, addresses) if has_wide_permutes() else [gather_one(b, p) for p in addresses]
+    )

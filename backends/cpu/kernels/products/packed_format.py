@@ -37,6 +37,8 @@ class PackedFormat:
         zero_point: The code of weight 0; 0 if biases are stored.
         has_half_block_scales: Whether the two scales of a block differ.
         max_code: The largest code.
+        load_two_codes: ``(p, q)`` loads the codes of blocks at `p` and at `q`, in one plane and whole units; None
+            if this is no faster than to load one after the other.
         max_unexpanded_rows: Products of at most this many activation rows unpack the codes anew for each of them.
     """
 
@@ -50,12 +52,18 @@ class PackedFormat:
     zero_point: int
     has_half_block_scales: bool
     max_code: int
+    load_two_codes: Intrinsic | None = None
     max_unexpanded_rows: int = MAX_UNEXPANDED_ROWS_OF_SLOW_CODES
 
     @property
     def code_properties(self) -> WeightCodes:
         """Properties of the codes for dot products."""
         return WeightCodes(self.max_code, self.zero_point, self.has_half_block_scales)
+
+    @property
+    def blocks_per_load(self) -> int:
+        """Blocks of a group that are best loaded together."""
+        return 1 if self.load_two_codes is None else 2
 
     @property
     def group_block_bytes(self) -> int:
@@ -100,6 +108,7 @@ def make_format(
         zero,
         halves,
         (1 << sum(widths)) - 1 if largest is None else largest,
+        None,
         MAX_UNEXPANDED_ROWS_OF_SLOW_CODES if halves or len(widths) > 1 else MAX_UNEXPANDED_ROWS,
     )
 
