@@ -1,4 +1,4 @@
-"""Codes of the types with code books (IQ1, IQ2 and IQ3): an index selects the magnitudes of 4 or 8 columns.
+"""Codes of the types with code books: an index selects the magnitudes of 4 or 8 columns.
 
 In a block of 32 columns of 16 rows, byte ``4 * row + i`` of a vector of indices has the low 8 bits of index i of the
 row; byte i of the 32-bit lane `row` of a vector of signs has the signs of 8 columns. A code is ``zero + magnitude`` or
@@ -8,7 +8,7 @@ row; byte i of the 32-bit lane `row` of a vector of signs has the signs of 8 col
   selects from 128 bytes. Then the numbers of a column are moved to its byte and, with the sign, looked up as a code.
 - Other processors gather codes from a table in memory.
 
-An index has more than 8 bits if the code book has more than 256 entries.
+An index has more than 8 bits if the code book has more than 256 entries. `shifted_grids` has the types IQ1.
 """
 
 from __future__ import annotations
@@ -78,30 +78,30 @@ def _vector(values: Sequence[int]) -> ir.Constant:
     return ir.Constant(_B, [int(v) for v in values])
 
 
-def _load(b: Any, address: Any, offset: int, kind: ir.Type = _B) -> Any:
+def load_at(b: Any, address: Any, offset: int, kind: ir.Type = _B) -> Any:
     pointer = b.gep(b.inttoptr(address, _i8.as_pointer()), [ir.Constant(address.type, offset)], inbounds=True)
     return b.load(b.bitcast(pointer, kind.as_pointer()), align=1)
 
 
-def _load_lanes(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
+def load_lanes(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
     """Load 16 unsigned numbers, one per 32-bit lane."""
-    return b.zext(_load(b, address, offset, ir.VectorType(element, LANES)), _I)
+    return b.zext(load_at(b, address, offset, ir.VectorType(element, LANES)), _I)
 
 
-def _move_fields(b: Any, x: Any, first: Callable[[int], int]) -> Any:
+def move_fields(b: Any, x: Any, first: Callable[[int], int]) -> Any:
     """Return in byte k of each 32-bit lane the 8 bits of the lane from bit ``first(k)`` on."""
     offsets = [(32 * (row & 1) + first(k)) % 64 for row in range(LANES) for k in range(4)]
     return simd.call_llvm(b, MOVE_FIELDS, _B, _vector(offsets), x)
 
 
-def _is_set(b: Any, x: Any, bit: int) -> Any:
+def is_set(b: Any, x: Any, bit: int) -> Any:
     """Return whether a bit of each byte is set."""
     if bit == 7:
         return b.icmp_signed("<", x, bytes_of(0))
     return b.icmp_unsigned("!=", b.and_(x, bytes_of(1 << bit)), bytes_of(0))
 
 
-def _look_up_bytes(b: Any, table: np.ndarray, indices: Sequence[Any], bits: Sequence[Sequence[Any]]) -> list[Any]:
+def look_up_bytes(b: Any, table: np.ndarray, indices: Sequence[Any], bits: Sequence[Sequence[Any]]) -> list[Any]:
     """Look the low 7 bits of each index and its further `bits`, lowest first, up in a table of bytes.
 
     All indices meet a part of the table before the next part is loaded, because loads take longest.
@@ -111,8 +111,8 @@ def _look_up_bytes(b: Any, table: np.ndarray, indices: Sequence[Any], bits: Sequ
         return [simd.call_llvm(b, PERMUTE_TWO, _B, low, index, high) for index in indices]
     middle = len(table) // 2
     last = (middle // TABLE_BYTES).bit_length() - 1
-    first = _look_up_bytes(b, table[:middle], indices, bits)
-    second = _look_up_bytes(b, table[middle:], indices, bits)
+    first = look_up_bytes(b, table[:middle], indices, bits)
+    second = look_up_bytes(b, table[middle:], indices, bits)
     return [b.select(own[last], y, x) for x, y, own in zip(first, second, bits, strict=True)]
 
 
@@ -143,54 +143,56 @@ def _make_signed_table(book: CodeBook, width: int) -> ir.Constant:
 
 def _permute_signed(b: Any, book: CodeBook, level: Any, signs: Any, j: int, width: int) -> Any:
     """Return the codes of vector `j` of a block from its levels and the signs of all vectors."""
-    sign, mask = _move_fields(b, signs, lambda k: 4 * j + k - width), (1 << width) - 1
+    sign, mask = move_fields(b, signs, lambda k: 4 * j + k - width), (1 << width) - 1
     chosen = b.or_(b.and_(level, bytes_of(mask)), b.and_(sign, bytes_of(255 - mask)))
     return simd.call_llvm(b, PERMUTE_ONE, _B, _make_signed_table(book, width), chosen)
 
 
+def move_levels_of_8(b: Any, both: Sequence[Any], low_bit: int) -> list[Any]:
+    """Return the levels of all vectors of a block from both bytes of its entries; a level begins at bit `low_bit`."""
+    return [move_fields(b, both[j % 2], lambda k, j=j: 8 * (j // 2) + 2 * k - low_bit) for j in range(CODE_VECTORS)]
+
+
 def _permute_levels_of_8(
-    b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]], low_bit: int
+    b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
-    """Return the levels of all vectors of each block for entries of 8 columns; a level begins at bit `low_bit`."""
-    halves = [_look_up_bytes(b, table, indices, bits) for table in book.pack_entries()]
-    return [
-        [_move_fields(b, both[j % 2], lambda k, j=j: 8 * (j // 2) + 2 * k - low_bit) for j in range(CODE_VECTORS)]
-        for both in zip(*halves, strict=True)
-    ]
+    """Return the levels of all vectors of each block for entries of 8 columns."""
+    halves = [look_up_bytes(b, table, indices, bits) for table in book.pack_entries()]
+    return [move_levels_of_8(b, both, 0) for both in zip(*halves, strict=True)]
 
 
 def _permute_levels_of_4(
     b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
     """Return the levels of all vectors of each block for entries of 4 columns, from two vectors of indices each."""
-    halves = [_look_up_bytes(b, table, indices, bits) for table in book.pack_entries()]
+    halves = [look_up_bytes(b, table, indices, bits) for table in book.pack_entries()]
     vectors = []
     for first, second in zip(*halves, strict=True):
         for i in (0, 2):
             order = [4 * row + i + k // 2 + VECTOR_BYTES * (k % 2) for row in range(LANES) for k in range(4)]
             words = simd.call_llvm(b, PERMUTE_TWO, _B, first, _vector(order), second)
-            vectors += [_move_fields(b, words, lambda k, j=j: 16 * j + 4 * k) for j in range(2)]
+            vectors += [move_fields(b, words, lambda k, j=j: 16 * j + 4 * k) for j in range(2)]
     return [vectors[i : i + CODE_VECTORS] for i in range(0, len(vectors), CODE_VECTORS)]
 
 
 # ------------------------------------------------------------------------------------------------- codes by gathers
 
 
-def _table_address(b: Any, book: CodeBook, codes: np.ndarray) -> Any:
+def find_table_address(b: Any, name: str, table: np.ndarray) -> Any:
     """Return the address of a table of bytes in the code of the kernel."""
-    name = f"hocket.code_book.{book.dtype}"
-    table = b.module.globals.get(name)
-    if table is None:
-        kind = ir.ArrayType(_i8, codes.size)
-        table = ir.GlobalVariable(b.module, kind, name)
-        table.linkage, table.global_constant, table.align = "internal", True, VECTOR_BYTES
-        table.initializer = ir.Constant(kind, bytearray(codes.astype(np.uint8).tobytes()))
-    return b.ptrtoint(table, _i64)
+    symbol = f"hocket.table.{name}"
+    known = b.module.globals.get(symbol)
+    if known is None:
+        kind = ir.ArrayType(_i8, table.size)
+        known = ir.GlobalVariable(b.module, kind, symbol)
+        known.linkage, known.global_constant, known.align = "internal", True, VECTOR_BYTES
+        known.initializer = ir.Constant(kind, bytearray(table.astype(np.uint8).tobytes()))
+    return b.ptrtoint(known, _i64)
 
 
-def _gather_codes(b: Any, book: CodeBook, codes: np.ndarray, indices: Sequence[Any]) -> list[Any]:
+def gather_codes(b: Any, book: CodeBook, codes: np.ndarray, indices: Sequence[Any]) -> list[Any]:
     """Return the codes of all vectors of a block: byte vectors. `indices` are 32-bit lanes, one for each entry."""
-    table, parts = _table_address(b, book, codes), codes.shape[1] // 4
+    table, parts = find_table_address(b, str(book.dtype), codes), codes.shape[1] // 4
     wide, every = ir.VectorType(_i64, LANES), ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1] * LANES)
     base = b.insert_element(ir.Constant(wide, ir.Undefined), table, ir.Constant(_i32, 0))
     base = b.shuffle_vector(base, base, ir.Constant(_I, [0] * LANES))
@@ -216,12 +218,12 @@ def _negate_codes(b: Any, book: CodeBook, codes: Any, signs: Any, j: int) -> Any
     return b.select(is_negative, b.sub(bytes_of(2 * book.zero), codes), codes)
 
 
-def _byte_of_lane(b: Any, x: Any, i: int) -> Any:
+def byte_of_lane(b: Any, x: Any, i: int) -> Any:
     """Return byte `i` of each 32-bit lane of a byte vector."""
     return b.and_(b.lshr(b.bitcast(x, _I), ints_of(8 * i)), ints_of(255))
 
 
-def _high_bits(b: Any, x: Any, at: int, width: int) -> Any:
+def high_bits(b: Any, x: Any, at: int, width: int) -> Any:
     """Return `width` bits of each 32-bit lane from bit `at` on, as bits 8 and above."""
     return b.shl(b.and_(b.lshr(x, ints_of(at)), ints_of((1 << width) - 1)), ints_of(8))
 
@@ -242,7 +244,7 @@ class BookLoaders:
     two: Intrinsic
 
 
-def _make_loaders(emit: Callable[[Any, Sequence[Any]], list[list[Any]]]) -> BookLoaders:
+def make_loaders(emit: Callable[[Any, Sequence[Any]], list[list[Any]]]) -> BookLoaders:
     """Make loaders of ``emit(b, addresses)``, which returns the vectors of codes at each address."""
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
@@ -275,23 +277,23 @@ def make_signed_book_loaders(
     width = index_vectors + 1
 
     def load_signs(b: Any, p: Any) -> Any:
-        stored = _load(b, p, signs_offset)
+        stored = load_at(b, p, signs_offset)
         return complete_signs(b, stored) if has_even_signs else stored
 
     def load_bits(b: Any, p: Any, v: int, index: Any) -> list[Any]:
-        bits = [_is_set(b, index, 7)]
+        bits = [is_set(b, index, 7)]
         if high_bits:
-            high = b.bitcast(_load_lanes(b, p, bits_offset, _i8), _B)
-            spread = _move_fields(b, high, lambda k: high_bits * (4 * v + k))
-            bits += [_is_set(b, spread, bit) for bit in range(high_bits)]
-        return [*bits, _is_set(b, _load(b, p, signs_offset), 7)] if has_index_bits else bits
+            high = b.bitcast(load_lanes(b, p, bits_offset, _i8), _B)
+            spread = move_fields(b, high, lambda k: high_bits * (4 * v + k))
+            bits += [is_set(b, spread, bit) for bit in range(high_bits)]
+        return [*bits, is_set(b, load_at(b, p, signs_offset), 7)] if has_index_bits else bits
 
     def permute(b: Any, addresses: Sequence[Any]) -> list[list[Any]]:
         places = [(p, v) for p in addresses for v in range(index_vectors)]
-        indices = [_load(b, p, VECTOR_BYTES * v) for p, v in places]
+        indices = [load_at(b, p, VECTOR_BYTES * v) for p, v in places]
         bits = [load_bits(b, *place, index) for place, index in zip(places, indices, strict=True)]
         if index_vectors == 1:
-            levels = _permute_levels_of_8(b, book, indices, bits, 0)
+            levels = _permute_levels_of_8(b, book, indices, bits)
         else:
             levels = _permute_levels_of_4(b, book, indices, bits)
         signs = [load_signs(b, p) for p in addresses]
@@ -301,64 +303,17 @@ def make_signed_book_loaders(
         ]
 
     def gather_one(b: Any, p: Any) -> list[Any]:
-        lanes = [_byte_of_lane(b, _load(b, p, VECTOR_BYTES * v), i) for v in range(index_vectors) for i in range(4)]
+        lanes = [byte_of_lane(b, load_at(b, p, VECTOR_BYTES * v), i) for v in range(index_vectors) for i in range(4)]
         if high_bits:
-            high = _load_lanes(b, p, bits_offset, _i8)
-            lanes = [b.or_(x, _high_bits(b, high, high_bits * i, high_bits)) for i, x in enumerate(lanes)]
+            high = load_lanes(b, p, bits_offset, _i8)
+            lanes = [b.or_(x, high_bits(b, high, high_bits * i, high_bits)) for i, x in enumerate(lanes)]
         if has_index_bits:
-            stored = _load(b, p, signs_offset, _I)
-            lanes = [b.or_(x, _high_bits(b, stored, 8 * i + 7, 1)) for i, x in enumerate(lanes)]
-        found = _gather_codes(b, book, book.zero + np.array(book.magnitudes)[book.load_levels()], lanes)
+            stored = load_at(b, p, signs_offset, _I)
+            lanes = [b.or_(x, high_bits(b, stored, 8 * i + 7, 1)) for i, x in enumerate(lanes)]
+        found = gather_codes(b, book, book.zero + np.array(book.magnitudes)[book.load_levels()], lanes)
         signs = load_signs(b, p)
         return [_negate_codes(b, book, x, signs, j) for j, x in enumerate(found)]
 
-    return _make_loaders(
-        lambda b, addresses: permute(b, addresses) if has_wide_permutes() else [gather_one(b, p) for p in addresses]
-    )
-
-
-IQ1_ZERO, IQ1_MAX_CODE = 9, 18
-"""The code of 0 and the largest code of the IQ1 types. A code is 9 plus eight times a magnitude, plus or minus 1."""
-
-
-def make_shifted_book_loaders(book: CodeBook, bits: int, *, has_one_shift: bool) -> BookLoaders:
-    """Make the loaders for the IQ1 types, which have magnitudes -1, 0 and 1, plus or minus an eighth.
-
-    A block has a vector of indices and 16 bits for each row: the high bits of indices and the signs of eighths.
-
-    Args:
-        book: The code book.
-        bits: Bits from an index to the next; three of them are its high bits.
-        has_one_shift: Whether bit 15 is the sign of all eighths. Otherwise the sign follows the high bits of an index.
-    """
-    of_shift = [15] * 4 if has_one_shift else [bits * i + 3 for i in range(4)]
-
-    def load_bits(b: Any, p: Any, index: Any) -> list[Any]:
-        high = b.bitcast(_load_lanes(b, p, VECTOR_BYTES, _i16), _B)
-        spread = _move_fields(b, high, lambda k: bits * k)
-        return [_is_set(b, index, 7), *(_is_set(b, spread, bit) for bit in range(3))]
-
-    def permute_shifts(b: Any, p: Any) -> list[Any]:
-        positive = b.bitcast(b.not_(_load_lanes(b, p, VECTOR_BYTES, _i16)), _B)
-        return [b.and_(_move_fields(b, positive, lambda k, at=at: at - 1), bytes_of(2)) for at in of_shift]
-
-    def permute(b: Any, addresses: Sequence[Any]) -> list[list[Any]]:
-        indices = [_load(b, p, 0) for p in addresses]
-        set_bits = [load_bits(b, *pair) for pair in zip(addresses, indices, strict=True)]
-        blocks = _permute_levels_of_8(b, book, indices, set_bits, 3)
-        return [
-            [b.or_(b.and_(x, bytes_of(0x18)), shifts[j // 2]) for j, x in enumerate(vectors)]
-            for vectors, shifts in zip(blocks, [permute_shifts(b, p) for p in addresses], strict=True)
-        ]
-
-    def gather_one(b: Any, p: Any) -> list[Any]:
-        index, high = _load(b, p, 0), _load_lanes(b, p, VECTOR_BYTES, _i16)
-        lanes = [b.or_(_byte_of_lane(b, index, i), _high_bits(b, high, bits * i, 3)) for i in range(4)]
-        found, positive = _gather_codes(b, book, 8 * book.load_levels(), lanes), b.not_(high)
-        shifts = [b.and_(b.lshr(positive, ints_of(at - 1)), ints_of(2)) for at in of_shift]
-        shifts = [b.bitcast(b.mul(x, ints_of(0x01010101)), _B) for x in shifts]
-        return [b.or_(x, shifts[j // 2]) for j, x in enumerate(found)]
-
-    return _make_loaders(
+    return make_loaders(
         lambda b, addresses: permute(b, addresses) if has_wide_permutes() else [gather_one(b, p) for p in addresses]
     )

@@ -7,14 +7,8 @@ from __future__ import annotations
 
 from .....graph.dtypes import DType
 from ...compiler import Subroutine, subroutine
-from ...simd.grids import (
-    IQ1_MAX_CODE,
-    IQ1_ZERO,
-    BookLoaders,
-    CodeBook,
-    make_shifted_book_loaders,
-    make_signed_book_loaders,
-)
+from ...simd.grids import BookLoaders, CodeBook, make_signed_book_loaders
+from ...simd.shifted_grids import IQ1_ZERO, make_shifted_book_loaders, renumber_entry
 from ...simd.vectors import (
     add_int,
     and_int,
@@ -102,17 +96,27 @@ def pack_iq3_s_codes(row, b, first, second, lane):
     store_byte(first + 192 + lane, load_byte(row + 66 + b))
 
 
-@subroutine
-def pack_iq1_s_codes(row, b, first, second, lane):
-    """Pack four indices, and 16 bits: the high bits of indices, the scale, and the sign of the eighths."""
-    store_int(first + 4 * lane, load_four(row + 2 + 4 * b))
-    copy_f16_to_lane(row + 34 + 2 * b, first + 64, lane)
+def _make_pack_iq1_codes(indices: int, high: int, bits: int) -> Subroutine:
+    """Make `PackedFormat.pack_codes` of an IQ1 type, whose entries have new numbers.
 
+    Args:
+        indices: The first byte of the low bytes of indices.
+        high: The first byte of the 16 bits for each block.
+        bits: Bits from an index to the next in these 16 bits; the lowest three are the high bits of the index.
+    """
+    kept = 0xFFFF & ~sum(7 << bits * i for i in range(4))
 
-@subroutine
-def pack_iq1_m_codes(row, b, first, second, lane):
-    store_int(first + 4 * lane, load_four(row + 4 * b))
-    copy_f16_to_lane(row + 32 + 2 * b, first + 64, lane)
+    def pack(row, b, first, second, lane):
+        fields = load_byte(row + high + 2 * b) | load_byte(row + high + 1 + 2 * b) << 8
+        changed = fields & kept
+        for i in range(4):
+            number = renumber_entry(load_byte(row + indices + 4 * b + i) | (fields >> bits * i & 7) << 8)
+            store_byte(first + 4 * lane + i, number)
+            changed |= number >> 8 << bits * i
+        store_byte(first + 64 + 2 * lane, changed)
+        store_byte(first + 65 + 2 * lane, changed >> 8)
+
+    return subroutine(pack)
 
 
 @subroutine
@@ -193,27 +197,28 @@ def load_iq1_m_scales(p, b):
 
 
 def _make_grid_format(
-    book: CodeBook,
+    dtype: DType,
     plane_bytes: int,
     pack: Subroutine,
     loaders: BookLoaders,
     split: Subroutine,
     scales: Subroutine,
+    zero: int,
     *,
     halves: bool = False,
-    largest: int | None = None,
 ) -> PackedFormat:
+    """Make a format of codes from 0 to ``2 * zero``."""
     return PackedFormat(
-        book.dtype,
+        dtype,
         (plane_bytes, 0),
         pack,
         split,
         loaders.one,
         scales,
-        make_zero_point_biases(scales, book.zero),
-        book.zero,
+        make_zero_point_biases(scales, zero),
+        zero,
         halves,
-        2 * book.zero if largest is None else largest,
+        2 * zero,
         loaders.two,
     )
 
@@ -222,71 +227,75 @@ def _make_book(dtype: DType, magnitudes: tuple[int, ...]) -> CodeBook:
     return CodeBook(dtype, magnitudes, magnitudes[-1])
 
 
-IQ1_S_BOOK, IQ1_M_BOOK = (CodeBook(d, (-1, 0, 1), IQ1_ZERO) for d in (DType.IQ1_S, DType.IQ1_M))
 IQ2_XXS_BOOK, IQ2_XS_BOOK, IQ2_S_BOOK = (
     _make_book(d, IQ2_MAGNITUDES) for d in (DType.IQ2_XXS, DType.IQ2_XS, DType.IQ2_S)
 )
 IQ3_XXS_BOOK, IQ3_S_BOOK = _make_book(DType.IQ3_XXS, IQ3_XXS_MAGNITUDES), _make_book(DType.IQ3_S, IQ3_S_MAGNITUDES)
 GRID_FORMATS = (
     _make_grid_format(
-        IQ1_S_BOOK,
+        DType.IQ1_S,
         96,
-        pack_iq1_s_codes,
-        make_shifted_book_loaders(IQ1_S_BOOK, 3, has_one_shift=True),
+        _make_pack_iq1_codes(2, 34, 3),
+        make_shifted_book_loaders(3, has_one_shift=True),
         split_whole_scale,
         load_iq1_s_scales,
-        largest=IQ1_MAX_CODE,
+        IQ1_ZERO,
     ),
     _make_grid_format(
-        IQ1_M_BOOK,
+        DType.IQ1_M,
         96,
-        pack_iq1_m_codes,
-        make_shifted_book_loaders(IQ1_M_BOOK, 4, has_one_shift=False),
+        _make_pack_iq1_codes(0, 32, 4),
+        make_shifted_book_loaders(4, has_one_shift=False),
         split_iq1_m_scales,
         load_iq1_m_scales,
+        IQ1_ZERO,
         halves=True,
-        largest=IQ1_MAX_CODE,
     ),
     _make_grid_format(
-        IQ2_XXS_BOOK,
+        DType.IQ2_XXS,
         128,
         pack_iq2_xxs_codes,
         make_signed_book_loaders(IQ2_XXS_BOOK, 1, has_even_signs=True),
         split_whole_scale,
         _make_load_scales_among_signs(128, 64, 0.125),
+        IQ2_XXS_BOOK.zero,
     ),
     _make_grid_format(
-        IQ2_XS_BOOK,
+        DType.IQ2_XS,
         128,
         pack_iq2_xs_codes,
         make_signed_book_loaders(IQ2_XS_BOOK, 1, has_even_signs=True, has_index_bits=True),
         _make_split_scale_bytes(66, 8),
         load_iq2_half_scales,
+        IQ2_XS_BOOK.zero,
         halves=True,
     ),
     _make_grid_format(
-        IQ2_S_BOOK,
+        DType.IQ2_S,
         144,
         pack_iq2_s_codes,
         make_signed_book_loaders(IQ2_S_BOOK, 1, 2, has_even_signs=False),
         _make_split_scale_bytes(74, 8),
         load_iq2_half_scales,
+        IQ2_XS_BOOK.zero,
         halves=True,
     ),
     _make_grid_format(
-        IQ3_XXS_BOOK,
+        DType.IQ3_XXS,
         192,
         pack_iq3_xxs_codes,
         make_signed_book_loaders(IQ3_XXS_BOOK, 2, has_even_signs=True),
         split_whole_scale,
         _make_load_scales_among_signs(192, 128, 0.25),
+        IQ3_XXS_BOOK.zero,
     ),
     _make_grid_format(
-        IQ3_S_BOOK,
+        DType.IQ3_S,
         208,
         pack_iq3_s_codes,
         make_signed_book_loaders(IQ3_S_BOOK, 2, 1, has_even_signs=False),
         _make_split_scale_bytes(106, 4),
         load_iq3_s_scales,
+        IQ3_S_BOOK.zero,
     ),
 )
