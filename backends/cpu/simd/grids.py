@@ -74,7 +74,7 @@ def has_wide_permutes() -> bool:
 # ------------------------------------------------------------------------------------------------- building blocks
 
 
-def _vector(values: Sequence[int]) -> ir.Constant:
+def _vector(values: Sequence[int] | np.ndarray) -> ir.Constant:
     return ir.Constant(_B, [int(v) for v in values])
 
 
@@ -88,9 +88,9 @@ def load_lanes(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
     return b.zext(load_at(b, address, offset, ir.VectorType(element, LANES)), _I)
 
 
-def move_fields(b: Any, x: Any, first: Callable[[int], int]) -> Any:
-    """Return in byte k of each 32-bit lane the 8 bits of the lane from bit ``first(k)`` on."""
-    offsets = [(32 * (row & 1) + first(k)) % 64 for row in range(LANES) for k in range(4)]
+def move_fields(b: Any, x: Any, first: int, step: int) -> Any:
+    """Return in byte k of each 32-bit lane the 8 bits of the lane from bit ``first + step * k`` on."""
+    offsets = [(32 * (row & 1) + first + step * k) % 64 for row in range(LANES) for k in range(4)]
     return simd.call_llvm(b, MOVE_FIELDS, _B, _vector(offsets), x)
 
 
@@ -143,14 +143,14 @@ def _make_signed_table(book: CodeBook, width: int) -> ir.Constant:
 
 def _permute_signed(b: Any, book: CodeBook, level: Any, signs: Any, j: int, width: int) -> Any:
     """Return the codes of vector `j` of a block from its levels and the signs of all vectors."""
-    sign, mask = move_fields(b, signs, lambda k: 4 * j + k - width), (1 << width) - 1
+    sign, mask = move_fields(b, signs, 4 * j - width, 1), (1 << width) - 1
     chosen = b.or_(b.and_(level, bytes_of(mask)), b.and_(sign, bytes_of(255 - mask)))
     return simd.call_llvm(b, PERMUTE_ONE, _B, _make_signed_table(book, width), chosen)
 
 
 def move_levels_of_8(b: Any, both: Sequence[Any], low_bit: int) -> list[Any]:
     """Return the levels of all vectors of a block from both bytes of its entries; a level begins at bit `low_bit`."""
-    return [move_fields(b, both[j % 2], lambda k, j=j: 8 * (j // 2) + 2 * k - low_bit) for j in range(CODE_VECTORS)]
+    return [move_fields(b, both[j % 2], 8 * (j // 2) - low_bit, 2) for j in range(CODE_VECTORS)]
 
 
 def _permute_levels_of_8(
@@ -171,7 +171,7 @@ def _permute_levels_of_4(
         for i in (0, 2):
             order = [4 * row + i + k // 2 + VECTOR_BYTES * (k % 2) for row in range(LANES) for k in range(4)]
             words = simd.call_llvm(b, PERMUTE_TWO, _B, first, _vector(order), second)
-            vectors += [move_fields(b, words, lambda k, j=j: 16 * j + 4 * k) for j in range(2)]
+            vectors += [move_fields(b, words, 16 * j, 4) for j in range(2)]
     return [vectors[i : i + CODE_VECTORS] for i in range(0, len(vectors), CODE_VECTORS)]
 
 
@@ -223,7 +223,7 @@ def byte_of_lane(b: Any, x: Any, i: int) -> Any:
     return b.and_(b.lshr(b.bitcast(x, _I), ints_of(8 * i)), ints_of(255))
 
 
-def high_bits(b: Any, x: Any, at: int, width: int) -> Any:
+def take_high_bits(b: Any, x: Any, at: int, width: int) -> Any:
     """Return `width` bits of each 32-bit lane from bit `at` on, as bits 8 and above."""
     return b.shl(b.and_(b.lshr(x, ints_of(at)), ints_of((1 << width) - 1)), ints_of(8))
 
@@ -284,7 +284,7 @@ def make_signed_book_loaders(
         bits = [is_set(b, index, 7)]
         if high_bits:
             high = b.bitcast(load_lanes(b, p, bits_offset, _i8), _B)
-            spread = move_fields(b, high, lambda k: high_bits * (4 * v + k))
+            spread = move_fields(b, high, 4 * v * high_bits, high_bits)
             bits += [is_set(b, spread, bit) for bit in range(high_bits)]
         return [*bits, is_set(b, load_at(b, p, signs_offset), 7)] if has_index_bits else bits
 
@@ -306,10 +306,10 @@ def make_signed_book_loaders(
         lanes = [byte_of_lane(b, load_at(b, p, VECTOR_BYTES * v), i) for v in range(index_vectors) for i in range(4)]
         if high_bits:
             high = load_lanes(b, p, bits_offset, _i8)
-            lanes = [b.or_(x, high_bits(b, high, high_bits * i, high_bits)) for i, x in enumerate(lanes)]
+            lanes = [b.or_(x, take_high_bits(b, high, high_bits * i, high_bits)) for i, x in enumerate(lanes)]
         if has_index_bits:
             stored = load_at(b, p, signs_offset, _I)
-            lanes = [b.or_(x, high_bits(b, stored, 8 * i + 7, 1)) for i, x in enumerate(lanes)]
+            lanes = [b.or_(x, take_high_bits(b, stored, 8 * i + 7, 1)) for i, x in enumerate(lanes)]
         found = gather_codes(b, book, book.zero + np.array(book.magnitudes)[book.load_levels()], lanes)
         signs = load_signs(b, p)
         return [_negate_codes(b, book, x, signs, j) for j, x in enumerate(found)]

@@ -27,7 +27,6 @@ from .grids import (
     find_table_address,
     gather_codes,
     has_wide_permutes,
-    high_bits,
     is_set,
     load_at,
     load_lanes,
@@ -35,6 +34,7 @@ from .grids import (
     make_loaders,
     move_fields,
     move_levels_of_8,
+    take_high_bits,
 )
 from .vectors import ADDRESS, BYTES, bytes_of, intrinsic, ints_of, llvm_type
 
@@ -102,12 +102,12 @@ def make_shifted_book_loaders(bits: int, *, has_one_shift: bool) -> BookLoaders:
 
     def permute_shifts(b: Any, p: Any) -> list[Any]:
         positive = b.bitcast(b.not_(load_lanes(b, p, VECTOR_BYTES, _i16)), _B)
-        return [b.and_(move_fields(b, positive, lambda k, at=at: at - 1), bytes_of(2)) for at in of_shift]
+        return [b.and_(move_fields(b, positive, at - 1, 0), bytes_of(2)) for at in of_shift]
 
     def permute(b: Any, addresses: Sequence[Any]) -> list[list[Any]]:
         indices = [load_at(b, p, 0) for p in addresses]
         high = [b.bitcast(load_lanes(b, p, VECTOR_BYTES, _i16), _B) for p in addresses]
-        high = [move_fields(b, x, lambda k: bits * k - 4) for x in high]
+        high = [move_fields(b, x, -4, bits) for x in high]
         set_bits = [
             [is_set(b, x, 7), *(is_set(b, y, bit) for bit in (4, 5, 6))] for x, y in zip(indices, high, strict=True)
         ]
@@ -123,7 +123,7 @@ def make_shifted_book_loaders(bits: int, *, has_one_shift: bool) -> BookLoaders:
 
     def gather_one(b: Any, p: Any) -> list[Any]:
         index, high = load_at(b, p, 0), load_lanes(b, p, VECTOR_BYTES, _i16)
-        lanes = [b.or_(byte_of_lane(b, index, i), high_bits(b, high, bits * i, 3)) for i in range(4)]
+        lanes = [b.or_(byte_of_lane(b, index, i), take_high_bits(b, high, bits * i, 3)) for i in range(4)]
         found, positive = gather_codes(b, IQ1_BOOK, 8 * _renumber(IQ1_BOOK.load_levels()), lanes), b.not_(high)
         shifts = [b.and_(b.lshr(positive, ints_of(at - 1)), ints_of(2)) for at in of_shift]
         shifts = [b.bitcast(b.mul(x, ints_of(0x01010101)), _B) for x in shifts]
