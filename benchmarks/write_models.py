@@ -36,8 +36,10 @@ MAX_CODE_BY_DTYPE = {
     "q5_K": 31,
 }
 """The largest code of a quantised weight, by dtype."""
-MAX_CODE_BY_DTYPE |= {"q6_K": 32, "iq4_nl": 127, "iq4_xs": 127}
-TYPICAL_SUB_SCALE = {"q2_K": 8, "q3_K": 16, "q4_K": 32, "q5_K": 32, "q6_K": 64, "iq4_xs": 16}
+MAX_CODE_BY_DTYPE |= {"q6_K": 32, "iq4_nl": 127, "iq4_xs": 127, "q1_0": 1, "q2_0": 2, "tq1_0": 1, "tq2_0": 1}
+MAX_CODE_BY_DTYPE |= {"iq1_s": 1, "iq2_xxs": 43, "iq2_xs": 43, "iq2_s": 43, "iq3_xxs": 62, "iq3_s": 15}
+TYPICAL_SUB_SCALE = {"q2_K": 8, "q3_K": 16, "q4_K": 32, "q5_K": 32, "q6_K": 64, "iq4_xs": 16, "iq1_s": 8}
+TYPICAL_SUB_SCALE |= {"iq2_xxs": 2, "iq2_xs": 2, "iq2_s": 2, "iq3_xxs": 4, "iq3_s": 16}
 """A typical sub-block scale of a block of a K-quant, which multiplies the scale `d` of the block."""
 
 
@@ -63,6 +65,11 @@ def make_random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Gener
         return raw.reshape(rows, -1)
     if dtype is DType.NVFP4:
         records["scales"] = rng.integers(24, 40, (len(records), 4))
+        return raw.reshape(rows, -1)
+    if dtype is DType.IQ1_M:  # four bits of the scale are in each of four numbers
+        bits = rng.uniform(0.1, 0.3, (len(records), 1)) * WEIGHT_DEVIATION
+        bits = bits.astype(np.float16).view(np.uint16) >> np.array([0, 4, 8, 12], np.uint16) << 12
+        records["scales"] = records["scales"] & 0xFFF | bits
         return raw.reshape(rows, -1)
     name = str(dtype)
     step = 2 * WEIGHT_DEVIATION / (MAX_CODE_BY_DTYPE[name] * TYPICAL_SUB_SCALE.get(name, 1))

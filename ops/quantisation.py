@@ -144,6 +144,15 @@ def _expand_with_gguf(bytes_: U8, dtype: DType) -> F32:
     return out.reshape(*bytes_.shape[:-1], bytes_.shape[-1] // dtype.block_bytes * dtype.block)
 
 
+def load_code_book(dtype: DType) -> F32:
+    """Return the code book of an IQ1, IQ2 or IQ3 type from the ``gguf`` package: [entries, 4 or 8 columns]."""
+    import gguf
+
+    known = getattr(gguf.quants, dtype.name)
+    known.init_grid()
+    return np.asarray(known.grid, np.float32).reshape(known.grid_shape)
+
+
 def _make_record_dtype(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype[Any]:
     return np.dtype(list(fields))
 
@@ -161,8 +170,17 @@ BLOCK_LAYOUTS = {
     DType.Q4_K: _make_record_dtype(D, DMIN, ("scales", "u1", 12), ("qs", "u1", 128)),
     DType.Q5_K: _make_record_dtype(D, DMIN, ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)),
     DType.Q6_K: _make_record_dtype(("qs", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), D),
+    DType.IQ2_XXS: _make_record_dtype(D, ("qs", "<u4", 16)),
+    DType.IQ2_XS: _make_record_dtype(D, ("qs", "<u2", 32), ("scales", "u1", 8)),
+    DType.IQ3_XXS: _make_record_dtype(D, ("qs", "u1", 64), ("signs", "<u4", 8)),
+    DType.IQ1_S: _make_record_dtype(D, ("qs", "u1", 32), ("qh", "<u2", 8)),
     DType.IQ4_NL: _make_record_dtype(D, ("qs", "u1", 16)),
+    DType.IQ3_S: _make_record_dtype(D, ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)),
+    DType.IQ2_S: _make_record_dtype(D, ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)),
     DType.IQ4_XS: _make_record_dtype(D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)),
+    DType.IQ1_M: _make_record_dtype(("qs", "u1", 32), ("qh", "u1", 16), ("scales", "<u2", 4)),
+    DType.TQ1_0: _make_record_dtype(("qs", "u1", 48), ("qh", "u1", 4), D),
+    DType.TQ2_0: _make_record_dtype(("qs", "u1", 64), D),
     DType.MXFP4: _make_record_dtype(("e", "u1"), ("qs", "u1", 16)),
     DType.NVFP4: _make_record_dtype(("scales", "u1", 4), ("qs", "u1", 32)),
     DType.Q1_0: _make_record_dtype(D, ("qs", "u1", 16)),

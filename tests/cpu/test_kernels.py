@@ -20,7 +20,7 @@ from hocket.backends.cpu.kernels import loop, packing, tickets
 from hocket.backends.cpu.kernels.crew import ASLEEP_FLAG
 from hocket.backends.cpu.kernels.products import products
 from hocket.backends.cpu.kernels.products.formats import FORMATS
-from hocket.backends.cpu.simd import tiles
+from hocket.backends.cpu.simd import shifted_grids, tiles, trits
 from hocket.frontends.terminal.compile_progress import show_compile_progress
 from hocket.graph.disk_cache import _warn_unwritable_once, read_cached, write_cached
 from hocket.graph.dtypes import DType
@@ -362,6 +362,15 @@ def test_the_worked_example_of_tiles_holds():
     results = doctest.testmod(tiles)
     assert results.attempted > 4
     assert not results.failed
+
+
+def test_the_worked_example_of_digits_to_base_3_holds():
+    assert doctest.testmod(trits) == (0, 3)
+
+
+def test_a_code_book_keeps_its_entries_in_every_order():
+    numbers = shifted_grids._number_entries()
+    assert sorted(shifted_grids.order_entries()) == sorted(numbers) == [*range(2048)]
 
 
 def test_a_kernel_that_may_raise_is_refused():

@@ -55,11 +55,16 @@ def needs_arm() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("without", "op"),
-    [("avx512,avxvnni,gfni", "mul_mat"), ("avx512,avxvnni", "rms_norm|softmax"), ("avx512vnni", "mul_mat")],
+    [
+        ("avx512,avxvnni,gfni", "mul_mat"),
+        ("avx512,avxvnni", "rms_norm|softmax"),
+        ("avx512vnni", "mul_mat"),
+        ("avx512vbmi", "mul_mat"),
+    ],
 )
 def test_a_lesser_processor_computes_the_same(without: str, op: str):
-    """All packed types, and plain vector code, for vectors of 256 bits, without dot products of bytes, and without
-    matrices of bits."""
+    """All packed types, and plain vector code, for vectors of 256 bits, without dot products of bytes, without matrices
+    of bits, and without lookups in tables of 128 bytes."""
     pass_all("-m", "hocket", "check", "--backend", "cpu", "--op", op, HOCKET_WITHOUT=without)
 
 
@@ -80,7 +85,7 @@ def test_products_use_the_best_instruction_that_adds_up_bytes(like: str, feature
     assert text.stdout.count(f"\t{instruction}\t") >= 3 * 16
 
 
-WEIGHT_TYPES = ("f32", "bf16", "q8_0", "q4_1", "q4_K", "q2_K", "q6_K", "iq4_nl", "mxfp4")
+WEIGHT_TYPES = ("f32", "bf16", "q8_0", "q4_1", "q4_K", "q2_K", "q6_K", "iq4_nl", "mxfp4", "iq3_s", "iq1_s", "tq1_0")
 """One type of weights for each way in which kernels expand blocks."""
 
 

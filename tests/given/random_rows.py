@@ -18,6 +18,9 @@ def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator)
         records[name] = rng.standard_normal(len(records)) * 0.01
     if dtype is DType.MXFP4:
         records["e"] = rng.integers(110, 130, len(records))
+    if dtype is DType.IQ1_M:  # four bits of the scale are in each of four numbers
+        bits = (rng.standard_normal((len(records), 1)) * 0.01).astype(np.float16).view(np.uint16)
+        records["scales"] = records["scales"] & 0xFFF | bits >> np.array([0, 4, 8, 12], np.uint16) << 12
     if dtype is DType.NVFP4:
         records["scales"] = rng.integers(16, 64, (len(records), 4))
     return records.view(np.uint8).reshape(rows, -1)

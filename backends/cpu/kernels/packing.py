@@ -6,9 +6,9 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ....graph.old_names import make_module_getattr
-from ..compiler import Kernel, Subroutine, subroutine
+from ..compiler import Kernel, subroutine
 from ..simd.tiles import store_codes
-from ..simd.vectors import load_byte, load_int, load_scalar, store, store_int, store_scalar
+from ..simd.vectors import load_byte, load_int, load_scalar, store, store_scalar
 from ..words import declare_args
 from .products.formats import BLOCK_COLUMNS, GROUP_ROWS, UNIT_BLOCKS, PackedFormat
 
@@ -23,23 +23,6 @@ def compute_thread_range(n, thread, threads):
     return min(n, each * thread), min(n, each * (thread + 1))
 
 
-def _make_move_bits(four: Subroutine, first: int, width: int) -> Subroutine:
-    """Make ``(row, c, to)``: copy bits `first` to `first` + `width` of 32 codes to one lane of a plane.
-
-    The first four columns become the lowest bits of the first vector.
-    """
-    fields, mask = 8 // width, ((1 << width) - 1) * 0x01010101
-
-    def copy_bits(row, c, to):
-        for vector in range(width):
-            bits = 0
-            for field in range(fields):
-                bits |= (four(row, c + 4 * (vector * fields + field)) >> first & mask) << field * width
-            store_int(to + 64 * vector, bits)
-
-    return subroutine(copy_bits)
-
-
 PACK_ARGS = declare_args("source stride target rows columns")
 
 
@@ -49,10 +32,8 @@ def make_pack_kernel(form: PackedFormat) -> Kernel:
 
     Missing rows of the last group are not written.
     """
-    split, block, nbytes, width = form.split_scales, form.dtype.block, form.group_block_bytes, form.plane_bits[0]
-    high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
-    low_bits = _make_move_bits(form.load_four_codes, 0, width)
-    high_bits = _make_move_bits(form.load_four_codes, width, high or width)
+    split, block, nbytes, pack_codes = form.split_scales, form.dtype.block, form.group_block_bytes, form.pack_codes
+    of_first, of_second = form.plane_bytes
 
     def body(a, thread, threads):
         source, stride, target, rows = PACK_ARGS.source(a), PACK_ARGS.stride(a), PACK_ARGS.target(a), PACK_ARGS.rows(a)
@@ -62,14 +43,12 @@ def make_pack_kernel(form: PackedFormat) -> Kernel:
             for first in range(0, n, UNIT_BLOCKS):
                 count, skipped = min(UNIT_BLOCKS, n - first), first * nbytes
                 planes = target + group * GROUP_ROWS * stride + skipped
-                second = planes + count * 64 * width
-                scales = second + count * 64 * high
+                second = planes + count * of_first
+                scales = second + count * of_second
                 for lane in range(min(GROUP_ROWS, rows - group * GROUP_ROWS)):
                     row = source + (group * GROUP_ROWS + lane) * stride + skipped // GROUP_ROWS
                     for b in range(count):
-                        low_bits(row, b * BLOCK_COLUMNS, planes + b * 64 * width + 4 * lane)
-                        if high:
-                            high_bits(row, b * BLOCK_COLUMNS, second + b * 64 * high + 4 * lane)
+                        pack_codes(row, b, planes + b * of_first, second + b * of_second, lane)
                     for s in range(count * BLOCK_COLUMNS // block):
                         split(row, scales, lane, s)
         return 0
@@ -88,8 +67,7 @@ def make_unpack_kernel(form: PackedFormat) -> Kernel:
     has 1,024 bytes of scratch. An invalid id stops the run.
     """
     codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.group_block_bytes
-    width = form.plane_bits[0]
-    high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
+    of_first, of_second = form.plane_bytes
 
     def body(a, thread, threads):
         packed, stride, rows = UNPACK_ARGS.packed(a), UNPACK_ARGS.stride(a), UNPACK_ARGS.rows(a)
@@ -106,9 +84,9 @@ def make_unpack_kernel(form: PackedFormat) -> Kernel:
             for b in range(n):
                 j = b % UNIT_BLOCKS
                 count, planes = min(UNIT_BLOCKS, n - (b - j)), group + (b - j) * nbytes
-                second = planes + count * 64 * width
-                last = second + count * 64 * high
-                store_codes(scratch, codes(planes + j * 64 * width, second + j * 64 * high))
+                second = planes + count * of_first
+                last = second + count * of_second
+                store_codes(scratch, codes(planes + j * of_first, second + j * of_second))
                 d, e = scales(last, j)
                 m, o = biases(last, j)
                 store(scratch + 512, d)

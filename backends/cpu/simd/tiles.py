@@ -37,7 +37,7 @@ from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, intrinsi
 
 CODE_VECTORS, COLUMN_HALVES = 8, 2
 """Vectors of codes in 32 columns, and parts of these columns that may have their own scale."""
-CODES_TYPE = vector_tuple_type(BYTES, CODE_VECTORS)
+CODES_TYPE, TWO_CODES_TYPE = (vector_tuple_type(BYTES, count * CODE_VECTORS) for count in (1, 2))
 _CHAR = ir.IntType(8).as_pointer()
 
 RECORD_BYTES, SCALES_OFFSET, STARTS_OFFSET, SUMS_OFFSET = 56, 32, 40, 48
@@ -85,19 +85,20 @@ def _record_address(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
 # -------------------------------------------------------------------------------------------------------- codes
 
 
-def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrinsic:
+def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None, to: int = 0) -> Intrinsic:
     """Make ``(p, h) -> codes``, which loads the codes of 32 columns.
 
     Args:
         widths: Bits of each code in the plane at `p`, and perhaps bits on top of them in the plane at `h`.
         table: Table in which the codes are looked up.
+        to: The lowest bit of the codes in the result.
     """
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
     def load_codes_of_planes(b, p, h):
-        vectors = _unpack_fields(b, p, widths[0])
+        vectors = _unpack_fields(b, p, widths[0], to)
         for high in widths[1:]:
-            vectors = [b.or_(x, y) for x, y in zip(vectors, _unpack_fields(b, h, high, widths[0]), strict=True)]
+            vectors = [b.or_(x, y) for x, y in zip(vectors, _unpack_fields(b, h, high, widths[0] + to), strict=True)]
         if table is not None:
             vectors = [look_up.body(b, table.body(b), x) for x in vectors]
         return pack_vectors(b, vectors)
@@ -124,6 +125,15 @@ def store_codes(b, to, codes):
 @intrinsic(CODES_TYPE, ADDRESS)
 def load_codes(b, p):
     return pack_vectors(b, [simd.load_bytes.body(b, _offset_address(b, p, 64 * i)) for i in range(CODE_VECTORS)])
+
+
+first_codes, second_codes = (
+    intrinsic(CODES_TYPE, TWO_CODES_TYPE)(
+        lambda b, two, start=start: pack_vectors(b, unpack_vectors(b, two)[start : start + CODE_VECTORS])
+    )
+    for start in (0, CODE_VECTORS)
+)
+"""Return the codes of the first and of the second block of two."""
 
 
 # ------------------------------------------------------------------------------------------------ rows at a time

@@ -99,6 +99,8 @@ def _call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
     return b.call(function, values)
 
 
+call_generic = _call
+"""Call an instruction that LLVM has for every processor: ``(b, name, result, *values)``."""
 FOREIGN_PREFIX = "hocket.of."
 """Prefix of an instruction of another architecture while Numba makes code for this one."""
 
@@ -170,6 +172,9 @@ load_ints = intrinsic(INTS, ADDRESS)(lambda b, a: _load(b, a, _I, 4))
 def load_u8_lanes(b, a):
     """Load 16 unsigned bytes, one per lane."""
     return b.zext(_load(b, a, ir.VectorType(_i8, 16), 1), _I)
+
+
+load_u16_lanes = intrinsic(INTS, ADDRESS)(lambda b, a: b.zext(_load(b, a, ir.VectorType(_i16, 16), 1), _I))
 
 
 @intrinsic(INTS, ADDRESS)

@@ -5,7 +5,8 @@
 reads memory front to back, which processors prefetch best.
 3. Codes are split into planes of 8, 4, 2 or 1 bits. Byte ``4 * row + k`` of a 64-byte vector holds column ``4 * j + k``
 of the block. `j` counts first the bit fields of a byte, then the vectors.
-4. Every weight is ``scale * code + bias``. Codes are unsigned. 16 or 32 columns share a scale and a bias.
+4. Code books (`grid_formats`) and numbers to base 3 (`ternary_formats`) have planes of their own.
+5. Every weight is ``scale * code + bias``. Codes are unsigned. 16 or 32 columns share a scale and a bias.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ from types import MappingProxyType
 import numpy as np
 
 from .....graph.dtypes import DType
-from .....graph.lazy_dataclass import dataclass
 from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
 from ...compiler import Subroutine, subroutine
 from ...simd.bytes import make_byte_table
-from ...simd.dots import WeightCodes
 from ...simd.tiles import make_code_loader
 from ...simd.vectors import (
     Intrinsic,
@@ -47,54 +46,27 @@ from ...simd.vectors import (
     to_float,
     where_less,
 )
+from .grid_formats import GRID_FORMATS
+from .packed_format import (
+    BIT_MASK,
+    BLOCK_COLUMNS,
+    GROUP_ROWS,
+    NIBBLE_MASK,
+    UNIT_BLOCKS,
+    PackedFormat,
+    copy_f16_to_lane,
+    format_with_half_scales,
+    make_format,
+    make_load_one_scale,
+    make_split_one_scale,
+    unpack_2_bits_of_128,
+)
+from .ternary_formats import TERNARY_FORMATS
 
-GROUP_ROWS, BLOCK_COLUMNS, UNIT_BLOCKS = 16, 32, 8
-"""Rows of a group, columns of a block, blocks of a unit."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedFormat:
-    """The packed layout of one quantised type.
-
-    Attributes:
-        plane_bits: Code bits in each plane.
-        load_four_codes: ``(row, c)`` returns the codes of columns `c` to c + 3 of a file row's unit, one byte each.
-        split_scales: ``(row, to, lane, s)`` copies the scales of file block `s` to their lane.
-        load_codes: ``(p, h)`` loads the codes of 32 columns from both planes.
-        load_scales: ``(p, b)`` loads the scales of columns 32 b to 32 b + 15, and of the 16 columns behind them.
-        load_biases: ``(p, b)`` loads the biases likewise. With a zero point they are ``-zero_point * scale``.
-        zero_point: The code of weight 0; 0 if biases are stored.
-        has_half_block_scales: Whether the two scales of a block differ.
-        max_code: The largest code.
-    """
-
-    dtype: DType
-    plane_bits: tuple[int, ...]
-    load_four_codes: Subroutine
-    split_scales: Subroutine
-    load_codes: Intrinsic
-    load_scales: Subroutine
-    load_biases: Subroutine
-    zero_point: int
-    has_half_block_scales: bool
-    max_code: int
-
-    @property
-    def code_properties(self) -> WeightCodes:
-        """Properties of the codes for dot products."""
-        return WeightCodes(self.max_code, self.zero_point, self.has_half_block_scales)
-
-    @property
-    def group_block_bytes(self) -> int:
-        """Bytes of 32 columns of a group, codes and scales."""
-        return GROUP_ROWS * BLOCK_COLUMNS * self.dtype.block_bytes // self.dtype.block
+__all__ = ["BLOCK_COLUMNS", "FORMATS", "GROUP_ROWS", "UNIT_BLOCKS", "PackedFormat"]
 
 
 # ----------------------------------------------------------------------------------------------- types of one block
-
-
-NIBBLE_MASK, CRUMB_MASK, BIT_MASK = 0x0F0F0F0F, 0x03030303, 0x01010101
-"""Masks of the lowest 4 bits, 2 bits and 1 bit of four bytes."""
 
 
 @subroutine
@@ -108,13 +80,6 @@ def unpack_fifth_bits(row, c, head, nbytes):
     """Unpack the fifth bits of 4 columns from 4 bytes with a bit per column. A product moves four neighbours apart."""
     four = load_byte(row + c // 32 * nbytes + head + c % 32 // 8) >> c % 8 & 15
     return (four * 0x204081 & BIT_MASK) << 4
-
-
-@subroutine
-def copy_f16_to_lane(row, to, lane):
-    """Copy a float16 to its lane of 16."""
-    store_byte(to + 2 * lane, load_byte(row))
-    store_byte(to + 2 * lane + 1, load_byte(row + 1))
 
 
 @subroutine
@@ -147,13 +112,6 @@ def load_mxfp4_codes(row, c):
     return unpack_4_bits_of_32(row, c, 1, 17)
 
 
-def _make_split_one_scale(nbytes: int) -> Subroutine:
-    def split_scale(row, to, lane, s):
-        copy_f16_to_lane(row + s * nbytes, to + s * 32, lane)
-
-    return subroutine(split_scale)
-
-
 def _make_split_scale_and_bias(nbytes: int) -> Subroutine:
     """Make `PackedFormat.split_scales` for a scale and a bias. The biases follow the scales."""
 
@@ -162,22 +120,6 @@ def _make_split_scale_and_bias(nbytes: int) -> Subroutine:
         copy_f16_to_lane(row + s * nbytes + 2, to + s * 64 + 32, lane)
 
     return subroutine(split_scale_and_bias)
-
-
-def _make_zero_point_biases(scales: Subroutine, zero: int) -> Subroutine:
-    """Make the biases of a type with a fixed zero point: ``-zero * scale``."""
-
-    def compute_biases(p, b):
-        d, e = scales(p, b)
-        return mul(d, splat(-zero)), mul(e, splat(-zero))
-
-    return subroutine(compute_biases)
-
-
-@subroutine
-def load_f16_scales(p, b):
-    d = load_f16(p + 32 * b)
-    return d, d
 
 
 @subroutine
@@ -206,6 +148,31 @@ def load_mxfp4_scales(p, b):
     return d, d
 
 
+@subroutine
+def load_nvfp4_codes(row, c):
+    """Unpack 4 codes of 16 columns in 8 bytes. The low nibbles are the first half."""
+    return load_four(row + c // 64 * 36 + 4 + c % 64 // 16 * 8 + c % 8) >> c % 16 // 8 * 4 & NIBBLE_MASK
+
+
+@subroutine
+def split_nvfp4_scales(row, to, lane, s):
+    for j in range(4):
+        store_byte(to + s * 64 + 16 * j + lane, load_byte(row + s * 36 + j))
+
+
+@subroutine
+def e4m3_to_half_floats(e):
+    """Return half of each float of 8 bits (`HALF_OF_E4M3`), because the code book is doubled; NaN gives 0."""
+    e = and_int(e, splat_int(127))
+    half = mul(bits_to_float(shift_left(e, splat_int(20))), splat(2.0**119))
+    return where_less(to_float(e), splat(127.0), half, splat(0.0))
+
+
+@subroutine
+def load_nvfp4_scales(p, b):
+    return e4m3_to_half_floats(load_u8_lanes(p + 32 * b)), e4m3_to_half_floats(load_u8_lanes(p + 32 * b + 16))
+
+
 # --------------------------------------------------------------------------------------------- code books of 16
 
 
@@ -230,12 +197,6 @@ decode_fp4_codes, FP4_ZERO_POINT, FP4_MAX_CODE = _make_code_book(FP4_VALUES_TIME
 def unpack_4_bits_of_64(row, c):
     """Unpack 4 codes of 64 columns in 32 bytes. The low nibbles are the first half."""
     return load_four(row + c // 64 * 32 + c % 32) >> c % 64 // 32 * 4 & NIBBLE_MASK
-
-
-@subroutine
-def unpack_2_bits_of_128(row, c):
-    """Unpack 4 codes of 2 bits from 128 columns in 32 bytes, lowest bits first."""
-    return load_four(row + c // 128 * 32 + c % 32) >> c // 32 % 4 * 2 & CRUMB_MASK
 
 
 @subroutine
@@ -404,47 +365,32 @@ def load_iq4_xs_scales(p, b):
     return d, d
 
 
-def _make_format(
-    dtype: DType,
-    widths: tuple[int, ...],
-    four: Subroutine,
-    split: Subroutine,
-    scales: Subroutine,
-    biases: Subroutine | int,
-    *,
-    codes: Intrinsic | None = None,
-    largest: int | None = None,
-    halves: bool = False,
-) -> PackedFormat:
-    """Make a format. `biases` is a number if the codes have a fixed zero point."""
-    zero = biases if isinstance(biases, int) else 0
-    bias = biases if isinstance(biases, Subroutine) else _make_zero_point_biases(scales, zero)
-    max_code = (1 << sum(widths)) - 1 if largest is None else largest
-    loader = codes or make_code_loader(widths)
-    return PackedFormat(dtype, widths, four, split, loader, scales, bias, zero, halves, max_code)
-
-
+load_one_scale = make_load_one_scale(1)
 _INTERLEAVED_BIASES = load_scales_next_to_biases, load_biases_next_to_scales
-_format_with_half_scales = partial(_make_format, halves=True)
-_format_with_iq4_codes = partial(_make_format, codes=decode_iq4_nl_codes, largest=IQ4_NL_MAX_CODE)
-_format_with_fp4_codes = partial(_make_format, codes=decode_fp4_codes, largest=FP4_MAX_CODE)
+_format_with_iq4_codes = partial(make_format, codes=decode_iq4_nl_codes, largest=IQ4_NL_MAX_CODE)
+_format_with_fp4_codes = partial(make_format, codes=decode_fp4_codes, largest=FP4_MAX_CODE)
 _ALL_FORMATS = (
-    _make_format(DType.Q4_0, (4,), load_q4_0_codes, _make_split_one_scale(18), load_f16_scales, 8),
-    _make_format(DType.Q4_1, (4,), load_q4_1_codes, _make_split_scale_and_bias(20), *_INTERLEAVED_BIASES),
-    _make_format(DType.Q5_0, (4, 1), load_q5_0_codes, _make_split_one_scale(22), load_f16_scales, 16),
-    _make_format(DType.Q5_1, (4, 1), load_q5_1_codes, _make_split_scale_and_bias(24), *_INTERLEAVED_BIASES),
-    _make_format(DType.Q8_0, (8,), load_q8_0_codes, _make_split_one_scale(34), load_f16_scales, 128),
+    make_format(DType.Q4_0, (4,), load_q4_0_codes, make_split_one_scale(18), load_one_scale, 8),
+    make_format(DType.Q4_1, (4,), load_q4_1_codes, _make_split_scale_and_bias(20), *_INTERLEAVED_BIASES),
+    make_format(DType.Q5_0, (4, 1), load_q5_0_codes, make_split_one_scale(22), load_one_scale, 16),
+    make_format(DType.Q5_1, (4, 1), load_q5_1_codes, _make_split_scale_and_bias(24), *_INTERLEAVED_BIASES),
+    make_format(DType.Q8_0, (8,), load_q8_0_codes, make_split_one_scale(34), load_one_scale, 128),
     _format_with_fp4_codes(DType.MXFP4, (4,), load_mxfp4_codes, split_mxfp4_scales, load_mxfp4_scales, FP4_ZERO_POINT),
-    _make_format(DType.Q4_K, (4,), load_q4_k_codes, split_k_scales, load_k_scales, load_k_biases),
-    _make_format(DType.Q5_K, (4, 1), load_q5_k_codes, split_k_scales, load_k_scales, load_k_biases),
-    _format_with_half_scales(DType.Q2_K, (2,), load_q2_k_codes, split_q2_k_scales, load_q2_k_scales, load_q2_k_biases),
-    _format_with_half_scales(DType.Q3_K, (2, 1), load_q3_k_codes, split_q3_k_scales, load_q3_k_scales, 4),
-    _format_with_half_scales(DType.Q6_K, (4, 2), load_q6_k_codes, split_q6_k_scales, load_q6_k_scales, 32),
+    _format_with_fp4_codes(
+        DType.NVFP4, (4,), load_nvfp4_codes, split_nvfp4_scales, load_nvfp4_scales, FP4_ZERO_POINT, halves=True
+    ),
+    make_format(DType.Q4_K, (4,), load_q4_k_codes, split_k_scales, load_k_scales, load_k_biases),
+    make_format(DType.Q5_K, (4, 1), load_q5_k_codes, split_k_scales, load_k_scales, load_k_biases),
+    format_with_half_scales(DType.Q2_K, (2,), load_q2_k_codes, split_q2_k_scales, load_q2_k_scales, load_q2_k_biases),
+    format_with_half_scales(DType.Q3_K, (2, 1), load_q3_k_codes, split_q3_k_scales, load_q3_k_scales, 4),
+    format_with_half_scales(DType.Q6_K, (4, 2), load_q6_k_codes, split_q6_k_scales, load_q6_k_scales, 32),
     _format_with_iq4_codes(
-        DType.IQ4_NL, (4,), load_q4_0_codes, _make_split_one_scale(18), load_f16_scales, IQ4_NL_ZERO_POINT
+        DType.IQ4_NL, (4,), load_q4_0_codes, make_split_one_scale(18), load_one_scale, IQ4_NL_ZERO_POINT
     ),
     _format_with_iq4_codes(
         DType.IQ4_XS, (4,), load_iq4_xs_codes, split_iq4_xs_scales, load_iq4_xs_scales, IQ4_NL_ZERO_POINT
     ),
+    *GRID_FORMATS,
+    *TERNARY_FORMATS,
 )
 FORMATS: Mapping[DType, PackedFormat] = MappingProxyType({form.dtype: form for form in _ALL_FORMATS})

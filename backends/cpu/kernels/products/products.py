@@ -12,7 +12,17 @@ from functools import cache, partial
 from .....graph.dtypes import DType
 from ....operands import BoundInstruction, Operand
 from ...compiler import Kernel, Subroutine, subroutine
-from ...simd.tiles import CODE_VECTORS, RECORD_BYTES, SUMS_OFFSET, DotTile, load_codes, make_dot_tile, store_codes
+from ...simd.tiles import (
+    CODE_VECTORS,
+    RECORD_BYTES,
+    SUMS_OFFSET,
+    DotTile,
+    first_codes,
+    load_codes,
+    make_dot_tile,
+    second_codes,
+    store_codes,
+)
 from ...simd.vectors import MANY_REGISTERS, count_vector_registers, load, store, sub
 from ...steps import StepTableBuilder, with_layout_of
 from . import dense, matrices, tiled
@@ -34,28 +44,58 @@ BLOCKS_PER_PASS, ROWS_PER_CHUNK = 3 * UNIT_BLOCKS, 256
 EXPANDED_GROUP_BYTES = BLOCKS_PER_PASS * EXPANDED_BLOCK_BYTES
 
 
+def make_load_two_codes(form: PackedFormat) -> Subroutine:
+    """Make ``(p, h, q, k) -> (codes, codes)``: load the codes at `p` and `h`, and the codes at `q` and `k`."""
+    codes, two = form.load_codes, form.load_two_codes
+    if two is None:
+
+        def load_two(p, h, q, k):
+            return codes(p, h), codes(q, k)
+    else:
+
+        def load_two(p, h, q, k):
+            both = two(p, q)
+            return first_codes(both), second_codes(both)
+
+    return subroutine(load_two)
+
+
 def make_expand_group(form: PackedFormat) -> Subroutine:
     """Make `WeightTiling.expand_blocks`: codes become bytes, scales and biases become float32."""
-    codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.group_block_bytes
-    width = form.plane_bits[0]
-    high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
-    biased = form.zero_point == 0
+    scales, biases, nbytes = form.load_scales, form.load_biases, form.group_block_bytes
+    of_first, of_second = form.plane_bytes
+    biased, step, codes, load_two = (
+        form.zero_point == 0,
+        form.blocks_per_load,
+        form.load_codes,
+        make_load_two_codes(form),
+    )
+
+    @subroutine
+    def store_block(to, u, last, b):
+        store_codes(to, u)
+        d, e = scales(last, b)
+        store(to + SCALES_OFFSET, d)
+        store(to + SCALES_OFFSET + 64, e)
+        if biased:
+            m, o = biases(last, b)
+            store(to + BIASES_OFFSET, m)
+            store(to + BIASES_OFFSET + 64, o)
 
     def expand_group(to, group, stride, left, columns, first, count):
         for start in range(first, first + count, UNIT_BLOCKS):
             blocks, planes = min(UNIT_BLOCKS, first + count - start), group + start * nbytes
-            second = planes + blocks * 64 * width
-            last = second + blocks * 64 * high
-            for b in range(blocks):
-                store_codes(to, codes(planes + b * 64 * width, second + b * 64 * high))
-                d, e = scales(last, b)
-                store(to + SCALES_OFFSET, d)
-                store(to + SCALES_OFFSET + 64, e)
-                if biased:
-                    m, o = biases(last, b)
-                    store(to + BIASES_OFFSET, m)
-                    store(to + BIASES_OFFSET + 64, o)
-                to += EXPANDED_BLOCK_BYTES
+            second = planes + blocks * of_first
+            last = second + blocks * of_second
+            for b in range(0, blocks, step):
+                p, h = planes + b * of_first, second + b * of_second
+                if step == 2:
+                    u, v = load_two(p, h, p + of_first, h + of_second)
+                    store_block(to, u, last, b)
+                    store_block(to + EXPANDED_BLOCK_BYTES, v, last, b + 1)
+                else:
+                    store_block(to, codes(p, h), last, b)
+                to += step * EXPANDED_BLOCK_BYTES
 
     return subroutine(expand_group)
 
@@ -139,11 +179,21 @@ def make_add_expanded_pair(form: PackedFormat, rows: DotTile) -> Subroutine:
 def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subroutine:
     """Make ``(acc, p, h, last, b, apart, x, at) -> acc``: multiply block `b` of 1 or 2 packed groups with the rows `x`.
 
+    If blocks of one group are loaded in twos, it also multiplies the next block.
+
     `p` and `h` are the codes of the first group in both planes; its scales are behind `last`. Groups are `apart` bytes
     apart.
     """
-    codes, scales, biases = form.load_codes, form.load_scales, form.load_biases
-    if groups == 1:
+    codes, scales, biases, load_two = form.load_codes, form.load_scales, form.load_biases, make_load_two_codes(form)
+    of_first, of_second = form.plane_bytes
+    if groups == 1 and form.blocks_per_load == 2:
+        add_block = make_add_block(form, rows)
+
+        def multiply_block(acc, p, h, last, b, apart, x, at):
+            u, v = load_two(p, h, p + of_first, h + of_second)
+            acc = add_block(acc, u, scales(last, b), biases(last, b), x, at)
+            return add_block(acc, v, scales(last, b + 1), biases(last, b + 1), x, at + RECORD_BYTES)
+    elif groups == 1:
         add_block = make_add_block(form, rows)
 
         def multiply_block(acc, p, h, last, b, apart, x, at):
@@ -152,7 +202,7 @@ def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subro
         add_block = make_add_two_blocks(form, rows)
 
         def multiply_block(acc, p, h, last, b, apart, x, at):
-            u, v = codes(p, h), codes(p + apart, h + apart)
+            u, v = load_two(p, h, p + apart, h + apart)
             s, f, m, o = scales(last, b), scales(last + apart, b), biases(last, b), biases(last + apart, b)
             return add_block(acc, u, v, s, f, m, o, x, at)
 
@@ -166,8 +216,8 @@ def make_multiply_few(form: PackedFormat, groups: int, count: int) -> Subroutine
     take longer than products here.
     """
     rows = make_dot_tile(count, groups, form.code_properties)
-    nbytes, width = form.group_block_bytes, form.plane_bits[0]
-    high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
+    nbytes, (of_first, of_second) = form.group_block_bytes, form.plane_bytes
+    step = form.blocks_per_load if groups == 1 else 1
     zeros, store_rows, multiply_block = rows.zero_sums, rows.store_rows, make_multiply_block(form, groups, rows)
     lines = groups * (nbytes // 64)
     more = groups * (nbytes % 64 * UNIT_BLOCKS // 64)
@@ -178,12 +228,12 @@ def make_multiply_few(form: PackedFormat, groups: int, count: int) -> Subroutine
             count, passed = min(UNIT_BLOCKS, n - first), first * nbytes
             planes = group + passed
             ahead = planes + (groups - 1) * passed  # prefetches start behind both groups
-            second = planes + count * 64 * width
-            last = second + count * 64 * high
+            second = planes + count * of_first
+            last = second + count * of_second
             prefetch_lines(ahead, more, l1_ahead, l2_ahead)
-            for b in range(count):
-                prefetch_lines(ahead + 64 * (more + b * lines), lines, l1_ahead, l2_ahead)
-                p, h = planes + b * 64 * width, second + b * 64 * high
+            for b in range(0, count, step):
+                prefetch_lines(ahead + 64 * (more + b * lines), step * lines, l1_ahead, l2_ahead)
+                p, h = planes + b * of_first, second + b * of_second
                 acc = multiply_block(acc, p, h, last, b, apart, x, (first + b) * RECORD_BYTES)
         store_rows(to, acc, left)
 
@@ -199,8 +249,6 @@ def make_packed_tiling(form: PackedFormat) -> WeightTiling:
     rows, groups = (4, 2) if count_vector_registers() == MANY_REGISTERS else (2, 1)
     some = make_dot_tile(rows, groups, form.code_properties)
     add = (make_add_expanded_pair if groups == 2 else make_add_expanded_block)(form, some)
-    slow = form.has_half_block_scales or len(form.plane_bits) > 1
-    max_unexpanded_rows = 8 if slow else 16  # slowly unpacked codes are expanded sooner
     expand, few = make_expand_group(form), partial(make_multiply_few, form, 1)
     two = partial(make_multiply_few, form, 2) if groups == 2 else None
     return WeightTiling(
@@ -212,7 +260,7 @@ def make_packed_tiling(form: PackedFormat) -> WeightTiling:
         rows,
         groups,
         2,
-        max_unexpanded_rows,
+        form.max_unexpanded_rows,
         expand,
         add,
         few,

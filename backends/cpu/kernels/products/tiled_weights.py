@@ -77,8 +77,7 @@ def make_amx_weight(dtype: DType) -> AmxWeight:
 def _make_expand_packed(form: PackedFormat) -> Subroutine:
     """Make `AmxWeight.expand_blocks` of a packed type."""
     codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.group_block_bytes
-    width = form.plane_bits[0]
-    high = form.plane_bits[1] if len(form.plane_bits) > 1 else 0
+    of_first, of_second = form.plane_bytes
     lines = -(-nbytes // 64)
 
     def expand_packed(to, group, stride, left, first, last, n):
@@ -86,11 +85,11 @@ def _make_expand_packed(form: PackedFormat) -> Subroutine:
             prefetch_lines(group + block * nbytes, lines, PREFETCH_BYTES, PREFETCH_BYTES)
             start = block // UNIT_BLOCKS * UNIT_BLOCKS
             b, count, planes = block - start, min(UNIT_BLOCKS, n - start), group + start * nbytes
-            second = planes + count * 64 * width
-            behind = second + count * 64 * high
+            second = planes + count * of_first
+            behind = second + count * of_second
             d, e = scales(behind, b)
             m, o = biases(behind, b)
-            store_dequantised_bf16(to, codes(planes + b * 64 * width, second + b * 64 * high), d, e, m, o)
+            store_dequantised_bf16(to, codes(planes + b * of_first, second + b * of_second), d, e, m, o)
             to += BLOCK_BYTES
 
     return subroutine(expand_packed)
