@@ -150,7 +150,7 @@ def _read_text(event: Mapping[str, object]) -> object:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that sends one request at a time and stores the bytes that arrive. It connects again where it has to."""
+    """A connection that sends one request at a time and stores the answer. It connects again where it has to."""
 
     def __init__(self, address: tuple[str, int], path: str) -> None:
         self._address, self._path = address, path
