@@ -181,7 +181,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._pool.prepare(self._note_status)
-            while self._take_orders():
+            while self._prepare_while_idle() or self._take_orders():
                 self._send(self._engine.step())
                 self._note_status()
         except BaseException as error:  # clients must learn of any failure
@@ -197,11 +197,9 @@ class EngineThread:
         """Carry out all orders; return False when the engine is to end.
 
         Without work this waits for the first order, but not for a second one: `status` must show the end of the last
-        request at once. Before it waits, it prepares the steps of longer texts, one in each call.
+        request at once.
         """
         waits = not self._engine.has_work
-        if waits and self._orders.empty() and self._prepare_one():
-            return True
         try:
             while True:
                 order = self._orders.get(waits, HEARTBEAT_SECONDS if waits else None)
@@ -212,8 +210,13 @@ class EngineThread:
         except Empty:
             return True
 
-    def _prepare_one(self) -> bool:
-        """Prepare one step for longer texts, and return whether there was one; a failure ends the preparation."""
+    def _prepare_while_idle(self) -> bool:
+        """Prepare one step for longer texts if there is neither work nor an order; return whether it was prepared.
+
+        A failure ends the preparation.
+        """
+        if self._engine.has_work or not self._orders.empty():
+            return False
         try:
             for _ in self._preparations:
                 return True
