@@ -94,7 +94,7 @@ def stub() -> Iterator[type[StubHandler]]:
 
 @pytest.mark.parametrize("api", ["native", "openai"])
 def test_a_closed_loop_counts_tokens_and_times(stub: type[StubHandler], api: str) -> None:
-    row = serving.measure(serving.find_target("stub", stub.url, api), serving.Case("S", 2), 2, "seed")
+    row = serving.measure_load(serving.find_target("stub", stub.url, api), serving.LoadCase("S", 2), 2, "seed")
     assert (row["requests"], row["errors"]) == (4, 0), row["error"]
     assert round(row["new_per_second"] * row["seconds"]) == 4 * 64
     assert round(row["prompt_per_second"] * row["seconds"]) == 4 * 32
@@ -106,22 +106,22 @@ def test_a_closed_loop_counts_tokens_and_times(stub: type[StubHandler], api: str
 
 
 def test_an_open_loop_starts_requests_while_others_run(stub: type[StubHandler]) -> None:
-    case = serving.Case("S", rate=100.0)
-    row = serving.measure(serving.find_target("stub", stub.url, "native"), case, 10, "seed")
+    case = serving.LoadCase("S", rate=100.0)
+    row = serving.measure_load(serving.find_target("stub", stub.url, "native"), case, 10, "seed")
     assert (row["requests"], row["errors"], row["load"]) == (10, 0, "100/s")
     assert row["seconds"] < 10 * 64 * GAP_SECONDS
 
 
 def test_a_talk_repeats_the_prompt_and_the_answers(stub: type[StubHandler]) -> None:
-    serving.measure(serving.find_target("stub", stub.url, "native"), serving.Case("T", 1), 1, "seed")
+    serving.measure_load(serving.find_target("stub", stub.url, "native"), serving.LoadCase("T", 1), 1, "seed")
     prompts = [body["prompt"] for body in stub.bodies]
     assert [len(prompt) for prompt in prompts] == [1060 + 140 * i for i in range(6)]
     assert all(after[: len(before) + 80] == [*before, *range(80)] for before, after in pairwise(prompts))
 
 
 def test_a_long_prompt_arrives_while_others_decode(stub: type[StubHandler]) -> None:
-    case = serving.Case("I", 3)
-    row = serving.measure(serving.find_target("stub", stub.url, "native"), case, 1, "seed")
+    case = serving.LoadCase("I", 3)
+    row = serving.measure_load(serving.find_target("stub", stub.url, "native"), case, 1, "seed")
     assert [len(body["prompt"]) for body in stub.bodies] == [32, 32, 32, 1500]
     assert (row["requests"], row["errors"]) == (4, 0)
 
@@ -129,12 +129,12 @@ def test_a_long_prompt_arrives_while_others_decode(stub: type[StubHandler]) -> N
 def test_errors_are_counted_and_the_load_goes_on(stub: type[StubHandler], monkeypatch: pytest.MonkeyPatch) -> None:
     target = serving.find_target("stub", stub.url, "native")
     monkeypatch.setitem(serving.WORKLOADS, "S", load.Workload(6000, 8))
-    row = serving.measure(target, serving.Case("S", 2), 2, "seed")
+    row = serving.measure_load(target, serving.LoadCase("S", 2), 2, "seed")
     assert (row["requests"], row["errors"]) == (4, 4)
     assert "400" in row["error"]
     monkeypatch.setitem(serving.WORKLOADS, "S", load.Workload(6, 8))
     stub.vanishes = True
-    row = serving.measure(target, serving.Case("S", 2), 2, "seed")
+    row = serving.measure_load(target, serving.LoadCase("S", 2), 2, "seed")
     assert (row["requests"], row["errors"]) == (4, 4)
     assert "closed the connection" in row["error"]
 
@@ -151,7 +151,7 @@ def test_the_table_has_medians_and_ratios_of_rounds() -> None:
     rates = [("a", 2.0), ("b", 1.0), ("a", 4.0), ("b", 4.0), ("a", 8.0), ("b", 2.0)]
     ours, theirs = serving.format_rows([{**row, "server": server, "new_per_second": rate} for server, rate in rates])
     assert (ours[3], theirs[3], ours[-1], theirs[-1]) == ("4.0", "2.0", "1.00", "0.50")
-    assert ours[3 + list(serving.COLUMNS).index("errors")] == "3"
+    assert ours[3 + list(serving.TABLE_COLUMNS).index("errors")] == "3"
 
 
 def test_a_server_that_ends_is_reported() -> None:
