@@ -202,7 +202,8 @@ class RequestBuilder:
         changes = {name: value for name, value in changes.items() if value is not None}
         sampling = replace(default, **changes, bias=self._read_bias(body))  # type: ignore[arg-type]  # it checks
         sampling.check(tokenizer.n_tokens)
-        seed = secrets.randbits(32) if body.seed in (None, -1) else ((body.seed or 0) + choice) % (1 << 64)
+        base_seed = self._options.seed if body.seed is None else body.seed
+        seed = secrets.randbits(32) if base_seed == -1 else (base_seed + choice) % (1 << 64)
         return GenerationParams(
             self._options.default_max_tokens if limit is None else limit,
             sampling,
