@@ -29,6 +29,7 @@ class ServerOptions:
     - `default_max_tokens`: limit of requests that give none.
     - `chat_template`: a template that replaces the template of the model. `template_variables`: variables of the
       template, such as ``enable_thinking``, for requests that do not set them.
+    - `grammar_seconds`: longest time in which a grammar or a JSON schema is compiled.
     - `queue_seconds`: longest wait for a slot; `request_seconds`: longest duration of a request; `stall_seconds`:
       longest time in which a client reads nothing; `drain_seconds`: time for running requests after SIGTERM.
     - `heartbeat_seconds`: a silence of the engine after which ``/health`` reports a failure.
@@ -58,6 +59,7 @@ class ServerOptions:
     keep_alive_seconds: float = 75.0
     header_seconds: float = 10.0
     body_seconds: float = 30.0
+    grammar_seconds: float = 2.0
     queue_seconds: float = 60.0
     request_seconds: float = 3600.0
     stall_seconds: float = 60.0

@@ -161,3 +161,15 @@ def test_busy_slots_are_reported() -> None:
         next(lines)
         assert server.get("/slots").json()[0]["is_processing"]
         assert server.get("/slots?fail_on_no_slot=1").status_code == 503
+
+
+def test_properties_have_the_file_and_the_default_seed() -> None:
+    with serve(model_file="tiny.gguf", seed=42) as server:
+        props = server.get("/props").json()
+        assert props["model_path"] == "tiny.gguf"
+        assert props["default_generation_settings"]["params"]["seed"] == 42
+        for seed, expected in ((None, 42), (7, 7)):
+            result = server.post("/completion", {"prompt": "hi", "seed": seed}).json()
+            assert result["generation_settings"]["seed"] == expected
+        results = [server.post("/completion", {"prompt": "hi", "seed": -1}).json() for _ in range(2)]
+        assert len({result["generation_settings"]["seed"] for result in results}) == 2
