@@ -152,12 +152,13 @@ class Table:
 
     - `unsupported_files`: files that do not run, with the reasons.
     - `failures`: tests that fail, with the reasons.
-    - `quick_files`: files that run in CI.
+    - `quick_tests`: files and tests that run in CI; `quick_count`: the number of their cases.
     """
 
     unsupported_files: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    quick_files: tuple[str, ...] = ()
+    quick_tests: tuple[str, ...] = ()
+    quick_count: int = 0
 
 
 def read_table(path: Path = TABLE) -> Table:
@@ -166,7 +167,8 @@ def read_table(path: Path = TABLE) -> Table:
     return Table(
         {name: entry["reason"] for entry in data.get("file", ()) for name in entry["names"]},
         {name: entry["reason"] for entry in data.get("failure", ()) for name in entry["tests"]},
-        tuple(data.get("quick_files", ())),
+        tuple(data.get("quick_tests", ())),
+        data.get("quick_count", 0),
     )
 
 
@@ -196,7 +198,7 @@ def run_suite(tests: Path, files: Sequence[str], *, select: str = "", log: Path 
 
     Args:
         tests: The folder ``tools/server/tests`` of llama.cpp.
-        files: Names of files in its folder ``unit``.
+        files: Files in its folder ``unit``, or tests of them, such as ``test_basic.py::test_server_props``.
         select: The expression of ``pytest -k``; all tests if empty.
         log: A file for the output of pytest.
     """
@@ -267,15 +269,15 @@ def format_counts(outcomes: Sequence[Outcome]) -> str:
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Run llama-server's test suite against hocket serve.")
     parser.add_argument("tests", type=Path, help="folder tools/server/tests of llama.cpp")
-    parser.add_argument("files", nargs="*", help="files of the suite; without one, all files")
+    parser.add_argument("files", nargs="*", help="files or tests of the suite; without one, all files")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="run the tests that match it, as pytest does")
-    parser.add_argument("--quick", action="store_true", help="run the quick files of the table")
+    parser.add_argument("--quick", action="store_true", help="run the quick tests of the table")
     parser.add_argument("--log", type=Path, help="file for the output of pytest")
     args = parser.parse_args(words)
     table = read_table()
     every = sorted(path.name for path in (args.tests / "unit").glob("test_*.py"))
     files = list(
-        args.files or (table.quick_files if args.quick else [f for f in every if f not in table.unsupported_files])
+        args.files or (table.quick_tests if args.quick else [f for f in every if f not in table.unsupported_files])
     )
     outcomes = run_suite(args.tests, files, select=args.k, log=args.log)
     problems = compare_outcomes(outcomes, table)
