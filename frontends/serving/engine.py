@@ -282,9 +282,10 @@ class Engine:
         self._count(prompt_seconds=seconds)
         running.tokens.extend(chunk)
         self._cache.note_read(running.slot, running.tokens, len(running.request.prompt))
+        yield ProgressEvent(running.request.id, len(running.tokens))
         if running.unread:
-            yield ProgressEvent(running.request.id, len(running.tokens))
-        elif running.request.params.limit == 0:
+            return
+        if running.request.params.limit == 0:
             yield self._end(running, "length")
         else:
             yield from self._sample(running, logits)

@@ -88,7 +88,9 @@ CHAT_TEMPLATES: Mapping[str, str] = {
     "<|END_OF_TURN_TOKEN|>{% endfor %}"
     "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}",
 }
-"""Chat templates that llama-server knows by name; ``chatml`` is its default for a model without a template."""
+"""Chat templates that llama-server knows by name."""
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+"""The template of the model, which has none: a model of plain text continues a text."""
 
 
 # ------------------------------------------------------------------------------------------------------------ launcher
@@ -129,7 +131,7 @@ def map_flags(words: Sequence[str], folder: Path) -> tuple[list[str], dict[str, 
         flags += ["--chat-template-kwargs", f'{{"enable_thinking": {str(args.reasoning == "on").lower()}}}']
     template = args.chat_template_file
     if not template:
-        text = args.chat_template or "chatml"
+        text = args.chat_template or PLAIN_TEMPLATE
         template = str(folder / f"template-{args.port}.jinja")
         Path(template).write_text(CHAT_TEMPLATES.get(text, text), encoding="utf-8")
     flags += ["--chat-template", template]
