@@ -127,8 +127,8 @@ def map_flags(words: Sequence[str], folder: Path) -> tuple[list[str], dict[str, 
     flags += [] if args.metrics else ["--no-metrics"]
     flags += [] if args.slots else ["--no-slots"]
     flags += ["--verbose"] if args.verbose else []
-    if args.reasoning in ("on", "off"):
-        flags += ["--chat-template-kwargs", f'{{"enable_thinking": {str(args.reasoning == "on").lower()}}}']
+    thinks = "false" if args.reasoning == "off" else "true"  # llama-server lets models think by default
+    flags += ["--chat-template-kwargs", f'{{"enable_thinking": {thinks}}}']
     template = args.chat_template_file
     if not template:
         text = args.chat_template or PLAIN_TEMPLATE

@@ -173,3 +173,29 @@ def test_properties_have_the_file_and_the_default_seed() -> None:
             assert result["generation_settings"]["seed"] == expected
         results = [server.post("/completion", {"prompt": "hi", "seed": -1}).json() for _ in range(2)]
         assert len({result["generation_settings"]["seed"] for result in results}) == 2
+
+
+def test_embedded_tokens_are_counted(server: RunningServer) -> None:
+    before = parse_metrics(server.get("/metrics").text)
+    assert server.post("/embedding", {"content": ["the", "hi"]}).status_code == 200
+    after = parse_metrics(server.get("/metrics").text)
+    for name, added in (("hocket_embedding_tokens_total", 3), ("llamacpp:prompt_tokens_total", 3)):
+        assert after[name] - before[name] == added
+    assert after["llamacpp:n_decode_total"] - before["llamacpp:n_decode_total"] == 1
+    assert after["llamacpp:tokens_predicted_total"] == before["llamacpp:tokens_predicted_total"]
+
+
+def test_templates_get_the_date() -> None:
+    template = "{{ date_string }}; {{ datetime }}"
+    with serve(chat_template=template) as server:
+        body: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
+        day, month, year = server.post("/apply-template", body).json()["prompt"].partition(";")[0].split()
+        assert (len(day), len(month), len(year)) == (2, 3, 4)
+        body["chat_template_kwargs"] = {"date_string": "01 Jan 1970", "datetime": ""}
+        assert server.post("/apply-template", body).json()["prompt"] == "01 Jan 1970; "
+
+
+def test_prompts_are_shown_on_request() -> None:
+    with serve(shows_prompts=True) as server:
+        answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}).json()
+        assert answer["__verbose"]["prompt"] == "<|user|>hi<|assistant|>"
