@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import signal
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -190,6 +191,8 @@ def run(args: argparse.Namespace) -> int:
             code = run_server(service, options, lambda url: write_log_line(f"hocket: serves {name} at {url}"))
         finally:
             service.close(0.0)
+        if service.error is not None and args.debug:
+            traceback.print_exception(service.error)
         if failures:
             write_log_line(f"hocket: the engine has failed: {failures[0]}")
         return 1 if failures else code

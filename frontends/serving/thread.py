@@ -85,6 +85,8 @@ class EngineThread:
         self._orders: SimpleQueue[Callable[[], list[Event]] | None] = SimpleQueue()
         self._status, self._last_beat = self._engine.status, time.monotonic()
         self._failure, self._is_closing, self._on_failure = "", False, on_failure
+        self.error: BaseException | None = None
+        """The exception that has ended the engine."""
         self._fingerprint = self._compute_fingerprint(version)
         self._thread = threading.Thread(target=self._run, name="hocket-engine", daemon=True)
         self._thread.start()
@@ -185,8 +187,9 @@ class EngineThread:
                 self._note_status()
         except BaseException as error:  # clients must learn of any failure
             self._fail(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self.error = error
             self._on_failure(self._failure)
-            raise
+            return
         self._fail("the server shuts down")
 
     def _note_status(self) -> None:

@@ -89,7 +89,9 @@ CHAT_TEMPLATES: Mapping[str, str] = {
     "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}",
 }
 """Chat templates that llama-server knows by name."""
-PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+PLAIN_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n\n{% endif %}{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+)
 """The template of the model, which has none: a model of plain text continues a text."""
 
 
