@@ -155,7 +155,7 @@ class Table:
     """The expected outcomes.
 
     - `unsupported_files`: files that do not run, with the reasons.
-    - `failures`: tests that fail, with the reasons.
+    - `failures`: tests that fail, with the reasons; a name without brackets stands for all cases of a test.
     - `quick_tests`: files and tests that run in CI; `quick_count`: the number of their cases.
     """
 
@@ -163,6 +163,10 @@ class Table:
     failures: dict[str, str] = field(default_factory=dict)
     quick_tests: tuple[str, ...] = ()
     quick_count: int = 0
+
+    def find_reason(self, test: str) -> str | None:
+        """Return why a test is expected to fail, or `None`."""
+        return self.failures.get(test) or self.failures.get(test.partition("[")[0])
 
 
 def read_table(path: Path = TABLE) -> Table:
@@ -252,7 +256,7 @@ def compare_outcomes(outcomes: Sequence[Outcome], table: Table) -> list[str]:
     """Return a line for each outcome that the table does not expect."""
     problems = []
     for outcome in outcomes:
-        reason = table.failures.get(outcome.test)
+        reason = table.find_reason(outcome.test)
         if outcome.outcome == "failed" and reason is None:
             problems.append(f"{outcome.test} fails and is not listed: {outcome.why}")
         elif outcome.outcome == "passed" and reason is not None:
