@@ -85,6 +85,7 @@ class EngineThread:
         self._orders: SimpleQueue[Callable[[], list[Event]] | None] = SimpleQueue()
         self._status, self._last_beat = self._engine.status, time.monotonic()
         self._failure, self._is_closing, self._on_failure = "", False, on_failure
+        self._is_ready = False
         self.error: BaseException | None = None
         """The exception that has ended the engine."""
         self._fingerprint = self._compute_fingerprint(version)
@@ -149,6 +150,10 @@ class EngineThread:
         return self._status
 
     @property
+    def is_ready(self) -> bool:
+        return self._is_ready
+
+    @property
     def seconds_since_heartbeat(self) -> float:
         return time.monotonic() - self._last_beat
 
@@ -182,6 +187,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._pool.prepare(self._note_status)
+            self._is_ready = True
             while self._take_orders():
                 self._send(self._engine.step())
                 self._note_status()
