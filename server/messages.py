@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from .errors import refuse
 from .schemas import ChatBody, Objects, TemplateBody
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 
 
@@ -63,7 +65,7 @@ def render_messages(
         ModelError: There is no template, or it refuses the messages.
     """
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    all_variables = {**(variables or {}), **effort, **body.chat_template_kwargs}
+    all_variables = {**describe_date(), **(variables or {}), **effort, **body.chat_template_kwargs}
     tools = body.tools if uses_tools and body.tools else None
     format = choose_chat_format(metadata, template=template, tools=tools, variables=all_variables)
     if tools and "tools" not in format.template:
@@ -74,6 +76,16 @@ def render_messages(
     format = replace(format, variables={**begins_answer, **format.variables})
     text = format.render(messages, bos=tokenizer.bos_text, eos=tokenizer.eos_text)
     return ChatPrompt(text + (prefix or ""), format.template, prefix is not None)
+
+
+def describe_date() -> dict[str, object]:
+    """Return the variables with the date of today that llama-server gives to templates."""
+    today = datetime.date.today()
+    month = MONTHS[today.month - 1]  # strftime would use the language of the machine
+    return {
+        "date_string": f"{today.day:02} {month} {today.year}",
+        "datetime": f"{month} {today.day:02} {today.year}",
+    }
 
 
 def _take_prefix(body: ChatBody | TemplateBody, messages: list[dict[str, object]]) -> str | None:

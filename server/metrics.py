@@ -69,6 +69,15 @@ class ServerMetrics:
             "hocket_token_seconds", "Mean time between tokens", buckets=SECONDS_BUCKETS, registry=registry
         )
 
+        self._embedding_tokens = Counter("hocket_embedding_tokens", "Tokens of embedded texts", registry=registry)
+        self._embedding_token_count = self._embedding_steps = 0
+
+    def record_embedding(self, token_count: int) -> None:
+        """Add the tokens of the texts of an embedding request."""
+        self._embedding_tokens.inc(token_count)
+        self._embedding_token_count += token_count
+        self._embedding_steps += 1
+
     def record_timing(self, timing: RequestTiming, token_count: int) -> None:
         """Add the times of a request."""
         self._queue.observe(timing.queue_seconds)
@@ -84,13 +93,14 @@ class ServerMetrics:
         """Return the metrics of llama-server; its tools expect these names and types."""
         status = self._service.status
         read = status.prompt_tokens - status.cached_tokens
+        steps = status.steps + self._embedding_steps
         counters = {
-            "prompt_tokens_total": ("Number of prompt tokens processed", read),
+            "prompt_tokens_total": ("Number of prompt tokens processed", read + self._embedding_token_count),
             "prompt_tokens_cached_total": ("Number of prompt tokens reused from the cache", status.cached_tokens),
             "prompt_seconds_total": ("Prompt process time", status.prompt_seconds),
             "tokens_predicted_total": ("Number of generation tokens processed", status.new_tokens),
             "tokens_predicted_seconds_total": ("Predict process time", status.decode_seconds),
-            "n_decode_total": ("Total number of decode steps", status.steps),
+            "n_decode_total": ("Total number of decode steps", steps),
             "n_tokens_max": ("Largest observed number of tokens of a slot", max(status.slot_tokens, default=0)),
             "spec_decode_num_draft_tokens_total": ("Number of drafted tokens", 0),
             "spec_decode_num_accepted_tokens_total": ("Number of accepted drafted tokens", 0),

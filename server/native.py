@@ -259,7 +259,7 @@ async def show_properties(request: Request) -> Response:
     except ModelError:
         template = ""
     sampling = options.sampling
-    params = {**NEUTRAL_SAMPLERS, "seed": -1, "n_predict": options.default_max_tokens, "stream": False}
+    params = {**NEUTRAL_SAMPLERS, "seed": options.seed, "n_predict": options.default_max_tokens, "stream": False}
     params |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     params |= {"min_p": sampling.min_p, "repeat_penalty": sampling.repeat_penalty}
     return JsonResponse(
@@ -267,7 +267,7 @@ async def show_properties(request: Request) -> Response:
             "default_generation_settings": {"n_ctx": service.status.context, "params": params},
             "total_slots": service.status.slots,
             "model_alias": service.model_name,
-            "model_path": service.model_name,
+            "model_path": options.model_file or service.model_name,
             "modalities": {"vision": False, "audio": False, "video": False},
             "endpoint_slots": options.has_slots,
             "endpoint_metrics": options.has_metrics,

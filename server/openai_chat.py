@@ -186,7 +186,8 @@ class ChatAnswer:
         return describe_usage(self._finishes.values())
 
     def _add_prompt(self, body: dict[str, object]) -> dict[str, object]:
-        return {**body, "__verbose": {"prompt": self._chat.prompt_text}} if self._body.verbose else body
+        is_verbose = self._body.verbose or self._state.options.shows_prompts
+        return {**body, "__verbose": {"prompt": self._chat.prompt_text}} if is_verbose else body
 
 
 def describe_usage(finishes: Iterable[Finish]) -> dict[str, object]:

@@ -191,7 +191,9 @@ async def _embed(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[
     texts = await state.builder.encode_prompts(content)
     with state.counted_embedding():
         vectors = await state.builder.embed(texts, normalise=body.embd_normalize == NORMALISED)
-    return vectors, sum(map(len, texts))
+    count = sum(map(len, texts))
+    state.metrics.record_embedding(count)
+    return vectors, count
 
 
 # -------------------------------------------------------------------------------------------------------------- models

@@ -23,14 +23,18 @@ class ServerOptions:
     - `insecure`: permit an address other than loopback without a key.
     - `cors_origins`: origins of web pages that may call the server; ``localhost`` for every port of the machine, or
       ``*``.
+    - `model_file`: the name of the model file, for ``/props``.
     - `aliases`: further names of the model. `strict_model` refuses requests that name another one.
-    - `sampling`: defaults of the sampling options. `default_max_tokens`: limit of requests that give none.
+    - `sampling`: defaults of the sampling options; `seed`: the default seed, -1 for a random one.
+    - `default_max_tokens`: limit of requests that give none.
     - `chat_template`: a template that replaces the template of the model. `template_variables`: variables of the
       template, such as ``enable_thinking``, for requests that do not set them.
+    - `grammar_seconds`: longest time in which a grammar or a JSON schema is compiled.
     - `queue_seconds`: longest wait for a slot; `request_seconds`: longest duration of a request; `stall_seconds`:
       longest time in which a client reads nothing; `drain_seconds`: time for running requests after SIGTERM.
     - `heartbeat_seconds`: a silence of the engine after which ``/health`` reports a failure.
     - `ping_seconds`: a stream that is silent this long gets a comment.
+    - `shows_prompts`: answers to chats have the rendered prompt, as with ``verbose`` in the request.
 
     Raises:
         ModelError: The address is reachable from other machines and there is no key.
@@ -41,9 +45,11 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()
     insecure: bool = False
     cors_origins: tuple[str, ...] = ()
+    model_file: str = ""
     aliases: tuple[str, ...] = ()
     strict_model: bool = False
     sampling: Sampling = Sampling(temperature=0.8)
+    seed: int = -1
     default_max_tokens: int = 4096
     chat_template: str | None = None
     template_variables: Mapping[str, object] = field(default_factory=dict)
@@ -53,6 +59,7 @@ class ServerOptions:
     keep_alive_seconds: float = 75.0
     header_seconds: float = 10.0
     body_seconds: float = 30.0
+    grammar_seconds: float = 2.0
     queue_seconds: float = 60.0
     request_seconds: float = 3600.0
     stall_seconds: float = 60.0
@@ -61,6 +68,7 @@ class ServerOptions:
     ping_seconds: float = 15.0
     has_metrics: bool = True
     has_slots: bool = True
+    shows_prompts: bool = False
     tls_certificate: str | None = None
     tls_key: str | None = None
 

@@ -30,7 +30,9 @@ from .schemas import ChatBody, ResponseFormat, SamplingBody, TemplateBody
 
 Output = TypeVar("Output")
 TEXT_THREADS = 2
-"""Threads that render, tokenize and compile grammars."""
+"""Threads that render and tokenize."""
+GRAMMAR_THREADS = 2
+"""Threads that compile grammars. A grammar that is too slow occupies one of them, so they have no other work."""
 EMBEDDING_THREADS = 4
 """Threads that wait for vectors."""
 MAX_PROMPTS = 2048
@@ -56,6 +58,7 @@ class RequestBuilder:
         self._service, self._options = service, options
         self._grammars = GrammarCache(service.tokenizer)
         self._workers = ThreadPoolExecutor(TEXT_THREADS, "hocket-text")
+        self._grammar_workers = ThreadPoolExecutor(GRAMMAR_THREADS, "hocket-grammar")
         self._embedding_workers = ThreadPoolExecutor(EMBEDDING_THREADS, "hocket-embed")
         self._longest_token = 0
 
@@ -70,7 +73,7 @@ class RequestBuilder:
 
     def close(self) -> None:
         """End the worker threads after their present work."""
-        for workers in (self._workers, self._embedding_workers):
+        for workers in (self._workers, self._grammar_workers, self._embedding_workers):
             workers.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------------------ prompts
@@ -177,12 +180,25 @@ class RequestBuilder:
         if body.grammar and schema is not None:
             raise refuse("got a grammar and a json_schema; give one of them", "grammar")
         if body.grammar:
-            return await self.run_in_thread(self._grammars.compile_grammar, body.grammar)
+            return await self._compile(partial(self._grammars.compile_grammar, body.grammar), "grammar")
         return None if schema is None else await self.compile_schema(schema, is_strict)
 
     async def compile_schema(self, schema: Mapping[str, object] | bool | str, is_strict: bool = False) -> Grammar:
-        """Return the grammar of a JSON schema; raises as `GrammarCache.compile_schema`."""
-        return await self.run_in_thread(self._grammars.compile_schema, schema, is_strict)
+        """Return the grammar of a JSON schema; raises as `GrammarCache.compile_schema`, and if it takes too long."""
+        return await self._compile(partial(self._grammars.compile_schema, schema, is_strict), "json_schema")
+
+    async def _compile(self, function: Callable[[], Grammar], param: str) -> Grammar:
+        """Return the result of a function that compiles a grammar.
+
+        Raises:
+            ApiError: The function takes longer than `ServerOptions.grammar_seconds`.
+        """
+        seconds = self._options.grammar_seconds
+        task = asyncio.get_running_loop().run_in_executor(self._grammar_workers, function)
+        try:
+            return await asyncio.wait_for(task, seconds)
+        except TimeoutError:
+            raise refuse(f"the {param} took longer than {seconds:g} s to compile; use a simpler one", param) from None
 
     def build_params(
         self, body: SamplingBody, limit: int | None, grammar: Grammar | None, choice: int = 0
@@ -202,7 +218,8 @@ class RequestBuilder:
         changes = {name: value for name, value in changes.items() if value is not None}
         sampling = replace(default, **changes, bias=self._read_bias(body))  # type: ignore[arg-type]  # it checks
         sampling.check(tokenizer.n_tokens)
-        seed = secrets.randbits(32) if body.seed in (None, -1) else ((body.seed or 0) + choice) % (1 << 64)
+        base_seed = self._options.seed if body.seed is None else body.seed
+        seed = secrets.randbits(32) if base_seed == -1 else (base_seed + choice) % (1 << 64)
         return GenerationParams(
             self._options.default_max_tokens if limit is None else limit,
             sampling,

@@ -24,12 +24,29 @@ ANTHROPIC_PREFIX = "/v1/messages"
 LOCAL_ORIGINS = "localhost"
 """The entry of `ServerOptions.cors_origins` for the origins of this machine."""
 ORIGIN_HEADERS = {b"vary": b"Origin", b"access-control-expose-headers": b"*"}
+FRAMING_HEADERS = (b"content-length", b"transfer-encoding", b"connection")
 PREFLIGHT_HEADERS = {
-    b"access-control-allow-methods": b"GET, POST, OPTIONS",
+    b"access-control-allow-methods": b"GET, POST, DELETE, OPTIONS",
     b"access-control-allow-headers": b"*, Authorization",
     b"access-control-max-age": b"600",
 }
 """Headers of the answer to a preflight request."""
+
+
+class HeaderName(bytes):
+    """The name of a header with capitals, which some clients of llama-server expect.
+
+    uvicorn converts names by `lower`, and compares the names in `FRAMING_HEADERS`; these stay as they are.
+    """
+
+    @classmethod
+    def spell(cls, name: bytes) -> bytes:
+        """Return a name such as ``Retry-After``."""
+        return name if name.lower() in FRAMING_HEADERS else cls(name.title())
+
+    def lower(self) -> HeaderName:
+        """Return the name as it is."""
+        return self
 
 
 class ErrorLayer:
@@ -56,6 +73,10 @@ class ErrorLayer:
                 has_started = True
                 known = path if path in self._paths else "other"
                 self._metrics.responses.labels(known, str(message["status"])).inc()
+                message = {
+                    **message,
+                    "headers": [(HeaderName.spell(name), value) for name, value in message["headers"]],
+                }
             await send(message)
 
         try:

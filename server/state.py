@@ -48,6 +48,8 @@ class ServingState:
             return "the server is shutting down"
         if failure := self.service.failure:
             return f"the engine has ended: {failure}"
+        if not self.service.is_ready:
+            return "the model is loading"
         silence = self.service.seconds_since_heartbeat
         return f"the engine has been silent for {silence:.0f} s" if silence > self.options.heartbeat_seconds else ""
 

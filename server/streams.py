@@ -319,7 +319,7 @@ class AnswerStream:
             raise ApiError(503, f"the engine has ended: {failure}", retry_seconds=10)
         if seconds > self._options.request_seconds:
             raise ApiError(503, f"the request took longer than {self._options.request_seconds:.0f} s", retry_seconds=10)
-        if seconds > self._options.queue_seconds and self.is_queued:
+        if seconds > self._options.queue_seconds and self.is_queued and self._service.is_ready:
             raise ApiError(503, f"no slot was free for {self._options.queue_seconds:.0f} s", retry_seconds=10)
 
 

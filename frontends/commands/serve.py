@@ -6,16 +6,25 @@ import argparse
 import math
 import os
 import signal
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...scheduler import describe_memory_problem
 from ..errors import ModelError
+from ..generation.sampling import Sampling
 from ..language_model import Model
 from ..open import read_text
 from ..session import DEFAULT_BATCH, DEFAULT_CONTEXT
-from ..terminal.arguments import as_flags, parse_natural, parse_number, parse_positive
+from ..terminal.arguments import (
+    as_flags,
+    parse_json_object,
+    parse_natural,
+    parse_natural_or_minus_one,
+    parse_number,
+    parse_positive,
+)
 from ..terminal.blas_threads import set_blas_threads
 from ..terminal.output import write_data, write_log_line
 from .plan import describe_fit, plan_and_session_plan, read_step_graph, session_workload
@@ -84,7 +93,28 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         metavar="N",
         help="new tokens of a request that gives no limit (4096)",
     )
+    sub.add_argument(
+        "--temp", type=parse_number, default=0.8, metavar="T", help="temperature of requests without one (0.8)"
+    )
+    sub.add_argument(
+        *("-s", "--seed"),
+        type=parse_natural_or_minus_one,
+        default=-1,
+        metavar="N",
+        help="seed of requests that give none; -1: a random seed (-1)",
+    )
     sub.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the template of the model")
+    sub.add_argument(
+        "--chat-template-kwargs",
+        dest="variables",
+        type=parse_json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, as '{\"enable_thinking\": false}'",
+    )
+    sub.add_argument("--no-metrics", action="store_true", help="/metrics answers 501")
+    sub.add_argument("--no-slots", action="store_true", help="/slots answers 501")
+    sub.add_argument("-v", "--verbose", action="store_true", help="answers to chats have the prompt in __verbose")
     sub.add_argument("--dry-run", action="store_true", help="print memory and predicted speed, load nothing, and end")
     add_batch_flag(sub, DEFAULT_BATCH, "most prompt tokens of a run (512)")
     sub.add_argument("-t", "--threads", type=parse_positive, metavar="N", help="threads of each device")
@@ -160,6 +190,8 @@ def run(args: argparse.Namespace) -> int:
             code = run_server(service, options, lambda url: write_log_line(f"hocket: serves {name} at {url}"))
         finally:
             service.close(0.0)
+        if service.error is not None and args.debug:
+            traceback.print_exception(service.error)
         if failures:
             write_log_line(f"hocket: the engine has failed: {failures[0]}")
         return 1 if failures else code
@@ -215,10 +247,17 @@ def read_server_options(args: argparse.Namespace) -> ServerOptions:
         api_keys=_read_api_keys(args.api_key_file),
         insecure=args.insecure,
         cors_origins=tuple(args.cors_origin),
+        model_file=Path(args.model).name,
         aliases=tuple(args.alias),
         strict_model=args.strict_model,
+        sampling=Sampling(temperature=args.temp),
+        seed=args.seed,
         default_max_tokens=args.default_max_tokens,
         chat_template=None if args.chat_template is None else read_text(args.chat_template),
+        template_variables=args.variables,
+        has_metrics=not args.no_metrics,
+        has_slots=not args.no_slots,
+        shows_prompts=args.verbose,
         queue_seconds=args.queue_timeout,
         request_seconds=args.timeout,
         drain_seconds=args.drain,

@@ -304,10 +304,15 @@ class Engine:
         _update_mean(self._chunk_seconds, next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS)), seconds)
         self._sums.prompt_seconds += seconds
         running.tokens.extend(chunk)
+<<<<<<< HEAD
         self._cache.note_read(running.slot, running.tokens)
+=======
+        self._cache.note_read(running.slot, running.tokens, len(running.request.prompt))
+        yield ProgressEvent(running.request.id, len(running.tokens))
+>>>>>>> suite
         if running.unread:
-            yield ProgressEvent(running.request.id, len(running.tokens))
-        elif running.request.params.limit == 0:
+            return
+        if running.request.params.limit == 0:
             yield self._end(running, "length")
         else:
             yield from self._sample(running, logits)

@@ -40,6 +40,10 @@ class ModelService(Protocol):
         """The present counts of the engine."""
 
     @property
+    def is_ready(self) -> bool:
+        """Whether all steps are compiled; requests wait until then."""
+
+    @property
     def seconds_since_heartbeat(self) -> float:
         """Seconds since the engine ended a step or found that there is no work."""
 

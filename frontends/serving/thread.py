@@ -86,6 +86,9 @@ class EngineThread:
         self._preparations: Iterator[None] = self._pool.prepare_longer()
         self._status, self._last_beat = self._engine.status, time.monotonic()
         self._failure, self._is_closing, self._on_failure = "", False, on_failure
+        self._is_ready = False
+        self.error: BaseException | None = None
+        """The exception that has ended the engine."""
         self._fingerprint = self._compute_fingerprint(version)
         self._thread = threading.Thread(target=self._run, name="hocket-engine", daemon=True)
         self._thread.start()
@@ -148,6 +151,10 @@ class EngineThread:
         return self._status
 
     @property
+    def is_ready(self) -> bool:
+        return self._is_ready
+
+    @property
     def seconds_since_heartbeat(self) -> float:
         return time.monotonic() - self._last_beat
 
@@ -181,13 +188,19 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._pool.prepare(self._note_status)
+<<<<<<< HEAD
             while self._prepare_while_idle() or self._take_orders():
+=======
+            self._is_ready = True
+            while self._take_orders():
+>>>>>>> suite
                 self._send(self._engine.step())
                 self._note_status()
         except BaseException as error:  # clients must learn of any failure
             self._fail(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self.error = error
             self._on_failure(self._failure)
-            raise
+            return
         self._fail("the server shuts down")
 
     def _note_status(self) -> None:

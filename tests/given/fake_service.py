@@ -104,7 +104,7 @@ class FakeService:
             "n_params": 1,
             "size": 2,
         }
-        self.failure, self.seconds_since_heartbeat = "", 0.0
+        self.failure, self.seconds_since_heartbeat, self.is_ready = "", 0.0, True
         self.requests: list[GenerationRequest] = []
         """All requests that were submitted."""
         self.cancelled: list[str] = []

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 
 import openai
 import pytest
+
+from hocket.server.grammars import GrammarCache
 
 from ..given.fake_service import CHAT_TEMPLATE, FakeService, RunningServer, serve
 
@@ -204,6 +207,14 @@ def test_grammars_are_compiled_once(client: openai.OpenAI, server: RunningServer
 def test_a_wrong_grammar_is_refused_before_a_stream_begins(client: openai.OpenAI, extra: dict[str, object]) -> None:
     with pytest.raises(openai.BadRequestError):
         create(client, stream=True, extra_body=extra)
+
+
+def test_a_grammar_that_compiles_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GrammarCache, "compile_grammar", lambda *args: time.sleep(0.5))
+    with serve(grammar_seconds=0.05) as server:
+        response = server.post("/v1/chat/completions", {"messages": ONE_MESSAGE, "grammar": 'root ::= "a"'})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "grammar")
+        assert "took longer than 0.05 s" in response.json()["error"]["message"]
 
 
 def test_keywords_that_a_schema_loses_are_named(client: openai.OpenAI, server: RunningServer) -> None:

@@ -178,6 +178,20 @@ def test_health_follows_the_engine() -> None:
         assert "hocket_engine_up 0.0" in server.get("/metrics").text
 
 
+def test_requests_wait_for_a_model_that_loads() -> None:
+    service = FakeService()
+    service.pauses, service.is_ready = True, False
+    with serve(service, queue_seconds=0.1, ping_seconds=0.05) as server, open_request(server, stream=True) as waiting:
+        response = server.get("/health")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json()["error"]["message"] == "the model is loading"
+        for _ in range(5):  # more than `queue_seconds`
+            assert b": ping" in read_until(waiting, b": ping\n\n")
+        service.pauses, service.is_ready = False, True
+        assert b'"stop":true' in read_until(waiting, b'"stop":true')
+        assert server.get("/health").status_code == 200
+
+
 def test_an_engine_that_ends_takes_its_streams_with_it() -> None:
     service = FakeService()
     service.pauses = True

@@ -161,3 +161,41 @@ def test_busy_slots_are_reported() -> None:
         next(lines)
         assert server.get("/slots").json()[0]["is_processing"]
         assert server.get("/slots?fail_on_no_slot=1").status_code == 503
+
+
+def test_properties_have_the_file_and_the_default_seed() -> None:
+    with serve(model_file="tiny.gguf", seed=42) as server:
+        props = server.get("/props").json()
+        assert props["model_path"] == "tiny.gguf"
+        assert props["default_generation_settings"]["params"]["seed"] == 42
+        for seed, expected in ((None, 42), (7, 7)):
+            result = server.post("/completion", {"prompt": "hi", "seed": seed}).json()
+            assert result["generation_settings"]["seed"] == expected
+        results = [server.post("/completion", {"prompt": "hi", "seed": -1}).json() for _ in range(2)]
+        assert len({result["generation_settings"]["seed"] for result in results}) == 2
+
+
+def test_embedded_tokens_are_counted(server: RunningServer) -> None:
+    before = parse_metrics(server.get("/metrics").text)
+    assert server.post("/embedding", {"content": ["the", "hi"]}).status_code == 200
+    after = parse_metrics(server.get("/metrics").text)
+    for name, added in (("hocket_embedding_tokens_total", 3), ("llamacpp:prompt_tokens_total", 3)):
+        assert after[name] - before[name] == added
+    assert after["llamacpp:n_decode_total"] - before["llamacpp:n_decode_total"] == 1
+    assert after["llamacpp:tokens_predicted_total"] == before["llamacpp:tokens_predicted_total"]
+
+
+def test_templates_get_the_date() -> None:
+    template = "{{ date_string }}; {{ datetime }}"
+    with serve(chat_template=template) as server:
+        body: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
+        day, month, year = server.post("/apply-template", body).json()["prompt"].partition(";")[0].split()
+        assert (len(day), len(month), len(year)) == (2, 3, 4)
+        body["chat_template_kwargs"] = {"date_string": "01 Jan 1970", "datetime": ""}
+        assert server.post("/apply-template", body).json()["prompt"] == "01 Jan 1970; "
+
+
+def test_prompts_are_shown_on_request() -> None:
+    with serve(shows_prompts=True) as server:
+        answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}).json()
+        assert answer["__verbose"]["prompt"] == "<|user|>hi<|assistant|>"

@@ -298,3 +298,9 @@ def test_known_errors_keep_their_messages() -> None:
     assert as_api_error(RecursionError()).status == 400
     assert ApiError(503, "x", retry_seconds=0.2).headers == {"Retry-After": "1"}
     assert ApiError(429, "x").as_anthropic()["error"] == {"type": "rate_limit_error", "message": "x"}
+
+
+def test_names_of_headers_have_capitals(server: RunningServer) -> None:
+    answer = send_raw(server, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert b"\r\nProcess-Start-Time-Unix: " in answer
+    assert b"\r\ncontent-length: " in answer

@@ -1,7 +1,7 @@
 """Codes of the types with code books: an index selects the magnitudes of 4 or 8 columns.
 
-In a block of 32 columns of 16 rows, byte ``4 * row + i`` of a vector of indices has the low 8 bits of index i of the
-row; byte i of the 32-bit lane `row` of a vector of signs has the signs of 8 columns. A code is ``zero + magnitude`` or
+A block has 32 columns of 16 rows. Byte ``4 * row + i`` of a vector of indices has the low 8 bits of index i of the row.
+Byte i of the 32-bit lane `row` of a vector of signs has the signs of 8 columns. A code is ``zero + magnitude`` or
 ``zero - magnitude``.
 
 - Processors with VBMI look indices up in registers: an entry is two bytes of small numbers, and each instruction

@@ -1,7 +1,7 @@
 """Codes of the types IQ1: entries of 8 columns that are -1, 0 or 1, plus or minus an eighth.
 
-A code is 9 plus eight times a weight. In a block of 32 columns of 16 rows, byte ``4 * row + i`` of a vector has the low
-8 bits of index i of the row; 16 bits of the row have three more bits of each index, and the signs of eighths.
+A code is 9 plus eight times a weight. A block has 32 columns of 16 rows. Byte ``4 * row + i`` of a vector has the low
+8 bits of index i of the row. 16 bits of the row have three more bits of each index, and the signs of eighths.
 
 The 2048 entries are numbered anew, so that the last four columns are looked up in smaller tables. 128 bins hold
 16 entries each. All entries of a bin have one of two second halves, and a bound tells which. The low 7 bits of the new

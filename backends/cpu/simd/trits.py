@@ -32,7 +32,7 @@ MIN_BYTE_OF_ONE, MIN_BYTE_OF_TWO = 86, 171
 
 
 def _list_remainders(b: Any, whole: Any) -> list[Any]:
-    """Return bytes of which the first digit is digit 0 to 4 of `whole`."""
+    """Return five vectors; the first digit of their bytes is digit 0 to 4 of `whole`."""
     remainders = [whole]
     for _ in range(DIGITS - 1):
         last = remainders[-1]

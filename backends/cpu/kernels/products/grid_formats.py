@@ -97,18 +97,18 @@ def pack_iq3_s_codes(row, b, first, second, lane):
 
 
 def _make_pack_iq1_codes(indices: int, high: int, bits: int) -> Subroutine:
-    """Make `PackedFormat.pack_codes` of an IQ1 type, whose entries have new numbers.
+    """Make `PackedFormat.pack_codes` of an IQ1 type; the entries of its code book have new numbers.
 
     Args:
         indices: The first byte of the low bytes of indices.
         high: The first byte of the 16 bits for each block.
         bits: Bits from an index to the next in these 16 bits; the lowest three are the high bits of the index.
     """
-    kept = 0xFFFF & ~sum(7 << bits * i for i in range(4))
+    other_bits = 0xFFFF & ~sum(7 << bits * i for i in range(4))
 
     def pack(row, b, first, second, lane):
         fields = load_byte(row + high + 2 * b) | load_byte(row + high + 1 + 2 * b) << 8
-        changed = fields & kept
+        changed = fields & other_bits
         for i in range(4):
             number = renumber_entry(load_byte(row + indices + 4 * b + i) | (fields >> bits * i & 7) << 8)
             store_byte(first + 4 * lane + i, number)

@@ -37,8 +37,8 @@ class PackedFormat:
         zero_point: The code of weight 0; 0 if biases are stored.
         has_half_block_scales: Whether the two scales of a block differ.
         max_code: The largest code.
-        load_two_codes: ``(p, q)`` loads the codes of blocks at `p` and at `q`, in one plane and whole units; None
-            if this is no faster than to load one after the other.
+        load_two_codes: ``(p, q)`` loads the codes of the blocks at `p` and at `q`, in one plane and whole units. It is
+            None if loading both blocks together is not faster.
         max_unexpanded_rows: Products of at most this many activation rows unpack the codes anew for each of them.
     """
 
@@ -137,14 +137,14 @@ def _make_move_bits(four: Subroutine, first: int, width: int) -> Subroutine:
     """
     fields, mask = 8 // width, ((1 << width) - 1) * 0x01010101
 
-    def moved(row, c, to):
+    def copy_bits(row, c, to):
         for vector in range(width):
             bits = 0
             for field in range(fields):
                 bits |= (four(row, c + 4 * (vector * fields + field)) >> first & mask) << field * width
             store_int(to + 64 * vector, bits)
 
-    return subroutine(moved)
+    return subroutine(copy_bits)
 
 
 @subroutine

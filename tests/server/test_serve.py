@@ -1,0 +1,70 @@
+"""The flags of ``hocket serve``, and its engine at the end of a failure."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from pathlib import Path
+
+import pytest
+
+from hocket import Model
+from hocket.frontends.commands import serve as command
+from hocket.frontends.errors import ModelError
+from hocket.frontends.generation.generate import GenerationParams
+from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.serving.engine import Engine
+from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest
+from hocket.frontends.serving.thread import EngineOptions, EngineThread
+
+
+def read_options(*words: str):
+    parser = argparse.ArgumentParser()
+    command.add_flags(parser)
+    return command.read_server_options(parser.parse_args(["folder/tiny.gguf", *words]))
+
+
+def test_flags_become_options_of_the_server(tmp_path: Path) -> None:
+    (tmp_path / "template").write_text("{{ messages }}")
+    words = ["--temp", "0.5", "--seed", "42", "--no-metrics", "--no-slots", "--verbose", "--alias", "a", "--alias", "b"]
+    words += ["--chat-template", str(tmp_path / "template"), "--chat-template-kwargs", '{"enable_thinking": false}']
+    options = read_options(*words)
+    assert (options.sampling.temperature, options.seed, options.model_file) == (0.5, 42, "tiny.gguf")
+    assert (options.has_metrics, options.has_slots, options.shows_prompts) == (False, False, True)
+    assert (options.aliases, options.chat_template) == (("a", "b"), "{{ messages }}")
+    assert options.template_variables == {"enable_thinking": False}
+    default = read_options()
+    assert (default.sampling.temperature, default.seed, default.template_variables) == (0.8, -1, {})
+    assert (default.has_metrics, default.has_slots, default.shows_prompts) == (True, True, False)
+
+
+def test_an_engine_that_fails_tells_its_requests_and_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[str] = []
+    events: list[Event] = []
+    has_ended = threading.Event()
+
+    def fail(engine: Engine) -> list[Event]:
+        if engine.has_work:
+            raise RuntimeError("planted\nfailure")
+        return []
+
+    def receive(event: Event) -> None:
+        events.append(event)
+        has_ended.set()
+
+    monkeypatch.setattr(Engine, "step", fail)
+    with Model(None, context=64, batch=16) as model:
+        service = EngineThread(model, EngineOptions(1, 1), name="m", version="0", on_failure=failures.append)
+        try:
+            request = GenerationRequest("a", (1, 2), GenerationParams(4, Sampling(), 1, frozenset()))
+            service.submit(request, receive)
+            assert has_ended.wait(120)
+        finally:
+            service.close(0)
+        assert [(event.reason, event.message) for event in events if isinstance(event, EndEvent)] == [
+            ("error", "RuntimeError: planted failure")
+        ]
+        assert failures == ["RuntimeError: planted failure"]
+        assert isinstance(service.error, RuntimeError)
+        with pytest.raises(ModelError, match="the engine has ended: RuntimeError: planted failure"):
+            service.submit(request, receive)
