@@ -304,12 +304,8 @@ class Engine:
         _update_mean(self._chunk_seconds, next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS)), seconds)
         self._sums.prompt_seconds += seconds
         running.tokens.extend(chunk)
-<<<<<<< HEAD
         self._cache.note_read(running.slot, running.tokens)
-=======
-        self._cache.note_read(running.slot, running.tokens, len(running.request.prompt))
         yield ProgressEvent(running.request.id, len(running.tokens))
->>>>>>> suite
         if running.unread:
             return
         if running.request.params.limit == 0:

@@ -188,12 +188,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._pool.prepare(self._note_status)
-<<<<<<< HEAD
-            while self._prepare_while_idle() or self._take_orders():
-=======
             self._is_ready = True
-            while self._take_orders():
->>>>>>> suite
+            while self._prepare_while_idle() or self._take_orders():
                 self._send(self._engine.step())
                 self._note_status()
         except BaseException as error:  # clients must learn of any failure
