@@ -195,7 +195,7 @@ def test_templates_get_the_date() -> None:
         assert server.post("/apply-template", body).json()["prompt"] == "01 Jan 1970; "
 
 
-def test_prompts_are_shown_on_request() -> None:
+def test_prompts_are_visible_on_request() -> None:
     with serve(shows_prompts=True) as server:
         answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}).json()
         assert answer["__verbose"]["prompt"] == "<|user|>hi<|assistant|>"

@@ -21,7 +21,7 @@ from hocket.frontends.session import DeviceGroup, Session
 
 from ...given.models.goldens import path_of
 
-MODELS = ("llama", "qwen35", "gemma3")
+FIXTURE_MODELS = ("llama", "qwen35", "gemma3")
 """Attention, a hybrid with recurrent states, and ring caches."""
 SLOTS, CONTEXT, BATCH = 4, 256, 64
 PROMPT_TOKENS, NEW_TOKENS = 96, 4
@@ -76,13 +76,13 @@ def require_equal(got: list[F32], want: tuple[F32, ...]) -> None:
 
 
 @pytest.mark.parametrize("size", CHUNK_SIZES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FIXTURE_MODELS)
 def test_a_prompt_in_chunks_is_the_prompt_alone(name: str, size: int) -> None:
     pool, prompt = shared_pool(name), prompt_of(name)
     require_equal(decode(pool, 2, prompt, read(pool, 2, prompt, size)), logits_alone(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FIXTURE_MODELS)
 def test_sequences_beside_others_are_those_alone(name: str) -> None:
     """Slots 0, 1 and 3 read in turns and decode together; they have prompts of different lengths."""
     pool = shared_pool(name)
@@ -100,7 +100,7 @@ def test_sequences_beside_others_are_those_alone(name: str) -> None:
         require_equal(found[slot], logits_alone(name, seed))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FIXTURE_MODELS)
 def test_a_prompt_that_is_read_while_others_decode_is_the_prompt_alone(name: str) -> None:
     pool, prompt, other = shared_pool(name), prompt_of(name), prompt_of(name, 1)
     tokens, logits = list(other), read(pool, 0, other)
@@ -113,7 +113,7 @@ def test_a_prompt_that_is_read_while_others_decode_is_the_prompt_alone(name: str
     require_equal(decode(pool, 1, prompt, own), logits_alone(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FIXTURE_MODELS)
 def test_copied_cells_and_states_continue_as_the_sequence_alone(name: str) -> None:
     """Half of a prompt is read in slot 0 and copied to slot 3, which reads the other half after slot 0 has gone on."""
     pool, prompt, half = shared_pool(name), prompt_of(name), PROMPT_TOKENS // 2
@@ -135,7 +135,7 @@ def test_restored_states_continue_as_the_sequence_alone(name: str) -> None:
     require_equal(decode(pool, 1, prompt, read(pool, 1, prompt, start=half)), logits_alone(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FIXTURE_MODELS)
 def test_a_wiped_slot_holds_nothing_of_an_earlier_sequence(name: str) -> None:
     pool, prompt = shared_pool(name), prompt_of(name)
     read(pool, 2, prompt_of(name, 1))
@@ -144,7 +144,7 @@ def test_a_wiped_slot_holds_nothing_of_an_earlier_sequence(name: str) -> None:
     require_equal(decode(pool, 2, prompt, read(pool, 2, prompt)), logits_alone(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FIXTURE_MODELS)
 def test_slots_on_two_devices_are_the_sequence_alone_there(name: str) -> None:
     """The reference is a pool of one slot on the same devices, because shards have other roundings than one device."""
     prompt, other = prompt_of(name), prompt_of(name, 1)
@@ -158,7 +158,7 @@ def test_slots_on_two_devices_are_the_sequence_alone_there(name: str) -> None:
     require_equal(decode(pool, 1, prompt, read(pool, 1, prompt, start=half)), want)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FIXTURE_MODELS)
 def test_a_prompt_with_a_cached_beginning_has_the_probabilities_of_the_prompt_alone(name: str) -> None:
     """The beginnings have odd lengths, at which a cut of a delta rule would change its rounding."""
     pool = make_pool(name)
@@ -181,7 +181,9 @@ def test_a_prompt_with_a_cached_beginning_has_the_probabilities_of_the_prompt_al
 
 
 def test_what_a_model_keeps_is_known() -> None:
-    kinds = {name: (shared_pool(name).has_recurrent_states, shared_pool(name).ring_slack_tokens) for name in MODELS}
+    kinds = {
+        name: (shared_pool(name).has_recurrent_states, shared_pool(name).ring_slack_tokens) for name in FIXTURE_MODELS
+    }
     assert kinds["llama"] == (False, None)
     assert kinds["qwen35"] == (True, None)
     assert kinds["gemma3"][0] is False
