@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from ....graph.dtypes import DType
+from .....graph.dtypes import DType
+from ...simd.vectors import ADDRESS, BYTES, bytes_of, intrinsic, ints_of, llvm_type
 from .grids import (
     TABLE_BYTES,
     VECTOR_BYTES,
@@ -36,7 +37,6 @@ from .grids import (
     move_levels_of_8,
     take_high_bits,
 )
-from .vectors import ADDRESS, BYTES, bytes_of, intrinsic, ints_of, llvm_type
 
 _B, _i16, _i64 = llvm_type(BYTES), ir.IntType(16), ir.IntType(64)
 BIN_ENTRIES = 16

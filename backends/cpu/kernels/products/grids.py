@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from ....graph.dtypes import DType
-from ....graph.lazy_dataclass import dataclass
-from ....ops.quantisation import load_code_book
-from ..processor import find_target_features
-from . import vectors as simd
-from .bytes import BIT_MATRIX_INSTRUCTIONS, apply_per_register, find_instruction
-from .tiles import CODE_VECTORS, CODES_TYPE, TWO_CODES_TYPE, pack_vectors
-from .vectors import ADDRESS, BYTES, INTS, LANES, Intrinsic, bytes_of, intrinsic, ints_of, llvm_type
+from .....graph.dtypes import DType
+from .....graph.lazy_dataclass import dataclass
+from .....ops.quantisation import load_code_book
+from ...processor import find_target_features
+from ...simd import vectors as simd
+from ...simd.bytes import BIT_MATRIX_INSTRUCTIONS, apply_per_register, find_instruction
+from ...simd.tiles import CODE_VECTORS, CODES_TYPE, TWO_CODES_TYPE, pack_vectors
+from ...simd.vectors import ADDRESS, BYTES, INTS, LANES, Intrinsic, bytes_of, intrinsic, ints_of, llvm_type
 
 _B, _I = llvm_type(BYTES), llvm_type(INTS)
 _i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
