@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, MODEL_CONTEXT = ROOT / "data" / "hocket-tiny-q8_0.gguf", 512
-TABLE = ROOT / "tests" / "fixtures" / "llama_suite.toml"
+EXPECTED_TABLE = ROOT / "tests" / "fixtures" / "llama_suite.toml"
 TEST_SECONDS = 120
 """The time limit of one test."""
 VALUE_FLAGS = (
@@ -169,7 +169,7 @@ class Table:
         return self.failures.get(test) or self.failures.get(test.partition("[")[0])
 
 
-def read_table(path: Path = TABLE) -> Table:
+def read_table(path: Path = EXPECTED_TABLE) -> Table:
     """Return the expected outcomes of a file."""
     data = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return Table(
