@@ -105,7 +105,7 @@ class OriginLayer:
         if not self._permits(origin):
             if is_preflight:  # without the headers below, the browser sends no request
                 return await JsonResponse({})(scope, receive, send)
-            raise ApiError(403, f"the origin {origin!a:.80} is not permitted; start the server with --cors-origins")
+            raise ApiError(403, f"the origin {origin!a:.80} is not permitted; start the server with --cors-origin")
         headers = {**ORIGIN_HEADERS, b"access-control-allow-origin": origin.encode("latin-1")}
 
         async def send_permitted(message: Message) -> None:
