@@ -68,11 +68,6 @@ PARTS = (
     OptionalPart("mkdocs", read_extra("docs")),
     OptionalPart("PyTorch", ("torch==2.13.0", "expecttest"), seconds=900),
     OptionalPart("transformers", ("transformers==5.24.0",)),
-    OptionalPart(
-        "llama-server's tests",
-        ("requests", "filelock"),
-        fetch=(sys.executable, str(ROOT / ".ci" / "llama_suite.py")),
-    ),
     OptionalPart("pyright", ("pyright[nodejs]",), fetch=(sys.executable, "-m", "pyright", "--version")),
     OptionalPart(
         "QEMU", ("qemu-user", "gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"), system=True, has="qemu-aarch64"

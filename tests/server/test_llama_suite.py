@@ -18,7 +18,7 @@ SUITE = os.environ.get("HOCKET_LLAMA_SUITE", "")
 """A folder with ``tools/server/tests`` and ``models/templates`` of llama.cpp."""
 
 
-@pytest.mark.long
+@pytest.mark.nightly(cases=0)
 @pytest.mark.skipif(not Path(SUITE, "tools").is_dir(), reason="HOCKET_LLAMA_SUITE names no folder with llama.cpp")
 def test_the_quick_tests_of_llama_server_have_the_expected_outcomes(tmp_path: Path) -> None:
     table, log = read_table(), tmp_path / "log"
