@@ -174,9 +174,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer."""
+        """Forget the timer and the requests: a request whose response is incomplete refers to this protocol."""
         self._stop_timer()
         super().connection_lost(exc)
+        self.cycle = None  # type: ignore[assignment]  # its initial value in uvicorn
+        self.pipeline.clear()
 
     def on_message_begin(self) -> None:
         """Begin the head of a request."""

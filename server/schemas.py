@@ -321,7 +321,7 @@ def decode_body(data: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         ApiError: A field is unknown, is unsupported, or has a wrong value; `ApiError.param` names it.
     """
     body = {name: value for name, value in parse_json_object(data).items() if value is not None}
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    known = set(kind.__struct_encode_fields__)
     ignored = []
     for name in body.keys() - known:
         if is_neutral := NEUTRAL_VALUES.get(name):

@@ -85,9 +85,19 @@ class ErrorLayer:
             if has_started:
                 LOGGER.exception("%s: the response has failed", path)
                 raise
-            answer = as_api_error(error)
-            content = answer.as_anthropic() if path.startswith(ANTHROPIC_PREFIX) else answer.as_openai()
-            await JsonResponse(content, answer.status, answer.headers)(scope, receive, send_counted)
+            response = _make_error_response(error, path)
+            await response(scope, receive, send_counted)
+
+
+def _make_error_response(error: Exception, path: str) -> JsonResponse:
+    """Return the response for an exception.
+
+    `ErrorLayer.__call__` keeps no variable with the error: the error refers to the frame of that call, so such a
+    variable would form a cycle.
+    """
+    answer = as_api_error(error)
+    content = answer.as_anthropic() if path.startswith(ANTHROPIC_PREFIX) else answer.as_openai()
+    return JsonResponse(content, answer.status, answer.headers)
 
 
 class OriginLayer:

@@ -210,7 +210,7 @@ class AnswerStream:
         self._ticker: asyncio.TimerHandle | None = None
         self.sending_since: float | None = None
         """When the response began to send bytes that the client has not taken yet."""
-        self.on_stall: Callable[[], object] = self.close
+        self.on_stall: Callable[[], object] | None = None
         """Called if the client takes nothing for `ServerOptions.stall_seconds`."""
 
     def submit(self) -> None:
@@ -230,12 +230,14 @@ class AnswerStream:
             raise
 
     def close(self) -> None:
-        """End the requests that still run in the engine."""
+        """End the requests that still run in the engine, and drop the references that would form cycles."""
         for request in self._open:
             self._service.cancel(request)
         self._open.clear()
+        self.on_stall = None
         if self._ticker is not None:
             self._ticker.cancel()
+            self._ticker = None
 
     def interrupt(self, error: ApiError) -> None:
         """End the response with an error; called in the thread of the event loop."""
@@ -252,7 +254,8 @@ class AnswerStream:
 
     def _tick(self) -> None:
         now = self._loop.time()
-        if self.sending_since is not None and now - self.sending_since > self._options.stall_seconds:
+        is_stalled = self.sending_since is not None and now - self.sending_since > self._options.stall_seconds
+        if is_stalled and self.on_stall is not None:
             self.on_stall()
         if self._queue.empty():
             self._queue.put_nowait(None)
