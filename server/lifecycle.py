@@ -174,7 +174,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer and the requests: a request whose response is incomplete refers to this protocol."""
+        """Forget the timer and the requests. A request without a complete response refers to this protocol."""
         self._stop_timer()
         super().connection_lost(exc)
         self.cycle = None  # type: ignore[assignment]  # its initial value in uvicorn

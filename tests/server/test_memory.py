@@ -25,7 +25,7 @@ COUNTED_TYPES = (
     "TCPTransport",
     "Task",
 )
-"""Types of which most requests make an object; `Protocol` is the class of a connection."""
+"""Types of objects that most requests create; `Protocol` is the class of a connection."""
 MAX_GROWTH = 10
 """Objects of one type that the last requests may still hold."""
 
