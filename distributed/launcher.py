@@ -22,6 +22,8 @@ from .world import FAILED_RANK_LINGER_SECONDS, SHUTDOWN_GRACE_SECONDS, SILENCE_T
 
 START_TIMEOUT_SECONDS = 60.0
 """Maximum seconds for the start of all ranks."""
+FINALIZE_SECONDS = 2.0
+"""Maximum seconds for which a supervisor waits until the other ranks of its machine have finalized MPI."""
 DIES_WITH_PARENT = 1
 """``PR_SET_PDEATHSIG`` of Linux."""
 
@@ -72,11 +74,13 @@ def _supervise(child: int, reading: int, launch: LaunchInfo) -> NoReturn:
         os.write(2, f"hocket: rank {launch.rank} on {platform.node()}: {why}\n".encode())
         os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     code = os.waitstatus_to_exitcode(status)
     if code < 0 or (code == 0 and len(os.read(reading, 2)) < 2):
         # The child ended without a notice. The other ranks find out and print it before the launcher ends them.
         time.sleep(SILENCE_TIMEOUT_SECONDS + SHUTDOWN_GRACE_SECONDS + FAILED_RANK_LINGER_SECONDS)
         code = 128 - code
     if code:  # mpiexec kills a rank that has not finalized MPI when another ends with an error
-        await_local_ranks(FAILED_RANK_LINGER_SECONDS)
+        await_local_ranks(FINALIZE_SECONDS)
     os._exit(code)

@@ -149,10 +149,10 @@ def await_local_ranks(seconds: float) -> None:
 
 
 def _list_living_parents() -> Iterator[str]:
-    """Yield the parent of each process of this machine that runs."""
+    """Yield the parent of each process of this machine that runs and is not stopped."""
     for entry in PROC.glob("[0-9]*"):
         state, _, rest = _read_process_state(int(entry.name)).partition(" ")
-        if state not in ("", "Z", "X"):
+        if state not in ("", "Z", "X", "T", "t"):
             yield rest.partition(" ")[0]
 
 
