@@ -22,7 +22,7 @@ from .world import FAILED_RANK_LINGER_SECONDS, SHUTDOWN_GRACE_SECONDS, SILENCE_T
 
 START_TIMEOUT_SECONDS = 60.0
 """Maximum seconds for the start of all ranks."""
-FINALIZE_SECONDS = 2.0
+FINALIZE_SECONDS = 4.0
 """Maximum seconds for which a supervisor waits until the other ranks of its machine have finalized MPI."""
 DIES_WITH_PARENT = 1
 """``PR_SET_PDEATHSIG`` of Linux."""

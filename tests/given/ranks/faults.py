@@ -60,7 +60,7 @@ def be_patient(fault: str) -> None:
     ) = HOUR
     bound.MAX_RANK_WAIT_SECONDS = SOON if fault in LATE else HOUR
     if fault == "none":  # nothing hangs: the slower rank of a busy machine ends by itself
-        world.SHUTDOWN_GRACE_SECONDS = HOUR
+        world.SHUTDOWN_GRACE_SECONDS = launcher.FINALIZE_SECONDS = HOUR
     listen, take = world.World._read_heartbeat, world.World.receive_packet
 
     def listen_slowly(self, rank, now):
