@@ -59,7 +59,7 @@ def pair(ranks=(0, 1), name="numpy"):
 
 def calibrated_hardware(speeds, graph=GRAPH, source="calibrated"):
     """Return the hardware of a plan by kept speeds, which names its source."""
-    return replace(speeds.hardware(graph), source=source)
+    return replace(speeds.hardware_for(graph), source=source)
 
 
 def make_saved_speeds(speeds, count=2):

@@ -100,12 +100,15 @@ def test_every_endpoint_answers_curl_and_is_on_the_page(address: str) -> None:
 
 
 def test_the_page_has_all_paths_and_no_other() -> None:
-    from hocket.server import anthropic, native, openai_chat, openai_text
+    from hocket.server.anthropic import build_message_routes
+    from hocket.server.native import build_native_routes
+    from hocket.server.openai_chat import build_chat_routes
+    from hocket.server.openai_text import build_text_routes
 
     routes = {
         route.path.replace("{name:path}", "NAME")
-        for module in (openai_chat, openai_text, native, anthropic)
-        for route in module.build_routes()
+        for build_routes in (build_chat_routes, build_text_routes, build_native_routes, build_message_routes)
+        for route in build_routes()
     }
     section = PAGE[PAGE.index("## Endpoints") : PAGE.index("## Fields")]
     table = {path for line in section.splitlines() if line[:1] == "|" for path in re.findall(r"(/[\w/-]*)`", line)}

@@ -9,8 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -19,28 +17,10 @@ import pytest
 from hocket.server.lifecycle import bind_sockets
 from hocket.server.options import ServerOptions
 
-from ..given.fake_service import FakeService, RunningServer, serve, wait_until
+from ..given.fake_service import FakeService, serve, wait_until
+from ..given.open_requests import CHAT, open_request, read_until
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 LONG = "word " * 400
-
-
-@contextmanager
-def open_request(server: RunningServer, path: str = "/completion", **body: object) -> Iterator[socket.socket]:
-    """Return a connection that has sent a request; it closes with the context."""
-    data = json.dumps({"prompt": "hi", **body} if path == "/completion" else {**CHAT, **body}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        connection.sendall(head.encode() + data)
-        yield connection
-
-
-def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    """Return the bytes until a mark, or until the connection ends."""
-    data = b""
-    while mark not in data and (part := connection.recv(65536)):
-        data += part
-    return data
 
 
 @pytest.mark.parametrize("stream", [True, False])

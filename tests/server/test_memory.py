@@ -12,7 +12,7 @@ import pytest
 from hocket.frontends.commands.serve import GC_THRESHOLD_OBJECTS, limit_garbage
 
 from ..given.fake_service import FakeService, RunningServer, serve, wait_until
-from .test_lifecycle import open_request, read_until
+from ..given.open_requests import open_request, read_until
 
 COUNTED_TYPES = (
     "AnswerStream",
