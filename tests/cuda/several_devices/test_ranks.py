@@ -108,7 +108,7 @@ def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, only_nccl):
     with pytest.raises(BackendError):
         in_threads(2, run)
     assert heard == ["rank 1 on machine0: planted"]
-    assert all(c.is_over for c in only_nccl.made if c.rank == 0)
+    assert all(c.is_over for c in only_nccl.communicators if c.rank == 0)
 
 
 @pytest.mark.parametrize("ranks", [(0, 0, 0, 0), (0, 0, 1, 1)], ids=["one process", "two"])
