@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import field
 
 from ..graph.lazy_dataclass import dataclass
 from .messages import CLOSE_THOUGHT, OPEN_THOUGHT
@@ -73,38 +74,38 @@ class JsonSpan:
         return len(text)
 
 
-class AnswerParser:
-    """Splits the text of one answer into deltas.
+@dataclass(frozen=True, slots=True)
+class ParserOptions:
+    """The parts that the text of an answer may have.
 
-    Args:
-        has_thoughts: Whether the text may begin with ``<think>``; `opens_thought`: whether it begins inside a thought.
-        has_calls: Whether ``<tool_call>`` begins a tool call.
-        has_bare_calls: Whether an answer that begins with ``{`` may be a tool call.
-        is_call: Whether the whole text is one tool call, without markers.
-        max_calls: Tool calls after this number stay text.
-        text_parameters: The names of the parameters of each function that are texts.
+    - `has_thoughts`: whether the text may begin with ``<think>``; `opens_thought`: whether it begins inside a thought.
+    - `has_calls`: whether ``<tool_call>`` begins a tool call.
+    - `has_bare_calls`: whether an answer that begins with ``{`` may be a tool call.
+    - `is_call`: whether the whole text is one tool call, without markers.
+    - `max_calls`: tool calls after this number stay text.
+    - `text_parameters`: the names of the parameters of each function that are texts.
     """
 
-    def __init__(
-        self,
-        *,
-        has_thoughts: bool = False,
-        opens_thought: bool = False,
-        has_calls: bool = False,
-        has_bare_calls: bool = False,
-        is_call: bool = False,
-        max_calls: int = 128,
-        text_parameters: Mapping[str, frozenset[str]] | None = None,
-    ) -> None:
+    has_thoughts: bool = False
+    opens_thought: bool = False
+    has_calls: bool = False
+    has_bare_calls: bool = False
+    is_call: bool = False
+    max_calls: int = 128
+    text_parameters: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+
+class AnswerParser:
+    """Splits the text of one answer into deltas."""
+
+    def __init__(self, options: ParserOptions) -> None:
         self.call_count = 0
         """Complete tool calls."""
-        self._begun_calls, self._max_calls, self._has_calls = 0, max_calls, has_calls
-        self._pending, self._is_call, self._has_bare_calls = "", is_call, has_bare_calls
-        self._text_parameters = text_parameters or {}
+        self._options, self._begun_calls, self._pending, self._is_call = options, 0, "", options.is_call
         self._span: JsonSpan | None = None
-        self._mode = "call" if is_call else "thought" if opens_thought else "begin"
-        self._has_thoughts = has_thoughts
-        self._stripped = SPACE if opens_thought else ""
+        self._mode = "call" if options.is_call else "thought" if options.opens_thought else "begin"
+        self._may_think = options.has_thoughts
+        self._stripped = SPACE if options.opens_thought else ""
         """Characters that are removed before the next text."""
 
     def feed(self, text: str) -> list[Delta]:
@@ -132,11 +133,11 @@ class AnswerParser:
     def _parse_begin(self) -> Iterator[Delta]:
         """Decide whether the answer begins with a thought, or is a tool call."""
         text = self._pending.lstrip()
-        if self._has_thoughts and text.startswith(OPEN_THOUGHT):
+        if self._may_think and text.startswith(OPEN_THOUGHT):
             self._pending, self._mode, self._stripped = text.removeprefix(OPEN_THOUGHT), "thought", SPACE
-        elif self._has_bare_calls and text.startswith("{"):
+        elif self._options.has_bare_calls and text.startswith("{"):
             self._mode, self._is_call = "call", True
-        elif not (self._has_thoughts or self._has_bare_calls) or (text and not OPEN_THOUGHT.startswith(text)):
+        elif not (self._may_think or self._options.has_bare_calls) or (text and not OPEN_THOUGHT.startswith(text)):
             self._mode = "content"
         yield from ()
 
@@ -153,12 +154,12 @@ class AnswerParser:
             self._stripped = ""
             yield Delta("reasoning", thought)
         if marker:
-            self._mode, self._has_thoughts = "begin" if self._has_bare_calls else "content", False
+            self._mode, self._may_think = "begin" if self._options.has_bare_calls else "content", False
             self._stripped = LINE_BREAKS
 
     def _parse_content(self) -> Iterator[Delta]:
         self._pending = self._pending.lstrip(self._stripped) if self._stripped else self._pending
-        if not self._has_calls or self._begun_calls >= self._max_calls:
+        if not self._options.has_calls or self._begun_calls >= self._options.max_calls:
             text, marker = self._pending, ""
             self._pending = ""
         else:  # white space before a call has no meaning
@@ -224,7 +225,7 @@ class AnswerParser:
         arguments: dict[str, object] = {}
         for name, value in XML_PARAMETER.findall(call[2]):
             arguments[name] = value
-            if name not in self._text_parameters.get(call[1], frozenset()):
+            if name not in self._options.text_parameters.get(call[1], frozenset()):
                 with suppress(ValueError, RecursionError):
                     arguments[name] = json.loads(value)
         return call[1], arguments

@@ -22,10 +22,10 @@ from .chat import PreparedChat, prepare_chat
 from .errors import ApiError, refuse
 from .messages import join_content
 from .requests import make_id
-from .responses import EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
+from .responses import JsonResponse, add_ignored, format_event, read_body, respond
 from .schemas import BelowOne, ChatBody, Objects, Share, ShortText, StopTexts, Temperature
 from .state import ServingState, state_of
-from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
+from .streams import Finish, Progress, TextUpdate, Update
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Types of ``tool_choice``, and the words of OpenAI for them."""
@@ -76,12 +76,16 @@ async def create_message(request: Request) -> Response:
     add_ignored(headers, ["thinking.budget_tokens"] if "budget_tokens" in body.thinking else [])
     answer = MessageAnswer(state, chat)
     stream = state.submit(chat.requests, tuple(filter(None, body.stop_sequences)), shows_markers=True)
-    if body.stream:
-        return EventStream(state, stream, answer, headers)
-    with state.released_after(stream):
-        results = await run_until_disconnect(request, read_complete_texts(stream, 1))
-    state.record_finish(results[0][2])
-    return JsonResponse(answer.build_message(*results[0]), headers=headers)
+    return await respond(
+        state,
+        request,
+        stream,
+        answer,
+        lambda results: answer.build_message(*results[0]),
+        count=1,
+        is_streamed=body.stream,
+        headers=headers,
+    )
 
 
 async def count_message_tokens(request: Request) -> Response:

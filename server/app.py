@@ -38,15 +38,16 @@ def create_app(service: ModelService, options: ServerOptions) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=layers,
-        exception_handlers={HTTPException: _raise_as_api_error},  # type: ignore[dict-item]  # it takes exceptions alone
+        exception_handlers={HTTPException: _raise_as_api_error},
     )
     app.router.redirect_slashes = False
     app.state.serving = state
     return app
 
 
-async def _raise_as_api_error(request: Request, error: HTTPException) -> Response:
+async def _raise_as_api_error(request: Request, error: Exception) -> Response:
     """Raise the error of an unknown path or method in the form of the API."""
+    assert isinstance(error, HTTPException)
     messages = {
         404: f"there is no path {request.url.path!a:.80}",
         405: f"{request.method} is not a method of this path",

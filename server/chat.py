@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import field
 
 from ..frontends.generation.grammar import Grammar
 from ..frontends.serving.requests import GenerationRequest
 from ..graph.lazy_dataclass import dataclass
-from .answers import OPEN_CALL, AnswerParser
+from .answers import OPEN_CALL, AnswerParser, ParserOptions
 from .errors import refuse
 from .grammars import describe_ignored
 from .messages import CLOSE_THOUGHT, ChatPrompt
@@ -25,19 +24,19 @@ class PreparedChat:
     """A chat that is ready to be submitted.
 
     - `id`: of the response; `prompt_text`: the rendered chat; `requests`: one for each choice.
-    - `parser_options`: the arguments of `AnswerParser`.
+    - `parser_options`: the parts of the text of a choice.
     - `ignored`: fields without an effect.
     """
 
     id: str
     prompt_text: str
     requests: tuple[GenerationRequest, ...]
-    parser_options: Mapping[str, object]
+    parser_options: ParserOptions
     ignored: tuple[str, ...] = field(default_factory=tuple)
 
     def make_parser(self) -> AnswerParser:
         """Return the parser of the text of one choice."""
-        return AnswerParser(**self.parser_options)  # type: ignore[arg-type]
+        return AnswerParser(self.parser_options)
 
 
 async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> PreparedChat:
@@ -121,15 +120,15 @@ def _choose_answer_start(prompt: ChatPrompt, grammar: Grammar | None, is_forced_
 
 def _choose_parser(
     body: ChatBody, prompt: ChatPrompt, choice: str, functions: list[FunctionBody], has_grammar: bool
-) -> dict[str, object]:
+) -> ParserOptions:
     splits_thoughts = body.reasoning_format != "none" and prompt.has_thoughts and not has_grammar
     has_calls = choice == "auto" and body.parse_tool_calls
-    return {
-        "has_thoughts": splits_thoughts and not prompt.continues_message,
-        "opens_thought": splits_thoughts and prompt.opens_thought,
-        "has_calls": has_calls and OPEN_CALL in prompt.template,
-        "has_bare_calls": has_calls and OPEN_CALL not in prompt.template,
-        "is_call": choice == "required" and body.parse_tool_calls,
-        "max_calls": 128 if body.parallel_tool_calls else 1,
-        "text_parameters": list_text_parameters(functions),
-    }
+    return ParserOptions(
+        has_thoughts=splits_thoughts and not prompt.continues_message,
+        opens_thought=splits_thoughts and prompt.opens_thought,
+        has_calls=has_calls and OPEN_CALL in prompt.template,
+        has_bare_calls=has_calls and OPEN_CALL not in prompt.template,
+        is_call=choice == "required" and body.parse_tool_calls,
+        max_calls=128 if body.parallel_tool_calls else 1,
+        text_parameters=list_text_parameters(functions),
+    )

@@ -38,13 +38,13 @@ class EngineCollector:
         for name, (text, gauge) in gauges.items():
             yield GaugeMetricFamily(f"hocket_{name}", text, value=gauge)
         counters = {
-            "prompt_tokens": ("Prompt tokens, cached ones included", status.prompt_tokens),
-            "cached_tokens": ("Prompt tokens from the prefix cache", status.cached_tokens),
-            "new_tokens": ("Sampled tokens", status.new_tokens),
-            "finished_requests": ("Requests that have ended in the engine", status.finished_requests),
-            "prompt_seconds": ("Seconds of prompt steps", status.prompt_seconds),
-            "decode_seconds": ("Seconds of decode steps", status.decode_seconds),
-            "decode_steps": ("Decode steps", status.steps),
+            "prompt_tokens": ("Prompt tokens, cached ones included", status.sums.prompt_tokens),
+            "cached_tokens": ("Prompt tokens from the prefix cache", status.sums.cached_tokens),
+            "new_tokens": ("Sampled tokens", status.sums.new_tokens),
+            "finished_requests": ("Requests that have ended in the engine", status.sums.finished_requests),
+            "prompt_seconds": ("Seconds of prompt steps", status.sums.prompt_seconds),
+            "decode_seconds": ("Seconds of decode steps", status.sums.decode_seconds),
+            "decode_steps": ("Decode steps", status.sums.decode_steps),
         }
         for name, (text, count) in counters.items():
             yield CounterMetricFamily(f"hocket_{name}", text, value=count)
@@ -92,14 +92,14 @@ class ServerMetrics:
     def _format_llama_metrics(self) -> str:
         """Return the metrics of llama-server; its tools expect these names and types."""
         status = self._service.status
-        read = status.prompt_tokens - status.cached_tokens
-        steps = status.steps + self._embedding_steps
+        read = status.sums.prompt_tokens - status.sums.cached_tokens
+        steps = status.sums.decode_steps + self._embedding_steps
         counters = {
             "prompt_tokens_total": ("Number of prompt tokens processed", read + self._embedding_token_count),
-            "prompt_tokens_cached_total": ("Number of prompt tokens reused from the cache", status.cached_tokens),
-            "prompt_seconds_total": ("Prompt process time", status.prompt_seconds),
-            "tokens_predicted_total": ("Number of generation tokens processed", status.new_tokens),
-            "tokens_predicted_seconds_total": ("Predict process time", status.decode_seconds),
+            "prompt_tokens_cached_total": ("Number of prompt tokens reused from the cache", status.sums.cached_tokens),
+            "prompt_seconds_total": ("Prompt process time", status.sums.prompt_seconds),
+            "tokens_predicted_total": ("Number of generation tokens processed", status.sums.new_tokens),
+            "tokens_predicted_seconds_total": ("Predict process time", status.sums.decode_seconds),
             "n_decode_total": ("Total number of decode steps", steps),
             "n_tokens_max": ("Largest observed number of tokens of a slot", max(status.slot_tokens, default=0)),
             "spec_decode_num_draft_tokens_total": ("Number of drafted tokens", 0),
@@ -107,16 +107,19 @@ class ServerMetrics:
             "spec_decode_num_drafts_total": ("Number of drafts", 0),
         }
         gauges = {
-            "prompt_tokens_seconds": ("Average prompt throughput in tokens/s", divide(read, status.prompt_seconds)),
+            "prompt_tokens_seconds": (
+                "Average prompt throughput in tokens/s",
+                divide(read, status.sums.prompt_seconds),
+            ),
             "predicted_tokens_seconds": (
                 "Average generation throughput in tokens/s",
-                divide(status.new_tokens, status.decode_seconds),
+                divide(status.sums.new_tokens, status.sums.decode_seconds),
             ),
             "requests_processing": ("Number of requests processing", status.running),
             "requests_deferred": ("Number of requests deferred", status.queued),
             "n_busy_slots_per_decode": (
                 "Average number of busy slots per decode step",
-                divide(status.new_tokens, status.steps),
+                divide(status.sums.new_tokens, status.sums.decode_steps),
             ),
         }
         lines = []

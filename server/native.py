@@ -18,10 +18,10 @@ from .grammars import describe_ignored
 from .logprobs import describe_logprobs
 from .metrics import CONTENT_TYPE, AnswerClock, describe_timing
 from .requests import make_id
-from .responses import PING, EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
+from .responses import PING, JsonResponse, add_ignored, format_event, read_body, respond
 from .schemas import CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
 from .state import ServingState, state_of
-from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
+from .streams import CompleteText, Finish, Progress, TextUpdate, Update
 
 NO_SLOT = -1
 """The value of ``id_slot``: the slots of an engine are not fixed to requests."""
@@ -62,14 +62,10 @@ async def create_native_completion(request: Request) -> Response:
     add_ignored(headers, describe_ignored(requests[0].params.grammar))
     answer = NativeAnswer(state, body, requests)
     stream = state.submit(requests, body.stop_strings)
-    if body.stream:
-        return EventStream(state, stream, answer, headers)
-    with state.released_after(stream):
-        results = await run_until_disconnect(request, read_complete_texts(stream, len(requests)))
-    for _, _, finish in results:
-        state.record_finish(finish)
-    objects = [answer.build_result(i, *result) for i, result in enumerate(results)]
-    return JsonResponse(objects if len(objects) > 1 else objects[0], headers=headers)
+    build = answer.build_results
+    return await respond(
+        state, request, stream, answer, build, count=len(requests), is_streamed=body.stream, headers=headers
+    )
 
 
 class NativeAnswer:
@@ -83,6 +79,11 @@ class NativeAnswer:
         self._has_new_line = [False] * len(requests)
         self._cached_tokens: list[int | None] = [None] * len(requests)
         self._clocks = [AnswerClock() for _ in requests]
+
+    def build_results(self, results: Sequence[CompleteText]) -> object:
+        """Return the object of one complete text, or the list of several."""
+        objects = [self.build_result(i, *result) for i, result in enumerate(results)]
+        return objects if len(objects) > 1 else objects[0]
 
     def build_result(
         self, i: int, text: str, tokens: Sequence[TokenEvent], finish: Finish, *, is_streamed: bool = False

@@ -19,16 +19,15 @@ from .requests import make_id
 from .responses import (
     DONE,
     PING,
-    EventStream,
     JsonResponse,
     add_ignored,
     format_event,
     read_body,
-    run_until_disconnect,
+    respond,
 )
 from .schemas import ChatBody, TemplateBody
 from .state import ServingState, state_of
-from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
+from .streams import Finish, Progress, TextUpdate, Update
 
 ID_PREFIX = "chatcmpl-"
 
@@ -42,13 +41,8 @@ async def create_chat_completion(request: Request) -> Response:
     add_ignored(headers, chat.ignored)
     answer = ChatAnswer(state, body, chat)
     stream = state.submit(chat.requests, body.stop_strings, shows_markers=True)
-    if body.stream:
-        return EventStream(state, stream, answer, headers)
-    with state.released_after(stream):
-        results = await run_until_disconnect(request, read_complete_texts(stream, body.n))
-    for _, _, finish in results:
-        state.record_finish(finish)
-    return JsonResponse(answer.build_completion(results), headers=headers)
+    build = answer.build_completion
+    return await respond(state, request, stream, answer, build, count=body.n, is_streamed=body.stream, headers=headers)
 
 
 async def count_chat_tokens(request: Request) -> Response:

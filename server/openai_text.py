@@ -19,10 +19,10 @@ from .grammars import describe_ignored
 from .logprobs import describe_old_logprobs
 from .metrics import AnswerClock, describe_timing
 from .requests import make_id
-from .responses import DONE, PING, EventStream, JsonResponse, add_ignored, format_event, read_body, run_until_disconnect
+from .responses import DONE, PING, JsonResponse, add_ignored, format_event, read_body, respond
 from .schemas import EmbeddingBody, TextBody
 from .state import ServingState, state_of
-from .streams import Finish, Progress, TextUpdate, Update, read_complete_texts
+from .streams import Finish, Progress, TextUpdate, Update
 
 NORMALISED = 2
 """The value of ``embd_normalize`` for vectors of length 1; -1 leaves vectors as they are."""
@@ -46,13 +46,10 @@ async def create_completion(request: Request) -> Response:
     add_ignored(headers, describe_ignored(requests[0].params.grammar))
     answer = TextAnswer(state, body, requests, id)
     stream = state.submit(requests, body.stop_strings)
-    if body.stream:
-        return EventStream(state, stream, answer, headers)
-    with state.released_after(stream):
-        results = await run_until_disconnect(request, read_complete_texts(stream, len(requests)))
-    for _, _, finish in results:
-        state.record_finish(finish)
-    return JsonResponse(answer.build_completion(results), headers=headers)
+    build = answer.build_completion
+    return await respond(
+        state, request, stream, answer, build, count=len(requests), is_streamed=body.stream, headers=headers
+    )
 
 
 class TextAnswer:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -209,14 +209,14 @@ class RequestBuilder:
             ModelError: A value does not fit the model.
         """
         tokenizer, default = self._service.tokenizer, self._options.sampling
-        changes: dict[str, object] = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+        changes: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS}
         if body.top_k is not None and body.top_k < 0:
             changes["top_k"] = 0
         if body.top_p is not None:
             changes["top_p"] = max(body.top_p, MIN_TOP_P)
         changes["temperature"] = body.temperature
         changes = {name: value for name, value in changes.items() if value is not None}
-        sampling = replace(default, **changes, bias=self._read_bias(body))  # type: ignore[arg-type]  # it checks
+        sampling = replace(default, **changes, bias=self._read_bias(body))
         sampling.check(tokenizer.n_tokens)
         base_seed = self._options.seed if body.seed is None else body.seed
         seed = secrets.randbits(32) if base_seed == -1 else (base_seed + choice) % (1 << 64)

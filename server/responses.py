@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from .errors import ApiError, as_api_error
 from .schemas import Body, decode_body
 from .state import ServingState
-from .streams import AnswerStream, Finish, Update
+from .streams import AnswerStream, CompleteText, Finish, Update, read_complete_texts
 
 Output = TypeVar("Output")
 PING = b": ping\n\n"
@@ -107,7 +107,7 @@ class EventStream(Response):
                 if chunk:
                     await self._send(send, chunk)
             last = self._formatter.format_end()
-        except Exception as error:
+        except Exception as error:  # the stream has begun, so the client gets every error as its last event
             last = self._formatter.format_error(as_api_error(error))
         await self._send(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -116,6 +116,41 @@ class EventStream(Response):
         self._stream.sending_since = self._loop.time()
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
         self._stream.sending_since = None
+
+
+async def respond(
+    state: ServingState,
+    request: Request,
+    stream: AnswerStream,
+    formatter: UpdateFormatter,
+    build_body: Callable[[Sequence[CompleteText]], object],
+    *,
+    count: int,
+    is_streamed: bool,
+    headers: Mapping[str, str],
+) -> Response:
+    """Return the response of submitted requests: events as they come, or one object after all choices have ended.
+
+    Args:
+        state: The state of the server.
+        request: The request of the client.
+        stream: The answers of the engine.
+        formatter: Formats events.
+        build_body: Builds the object from text, tokens and end of each choice.
+        count: Number of choices.
+        is_streamed: Whether the client asks for events.
+        headers: Headers of the response.
+
+    Raises:
+        ApiError: The client has left, or a choice has failed.
+    """
+    if is_streamed:
+        return EventStream(state, stream, formatter, headers)
+    with state.released_after(stream):
+        results = await run_until_disconnect(request, read_complete_texts(stream, count))
+    for _, _, finish in results:
+        state.record_finish(finish)
+    return JsonResponse(build_body(results), headers=dict(headers))
 
 
 async def run_until_disconnect(request: Request, work: Coroutine[object, object, Output]) -> Output:

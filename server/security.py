@@ -81,7 +81,7 @@ class ErrorLayer:
 
         try:
             await self._app(scope, receive, send_counted)
-        except Exception as error:
+        except Exception as error:  # every error becomes a response in the form of the API
             if has_started:
                 LOGGER.exception("%s: the response has failed", path)
                 raise

@@ -326,7 +326,11 @@ class AnswerStream:
             raise ApiError(503, f"no slot was free for {self._options.queue_seconds:.0f} s", retry_seconds=10)
 
 
-async def read_complete_texts(stream: AnswerStream, count: int) -> list[tuple[str, tuple[TokenEvent, ...], Finish]]:
+CompleteText = tuple[str, tuple[TokenEvent, ...], Finish]
+"""Text, tokens and end of a choice."""
+
+
+async def read_complete_texts(stream: AnswerStream, count: int) -> list[CompleteText]:
     """Return text, tokens and end of each choice; raises as `AnswerStream.read_updates`."""
     texts: list[list[str]] = [[] for _ in range(count)]
     tokens: list[list[TokenEvent]] = [[] for _ in range(count)]

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
+from ...backends.cpu.choices import find_top_k
 from ...graph.errors import HocketError
 from ..errors import ModelError
+from ..generation.generate import EMPTY_PROMPT_ERROR
 from ..generation.grammar import GrammarState
 from ..parts import F32, next_power_of_two
 from .prefix_cache import PrefixCache, count_common_tokens
@@ -25,6 +27,7 @@ from .requests import (
     ContextExceededError,
     EndEvent,
     EngineStatus,
+    EngineSums,
     Event,
     GenerationRequest,
     ProgressEvent,
@@ -88,19 +91,6 @@ class _Queued:
     submitted: float
 
 
-@dataclass(slots=True)
-class _Sums:
-    """The sums of `EngineStatus`; they change with each token, too often for a frozen object."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    finished_requests: int = 0
-    prompt_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    steps: int = 0
-
-
 class Engine:
     """Schedules requests over the slots of a pool. One thread makes all calls.
 
@@ -131,7 +121,7 @@ class Engine:
         self._chunk_seconds: dict[int, float] = {}
         self._decode_seconds: dict[int, float] = {}
         self._request_seconds = 0.0
-        self._sums = _Sums()
+        self._sums = EngineSums()
 
     # ------------------------------------------------------------------------------------------------------ orders
 
@@ -151,7 +141,7 @@ class Engine:
     def check_request(self, request: GenerationRequest) -> None:
         """Raise the errors of `submit` that depend on the request alone; any thread may call this."""
         if not request.prompt:
-            raise ModelError("the prompt is empty and the model adds no BOS token; give some text to continue")
+            raise ModelError(EMPTY_PROMPT_ERROR)
         if len(request.prompt) >= self._pool.context:
             raise ContextExceededError(len(request.prompt), self._pool.context)
 
@@ -178,7 +168,6 @@ class Engine:
             len(self._running[i].tokens) if i in self._running else self._cache.count_tokens(i)
             for i in range(self._pool.slots)
         )
-        sums = self._sums
         return EngineStatus(
             self._pool.slots,
             self._pool.context,
@@ -186,13 +175,7 @@ class Engine:
             len(self._queue),
             requests,
             tokens,
-            sums.prompt_tokens,
-            sums.cached_tokens,
-            sums.new_tokens,
-            sums.finished_requests,
-            sums.prompt_seconds,
-            sums.decode_seconds,
-            sums.steps,
+            replace(self._sums),
         )
 
     # -------------------------------------------------------------------------------------------------------- steps
@@ -226,8 +209,12 @@ class Engine:
             if request.uses_cache and self._is_prefix_being_read(request.prompt, match.tokens):
                 continue
             self._queue.remove(queued)
+            try:
+                grammar = request.params.grammar.make_state() if request.params.grammar else None
+            except HocketError as error:
+                yield EndEvent(request.id, "error", RequestTiming(len(request.prompt)), str(error))
+                continue
             self._cache.take_slot(match, request.prompt)
-            grammar = request.params.grammar.make_state() if request.params.grammar else None
             running = _Running(
                 request,
                 match.target,
@@ -239,7 +226,7 @@ class Engine:
                 context_tokens=list(request.prompt),
             )
             self._running[match.target] = running
-            self._sums.prompt_tokens += len(request.prompt) - match.tokens
+            self._sums.prompt_tokens += len(request.prompt)
             self._sums.cached_tokens += match.tokens
             yield ProgressEvent(request.id, match.tokens)
 
@@ -324,7 +311,7 @@ class Engine:
         seconds = self._clock() - start
         _update_mean(self._decode_seconds, next_power_of_two(len(decoding)), seconds)
         self._sums.decode_seconds += seconds
-        self._sums.steps += 1
+        self._sums.decode_steps += 1
         for one in decoding:
             yield from self._advance(one, rows[one.slot])
 
@@ -423,9 +410,9 @@ def _update_mean(means: dict[int, float], key: int, seconds: float) -> None:
 def _make_token_event(request: GenerationRequest, token: int, logits: F32) -> TokenEvent:
     if request.top_logprobs is None:
         return TokenEvent(request.id, token)
-    shifted = logits.astype(np.float64) - float(logits.max())
-    logprobs = shifted - math.log(float(np.exp(shifted).sum()))
-    count = min(request.top_logprobs, len(logprobs))
-    ids = np.argsort(-logprobs, kind="stable")[:count] if count else np.zeros(0, np.int64)
-    top = tuple((int(i), float(logprobs[i])) for i in ids)
-    return TokenEvent(request.id, token, float(logprobs[token]), top)
+    count = min(request.top_logprobs, len(logits))
+    ids = [token, *(find_top_k(logits, count) if count else ())]
+    max_logit = float(logits.max())
+    log_sum = max_logit + math.log(float(np.exp(logits.astype(np.float64) - max_logit).sum()))
+    logprobs = [(int(i), float(logits[i]) - log_sum) for i in ids]
+    return TokenEvent(request.id, token, logprobs[0][1], tuple(logprobs[1:]))

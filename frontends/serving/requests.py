@@ -105,6 +105,24 @@ class EndEvent:
 Event = TokenEvent | ProgressEvent | EndEvent
 
 
+@dataclass(slots=True)
+class EngineSums:
+    """Sums of an engine since its start. The engine adds to its own record; `EngineStatus` has a copy.
+
+    - `prompt_tokens`: tokens of the prompts that got a slot; `cached_tokens`: the part from the prefix cache.
+    - `new_tokens`: sampled tokens; `finished_requests`: requests that have ended in a slot.
+    - `prompt_seconds`, `decode_seconds`: seconds of the steps of each kind; `decode_steps`: number of decode steps.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    finished_requests: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """Counts of an engine at one moment.
@@ -113,9 +131,7 @@ class EngineStatus:
     - `context`: tokens of a slot.
     - `slot_requests`: the id of the request in each slot; empty text for a free slot.
     - `slot_tokens`: the tokens that each slot holds, tokens of the prefix cache included.
-    - `prompt_tokens`, `cached_tokens`, `new_tokens`, `finished_requests`: sums since the start.
-    - `prompt_seconds`, `decode_seconds`: seconds of the steps of each kind since the start.
-    - `steps`: decode steps since the start.
+    - `sums`: sums since the start.
     """
 
     slots: int
@@ -124,10 +140,4 @@ class EngineStatus:
     queued: int
     slot_requests: tuple[str, ...]
     slot_tokens: tuple[int, ...]
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    finished_requests: int = 0
-    prompt_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    steps: int = 0
+    sums: EngineSums

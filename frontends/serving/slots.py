@@ -41,7 +41,7 @@ def choose_window(slots: Sequence[int]) -> tuple[int, int]:
 class SlotPool:
     """The memory of `slots` sequences of `context` tokens over the weights of a session.
 
-    The number of slots is rounded up to a power of two in memory. Raises `ModelError` for a model without steps.
+    Raises `ModelError` for a model without steps.
 
     Args:
         like: The session that has the weights.
@@ -56,9 +56,7 @@ class SlotPool:
             raise ModelError(f"{model.architecture} sees all tokens at once; a server generates token by token")
         self.slots, self.context = slots, context
         self.batch = min(batch, context)
-        self._all_slots = Session(
-            model, like=like, sequences=next_power_of_two(slots), context=context, batch=self.batch
-        )
+        self._all_slots = Session(model, like=like, sequences=slots, context=context, batch=self.batch)
         self._windows: dict[tuple[int, int], Session] = {}
         self._state_names = self._all_slots.state_names
         self._caches = tuple(name for name in self._state_names if self._all_slots.is_cache(name))
@@ -82,7 +80,8 @@ class SlotPool:
         return self._all_slots
 
     def find_window(self, first: int, count: int) -> Session:
-        """Return the session over `count` slots from slot `first` on; the first call makes it."""
+        """Return the session over `count` slots from slot `first` on, or fewer at the end; the first call makes it."""
+        count = min(count, self.slots - first)
         key = first, count
         if key not in self._windows:
             self._windows[key] = Session(
@@ -129,7 +128,7 @@ class SlotPool:
         return [smallest << i for i in range((largest // smallest).bit_length())]
 
     def _list_window_sizes(self) -> list[int]:
-        return [1 << i for i in range(self._all_slots.sequences.bit_length())]
+        return [*(1 << i for i in range((self.slots - 1).bit_length())), self.slots]
 
     def _prepare_prompt(self, size: int, length: int) -> None:
         window = self.find_window(0, 1)
@@ -164,8 +163,9 @@ class SlotPool:
         """
         first, count = choose_window([*tokens])
         window = self.find_window(first, count)
-        self._set_lengths(window, [before.get(slot, ()) for slot in range(first, first + count)])
-        new = [[tokens[slot]] if slot in tokens else [] for slot in range(first, first + count)]
+        slots = range(first, first + window.sequences)
+        self._set_lengths(window, [before.get(slot, ()) for slot in slots])
+        new = [[tokens[slot]] if slot in tokens else [] for slot in slots]
         rows = window.evaluate(new)
         return {slot: rows[slot - first][-1] for slot in tokens}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import numpy.typing as npt
 
+from ...backends.cpu.processor import find_compile_target
 from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
@@ -124,9 +124,9 @@ class EngineThread:
         return self._fingerprint
 
     def _compute_fingerprint(self, version: str) -> str:
-        """Return a digest of the version, the model, the plan of a token, the processor and the cache dtypes."""
+        """Return a digest of the version, the model, the plan of a token, the processor's features and the devices."""
         session = self._model.session
-        parts = [version, compute_model_digest(session.model), self._model.plan.digest(), platform.machine()]
+        parts = [version, compute_model_digest(session.model), self._model.plan.digest(), find_compile_target().name]
         parts += [str(dtype) for dtype in session.on.cache_dtypes] + [str(session.on)]
         return f"hocket-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
 

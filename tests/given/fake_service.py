@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import httpx
 import numpy as np
@@ -20,6 +21,7 @@ from hocket.frontends.serving.requests import (
     ContextExceededError,
     EndEvent,
     EngineStatus,
+    EngineSums,
     Event,
     GenerationRequest,
     ProgressEvent,
@@ -113,7 +115,7 @@ class FakeService:
         self.fails_after: int | None = None
         """Tokens after which a request ends with an error."""
         self.embedded: list[Sequence[Sequence[int]]] = []
-        self._counts = dict.fromkeys(("prompt_tokens", "new_tokens", "finished_requests", "steps"), 0)
+        self._sums = EngineSums()
         self._lock, self._wakes = threading.Lock(), threading.Event()
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
@@ -135,7 +137,7 @@ class FakeService:
                 len(self._waiting),
                 (*names, *[""] * idle),
                 (*tokens, *[0] * idle),
-                **self._counts,
+                replace(self._sums),
             )
 
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
@@ -193,7 +195,7 @@ class FakeService:
             if self.delay:
                 time.sleep(self.delay)
             self._admit()
-            self._counts["steps"] += bool(self._running)
+            self._sums.decode_steps += bool(self._running)
             for each in list(self._running):
                 self._step(each)
             self._end_cancelled()
@@ -205,7 +207,7 @@ class FakeService:
             ]
             self._running += admitted
         for each in admitted:
-            self._counts["prompt_tokens"] += len(each.request.prompt)
+            self._sums.prompt_tokens += len(each.request.prompt)
             each.send(ProgressEvent(each.request.id, len(each.request.prompt)))
 
     def _end_cancelled(self) -> None:
@@ -220,7 +222,7 @@ class FakeService:
                 self._running.remove(each)
             else:
                 self._waiting.remove(each)
-            self._counts["finished_requests"] += 1
+            self._sums.finished_requests += 1
         timing = RequestTiming(len(each.request.prompt), 1, len(each.tokens), 0.25, 0.5, 2.0)
         each.send(EndEvent(each.request.id, reason, timing, message))
 
@@ -238,7 +240,7 @@ class FakeService:
         if token in params.end_tokens:
             return self._end(each, "stop")
         each.tokens.append(token)
-        self._counts["new_tokens"] += 1
+        self._sums.new_tokens += 1
         top = each.request.top_logprobs
         if top is None:
             each.send(TokenEvent(each.request.id, token))
@@ -265,20 +267,20 @@ class RunningServer:
         """The address."""
         return f"http://127.0.0.1:{self.port}"
 
-    def get(self, path: str, **options: object) -> httpx.Response:
+    def get(self, path: str, **options: Any) -> httpx.Response:
         """Send a GET request."""
-        return httpx.get(self.url + path, timeout=20, **options)  # type: ignore[arg-type]
+        return httpx.get(self.url + path, timeout=20, **options)
 
-    def post(self, path: str, body: object = None, **options: object) -> httpx.Response:
+    def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
         """Send a POST request with a JSON body."""
-        return httpx.post(self.url + path, json=body, **{"timeout": 20, **options})  # type: ignore[arg-type]
+        return httpx.post(self.url + path, json=body, **{"timeout": 20, **options})
 
 
 @contextmanager
-def serve(service: FakeService | None = None, **options: object) -> Iterator[RunningServer]:
+def serve(service: FakeService | None = None, **options: Any) -> Iterator[RunningServer]:
     """Serve a fake model at a free port while the context is open."""
     service = service or FakeService()
-    settings = ServerOptions(port=0, **options)  # type: ignore[arg-type]
+    settings = ServerOptions(port=0, **options)
     ready = threading.Event()
     (listener,) = bind_sockets(settings)
     app = create_app(service, settings)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from hocket.server.answers import AnswerParser, Delta, merge_deltas
+from hocket.server.answers import AnswerParser, Delta, ParserOptions, merge_deltas
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "} \\" {"}}\n</tool_call>'
 ARGUMENTS = '{"a": 1, "text": "} \\" {"}'
 
 
-def parse(parts: list[str], **options: object) -> tuple[list[Delta], AnswerParser]:
-    parser = AnswerParser(**options)  # type: ignore[arg-type]
+def parse(parts: list[str], **options: Any) -> tuple[list[Delta], AnswerParser]:
+    parser = AnswerParser(ParserOptions(**options))
     deltas = [delta for part in parts for delta in parser.feed(part)]
     return merge_deltas([*deltas, *parser.finish()]), parser
 
 
-def parse_in_parts(text: str, **options: object) -> tuple[list[Delta], AnswerParser]:
+def parse_in_parts(text: str, **options: Any) -> tuple[list[Delta], AnswerParser]:
     """Return the deltas of a text; check that they are equal for each way to divide it in two."""
     whole = parse([text], **options)
     for size in range(len(text) + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import pytest
@@ -31,10 +32,8 @@ def client(server: RunningServer) -> Iterator[anthropic.Anthropic]:
         yield connected
 
 
-def create(client: anthropic.Anthropic, **options: object):
-    return client.messages.create(  # type: ignore[call-overload]
-        **{"model": "any", "max_tokens": 300, "messages": ONE_MESSAGE, **options}
-    )
+def create(client: anthropic.Anthropic, **options: Any):
+    return client.messages.create(**{"model": "any", "max_tokens": 300, "messages": ONE_MESSAGE, **options})
 
 
 def last_prompt(server: RunningServer) -> str:
@@ -72,13 +71,13 @@ def test_a_stream_has_its_events_in_order(client: anthropic.Anthropic, server: R
 
 def test_the_helper_of_the_client_joins_a_stream(client: anthropic.Anthropic, server: RunningServer) -> None:
     server.service.answer = f"<think>hm</think>I look.{CALL}"
-    with client.messages.stream(model="m", max_tokens=200, messages=ONE_MESSAGE, tools=[TOOL]) as stream:  # type: ignore[list-item]
+    with client.messages.stream(model="m", max_tokens=200, messages=ONE_MESSAGE, tools=[TOOL]) as stream:
         message = stream.get_final_message()
     whole = create(client, tools=[TOOL], max_tokens=200)
     for each in (message, whole):
         thought, text, use = each.content
-        assert (thought.thinking, text.text) == ("hm", "I look.")  # type: ignore[union-attr]
-        assert (use.name, use.input) == ("weather", {"city": "Oslo"})  # type: ignore[union-attr]
+        assert (thought.thinking, text.text) == ("hm", "I look.")
+        assert (use.name, use.input) == ("weather", {"city": "Oslo"})
         assert each.stop_reason == "tool_use"
 
 
@@ -133,7 +132,7 @@ def test_an_answer_follows_a_schema(client: anthropic.Anthropic) -> None:
 
 
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
-    assert client.messages.count_tokens(model="m", messages=ONE_MESSAGE).input_tokens == 4  # type: ignore[arg-type]
+    assert client.messages.count_tokens(model="m", messages=ONE_MESSAGE).input_tokens == 4
 
 
 @pytest.mark.parametrize(

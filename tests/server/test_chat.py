@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -46,11 +47,11 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
         yield connected
 
 
-def create(client: openai.OpenAI, **options: object):
-    return client.chat.completions.create(model="any", messages=ONE_MESSAGE, **options)  # type: ignore[call-overload]
+def create(client: openai.OpenAI, **options: Any):
+    return client.chat.completions.create(model="any", messages=ONE_MESSAGE, **options)
 
 
-def read_stream(client: openai.OpenAI, **options: object) -> tuple[str, list]:
+def read_stream(client: openai.OpenAI, **options: Any) -> tuple[str, list]:
     chunks = list(create(client, stream=True, **options))
     return "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices), chunks
 

@@ -54,7 +54,7 @@ def test_a_stream_ends_with_the_whole_object(server: RunningServer) -> None:
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
     assert (events[-1]["stop_type"], events[-1]["tokens"], "generation_settings" in events[-1]) == ("eos", [], True)
     assert events[0]["prompt_progress"] == {"total": 2, "cache": 2, "processed": 2}
-    assert all(len(event["tokens"]) == 1 for event in events[1:-1])  # type: ignore[arg-type]
+    assert all(len(event["tokens"]) == 1 for event in events[1:-1])
 
 
 def test_stop_strings_context_and_new_lines_are_reported(server: RunningServer) -> None:

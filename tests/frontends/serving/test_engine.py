@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -132,6 +134,29 @@ def test_equal_prompts_that_come_together_are_read_once():
         [end_of(run_all(engine), "0")] if False else [event for event in run_all(engine) if isinstance(event, EndEvent)]
     )
     assert sorted(end.timing.cached_tokens for end in ends) == [0, 99, 99, 99]
+
+
+def test_sums_count_cached_tokens_as_prompt_tokens():
+    engine = make_engine(FakePool(2))
+    for name in ("a", "b"):
+        engine.submit(make_request(name, BASE, limit=2))
+        run_all(engine)
+    sums = engine.status.sums
+    assert (sums.prompt_tokens, sums.cached_tokens, sums.finished_requests) == (2 * len(BASE), len(BASE) - 1, 2)
+
+
+def test_a_grammar_that_fails_ends_its_request_alone():
+    class BrokenGrammar:
+        def make_state(self):
+            raise ModelError("no state")
+
+    engine = make_engine(FakePool(2))
+    params = replace(make_request("x", (1,)).params, grammar=BrokenGrammar())
+    engine.submit(GenerationRequest("broken", (1, 2), params))
+    engine.submit(make_request("whole", (1, 2, 3)))
+    events = run_all(engine)
+    assert (end_of(events, "broken").reason, end_of(events, "broken").message) == ("error", "no state")
+    assert end_of(events, "whole").reason in ("stop", "length")
 
 
 def test_a_request_without_cache_reads_its_whole_prompt():

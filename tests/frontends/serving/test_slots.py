@@ -200,4 +200,13 @@ def test_a_window_is_the_smallest_aligned_one(slots: list[int], window: tuple[in
 def test_an_encoder_has_no_slots() -> None:
     model = SimpleNamespace(is_causal=False, is_encoder=True, architecture="bert")
     with pytest.raises(ModelError, match="bert sees all tokens at once; a server generates token by token"):
-        SlotPool(SimpleNamespace(model=model), 2, context=16, batch=16)  # type: ignore[arg-type]
+        SlotPool(SimpleNamespace(model=model), 2, context=16, batch=16)
+
+
+def test_three_slots_take_the_memory_of_three_sequences() -> None:
+    pool, prompts = make_pool("llama", slots=3), {slot: prompt_of("llama", slot) for slot in (1, 2)}
+    assert pool.session.sequences == 3
+    tokens = {slot: int(read(pool, slot, prompt).argmax()) for slot, prompt in prompts.items()}
+    found = pool.decode(tokens, prompts)
+    for slot in prompts:
+        assert np.array_equal(found[slot], logits_alone("llama", slot)[1])

@@ -32,7 +32,7 @@ class RecordedQueue:
 def test_an_idle_engine_waits_for_one_order_and_then_shows_its_result() -> None:
     """After a cancellation, `status` had shown the ended request until the next heartbeat."""
     engine, queue = EngineThread.__new__(EngineThread), RecordedQueue(list, list)
-    engine._engine, engine._orders = SimpleNamespace(has_work=False), queue  # type: ignore[assignment]
+    engine._engine, engine._orders = SimpleNamespace(has_work=False), queue
     assert engine._take_orders()
     assert queue.waits == [True, False, False]
 

@@ -277,7 +277,7 @@ GRID_FORMATS = (
         make_signed_book_loaders(IQ2_S_BOOK, 1, 2, has_even_signs=False),
         _make_split_scale_bytes(74, 8),
         load_iq2_half_scales,
-        IQ2_XS_BOOK.zero,
+        IQ2_S_BOOK.zero,
         halves=True,
     ),
     _make_grid_format(
