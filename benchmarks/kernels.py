@@ -19,7 +19,7 @@ from write_models import make_random_rows
 
 from hocket import ops
 from hocket.backends.cpu.backend import HALF_DTYPES, CpuBackend
-from hocket.backends.cpu.kernels.products.formats import FORMATS
+from hocket.backends.cpu.kernels.products.weight_formats.formats import FORMATS
 from hocket.backends.cpu.limits import MemoryReadTest, measure_bf16_tile_peak, measure_float32_peak, measure_int8_peak
 from hocket.graph import Graph, Value, input, state, weight
 from hocket.graph.dtypes import DType

@@ -19,7 +19,7 @@ from ..backends.cpu.compiler import Kernel, precompile_kernels
 from ..backends.cpu.kernels.crew import continue_run, run_worker_thread, start_run
 from ..backends.cpu.kernels.loop import run
 from ..backends.cpu.kernels.packing import make_pack_kernel, make_unpack_kernel
-from ..backends.cpu.kernels.products.formats import FORMATS
+from ..backends.cpu.kernels.products.weight_formats.formats import FORMATS
 from ..backends.cpu.kernels.reductions import top_k
 from ..backends.cpu.processor import PRECOMPILED_TARGETS, find_compile_target
 from ..graph.dtypes import DType

@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..frontends.serving.service import ModelService
-from .anthropic import build_message_routes
+from .endpoints.anthropic import build_message_routes
+from .endpoints.native import build_native_routes
+from .endpoints.openai_chat import build_chat_routes
+from .endpoints.openai_text import build_text_routes
 from .errors import ApiError
-from .native import build_native_routes
-from .openai_chat import build_chat_routes
-from .openai_text import build_text_routes
 from .options import ServerOptions
 from .security import AccessLayer, BodyLimitLayer, ErrorLayer, OriginLayer
 from .state import ServingState

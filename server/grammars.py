@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from ..frontends.errors import ModelError
 from ..frontends.generation.grammar import Grammar
 from ..frontends.gguf.tokenization.tokenizer import Tokenizer
+from .bodies.schemas import MAX_GRAMMAR_CHARACTERS
 from .errors import refuse
-from .schemas import MAX_GRAMMAR_CHARACTERS
 
 MAX_GRAMMARS = 64
 """Compiled grammars that are kept, the most recently used ones."""

@@ -22,11 +22,11 @@ from ..frontends.generation.generate import EMPTY_PROMPT_ERROR, GenerationParams
 from ..frontends.generation.grammar import Grammar
 from ..frontends.serving.requests import GenerationRequest
 from ..frontends.serving.service import ModelService
+from .bodies.messages import ChatPrompt, render_messages
+from .bodies.schemas import ChatBody, ResponseFormat, SamplingBody, TemplateBody
 from .errors import ApiError, make_context_error, refuse
 from .grammars import ANY_OBJECT_SCHEMA, GrammarCache
-from .messages import ChatPrompt, render_messages
 from .options import ServerOptions
-from .schemas import ChatBody, ResponseFormat, SamplingBody, TemplateBody
 
 Output = TypeVar("Output")
 TEXT_THREADS = 2

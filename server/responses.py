@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from .bodies.schemas import Body, decode_body
 from .errors import ApiError, as_api_error
-from .schemas import Body, decode_body
 from .state import ServingState
 from .streams import AnswerStream, CompleteText, Finish, Update, read_complete_texts
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from ..frontends.serving.requests import GenerationRequest
 from ..frontends.serving.service import ModelService
-from .answers import MARKERS
+from .bodies.answers import MARKERS
 from .errors import ApiError
 from .metrics import ServerMetrics
 from .options import ServerOptions

@@ -26,7 +26,7 @@ from .crew import ThreadPool
 from .fetching import tune_for_program
 from .kept import load_cached_replay
 from .kernels.packing import PACK_ARGS, UNPACK_ARGS, make_pack_kernel, make_unpack_kernel
-from .kernels.products.formats import FORMATS, GROUP_ROWS
+from .kernels.products.weight_formats.formats import FORMATS, GROUP_ROWS
 from .replay import Replay
 from .simd.vectors import LANES
 

@@ -103,7 +103,7 @@ class TimedMatmul:
 
     def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int, at_once: int = 1) -> None:
         from .kernels.products import dense, grouped, products  # which ask this file how far ahead to fetch
-        from .kernels.products.formats import FORMATS
+        from .kernels.products.weight_formats.formats import FORMATS
 
         form = FORMATS.get(dtype)
         blocks = products.make_packed_tiling(form) if form else dense.make_float_tiling(dtype)

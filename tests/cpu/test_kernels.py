@@ -19,7 +19,7 @@ from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.kernels import loop, packing, tickets
 from hocket.backends.cpu.kernels.crew import ASLEEP_FLAG
 from hocket.backends.cpu.kernels.products import products, shifted_grids
-from hocket.backends.cpu.kernels.products.formats import FORMATS
+from hocket.backends.cpu.kernels.products.weight_formats.formats import FORMATS
 from hocket.backends.cpu.simd import tiles, trits
 from hocket.frontends.terminal.compile_progress import show_compile_progress
 from hocket.graph.disk_cache import _warn_unwritable_once, read_cached, write_cached

@@ -28,7 +28,7 @@ if base.startswith("x86") and features:  # Numba makes machine code of each part
 (like,) = (t for t in processor.PRECOMPILED_TARGETS if t.name == base)
 target = processor._make_target("other", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
 processor.find_compile_target = lambda: target
-from hocket.backends.cpu.kernels.products.formats import FORMATS
+from hocket.backends.cpu.kernels.products.weight_formats.formats import FORMATS
 from hocket.backends.cpu.kernels.products.products import make_packed_matmul_kernel
 
 for dtype in (DType.Q8_0, DType.Q4_K, DType.IQ4_NL):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from hocket.backends.cpu.kernels.products import tiled
-from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.kernels.products.rounding import (
     PANEL_ROWS,
     SPLIT_KIND,
@@ -21,6 +20,7 @@ from hocket.backends.cpu.kernels.products.rounding import (
     round_rows,
 )
 from hocket.backends.cpu.kernels.products.tiled_weights import make_amx_weight
+from hocket.backends.cpu.kernels.products.weight_formats.formats import FORMATS
 from hocket.backends.cpu.kernels.tickets import QUEUE_BYTES
 from hocket.backends.cpu.simd import amx
 from hocket.graph.dtypes import DType

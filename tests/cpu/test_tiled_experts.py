@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from hocket.backends.cpu.kernels.products import pairs_experts, tiled_experts
-from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.kernels.products.rounding import (
     PANEL_ROWS,
     TILE_ROW_BYTES,
@@ -12,6 +11,7 @@ from hocket.backends.cpu.kernels.products.rounding import (
     compute_quantised_bytes,
 )
 from hocket.backends.cpu.kernels.products.tiled_weights import make_amx_weight
+from hocket.backends.cpu.kernels.products.weight_formats.formats import FORMATS
 from hocket.backends.cpu.kernels.tickets import QUEUE_BYTES
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import bf16_to_f32, dequantise

@@ -8,7 +8,7 @@ from hocket.backends.cpu import compiler
 from hocket.backends.cpu.compiler import KERNEL_FUNCTION
 from hocket.backends.cpu.kernels import packing
 from hocket.backends.cpu.kernels.products import rounding
-from hocket.backends.cpu.kernels.products.formats import FORMATS
+from hocket.backends.cpu.kernels.products.weight_formats.formats import FORMATS
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import bf16_to_f32, f32_to_bf16
 

@@ -100,10 +100,10 @@ def test_every_endpoint_answers_curl_and_is_on_the_page(address: str) -> None:
 
 
 def test_the_page_has_all_paths_and_no_other() -> None:
-    from hocket.server.anthropic import build_message_routes
-    from hocket.server.native import build_native_routes
-    from hocket.server.openai_chat import build_chat_routes
-    from hocket.server.openai_text import build_text_routes
+    from hocket.server.endpoints.anthropic import build_message_routes
+    from hocket.server.endpoints.native import build_native_routes
+    from hocket.server.endpoints.openai_chat import build_chat_routes
+    from hocket.server.endpoints.openai_text import build_text_routes
 
     routes = {
         route.path.replace("{name:path}", "NAME")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hocket.server.answers import AnswerParser, Delta, ParserOptions, merge_deltas
+from hocket.server.bodies.answers import AnswerParser, Delta, ParserOptions, merge_deltas
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "} \\" {"}}\n</tool_call>'
 ARGUMENTS = '{"a": 1, "text": "} \\" {"}'

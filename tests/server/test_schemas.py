@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from hocket.server.bodies.schemas import ChatBody, CompletionBody, TextBody, decode_body
 from hocket.server.errors import ApiError
-from hocket.server.schemas import ChatBody, CompletionBody, TextBody, decode_body
 
 ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 

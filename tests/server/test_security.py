@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.server.anthropic import MessagesBody
+from hocket.server.bodies.schemas import ChatBody, CompletionBody, EmbeddingBody, TextBody, TokenizeBody
+from hocket.server.endpoints.anthropic import MessagesBody
 from hocket.server.errors import ApiError, as_api_error
 from hocket.server.options import ServerOptions
-from hocket.server.schemas import ChatBody, CompletionBody, EmbeddingBody, TextBody, TokenizeBody
 
 from ..given.fake_service import FakeService, RunningServer, serve
 

@@ -8,7 +8,7 @@ import pytest
 
 from hocket.frontends.gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
 from hocket.frontends.serving.requests import TokenEvent
-from hocket.server.logprobs import describe_logprobs, describe_token
+from hocket.server.endpoints.logprobs import describe_logprobs, describe_token
 from hocket.server.streams import ChoiceText, TokenDecoder
 
 from ..given.fake_service import build_metadata

@@ -21,7 +21,7 @@ from ..words import declare_args
 from . import blocks
 from .cells import CELLS_BY_DTYPE
 from .packing import INVALID_ROW, UNPACK_ARGS, compute_thread_range, make_unpack_kernel
-from .products.formats import FORMATS
+from .products.weight_formats.formats import FORMATS
 from .rows import FILL_ARGS, LANE_STORERS, add_row_step, add_unary, can_copy, fill, load_lanes, store_lanes
 
 MOVE_ARGS = declare_args("table step rows columns ids id_bytes other pace count tables between")

@@ -10,7 +10,7 @@ from ..compiler import Kernel, subroutine
 from ..simd.tiles import store_codes
 from ..simd.vectors import load_byte, load_int, load_scalar, store, store_scalar
 from ..words import declare_args
-from .products.formats import BLOCK_COLUMNS, GROUP_ROWS, UNIT_BLOCKS, PackedFormat
+from .products.weight_formats.formats import BLOCK_COLUMNS, GROUP_ROWS, UNIT_BLOCKS, PackedFormat
 
 INVALID_ROW = 1
 """Status of a run with an invalid row id. The id is stored above the low byte."""

@@ -13,9 +13,9 @@ from ...steps import InstructionBinder, StepTableBuilder, ThreadWork
 from ..functions import GATED
 from ..packing import compute_thread_range
 from ..rows import ELEMENT_STRIDE_WORDS, add_binary, load_lanes, make_row_args, make_row_walk, store_lanes
-from .formats import BLOCK_COLUMNS
 from .products import find_result_consumers
 from .rounding import QuantisedTarget, quantise_row
+from .weight_formats.formats import BLOCK_COLUMNS
 
 ARGS = make_row_args("x z y", "between rounding[*]")
 """Gate, up and result; bytes from thread to thread of the result; `QuantisedTarget.rounding_words`."""

@@ -23,7 +23,6 @@ from ...words import declare_args
 from ..functions import GATED
 from ..rows import store_lanes
 from .experts import sort_slots_by_expert
-from .formats import FORMATS, PackedFormat
 from .gated import GATED_OPS, split_gated_operands
 from .grouped import (
     GROUP_ROWS,
@@ -35,6 +34,7 @@ from .grouped import (
 )
 from .products import compute_weight_strides, find_result_consumers, has_matmul_kernel, make_packed_tiling
 from .rounding import QuantisedTarget, compute_quantised_bytes, quantise_activations, quantise_row
+from .weight_formats.formats import FORMATS, PackedFormat
 
 ARGS = declare_args(
     "weights[2] stride between rows columns x pitch starts experts used shared sums[2] wide y step passing l1_ahead "

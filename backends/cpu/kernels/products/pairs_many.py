@@ -25,7 +25,6 @@ from ..functions import GATED
 from ..rows import store_lanes
 from ..tickets import choose_span, compute_span_start, count_spans, finish_queue, select_span_queue, take_work_item
 from . import tiled
-from .formats import BLOCK_COLUMNS, FORMATS, PackedFormat
 from .grouped import GROUP_ROWS, is_shared_by_threads, prefetch_section
 from .pairs import GatedMatmul, match_gated_matmul
 from .products import compute_weight_strides, find_result_consumers, make_packed_tiling
@@ -38,6 +37,7 @@ from .rounding import (
 )
 from .tiled import compute_matrices_per_pass
 from .tiled_weights import AmxWeight, make_amx_weight
+from .weight_formats.formats import BLOCK_COLUMNS, FORMATS, PackedFormat
 
 VECTOR_BYTES, BLOCK_BYTES = 4 * GROUP_ROWS, 4 * BLOCK_COLUMNS
 """Bytes of the units of a row in a group, and in a block, which is quantised at once."""

@@ -26,7 +26,6 @@ from ...simd.tiles import (
 from ...simd.vectors import MANY_REGISTERS, count_vector_registers, load, store, sub
 from ...steps import StepTableBuilder, with_layout_of
 from . import dense, matrices, tiled
-from .formats import BLOCK_COLUMNS, FORMATS, GROUP_ROWS, UNIT_BLOCKS, PackedFormat
 from .grouped import (
     ExpertSlots,
     WeightTiling,
@@ -37,6 +36,7 @@ from .grouped import (
     prefetch_lines,
 )
 from .rounding import TERMS_BY_KIND, ResultConsumers, compute_quantised_bytes, quantise_activations
+from .weight_formats.formats import BLOCK_COLUMNS, FORMATS, GROUP_ROWS, UNIT_BLOCKS, PackedFormat
 
 SCALES_OFFSET, BIASES_OFFSET, EXPANDED_BLOCK_BYTES = 64 * CODE_VECTORS, 64 * CODE_VECTORS + 128, 64 * CODE_VECTORS + 256
 """Offsets into an expanded block, and its bytes: codes as bytes, then scales and biases of both halves as float32."""

@@ -48,8 +48,8 @@ from ...simd.vectors import (
 from ...steps import StepTableBuilder, ThreadWork
 from ...words import declare_args
 from ..packing import compute_thread_range
-from .formats import BLOCK_COLUMNS
 from .grouped import compute_even_bounds
+from .weight_formats.formats import BLOCK_COLUMNS
 
 FLOAT_ONE, CODE_STEP, START_FACTOR = np.float32(1), np.float32(1 / 127), np.float32(-ONE_AND_A_HALF)
 SCALE_MASK = 0xFFFFFFFC

@@ -22,10 +22,10 @@ from ...words import declare_args
 from ..amx import select_tile_operations
 from ..rows import store_lanes
 from ..tickets import choose_span, compute_span_start, count_spans, finish_queue, select_span_queue, take_work_item
-from .formats import BLOCK_COLUMNS, FORMATS
 from .grouped import GROUP_ROWS, is_shared_by_threads, prefetch_section
 from .rounding import PANEL_ROWS, compute_quantised_bytes, quantise_activations
 from .tiled_weights import BLOCK_BYTES, AmxWeight, make_amx_weight, make_multiply_terms
+from .weight_formats.formats import BLOCK_COLUMNS, FORMATS
 
 MATRIX_SUM_BYTES = 4 * TILE_BYTES
 """Bytes of the sums of 32 rows and two groups, tile by tile."""

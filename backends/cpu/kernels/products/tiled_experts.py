@@ -18,7 +18,6 @@ from ...words import declare_args
 from ..amx import select_tile_operations
 from ..rows import store_lanes
 from ..tickets import finish_queue, take_work_item
-from .formats import BLOCK_COLUMNS
 from .grouped import GROUP_ROWS, ExpertSlots, compute_activation_row, is_shared_by_threads, zero_remote_rows
 from .products import compute_weight_strides
 from .rounding import (
@@ -38,6 +37,7 @@ from .tiled import (
     make_store_sums,
 )
 from .tiled_weights import BLOCK_BYTES, AmxWeight, make_amx_weight
+from .weight_formats.formats import BLOCK_COLUMNS
 
 RESULT_ROW_BYTES = MAX_MATRICES * 2 * GROUP_ROWS * 4 + 64
 """Bytes from row to row of the results; 64 extra bytes spread the rows over the sets of the nearest cache."""

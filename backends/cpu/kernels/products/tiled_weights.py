@@ -20,9 +20,9 @@ from ...simd.order import transpose_f32
 from ...simd.terms import store_ordered_bf16_terms
 from ...simd.vectors import LANES, load, load_f16
 from ..amx import select_tile_operations
-from .formats import BLOCK_COLUMNS, FORMATS, UNIT_BLOCKS, PackedFormat
 from .grouped import GROUP_ROWS, prefetch_lines
 from .rounding import SPLIT_KIND, TERMS_BY_KIND, TILED_KIND
+from .weight_formats.formats import BLOCK_COLUMNS, FORMATS, UNIT_BLOCKS, PackedFormat
 
 BLOCK_BYTES = 2 * TILE_BYTES
 """Bytes of one term of 32 columns: of two groups, or of 32 activation rows."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .....graph.dtypes import DType
-from ...compiler import subroutine
-from ...simd.tiles import make_code_loader
-from ...simd.trits import DIGITS, SHORT_BYTES, load_trits
-from ...simd.vectors import load_byte, store_byte
+from ......graph.dtypes import DType
+from ....compiler import subroutine
+from ....simd.tiles import make_code_loader
+from ....simd.trits import DIGITS, SHORT_BYTES, load_trits
+from ....simd.vectors import load_byte, store_byte
 from .packed_format import (
     BIT_MASK,
     BLOCK_COLUMNS,

@@ -12,17 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..frontends.serving.requests import GenerationRequest, TokenEvent
+from ...frontends.serving.requests import GenerationRequest, TokenEvent
+from ..bodies.schemas import EmbeddingBody, TextBody
+from ..errors import ApiError, refuse
+from ..grammars import describe_ignored
+from ..metrics import AnswerClock, describe_timing
+from ..requests import make_id
+from ..responses import DONE, PING, JsonResponse, add_ignored, format_event, read_body, respond
+from ..state import ServingState, state_of
+from ..streams import Finish, Progress, TextUpdate, Update
 from .chat import check_choice_count
-from .errors import ApiError, refuse
-from .grammars import describe_ignored
 from .logprobs import describe_old_logprobs
-from .metrics import AnswerClock, describe_timing
-from .requests import make_id
-from .responses import DONE, PING, JsonResponse, add_ignored, format_event, read_body, respond
-from .schemas import EmbeddingBody, TextBody
-from .state import ServingState, state_of
-from .streams import Finish, Progress, TextUpdate, Update
 
 NORMALISED = 2
 """The value of ``embd_normalize`` for vectors of length 1; -1 leaves vectors as they are."""

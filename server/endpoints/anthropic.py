@@ -16,16 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..frontends.serving.requests import TokenEvent
-from .answers import Delta
+from ...frontends.serving.requests import TokenEvent
+from ..bodies.answers import Delta
+from ..bodies.messages import join_content
+from ..bodies.schemas import BelowOne, ChatBody, Objects, Share, ShortText, StopTexts, Temperature
+from ..errors import ApiError, refuse
+from ..requests import make_id
+from ..responses import JsonResponse, add_ignored, format_event, read_body, respond
+from ..state import ServingState, state_of
+from ..streams import Finish, Progress, TextUpdate, Update
 from .chat import PreparedChat, prepare_chat
-from .errors import ApiError, refuse
-from .messages import join_content
-from .requests import make_id
-from .responses import JsonResponse, add_ignored, format_event, read_body, respond
-from .schemas import BelowOne, ChatBody, Objects, Share, ShortText, StopTexts, Temperature
-from .state import ServingState, state_of
-from .streams import Finish, Progress, TextUpdate, Update
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Types of ``tool_choice``, and the words of OpenAI for them."""

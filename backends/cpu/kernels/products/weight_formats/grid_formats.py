@@ -5,9 +5,9 @@ Indices, signs and high bits of indices of 32 columns lie in one plane. The scal
 
 from __future__ import annotations
 
-from .....graph.dtypes import DType
-from ...compiler import Subroutine, subroutine
-from ...simd.vectors import (
+from ......graph.dtypes import DType
+from ....compiler import Subroutine, subroutine
+from ....simd.vectors import (
     add_int,
     and_int,
     load_byte,
@@ -27,9 +27,9 @@ from ...simd.vectors import (
     store_int,
     to_float,
 )
-from .grids import BookLoaders, CodeBook, make_signed_book_loaders
+from ..grids import BookLoaders, CodeBook, make_signed_book_loaders
+from ..shifted_grids import IQ1_ZERO, make_shifted_book_loaders, renumber_entry
 from .packed_format import GROUP_ROWS, UNIT_BLOCKS, PackedFormat, copy_f16_to_lane, make_zero_point_biases
-from .shifted_grids import IQ1_ZERO, make_shifted_book_loaders, renumber_entry
 
 IQ2_MAGNITUDES, IQ3_XXS_MAGNITUDES = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
 IQ3_S_MAGNITUDES = (1, 3, 5, 7, 9, 11, 13, 15)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from ..frontends.generation.grammar import Grammar
-from ..frontends.serving.requests import GenerationRequest
-from ..graph.lazy_dataclass import dataclass
-from .answers import OPEN_CALL, AnswerParser, ParserOptions
-from .errors import refuse
-from .grammars import describe_ignored
-from .messages import CLOSE_THOUGHT, ChatPrompt
-from .requests import make_id
-from .schemas import ChatBody, FunctionBody
-from .state import ServingState
-from .tools import build_call_schema, choose_tools, list_text_parameters, read_tools
+from ...frontends.generation.grammar import Grammar
+from ...frontends.serving.requests import GenerationRequest
+from ...graph.lazy_dataclass import dataclass
+from ..bodies.answers import OPEN_CALL, AnswerParser, ParserOptions
+from ..bodies.messages import CLOSE_THOUGHT, ChatPrompt
+from ..bodies.schemas import ChatBody, FunctionBody
+from ..bodies.tools import build_call_schema, choose_tools, list_text_parameters, read_tools
+from ..errors import refuse
+from ..grammars import describe_ignored
+from ..requests import make_id
+from ..state import ServingState
 
 REASONING_FORMATS = ("auto", "none", "deepseek")
 

@@ -9,19 +9,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..frontends.errors import ModelError
-from ..frontends.gguf.chat import select_chat_template
-from ..frontends.serving.requests import GenerationRequest, TokenEvent
+from ...frontends.errors import ModelError
+from ...frontends.gguf.chat import select_chat_template
+from ...frontends.serving.requests import GenerationRequest, TokenEvent
+from ..bodies.schemas import CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
+from ..errors import ApiError
+from ..grammars import describe_ignored
+from ..metrics import CONTENT_TYPE, AnswerClock, describe_timing
+from ..requests import make_id
+from ..responses import PING, JsonResponse, add_ignored, format_event, read_body, respond
+from ..state import ServingState, state_of
+from ..streams import CompleteText, Finish, Progress, TextUpdate, Update
 from .chat import check_choice_count
-from .errors import ApiError
-from .grammars import describe_ignored
 from .logprobs import describe_logprobs
-from .metrics import CONTENT_TYPE, AnswerClock, describe_timing
-from .requests import make_id
-from .responses import PING, JsonResponse, add_ignored, format_event, read_body, respond
-from .schemas import CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
-from .state import ServingState, state_of
-from .streams import CompleteText, Finish, Progress, TextUpdate, Update
 
 NO_SLOT = -1
 """The value of ``id_slot``: the slots of an engine are not fixed to requests."""

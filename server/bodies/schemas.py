@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from .errors import refuse
+from ..errors import refuse
 
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 256
 MAX_CHOICES = 16

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from .errors import refuse
+from ..errors import refuse
 from .schemas import FunctionBody, NamedTool, Objects, ToolBody
 
 TOOL_CHOICES = ("none", "auto", "required")

@@ -17,12 +17,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from .....graph.dtypes import DType
-from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
-from ...compiler import Subroutine, subroutine
-from ...simd.bytes import make_byte_table
-from ...simd.tiles import make_code_loader
-from ...simd.vectors import (
+from ......graph.dtypes import DType
+from ......ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
+from ....compiler import Subroutine, subroutine
+from ....simd.bytes import make_byte_table
+from ....simd.tiles import make_code_loader
+from ....simd.vectors import (
     Intrinsic,
     and_int,
     bits_to_float,

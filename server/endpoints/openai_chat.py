@@ -9,25 +9,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..frontends.serving.requests import TokenEvent
-from .answers import AnswerParser, Delta
+from ...frontends.serving.requests import TokenEvent
+from ..bodies.answers import AnswerParser, Delta
+from ..bodies.schemas import ChatBody, TemplateBody
+from ..errors import ApiError
+from ..metrics import AnswerClock, describe_timing
+from ..requests import make_id
+from ..responses import DONE, PING, JsonResponse, add_ignored, format_event, read_body, respond
+from ..state import ServingState, state_of
+from ..streams import Finish, Progress, TextUpdate, Update
 from .chat import PreparedChat, prepare_chat
-from .errors import ApiError
 from .logprobs import describe_logprobs
-from .metrics import AnswerClock, describe_timing
-from .requests import make_id
-from .responses import (
-    DONE,
-    PING,
-    JsonResponse,
-    add_ignored,
-    format_event,
-    read_body,
-    respond,
-)
-from .schemas import ChatBody, TemplateBody
-from .state import ServingState, state_of
-from .streams import Finish, Progress, TextUpdate, Update
 
 ID_PREFIX = "chatcmpl-"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..frontends.gguf.tokenization.tokenizer import Tokenizer
-from ..frontends.serving.requests import TokenEvent
+from ...frontends.gguf.tokenization.tokenizer import Tokenizer
+from ...frontends.serving.requests import TokenEvent
 
 MIN_LOGPROB = -9999.0
 """The number for a token without probability, which JSON has no value for; OpenAI uses the same."""

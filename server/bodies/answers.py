@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import field
 
-from ..graph.lazy_dataclass import dataclass
+from ...graph.lazy_dataclass import dataclass
 from .messages import CLOSE_THOUGHT, OPEN_THOUGHT
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"

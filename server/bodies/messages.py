@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..frontends.gguf.chat import choose_chat_format
-from ..frontends.gguf.tokenization.tokenizer import Tokenizer
-from ..graph.lazy_dataclass import dataclass
-from .errors import refuse
+from ...frontends.gguf.chat import choose_chat_format
+from ...frontends.gguf.tokenization.tokenizer import Tokenizer
+from ...graph.lazy_dataclass import dataclass
+from ..errors import refuse
 from .schemas import ChatBody, Objects, TemplateBody
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from functools import cache, partial
 
-from .....graph.dtypes import DType
-from .....graph.lazy_dataclass import dataclass
-from ...compiler import Subroutine, subroutine
-from ...simd.dots import WeightCodes
-from ...simd.tiles import make_code_loader
-from ...simd.vectors import Intrinsic, load_byte, load_f16, load_four, mul, splat, store_byte, store_int
+from ......graph.dtypes import DType
+from ......graph.lazy_dataclass import dataclass
+from ....compiler import Subroutine, subroutine
+from ....simd.dots import WeightCodes
+from ....simd.tiles import make_code_loader
+from ....simd.vectors import Intrinsic, load_byte, load_f16, load_four, mul, splat, store_byte, store_int
 
 GROUP_ROWS, BLOCK_COLUMNS, UNIT_BLOCKS = 16, 32, 8
 """Rows of a group, columns of a block, blocks of a unit."""

@@ -1,0 +1,1 @@
+"""The endpoints of the server, by API: OpenAI, Anthropic and llama-server."""
