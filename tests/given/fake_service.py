@@ -33,6 +33,8 @@ from hocket.server.app import create_app
 from hocket.server.lifecycle import DrainingServer, bind_sockets
 from hocket.server.options import ServerOptions
 
+from .waits import WAIT_SECONDS
+
 SPECIAL_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<think>", "</think>")
 CALL_TOKENS = ("<tool_call>", "</tool_call>")
 WORDS = ("he", "the", "st", "op", "stop")
@@ -269,11 +271,11 @@ class RunningServer:
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """Send a GET request."""
-        return httpx.get(self.url + path, timeout=20, **options)
+        return httpx.get(self.url + path, timeout=WAIT_SECONDS, **options)
 
     def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
         """Send a POST request with a JSON body."""
-        return httpx.post(self.url + path, json=body, **{"timeout": 20, **options})
+        return httpx.post(self.url + path, json=body, **{"timeout": WAIT_SECONDS, **options})
 
 
 @contextmanager
@@ -287,26 +289,13 @@ def serve(service: FakeService | None = None, **options: Any) -> Iterator[Runnin
     server = DrainingServer(app, settings, lambda _: ready.set())
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(WAIT_SECONDS)
     try:
         yield RunningServer(service, server, thread, listener.getsockname()[1])
     finally:
         server.request_exit()
         server.request_exit()
-        thread.join(10)
+        thread.join(WAIT_SECONDS)
         listener.close()
         app.state.serving.builder.close()
         service.close(0)
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait until a condition holds.
-
-    Raises:
-        AssertionError: It does not hold in time.
-    """
-    end = time.monotonic() + seconds
-    while not is_true():
-        if time.monotonic() > end:
-            raise AssertionError("the condition does not hold")
-        time.sleep(0.01)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .fake_service import RunningServer
+from .waits import WAIT_SECONDS
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -17,7 +18,7 @@ def open_request(server: RunningServer, path: str = "/completion", **body: objec
     """Return a connection that has sent a request; it closes with the context."""
     data = json.dumps({"prompt": "hi", **body} if path == "/completion" else {**CHAT, **body}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECONDS) as connection:
         connection.sendall(head.encode() + data)
         yield connection
 

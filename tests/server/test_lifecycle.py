@@ -17,8 +17,9 @@ import pytest
 from hocket.server.lifecycle import bind_sockets
 from hocket.server.options import ServerOptions
 
-from ..given.fake_service import FakeService, serve, wait_until
+from ..given.fake_service import FakeService, serve
 from ..given.open_requests import CHAT, open_request, read_until
+from ..given.waits import WAIT_SECONDS, wait_until
 
 LONG = "word " * 400
 
@@ -123,7 +124,7 @@ def test_a_client_that_reads_nothing_is_cancelled() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(head.encode() + data)
-        wait_until(lambda: bool(service.cancelled), 20)
+        wait_until(lambda: bool(service.cancelled))
         wait_until(lambda: not service.status.running)
 
 
@@ -256,5 +257,5 @@ def test_signals_end_a_server() -> None:
             wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
             process.send_signal(signal.SIGINT)  # the second one ends it at once
             assert any("shutting down" in line for line in lines)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=WAIT_SECONDS)
         assert (process.returncode, out, err) == (0, "closed True\n", "")

@@ -19,6 +19,7 @@ from hocket.server.errors import ApiError, as_api_error
 from hocket.server.options import ServerOptions
 
 from ..given.fake_service import FakeService, RunningServer, serve
+from ..given.waits import WAIT_SECONDS
 
 KEY, OTHER_KEY = "sk-first", "sk-zweiter-schlüssel"
 PROMPT_BODY = {"prompt": "hi"}
@@ -38,7 +39,7 @@ def guarded_server() -> Iterator[RunningServer]:
 
 def send_raw(server: RunningServer, data: bytes) -> bytes:
     """Return the answer of the server to bytes, until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECONDS) as connection:
         connection.sendall(data)
         answer = b""
         while part := connection.recv(65536):
@@ -269,7 +270,7 @@ def test_no_value_of_a_field_makes_the_server_fail(server: RunningServer, path: 
     names = [field.encode_name for field in msgspec.structs.fields(kind)]
     limit = {"max_tokens": 2} if "max_tokens" in names else {}
     rng = random.Random(path)
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=WAIT_SECONDS) as client:
         for _ in range(60):
             odd = {name: rng.choice(ODD_VALUES) for name in rng.sample(names, rng.choice((1, 1, 2)))}
             response = client.post(path, json={**body, **limit, **odd})
