@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .frontends.generation.sampling import Sampling as Sampling
     from .frontends.language_model import Model as Model
     from .frontends.language_model import Token as Token
-    from .frontends.onnx.model import from_onnx as from_onnx
-    from .frontends.torch.exported import from_torch as from_torch
+    from .frontends.onnx.importer import from_onnx as from_onnx
+    from .frontends.torch.importer import from_torch as from_torch
     from .graph import BackendError as BackendError
     from .graph import DType as DType
     from .graph import Graph as Graph
@@ -62,8 +62,8 @@ LAZY_NAMES = {
     "ModelError": ".frontends.errors",
     "Sampling": ".frontends.generation.sampling",
     "to_dot": ".view.dot",
-    "from_onnx": ".frontends.onnx.model",
-    "from_torch": ".frontends.torch.exported",
+    "from_onnx": ".frontends.onnx.importer",
+    "from_torch": ".frontends.torch.importer",
     "graph": ".graph",
     "ops": ".ops",
     "scheduler": ".scheduler",

@@ -3,7 +3,7 @@ compiler in the first minute.
 
 For the processor at hand these are the kernels of the embedded model, and of decoders with the weight types that most
 files have. ``HOCKET_BUILD_KERNELS=all`` makes a wheel for other machines, with kernels for every type and each of
-`hocket.backends.cpu.processor.PRECOMPILED_TARGETS`. With ``0`` no kernel is compiled in advance; then each is compiled
+`hocket.backends.cpu.target_cpu.PRECOMPILED_TARGETS`. With ``0`` no kernel is compiled in advance; then each is compiled
 at its first use.
 """
 
@@ -85,7 +85,7 @@ def compile_kernels() -> None:
             "-W",
             "ignore",
             "-m",
-            "hocket.frontends.shipping",
+            "hocket.frontends.precompile_kernels",
             *(["--all"] if asked == "all" else []),
         ]
         try:

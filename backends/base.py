@@ -22,7 +22,7 @@ from ..graph.node import Node
 from ..graph.old_names import make_module_getattr
 from ..graph.spec import Spec
 from ..graph.validation import NONE, TEXT, did_you_mean, format_value, integer_between, list_of, validate_arguments
-from .once import call_once
+from .call_once import call_once
 
 Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT = 64
@@ -32,9 +32,9 @@ ENTRY_POINT_GROUP = "hocket.backends"
 BUILTIN_BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "cpu": "hocket.backends.cpu.backend:CpuBackend",
-        "cuda": "hocket.backends.cupy.cuda:CudaBackend",
+        "cuda": "hocket.backends.cupy.cuda_driver:CudaBackend",
         "cuda-emulated": "hocket.backends.cupy.emulation.emulated_driver:EmulatedBackend",
-        "hip": "hocket.backends.cupy.hip:HipBackend",
+        "hip": "hocket.backends.cupy.hip_driver:HipBackend",
         "hip-emulated": "hocket.backends.cupy.emulation.emulated_driver:EmulatedHipBackend",
         **{"null": "hocket.backends.null.backend:NullBackend", "numpy": "hocket.backends.numpy.backend:NumpyBackend"},
         "reference": "hocket.backends.reference.backend:ReferenceBackend",

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..backends import find_device
 from ..frontends.terminal.arguments import CommandParser, describe_os_error, parse_natural, parse_positive
 from ..graph.errors import BackendError, HocketError
-from ..graph.files import check_writable, write_text
+from ..graph.storage.files import check_writable, write_text
 from ..ops import REGISTRY
 from .cases.inputs import NoReference
 from .cases.model_cases import case_texts

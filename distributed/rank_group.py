@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Array, Device, SharedBuffers
-from ..backends.board import FAILURE_WORD, make_signal_pad, reset_run_numbers
+from ..backends.host.progress_board import FAILURE_WORD, make_signal_pad, reset_run_numbers
 from ..graph.dtypes import DType
 from .array_packets import pack_array, unpack_array
 from .thread_group import ThreadGroup

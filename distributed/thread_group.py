@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.base import Array, Device, SharedBuffers
-from ..backends.board import FAILURE_WORD, make_signal_pad, reset_run_numbers
+from ..backends.host.progress_board import FAILURE_WORD, make_signal_pad, reset_run_numbers
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError
 

@@ -49,7 +49,7 @@ def format_speed_pages() -> str:
 
 def format_machines() -> Iterator[str]:
     """Yield a row for each kind of simulated device."""
-    from hocket.scheduler.machines.catalogue import DATA_SHEETS
+    from hocket.scheduler.costs.device_catalogue import DATA_SHEETS
 
     yield "\n| kind | memory, GiB | TB/s | TFLOP/s | link, unless another is named | planned by the rules of |\n"
     yield "|---|--:|--:|--:|---|---|\n"
@@ -62,7 +62,7 @@ def format_machines() -> Iterator[str]:
 
 def format_links() -> Iterator[str]:
     """Yield a row for each link between simulated devices."""
-    from hocket.scheduler.machines.catalogue import LINKS
+    from hocket.scheduler.costs.device_catalogue import LINKS
 
     yield "\n| link | GB/s in one direction | latency, µs |\n|---|--:|--:|\n"
     yield from (f"| `{name}` | {link.bandwidth / 1e9:g} | {link.latency * 1e6:g} |\n" for name, link in LINKS.items())
@@ -72,7 +72,7 @@ def collect_facts() -> Mapping[str, str]:
     """Return the text of each fact by its name."""
     from hocket.frontends.models import ARCHITECTURES
     from hocket.ops.registry import REGISTRY
-    from hocket.scheduler.machines.simulated import MAX_SIMULATED_DEVICES
+    from hocket.scheduler.costs.simulated_devices import MAX_SIMULATED_DEVICES
 
     stored = {name: fact["text"] for name, fact in STORED_FACTS.items() if "text" in fact}
     return stored | {

@@ -34,7 +34,7 @@ TRAITS = """
 ## Traits
 
 The differences from the blocks of LLaMA with rotated halves that do not follow from the file.
-`frontends/models/family.py` explains each trait.
+`frontends/models/inputs/family.py` explains each trait.
 
 """
 TOKENIZERS = """
@@ -89,7 +89,7 @@ def list_non_default_fields(row: object) -> Iterator[tuple[str, object]]:
 def format_architectures() -> Iterator[str]:
     """Yield a row for each architecture, sorted by name."""
     from hocket.frontends.models import ARCHITECTURES
-    from hocket.frontends.models.reading import can_run_mtp
+    from hocket.frontends.models.read_hyperparameters import can_run_mtp
 
     counts = list_device_counts()
     for name, family in sorted(ARCHITECTURES.items()):

@@ -8,12 +8,12 @@ from pathlib import Path
 from ..graph import Graph, GraphError, from_json
 from ..graph.dtypes import DType
 from ..ops.text import parse
-from .devices import ONE_DEVICE
 from .errors import ModelError
 from .gguf.reader import MAGIC
+from .inference.device_group import ONE_DEVICE
+from .inference.session import MIN_CONTEXT_BUCKET
 from .models import Step
-from .open import choose_context, open_model
-from .session import MIN_CONTEXT_BUCKET
+from .open_model import choose_context, open_model
 
 ZIP_MAGIC = b"PK\x03\x04"
 """The first bytes of a zip file, and so of a file of `torch.export.save`."""
@@ -51,7 +51,7 @@ def read_graph(
         if start == ZIP_MAGIC:
             return _read_torch_program(path)
         if path.lower().endswith(".onnx"):  # ONNX files have no magic number
-            from .onnx.model import from_onnx
+            from .onnx.importer import from_onnx
 
             return from_onnx(path).graph
         data = start + file.read(MAX_GRAPH_FILE_BYTES)
@@ -68,8 +68,8 @@ def read_graph(
 def _read_torch_program(path: str) -> Graph:
     """Return the graph of an exported PyTorch program."""
     try:
-        from .torch.archive import read_program
-        from .torch.exported import from_torch
+        from .torch.importer import from_torch
+        from .torch.pt2_archive import read_program
 
         return from_torch(read_program(path)).graph
     except ImportError:

@@ -23,13 +23,13 @@ from .generation.generate import GenerationParams, SampledToken, StopStringFilte
 from .generation.options import Options, resolve_options
 from .gguf.chat import choose_chat_format
 from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
-from .held import SessionLease
-from .microbatches import make_session
-from .open import open_adapted_model, open_model, open_session
-from .parts import as_token_ids
-from .pooling import MEAN_POOLING, choose_pooling
-from .saved_state import convert_file_errors, load_state, save_state
-from .session import DEFAULT_BATCH, F32, DeviceGroup, Session
+from .inference.micro_batches import make_session
+from .inference.pooling import MEAN_POOLING, choose_pooling
+from .inference.prefill_chunks import as_token_ids
+from .inference.saved_state import convert_file_errors, load_state, save_state
+from .inference.session import DEFAULT_BATCH, F32, DeviceGroup, Session
+from .inference.session_lease import SessionLease
+from .open_model import open_adapted_model, open_model, open_session
 from .text_limits import require_texts_fit
 
 EMBED_BATCH_TEXTS = 8

@@ -8,87 +8,97 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..graph.old_names import warn_of_old_name
-from .plan import SPLIT_MODE_NAMES as SPLIT_MODE_NAMES
-from .plan import HostOffload as HostOffload
-from .plan import Plan as Plan
+from .ir.execution_plan import SPLIT_MODE_NAMES as SPLIT_MODE_NAMES
+from .ir.execution_plan import HostOffload as HostOffload
+from .ir.execution_plan import Plan as Plan
 
 if TYPE_CHECKING:
-    from .at_once import run as run
-    from .choosing.fits import compute_missing_bytes as compute_missing_bytes
-    from .choosing.fits import describe_memory_problem as describe_memory_problem
-    from .choosing.microbatches import MicroBatchChoice as MicroBatchChoice
-    from .choosing.microbatches import choose_micro_batches as choose_micro_batches
-    from .choosing.parts import ChunkTimeModel as ChunkTimeModel
-    from .choosing.parts import choose_prefill_chunks as choose_prefill_chunks
-    from .choosing.uses import Workload as Workload
-    from .kept import plan_with_cache as plan_with_cache
-    from .layout import Layout as Layout
-    from .lowering.lane import Lane as Lane
+    from .costs.hardware import DEFAULT_HARDWARE as DEFAULT_HARDWARE
+    from .costs.hardware import Hardware as Hardware
+    from .costs.simulated_devices import parse_simulated_group as parse_simulated_group
+    from .ir.formatting import format_bytes as format_bytes
+    from .ir.formatting import format_seconds as format_seconds
+    from .ir.layout import Layout as Layout
+    from .lowering.device_plan import Lane as Lane
     from .lowering.lower import lower_graph as lower_graph
-    from .machines.hardware import DEFAULT_HARDWARE as DEFAULT_HARDWARE
-    from .machines.hardware import Hardware as Hardware
-    from .machines.simulated import parse_simulated_group as parse_simulated_group
-    from .planner import plan as plan
-    from .planner import plan_for_group as plan_for_group
-    from .probing.comparing import NodeComparer as NodeComparer
-    from .probing.comparing import ValueDifference as ValueDifference
-    from .probing.comparing import format_surrounding_nodes as format_surrounding_nodes
-    from .probing.observing import Statistics as Statistics
-    from .probing.observing import select_matching_values as select_matching_values
-    from .probing.observing import select_observed_outputs as select_observed_outputs
-    from .probing.observing import with_observed_values as with_observed_values
-    from .running.comm import SingleDeviceComm as SingleDeviceComm
-    from .running.executor import Executor as Executor
-    from .running.executor import load as load
-    from .running.interrupts import DeferredInterrupts as DeferredInterrupts
-    from .running.pipeline import PipelinedPlan as PipelinedPlan
-    from .running.pipeline import PipelinedRuns as PipelinedRuns
-    from .running.pipeline import run_pipelined as run_pipelined
-    from .running.store import Store as Store
-    from .running.trace import Trace as Trace
-    from .sharding.layers import compute_balanced_proportions as compute_balanced_proportions
-    from .succession import count_pipeline_stages as count_pipeline_stages
-    from .succession import estimate_pipeline_speedup as estimate_pipeline_speedup
-    from .succession import format_stage_count as format_stage_count
-    from .telling.as_json import plan_from_json as plan_from_json
-    from .telling.as_json import plan_to_json as plan_to_json
-    from .telling.diff import diff_plans as diff_plans
-    from .telling.listing import PASS_DUMPS as PASS_DUMPS
-    from .units import format_bytes as format_bytes
-    from .units import format_seconds as format_seconds
-    from .verifier.program import verify_program as verify_program
+    from .measurement.compare_devices import NodeComparer as NodeComparer
+    from .measurement.compare_devices import ValueDifference as ValueDifference
+    from .measurement.compare_devices import format_surrounding_nodes as format_surrounding_nodes
+    from .measurement.observe_values import (
+        Statistics as Statistics,
+    )
+    from .measurement.observe_values import (
+        select_matching_values as select_matching_values,
+    )
+    from .measurement.observe_values import (
+        select_observed_outputs as select_observed_outputs,
+    )
+    from .measurement.observe_values import (
+        with_observed_values as with_observed_values,
+    )
+    from .pipelining.stage_times import count_pipeline_stages as count_pipeline_stages
+    from .pipelining.stage_times import estimate_pipeline_speedup as estimate_pipeline_speedup
+    from .pipelining.stage_times import format_stage_count as format_stage_count
+    from .plan_cache import plan_with_cache as plan_with_cache
+    from .planning.memory_fit import compute_missing_bytes as compute_missing_bytes
+    from .planning.memory_fit import describe_memory_problem as describe_memory_problem
+    from .planning.micro_batches import MicroBatchChoice as MicroBatchChoice
+    from .planning.micro_batches import choose_micro_batches as choose_micro_batches
+    from .planning.planner import plan as plan
+    from .planning.planner import plan_for_group as plan_for_group
+    from .planning.prefill_chunks import ChunkTimeModel as ChunkTimeModel
+    from .planning.prefill_chunks import choose_prefill_chunks as choose_prefill_chunks
+    from .planning.workload import Workload as Workload
+    from .reports.pass_dumps import PASS_DUMPS as PASS_DUMPS
+    from .reports.plan_diff import diff_plans as diff_plans
+    from .run_once import run as run
+    from .runtime.communicators import SingleDeviceComm as SingleDeviceComm
+    from .runtime.executor import Executor as Executor
+    from .runtime.executor import load as load
+    from .runtime.interrupts import DeferredInterrupts as DeferredInterrupts
+    from .runtime.pipeline import PipelinedPlan as PipelinedPlan
+    from .runtime.pipeline import PipelinedRuns as PipelinedRuns
+    from .runtime.pipeline import run_pipelined as run_pipelined
+    from .runtime.store import Store as Store
+    from .runtime.trace import Trace as Trace
+    from .serialisation.plan_json import plan_from_json as plan_from_json
+    from .serialisation.plan_json import plan_to_json as plan_to_json
+    from .sharding.layer_split import compute_balanced_proportions as compute_balanced_proportions
+    from .verifier.memory.program_verifier import verify_program as verify_program
 
 _LAZY_NAMES = {
-    "run": ".at_once",
-    **dict.fromkeys(("describe_memory_problem", "compute_missing_bytes"), ".choosing.fits"),
-    **dict.fromkeys(("MicroBatchChoice", "choose_micro_batches"), ".choosing.microbatches"),
-    **dict.fromkeys(("ChunkTimeModel", "choose_prefill_chunks"), ".choosing.parts"),
-    "Workload": ".choosing.uses",
-    "plan_with_cache": ".kept",
-    "Layout": ".layout",
-    "Lane": ".lowering.lane",
+    "run": ".run_once",
+    **dict.fromkeys(("describe_memory_problem", "compute_missing_bytes"), ".planning.memory_fit"),
+    **dict.fromkeys(("MicroBatchChoice", "choose_micro_batches"), ".planning.micro_batches"),
+    **dict.fromkeys(("ChunkTimeModel", "choose_prefill_chunks"), ".planning.prefill_chunks"),
+    "Workload": ".planning.workload",
+    "plan_with_cache": ".plan_cache",
+    "Layout": ".ir.layout",
+    "Lane": ".lowering.device_plan",
     "lower_graph": ".lowering.lower",
-    **dict.fromkeys(("DEFAULT_HARDWARE", "Hardware"), ".machines.hardware"),
-    "parse_simulated_group": ".machines.simulated",
-    **dict.fromkeys(("plan", "plan_for_group"), ".planner"),
-    **dict.fromkeys(("ValueDifference", "NodeComparer", "format_surrounding_nodes"), ".probing.comparing"),
+    **dict.fromkeys(("DEFAULT_HARDWARE", "Hardware"), ".costs.hardware"),
+    "parse_simulated_group": ".costs.simulated_devices",
+    **dict.fromkeys(("plan", "plan_for_group"), ".planning.planner"),
+    **dict.fromkeys(("ValueDifference", "NodeComparer", "format_surrounding_nodes"), ".measurement.compare_devices"),
     **dict.fromkeys(
         ("Statistics", "select_matching_values", "with_observed_values", "select_observed_outputs"),
-        ".probing.observing",
+        ".measurement.observe_values",
     ),
-    "SingleDeviceComm": ".running.comm",
-    **dict.fromkeys(("Executor", "load"), ".running.executor"),
-    "DeferredInterrupts": ".running.interrupts",
-    **dict.fromkeys(("PipelinedPlan", "PipelinedRuns", "run_pipelined"), ".running.pipeline"),
-    "Store": ".running.store",
-    "Trace": ".running.trace",
-    "compute_balanced_proportions": ".sharding.layers",
-    **dict.fromkeys(("count_pipeline_stages", "estimate_pipeline_speedup", "format_stage_count"), ".succession"),
-    **dict.fromkeys(("plan_from_json", "plan_to_json"), ".telling.as_json"),
-    "diff_plans": ".telling.diff",
-    "PASS_DUMPS": ".telling.listing",
-    **dict.fromkeys(("format_bytes", "format_seconds"), ".units"),
-    "verify_program": ".verifier.program",
+    "SingleDeviceComm": ".runtime.communicators",
+    **dict.fromkeys(("Executor", "load"), ".runtime.executor"),
+    "DeferredInterrupts": ".runtime.interrupts",
+    **dict.fromkeys(("PipelinedPlan", "PipelinedRuns", "run_pipelined"), ".runtime.pipeline"),
+    "Store": ".runtime.store",
+    "Trace": ".runtime.trace",
+    "compute_balanced_proportions": ".sharding.layer_split",
+    **dict.fromkeys(
+        ("count_pipeline_stages", "estimate_pipeline_speedup", "format_stage_count"), ".pipelining.stage_times"
+    ),
+    **dict.fromkeys(("plan_from_json", "plan_to_json"), ".serialisation.plan_json"),
+    "diff_plans": ".reports.plan_diff",
+    "PASS_DUMPS": ".reports.pass_dumps",
+    **dict.fromkeys(("format_bytes", "format_seconds"), ".ir.formatting"),
+    "verify_program": ".verifier.memory.program_verifier",
 }
 """The module of each name that is imported at first use. A plan that the plan cache has needs no planner."""
 globals().pop("plan")  # removes the module `plan`, so that the name gives the function

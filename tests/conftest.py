@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hocket.graph.disk_cache import cache_folder
+from hocket.graph.storage.disk_cache import cache_folder
 
 # Tests run in as many processes as there are processors, which leaves one to the threads of each.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):

@@ -11,13 +11,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..graph.files import write_text
 from ..graph.graph import Graph
-from ..scheduler.plan import Plan
-from ..scheduler.running.trace import Trace
+from ..graph.storage.files import write_text
+from ..scheduler.ir.execution_plan import Plan
+from ..scheduler.reports.measured_steps import MeasuredPlan, read_measurements
+from ..scheduler.reports.plan_diff import diff_plans
+from ..scheduler.runtime.trace import Trace
 from ..scheduler.sharding.factors import Factors
-from ..scheduler.telling.diff import diff_plans
-from ..scheduler.telling.measured import MeasuredPlan, read_measurements
 from .graph_data import GraphData
 from .passes_data import pass_columns, search_decisions
 from .plan_data import PlanData

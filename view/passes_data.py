@@ -10,10 +10,10 @@ from typing import Any
 
 from ..graph.layer_folding import Item, NodeBlock
 from ..graph.node import Value
-from ..scheduler.plan import Plan
+from ..scheduler.ir.execution_plan import Plan
 from ..scheduler.sharding.axes import Factor
 from ..scheduler.sharding.factors import Factors
-from ..scheduler.sharding.search import factors_from_positions, group_factors
+from ..scheduler.sharding.search.greedy_search import factors_from_positions, group_factors
 from .graph_data import GraphData
 from .intern_table import InternTable
 

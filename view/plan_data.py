@@ -12,14 +12,14 @@ from ..graph.dtypes import DType
 from ..graph.node import Node
 from ..graph.spec import Spec
 from ..ops.collectives import find_collective_number
-from ..scheduler.lowering.lane import Lane, find_first_devices_with_same_program
-from ..scheduler.plan import Plan
-from ..scheduler.stages import COMPUTE, InstructionCost, TimelineEntry
-from ..scheduler.telling.explain import TimelineReasons, format_reason_lines, format_summary
-from ..scheduler.telling.hints import find_hints
-from ..scheduler.telling.layouts import format_value_layouts
-from ..scheduler.telling.listing import compute_memory_by_step
-from ..scheduler.telling.measured import MeasuredPlan
+from ..scheduler.costs.timeline import COMPUTE, InstructionCost, TimelineEntry
+from ..scheduler.ir.execution_plan import Plan
+from ..scheduler.lowering.device_plan import Lane, find_first_devices_with_same_program
+from ..scheduler.reports.explain import TimelineReasons, format_reason_lines, format_summary
+from ..scheduler.reports.measured_steps import MeasuredPlan
+from ..scheduler.reports.pass_dumps import compute_memory_by_step
+from ..scheduler.reports.placement_hints import find_hints
+from ..scheduler.reports.value_layouts import format_value_layouts
 from .graph_data import GraphData, spec_data
 from .intern_table import InternTable
 

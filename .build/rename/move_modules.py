@@ -18,6 +18,10 @@ TEXTS = ("*.md", "*.toml", "*.in", "*.yml", "*.py", "*.pyi", "*.tsv", "run", "*.
 """Files in which paths and dotted names of modules are replaced as text."""
 
 
+FUNCTIONS = {"hocket.scheduler.plan"}
+"""Functions that a package has under the name of one of its modules."""
+
+
 def list_files(*patterns: str) -> list[Path]:
     """Return the tracked files of these patterns."""
     found = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -59,14 +63,17 @@ def rewrite_imports(path: Path, text: str, moves: dict[str, str]) -> str:
         by_source: dict[str, list[str]] = {}
         for alias in node.names:
             bound = alias.asname or alias.name
-            if (submodule := moves.get(f"{source}.{alias.name}")) is not None:
+            name = f"{source}.{alias.name}"
+            if name not in FUNCTIONS and (submodule := moves.get(name)) is not None:
                 package, _, name = submodule.rpartition(".")
                 if name != bound:
                     print(f"{path.relative_to(ROOT)}:{node.lineno}: {name} as {bound}")
             else:
                 package, name = moves.get(source, source), alias.name
             by_source.setdefault(package, []).append(name if name == bound else f"{name} as {bound}")
-        is_moved = any(f"{source}.{alias.name}" in moves for alias in node.names)
+        is_moved = any(
+            f"{source}.{alias.name}" in moves and f"{source}.{alias.name}" not in FUNCTIONS for alias in node.names
+        )
         if own == module and list(by_source) == [source] and not is_moved:
             continue
         indent = " " * node.col_offset
@@ -80,16 +87,29 @@ def rewrite_imports(path: Path, text: str, moves: dict[str, str]) -> str:
     return "".join(lines)
 
 
-def replace_paths(text: str, rows: dict[str, str]) -> str:
-    """Return `text` with old paths and old dotted names, which may stand in strings and prose, replaced."""
+def compile_names(rows: dict[str, str]) -> tuple[re.Pattern[str], dict[str, str]]:
+    """Return the pattern of all old paths and dotted names, and the new one of each."""
+    names = dict(rows)
     for old, new in rows.items():
-        pairs = [(old, new)]
         if not old.endswith("__init__.py"):
-            pairs.append((old.removesuffix(".py").replace("/", "."), new.removesuffix(".py").replace("/", ".")))
-        for before, after in pairs:
-            text = re.sub(rf"(?<![\w/.]){re.escape(before)}(?!\w)", after, text)
-            text = text.replace(f"hocket.{before}", f"hocket.{after}") if "/" not in before else text
-    return text
+            names[old.removesuffix(".py").replace("/", ".")] = new.removesuffix(".py").replace("/", ".")
+    alternatives = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.compile(rf"(?<![\w/.])((?:hocket\.)?)({alternatives})(?!\w)"), names
+
+
+def replace_paths(path: Path, text: str, pattern: re.Pattern[str], names: dict[str, str]) -> str:
+    """Return `text` with the old paths and dotted names in strings and prose replaced; imports stay as they are."""
+    imports: set[int] = set()
+    if path.suffix in (".py", ".pyi"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom):
+                imports.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = text.splitlines(keepends=True)
+    changed = (
+        line if number in imports else pattern.sub(lambda match: match[1] + names[match[2]], line)
+        for number, line in enumerate(lines, 1)
+    )
+    return "".join(changed)
 
 
 def main(table: str) -> None:
@@ -97,18 +117,16 @@ def main(table: str) -> None:
     rows = dict(line.split("\t") for line in Path(table).read_text().splitlines())
     rows = {old: new for old, new in rows.items() if (ROOT / old).exists()}
     moves = {module_of(ROOT / old)[0]: module_of(ROOT / new)[0] for old, new in rows.items()}
-    for path in list_files("*.py", "*.pyi"):
-        if ".build/rename" not in str(path):
-            text = path.read_text()
-            new = rewrite_imports(path, text, moves)
-            if new != text:
-                path.write_text(new)
-    for path in list_files(*TEXTS):
-        if ".build/rename/renames.tsv" not in str(path) and path.name != "CHANGELOG.md":
-            text = path.read_text()
-            new = replace_paths(text, rows)
-            if new != text:
-                path.write_text(new)
+    pattern, names = compile_names(rows)
+    for path in list_files(*TEXTS, "*.pyi"):
+        if ".build/rename" in str(path) or path.name == "CHANGELOG.md":
+            continue
+        text = path.read_text()
+        new = replace_paths(path, text, pattern, names)
+        if path.suffix in (".py", ".pyi"):
+            new = rewrite_imports(path, new, moves)
+        if new != text:
+            path.write_text(new)
     for old, new in rows.items():
         (ROOT / new).parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["git", "mv", old, new], cwd=ROOT, check=True)

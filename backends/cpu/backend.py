@@ -18,17 +18,17 @@ from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.collectives import COLLECTIVES
 from ...ops.quantisation import decode_array, dequantise, encode_array
-from ..abilities import KernelCall
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
+from ..capabilities import KernelCall
 from ..numpy.backend import NumpyBackend
-from .compiler import KERNEL_FUNCTION, compute_source_digest
-from .crew import ThreadPool
-from .fetching import tune_for_program
-from .kept import load_cached_replay
-from .kernels.packing import PACK_ARGS, UNPACK_ARGS, make_pack_kernel, make_unpack_kernel
-from .kernels.products.weight_formats.formats import FORMATS, GROUP_ROWS
-from .replay import Replay
+from .compilation.compiler import KERNEL_FUNCTION, compute_source_digest
+from .execution.binding_cache import load_cached_replay
+from .execution.replay import Replay
+from .execution.thread_pool import ThreadPool
+from .kernels.packed.format_table import FORMATS, GROUP_ROWS
+from .kernels.packed.weight_packing import PACK_ARGS, UNPACK_ARGS, make_pack_kernel, make_unpack_kernel
 from .simd.vectors import LANES
+from .tuning.prefetch_tuning import tune_for_program
 
 QUANTISED_ACTIVATION_OPS = frozenset(("mul_mat", "mul_mat_id"))
 """Ops that round activations to 8 bits, in blocks of 16, if their weight is packed."""
@@ -84,7 +84,7 @@ class CpuBackend(NumpyBackend):
     def tolerance(self, node: Node) -> float | None:
         """Return the relative error of activations that are rounded; None for arithmetic in float32."""
         if node.op == "attention":
-            from .kernels.attention.attention_squares import compute_softmax_rounding_error
+            from .kernels.attention.amx_matrices import compute_softmax_rounding_error
 
             return compute_softmax_rounding_error(*(value.dtype for value in node.inputs[1:3]))
         return 2.0**-8 if node.op in QUANTISED_ACTIVATION_OPS and node.inputs[0].dtype in FORMATS else None
@@ -171,14 +171,14 @@ class CpuBackend(NumpyBackend):
         if (replay := load_cached_replay(program, buffers, on, self._thread_pool, comm)) is not None:
             return replay
 
-        from .binding import bind_program  # imports all kernels
+        from .execution.program_binding import bind_program  # imports all kernels
 
         tune_for_program(program, buffers)
         return bind_program(program, buffers, on, self._thread_pool, comm, in_python)
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
-        from ..numpy.table import locate_op_source
-        from .binding import list_kernel_calls
+        from ..numpy.kernel_table import locate_op_source
+        from .execution.program_binding import list_kernel_calls
 
         return [*list_kernel_calls(program, self.threads, lambda i: locate_op_source(i.op))]
 

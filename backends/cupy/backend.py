@@ -21,26 +21,26 @@ from ...ops import op_of
 from ...ops.collectives import COLLECTIVES
 from ...ops.quantisation import dequantise, encode_array
 from ...ops.registry import find_storage_kind
-from ..abilities import KernelCall, TimedKernel
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
-from ..beside import find_overlapped_instructions
-from ..calls import HostInstruction
-from ..flow import Dataflow
-from ..liveness import build_reader_table
-from ..meeting import KERNELS as HOST_COLLECTIVES
-from ..operands import NoKernelError, Operand
-from .binding.launches import LaunchBuilder
-from .binding.packing import PLANE_LAYOUTS, pack_weight, pad_packed_spec
-from .binding.programs import CollectiveStep, bind_program, list_fused_groups, list_kernel_calls
-from .binding.trial import UnboundOperand, trial_bind
+from ..capabilities import KernelCall, TimedKernel
+from ..fusion.dataflow import Dataflow
+from ..fusion.liveness import build_reader_table
+from ..fusion.operands import NoKernelError, Operand
+from ..fusion.overlap import find_overlapped_instructions
+from ..host.bindings import HostInstruction
+from ..host.collectives import KERNELS as HOST_COLLECTIVES
+from .binding.launch_builder import LaunchBuilder
+from .binding.weight_packing import PLANE_LAYOUTS, pack_weight, pad_packed_spec
 from .collectives.hang_watchdog import DeviceLostError, Memberships
 from .collectives.program_collectives import ProgramCollectives
 from .collectives.transport import choose_transport
+from .device.device_limits import LARGEST_LIMITS, Limits
 from .device.driver import CollectiveOverlap, Driver, DriverStep, Launch, LaunchError, SingleStep, flatten_steps
-from .device.limits import LARGEST_LIMITS, Limits
 from .kernels.attention import attention
 from .kernels.products import tiled
 from .kernels.products.packed import dequantise_weight
+from .program_binding import CollectiveStep, bind_program, list_fused_groups, list_kernel_calls
+from .trial_binding import UnboundOperand, trial_bind
 
 HALF_TYPES = (DType.F16, DType.BF16)
 MATMUL_OPS = frozenset(("mul_mat", "mul_mat_id"))

@@ -1,4 +1,4 @@
-"""Reads the predicted kernel speeds of GPUs, which ``python benchmarks/predict_gpu.py`` writes."""
+"""Reads the predicted kernel speeds of GPUs, which ``python benchmarks/gpu/predict_times.py`` writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from ..abilities import KernelSpeeds, PredictedSpeeds
+from ..capabilities import KernelSpeeds, PredictedSpeeds
 
 SPEEDS_FILE = Path(__file__).parent / "predicted.json"
 

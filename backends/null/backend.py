@@ -21,7 +21,7 @@ from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES, as_integer
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, run_calls
-from ..beside import find_overlapped_instructions
+from ..fusion.overlap import find_overlapped_instructions
 
 
 class CostModel(Protocol):

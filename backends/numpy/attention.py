@@ -10,7 +10,7 @@ import numpy as np
 from ...graph.node import Node
 from ...ops.reduction.norms import alibi_slopes
 from ..base import Array
-from ..calls import Binding, Calls, HostInstruction
+from ..host.bindings import Binding, Calls, HostInstruction
 from .matmul import multiply_in_float64
 from .norms import softmax_calls
 

@@ -16,10 +16,10 @@ from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES
-from ..abilities import KernelCall
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor
-from ..calls import HostInstruction, Replay
-from ..host import HostBackend
+from ..capabilities import KernelCall
+from ..host.bindings import HostInstruction, Replay
+from ..host.host_backend import HostBackend
 
 
 class NumpyBackend(HostBackend):
@@ -38,7 +38,7 @@ class NumpyBackend(HostBackend):
         return Support(known, "" if known else f"there is no op {node.op!r}")
 
     def scratch(self, node: Node) -> int:
-        from .table import find_binding
+        from .kernel_table import find_binding
 
         return 4 * find_binding(node.op).scratch(node)
 
@@ -54,7 +54,7 @@ class NumpyBackend(HostBackend):
         return Replay(program, on, calls)
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
-        from .table import locate_op_source
+        from .kernel_table import locate_op_source
 
         return [KernelCall(i.op, locate_op_source(i.op), (n,)) for n, i in enumerate(program.instructions)]
 
@@ -69,7 +69,7 @@ class NumpyBackend(HostBackend):
             view: Returns the array of a tensor.
             comm: Communicator of the device.
         """
-        from .table import find_binding  # not needed by programs of compiled kernels only
+        from .kernel_table import find_binding  # not needed by programs of compiled kernels only
 
         src = [None if t is None else view(t) for t in i.src]
         dst = [view(t) for t in i.dst]

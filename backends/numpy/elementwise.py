@@ -14,7 +14,7 @@ from ...graph.node import Node
 from ...ops.elementwise.binary import round_to_dtype
 from ...ops.elementwise.comparisons import COMPARISONS
 from ..base import Array
-from ..calls import Binding, Calls, HostInstruction, bind_copy, count_result_elements, without_scratch
+from ..host.bindings import Binding, Calls, HostInstruction, bind_copy, count_result_elements, without_scratch
 
 
 def count_elements_of_results(count: int, node: Node) -> int:

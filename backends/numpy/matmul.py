@@ -13,7 +13,7 @@ from ...graph.node import Node
 from ...ops.collectives import as_integer
 from ...ops.movement.sharded_tables import to_local_rows
 from ..base import Array
-from ..calls import Binding, Calls, HostInstruction, without_scratch
+from ..host.bindings import Binding, Calls, HostInstruction, without_scratch
 
 MAX_WIDENED_ENTRIES = 1 << 22
 """Maximum entries of a matrix that are converted to float64 at a time."""

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ..calls import Binding, Calls, HostInstruction, without_scratch
+from ..host.bindings import Binding, Calls, HostInstruction, without_scratch
 
 
 def bind_sum_rows(call: HostInstruction) -> Calls:

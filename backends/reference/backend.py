@@ -14,9 +14,9 @@ from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES
 from ..base import Array, Comm, Device, Instruction, Program, Support
-from ..calls import HostInstruction, Replay
-from ..host import HostBackend
-from ..meeting import KERNELS
+from ..host.bindings import HostInstruction, Replay
+from ..host.collectives import KERNELS
+from ..host.host_backend import HostBackend
 
 
 class ReferenceBackend(HostBackend):

@@ -33,7 +33,7 @@ def cases_of_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256
     from ...frontends.gguf import open_gguf  # the only use of frontends here, and only when asked for
     from ...frontends.graph_file import ZIP_MAGIC, read_graph
     from ...frontends.models import load_model
-    from ...frontends.step import Step
+    from ...frontends.models.inputs.step import Step
 
     with open(path, "rb") as file:
         is_program = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC or str(path).lower().endswith(".onnx")

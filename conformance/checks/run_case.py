@@ -10,8 +10,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from ...backends.abilities import DeclaresTolerance
 from ...backends.base import Backend, Device
+from ...backends.capabilities import DeclaresTolerance
 from ...graph.errors import GraphError, PlanError
 from ...graph.spec import Spec
 from ...ops import REGISTRY

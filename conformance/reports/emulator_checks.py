@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...backends.cupy.backend import DriverBackend
-from ...backends.cupy.device.limits import LARGEST_LIMITS, Limits
+from ...backends.cupy.device.device_limits import LARGEST_LIMITS, Limits
 from ...backends.cupy.emulation.access_counters import CountingDriver, LaunchCounters
 from ...backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from ...backends.cupy.emulation.race_detector import list_races

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...backends.base import Backend, Device
 from ...graph.errors import BackendError
-from ...graph.files import replacing
+from ...graph.storage.files import replacing
 from ..cases.inputs import NoReference, as_stored
 from ..checks.run_case import Outcome, Result, prepare_case
 

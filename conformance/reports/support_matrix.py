@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...backends import find_device, find_registered_backends
-from ...backends.abilities import STAND_IN, ListsKernels
 from ...backends.base import Backend, Device
+from ...backends.capabilities import STAND_IN, ListsKernels
 from ...graph.errors import HocketError
 from ...ops import REGISTRY
 from ..cases.case import Case

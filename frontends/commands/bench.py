@@ -14,17 +14,17 @@ from statistics import mean, median, stdev
 
 import numpy as np
 
-from ...backends.abilities import SupportsThreads, TimedKernel
 from ...backends.base import Backend
+from ...backends.capabilities import SupportsThreads, TimedKernel
 from ...backends.cpu.backend import CpuBackend
-from ...backends.cpu.limits import MemoryReadTest, read_last_cache_bytes
+from ...backends.cpu.tuning.machine_limits import MemoryReadTest, read_last_cache_bytes
 from ...distributed import SINGLE_PROCESS, World
 from ...graph.node import Node
 from ...ops import op_of
 from ..errors import ModelError
+from ..inference.session import DEFAULT_BATCH, DeviceGroup, Session
 from ..models import Model, Step
-from ..open import open_session
-from ..session import DEFAULT_BATCH, DeviceGroup, Session
+from ..open_model import open_session
 from ..terminal.arguments import parse_naturals, parse_positive, parse_positives
 from ..terminal.bench_rows import ROW_FORMATS, format_rows
 from ..terminal.compile_progress import show_compile_progress

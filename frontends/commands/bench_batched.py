@@ -14,10 +14,10 @@ import numpy as np
 
 from ...distributed import World
 from ..errors import ModelError
-from ..microbatches import MicroBatchedSession, make_session, open_decode_schedule
+from ..inference.micro_batches import MicroBatchedSession, make_session, open_decode_schedule
+from ..inference.session import DeviceGroup, Session
 from ..models import Model
-from ..open import open_session
-from ..session import DeviceGroup, Session
+from ..open_model import open_session
 from ..terminal.bench_rows import Row, Table
 from ..terminal.output import write_log_line
 

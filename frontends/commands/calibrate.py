@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from ...scheduler.machines.calibrated import format_group_key, read_speeds, write_speeds
-from ...scheduler.machines.speeds import Speeds
-from ...scheduler.probing.calibrating import (
+from ...scheduler.costs.calibration_file import format_group_key, read_speeds, write_speeds
+from ...scheduler.costs.speeds import Speeds
+from ...scheduler.measurement.calibrate import (
     PROBE_ROUNDS,
     PROBED_DTYPES,
     QUICK_DTYPES,
     QUICK_PROBE_ROUNDS,
     measure_speeds,
 )
-from ..devices import DeviceGroup, resolve_devices
 from ..errors import ModelError
+from ..inference.device_group import DeviceGroup, resolve_devices
 from ..terminal.output import write_data, write_log_line
 
 CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))

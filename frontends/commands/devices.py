@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...backends import find_registered_backends
-from ...backends.abilities import SupportsTransports
 from ...backends.base import Device, load_backend
-from ...backends.host import HostBackend
+from ...backends.capabilities import SupportsTransports
+from ...backends.host.host_backend import HostBackend
 from ...graph import BackendError
 from ...scheduler import format_bytes
 from ..terminal.output import write_data

@@ -9,8 +9,8 @@ from ...graph.graph import assign_names
 from ...graph.layer_folding import find_layer_nodes
 from ...ops.text import dump
 from ...view.dot import to_dot
-from ..devices import DeviceGroup
 from ..graph_file import read_graph
+from ..inference.device_group import DeviceGroup
 from ..terminal.arguments import parse_natural
 from ..terminal.output import write_data
 from .shared_flags import add_batch_flag, add_cache_flags, add_context_flag, add_model_flags

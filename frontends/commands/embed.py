@@ -10,8 +10,8 @@ import sys
 import numpy as np
 
 from ..errors import ModelError
+from ..inference.session import DEFAULT_BATCH
 from ..language_model import Model
-from ..session import DEFAULT_BATCH
 from ..terminal.arguments import parse_natural, parse_positive
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_data

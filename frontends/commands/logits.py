@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ...graph.files import replacing
+from ...graph.storage.files import replacing
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
+from ..inference.session import F32, Session
 from ..models import Model
-from ..open import choose_context
-from ..session import F32, Session
+from ..open_model import choose_context
 from ..terminal.arguments import parse_token_ids
 from ..terminal.compile_progress import show_compile_progress
 from .shared_flags import (

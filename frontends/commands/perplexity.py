@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
-from ..open import choose_context, read_text
-from ..session import F32, Session
+from ..inference.session import F32, Session
+from ..open_model import choose_context, read_text
 from ..terminal.arguments import PositionalAlias
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_data

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...backends.base import find_device
 from ...graph import DType, Graph, PlanError
-from ...graph.files import write_text
+from ...graph.storage.files import write_text
 from ...scheduler import (
     PASS_DUMPS,
     HostOffload,
@@ -29,16 +29,16 @@ from ...scheduler import (
     plan_from_json,
     plan_to_json,
 )
-from ...scheduler.machines.calibrated import choose_hardware, describe_speed_source
-from ..devices import ONE_DEVICE, resolve_devices
+from ...scheduler.costs.calibration_file import choose_hardware, describe_speed_source
 from ..errors import ModelError
 from ..gguf.reader import MAGIC
 from ..graph_file import MAX_GRAPH_FILE_BYTES, read_graph
-from ..laying_out import OFFLOAD_DEVICE, make_workload
+from ..inference.device_group import ONE_DEVICE, resolve_devices
+from ..inference.model_layout import OFFLOAD_DEVICE, make_workload
+from ..inference.prefill_chunks import explain_chunks
+from ..inference.session import DEFAULT_BATCH, DeviceGroup
 from ..models import Step
-from ..open import choose_context, open_model
-from ..parts import explain_chunks
-from ..session import DEFAULT_BATCH, DeviceGroup
+from ..open_model import choose_context, open_model
 from ..terminal.arguments import as_flags, parse_positive
 from ..terminal.output import write_data, write_log_line
 from .shared_flags import (
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.measure:
         if context is None:
             raise ModelError(f"{args.model}: --measure needs a model with weights; got a graph")
-        from ..measuring import measure_and_explain_steps
+        from ..measure_plan import measure_and_explain_steps
 
         lines = measure_and_explain_steps(open_model(args.model), on, tokens, args.context)
         write_data("\n".join([f"speeds: {describe_speed_source(plan.hardware)}", *lines]) + "\n")

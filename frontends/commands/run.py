@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from ...backends.base import find_device
-from ...graph.files import check_writable
+from ...graph.storage.files import check_writable
 from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..generation.conversation import Conversation
@@ -34,10 +34,10 @@ from ..generation.speculative import (
 )
 from ..gguf.chat import ChatFormat, choose_chat_format
 from ..gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
+from ..inference.saved_state import load_state, save_state
+from ..inference.session import Session
 from ..models import Model
-from ..open import choose_context, open_model, read_text
-from ..saved_state import load_state, save_state
-from ..session import Session
+from ..open_model import choose_context, open_model, read_text
 from ..terminal.arguments import (
     parse_json_object,
     parse_logit_bias,

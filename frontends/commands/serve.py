@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from ...scheduler import describe_memory_problem
 from ..errors import ModelError
 from ..generation.sampling import Sampling
+from ..inference.session import DEFAULT_BATCH, DEFAULT_CONTEXT
 from ..language_model import Model
-from ..open import read_text
-from ..session import DEFAULT_BATCH, DEFAULT_CONTEXT
+from ..open_model import read_text
 from ..terminal.arguments import (
     as_flags,
     parse_json_object,

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from ...graph.files import check_writable
+from ...graph.storage.files import check_writable
 from ...scheduler import SPLIT_MODE_NAMES
-from ..devices import CACHE_DTYPES
 from ..errors import ModelError
+from ..inference.device_group import CACHE_DTYPES
+from ..inference.session import DEFAULT_BATCH, DeviceGroup, Session
+from ..inference.value_watch import ValueWatch
 from ..models import Model
-from ..open import open_adapted_model, open_session
-from ..session import DEFAULT_BATCH, DeviceGroup, Session
+from ..open_model import open_adapted_model, open_session
 from ..terminal.arguments import (
     PositionalAlias,
     parse_devices,
@@ -27,7 +28,6 @@ from ..terminal.arguments import (
 )
 from ..terminal.blas_threads import set_blas_threads
 from ..terminal.output import write_log_line
-from ..watch import ValueWatch
 
 DEVICES_HELP = (
     "devices, as cpu:0,cpu:1 (cpu:0). Parts of one device are cuda:0.0 and cuda:0.1. Under mpiexec, cpu:0@1 is a "

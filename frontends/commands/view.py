@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...view import Page, view_graph, view_plan
 from ..errors import ModelError
-from ..session import DEFAULT_BATCH
+from ..inference.session import DEFAULT_BATCH
 from ..terminal.output import write_log_line
 from .plan import plan_and_session_plan, read_plan, read_step_graph, session_workload
 from .shared_flags import (

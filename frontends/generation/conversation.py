@@ -8,8 +8,8 @@ from pathlib import Path
 from ..errors import ModelError
 from ..gguf.chat import ChatFormat, choose_chat_format
 from ..gguf.tokenization.tokenizer import Tokenizer
-from ..saved_state import load_state, read_saved_conversation, save_state
-from ..session import Session
+from ..inference.saved_state import load_state, read_saved_conversation, save_state
+from ..inference.session import Session
 from .generate import GenerationParams, Timing, sample_tokens, stream_text
 from .speculative import SpeculativeDecoder
 

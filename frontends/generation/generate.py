@@ -16,9 +16,9 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
-from ..microbatches import MicroBatchedSession, open_decode_schedule
-from ..parts import F32
-from ..session import Session
+from ..inference.micro_batches import MicroBatchedSession, open_decode_schedule
+from ..inference.prefill_chunks import F32
+from ..inference.session import Session
 from .grammar import Grammar
 from .sampling import Sampling
 from .speculative import SpeculativeDecoder

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.cpu.choices import argsort_descending, find_top_k
+from ...backends.cpu.top_k import argsort_descending, find_top_k
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import (
     ArgumentKind,

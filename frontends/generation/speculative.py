@@ -19,9 +19,9 @@ import numpy.typing as npt
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..gguf import MetadataArray
+from ..inference.rewind import make_checkpoint, restore_checkpoint, rewind_last_step
+from ..inference.session import Session
 from ..models import Batch, Model
-from ..rewinding import make_checkpoint, restore_checkpoint, rewind_last_step
-from ..session import Session
 
 DEFAULT_DRAFT_TOKENS = 4
 """Default number of draft tokens per run."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
 from ...graph.lazy_dataclass import dataclass
 from ...ops.quantisation import dequantise
-from ...scheduler.running.packed import WeightOrigin
+from ...scheduler.runtime.packed_weight_files import WeightOrigin
 from .mapped_file import Cursor, MappedFile, format_name
 
 MAX_AXES = 4

@@ -19,18 +19,22 @@ from ..adapters import NO_ADAPTERS, Adapters
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
 from ..gguf.hyperparameter_keys import ArchitectureKeys
-from ..step import Batch as Batch
-from ..step import Step as Step
-from ..step import step_inputs as step_inputs
-from .ahead import MtpGraphBuilder
 from .decoder import Decoder
 from .families import FAMILIES
-from .family import FamilyTraits
-from .frame import SNAPSHOTS as SNAPSHOTS
-from .frame import WINDOWS as WINDOWS
-from .frame import StepGraphBuilder
-from .hyper import Hyperparameters
-from .layers.residuals import (
+from .hyperparameters import Hyperparameters
+from .inputs.family import FamilyTraits
+from .inputs.graph_builder import SNAPSHOTS as SNAPSHOTS
+from .inputs.graph_builder import WINDOWS as WINDOWS
+from .inputs.graph_builder import StepGraphBuilder
+from .inputs.step import Batch as Batch
+from .inputs.step import Step as Step
+from .inputs.step import step_inputs as step_inputs
+from .inputs.weights import ModelWeights as ModelWeights
+from .layers.rwkv import TokenShiftDecoder
+from .metadata_keys import require_defaults
+from .multi_token_prediction import MtpGraphBuilder
+from .read_hyperparameters import read_hyperparameters, read_mtp_blocks
+from .residual_decoders import (
     AlternatingUpdateDecoder,
     CyclicDecoder,
     EmbeddingSkipDecoder,
@@ -40,10 +44,6 @@ from .layers.residuals import (
     PostNormDecoder,
     ResidualBankDecoder,
 )
-from .layers.rwkv import TokenShiftDecoder
-from .metadata_keys import require_defaults
-from .reading import read_hyperparameters, read_mtp_blocks
-from .weights import ModelWeights as ModelWeights
 
 IGNORED_SCALES = ("ffn_*.scale", "attn_gate.scale")
 """Patterns of optional scale tensors, of feed-forward networks and gates, that most architectures do not read."""

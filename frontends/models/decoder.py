@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ... import ops
 from ...graph import Graph, Value
-from .frame import StepGraphBuilder
-from .hyper import Hyperparameters, Layer
-from .layers.blocks import Norm, apply_feed_forward, linear, matmul, soft_cap_logits
+from .hyperparameters import Hyperparameters, Layer
+from .inputs.graph_builder import StepGraphBuilder
+from .inputs.weights import ModelWeights
+from .layers.feed_forward import Norm, apply_feed_forward, linear, matmul, soft_cap_logits
 from .layers.moe import run_expert_layer, run_routed_experts
 from .picture_tokens import suppress_token_logits
-from .weights import ModelWeights
 
 
 class Decoder:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from .family import FamilyTraits, WindowPattern
+from .inputs.family import FamilyTraits, WindowPattern
 
 ALL_LAYERS_WINDOWED, LAST_OF_FOUR_GLOBAL = WindowPattern(), WindowPattern(period=4)
 WINDOWED_WITH_BASE_10000 = WindowPattern(base=10000.0, uses_rope_scaling=False)

@@ -16,12 +16,12 @@ from typing import Protocol
 
 import numpy as np
 
-from ...backends.cpu.choices import find_top_k
+from ...backends.cpu.top_k import find_top_k
 from ...graph.errors import HocketError
 from ..errors import ModelError
 from ..generation.generate import EMPTY_PROMPT_ERROR
 from ..generation.grammar import GrammarState
-from ..parts import F32, next_power_of_two
+from ..inference.prefill_chunks import F32, next_power_of_two
 from .prefix_cache import PrefixCache, count_common_tokens
 from .requests import (
     ContextExceededError,

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ModelError
-from ..parts import F32, next_power_of_two
-from ..session import MIN_CONTEXT_BUCKET, Session
+from ..inference.prefill_chunks import F32, next_power_of_two
+from ..inference.session import MIN_CONTEXT_BUCKET, Session
 
 MIN_PROMPT_TOKENS = 16
 """Smallest bucket of prompt tokens.

@@ -12,12 +12,12 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.cpu.processor import find_compile_target
+from ...backends.cpu.target_cpu import find_compile_target
 from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer
-from ..identity import compute_model_digest
+from ..inference.model_digest import compute_model_digest
 from ..language_model import Model
 from .engine import Engine
 from .prefix_cache import PrefixCache

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 
-from ...graph.disk_cache import cache_folder
+from ...graph.storage.disk_cache import cache_folder
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from .arguments import as_flags

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_unflatten
 from ...graph import HocketError
 from ...scheduler import plan
 from ..errors import ModelError
-from .exported import MissingRowsError, decompose_program, has_pytorch_sort_order, has_table_row, import_program
-from .operands import ParameterBindings, is_bound_argument
-from .parts import split_program
+from .importer import MissingRowsError, decompose_program, has_pytorch_sort_order, has_table_row, import_program
+from .parameter_binding import ParameterBindings, is_bound_argument
+from .program_split import split_program
 
 CallArguments = tuple[Any, ...]
 """The arguments of one call of a captured graph."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ...graph import Graph
 from ..errors import ModelError
 from ..tensors.call_signature import ProgramArgument, ProgramResult
-from .arrays import as_array, as_torch_tensor
+from .array_views import as_array, as_torch_tensor
 
 if TYPE_CHECKING:
     from ...scheduler import Executor, Plan

@@ -17,9 +17,9 @@ from dataclasses import replace
 from itertools import accumulate, chain
 from types import MappingProxyType
 
-from ...backends.abilities import ReportsFusion, can_group_overlap
 from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
-from ...backends.beside import can_be_overlapped
+from ...backends.capabilities import ReportsFusion, can_group_overlap
+from ...backends.fusion.overlap import can_be_overlapped
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
@@ -31,11 +31,11 @@ from ...ops import op_of
 from ...ops.collectives import COLLECTIVES
 from ...ops.elementwise.binary import cont
 from ...ops.registry import find_inplace_operand, find_storage_kind
-from .alike import make_size_class_key
 from .arena import Arena, Lifetime, assign_offsets, assign_repeatable_arena_offsets
-from .order import ExecutionOrder, add_required_copies, can_overwrite, choose_execution_order
+from .execution_order import ExecutionOrder, add_required_copies, can_overwrite, choose_execution_order
+from .state_saves import StateSave, build_state_saves
 from .strides import StridedView, insert_dense_copies
-from .undo import StateSave, build_state_saves
+from .structural_equality import make_size_class_key
 
 ARENA_BUFFER = 0
 _OPS_WITH_OWN_BUFFER = ("weight", "state", "constant")

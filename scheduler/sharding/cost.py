@@ -11,10 +11,10 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.movement.sharded_tables import estimate_busiest_count
-from ..machines.hardware import STORED_LEAF_OPS, Estimate, Hardware, WorkCounter, find_storage_node
-from .assign import LayoutConversion, ShardingAssignment
-from .early import find_early_sums
-from .states import FactorShard
+from ..costs.hardware import STORED_LEAF_OPS, Estimate, Hardware, WorkCounter, find_storage_node
+from .early_sums import find_early_sums
+from .factor_layouts import FactorShard
+from .propagation import LayoutConversion, ShardingAssignment
 
 
 class AssignmentCost:

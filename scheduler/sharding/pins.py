@@ -12,15 +12,15 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...backends.abilities import find_device_class
 from ...backends.base import Backend, Device
+from ...backends.capabilities import find_device_class
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ..layout import Layout, Local, Replicate, Shard
-from ..plan import PinnedNodes
-from .states import FixedShard
+from ..ir.execution_plan import PinnedNodes
+from ..ir.layout import Layout, Local, Replicate, Shard
+from .factor_layouts import FixedShard
 
 PlacementRules = Sequence[tuple[str, str]]
 """Placement rules: pairs (regular expression, device) of ``--place REGEX=DEVICE``. The first match counts."""

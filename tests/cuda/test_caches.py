@@ -9,9 +9,9 @@ import hocket
 from hocket import DType, Graph, input, ops, state
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
-from hocket.frontends.open import open_model
-from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.saved_state import load_state, save_state
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.graph.errors import StepError
 from hocket.ops.quantisation import decode_array, encode_array
 from hocket.scheduler import load, plan_for_group

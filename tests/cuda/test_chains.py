@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy.binding import programs
-from hocket.backends.cupy.binding.packing import PLANE_LAYOUTS
+from hocket.backends.cupy import program_binding
+from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.graph import BackendError, DType, Graph, StepError, input, state
 from hocket.scheduler import load, plan_for_group
 
@@ -76,7 +76,7 @@ def logits_of(name: str, devices: int, fused: bool) -> tuple[np.ndarray, int]:
     tokens = tokens_of(name)[:12]
     with pytest.MonkeyPatch.context() as patch:
         if not fused:
-            patch.setattr(programs, "FUSED", {})
+            patch.setattr(program_binding, "FUSED", {})
         names = tuple(f"cuda-emulated:{i}" for i in range(devices))
         group = DeviceGroup(names, "tensor" if devices > 1 else "none", **FLOAT_CACHES)
         session = Session(open_model(path_of(name)), on=group)
@@ -117,8 +117,8 @@ def test_a_launch_of_a_chain_that_fails_names_one_of_its_instructions_and_takes_
         launches.items.append(replace(last, words=words))
         return numbers
 
-    plain, *_ = programs.FUSED["sigmoid"]
-    monkeypatch.setattr(programs, "FUSED", {**programs.FUSED, "sigmoid": (with_wrong_numbers,)})
+    plain, *_ = program_binding.FUSED["sigmoid"]
+    monkeypatch.setattr(program_binding, "FUSED", {**program_binding.FUSED, "sigmoid": (with_wrong_numbers,)})
     cache, x = state("cache", (8, 48)), input("x", (1, 48))
     new = ops.set_rows(cache, x, input("ids", (1,), "i32"), name="new")
     y = ops.mul(ops.sum_rows(new), ops.sigmoid(input("z", (8, 1)), name="gate"), name="gated")

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy import cuda
+from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.trial import trial_bind
-from hocket.backends.cupy.device import disassembly, early, nvrtc
+from hocket.backends.cupy.device import dependent_launch, disassembly, nvrtc
 from hocket.backends.cupy.device.driver import Exchange, Launch, find_kernel_files, read_kernel_text
+from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.cupy.kernels.products import dense, packed, tiled
-from hocket.backends.cupy.table import SOURCES
+from hocket.backends.cupy.trial_binding import trial_bind
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for_group
 
 from ..given.devices.emulation import needs_compiler
-from ..given.devices.fake_cupy import EarlyLibrary, fake_cupy
 from ..given.devices.tools import needs
+from ..given.fakes.fake_cupy import EarlyLibrary, fake_cupy
 
 ASKING_FIRST = {
     *("packed_few.cu: few", "packed_few.cu: summed", "dense.cu: few", "rows.cu: scaled_norm"),
@@ -37,14 +37,16 @@ ASKING_FIRST = {
 def cupy(monkeypatch):
     """A stand-in for CuPy, on a device and with a driver that begin launches early."""
     fake = fake_cupy(SOURCES)
-    fake.cuda.runtime.driverGetVersion = lambda: early.MIN_EARLY_DRIVER_VERSION
-    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
+    fake.cuda.runtime.driverGetVersion = lambda: dependent_launch.MIN_EARLY_DRIVER_VERSION
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
     monkeypatch.setattr(
-        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+        cuda_driver,
+        "load_or_compile_cubin",
+        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
     yield fake
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
 
 
 def run_three(driver):
@@ -70,8 +72,8 @@ def run_clusters(backend, monkeypatch):
 @needs_compiler
 def test_all_launches_of_a_graph_but_its_first_begin_early(cupy, monkeypatch):
     library = EarlyLibrary(cupy)
-    monkeypatch.setattr(early, "open_driver_library", lambda: library)
-    run_three(cuda.CudaDriver())
+    monkeypatch.setattr(dependent_launch, "open_driver_library", lambda: library)
+    run_three(cuda_driver.CudaDriver())
     assert library.launched == ["few<float, 1>", "unary<function::neg>"]
 
 
@@ -79,12 +81,12 @@ def test_all_launches_of_a_graph_but_its_first_begin_early(cupy, monkeypatch):
 @pytest.mark.parametrize("what", ["device", "driver", "library", "asked"])
 def test_launches_begin_in_turn_where_they_cannot_begin_early(what, cupy, monkeypatch):
     library = EarlyLibrary(cupy)
-    monkeypatch.setattr(early, "open_driver_library", lambda: None if what == "library" else library)
-    driver = cuda.CudaDriver(begins_early=what != "asked")
+    monkeypatch.setattr(dependent_launch, "open_driver_library", lambda: None if what == "library" else library)
+    driver = cuda_driver.CudaDriver(begins_early=what != "asked")
     if what == "device":
         monkeypatch.setattr(driver, "_capability", lambda index: "89")
     if what == "driver":
-        cupy.cuda.runtime.driverGetVersion = lambda: early.MIN_EARLY_DRIVER_VERSION - 10
+        cupy.cuda.runtime.driverGetVersion = lambda: dependent_launch.MIN_EARLY_DRIVER_VERSION - 10
     run_three(driver)
     assert not library.launched
 
@@ -92,17 +94,17 @@ def test_launches_begin_in_turn_where_they_cannot_begin_early(what, cupy, monkey
 @needs_compiler
 def test_a_launch_that_the_driver_refuses_is_named(cupy, monkeypatch):
     library = EarlyLibrary(cupy, status=801)
-    monkeypatch.setattr(early, "open_driver_library", lambda: library)
+    monkeypatch.setattr(dependent_launch, "open_driver_library", lambda: library)
     with pytest.raises(BackendError, match=r"dense.cu: few<float, 1>: 801"):
-        run_three(cuda.CudaDriver())
+        run_three(cuda_driver.CudaDriver())
 
 
 def test_a_launch_behind_an_exchange_begins_late():
     launch = Launch(SOURCES[0][SOURCES[0].names[0]], (1, 1, 1), (32, 1, 1), 0, (), (), 0)
     exchange = Exchange(None, (), 0)
     steps = [launch, launch, exchange, launch, launch, exchange, exchange]
-    assert early.compute_early_flags(steps) == [False, True, False, False, True, False, False]
-    assert early.compute_early_flags([]) == []
+    assert dependent_launch.compute_early_flags(steps) == [False, True, False, False, True, False, False]
+    assert dependent_launch.compute_early_flags([]) == []
 
 
 @needs_compiler
@@ -110,8 +112,8 @@ def test_a_launch_behind_an_exchange_begins_late():
 @pytest.mark.parametrize("is_first", [False, True])
 def test_clusters_are_launched_early_or_not(is_first, cupy, monkeypatch):
     library = EarlyLibrary(cupy)
-    monkeypatch.setattr(early, "open_driver_library", lambda: library)
-    driver = cuda.CudaDriver(begins_early=not is_first)
+    monkeypatch.setattr(dependent_launch, "open_driver_library", lambda: library)
+    driver = cuda_driver.CudaDriver(begins_early=not is_first)
     run_clusters(DriverBackend(driver), monkeypatch)
     expected = {"clustered<bf16_bits, 2>": (1, 2, 1)}
     assert library.clusters == expected
@@ -120,17 +122,17 @@ def test_clusters_are_launched_early_or_not(is_first, cupy, monkeypatch):
 
 @needs_compiler
 def test_clusters_need_the_library_of_the_driver(cupy, monkeypatch):
-    monkeypatch.setattr(early, "open_driver_library", lambda: None)
+    monkeypatch.setattr(dependent_launch, "open_driver_library", lambda: None)
     with pytest.raises(BackendError, match=r"clustered<bf16_bits, 2> cannot be launched in clusters without libcuda"):
-        run_clusters(DriverBackend(cuda.CudaDriver()), monkeypatch)
+        run_clusters(DriverBackend(cuda_driver.CudaDriver()), monkeypatch)
 
 
 def test_driver_attributes_have_the_layout_of_its_header():
     """cuda.h of CUDA 13: CUlaunchConfig, CUlaunchAttribute."""
-    assert (ctypes.sizeof(early.Config), ctypes.sizeof(early.Attribute)) == (56, 72)
-    fields = {name: getattr(early.Config, name).offset for name, _ in early.Config._fields_}
+    assert (ctypes.sizeof(dependent_launch.Config), ctypes.sizeof(dependent_launch.Attribute)) == (56, 72)
+    fields = {name: getattr(dependent_launch.Config, name).offset for name, _ in dependent_launch.Config._fields_}
     assert fields == {"grid": 0, "block": 12, "shared_bytes": 24, "stream": 32, "attributes": 40, "count": 48}
-    assert early.Attribute.value.offset == 8
+    assert dependent_launch.Attribute.value.offset == 8
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels

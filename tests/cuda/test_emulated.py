@@ -9,17 +9,18 @@ import pytest
 
 from hocket import ops
 from hocket.backends import find_device
-from hocket.backends.cupy import cuda, table
+from hocket.backends.cupy import cuda_driver
+from hocket.backends.cupy import kernel_table as table
 from hocket.backends.cupy.emulation import compile_host as building
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
-from hocket.backends.cupy.table import BINDINGS, KERNEL_FAMILIES, SOURCES
+from hocket.backends.cupy.kernel_table import BINDINGS, KERNEL_FAMILIES, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.checks.case_graph import build_case_graph, device_plan_for
 from hocket.conformance.generate_cases import quick_cases
 from hocket.frontends.errors import ModelError
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.graph import Graph, Spec, constant, input, state, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
@@ -28,7 +29,7 @@ from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for_group
 
 from ..given.devices.emulation import needs_compiler
-from ..given.devices.fake_cupy import Stream, fake_cupy
+from ..given.fakes.fake_cupy import Stream, fake_cupy
 from ..given.models.goldens import FIXTURES, nmse, path_of
 
 
@@ -165,13 +166,15 @@ def test_several_devices_compute_what_one_does(mode):
 def devices(monkeypatch):
     """The backend of real devices, over a stand-in for CuPy that emulates launches."""
     cupy = fake_cupy(SOURCES)
-    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: cupy)
     monkeypatch.setattr(
-        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+        cuda_driver,
+        "load_or_compile_cubin",
+        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda._load_module.cache_clear()
-    yield cuda.CudaBackend()
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
+    yield cuda_driver.CudaBackend()
+    cuda_driver._load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)

@@ -9,16 +9,16 @@ from math import prod
 import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.programs import bind_at_placeholders
-from hocket.backends.cupy.cuda import CudaDriver, SimulatedGpuDriver
+from hocket.backends.cupy.cuda_driver import CudaDriver, SimulatedGpuDriver
+from hocket.backends.cupy.device.device_limits import DEFAULT_SHARED_BYTES, HIP_LIMITS, Limits, find_limits
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import DEFAULT_SHARED_BYTES, HIP_LIMITS, Limits, find_limits
-from hocket.backends.cupy.resources import ARCHITECTURES, ResourceRow, read_resource_table
-from hocket.backends.cupy.table import BINDINGS, SOURCES
+from hocket.backends.cupy.kernel_resources import ARCHITECTURES, ResourceRow, read_resource_table
+from hocket.backends.cupy.kernel_table import BINDINGS, SOURCES
+from hocket.backends.cupy.program_binding import bind_at_placeholders
 from hocket.conformance.checks.case_graph import build_case_graph, device_plan_for
 from hocket.conformance.generate_cases import quick_cases
 from hocket.frontends.models import Step
-from hocket.frontends.open import open_model
+from hocket.frontends.open_model import open_model
 from hocket.graph import DType, Graph
 from hocket.ops import REGISTRY
 

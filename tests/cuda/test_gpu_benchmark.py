@@ -12,27 +12,20 @@ from unittest.mock import MagicMock
 import pytest
 
 from hocket.backends.base import Device
-from hocket.backends.cupy import cuda, hip
+from hocket.backends.cupy import cuda_driver, hip_driver
 from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
+from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.cupy.kernels.products import tiled
-from hocket.backends.cupy.table import SOURCES
+from hocket.benchmarks import run_gpu as gpu
+from hocket.benchmarks.gpu import compare_predictions, llama_cpp
+from hocket.benchmarks.gpu.harness import BenchmarkDevice
+from hocket.benchmarks.gpu.machine import CudaMachine, make_machine
 
 from ..given.devices.emulation import needs_compiler
-from ..given.devices.fake_cupy import fake_cupy
 from ..given.devices.products import tiles_of
-from ..given.models.goldens import ROOT
+from ..given.fakes.fake_cupy import fake_cupy
 from ..given.waits import WAIT_SECONDS
-
-BENCHMARKS = str(ROOT / "benchmarks")
-sys.path.insert(0, BENCHMARKS)
-try:
-    import gpu
-    from on_gpu import foretold, llama_cpp
-    from on_gpu.bench import BenchmarkDevice
-    from on_gpu.machine import CudaMachine, make_machine
-finally:
-    sys.path.remove(BENCHMARKS)
 
 PARTS = sorted(gpu.PARTS)
 THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "sharded")
@@ -99,23 +92,25 @@ def test_every_case_of_full_size_has_a_name_of_its_own(part):
 def cupy(monkeypatch):
     """A stand-in for CuPy that emulates launches."""
     fake = fake_cupy(SOURCES)
-    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
     monkeypatch.setattr(
-        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+        cuda_driver,
+        "load_or_compile_cubin",
+        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     which = shutil.which  # a real nvidia-smi would speak of another device
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nvidia-smi" else which(name))
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
     yield fake
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("part", THROUGH_CUPY)
 def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy):
-    driver = cuda.CudaDriver()
+    driver = cuda_driver.CudaDriver()
     machine = make_machine(driver, driver.device(0), cupy)
     assert isinstance(machine, CudaMachine)
     rows = rows_of(part, BenchmarkDevice(driver, machine, driver.device(0), tiny=True, folder=tmp_path))
@@ -127,9 +122,9 @@ def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy):
 @needs_compiler
 def test_devices_of_amd_say_what_they_are(tmp_path, monkeypatch):
     fake = fake_cupy(SOURCES, is_hip=True)
-    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
     monkeypatch.setattr(hiprtc, "version", lambda: (7, 0))
-    driver = hip.HipDriver()
+    driver = hip_driver.HipDriver()
     about = make_machine(driver, driver.device(0), fake).describe_device()
     assert about["hiprtc"] == "7.0"
     assert about["architecture"].startswith("gfx90a:")
@@ -212,22 +207,21 @@ def test_peers_are_called_as_their_manuals_say(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------------ the runner
 
-BROKEN = f"""
+BROKEN = """
 import os, sys, time
-sys.path.insert(0, {BENCHMARKS!r})
-import gpu
+from hocket.benchmarks import run_gpu as gpu
 
 def fail():
-    yield {{"x": 1.5}}
+    yield {"x": 1.5}
     raise ValueError("no such\\nthing")
 
 def cases(bench):
-    yield gpu.Case("good", lambda: [{{"x": 1}}])
+    yield gpu.Case("good", lambda: [{"x": 1}])
     yield gpu.Case("fails", fail)
     yield gpu.Case("dies", lambda: os._exit(3))
     yield gpu.Case("hangs", lambda: time.sleep(3600))
     yield gpu.Case("left out", lambda: (_ for _ in ()).throw(gpu.NothingToMeasure("not here")))
-    yield gpu.Case("last", lambda: [{{"x": 2}}])
+    yield gpu.Case("last", lambda: [{"x": 2}])
 
 gpu.PARTS["broken"] = gpu.BenchmarkPart(cases, 1)
 gpu.main()
@@ -301,30 +295,32 @@ def test_rows_are_saved_as_they_come(tmp_path, monkeypatch, capsys):
 
 def test_without_the_device_the_script_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "device"])
-    monkeypatch.setattr(cuda.CudaDriver, "_count_devices", lambda self: 0)
+    monkeypatch.setattr(cuda_driver.CudaDriver, "_count_devices", lambda self: 0)
     with pytest.raises(SystemExit, match=r"gpu.py: there is no device cuda:0"):
         gpu.main()
 
 
 def test_what_was_predicted_stands_beside_what_is_measured():
-    (title, times), *_ = json.loads(foretold.PREDICTIONS_FILE.read_text("utf-8")).items()
-    assert foretold.find_gpu_kind("NVIDIA H200 NVL") == "h200"
-    assert foretold.find_gpu_kind("NVIDIA GeForce RTX 4090") == "rtx4090"
-    assert foretold.find_gpu_kind("none: emulated") == ""
+    (title, times), *_ = json.loads(compare_predictions.PREDICTIONS_FILE.read_text("utf-8")).items()
+    assert compare_predictions.find_gpu_kind("NVIDIA H200 NVL") == "h200"
+    assert compare_predictions.find_gpu_kind("NVIDIA GeForce RTX 4090") == "rtx4090"
+    assert compare_predictions.find_gpu_kind("none: emulated") == ""
     in_range, far = {"case": title, "µs": times["h200"] * 1.2}, {"case": title, "µs": times["h200"] / 2}
-    rows = [foretold.with_prediction(row, title, "h200") for row in (in_range, far)]
+    rows = [compare_predictions.with_prediction(row, title, "h200") for row in (in_range, far)]
     assert [row["predicted µs"] for row in rows] == [times["h200"]] * 2
-    assert list(foretold.list_wrong_predictions(rows)) == [f"{title}: predicted 2.00 times the measured time"]
+    assert list(compare_predictions.list_wrong_predictions(rows)) == [
+        f"{title}: predicted 2.00 times the measured time"
+    ]
     assert "## Wrong predictions" in gpu.format_tables([{"part": "products", **row} for row in rows])
     for other in ({"µs": 1.0, "ours": False}, {"error": "none"}):
-        assert foretold.with_prediction(other, title, "h200") == other
-    assert foretold.with_prediction(in_range, "another case", "h200") == in_range
-    assert foretold.with_prediction(in_range, title, "") == in_range
+        assert compare_predictions.with_prediction(other, title, "h200") == other
+    assert compare_predictions.with_prediction(in_range, "another case", "h200") == in_range
+    assert compare_predictions.with_prediction(in_range, title, "") == in_range
 
 
 def test_shapes_that_are_predicted_are_cases_that_are_measured():
     driver, on = EmulatedDriver(0), Device("cuda-emulated", 0)
     bench = BenchmarkDevice(driver, make_machine(driver, on), on)
     titles = {case.title for part in gpu.PARTS.values() for case in part.cases(bench)}
-    known = json.loads(foretold.PREDICTIONS_FILE.read_text("utf-8")).keys()
+    known = json.loads(compare_predictions.PREDICTIONS_FILE.read_text("utf-8")).keys()
     assert len(known & titles) >= 6

@@ -9,13 +9,13 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import Device
-from hocket.backends.cupy import cuda, hip
+from hocket.backends.cupy import cuda_driver, hip_driver
 from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.device import hiprtc
+from hocket.backends.cupy.device.device_limits import DEFAULT_SHARED_BYTES, HIP_LIMITS
 from hocket.backends.cupy.device.driver import HIP_HEADER, KernelSource, Launch
-from hocket.backends.cupy.device.limits import DEFAULT_SHARED_BYTES, HIP_LIMITS
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedHipBackend
-from hocket.backends.cupy.table import BINDINGS, SOURCES
+from hocket.backends.cupy.kernel_table import BINDINGS, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.generate_cases import quick_cases
@@ -24,13 +24,13 @@ from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for_group
-from hocket.scheduler.machines.simulated import parse_simulated_group
+from hocket.scheduler.costs.simulated_devices import parse_simulated_group
 
 from ..given.devices.devices_meet import CASES, CollectiveRig, same, through_the_host
 from ..given.devices.emulation import needs_compiler
-from ..given.devices.fake_cupy import fake_cupy
-from ..given.devices.fake_nccl import FakeNccl
 from ..given.devices.tools import needs
+from ..given.fakes.fake_cupy import fake_cupy
+from ..given.fakes.fake_nccl import FakeNccl
 from ..given.plans.grouped import everything_that_fits, weights_of
 
 
@@ -81,13 +81,15 @@ def fake_compile(source, arch, compiler):
 def cupy(monkeypatch):
     """A stand-in for CuPy for ROCm, and for RCCL."""
     fake = fake_cupy(SOURCES, nccl=FakeNccl, is_hip=True)
-    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
-    monkeypatch.setattr(cuda, "_nccl", lambda: fake.cuda.nccl)
-    monkeypatch.setattr(hip, "load_or_compile_cubin", fake_compile)
-    monkeypatch.setattr(cuda, "find_early_launch_library", lambda *_: pytest.fail("launches are asked to begin early"))
-    cuda._load_module.cache_clear()
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "_nccl", lambda: fake.cuda.nccl)
+    monkeypatch.setattr(hip_driver, "load_or_compile_cubin", fake_compile)
+    monkeypatch.setattr(
+        cuda_driver, "find_early_launch_library", lambda *_: pytest.fail("launches are asked to begin early")
+    )
+    cuda_driver._load_module.cache_clear()
     yield fake
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)
@@ -95,13 +97,13 @@ def cupy(monkeypatch):
 @pytest.mark.parametrize("name", ["add", "get_rows", "softmax", "mul_mat", "argsort", "gated_delta_net"])
 def test_the_driver_makes_the_launches_of_the_emulated_one(name, cupy):
     cases = quick_cases(REGISTRY[name])
-    check_cases(hip.HipBackend(), cases[:: max(1, len(cases) // 6)])
+    check_cases(hip_driver.HipBackend(), cases[:: max(1, len(cases) // 6)])
 
 
 @needs_compiler
 def test_launches_of_a_program_follow_each_other_and_their_faults_are_reported(cupy):
     """A graph is captured nowhere, which the stand-in would refuse."""
-    backend = hip.HipBackend()
+    backend = hip_driver.HipBackend()
     table, old_state = weight("table", (4, 2), "f16"), state("kept", (3, 2))
     new = ops.add(old_state, ops.get_rows(table, input("ids", (3,), "i32"), name="rows"))
     graph = Graph({"y": ops.scale(new, scale=2.0)}, updates={old_state: new})
@@ -117,14 +119,14 @@ def test_launches_of_a_program_follow_each_other_and_their_faults_are_reported(c
 @pytest.mark.parametrize("case", ["a few", "all_gather", "send"])
 def test_devices_run_collectives_with_rccl(case, cupy, monkeypatch):
     parts = CASES[case](2)
-    expected, rig = through_the_host(monkeypatch, parts), CollectiveRig(hip.HipBackend(), parts)
+    expected, rig = through_the_host(monkeypatch, parts), CollectiveRig(hip_driver.HipBackend(), parts)
     for _ in range(2):
         same(rig.run(), expected)
     assert cupy.cuda.nccl.calls
 
 
 def test_the_transport_of_devices_is_reported(cupy):
-    driver, two = hip.HipDriver(), [Device("hip", index) for index in range(2)]
+    driver, two = hip_driver.HipDriver(), [Device("hip", index) for index in range(2)]
     assert choose_transport(two, driver).description == "with RCCL 2.27.3: they do not reach each other's memory"
     parts = [Device("hip", 0, part=part) for part in range(2)]
     assert choose_transport(parts, driver).description.endswith("and RCCL joins no parts of one device")
@@ -132,7 +134,7 @@ def test_the_transport_of_devices_is_reported(cupy):
 
 @needs_compiler
 def test_a_block_has_64_kib_of_memory_without_asking(cupy):
-    driver, on = hip.HipDriver(), Device("hip", 0)
+    driver, on = hip_driver.HipDriver(), Device("hip", 0)
     assert driver.limits(on) == HIP_LIMITS
     kernel = SOURCES[0][SOURCES[0].names[0]]
     driver.record([Launch(kernel, (1, 1, 1), (32, 1, 1), DEFAULT_SHARED_BYTES + 1024, (), (), 0)], on)
@@ -155,14 +157,22 @@ def missing():
 @pytest.mark.parametrize(
     ("module", "driver", "message"),
     [
-        (lambda: fake_cupy(()), hip.HipDriver, "hip devices need another CuPy than this one for CUDA: pip install"),
-        (lambda: fake_cupy((), is_hip=True), cuda.CudaDriver, "cuda devices need another CuPy than this one for ROCm"),
-        (missing, hip.HipDriver, "hip devices need CuPy: pip install hocket[rocm]"),
+        (
+            lambda: fake_cupy(()),
+            hip_driver.HipDriver,
+            "hip devices need another CuPy than this one for CUDA: pip install",
+        ),
+        (
+            lambda: fake_cupy((), is_hip=True),
+            cuda_driver.CudaDriver,
+            "cuda devices need another CuPy than this one for ROCm",
+        ),
+        (missing, hip_driver.HipDriver, "hip devices need CuPy: pip install hocket[rocm]"),
     ],
     ids=["for CUDA", "for ROCm", "none"],
 )
 def test_without_cupy_for_these_devices_there_are_none(module, driver, message, monkeypatch):
-    monkeypatch.setattr(cuda, "_cupy", module)
+    monkeypatch.setattr(cuda_driver, "_cupy", module)
     with pytest.raises(BackendError) as caught:
         driver().devices()
     assert str(caught.value).startswith(message)
@@ -184,23 +194,23 @@ class Cupy:
 def gfx90a(monkeypatch, tmp_path):
     needs(hiprtc.load_hiprtc)
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda, "_cupy", lambda: Cupy(b"gfx90a:sramecc+:xnack-"))
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: Cupy(b"gfx90a:sramecc+:xnack-"))
 
 
 def test_a_source_is_compiled_for_the_device_and_cached(gfx90a, monkeypatch):
     source = KernelSource("rotary.cu", ("timesteps",))
-    image, lowered = hip.HipDriver().compile_source(source, 0)
+    image, lowered = hip_driver.HipDriver().compile_source(source, 0)
     assert image.startswith(b"\x7fELF")
     assert lowered["timesteps"].encode() in image
     monkeypatch.setattr(hiprtc, "compile", lambda *_: pytest.fail("it is compiled again"))
-    assert hip.HipDriver().compile_source(source, 0) == (image, lowered)
+    assert hip_driver.HipDriver().compile_source(source, 0) == (image, lowered)
 
 
 def test_a_kernel_without_a_name_is_an_error(gfx90a, monkeypatch):
     source = KernelSource("rotary.cu", ("timesteps",))
-    monkeypatch.setattr(hip, "load_or_compile_cubin", lambda *_: (b"", {}))
+    monkeypatch.setattr(hip_driver, "load_or_compile_cubin", lambda *_: (b"", {}))
     with pytest.raises(BackendError, match=r"does not say what timesteps of rotary\.cu is called; install ROCm 7"):
-        hip.HipDriver().compile_source(source, 0)
+        hip_driver.HipDriver().compile_source(source, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- planning

@@ -10,13 +10,12 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import Device
-from hocket.backends.cupy import cuda
+from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import MAX_DECLARED_SHARED_BYTES, LaunchBuilder
+from hocket.backends.cupy.binding.launch_builder import MAX_DECLARED_SHARED_BYTES, LaunchBuilder
 from hocket.backends.cupy.collectives.hang_watchdog import HangWatchdog
 from hocket.backends.cupy.device import nvrtc
-from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import (
+from hocket.backends.cupy.device.device_limits import (
     DEFAULT_SHARED_BYTES,
     KIB,
     LARGEST_LIMITS,
@@ -26,19 +25,20 @@ from hocket.backends.cupy.device.limits import (
     Limits,
     find_limits,
 )
+from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
+from hocket.backends.cupy.kernel_resources import read_resource_table
+from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net
-from hocket.backends.cupy.resources import read_resource_table
-from hocket.backends.cupy.table import SOURCES
-from hocket.backends.operands import NoKernelError
+from hocket.backends.fusion.operands import NoKernelError
 from hocket.graph import Graph, input
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for_group
 
 from ..given.devices.devices_meet import CollectiveRig, all_reduce_case, same
 from ..given.devices.emulation import needs_compiler
-from ..given.devices.fake_cupy import StreamError, fake_cupy
-from ..given.devices.fake_nccl import FakeNccl
+from ..given.fakes.fake_cupy import StreamError, fake_cupy
+from ..given.fakes.fake_nccl import FakeNccl
 
 CONSUMER = find_limits("89")
 TOKENS = 70
@@ -153,14 +153,16 @@ def test_kernels_that_size_much_memory_declare_little():
 def cupy(monkeypatch):
     """Install a stand-in for CuPy, from which the driver of CUDA devices is built."""
     fake = fake_cupy(SOURCES, nccl=FakeNccl)
-    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
-    monkeypatch.setattr(cuda, "_nccl", lambda: fake.cuda.nccl)
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "_nccl", lambda: fake.cuda.nccl)
     monkeypatch.setattr(
-        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+        cuda_driver,
+        "load_or_compile_cubin",
+        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
     yield fake
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
 
 
 def fails(*_: object) -> None:
@@ -176,7 +178,7 @@ def test_memory_that_a_driver_refuses_is_one_line(cupy):
     source = next(s for s in SOURCES if s.file == "rows.cu")
     launch = Launch(source[source.names[0]], (1, 1, 1), (32, 1, 1), 50 << 10, (), (), 0)
     with pytest.raises(BackendError) as caught:
-        cuda.CudaDriver().record([launch], Device("cuda", 0))
+        cuda_driver.CudaDriver().record([launch], Device("cuda", 0))
     assert str(caught.value) == f"cuda:0 cannot record launches: {CUDA_ERROR}"
 
 
@@ -196,11 +198,11 @@ def test_memory_that_a_driver_refuses_is_one_line(cupy):
 def test_an_error_of_the_runtime_is_one_line(cupy, call, action, what):
     setattr(cupy.cuda.runtime, call, fails)
     with pytest.raises(BackendError) as caught:
-        action(cuda.CudaDriver())
+        action(cuda_driver.CudaDriver())
     assert str(caught.value) == f"{what}: {CUDA_ERROR}"
 
 
-def load_tensors(driver: cuda.CudaDriver) -> None:
+def load_tensors(driver: cuda_driver.CudaDriver) -> None:
     on = Device("cuda", 0)
     driver._get_host_transfers(on).move_to_device(np.ones(4, np.uint8), driver.alloc(16, on).array[:4])
 
@@ -208,15 +210,15 @@ def load_tensors(driver: cuda.CudaDriver) -> None:
 def test_devices_that_reach_each_other_already_still_do(cupy):
     """Another library may have opened their memory: the error 704 is none, and CuPy has cleared it when it raises."""
     two = [Device("cuda", 0), Device("cuda", 1)]
-    assert cuda.CudaDriver().can_access_peers(two)
-    assert cuda.CudaDriver().can_access_peers(two)
+    assert cuda_driver.CudaDriver().can_access_peers(two)
+    assert cuda_driver.CudaDriver().can_access_peers(two)
 
 
 @needs_compiler
 def test_a_stream_without_waits_of_a_library_is_not_watched(cupy, monkeypatch):
     monkeypatch.setattr(HangWatchdog, "wait", fails)
     parts = all_reduce_case(2, (40,))
-    rig = CollectiveRig(cuda.CudaBackend(), parts)
+    rig = CollectiveRig(cuda_driver.CudaBackend(), parts)
     assert all(replay._collectives.transport.library is not None for replay in rig.replays)
     same(rig.run(), [[parts[0][0].source + parts[1][0].source]] * 2)
 

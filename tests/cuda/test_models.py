@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 
 from ..given.devices.emulation import needs_compiler
 from ..given.models.goldens import FLOAT_CACHES, INDEX, allowed_nmse, golden, nmse, path_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ..given.devices.fake_cupy import fake_cupy
-from ..given.devices.fake_nccl import FakeNccl
+from ..given.fakes.fake_cupy import fake_cupy
+from ..given.fakes.fake_nccl import FakeNccl
 
 OF_TESTS = {"enabled", "pinned", "launch", "functions"}
 """Names of the stand-ins that are their own."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hocket import ops
-from hocket.backends.abilities import OTHER_OPS
 from hocket.backends.base import Tensor
-from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.capabilities import OTHER_OPS
+from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.device.driver import KernelSource, read_kernel_text
 from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_counted
@@ -19,14 +19,14 @@ from hocket.backends.cupy.time_model.block_counts import estimate_block_counts
 from hocket.backends.cupy.time_model.control_flow import build_control_flow_graphs
 from hocket.backends.cupy.time_model.launch_time import GPUS, LaunchWork, estimate_launch_time
 from hocket.backends.cupy.time_model.launch_work import estimate_launch_work
-from hocket.backends.operands import Operand
+from hocket.backends.fusion.operands import Operand
 from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType, Graph, input, weight
 from hocket.ops import REGISTRY, mul_mat
 from hocket.scheduler import plan_for_group, plan_from_json, plan_to_json
-from hocket.scheduler.machines.catalogue import DATA_SHEETS
-from hocket.scheduler.machines.hardware import WorkCounter
-from hocket.scheduler.machines.simulated import parse_simulated_group
+from hocket.scheduler.costs.device_catalogue import DATA_SHEETS
+from hocket.scheduler.costs.hardware import WorkCounter
+from hocket.scheduler.costs.simulated_devices import parse_simulated_group
 
 from ..given.devices.emulation import EditedSource, needs_compiler
 from ..given.devices.tools import needs

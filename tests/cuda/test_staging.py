@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from hocket.backends.base import Device, Tensor, contiguous_strides
-from hocket.backends.cupy import cuda
-from hocket.backends.cupy.device import staging
+from hocket.backends.cupy import cuda_driver
+from hocket.backends.cupy.device import host_transfers
 from hocket.graph.dtypes import DType
 
-from ..given.devices.fake_cupy import Event, Stream, fake_cupy
+from ..given.fakes.fake_cupy import Event, Stream, fake_cupy
 
 HALF = 256
 ON = Device("cuda", 0)
@@ -22,10 +22,10 @@ ON = Device("cuda", 0)
 def driver(monkeypatch):
     """Return a driver of devices with slow streams."""
     fake = fake_cupy(())
-    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
-    monkeypatch.setattr(staging, "STAGING_HALF_BYTES", HALF)
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
+    monkeypatch.setattr(host_transfers, "STAGING_HALF_BYTES", HALF)
     monkeypatch.setattr(Stream, "lag", 0.002)
-    return cuda.CudaDriver()
+    return cuda_driver.CudaDriver()
 
 
 def view_of(driver, shape, strides=None, on=ON):

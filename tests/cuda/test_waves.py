@@ -7,10 +7,10 @@ import pytest
 
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.device.driver import HIP_HEADER, LaunchError, read_kernel_text
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedHipDriver
-from hocket.backends.operands import Operand
+from hocket.backends.fusion.operands import Operand
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError

@@ -13,9 +13,9 @@ import pytest
 import hocket
 from hocket.cli import main
 from hocket.frontends import language_model
-from hocket.frontends.open import open_model
-from hocket.frontends.pooling import RANK_POOLING, choose_pooling
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.pooling import RANK_POOLING, choose_pooling
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 
 from ..given.models import architectures
 from ..given.models.goldens import FIXTURES, TINY, allowed_nmse, golden, nmse, open_fixture, path_of

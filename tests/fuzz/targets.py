@@ -24,14 +24,14 @@ from hocket.frontends.gguf import MetadataArray, open_gguf
 from hocket.frontends.gguf.chat import render_chat, select_chat_template
 from hocket.frontends.gguf.reader import Gguf
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
+from hocket.frontends.inference.saved_state import load_state, save_state
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Step, load_model
-from hocket.frontends.open import open_model
-from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.graph import Graph, format_graph, from_json, input, parse, state, to_json, weight
 from hocket.graph.errors import GraphError, HocketError
 from hocket.scheduler import plan_for_group
-from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
+from hocket.scheduler.serialisation.plan_json import plan_from_json, plan_to_json
 
 from .damage import bytes_damaged, json_damaged, words_damaged, words_of
 from .engine import Target

@@ -87,15 +87,16 @@ class Guest:
 
 def main(features: str, arguments: Sequence[str]) -> int:
     """Run the command line; callers of kernels are loaded once the kernels are in the guest."""
-    from hocket.backends.cpu import compiler, processor
+    from hocket.backends.cpu import target_cpu
+    from hocket.backends.cpu.compilation import compiler
 
-    (like,) = (t for t in processor.PRECOMPILED_TARGETS if t.name == "aarch64")
-    target = processor._make_target(
+    (like,) = (t for t in target_cpu.PRECOMPILED_TARGETS if t.name == "aarch64")
+    target = target_cpu._make_target(
         f"aarch64-{features}", like.triple, like.cpu, f"{' '.join(like.features)} {features}"
     )
     with tempfile.TemporaryDirectory() as folder:
         guest = Guest(Path(folder))
-        processor.find_compile_target = lambda: target
+        target_cpu.find_compile_target = lambda: target
         compiler._load_object = lambda required, code: (guest.load(code, compiler._symbol_name(required)), code)
         compiler.KERNEL_FUNCTION = lambda address: partial(guest.call, address)
         from hocket import cli

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .fake_service import RunningServer
+from .fakes.fake_service import RunningServer
 from .waits import WAIT_SECONDS
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

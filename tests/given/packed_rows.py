@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hocket.backends.cpu import compiler
-from hocket.backends.cpu.compiler import KERNEL_FUNCTION
-from hocket.backends.cpu.kernels import packing
-from hocket.backends.cpu.kernels.products import rounding
-from hocket.backends.cpu.kernels.products.weight_formats.formats import FORMATS
+from hocket.backends.cpu.compilation import compiler
+from hocket.backends.cpu.compilation.compiler import KERNEL_FUNCTION
+from hocket.backends.cpu.kernels.packed import activation_quantisation, weight_packing
+from hocket.backends.cpu.kernels.packed.format_table import FORMATS
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import bf16_to_f32, f32_to_bf16
 
@@ -25,7 +24,7 @@ def pack_rows(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> 
     target = np.zeros(-(-len(raw) // 16) * 16 * raw.shape[1], np.uint8)
     for thread in range(threads):
         words = (raw, raw.shape[1], target, len(raw), columns)
-        assert call(packing.make_pack_kernel(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
+        assert call(weight_packing.make_pack_kernel(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
     return target
 
 
@@ -38,11 +37,11 @@ RECORD = np.dtype(
 def target_of(x: np.ndarray, kind: int) -> np.ndarray:
     """Bytes of rows as the kernel rounds them, aligned as it leaves them."""
     rows, columns = x.shape
-    nbytes = rounding.compute_quantised_bytes(rows, columns, kind)
+    nbytes = activation_quantisation.compute_quantised_bytes(rows, columns, kind)
     raw = np.zeros(nbytes + compiler.ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % compiler.ALIGNMENT
-    target, pitch = raw[start : start + nbytes], rounding.compute_quantised_bytes(1, columns, kind)
-    assert call(rounding.round_rows, x, 4 * columns, rows, columns, 1, target, pitch, kind) == 0
+    target, pitch = raw[start : start + nbytes], activation_quantisation.compute_quantised_bytes(1, columns, kind)
+    assert call(activation_quantisation.round_rows, x, 4 * columns, rows, columns, 1, target, pitch, kind) == 0
     return target
 
 

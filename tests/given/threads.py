@@ -24,8 +24,8 @@ import numpy as np
 
 import hocket
 from hocket import ops
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 
 GROUPS = ("cpu:0", "numpy:0", "reference:0", "cpu:0,cpu:1", "numpy:0,numpy:1", "cpu:0,numpy:0")
 MODEL = Path(__file__).parents[1] / "fixtures" / "llama" / "model.gguf"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.graph.disk_cache import (
+from hocket.graph.storage.disk_cache import (
     REUSE_MARK_SECONDS,
     UNWRITABLE_FOLDER_MESSAGE,
     evict_oldest_files,
@@ -109,7 +109,7 @@ def test_the_oldest_entry_makes_room(folder: Path):
 
 def test_the_first_write_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch):
     old, new = (write_with_age(folder / "plans" / name, hours) for name, hours in (("old", 9), ("new", 2)))
-    monkeypatch.setattr("hocket.graph.disk_cache.MAX_CACHE_BYTES", 2500)
+    monkeypatch.setattr("hocket.graph.storage.disk_cache.MAX_CACHE_BYTES", 2500)
     evict_oldest_files.cache_clear()
     write_cached(folder / "plans" / "newest", bytes(968))
     assert [file.exists() for file in (old, new, folder / "plans" / "newest")] == [False, True, True]

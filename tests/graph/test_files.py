@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.graph.files import PRIVATE, check_writable, replacing, write_text
+from hocket.graph.storage.files import PRIVATE, check_writable, replacing, write_text
 
 NOT_AS_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write any file")
 

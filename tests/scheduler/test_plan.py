@@ -17,13 +17,13 @@ from hocket.cli import main
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
 from hocket.graph.layer_folding import find_repetitions
 from hocket.scheduler import load, plan, plan_for_group
-from hocket.scheduler.choosing.fits import describe_memory_problem, list_memory_pools
-from hocket.scheduler.machines.hardware import DEFAULT_HARDWARE
-from hocket.scheduler.machines.simulated import parse_simulated_group
-from hocket.scheduler.sharding.condense import collapse_repeated_layers
-from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
-from hocket.scheduler.telling.diff import diff_plans, group_names
-from hocket.scheduler.units import format_devices
+from hocket.scheduler.costs.hardware import DEFAULT_HARDWARE
+from hocket.scheduler.costs.simulated_devices import parse_simulated_group
+from hocket.scheduler.ir.formatting import format_devices
+from hocket.scheduler.planning.memory_fit import describe_memory_problem, list_memory_pools
+from hocket.scheduler.reports.plan_diff import diff_plans, group_names
+from hocket.scheduler.serialisation.plan_json import plan_from_json, plan_to_json
+from hocket.scheduler.sharding.search.collapse_layers import collapse_repeated_layers
 
 from ..given.graphs.random_graphs import bindings, seeded_graph
 from ..given.models.goldens import GOLDENS, decode_graph, path_of
@@ -81,7 +81,7 @@ def test_a_plan_for_simulated_devices_is_read_back():
 @pytest.mark.long
 def test_the_digest_is_the_same_in_another_process_with_another_hash_seed():
     code = (
-        "import sys; from hocket.frontends.models import Step; from hocket.frontends.open import open_model;"
+        "import sys; from hocket.frontends.models import Step; from hocket.frontends.open_model import open_model;"
         "from hocket.scheduler import plan; graph = open_model(sys.argv[1]).graph(Step(1, 1, 64, 64, 1));"
         "print(plan(graph, 'cpu:0,cpu:1,cpu:2', split_mode='tensor').digest())"
     )
@@ -294,7 +294,7 @@ def test_a_collapsed_graph_has_each_repeated_part_twice_and_counts_the_rest():
 def test_the_search_finds_the_same_in_the_collapsed_graph_as_in_the_whole(name, hardware, monkeypatch):
     graph, simulation = deep(12) if name == "deep" else decode_graph(name), parse_simulated_group(hardware)
     planned = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    monkeypatch.setattr("hocket.scheduler.sharding.search.collapse_repeated_layers", lambda graph: None)
+    monkeypatch.setattr("hocket.scheduler.sharding.search.greedy_search.collapse_repeated_layers", lambda graph: None)
     whole = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
     assert planned.cuts == whole.cuts
     assert planned.reasons == whole.reasons

@@ -18,8 +18,8 @@ from hocket.ops.collectives import COLLECTIVES, all_reduce
 from hocket.scheduler import Executor, Store, load, plan, plan_for_group
 from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, assign_offsets, assign_repeatable_arena_offsets
 from hocket.scheduler.lowering.lower import lower_graph
-from hocket.scheduler.verifier.plan import find_plan_faults
-from hocket.scheduler.verifier.program import find_program_faults, verify_program
+from hocket.scheduler.verifier.memory.program_verifier import find_program_faults, verify_program
+from hocket.scheduler.verifier.plan_verifier import find_plan_faults
 
 from ..given.graphs.layered import perceptron
 from ..given.plans.ways import SLOW

@@ -13,7 +13,7 @@ import pytest
 
 from hocket.server.grammars import GrammarCache
 
-from ..given.fake_service import CHAT_TEMPLATE, FakeService, RunningServer, serve
+from ..given.fakes.fake_service import CHAT_TEMPLATE, FakeService, RunningServer, serve
 
 ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 WEATHER = {

@@ -17,7 +17,7 @@ import pytest
 from hocket.server.lifecycle import bind_sockets
 from hocket.server.options import ServerOptions
 
-from ..given.fake_service import FakeService, serve
+from ..given.fakes.fake_service import FakeService, serve
 from ..given.open_requests import CHAT, open_request, read_until
 from ..given.waits import WAIT_SECONDS, wait_until
 
@@ -235,7 +235,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from hocket.server import ServerOptions, run_server
-from hocket.tests.given.fake_service import FakeService
+from hocket.tests.given.fakes.fake_service import FakeService
 service = FakeService("word " * 300, delay=0.02)
 code = run_server(service, ServerOptions(port=0, drain_seconds=30.0), lambda url: print(url, flush=True))
 print("closed", service._is_closed, flush=True)

@@ -1,4 +1,4 @@
-"""The load generator of ``benchmarks/serving.py``, against a server of this process without a model."""
+"""The load generator of ``benchmarks/server/serving.py``, against a server of this process without a model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ from typing import ClassVar
 
 import pytest
 
-from ..given.models.goldens import ROOT
-
-BENCHMARKS = str(ROOT / "benchmarks")
-sys.path.insert(0, BENCHMARKS)
-try:
-    import load_generator as load
-    import serving
-finally:
-    sys.path.remove(BENCHMARKS)
+from hocket.benchmarks.server import load_generator as load
+from hocket.benchmarks.server import serving
 
 GAP_SECONDS = 0.002
 

@@ -11,7 +11,7 @@ import pytest
 
 from hocket.frontends.commands.serve import GC_THRESHOLD_OBJECTS, limit_garbage
 
-from ..given.fake_service import FakeService, RunningServer, serve
+from ..given.fakes.fake_service import FakeService, RunningServer, serve
 from ..given.open_requests import open_request, read_until
 from ..given.waits import wait_until
 

@@ -18,7 +18,7 @@ from hocket.server.endpoints.anthropic import MessagesBody
 from hocket.server.errors import ApiError, as_api_error
 from hocket.server.options import ServerOptions
 
-from ..given.fake_service import FakeService, RunningServer, serve
+from ..given.fakes.fake_service import FakeService, RunningServer, serve
 from ..given.waits import WAIT_SECONDS
 
 KEY, OTHER_KEY = "sk-first", "sk-zweiter-schlüssel"

@@ -11,7 +11,7 @@ from hocket.frontends.serving.requests import TokenEvent
 from hocket.server.endpoints.logprobs import describe_logprobs, describe_token
 from hocket.server.streams import ChoiceText, TokenDecoder
 
-from ..given.fake_service import build_metadata
+from ..given.fakes.fake_service import build_metadata
 
 TOKENIZER: Tokenizer = tokenizer_from_metadata(build_metadata())
 

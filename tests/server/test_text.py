@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from ..given.fake_service import FakeService, RunningServer, serve
+from ..given.fakes.fake_service import FakeService, RunningServer, serve
 
 
 @pytest.fixture(name="server", scope="module")

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from hocket.backends.abilities import ListsKernels
+from hocket.backends.capabilities import ListsKernels
 from hocket.scheduler import load, plan
 
 from ..given.graphs.pictured import vision_transformer

@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
-from ..processor import find_target_features, is_native
+from ..target_cpu import find_target_features, is_native
 
 ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"
 FLOATS, INTS, BYTES = "f32x16", "i32x16", "i8x64"

@@ -15,7 +15,7 @@ import numpy as np
 
 from ....graph.errors import BackendError
 from ...base import Comm, Device
-from ...board import FAILURE_WORD, view_run_numbers
+from ...host.progress_board import FAILURE_WORD, view_run_numbers
 from ..device.driver import CollectiveLibrary, Communicator, Driver
 from ..kernels.collective import ProgressMark, read_progress_mark
 from .peer_exchange import Words, all_gather_words

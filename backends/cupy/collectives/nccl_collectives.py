@@ -18,9 +18,9 @@ from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....ops.collectives import as_index_ranges, as_integer
 from ...base import Tensor, contiguous_strides
-from ...meeting import Index, Pairs, compute_exchange_indices, compute_gather_indices, compute_scatter_indices
-from ...operands import BoundInstruction, Operand, require_supported
-from ..binding.launches import LaunchBuilder
+from ...fusion.operands import BoundInstruction, Operand, require_supported
+from ...host.collectives import Index, Pairs, compute_exchange_indices, compute_gather_indices, compute_scatter_indices
+from ..binding.launch_builder import LaunchBuilder
 from ..device.driver import Communicator, Exchange, Transfer
 from ..kernels.collective import (
     COLLECTIVE_TYPE_NAMES,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ...base import Comm, Tensor
-from ...operands import Operand
+from ...fusion.operands import Operand
 from ..kernels.collective import CollectiveOperands, PeerAddresses, PeerGroup
 
 Words = npt.NDArray[np.int64]

@@ -17,9 +17,9 @@ import numpy as np
 from ....graph.dtypes import DType
 from ....ops.collectives import POINT_TO_POINT_OPS, as_integer
 from ...base import Array, Comm, Device
-from ...board import view_run_numbers
-from ...operands import BoundInstruction, NoKernelError
-from ..binding.launches import LaunchBuilder
+from ...fusion.operands import BoundInstruction, NoKernelError
+from ...host.progress_board import view_run_numbers
+from ..binding.launch_builder import LaunchBuilder
 from ..device.driver import Driver
 from ..kernels import collective, moves
 from .hang_watchdog import HangWatchdog, Membership, Memberships, call_with_timeout

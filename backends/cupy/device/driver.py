@@ -13,7 +13,7 @@ from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....graph.old_names import make_module_getattr
 from ...base import Array, Device, Tensor
-from .limits import Limits
+from .device_limits import Limits
 
 KERNEL_FOLDER = Path(__file__).parent.parent / "kernels"
 Dim3 = tuple[int, int, int]

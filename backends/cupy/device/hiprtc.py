@@ -6,9 +6,9 @@ import ctypes
 from dataclasses import replace
 
 from ....graph.errors import BackendError
-from ...once import call_once
+from ...call_once import call_once
 from .driver import HIP_HEADER, KernelSource
-from .rtc import CompiledCode, Compiler
+from .runtime_compiler import CompiledCode, Compiler
 
 OPTIONS = ("-std=c++17", "-O3")
 LIBRARY_FILE_NAMES = ("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6", "libamdhip64.so", "libamdhip64.so.5")

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ....graph.errors import BackendError
-from ...once import call_once
+from ...call_once import call_once
 from .driver import KernelSource
-from .rtc import CompiledCode, Compiler
+from .runtime_compiler import CompiledCode, Compiler
 
 OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 NVRTC_INSTALL_HINT = "pip install nvidia-cuda-nvrtc"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...base import Device
+from ..device.device_limits import LARGEST_LIMITS, Limits
 from ..device.driver import DriverStep, Launch, LaunchError, flatten_steps
-from ..device.limits import LARGEST_LIMITS, Limits
 from .compile_host import COUNTER_OPTIONS, load_library
 from .emulated_driver import EmulatedDriver, Report, make_launch_shape
 from .guard_pages import Bytes

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from ....graph.disk_cache import make_cache_path
 from ....graph.errors import BackendError
-from ....graph.files import replacing
+from ....graph.storage.disk_cache import make_cache_path
+from ....graph.storage.files import replacing
+from ...call_once import call_once
 from ...compile_log import log_compilation
-from ...once import call_once
 from ..device.driver import KernelSource
 
 HEADER_FOLDER = Path(__file__).parent

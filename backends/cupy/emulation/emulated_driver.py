@@ -15,8 +15,10 @@ import numpy.typing as npt
 
 from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor, host_view
-from ...host import HOST_MEMORY
+from ...host.host_backend import HOST_MEMORY
 from ..backend import DriverBackend
+from ..device.batched_copies import batch_copies
+from ..device.device_limits import HIP_LIMITS, LARGEST_LIMITS, Limits
 from ..device.driver import (
     CUDA_HEADER,
     HIP_HEADER,
@@ -28,8 +30,6 @@ from ..device.driver import (
     LaunchError,
     flatten_steps,
 )
-from ..device.limits import HIP_LIMITS, LARGEST_LIMITS, Limits
-from ..device.parcels import batch_copies
 from .compile_host import load_library, require_compiler
 from .guard_pages import Bytes, GuardedMemoryPool, address_of, allocate_guarded, guard_operands, redirect_words
 

@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 from ....graph.dtypes import DType
 from ....ops.elementwise.comparisons import COMPARISONS
-from ...operands import BoundInstruction, Operand, require_supported
-from ..binding.axes import as_repeated_row_starts, build_iteration_axes
-from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ...fusion.operands import BoundInstruction, Operand, require_supported
+from ..binding.iteration_axes import as_repeated_row_starts, build_iteration_axes
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import CUDA_TYPE_NAMES, ELEMENTWISE_THREADS, MAX_ELEMENTS, as_type, launch_elementwise
 from .moves import BITS_TYPE_NAMES, ID_TYPE_NAMES

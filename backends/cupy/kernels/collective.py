@@ -24,11 +24,11 @@ import numpy.typing as npt
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....ops.collectives import as_integer
-from ...board import FIRST_MEMBER_WORD, RUN_NUMBER_WORD, WORDS_PER_MEMBER
-from ...meeting import Index, Pairs, compute_exchange_indices, compute_gather_indices, compute_scatter_indices
-from ...operands import BoundInstruction, Operand, require_supported
-from ..binding.axes import MAX_ITERATION_AXES, build_iteration_axes
-from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ...fusion.operands import BoundInstruction, Operand, require_supported
+from ...host.collectives import Index, Pairs, compute_exchange_indices, compute_gather_indices, compute_scatter_indices
+from ...host.progress_board import FIRST_MEMBER_WORD, RUN_NUMBER_WORD, WORDS_PER_MEMBER
+from ..binding.iteration_axes import MAX_ITERATION_AXES, build_iteration_axes
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import MAX_ELEMENTS
 from .moves import launch_copy

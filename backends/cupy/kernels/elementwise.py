@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute
-from ...flow import Dataflow, require_no_alias
-from ...operands import BoundInstruction, Operand, require_supported
-from ..binding.axes import build_iteration_axes
-from ..binding.chains import FusionBinder
-from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
-from ..binding.packing import PLANE_LAYOUTS
+from ...fusion.dataflow import Dataflow, require_no_alias
+from ...fusion.operands import BoundInstruction, Operand, require_supported
+from ..binding.fused_binding import FusionBinder
+from ..binding.iteration_axes import build_iteration_axes
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ..binding.weight_packing import PLANE_LAYOUTS
 from ..device.driver import KernelInstance, KernelSource
 from .products import packed
 

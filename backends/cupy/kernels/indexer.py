@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute
-from ...operands import BoundInstruction, Operand, require_supported
-from ..binding.axes import MAX_ITERATION_AXES, as_row_starts, build_iteration_axes
-from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ...fusion.operands import BoundInstruction, Operand, require_supported
+from ..binding.iteration_axes import MAX_ITERATION_AXES, as_row_starts, build_iteration_axes
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import ELEMENTWISE_THREADS, MAX_ELEMENTS, as_float
 from .moves import launch_copy

@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 from ....graph.dtypes import DType
 from ....ops.elementwise.integers import INTEGER_OPERATIONS
-from ...operands import BoundInstruction
-from ..binding.launches import LaunchBuilder, OpBinder
+from ...fusion.operands import BoundInstruction
+from ..binding.launch_builder import LaunchBuilder, OpBinder
 from ..device.driver import KernelSource
 from .elementwise import CUDA_TYPE_NAMES, as_type, launch_elementwise
 from .moves import ID_TYPE_NAMES

@@ -11,10 +11,10 @@ import numpy as np
 from ....graph.dtypes import DType
 from ....ops.declaration.shape_rules import integers_attribute
 from ....ops.elementwise.generators import arange
-from ...operands import BoundInstruction, Operand, require_supported
-from ..binding.axes import as_row_starts, build_iteration_axes, split_tiled_axes
-from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
-from ..binding.packing import PLANE_LAYOUTS
+from ...fusion.operands import BoundInstruction, Operand, require_supported
+from ..binding.iteration_axes import as_row_starts, build_iteration_axes, split_tiled_axes
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ..binding.weight_packing import PLANE_LAYOUTS
 from ..device.driver import KernelSource
 from .elementwise import (
     CELL_DTYPES,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ...operands import BoundInstruction, Operand, require_supported
-from ..binding.axes import as_row_starts, build_iteration_axes
-from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder
+from ...fusion.operands import BoundInstruction, Operand, require_supported
+from ..binding.iteration_axes import as_row_starts, build_iteration_axes
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder
 from ..device.driver import KernelSource
 from .elementwise import CAST_TARGETS, CUDA_TYPE_NAMES, as_type
 from .moves import ID_TYPE_NAMES, copy_unless_in_place

@@ -18,12 +18,12 @@ from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute
 from ....ops.declaration.shape_rules import integers_attribute
 from ....ops.matrix.rope import compute_frequencies, position_planes
-from ...chains import ROPE_OPS, match_normed_rope, match_saved_state_update
-from ...flow import Dataflow, has_same_elements, require_no_alias
-from ...operands import BoundInstruction, Operand, require_supported
-from ..binding.axes import MAX_ITERATION_AXES, as_row_starts, build_iteration_axes
-from ..binding.chains import FusionBinder
-from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ...fusion.dataflow import Dataflow, has_same_elements, require_no_alias
+from ...fusion.operands import BoundInstruction, Operand, require_supported
+from ...fusion.patterns import ROPE_OPS, match_normed_rope, match_saved_state_update
+from ..binding.fused_binding import FusionBinder
+from ..binding.iteration_axes import MAX_ITERATION_AXES, as_row_starts, build_iteration_axes
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, ELEMENTWISE_THREADS, MAX_ELEMENTS, as_float
 from .moves import launch_copy

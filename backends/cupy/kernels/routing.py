@@ -8,11 +8,11 @@ from types import MappingProxyType
 
 from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute as attribute
-from ...chains import match_expert_routing
-from ...flow import Dataflow, require_no_alias
-from ...operands import require_supported
-from ..binding.chains import FusionBinder
-from ..binding.launches import LaunchBuilder, LaunchWord, compute_row_stride
+from ...fusion.dataflow import Dataflow, require_no_alias
+from ...fusion.operands import require_supported
+from ...fusion.patterns import match_expert_routing
+from ..binding.fused_binding import FusionBinder
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride
 from ..device.driver import KernelSource
 
 SCORES_PER_LANE = (1, 2, 4, 8, 16, 32)

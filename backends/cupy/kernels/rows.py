@@ -10,12 +10,12 @@ import numpy as np
 
 from ....ops.declaration.attributes import float_attribute
 from ....ops.reduction.norms import alibi_slopes
-from ...chains import match_scaled_norm
-from ...flow import Dataflow, require_no_alias
-from ...operands import BoundInstruction, Operand, require_supported
-from ..binding.axes import MAX_ITERATION_AXES, IterationAxes, as_row_starts, build_iteration_axes
-from ..binding.chains import FusionBinder
-from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ...fusion.dataflow import Dataflow, require_no_alias
+from ...fusion.operands import BoundInstruction, Operand, require_supported
+from ...fusion.patterns import match_scaled_norm
+from ..binding.fused_binding import FusionBinder
+from ..binding.iteration_axes import MAX_ITERATION_AXES, IterationAxes, as_row_starts, build_iteration_axes
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelInstance, KernelSource
 from .elementwise import as_float
 

@@ -11,8 +11,8 @@ import numpy as np
 from ....ops.declaration.attributes import float_attribute
 from ....ops.declaration.shape_rules import integers_attribute
 from ....ops.movement.sliding_windows import count_windows
-from ...operands import BoundInstruction, require_supported
-from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ...fusion.operands import BoundInstruction, require_supported
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import ELEMENTWISE_THREADS, MAX_ELEMENTS, as_type
 from .moves import BITS_TYPE_NAMES

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute
-from ...operands import BoundInstruction, Operand, require_supported
-from ..binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ...fusion.operands import BoundInstruction, Operand, require_supported
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import as_float
 

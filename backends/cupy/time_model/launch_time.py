@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ..device.limits import MULTIPROCESSORS, SCHEDULER_COUNT, Limits, Multiprocessor, find_limits
+from ..device.device_limits import MULTIPROCESSORS, SCHEDULER_COUNT, Limits, Multiprocessor, find_limits
 
 COPY_EFFICIENCY = 0.9
 """The share of the data sheet's bandwidth that a copy reaches."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ...once import call_once
+from ...call_once import call_once
 from ..device import nvrtc
 from ..device.driver import KernelSource
 from ..emulation.access_counters import LaunchCounters

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hocket.backends.base import Array, Comm, Device, Program, Support, run_calls
-from hocket.backends.host import HostBackend
+from hocket.backends.host.host_backend import HostBackend
 from hocket.graph import DType, Node, Spec
 from hocket.ops.quantisation import bf16_to_f32, f32_to_bf16
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from hocket.backends.cpu.compiler import kernel
-from hocket.backends.cpu.kernels.packing import compute_thread_range
-from hocket.backends.cpu.kernels.rows import ELEMENT_STRIDE_WORDS, load_lanes, make_row_args, make_row_walk, store_lanes
+from hocket.backends.cpu.compilation.compiler import kernel
+from hocket.backends.cpu.kernels.vector.elementwise import (
+    ELEMENT_STRIDE_WORDS,
+    load_lanes,
+    make_row_args,
+    make_row_walk,
+    store_lanes,
+)
 from hocket.backends.cpu.simd.vectors import LANES, add, lane_sum, splat, sub, zeros
-from hocket.backends.cpu.steps import StepTableBuilder
-from hocket.backends.operands import BoundInstruction
+from hocket.backends.cpu.steps.partition import compute_thread_range
+from hocket.backends.cpu.steps.step_table import StepTableBuilder
+from hocket.backends.fusion.operands import BoundInstruction
 
 ARGS = make_row_args("x y")
 

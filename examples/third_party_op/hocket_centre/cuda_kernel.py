@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.device.driver import KernelSource
 from hocket.backends.cupy.kernels.elementwise import as_float
-from hocket.backends.operands import BoundInstruction, require_supported
+from hocket.backends.fusion.operands import BoundInstruction, require_supported
 
 SOURCE = KernelSource(str(Path(__file__).with_name("centre.cu")), ("centre",))
 THREADS = 128

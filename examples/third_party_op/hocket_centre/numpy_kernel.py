@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from hocket.backends.calls import Binding, Calls, HostInstruction
+from hocket.backends.host.bindings import Binding, Calls, HostInstruction
 
 
 def _bind(call: HostInstruction) -> Calls:

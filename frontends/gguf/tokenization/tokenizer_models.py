@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ....graph.disk_cache import load_or_make, make_cache_path
+from ....graph.storage.disk_cache import load_or_make, make_cache_path
 from ..metadata import MetadataArray
 from .dna_tokenizer import CLOSE_TAG, OPEN_TAG, UNKNOWN_KMER, DnaTokenizer
 from .plamo2_tokenizer import MinCostTokenizer, build_min_cost_tokenizer

@@ -10,10 +10,10 @@ from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
 from ...gguf.hyperparameter_keys import CONVERT_REMEDY
-from ..family import FamilyTraits
-from ..frame import CACHE_INPUTS, AttentionWindow, StepGraphBuilder, TemperatureScaling
-from ..weights import ModelWeights
-from .blocks import Norm, gate_heads, linear, split_columns
+from ..inputs.family import FamilyTraits
+from ..inputs.graph_builder import CACHE_INPUTS, AttentionWindow, StepGraphBuilder, TemperatureScaling
+from ..inputs.weights import ModelWeights
+from .feed_forward import Norm, gate_heads, linear, split_columns
 from .rope import Rope, find_frequency_divisors
 
 

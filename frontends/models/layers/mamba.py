@@ -12,10 +12,10 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
-from ..family import FamilyTraits
-from ..frame import RECURRENT_INPUTS, StepGraphBuilder
-from ..weights import ModelWeights
-from .blocks import Norm, linear, split_columns
+from ..inputs.family import FamilyTraits
+from ..inputs.graph_builder import RECURRENT_INPUTS, StepGraphBuilder
+from ..inputs.weights import ModelWeights
+from .feed_forward import Norm, linear, split_columns
 
 PADDING_STEP = 1e4
 """Subtracted from the step of padding, so that softplus makes it 0."""

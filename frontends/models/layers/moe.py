@@ -13,9 +13,9 @@ from .... import ops
 from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
-from ..family import FamilyTraits
-from ..weights import ModelWeights
-from .blocks import Activation, Norm, apply_feed_forward, linear, matmul
+from ..inputs.family import FamilyTraits
+from ..inputs.weights import ModelWeights
+from .feed_forward import Activation, Norm, apply_feed_forward, linear, matmul
 
 GATINGS = ("softmax", "sigmoid", "chosen", "root")
 """Functions that ``expert_gating_func`` numbers from 1: softmax, sigmoid, softmax over the chosen, root of softplus."""

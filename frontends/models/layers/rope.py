@@ -9,8 +9,8 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
-from ..frame import StepGraphBuilder
-from ..weights import ModelWeights
+from ..inputs.graph_builder import StepGraphBuilder
+from ..inputs.weights import ModelWeights
 
 SCALING_KINDS = ("none", "linear", "yarn", "longrope")
 SECTION_COUNT = 4

@@ -16,11 +16,11 @@ from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..decoder import Decoder
-from ..family import FamilyTraits
-from ..frame import RECURRENT_INPUTS, StepGraphBuilder
-from ..hyper import Layer
-from ..weights import ModelWeights
-from .blocks import linear, matmul
+from ..hyperparameters import Layer
+from ..inputs.family import FamilyTraits
+from ..inputs.graph_builder import RECURRENT_INPUTS, StepGraphBuilder
+from ..inputs.weights import ModelWeights
+from .feed_forward import linear, matmul
 
 HEAD_EPS = 64e-5
 """The eps of the norm of each head."""

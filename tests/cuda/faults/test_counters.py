@@ -9,14 +9,14 @@ import pytest
 
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
+from hocket.backends.cupy.device.device_limits import find_limits
 from hocket.backends.cupy.device.driver import AddressSpan, KernelSource, find_kernel_path, read_kernel_text
-from hocket.backends.cupy.device.limits import find_limits
 from hocket.backends.cupy.emulation.access_budget import ACCESS_ALLOWANCES, MAIN_PATH_CASES, list_violations
 from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_counted
 from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.kernels.products import tiled
-from hocket.backends.operands import BoundInstruction, Operand
+from hocket.backends.fusion.operands import BoundInstruction, Operand
 from hocket.cli import main
 from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType

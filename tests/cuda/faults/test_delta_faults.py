@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, Limits, find_limits
 from hocket.backends.cupy.device.driver import LaunchError
-from hocket.backends.cupy.device.limits import LARGEST_LIMITS, Limits, find_limits
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding

@@ -10,10 +10,10 @@ import pytest
 
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.device.driver import LaunchError, read_kernel_text
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
-from hocket.backends.operands import NoKernelError, Operand
+from hocket.backends.fusion.operands import NoKernelError, Operand
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.generate_cases import quick_cases
 from hocket.graph import DType

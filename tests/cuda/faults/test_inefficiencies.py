@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
+from hocket.backends.cupy import program_binding
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding import programs
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.emulation.access_budget import MAIN_PATH_CASES, list_violations
 from hocket.backends.cupy.emulation.access_counters import CountingDriver
+from hocket.backends.cupy.kernel_resources import compile_resource_rows, read_resource_table
+from hocket.backends.cupy.kernel_table import FUSED, SOURCES
 from hocket.backends.cupy.kernels import elementwise
-from hocket.backends.cupy.resources import compile_resource_rows, read_resource_table
-from hocket.backends.cupy.table import FUSED, SOURCES
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.frontends.commands.plan import read_step_graph
@@ -145,5 +145,5 @@ def test_a_token_takes_no_more_launches_than_before(model):
 def test_launches_that_are_not_saved_are_counted(model, chain, monkeypatch):
     left = {op: tuple(f for f in chains if f.__name__ != chain) for op, chains in FUSED.items()}
     assert left != FUSED
-    monkeypatch.setattr(programs, "FUSED", left)
+    monkeypatch.setattr(program_binding, "FUSED", left)
     assert launches(model) > EXPECTED_LAUNCHES[model][0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.device.driver import LaunchError
 from hocket.backends.cupy.emulation.access_budget import list_violations
 from hocket.backends.cupy.emulation.access_counters import run_counted

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy.device import nvrtc
-from hocket.backends.cupy.device.limits import LARGEST_LIMITS, Limits, find_limits
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, Limits, find_limits
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 
 from ...given.devices.delta_launches import (

@@ -12,7 +12,7 @@ import pytest
 
 from hocket.backends.cupy.device import hiprtc
 from hocket.backends.cupy.device.driver import KERNEL_FOLDER, KernelSource, find_kernel_files, read_kernel_text
-from hocket.backends.cupy.table import SOURCES
+from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.graph.errors import BackendError
 
 from ...given.devices.tools import needs

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import pytest
 
 from hocket.backends.cupy.device import disassembly, nvrtc
-from hocket.backends.cupy.device.cubins import load_or_compile_cubin
+from hocket.backends.cupy.device.cubin_cache import load_or_compile_cubin
 from hocket.backends.cupy.device.driver import KernelSource
-from hocket.backends.cupy.kernels.products import tiled
-from hocket.backends.cupy.resources import (
+from hocket.backends.cupy.kernel_resources import (
     compile_resource_rows,
     compute_source_digest,
     list_architectures,
     read_resource_table,
 )
-from hocket.backends.cupy.table import SOURCES
+from hocket.backends.cupy.kernel_table import SOURCES
+from hocket.backends.cupy.kernels.products import tiled
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 
@@ -31,7 +31,7 @@ def _compiler():
 
 
 def test_the_table_is_of_these_sources():
-    """Check that ``python -m hocket.backends.cupy.resources`` wrote the table from these sources."""
+    """Check that ``python -m hocket.backends.cupy.kernel_resources`` wrote the table from these sources."""
     table = read_resource_table()
     assert list(table.digests) == [compute_source_digest(source) for source in SOURCES], "write resources.json anew"
     expected = {f"{s.file}: {name}": list_architectures(s) for s in SOURCES for name in s.names}
@@ -53,7 +53,7 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 def test_a_source_compiles_and_takes_what_is_recorded(number, arch):
-    """Where a kernel changed on purpose: ``python -m hocket.backends.cupy.resources``."""
+    """Where a kernel changed on purpose: ``python -m hocket.backends.cupy.kernel_resources``."""
     found, table = compile_resource_rows(SOURCES[number], arch), read_resource_table().kernels
     assert len(found) == len(SOURCES[number].names)
     for name, (row, spills) in found.items():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy.binding.packing import PLANE_LAYOUTS, pack_weight, pad_packed_spec
+from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS, pack_weight, pad_packed_spec
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.graph import Graph, Spec, input, weight
 from hocket.graph.dtypes import DType

@@ -8,14 +8,14 @@ import pytest
 from hocket import ops
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import LaunchBuilder
-from hocket.backends.cupy.binding.packing import PLANE_LAYOUTS
+from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
+from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS
+from hocket.backends.cupy.device.device_limits import KIB, LARGEST_LIMITS, Limits, find_limits
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import KIB, LARGEST_LIMITS, Limits, find_limits
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels.elementwise import CUDA_TYPE_NAMES
 from hocket.backends.cupy.kernels.products import tiled
-from hocket.backends.operands import Operand
+from hocket.backends.fusion.operands import Operand
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import dequantise

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.packing import PLANE_LAYOUTS
+from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS
+from hocket.backends.cupy.device.device_limits import find_limits
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import find_limits
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.products import matmul, tiled
-from hocket.backends.operands import Operand
+from hocket.backends.fusion.operands import Operand
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.generate_cases import quick_cases
 from hocket.graph.dtypes import DType

@@ -8,21 +8,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hocket.backends.abilities import can_group_overlap
-from hocket.backends.cupy import cuda
+from hocket.backends.capabilities import can_group_overlap
+from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.device.driver import CollectiveOverlap
 from hocket.backends.cupy.emulation import access_log as ordered
 from hocket.backends.cupy.emulation.access_log import SIDE_STREAM, AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.emulation.race_detector import list_races
-from hocket.backends.cupy.table import SOURCES
+from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import BackendError
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load
 
 from ...given.devices.emulation import needs_compiler
-from ...given.devices.fake_cupy import Stream, StreamError, fake_cupy
+from ...given.fakes.fake_cupy import Stream, StreamError, fake_cupy
 from ...given.plans.branches import branches_on
 from ...given.plans.grouped import weights_of
 
@@ -184,13 +184,15 @@ def test_an_event_that_is_missing_or_wrong_leaves_accesses_in_no_order(what, mon
 def on_devices(monkeypatch):
     """A plan on real devices, over a stand-in for CuPy that runs graphs in any order that their events leave."""
     cupy = fake_cupy(SOURCES)
-    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: cupy)
     monkeypatch.setattr(
-        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+        cuda_driver,
+        "load_or_compile_cubin",
+        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda._load_module.cache_clear()
-    yield lambda: running(cuda.CudaBackend())[1]
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
+    yield lambda: running(cuda_driver.CudaBackend())[1]
+    cuda_driver._load_module.cache_clear()
 
 
 def no_fork(stream, event, wait):

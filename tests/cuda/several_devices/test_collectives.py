@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy import cuda
+from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.collectives import program_collectives as meetings
 from hocket.backends.cupy.collectives.transport import HOST_TRANSPORT
 from hocket.backends.cupy.device.driver import KernelSource
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
+from hocket.backends.cupy.kernel_table import BINDINGS, SOURCES
 from hocket.backends.cupy.kernels import collective
-from hocket.backends.cupy.table import BINDINGS, SOURCES
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.graph import Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.ops import op_of
@@ -37,7 +37,7 @@ from ...given.devices.devices_meet import (
     through_the_host,
 )
 from ...given.devices.emulation import needs_compiler, replace_and_compile
-from ...given.devices.fake_cupy import fake_cupy
+from ...given.fakes.fake_cupy import fake_cupy
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import FIXTURES
 from ...given.plans.grouped import everything_that_fits, weights_of
@@ -232,13 +232,15 @@ def test_a_plan_of_several_devices_is_one_recorded_program_each():
 def devices(request, monkeypatch):
     """The backend of real devices, over a stand-in for CuPy that emulates launches."""
     cupy = fake_cupy(SOURCES, request.param)
-    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: cupy)
     monkeypatch.setattr(
-        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+        cuda_driver,
+        "load_or_compile_cubin",
+        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda._load_module.cache_clear()
-    yield cuda.CudaBackend(), cupy.cuda.runtime, request.param
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
+    yield cuda_driver.CudaBackend(), cupy.cuda.runtime, request.param
+    cuda_driver._load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)

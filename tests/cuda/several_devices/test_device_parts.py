@@ -10,20 +10,20 @@ import pytest
 from hocket import ops
 from hocket.backends import find_device
 from hocket.backends.base import Device
-from hocket.backends.cupy import cuda
-from hocket.backends.cupy.table import SOURCES
+from hocket.backends.cupy import cuda_driver
+from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.cli import main
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.graph import Graph, input, weight
 from hocket.graph.errors import BackendError, PlanError
 from hocket.scheduler import load, plan, plan_for_group
-from hocket.scheduler.choosing.fits import describe_memory_problem, list_memory_pools
-from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
+from hocket.scheduler.planning.memory_fit import describe_memory_problem, list_memory_pools
+from hocket.scheduler.serialisation.plan_json import plan_from_json, plan_to_json
 
 from ...given.devices.devices_meet import CASES, CollectiveRig, all_reduce_case, same, through_the_host
 from ...given.devices.emulation import needs_compiler
-from ...given.devices.fake_cupy import fake_cupy
+from ...given.fakes.fake_cupy import fake_cupy
 from ...given.models.goldens import path_of
 
 
@@ -31,14 +31,16 @@ from ...given.models.goldens import path_of
 def backend(monkeypatch):
     """Real devices, over a stand-in for CuPy, of 1 GiB each."""
     cupy = fake_cupy(SOURCES)
-    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
-    monkeypatch.setattr(cuda, "_nccl", lambda: cupy.cuda.nccl)
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda_driver, "_nccl", lambda: cupy.cuda.nccl)
     monkeypatch.setattr(
-        cuda, "load_or_compile_cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names})
+        cuda_driver,
+        "load_or_compile_cubin",
+        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda._load_module.cache_clear()
-    yield cuda.CudaBackend()
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
+    yield cuda_driver.CudaBackend()
+    cuda_driver._load_module.cache_clear()
 
 
 def mlp(rows=8, columns=12):
@@ -140,7 +142,7 @@ def test_a_model_on_two_parts_of_a_device_gives_the_bits_of_two_devices():
 
 
 def test_the_command_takes_parts_and_names_their_transport(capsys, monkeypatch, backend):
-    monkeypatch.setattr(cuda, "CudaBackend", lambda: backend)
+    monkeypatch.setattr(cuda_driver, "CudaBackend", lambda: backend)
     model = str(path_of("qwen3"))
     assert main(["plan", model, "--devices", "cuda:0.0,cuda:0.1", "--split-mode", "tensor", "-c", "64"]) == 0
     out = capsys.readouterr().out

@@ -12,7 +12,7 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import Device
-from hocket.backends.cupy import cuda
+from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.collectives import hang_watchdog as watch
 from hocket.backends.cupy.collectives import transport
 from hocket.backends.cupy.collectives.transport import choose_transport
@@ -30,7 +30,7 @@ from ...given.devices.devices_meet import (
     through_the_host,
 )
 from ...given.devices.emulation import needs_compiler
-from ...given.devices.fake_nccl import backend_of
+from ...given.fakes.fake_nccl import backend_of
 from ...given.plans.grouped import everything_that_fits
 from ...given.waits import WAIT_SECONDS, wait_until
 
@@ -53,7 +53,7 @@ def _time_to_give_up(monkeypatch):
 def nccl_backend(monkeypatch):
     """The backend of devices that only NCCL joins."""
     yield backend_of(monkeypatch, are_peers=False)
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def both(monkeypatch):
     """Build a backend of devices that also reach each other's memory, with a low limit for large sums."""
     monkeypatch.setattr(transport, "MIN_LIBRARY_BYTES", 1024)
     yield backend_of(monkeypatch, are_peers=True)
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
 
 
 def assert_equal_results(found, expected):
@@ -332,7 +332,7 @@ def test_nccl_that_does_not_load_is_reported(monkeypatch):
         raise ImportError("libnccl.so.2: cannot open\nshared object file")
 
     backend, _ = backend_of(monkeypatch, False)
-    monkeypatch.setattr(cuda, "_nccl", missing)
+    monkeypatch.setattr(cuda_driver, "_nccl", missing)
     assert words(backend).endswith("NCCL does not load: libnccl.so.2: cannot open shared object file")
 
 

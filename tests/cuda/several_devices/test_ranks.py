@@ -9,7 +9,7 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import Device
-from hocket.backends.cupy import cuda
+from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.backend import RecordedProgram
 from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
@@ -18,7 +18,7 @@ from hocket.graph.errors import BackendError
 from hocket.scheduler import Executor, PipelinedPlan, Store, load, plan_for_group, run_pipelined
 
 from ...given.devices.emulation import needs_compiler
-from ...given.devices.fake_nccl import backend_of
+from ...given.fakes.fake_nccl import backend_of
 from ...given.ranks.thread_link import in_threads
 from ...given.waits import WAIT_SECONDS, wait_until
 
@@ -35,7 +35,7 @@ X = RNG.standard_normal((3, WIDTH), np.float32)
 def only_nccl(monkeypatch):
     """NCCL; devices of the backend have no other way to meet."""
     yield backend_of(monkeypatch, are_peers=False)[1]
-    cuda._load_module.cache_clear()
+    cuda_driver._load_module.cache_clear()
 
 
 def layers():
@@ -77,7 +77,7 @@ def assert_close_results(results):
 
 def test_devices_of_two_ranks_run_nccl_in_one_graph(only_nccl):
     def run(world):
-        executor = executor_of(plan_on(cuda.CudaBackend(), (0, 1), "tensor"), world)
+        executor = executor_of(plan_on(cuda_driver.CudaBackend(), (0, 1), "tensor"), world)
         results = [executor.run({"x": X})["y"] for _ in range(2)]
         assert [len(replay._calls) for replay in executor._program_runners.values()] == [1]
         return results
@@ -93,7 +93,7 @@ def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, only_nccl):
     heard = []
 
     def run(world):
-        executor = executor_of(plan_on(cuda.CudaBackend(), (0, 1), "tensor"), world)
+        executor = executor_of(plan_on(cuda_driver.CudaBackend(), (0, 1), "tensor"), world)
         executor.run({"x": X})
         if world.rank:
             raise ArithmeticError("planted")

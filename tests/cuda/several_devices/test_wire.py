@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hocket.backends.cupy import cuda
+from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.collectives import program_collectives as meetings
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
 from hocket.frontends.errors import ModelError
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops.quantisation import decode_array, encode_array
 
 from ...given.devices.devices_meet import CollectiveRig, all_reduce_case, same, through_the_host
 from ...given.devices.emulation import needs_compiler, replace_and_compile
-from ...given.devices.fake_nccl import backend_of
+from ...given.fakes.fake_nccl import backend_of
 from ...given.models.goldens import nmse
 
 pytestmark = needs_compiler
@@ -33,7 +33,7 @@ def backend(request, monkeypatch):
     else:
         monkeypatch.setattr("hocket.backends.cupy.collectives.transport.MIN_LIBRARY_BYTES", 1024)
         yield backend_of(monkeypatch, are_peers=request.param == "both")[0]
-        cuda._load_module.cache_clear()
+        cuda_driver._load_module.cache_clear()
 
 
 def round_to_bf16(x):

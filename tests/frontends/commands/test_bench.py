@@ -14,7 +14,7 @@ from hocket.cli import main
 from hocket.frontends.commands import bench
 from hocket.frontends.commands.bench_batched import BATCHED_TABLE
 from hocket.frontends.models import Step
-from hocket.frontends.open import open_model
+from hocket.frontends.open_model import open_model
 from hocket.frontends.terminal.bench_rows import format_rows
 
 from ...given.commands import Capture

@@ -20,7 +20,7 @@ from hocket.frontends.commands import COMMAND_HELP, devices, logits, run
 from hocket.frontends.commands.perplexity import compute_nll
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import ARCHITECTURES, load_model
-from hocket.frontends.open import open_model
+from hocket.frontends.open_model import open_model
 from hocket.frontends.terminal import blas_threads
 from hocket.graph.errors import BackendError
 
@@ -113,7 +113,7 @@ def test_chat_answers_one_message_or_many(capsys: Capture, monkeypatch: pytest.M
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     metadata = MappingProxyType({**model.gguf.metadata, "tokenizer.chat_template": template})
     templated = load_model(replace(model.gguf, metadata=metadata))
-    monkeypatch.setattr("hocket.frontends.open.open_model", lambda path: templated)
+    monkeypatch.setattr("hocket.frontends.open_model.open_model", lambda path: templated)
     assert main(["run", "--temp", "0", "--chat", "-p", "How do you do?", "-n", "6"]) == 0
     one = capsys.readouterr().out
     typed = iter(["How do you do?", "", "And you?", "/exit", "never"])
@@ -390,7 +390,7 @@ def test_an_interrupt_ends_with_its_own_code(capsys: Capture, monkeypatch: pytes
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hocket.frontends.open.open_model", interrupt)
+    monkeypatch.setattr("hocket.frontends.open_model.open_model", interrupt)
     assert main(["run"]) == 130
     assert capsys.readouterr().err == "\n"
 
@@ -401,7 +401,7 @@ def test_memory_that_is_out_costs_one_line_and_debug_shows_where(
     def out(*args: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("hocket.frontends.open.open_model", out)
+    monkeypatch.setattr("hocket.frontends.open_model.open_model", out)
     assert main(["run"]) == 2
     assert capsys.readouterr().err == "hocket: memory is out; use a smaller context, batch or model\n"
     with pytest.raises(MemoryError):

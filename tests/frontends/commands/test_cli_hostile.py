@@ -19,8 +19,8 @@ import pytest
 
 from hocket.backends.base import Backend, Device
 from hocket.cli import main
-from hocket.frontends import session
 from hocket.frontends.gguf import open_gguf
+from hocket.frontends.inference import session
 from hocket.graph import Graph
 from hocket.scheduler import Plan, plan_with_cache
 

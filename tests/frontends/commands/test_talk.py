@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.graph.disk_cache import cache_folder
+from hocket.graph.storage.disk_cache import cache_folder
 
 MODEL = Path(os.environ.get("HOCKET_SMOLLM2", ""))
 pytestmark = [

@@ -11,8 +11,8 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.generation.speculative import ModelDrafter, SpeculativeDecoder
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 
 from ...given.models.goldens import TINY, path_of, tokens_of
 

@@ -27,10 +27,10 @@ from hocket.frontends.generation.generate import (
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.chat import CHAT_TEMPLATE_KEY
 from hocket.frontends.gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
+from hocket.frontends.inference.saved_state import save_state
+from hocket.frontends.inference.session import Session
 from hocket.frontends.models import Model, load_model
-from hocket.frontends.open import open_model
-from hocket.frontends.saved_state import save_state
-from hocket.frontends.session import Session
+from hocket.frontends.open_model import open_model
 
 from ...given.models.spelled import ASCII, SENTENCEPIECE, SENTENCEPIECE_TYPES, write_llama
 

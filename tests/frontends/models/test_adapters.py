@@ -11,11 +11,11 @@ from gguf import GGUFWriter
 
 from hocket.cli import main
 from hocket.frontends.errors import ModelError
-from hocket.frontends.identity import compute_model_digest
+from hocket.frontends.inference.model_digest import compute_model_digest
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.language_model import Model as Language
 from hocket.frontends.models import Model
-from hocket.frontends.open import open_adapted_model, open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_adapted_model, open_model
 
 from ...given.models.goldens import TINY, nmse, path_of
 from ...given.models.rewritten import Array, tensors_of, write_fixture

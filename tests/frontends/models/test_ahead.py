@@ -15,12 +15,12 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.generation.speculative import MtpDrafter, SpeculativeDecoder
+from hocket.frontends.inference.rewind import rewind_last_step
+from hocket.frontends.inference.saved_state import load_state, save_state
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import DECODERS, Batch, Model, Step, StepGraphBuilder, load_model
 from hocket.frontends.models.decoder import Decoder
-from hocket.frontends.open import open_model
-from hocket.frontends.rewinding import rewind_last_step
-from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.graph import input
 
 from ...given.models import architectures

@@ -17,12 +17,12 @@ from hocket import ops
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
+from hocket.frontends.inference.saved_state import load_state, save_state
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import ARCHITECTURES, Batch, Model, ModelWeights, Step, load_model
 from hocket.frontends.models.picture_tokens import find_picture_tokens
-from hocket.frontends.models.reading import read_hyperparameters
-from hocket.frontends.open import open_model
-from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.models.read_hyperparameters import read_hyperparameters
+from hocket.frontends.open_model import open_model
 
 from ...given.models import rwkv
 from ...given.models.architectures import ALL, ROWS, golden, write_file, write_model

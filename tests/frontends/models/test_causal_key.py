@@ -10,10 +10,10 @@ import pytest
 
 from hocket import ops
 from hocket.frontends.errors import ModelError
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step
-from hocket.frontends.models.frame import AttentionWindow, StepGraphBuilder
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.models.inputs.graph_builder import AttentionWindow, StepGraphBuilder
+from hocket.frontends.open_model import open_model
 from hocket.graph import Graph
 
 from ...given.models.architectures import ALL, golden, write_model

@@ -9,11 +9,11 @@ import numpy.typing as npt
 import pytest
 
 from hocket.frontends.errors import ModelError
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Model, Step
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.scheduler import plan
-from hocket.scheduler.layout import Shard
+from hocket.scheduler.ir.layout import Shard
 
 from ...given.models.goldens import nmse, path_of
 from ...given.models.rewritten import Array, Tensors, tensors_of, write_fixture

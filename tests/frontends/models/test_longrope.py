@@ -11,7 +11,7 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
 from hocket.frontends.models import ARCHITECTURES, Model, Step
 from hocket.frontends.models.layers.rope import Rope
-from hocket.frontends.open import open_model
+from hocket.frontends.open_model import open_model
 from hocket.graph import Graph
 
 from ...given.models.architectures import write_model

@@ -12,13 +12,13 @@ from hocket import ops
 from hocket.backends.base import find_device
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import Gguf
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Batch, Model, ModelWeights, Step, load_model
-from hocket.frontends.models.family import FamilyTraits
+from hocket.frontends.models.inputs.family import FamilyTraits
 from hocket.frontends.models.layers.moe import ExpertLayer, run_expert_layer
-from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import Graph, Value, input
 from hocket.scheduler import Plan, load, plan, plan_for_group
-from hocket.scheduler.machines.hardware import Hardware
+from hocket.scheduler.costs.hardware import Hardware
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
 

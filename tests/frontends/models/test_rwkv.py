@@ -11,11 +11,11 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf.chat import render_chat, select_chat_template
 from hocket.frontends.gguf.tokenization.rwkv_tokenizer import LongestMatchTokenizer
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
+from hocket.frontends.inference.rewind import rewind_last_step
+from hocket.frontends.inference.saved_state import load_state, save_state
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Batch, Step
-from hocket.frontends.open import open_model
-from hocket.frontends.rewinding import rewind_last_step
-from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 
 from ...given.models import rwkv
 from ...given.models.exact import SAME, ExactRun, compute_logits_in_one_batch

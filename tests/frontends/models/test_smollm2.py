@@ -18,8 +18,8 @@ from hocket.frontends.generation.conversation import Conversation
 from hocket.frontends.generation.generate import GenerationParams, generate_tokens
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 
 from ...given.models.goldens import FIXTURES
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hocket.frontends.inference.rewind import make_checkpoint, restore_checkpoint
+from hocket.frontends.inference.saved_state import load_state, save_state
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Model
-from hocket.frontends.open import open_model
-from hocket.frontends.rewinding import make_checkpoint, restore_checkpoint
-from hocket.frontends.saved_state import load_state, save_state
-from hocket.frontends.session import DeviceGroup, Session
-from hocket.frontends.step import count_cache_rows
+from hocket.frontends.models.inputs.step import count_cache_rows
+from hocket.frontends.open_model import open_model
 
 from ...given.models.architectures import write_model
 from ...given.models.goldens import F64, nmse

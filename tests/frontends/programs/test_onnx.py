@@ -333,7 +333,7 @@ def test_an_op_that_onnx_cannot_write_out_is_named_with_its_node():
 
 @pytest.mark.parametrize("mode", ["DCR", "CRD"])
 def test_depth_of_blocks_is_ordered_as_the_mode_says(mode):
-    from hocket.frontends.onnx.calls import space_to_depth
+    from hocket.frontends.onnx.op_calls import space_to_depth
     from hocket.frontends.tensors.tensor import Tensor
     from hocket.graph import DType, Graph, input
 

@@ -254,7 +254,7 @@ class TestFiles:
     @pytest.mark.long
     def test_a_program_is_read_and_planned_by_the_commands(self, saved_program, capsys):
         from hocket.cli import main
-        from hocket.frontends.torch.archive import read_program
+        from hocket.frontends.torch.pt2_archive import read_program
 
         path, model, x = saved_program
         assert nmse(hocket.from_torch(read_program(str(path))).on("cpu:0")(x), model(x)) < 1e-10
@@ -266,7 +266,7 @@ class TestFiles:
 
     @pytest.mark.long
     def test_what_would_run_code_is_refused_or_not_read(self, saved_program, tmp_path):
-        from hocket.frontends.torch.archive import read_program
+        from hocket.frontends.torch.pt2_archive import read_program
 
         path, *_ = saved_program
         marker = tmp_path / "told"
@@ -287,7 +287,7 @@ class TestFiles:
     @pytest.mark.long
     @pytest.mark.parametrize("member", ["models/model.json", "model_weights_config.json", "weights/weight_0"])
     def test_a_damaged_file_is_one_line(self, saved_program, member):
-        from hocket.frontends.torch.archive import read_program
+        from hocket.frontends.torch.pt2_archive import read_program
 
         path, *_ = saved_program
         for edit in (lambda d: d[: len(d) // 2], lambda d: b"", lambda d: b"[1]"):

@@ -211,7 +211,7 @@ class TestOneGraphForSeveralModules:
         """A change that PyTorch misses is seen, too, and devices have no copy."""
         import torch
 
-        from hocket.frontends.torch.operands import _copies_by_parameter
+        from hocket.frontends.torch.parameter_binding import _copies_by_parameter
 
         module = torch.nn.Linear(48, 48)
         call = through_hocket(lambda module, x: module(x))
@@ -225,8 +225,8 @@ class TestOneGraphForSeveralModules:
         """Half of a weight in rows goes without a copy; by columns each device has one, for all shapes."""
         import torch
 
-        from hocket.backends.host import HostBackend
-        from hocket.frontends.torch.operands import _copies_by_parameter
+        from hocket.backends.host.host_backend import HostBackend
+        from hocket.frontends.torch.parameter_binding import _copies_by_parameter
 
         monkeypatch.setattr(HostBackend, "as_buffer", lambda *_: None)
         module = torch.nn.Linear(48, 48)
@@ -248,7 +248,7 @@ class TestOneGraphForSeveralModules:
     def test_a_module_that_is_dropped_frees_its_memory(self, options):
         import torch
 
-        from hocket.frontends.torch.operands import _copies_by_parameter
+        from hocket.frontends.torch.parameter_binding import _copies_by_parameter
 
         call = through_hocket(lambda module, x: module(x), **options)
         module = torch.nn.Linear(48, 48)

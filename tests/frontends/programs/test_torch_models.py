@@ -10,7 +10,7 @@ import pytest
 import hocket
 from hocket.backends.base import find_devices
 from hocket.scheduler import plan_for_group
-from hocket.scheduler.telling.evenness import find_imbalance
+from hocket.scheduler.reports.weight_balance import find_imbalance
 
 from ...given.tensors import nmse
 

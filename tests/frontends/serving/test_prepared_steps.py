@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hocket.frontends.open import open_model
+from hocket.frontends.inference.session import MIN_CONTEXT_BUCKET, Session
+from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.slots import SlotPool
-from hocket.frontends.session import MIN_CONTEXT_BUCKET, Session
 
 from ...given.models.goldens import path_of
 

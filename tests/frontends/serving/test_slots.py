@@ -11,13 +11,13 @@ import pytest
 from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.sampling import Sampling
-from hocket.frontends.open import open_model
-from hocket.frontends.parts import F32
+from hocket.frontends.inference.prefill_chunks import F32
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest, TokenEvent
 from hocket.frontends.serving.slots import SlotPool, choose_window
-from hocket.frontends.session import DeviceGroup, Session
 
 from ...given.models.goldens import path_of
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from queue import Empty
 from types import SimpleNamespace
 
-from hocket.frontends.open import open_model
+from hocket.frontends.inference.session import Session
+from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.requests import Event, QueueFullError
 from hocket.frontends.serving.slots import SlotPool
 from hocket.frontends.serving.thread import EngineThread
-from hocket.frontends.session import Session
 
 from ...given.models.goldens import path_of
 

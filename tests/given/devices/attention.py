@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from hocket.backends.cupy.binding.trial import trial_bind
 from hocket.backends.cupy.kernels.attention import attention
+from hocket.backends.cupy.trial_binding import trial_bind
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hocket import ops
+from hocket.backends.cupy import program_binding
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding import programs
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph import DType, Graph, Value, input, state, weight
@@ -286,7 +286,7 @@ def run_graph(graph: Graph, fused: bool, devices: int = 1, backend: DriverBacken
         weights[w.node.name] = raw if w.dtype.is_quantised else raw.astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
         if not fused:
-            patch.setattr(programs, "FUSED", {})
+            patch.setattr(program_binding, "FUSED", {})
         group = [(backend, backend.device(i)) for i in range(devices)]
         run = load(plan_for_group(graph, group, split_mode="tensor" if devices > 1 else "auto"), weights)
     for _ in range(3):

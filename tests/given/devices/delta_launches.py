@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hocket.backends.base import Tensor
-from hocket.backends.cupy.binding.launches import LaunchBuilder
+from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, Limits
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import LARGEST_LIMITS, Limits
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
-from hocket.backends.operands import BoundInstruction, Operand
+from hocket.backends.fusion.operands import BoundInstruction, Operand
 from hocket.graph.dtypes import DType
 
 DTYPES = {"f": DType.F32, "i": DType.I32}

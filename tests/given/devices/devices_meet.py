@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hocket.backends.base import BufferSpec, Instruction, Program, Tensor, contiguous_strides
-from hocket.backends.board import view_run_numbers
 from hocket.backends.cupy.collectives import program_collectives as meetings
 from hocket.backends.cupy.collectives.transport import HOST_TRANSPORT
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels.collective import SIGNAL_WORD_COUNT, read_progress_mark
+from hocket.backends.host.progress_board import view_run_numbers
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.graph.dtypes import DType
 

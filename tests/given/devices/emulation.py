@@ -11,8 +11,8 @@ import pytest
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.device.device_limits import HIP_LIMITS, LARGEST_LIMITS
 from hocket.backends.cupy.device.driver import CUDA_HEADER, HIP_HEADER, KernelSource, Launch, read_kernel_text
-from hocket.backends.cupy.device.limits import HIP_LIMITS, LARGEST_LIMITS
 from hocket.backends.cupy.emulation.compile_host import load_library
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph.errors import BackendError

@@ -9,7 +9,7 @@ import pytest
 
 from hocket.backends.cupy.device.driver import Launch, flatten_steps
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
-from hocket.backends.cupy.resources import read_resource_table
+from hocket.backends.cupy.kernel_resources import read_resource_table
 
 LAUNCHED_KERNELS: set[str] = set()
 """Kernels that tests of this process have launched, and in the main process the kernels of its workers as well."""

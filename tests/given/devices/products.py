@@ -11,11 +11,11 @@ import numpy as np
 from hocket import ops
 from hocket.backends.base import Tensor, contiguous_strides
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.launches import LaunchBuilder
-from hocket.backends.cupy.binding.trial import trial_bind
+from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels.products import packed, tiled
-from hocket.backends.operands import Operand
+from hocket.backends.cupy.trial_binding import trial_bind
+from hocket.backends.fusion.operands import Operand
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import dequantise

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hocket.frontends.gguf import Gguf, open_gguf
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Step
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.graph import Graph
 
 TESTS = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, dequantize
 
 from hocket.frontends.models import Model
-from hocket.frontends.open import open_model
+from hocket.frontends.open_model import open_model
 
 from .goldens import path_of
 

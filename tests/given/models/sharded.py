@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 
 from . import rwkv
 from .architectures import ALL, FOLDER, golden, write_model

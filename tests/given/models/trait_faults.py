@@ -22,8 +22,8 @@ from hocket import ops
 from hocket.frontends import models
 from hocket.frontends.errors import ModelError
 from hocket.frontends.models import ARCHITECTURES, Batch, Step
-from hocket.frontends.models.family import FamilyTraits
-from hocket.frontends.open import open_model
+from hocket.frontends.models.inputs.family import FamilyTraits
+from hocket.frontends.open_model import open_model
 from hocket.graph import GraphError
 
 from .architectures import ALL, ROWS, golden, write_model

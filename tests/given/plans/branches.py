@@ -5,7 +5,7 @@ from __future__ import annotations
 from hocket import ops
 from hocket.graph import Graph, input, weight
 from hocket.scheduler import plan_for_group
-from hocket.scheduler.machines.hardware import Hardware
+from hocket.scheduler.costs.hardware import Hardware
 
 SPEEDS = Hardware(flops=1e6, bandwidth=1e9, launch=0.0, link_bandwidth=1e6, link_latency=1e-3)
 

@@ -15,9 +15,9 @@ from hocket.backends.base import Program, Tensor
 from hocket.graph import Graph, HocketError, Node, Value, input, state, weight
 from hocket.graph.errors import PlanError
 from hocket.scheduler import HostOffload, Plan, Store, plan_for_group
+from hocket.scheduler.costs.hardware import Hardware
 from hocket.scheduler.lowering.lower import lower_graph
-from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.verifier.plan import find_plan_faults
+from hocket.scheduler.verifier.plan_verifier import find_plan_faults
 
 from ..graphs.random_graphs import seeded_graph
 from .chunked import chunked_plan, make_gated_layers

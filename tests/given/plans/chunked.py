@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from hocket import ops
 from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler import Plan
-from hocket.scheduler.lowering.lane import Devices, build_device_plans
-from hocket.scheduler.sharding.assign import propagate_layouts
-from hocket.scheduler.sharding.chunks import find_chunkable_token_factor, partition_in_chunks
-from hocket.scheduler.sharding.emit import PartitionedGraphs
+from hocket.scheduler.lowering.device_plan import Devices, build_device_plans
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.search import assign_shard_ranges, list_factor_positions
+from hocket.scheduler.sharding.overlap_chunks import find_chunkable_token_factor, partition_in_chunks
+from hocket.scheduler.sharding.partitioner import PartitionedGraphs
+from hocket.scheduler.sharding.propagation import propagate_layouts
+from hocket.scheduler.sharding.search.greedy_search import assign_shard_ranges, list_factor_positions
 
 WIDTH, INNER = 6, 12
 

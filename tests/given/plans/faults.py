@@ -15,9 +15,9 @@ from hocket import ops
 from hocket.backends.base import Support, find_device
 from hocket.graph import Graph, Node, PlanError, Value, input, state, weight
 from hocket.scheduler import Plan, plan_for_group
+from hocket.scheduler.costs.hardware import Hardware
 from hocket.scheduler.lowering.lower import lower_graph
-from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.verifier.plan import find_plan_faults, verify_plan
+from hocket.scheduler.verifier.plan_verifier import find_plan_faults, verify_plan
 
 T, E, H, KV, D, F, C = 3, 8, 4, 2, 4, 12, 6
 SLOW = Hardware(

@@ -12,7 +12,7 @@ from hocket.graph import DType, Graph, input, state, weight
 from hocket.ops.quantisation import encode_array
 from hocket.scheduler import Executor, Plan, Store, load, plan_for_group
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.search import find_conflicting_leaf, group_factors
+from hocket.scheduler.sharding.search.greedy_search import find_conflicting_leaf, group_factors
 
 from ..graphs.random_graphs import bindings, seeded_graph
 

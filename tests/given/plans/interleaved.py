@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hocket.scheduler import Plan, Store
-from hocket.scheduler.running.state_view import assemble_value
+from hocket.scheduler.runtime.state_view import assemble_value
 
 Wish = tuple[str, int, tuple[Any, ...]]
 

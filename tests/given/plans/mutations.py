@@ -21,9 +21,9 @@ from hocket.backends.numpy.backend import NumpyBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph import DType, Graph, Node, Spec, Value, input
 from hocket.scheduler import Plan
-from hocket.scheduler.layout import PARTIAL, REPLICATE, Local, Partial, Replicate, Shard
-from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.plan import PinnedNodes
+from hocket.scheduler.costs.hardware import Hardware
+from hocket.scheduler.ir.execution_plan import PinnedNodes
+from hocket.scheduler.ir.layout import PARTIAL, REPLICATE, Local, Partial, Replicate, Shard
 
 Path = tuple[tuple[str, Any], ...]
 """How to get from a plan to something in it: ``("field", name)``, ``("item", place)``, ``("key", key)``."""

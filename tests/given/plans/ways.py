@@ -10,10 +10,10 @@ import numpy as np
 from hocket.backends.base import find_device
 from hocket.graph import Graph, HocketError
 from hocket.scheduler import Executor, Plan, load, plan_for_group
-from hocket.scheduler.machines.hardware import Hardware
+from hocket.scheduler.costs.hardware import Hardware
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.search import find_conflicting_leaf, group_factors
+from hocket.scheduler.sharding.search.greedy_search import find_conflicting_leaf, group_factors
 
 from ..graphs.random_graphs import bindings
 from .grouped import as_file_bytes

@@ -18,7 +18,7 @@ from hocket.distributed import launcher, world
 from hocket.frontends.generation import generate
 from hocket.frontends.terminal import rank_command
 from hocket.graph.errors import BackendError
-from hocket.scheduler.running import bound
+from hocket.scheduler.runtime import bound_plan
 
 MINE = os.environ.get("PMI_RANK") == "1"
 MOMENT = 4
@@ -58,7 +58,7 @@ def be_patient(fault: str) -> None:
     launcher.START_TIMEOUT_SECONDS = launcher.FAILED_RANK_LINGER_SECONDS = world.FAILED_RANK_LINGER_SECONDS = (
         rank_command.SILENCE_TIMEOUT_SECONDS
     ) = HOUR
-    bound.MAX_RANK_WAIT_SECONDS = SOON if fault in LATE else HOUR
+    bound_plan.MAX_RANK_WAIT_SECONDS = SOON if fault in LATE else HOUR
     if fault == "none":  # nothing hangs: the slower rank of a busy machine ends by itself
         world.SHUTDOWN_GRACE_SECONDS = launcher.FINALIZE_SECONDS = HOUR
     listen, take = world.World._read_heartbeat, world.World.receive_packet

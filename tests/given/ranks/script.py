@@ -34,7 +34,7 @@ FAULTS = {
 def be_patient(moment: str, fault: str) -> None:
     """Patience may end with rank 1 alone, `SOON`, where that is how its fault shows."""
     from hocket.distributed import presence, world
-    from hocket.scheduler.running import bound
+    from hocket.scheduler.runtime import bound_plan
 
     listen, take, why = world.World._read_heartbeat, world.World.receive_packet, presence.AbsentRanks._find_reason
 
@@ -54,7 +54,7 @@ def be_patient(moment: str, fault: str) -> None:
         take_patiently,
         why_absent,
     )
-    bound.MAX_RANK_WAIT_SECONDS = HOUR
+    bound_plan.MAX_RANK_WAIT_SECONDS = HOUR
 
 
 def main(moment: str, fault: str) -> None:
@@ -77,7 +77,7 @@ def main(moment: str, fault: str) -> None:
     graph = hocket.Graph({"y": hocket.ops.mul_mat(hocket.weight("w", (2, 6)), x)})
     weights = {"w": np.ones((2, 6), np.float32)}
     if goes_wrong and moment == "during load":
-        from hocket.scheduler.running.store import Store
+        from hocket.scheduler.runtime.store import Store
 
         Store.bind = lambda *arguments: FAULTS[fault]()
     devices = ",".join(f"cpu:0@{rank}" for rank in range(size))

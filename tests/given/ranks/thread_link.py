@@ -11,7 +11,7 @@ import pytest
 
 from hocket.distributed import World
 from hocket.distributed import world as ranks_world
-from hocket.scheduler.running import bound
+from hocket.scheduler.runtime import bound_plan
 
 from ..waits import WAIT_SECONDS
 
@@ -57,5 +57,5 @@ def in_threads(size, run, *, hosts=1):
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:
         patch.setattr(ranks_world, "SILENCE_TIMEOUT_SECONDS", WAIT_SECONDS)
-        patch.setattr(bound, "MAX_RANK_WAIT_SECONDS", WAIT_SECONDS)
+        patch.setattr(bound_plan, "MAX_RANK_WAIT_SECONDS", WAIT_SECONDS)
         return [one.result() for one in [threads.submit(one, rank) for rank in range(size)]]

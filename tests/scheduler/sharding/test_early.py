@@ -12,10 +12,10 @@ from hocket import ops
 from hocket.backends.base import find_device
 from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler import Plan, load, plan_for_group
-from hocket.scheduler.machines.hardware import Hardware
+from hocket.scheduler.costs.hardware import Hardware
+from hocket.scheduler.serialisation.plan_json import plan_from_json, plan_to_json
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from ...given.plans.grouped import group_of
 

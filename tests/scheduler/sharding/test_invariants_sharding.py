@@ -23,11 +23,11 @@ from hocket.graph.spec import Spec
 from hocket.ops import REGISTRY
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan_for_group
-from hocket.scheduler.layout import Replicate, Shard
-from hocket.scheduler.running.state_view import assemble_value, slice_for_device
+from hocket.scheduler.ir.layout import Replicate, Shard
+from hocket.scheduler.runtime.state_view import assemble_value, slice_for_device
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.search import group_factors
-from hocket.scheduler.verifier.plan import find_plan_faults, verify_plan
+from hocket.scheduler.sharding.search.greedy_search import group_factors
+from hocket.scheduler.verifier.plan_verifier import find_plan_faults, verify_plan
 
 from ...given.graphs.random_graphs import bindings, graphs, seeded_graph
 from ...given.plans.grouped import cached_product, everything_that_fits, group_of, random_plan, run_of, weights_of
@@ -264,7 +264,7 @@ def equal_to_one_device(graph: Graph, n: int, **options):
 @pytest.fixture(name="slow")
 def _slow():
     """Devices so slow that every cut pays."""
-    from hocket.scheduler.machines.hardware import Hardware
+    from hocket.scheduler.costs.hardware import Hardware
 
     return Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
 

@@ -14,16 +14,16 @@ from hocket import ops
 from hocket.backends.base import Device, Support, find_device
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.frontends.gguf import open_gguf
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Step, load_model
-from hocket.frontends.session import DeviceGroup, Session
 from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.graph.graph import assign_names
 from hocket.ops import REGISTRY
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan, plan_for_group
-from hocket.scheduler.layout import Local, Shard
-from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
+from hocket.scheduler.costs.hardware import Hardware
+from hocket.scheduler.ir.layout import Local, Shard
+from hocket.scheduler.serialisation.plan_json import plan_from_json, plan_to_json
 
 from ...given.graphs.random_graphs import seeded_graph
 from ...given.models.goldens import FLOAT_CACHES, nmse, path_of, single_device_logits, tokens_of

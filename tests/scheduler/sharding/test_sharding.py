@@ -14,16 +14,16 @@ from hocket import ops
 from hocket.backends.base import find_device
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.frontends.gguf import open_gguf
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Step, load_model
-from hocket.frontends.open import open_model
-from hocket.frontends.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
 from hocket.graph import BackendError, Graph, PlanError, Value, input, state, weight
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for_group
-from hocket.scheduler.layout import Shard
-from hocket.scheduler.machines.hardware import Hardware
+from hocket.scheduler.costs.hardware import Hardware
+from hocket.scheduler.ir.layout import Shard
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.shares import ShardRanges, compute_axis_ranges_of_factor, merge_ranges
+from hocket.scheduler.sharding.shard_ranges import ShardRanges, compute_axis_ranges_of_factor, merge_ranges
 
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import DENSE, FIXTURES, FLOAT_CACHES, INDEX, nmse, path_of, single_device_logits, tokens_of
@@ -223,8 +223,8 @@ def run_collective(
     """Return the results of each device of a group for one collective of the NumPy backend."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from hocket.backends.calls import HostInstruction
-    from hocket.backends.numpy.table import find_binding
+    from hocket.backends.host.bindings import HostInstruction
+    from hocket.backends.numpy.kernel_table import find_binding
 
     threads = ThreadGroup(len(sources), WAIT_SECONDS)
     outs = [np.full(shape, np.nan) for shape in shapes]

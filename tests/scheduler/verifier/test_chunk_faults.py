@@ -12,7 +12,7 @@ from hocket.backends.base import find_device
 from hocket.graph import Graph, Value, input, weight
 from hocket.ops.collectives import all_reduce
 from hocket.scheduler import Plan, plan_for_group
-from hocket.scheduler.verifier.plan import find_plan_faults
+from hocket.scheduler.verifier.plan_verifier import find_plan_faults
 
 from ...given.plans.faults import Edit, nodes, require_named
 

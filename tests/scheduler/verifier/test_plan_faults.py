@@ -9,8 +9,8 @@ import pytest
 from hocket import ops
 from hocket.graph import DType, Graph, constant
 from hocket.ops.collectives import all_gather, all_reduce, send
-from hocket.scheduler.layout import PARTIAL, REPLICATE, Local, Shard
-from hocket.scheduler.verifier.plan import find_plan_faults
+from hocket.scheduler.ir.layout import PARTIAL, REPLICATE, Local, Shard
+from hocket.scheduler.verifier.plan_verifier import find_plan_faults
 
 from ...given.plans.faults import (
     PlannedFault,

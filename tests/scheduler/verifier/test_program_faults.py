@@ -11,7 +11,7 @@ from hocket import ops
 from hocket.graph import DType, Graph, constant
 from hocket.ops.collectives import all_reduce, send
 from hocket.scheduler import Plan
-from hocket.scheduler.layout import Local, Shard
+from hocket.scheduler.ir.layout import Local, Shard
 
 from ...given.plans.faults import (
     PlannedFault,

@@ -6,7 +6,7 @@ on. A weight is 2 to the power of a score minus the highest score.
 
 from __future__ import annotations
 
-from ...compiler import subroutine
+from ...compilation.compiler import subroutine
 from ...simd.vectors import (
     LANES,
     add,
@@ -22,8 +22,8 @@ from ...simd.vectors import (
     sub,
     zeros,
 )
-from ..rows import store_lanes
-from .scores import FLOAT_ONE, FLOAT_ZERO, MIN_SCORE, exp2, exp2_scalar
+from ..vector.elementwise import store_lanes
+from .softmax_scores import FLOAT_ONE, FLOAT_ZERO, MIN_SCORE, exp2, exp2_scalar
 
 VECTOR_BYTES = 4 * LANES
 VALUE_COLUMNS = 64

@@ -14,8 +14,9 @@ from functools import cache
 
 import numpy as np
 
-from ....operands import BoundInstruction
-from ...compiler import Kernel, Subroutine, subroutine
+from ....fusion.operands import BoundInstruction
+from ...compilation.compiler import Kernel, Subroutine, subroutine
+from ...compilation.kernel_args import declare_args
 from ...simd.vectors import (
     LANES,
     fma,
@@ -25,12 +26,11 @@ from ...simd.vectors import (
     store_scalar,
     zeros,
 )
-from ...steps import StepTableBuilder
-from ...words import declare_args
-from ..functions import exp, softplus
-from ..packing import compute_thread_range
-from ..rows import load_lanes, store_lanes
-from .recurrent import compute_head_address, compute_sequence_strides
+from ...steps.partition import compute_thread_range
+from ...steps.step_table import StepTableBuilder
+from ..vector.elementwise import load_lanes, store_lanes
+from ..vector.vector_functions import exp, softplus
+from .gated_delta_net import compute_head_address, compute_sequence_strides
 
 BLOCK_ROWS = 16
 """Rows of a state that see all tokens before the next rows do."""

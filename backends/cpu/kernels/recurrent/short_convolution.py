@@ -7,11 +7,12 @@ from functools import cache
 from itertools import combinations, product
 
 from .....graph.dtypes import DType
-from ....chains import match_short_convolution
-from ....flow import Dataflow
-from ....operands import BoundInstruction, Operand, require_supported
-from ...compiler import Kernel, kernel, subroutine
-from ...simd.order import fourth_0, fourth_1, fourth_2, fourth_3
+from ....fusion.dataflow import Dataflow
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ....fusion.patterns import match_short_convolution
+from ...compilation.compiler import Kernel, kernel, subroutine
+from ...compilation.kernel_args import declare_args
+from ...simd.permute_lanes import fourth_0, fourth_1, fourth_2, fourth_3
 from ...simd.vectors import (
     LANES,
     fma,
@@ -28,12 +29,12 @@ from ...simd.vectors import (
     store_streaming,
     zeros,
 )
-from ...steps import FusedBinding, FusionMatcher, StepTableBuilder
-from ...words import declare_args
-from ..functions import silu
-from ..norms import NORM_FACTORS, select_norm_kind, sum_of_squares
-from ..packing import INVALID_ROW, compute_thread_range
-from ..rows import load_lanes, store_lanes
+from ...steps.partition import compute_thread_range
+from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
+from ..packed.weight_packing import INVALID_ROW
+from ..rows.norms import NORM_FACTORS, select_norm_kind, sum_of_squares
+from ..vector.elementwise import load_lanes, store_lanes
+from ..vector.vector_functions import silu
 
 TAP_COUNT = 4
 TILE_TOKENS = 8

@@ -9,9 +9,10 @@ import numpy as np
 
 from .....graph.dtypes import DType
 from ....base import contiguous_strides
-from ....operands import BoundInstruction, Operand
-from ...compiler import kernel, subroutine
-from ...simd.shorts import round_to_bf16, round_to_half
+from ....fusion.operands import BoundInstruction, Operand
+from ...compilation.compiler import kernel, subroutine
+from ...compilation.kernel_args import declare_args
+from ...simd.half_memory import round_to_bf16, round_to_half
 from ...simd.vectors import (
     LANES,
     add,
@@ -22,10 +23,10 @@ from ...simd.vectors import (
     to_float,
     truncate_to_int,
 )
-from ...steps import StepTableBuilder
-from ...words import declare_args
-from ..packing import INVALID_ROW, compute_thread_range
-from ..rows import UNARY_ARGS, add_row_step, add_unary, load_lanes, make_unary_kernel, store_lanes
+from ...steps.partition import compute_thread_range
+from ...steps.step_table import StepTableBuilder
+from ..packed.weight_packing import INVALID_ROW
+from ..vector.elementwise import UNARY_ARGS, add_row_step, add_unary, load_lanes, make_unary_kernel, store_lanes
 
 BIAS = declare_args("rows columns x x_row bias ids id_bytes experts first routed y y_row")
 """`experts` rows of `bias` belong to the ids from `first` on; `routed` is the number of all experts."""

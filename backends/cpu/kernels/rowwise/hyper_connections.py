@@ -11,8 +11,9 @@ from functools import cache
 import numpy as np
 
 from .....ops.declaration.attributes import float_attribute
-from ....operands import BoundInstruction, Operand, float_bits
-from ...compiler import Kernel, kernel
+from ....fusion.operands import BoundInstruction, Operand, float_bits
+from ...compilation.compiler import Kernel, kernel
+from ...compilation.kernel_args import declare_args
 from ...simd.vectors import (
     LANES,
     add,
@@ -31,11 +32,10 @@ from ...simd.vectors import (
     sub,
     zeros,
 )
-from ...steps import StepTableBuilder
-from ...words import declare_args
-from ..functions import exp, sigmoid
-from ..packing import compute_thread_range
-from ..rows import load_lanes, store_lanes
+from ...steps.partition import compute_thread_range
+from ...steps.step_table import StepTableBuilder
+from ..vector.elementwise import load_lanes, store_lanes
+from ..vector.vector_functions import exp, sigmoid
 
 PRE = declare_args("tokens streams columns x x_row weights weights_row y y_row scale:f32")
 POST = declare_args("tokens streams columns x x_row residual residual_row post post_row comb comb_row y y_row scratch")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from .....ops.declaration.attributes import float_attribute
-from ....operands import BoundInstruction, float_bits
-from ...compiler import kernel, subroutine
+from ....fusion.operands import BoundInstruction, float_bits
+from ...compilation.compiler import kernel, subroutine
 from ...simd.vectors import LANES, add, clamp_max, clamp_min, div, fma, mul, splat, sub, where_less, zeros
-from ...steps import StepTableBuilder
-from ..functions import exp, expm1
-from ..packing import compute_thread_range
-from ..rows import add_row_step, load_lanes, make_row_args, store_lanes
+from ...steps.partition import compute_thread_range
+from ...steps.step_table import StepTableBuilder
+from ..vector.elementwise import add_row_step, load_lanes, make_row_args, store_lanes
+from ..vector.vector_functions import exp, expm1
 
 XIELU = make_row_args("x y", "positive:f32 negative:f32 beta:f32 eps:f32")
 LIMITED = make_row_args("gate up y", "alpha:f32 limit:f32 offset:f32")

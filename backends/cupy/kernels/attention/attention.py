@@ -20,9 +20,9 @@ from .....graph.dtypes import DType
 from .....graph.spec import Spec
 from .....ops.declaration.attributes import float_attribute
 from .....ops.reduction.norms import alibi_slopes
-from ....operands import BoundInstruction, Operand, require_supported
-from ...binding.axes import build_iteration_axes
-from ...binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ...binding.iteration_axes import build_iteration_axes
+from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, as_float
 from .kinds import (
     ATTENTION_THREADS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import accumulate
 
 from .....graph.dtypes import DType
-from ....operands import Operand
-from ...binding.launches import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
+from ....fusion.operands import Operand
+from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import CUDA_TYPE_NAMES
 from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedSum, WeightsAndResults, pad_product_fields

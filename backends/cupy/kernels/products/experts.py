@@ -9,11 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ....chains import match_expert_sum, match_expert_sum_with_shared
-from ....flow import Dataflow, has_same_elements, require_no_alias
-from ....operands import BoundInstruction, Operand, require_supported
-from ...binding.chains import FusionBinder
-from ...binding.launches import LaunchBuilder
+from ....fusion.dataflow import Dataflow, has_same_elements, require_no_alias
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ....fusion.patterns import match_expert_sum, match_expert_sum_with_shared
+from ...binding.fused_binding import FusionBinder
+from ...binding.launch_builder import LaunchBuilder
 from . import dense, packed
 from .matmul import (
     MAX_GRID_SIZE,

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .....graph.dtypes import DType
-from ....operands import BoundInstruction, Operand, require_supported
-from ...binding.launches import LaunchBuilder, LaunchWord, OpBinder, compute_row_stride, count_blocks
-from ...binding.packing import PLANE_LAYOUTS
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, compute_row_stride, count_blocks
+from ...binding.weight_packing import PLANE_LAYOUTS
 from ...device.driver import KernelSource
 from ..elementwise import as_float
 from . import dense, packed, products, tiled

@@ -8,12 +8,12 @@ from itertools import accumulate
 
 from .....graph.dtypes import DType
 from ....base import Tensor, contiguous_strides
-from ....operands import BoundInstruction, Operand, require_supported
-from ...binding.axes import build_iteration_axes
-from ...binding.launches import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
-from ...binding.packing import PLANE_LAYOUTS, UNIT_ROWS
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ...binding.iteration_axes import build_iteration_axes
+from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
+from ...binding.weight_packing import PLANE_LAYOUTS, UNIT_ROWS
+from ...device.device_limits import DEFAULT_SHARED_BYTES
 from ...device.driver import KernelSource
-from ...device.limits import DEFAULT_SHARED_BYTES
 from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedSum, WeightsAndResults, pad_product_fields
 
 PACKED_HEADERS = ("routes.cuh", "packed.cuh", "rounding.cuh")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .....graph.dtypes import DType
-from ....operands import BoundInstruction, Operand, require_supported
-from ...binding.axes import IterationAxes, build_iteration_axes, split_tiled_axes
-from ...binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ...binding.iteration_axes import IterationAxes, build_iteration_axes, split_tiled_axes
+from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import CUDA_TYPE_NAMES, MAX_ELEMENTS, as_float
 

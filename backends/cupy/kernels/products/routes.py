@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....operands import Operand
-from ...binding.launches import LaunchWord, compute_row_stride
+from ....fusion.operands import Operand
+from ...binding.launch_builder import LaunchWord, compute_row_stride
 
 MAX_PRODUCTS = 4
 NO_UNIT, SWIGLU, GEGLU = range(3)

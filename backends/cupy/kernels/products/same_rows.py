@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ....base import contiguous_strides
-from ....chains import match_gated_unit
-from ....flow import Dataflow, has_same_elements, require_no_alias
-from ....operands import Operand, require_supported
-from ...binding.chains import FusionBinder
-from ...binding.launches import LaunchBuilder, LaunchWord
+from ....fusion.dataflow import Dataflow, has_same_elements, require_no_alias
+from ....fusion.operands import Operand, require_supported
+from ....fusion.patterns import match_gated_unit
+from ...binding.fused_binding import FusionBinder
+from ...binding.launch_builder import LaunchBuilder, LaunchWord
 from .matmul import MAX_GEMV_ROWS, is_gemv_readable, launch_gemv
 from .routes import GATED_UNIT_CODES, MAX_PRODUCTS, NO_UNIT
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .....graph.dtypes import DType
-from ....operands import Operand
-from ...binding.launches import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
-from ...binding.packing import PLANE_LAYOUTS, UNIT_ROWS
+from ....fusion.operands import Operand
+from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
+from ...binding.weight_packing import PLANE_LAYOUTS, UNIT_ROWS
 from ...device.driver import KernelInstance, KernelSource
 from ..elementwise import CUDA_TYPE_NAMES
 

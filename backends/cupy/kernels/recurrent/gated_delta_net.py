@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from .....graph.dtypes import DType
-from ....chains import match_saved_state_update
-from ....flow import Dataflow, has_same_elements, require_no_alias
-from ....operands import BoundInstruction, Operand, require_supported
-from ...binding.chains import FusionBinder
-from ...binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ....fusion.dataflow import Dataflow, has_same_elements, require_no_alias
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ....fusion.patterns import match_saved_state_update
+from ...binding.fused_binding import FusionBinder
+from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ...device.device_limits import KIB
 from ...device.driver import KernelInstance, KernelSource
-from ...device.limits import KIB
 from ..elementwise import as_float
 from .states import RECURRENT_HEADER, STATES_SOURCE, StateOperands, bind_states, is_vector_aligned, make_rows_fields
 

@@ -7,8 +7,8 @@ from math import prod
 from types import MappingProxyType
 
 from .....ops.declaration.attributes import float_attribute
-from ....operands import BoundInstruction, Operand, require_supported
-from ...binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import as_float
 from .states import RECURRENT_HEADER, bind_states, is_dense, make_rows_fields

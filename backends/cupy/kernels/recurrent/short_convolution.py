@@ -10,11 +10,11 @@ from types import MappingProxyType
 from .....graph.dtypes import DType
 from .....ops.declaration.attributes import float_attribute as attribute
 from ....base import contiguous_strides
-from ....chains import match_short_convolution
-from ....flow import Dataflow, has_same_elements, require_no_alias
-from ....operands import BoundInstruction, Operand, require_supported
-from ...binding.chains import FusionBinder
-from ...binding.launches import LaunchBuilder, LaunchWord, OpBinder, count_blocks
+from ....fusion.dataflow import Dataflow, has_same_elements, require_no_alias
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ....fusion.patterns import match_short_convolution
+from ...binding.fused_binding import FusionBinder
+from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import as_float
 from .states import RECURRENT_HEADER, is_vector_aligned, make_rows_fields
@@ -102,7 +102,7 @@ def launch_delta_inputs(
 ) -> None:
     """Launch the convolution with SiLU, norms of queries and keys, and gates.
 
-    ``frontends/models/layers/delta.py`` has the decomposition.
+    ``frontends/models/layers/gated_delta_net.py`` has the decomposition.
 
     Args:
         launches: Receives the launch.

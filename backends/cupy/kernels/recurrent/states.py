@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from .....graph.dtypes import DType
 from .....ops.declaration.attributes import float_attribute
 from ....base import contiguous_strides
-from ....operands import BoundInstruction, Operand, require_supported
-from ...binding.launches import LaunchBuilder, LaunchWord
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ...binding.launch_builder import LaunchBuilder, LaunchWord
 from ...device.driver import KernelSource
 from ..elementwise import launch_cast, launch_unary
 

@@ -1,0 +1,1 @@
+"""Compile kernels to machine code: the compiler, the arguments of kernels, and the loader of object code."""

@@ -1,0 +1,383 @@
+"""Compilation of kernels written in Python: Numba and LLVM make machine code once per machine, and a file caches it.
+
+A warm start imports neither Numba nor, on x86-64, LLVM. The name of a file is a hash of all kernel sources, the
+processor and the versions of the compilers, so no stale code is run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import CellType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import llvmlite
+
+from ....graph.errors import BackendError
+from ....graph.lazy_dataclass import dataclass
+from ....graph.old_names import make_module_getattr
+from ....graph.storage.disk_cache import cache_folder, hash_key, read_cached, write_cached
+from ...call_once import call_once
+from ...compile_log import MISSING_KERNELS_MESSAGE, log, log_compilation
+from .. import target_cpu
+from ..simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN_PREFIX, NOTHING, Intrinsic, llvm_type
+from . import object_loader
+from .kernel_args import KernelArgs
+
+if TYPE_CHECKING:
+    import llvmlite.binding as llvm
+
+KernelBody = Callable[..., Any]
+ALIGNMENT = 64
+"""Alignment in bytes of all data that kernels access: one vector, which is also a cache line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subroutine:
+    """A function that kernels call; the compiler inlines it."""
+
+    body: KernelBody
+
+    def __call__(self, *values: Any) -> Any:
+        raise TypeError("a part runs in compiled kernels only")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function ``body(arguments, thread, threads) -> status`` that runs on every thread of a device.
+
+    Each thread does its part of the work. `arguments` is the address of a block of 64-bit words. The status is 0 unless
+    the run has to stop. Kernels with equal names are the same kernel.
+    """
+
+    name: str
+    body: KernelBody = field(compare=False)
+
+    @property
+    def address(self) -> int:
+        return _load_kernel(self)[0]
+
+
+def subroutine(body: KernelBody) -> Subroutine:
+    return Subroutine(body)
+
+
+def kernel(body: KernelBody) -> Kernel:
+    module = body.__module__
+    return Kernel(f"{module.rpartition('.')[2] if _is_builtin(body) else module}.{body.__name__}", body)
+
+
+_compile_lock = threading.RLock()
+
+
+@call_once
+def _load_kernel(definition: Kernel) -> tuple[int, object]:
+    """Return the address of a kernel, compiled if it is not cached, and an object that keeps its code alive."""
+    with _compile_lock:
+        code = _read_cached_code(definition)
+        if code is None and definition.body is _named_kernel_placeholder:
+            raise LookupError(definition.name)
+        return _load_object(definition, code or _compile_and_cache(definition))
+
+
+def _load_object(definition: Kernel, code: bytes) -> tuple[int, object]:
+    """Return the address of a kernel, and an object that keeps its code alive.
+
+    If LLVM loads the code, each kernel has its own engine, because LLVM mixes up the offset tables of several objects
+    in one engine. The module of a new engine is removed again: to compile even an empty one takes ten times as long as
+    the rest.
+    """
+    if object_loader.is_loadable(code):
+        return object_loader.load_function(code, _symbol_name(definition)), None
+    import llvmlite.binding as llvm
+
+    _initialise(llvm.get_default_triple())
+    module, machine = llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine(jit=True)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.remove_module(module)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return int(engine.get_function_address(_symbol_name(definition))), (engine, module, code)
+
+
+def compile_missing(kernels: Iterable[Kernel]) -> None:
+    """Compile the kernels that are not cached, after logging their number."""
+    missing = [k for k in dict.fromkeys(kernels) if (k,) not in _load_kernel and not _is_cached(k)]
+    if missing:
+        log.info(MISSING_KERNELS_MESSAGE, len(missing))
+    for definition in missing:
+        _load_kernel(definition)
+
+
+def find_cached_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
+    """Return the addresses of kernels of this package by name; None if the code of one is not cached."""
+    try:
+        return {name: Kernel(name, _named_kernel_placeholder).address for name in names}
+    except LookupError:
+        return None
+
+
+def _named_kernel_placeholder(a: int, thread: int, threads: int) -> int:
+    """Stand for the body of a cached kernel that is only known by its name."""
+    raise LookupError("it is never compiled")
+
+
+def _symbol_name(definition: Kernel) -> str:
+    return "hocket." + definition.name
+
+
+def _make_target_machine() -> llvm.TargetMachine:
+    """Make a target machine; each engine needs a new one, because it disposes of it."""
+    import llvmlite.binding as llvm
+
+    target = target_cpu.find_compile_target()
+    _initialise(target.triple)
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.format_features(), opt=3, reloc="pic", codemodel="jitdefault", jit=True
+    )
+
+
+@cache
+def _initialise(triple: str) -> None:
+    import llvmlite.binding as llvm
+
+    if triple == llvm.get_default_triple():
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+    else:  # which takes 8 MB
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+
+
+# ------------------------------------------------------------------------------------------------- stored code
+
+
+PRECOMPILED_FOLDER = Path(__file__).parents[1] / "compiled"
+"""Kernels that came with the package or were compiled at installation: one folder for each target."""
+
+
+@cache
+def _digest_kernel_sources() -> bytes:
+    """Return the digest of the sources of all kernels and of the compiler."""
+    cpu = Path(__file__).parents[1]
+    folders = ("compilation", "kernels", "simd", "steps")
+    sources = sorted([cpu / "target_cpu.py", *(path for folder in folders for path in (cpu / folder).rglob("*.py"))])
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.digest()
+
+
+def _find_numba_version() -> str:
+    """Return the version from the name of Numba's metadata folder; importing Numba or package metadata takes longer."""
+    spec = find_spec("numba")
+    beside = sorted(Path(spec.origin).parents[1].glob("numba-*.dist-info")) if spec and spec.origin else []
+    if len(beside) == 1:
+        return beside[0].name
+    from importlib.metadata import version
+
+    return version("numba")
+
+
+def compute_source_digest() -> bytes:
+    """Return a digest of everything that affects the code of kernels and their argument words."""
+    return _digest_kernel_sources() + _compiler_fingerprint()
+
+
+@cache
+def _compiler_fingerprint() -> bytes:
+    """Return everything outside the sources that affects the code of kernels compiled here."""
+    where = (target_cpu.find_compile_target(), target_cpu.find_tile_support(), sys.platform)
+    return repr((*where, _find_numba_version(), llvmlite.__version__)).encode()
+
+
+def _cache_file(definition: Kernel) -> Path | None:
+    """Return the cache file of a kernel; None for a kernel without a source file."""
+    assert isinstance(definition.body, FunctionType)
+    try:
+        outside = b"" if _is_builtin(definition.body) else _read_foreign_source(definition.body.__code__.co_filename)
+    except OSError:
+        return None
+    return cache_folder() / "kernels" / _cache_file_name(definition, outside + _compiler_fingerprint())
+
+
+def _cache_file_name(definition: Kernel, besides: bytes = b"") -> str:
+    return hash_key(_digest_kernel_sources(), besides, definition.name) + ".o"
+
+
+def _is_builtin(body: KernelBody) -> bool:
+    return body.__module__.startswith(f"{__package__}.")
+
+
+@cache
+def _read_foreign_source(file: str) -> bytes:
+    """Return the source file of a kernel of another package; changes in files that it imports are not seen."""
+    return Path(file).read_bytes()
+
+
+def _candidate_files(definition: Kernel) -> Iterator[Path]:
+    """Yield the files that may have code of a kernel for this processor, the best first."""
+    shipped = (
+        [
+            PRECOMPILED_FOLDER / target.name / _cache_file_name(definition)
+            for target in target_cpu.list_runnable_targets()
+        ]
+        if _is_builtin(definition.body)
+        else []
+    )
+    yield from shipped[:1]
+    if file := _cache_file(definition):
+        yield file
+    yield from shipped[1:]
+
+
+def _read_cached_code(definition: Kernel) -> bytes | None:
+    """Return the code that came with the package or that an earlier process cached; else None."""
+    return next((code for file in _candidate_files(definition) if (code := read_cached(file)) is not None), None)
+
+
+def _is_cached(definition: Kernel) -> bool:
+    return any(file.exists() for file in _candidate_files(definition))
+
+
+def precompile_kernels(kernels: Iterable[Kernel]) -> int:
+    """Compile kernels for the target into the package, and return their number."""
+    folder, unique_kernels = PRECOMPILED_FOLDER / target_cpu.find_compile_target().name, [*dict.fromkeys(kernels)]
+    for one in unique_kernels:
+        if read_cached(folder / _cache_file_name(one)) is None:
+            write_cached(folder / _cache_file_name(one), _emit_object_code(one))
+    return len(unique_kernels)
+
+
+# --------------------------------------------------------------------------------------------------- compiling
+
+NUMBA_OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}, "no_rewrites": True, "_nrt": False}
+"""Numba's options for kernels, which use neither objects nor array expressions."""
+SUBROUTINE_OPTIONS = {**NUMBA_OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Numba's options for subroutines, which only kernels call."""
+
+
+def _compile_and_cache(definition: Kernel) -> bytes:
+    """Compile a kernel and cache its code for later processes."""
+    with log_compilation(definition.name):
+        code = _emit_object_code(definition)
+        if file := _cache_file(definition):
+            write_cached(file, code)
+    return code
+
+
+def _emit_object_code(definition: Kernel) -> bytes:
+    """Return object code for the target, with one symbol of this package."""
+    module, machine = _translate_to_llvm(definition)
+    return bytes(machine.emit_object(module))
+
+
+def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
+    """Return the LLVM module that Numba makes of a kernel, and the machine for which LLVM compiles it."""
+    import llvmlite.binding as llvm
+    from numba import cfunc
+
+    # A function that is not inlined has a wrapper that can raise. The wrapper needs symbols of Numba, which a warm
+    # start does not have, and then not even the symbols of the system are bound.
+    function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **NUMBA_OPTIONS)(
+        _resolve_names(definition.body)
+    )
+    assembly = (
+        function.inspect_llvm().replace(function.native_name, _symbol_name(definition)).replace(FOREIGN_PREFIX, "")
+    )
+    if "call void @numba_do_raise" in assembly:
+        raise BackendError(
+            f"kernel {definition.name} may raise, and nothing would catch it; give range() a step that is a "
+            "constant, and leave out raise and assert"
+        )
+    module, machine = llvm.parse_assembly(assembly), _make_target_machine()
+    module.triple, module.data_layout = target_cpu.find_compile_target().triple, str(machine.target_data)
+    module.verify()
+    return module, machine
+
+
+def _resolve_names(body: KernelBody) -> KernelBody:
+    """Return `body` with its names for intrinsics and subroutines bound to Numba's objects."""
+    assert isinstance(body, FunctionType)
+    names = {**body.__globals__}
+    for name in body.__code__.co_names:
+        if name in names:
+            names[name] = _to_numba(names[name])
+    cells = tuple(CellType(_to_numba(cell.cell_contents)) for cell in body.__closure__ or ())
+    return FunctionType(body.__code__, names, body.__name__, body.__defaults__, cells or None)
+
+
+@cache
+def _to_numba(thing: Any) -> Any:
+    if isinstance(thing, Intrinsic):
+        return _make_numba_intrinsic(thing)
+    if isinstance(thing, Subroutine):
+        from numba import njit
+
+        return njit(**SUBROUTINE_OPTIONS)(_resolve_names(thing.body))
+    if isinstance(thing, KernelArgs):  # Numba reads attributes of a module while it compiles
+        module = ModuleType("words")
+        for name in (*thing.fields, *thing.parts):
+            setattr(module, name, _to_numba(getattr(thing, name)))
+        return module
+    return thing
+
+
+@cache
+def _make_numba_type(name: str) -> Any:
+    """Return Numba's type for a type name; vectors and tuples of vectors are types of our own."""
+    from numba import types
+    from numba.extending import models, register_model
+
+    known = {ADDRESS: types.intp, FLOAT: types.float32, DOUBLE: types.float64, NOTHING: types.void}
+    if name in known:
+        return known[name]
+    kind = type(f"Vector_{name}", (types.Type,), {})
+
+    def make(self: Any, manager: Any, front: Any) -> None:
+        models.PrimitiveModel.__init__(self, manager, front, llvm_type(name))
+
+    register_model(kind)(type(f"Model_{name}", (models.PrimitiveModel,), {"__init__": make}))
+    return kind(name)
+
+
+def _make_numba_intrinsic(declared: Intrinsic) -> Any:
+    from numba.extending import intrinsic
+
+    signature = _make_numba_type(declared.result)(*map(_make_numba_type, declared.operands))
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        result = declared.body(builder, *values)
+        return context.get_dummy_value() if declared.result == NOTHING else result
+
+    return intrinsic(_WRAPPERS_BY_OPERAND_COUNT[len(declared.operands)]((signature, generate)))
+
+
+# Numba reads the number of operands from the function, which therefore has to be written out.
+_WRAPPERS_BY_OPERAND_COUNT: tuple[Callable[[Any], KernelBody], ...] = (
+    lambda implementation: lambda context: implementation,
+    lambda implementation: lambda context, a: implementation,
+    lambda implementation: lambda context, a, b: implementation,
+    lambda implementation: lambda context, a, b, c: implementation,
+    lambda implementation: lambda context, a, b, c, d: implementation,
+    lambda implementation: lambda context, a, b, c, d, e: implementation,
+    lambda implementation: lambda context, a, b, c, d, e, f: implementation,
+    lambda implementation: lambda context, a, b, c, d, e, f, g: implementation,
+    lambda implementation: lambda context, a, b, c, d, e, f, g, h: implementation,
+    lambda implementation: lambda context, a, b, c, d, e, f, g, h, i: implementation,
+)
+
+
+KERNEL_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+"""The C signature of kernels, for calls from Python; the GIL is released during the call."""
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), part="subroutine")

@@ -1,0 +1,113 @@
+"""The argument words of a kernel by name: one declaration for the kernel and for the binding.
+
+    ARGS = declare_args("rows columns source target pitch[2] eps:f32")
+
+    @kernel
+    def body(a, thread, threads): p = ARGS.source(a) + 3 * ARGS.pitch(a, 1)
+
+    steps.add(body, ARGS(rows=4, columns=64, source=x.address, target=y.address, pitch=(256, 64), eps=bits), ...)
+
+In a kernel, a name is a load from a constant position in the argument block:
+
+- `name[n]` declares n words; the second argument is the index of the word.
+- ``name[*]`` declares any number of words, at the end of the block.
+- `name:f32` is the float32 with the bits in the low half of its word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ....graph.lazy_dataclass import dataclass
+from ....graph.old_names import make_module_getattr
+from ..simd.vectors import ADDRESS, FLOAT, Intrinsic, load_float_word, load_word
+
+FIELD_PATTERN = re.compile(r"(?P<name>[a-z]\w*)(\[(?P<count>\d+|\*)\])?(?P<float>:f32)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentField:
+    """The words from index `start`: `count` words, or any number at the end of the block (None)."""
+
+    start: int
+    count: int | None
+    loader: Intrinsic
+
+
+@dataclass(frozen=True, eq=False)
+class KernelArgs:
+    """The argument words of one kernel.
+
+    In compiled code ``ARGS.name(a)`` loads a word, and ``ARGS.name(a, i)`` word i of several. In Python
+    ``ARGS(name=…)`` returns all words in their order.
+    """
+
+    fields: Mapping[str, ArgumentField]
+    parts: Mapping[str, Any]
+    """Subroutines under further names, which read several words."""
+
+    def __call__(self, **values: int | Sequence[int]) -> list[int]:
+        """Return the argument block. Raises `TypeError` for a missing or unknown name or a wrong number of words."""
+        if values.keys() != self.fields.keys():
+            missing, unknown = sorted(self.fields.keys() - values.keys()), sorted(values.keys() - self.fields.keys())
+            raise TypeError(f"words of a kernel: missing {missing}, unknown {unknown}; need {', '.join(self.fields)}")
+        block: list[int] = []
+        for name, field in self.fields.items():
+            value = values[name]
+            words = [value] if isinstance(value, int) else [*value]
+            if field.count not in (None, len(words)):
+                raise TypeError(f"word {name!r} of a kernel: got {len(words)} words, need {field.count}")
+            block += words
+        return block
+
+    def first_word(self, name: str) -> int:
+        """Return the index of the first word of that name."""
+        return self.fields[name].start
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self.fields and name not in self.parts:
+            raise AttributeError(f"a kernel has no word {name!r}; its words: {', '.join(self.fields)}")
+        return self.parts[name] if name in self.parts else self.fields[name].loader
+
+
+RESERVED_NAMES = ("fields", "parts", "first_word")
+
+
+def declare_args(declared: str, parts: Mapping[str, Any] = MappingProxyType({})) -> KernelArgs:
+    """Declare words by their names, in order, separated by spaces. Raises `ValueError` for an invalid declaration."""
+    fields: dict[str, ArgumentField] = {}
+    start = 0
+    for text in declared.split():
+        match = FIELD_PATTERN.fullmatch(text)
+        if match is None or match["name"] in {*fields, *parts, *RESERVED_NAMES}:
+            raise ValueError(f"words of a kernel: {text!r} is no name of its own; write name, name[2] or name:f32")
+        if any(field.count is None for field in fields.values()):
+            raise ValueError(f"words of a kernel: {text!r} stands behind words of any number; put those last")
+        count = None if match["count"] == "*" else int(match["count"] or 1)
+        fields[match["name"]] = ArgumentField(
+            start, count, _make_argument_loader(start, count == 1, bool(match["float"]))
+        )
+        start += count or 0
+    return KernelArgs(MappingProxyType(fields), parts)
+
+
+def _make_argument_loader(start: int, alone: bool, as_float: bool) -> Intrinsic:
+    """Return the load of one word, or of word i of several."""
+    load, result = (load_float_word, FLOAT) if as_float else (load_word, ADDRESS)
+
+    def one(b: Any, block: Any) -> Any:
+        return load.body(b, block, block.type(start))
+
+    def one_of(b: Any, block: Any, index: Any) -> Any:
+        return load.body(b, block, b.add(index, block.type(start)))
+
+    return Intrinsic(result, (ADDRESS,), one) if alone else Intrinsic(result, (ADDRESS, ADDRESS), one_of)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), words="declare_args")

@@ -1,0 +1,71 @@
+"""Bindings that are cached on disk next to plans, and relocated to the buffers of the next process.
+
+With a cached binding, neither kernels nor the code that binds them is imported. A damaged file, or one with missing
+kernels, is replaced by a new binding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ....graph.storage.disk_cache import make_cache_path, read_cached, write_cached
+from ...base import Comm, Device, Program
+from ...fusion.dataflow import Dataflow
+from ..compilation.compiler import ALIGNMENT, compile_missing, compute_source_digest, find_cached_addresses
+from ..steps.step_loop import run
+from ..tuning.prefetch_tuning import tune_for_program
+from .relocatable_tables import parse_relocatable_table
+from .replay import Replay, Segment
+from .thread_pool import ThreadPool
+
+
+def load_cached_replay(
+    program: Program, buffers: Sequence[np.ndarray], on: Device, thread_pool: ThreadPool, comm: Comm
+) -> Replay | None:
+    """Return a program ready to run from a cached binding, or bind it and cache the result.
+
+    Returns None if the program is not cached or needs more than compiled code of this package for one device.
+    """
+    file, addresses = find_binding_file(program, thread_pool.threads), [b.ctypes.data for b in buffers]
+    if file is None or any(address % ALIGNMENT for address in addresses):
+        return None
+    tables = None if (data := read_cached(file)) is None else parse_relocatable_table(data)
+    loops = [run, *thread_pool.kernels]
+    kernels = None if tables is None else find_cached_addresses([*(loop.name for loop in loops), *tables.names])
+    if tables is None or kernels is None:
+        from .program_binding import prebind_program  # and with it all kernels
+
+        tune_for_program(program, buffers)
+        tables, needed = prebind_program(program, thread_pool.threads)
+        if tables is None:
+            return None
+        compile_missing([*loops, *needed])
+        kernels = {kernel.name: kernel.address for kernel in needed}
+        write_cached(file, tables.to_bytes())
+    names = [tables.names[kernel] for kernel in tables.kernels]
+    segment = Segment(names, *tables.relocate(addresses, kernels))
+    return Replay(
+        program,
+        on,
+        [(segment.instruction_numbers[0], segment)],
+        partial(_build_dataflow, program),
+        thread_pool,
+        comm,
+        buffers,
+    )
+
+
+def _build_dataflow(program: Program) -> Dataflow:
+    from .program_binding import build_fused_dataflow
+
+    return build_fused_dataflow(program)
+
+
+def find_binding_file(program: Program, threads: int) -> Path | None:
+    """Return the cache file of the binding of a program; None for a program that is not cached."""
+    name = program.cache_name
+    return make_cache_path("bindings", name, threads, compute_source_digest()) if name else None

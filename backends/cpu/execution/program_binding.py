@@ -1,0 +1,175 @@
+"""Binding of a program: fused instructions, compiled segments, and Python calls for instructions without a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ....ops.collectives import COLLECTIVES
+from ....ops.registry import BUILTIN_OPS
+from ...base import Comm, Device, Instruction, Program, Tensor
+from ...capabilities import STAND_IN, KernelCall, SourceLocation
+from ...compile_log import log
+from ...fusion.dataflow import Dataflow
+from ...fusion.liveness import build_reader_table
+from ...fusion.operands import BoundInstruction, NoKernelError, Operand
+from ...kernel_sources import locate_source
+from ...kernel_tables import find_op_package_binding
+from ..compilation.compiler import Kernel
+from ..kernels.kernel_table import BINDINGS, FUSED
+from ..steps.step_table import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
+from .relocatable_tables import RelocatableTable, SymbolicMemory, build_relocatable_table, make_placeholder_addresses
+from .replay import Replay, ReplayItems, Segment
+from .thread_pool import ThreadPool
+
+
+def bind_program(
+    program: Program,
+    buffers: Sequence[np.ndarray],
+    on: Device,
+    thread_pool: ThreadPool,
+    comm: Comm,
+    in_python: Callable[[Instruction], list[Callable[[], object]]],
+) -> Replay:
+    """Bind a program to its buffers.
+
+    Args:
+        program: The program.
+        buffers: Its buffers in host memory.
+        on: The device.
+        thread_pool: The worker threads of the device.
+        comm: The communicator of the device.
+        in_python: Makes the calls of an instruction that has no kernel.
+
+    Returns:
+        The program, ready to run.
+    """
+    addresses = [b.ctypes.data for b in buffers]
+    flow, steps = _build_dataflow(program, addresses), StepTableBuilder(thread_pool.threads, comm)
+    work: ReplayItems = []
+    for part in _build_segment_steps(flow, steps):
+        if isinstance(part, int):
+            quietly = np.errstate(all="ignore")
+            work += [(part, quietly(call)) for call in in_python(program.instructions[part])]
+        else:
+            work.append((part[0].instruction_number, Segment.from_steps(part, thread_pool.threads, steps.table_memory)))
+    return Replay(program, on, work, lambda: flow, thread_pool, comm, buffers)
+
+
+def prebind_program(program: Program, threads: int) -> tuple[RelocatableTable | None, Sequence[Kernel]]:
+    """Bind a program without buffers, and return its relocatable table and its kernels.
+
+    The table is None if the binding depends on addresses, other devices, other packages or Python calls.
+    """
+    ours = all(i.op in BUILTIN_OPS and i.op not in COLLECTIVES for i in program.instructions)
+    memory = SymbolicMemory(make_placeholder_addresses(len(program.buffers) + 1)[-1])
+    parts = (
+        [*_build_segment_steps(_build_placeholder_dataflow(program), StepTableBuilder(threads, table_memory=memory))]
+        if ours
+        else []
+    )
+    if len(parts) != 1 or isinstance(parts[0], int):
+        return None, ()
+    tables = build_relocatable_table(parts[0], threads, memory, [b.nbytes for b in program.buffers])
+    return tables, [step.kernel for step in parts[0]]
+
+
+def build_fused_dataflow(program: Program) -> Dataflow:
+    """Return the dataflow of a program with the same fusions as `bind_program`."""
+    flow = _build_placeholder_dataflow(program)
+    _choose_fusions(flow)
+    return flow
+
+
+def list_kernel_calls(
+    program: Program, threads: int, in_python: Callable[[Instruction], SourceLocation]
+) -> Iterator[KernelCall]:
+    """List the kernels that `bind_program` would call, bound at placeholder addresses.
+
+    Collectives are left out, because their kernels depend on the other devices.
+    """
+    flow = _build_placeholder_dataflow(program)
+    parts = list(_build_segment_steps(flow, StepTableBuilder(threads)))
+    together = flow.groups_by_instruction()
+    for part in parts:
+        if not isinstance(part, int):
+            yield from (
+                KernelCall(s.kernel.name, locate_source(s.kernel.body), together[s.instruction_number]) for s in part
+            )
+        elif (i := program.instructions[part]).op not in COLLECTIVES:
+            yield KernelCall(STAND_IN, in_python(i), (part,))
+
+
+def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:
+    """Yield the kernels that `bind_program` would call."""
+    return (
+        step.kernel
+        for part in _build_segment_steps(_build_placeholder_dataflow(program), StepTableBuilder(threads))
+        if not isinstance(part, int)
+        for step in part
+    )
+
+
+def _build_placeholder_dataflow(program: Program) -> Dataflow:
+    """Return the dataflow of a program at placeholder addresses."""
+    return _build_dataflow(program, make_placeholder_addresses(len(program.buffers)))
+
+
+def _build_dataflow(program: Program, addresses: Sequence[int]) -> Dataflow:
+    """Return the dataflow of a program with buffers at these addresses."""
+
+    def operand(tensor: Tensor) -> Operand:
+        spec = program.buffers[tensor.buffer]
+        return Operand(
+            addresses[tensor.buffer] + tensor.offset, tensor, spec.declared_spec, spec.stored_spec, spec.kind
+        )
+
+    return Dataflow(program, build_reader_table(program, operand))
+
+
+def _build_segment_steps(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
+    """Yield consecutive steps of compiled code as lists, and the numbers of instructions without a kernel, in order."""
+    chains = _choose_fusions(flow)
+    for group in flow.list_groups():
+        steps.instruction_number = group[0]
+        if group in chains:
+            chains[group].bind(steps)
+        elif not _bind_instruction(steps, flow.bound_instruction(group[0])):
+            if taken := steps.take_steps():
+                yield taken
+            yield group[0]
+            steps.invalidate_regions([out.region for out in flow.bound_instruction(group[0]).dst])
+    if taken := steps.take_steps():
+        yield taken
+
+
+def _bind_instruction(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Bind one instruction; return False if it has no kernel."""
+    if not any(t.tensor.spec.size for t in call.dst) and call.op not in COLLECTIVES:
+        return True
+    bind: InstructionBinder | None = BINDINGS.get(call.op) or find_op_package_binding(call.op, "cpu")
+    return bind is not None and bind(steps, call)
+
+
+def _choose_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:
+    """Return the longest fusion that begins at each instruction, by the group of its instructions."""
+    chains: dict[Sequence[int], FusedBinding] = {}
+    for number in range(len(flow.reader_table.program.instructions)):
+        longest = max(_find_fusions_from(flow, number), key=lambda chain: len(chain.instruction_numbers), default=None)
+        if longest is not None:
+            flow.group_instructions(longest.instruction_numbers)
+            chains[tuple(sorted(longest.instruction_numbers))] = longest
+    return chains
+
+
+def _find_fusions_from(flow: Dataflow, number: int) -> Iterator[FusedBinding]:
+    """Yield the fusions that begin at an instruction and can run as one group."""
+    for find in FUSED.get(flow.bound_instruction(number).op, ()) if flow.is_ungrouped(number) else ():
+        try:
+            chain = find(flow, number)
+        except NoKernelError as why:
+            log.debug("%s %d: %s", find.__name__, number, why)
+            continue
+        if flow.can_group(chain.instruction_numbers):
+            yield chain

@@ -1,0 +1,258 @@
+"""Binding of attention ops to the decode and prefill kernels.
+
+Kernels read the addresses of query, key, value, mask and result of each head from a table. So batches, grouped heads
+and shared masks need no kernels of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from .....ops.reduction.norms import alibi_slopes
+from ....base import contiguous_strides
+from ....fusion.operands import BoundInstruction, Operand, float_bits
+from ... import target_cpu
+from ...steps.step_table import MIN_SHARED_BYTES, StepTableBuilder, ThreadWork
+from ..matmul.packed_matmul import make_thread_copies
+from ..vector.cache_cells import CELLS_BY_DTYPE
+from ..vector.elementwise import UNARY_ARGS, make_row_walk, make_unary_kernel
+from . import amx_attention, decode_attention, partial_results, prefill_attention
+from .amx_matrices import is_exact_in_tiles
+from .softmax_scores import HEAD_OUT
+
+MIN_PREFILL_TOKENS = 16
+"""Fewest tokens for which lanes should be tokens (prefill kernel)."""
+MAX_HEADS_PER_UNIT = 8
+"""Largest number of heads of a group."""
+LOG2_E = math.log2(math.e)
+
+Addresses = npt.NDArray[np.int64]
+
+
+def _compute_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
+    """Compute the addresses in `x` for all combinations of indices along `axes`. Indices wrap around at the size."""
+    addresses = np.array(x.address, np.int64)
+    for axis, index in axes:
+        addresses = addresses[..., None] + x.dtype.bytes_of(x.strides[axis]) * (index % x.shape[axis])
+    return addresses
+
+
+def _copy_if_strided(steps: StepTableBuilder, purpose: str, x: Operand) -> Operand:
+    """Return `x`, or a dense copy if the elements of its rows are strided. `purpose` names the scratch."""
+    if x.shape[-1] == 1 or x.strides[-1] == 1 or not all(x.shape):
+        return x
+    memory = steps.scratch(f"attention {purpose}", x.tensor.spec.nbytes)
+    copy = Operand(
+        memory.address, replace(memory.tensor, shape=x.shape, strides=contiguous_strides(x.shape), dtype=x.dtype)
+    )
+    for leading in product(*map(range, x.shape[:-3])):
+        source, target = _as_element_rows(x, leading), _as_element_rows(copy, leading)
+        walk = make_row_walk(source.shape, [source, target], whole_rows=True)
+        assert walk is not None
+        steps.add(make_unary_kernel("copy"), UNARY_ARGS(walk=walk), reads=[source], writes=[target])
+    return copy
+
+
+def _as_element_rows(x: Operand, leading: Sequence[int]) -> Operand:
+    """Return the part of `x` at fixed leading indices, with each element as a row of its own."""
+    for axis, i in enumerate(leading):
+        x = x.slice_axis(axis, i, 1)
+    return replace(x, tensor=replace(x.tensor, shape=(*x.shape, 1), strides=(*x.strides, 1)))
+
+
+def _build_head_table(
+    steps: StepTableBuilder, call: BoundInstruction, q: Operand, k: Operand, v: Operand, mask: Operand | None
+) -> Addresses:
+    """Build the table [sequences..., heads, 7 words] in the layout of `scores`."""
+    *leading, _, heads, _ = q.shape
+    keys, count = k.shape[-3], len(leading)
+    outer = [(i, np.arange(n)) for i, n in enumerate(leading)]
+    every, sinks = np.arange(heads), call.optional_operand(4)
+    group = every // (heads // k.shape[-2])
+    if mask is None:
+        mask_addresses = np.array(steps.constant(np.zeros(keys, np.float32)).address)
+    else:
+        own = call.attrs["mask_heads"] != "one"
+        missing = count - (len(mask.shape) - 2 - own)
+        axes = [(i - missing, index) for i, index in outer[missing:]]
+        mask_addresses = (
+            _compute_addresses(mask, [*axes, (len(axes), every)]) if own else _compute_addresses(mask, axes)[..., None]
+        )
+    slopes = [float_bits(slope * LOG2_E) for slope in alibi_slopes(heads, _float_attribute(call, "max_bias"))]
+    none = np.full(1, -np.inf, np.float32)
+    columns = (
+        _compute_addresses(q, [*outer, (count + 1, every)]),
+        _compute_addresses(k, [*outer, (count + 1, group)]),
+        _compute_addresses(v, [*outer, (count + 1, group)]),
+        mask_addresses,
+        _compute_addresses(call.out, [*outer, (count + 1, every)]),
+        np.array(slopes),
+        np.array(steps.constant(none).address) if sinks is None else _compute_addresses(sinks, [(0, every)]),
+    )
+    return np.stack(np.broadcast_arrays(*columns), -1).astype(np.int64)
+
+
+def _float_attribute(call: BoundInstruction, name: str) -> float:
+    """Return a number among the attributes as float."""
+    return float(np.asarray(call.attrs[name]))
+
+
+def _choose_heads_per_unit(shared: int) -> int:
+    """Choose the heads of a unit of work. They share a key head."""
+    return max(n for n in range(1, MAX_HEADS_PER_UNIT + 1) if shared % n == 0)
+
+
+def _choose_key_split(steps: StepTableBuilder, walks: int, groups: int, k: Operand, v: Operand) -> tuple[int, int]:
+    """Choose how the threads split the work of decode attention evenly.
+
+    Groups of heads walk together if the keys of a token are adjacent: then memory is read front to back, which
+    processors prefetch. Threads preferably share the groups rather than the keys, because then no partial results are
+    combined.
+
+    Args:
+        steps: The steps of the program.
+        walks: Sequences.
+        groups: Groups of heads of a sequence.
+        k: The keys.
+        v: The values.
+
+    Returns:
+        The groups of heads that walk together, and the number of splits of the keys.
+    """
+    max_splits = (
+        max(1, k.shape[-3] // decode_attention.KEYS_PER_CHUNK) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
+    )
+    parts = _compute_split_count(steps, walks)
+    if all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v)):
+        if groups % parts == 0:
+            return groups // parts, 1
+        if max_splits >= parts:
+            return groups, parts
+    return 1, min(max_splits, _compute_split_count(steps, walks * groups))
+
+
+def _compute_split_count(steps: StepTableBuilder, units: int) -> int:
+    """Compute the number of splits of each unit with which all threads have equal work."""
+    return steps.threads // math.gcd(units, steps.threads)
+
+
+def _is_readable(x: Operand | None) -> bool:
+    """Return whether kernels can read keys or values in place, or after a copy."""
+    return x is not None and (
+        x.is_float or (x.dtype in CELLS_BY_DTYPE and x.is_dense_along(-1) and not x.has_packed_blocks)
+    )
+
+
+def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add attention steps: prefill kernels from `MIN_PREFILL_TOKENS` on, else decode; False if operands do not fit."""
+    inputs, sinks, out = call.src[:4], call.optional_operand(4), call.out
+    floats = (call.operand(0), call.optional_operand(3), sinks)
+    if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable, inputs[1:3])):
+        return False
+    if not out.is_float or out.strides[-1] != 1:
+        return False
+    q, k, v, mask = (
+        x and _copy_if_strided(steps, n, x) for n, x in zip(("q", "k", "v", "mask"), (*inputs, None), strict=False)
+    )
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    *leading, tokens, heads, size = q.shape
+    keys, width, shared = k.shape[-3], v.shape[-1], _choose_heads_per_unit(heads // k.shape[-2])
+    units = math.prod(leading) * heads // shared
+    cap, scale = _float_attribute(call, "softcap"), _float_attribute(call, "scale")
+    addresses = _build_head_table(steps, call, q, k, v, mask)
+    common = {
+        "tokens": tokens,
+        "units": units,
+        "shared": shared,
+        "keys": keys,
+        "size": size,
+        "width": width,
+        "q_step": 4 * q.strides[len(leading)],
+        "k_step": k.dtype.bytes_of(k.strides[len(leading)]),
+        "v_step": v.dtype.bytes_of(v.strides[len(leading)]),
+        "mask_step": 4 * mask.strides[-2] if mask else 0,
+        "out_step": 4 * out.strides[len(leading)],
+        "factor": float_bits(scale / cap if cap else scale * LOG2_E),
+        "cap": float_bits(cap * LOG2_E),
+        "heads": steps.constant(addresses).address,
+    }
+    reads = [x for x in (q, k, v, mask, sinks) if x is not None]
+    if tokens >= MIN_PREFILL_TOKENS:
+        many = (
+            amx_attention
+            if target_cpu.find_tile_support() and is_exact_in_tiles(k.dtype, v.dtype)
+            else prefill_attention
+        )
+        span = prefill_attention.choose_tokens_per_unit(many.JOBS_PER_TILE, units, shared, tokens, steps.threads)
+        each = many.compute_prefill_scratch_bytes(shared * span, size, width)
+        scratch = steps.scratch("attention", each * steps.threads)
+        kernel = many.make_prefill_attention_kernel(k.dtype, v.dtype)
+        common |= {"scratch": scratch.address, "scratch_bytes": each}
+
+        def make_thread_work(tickets: int) -> ThreadWork:
+            return ThreadWork(prefill_attention.ARGS(**common, span=span, tickets=tickets), reads, [out, scratch])
+
+        if steps.is_shared(reads, [out]):
+            steps.add_queued(kernel, make_thread_work)
+        else:
+            steps.add_per_thread(kernel, [make_thread_work(0)])
+        return True
+    beside, splits = _choose_key_split(steps, math.prod(leading), heads // shared, k, v)
+    chunks = 1 if splits == 1 else -(-keys // decode_attention.KEYS_PER_CHUNK)
+    rows = tokens * shared
+    each = decode_attention.compute_decode_scratch_bytes(rows * beside, keys, size, width)
+    parts = steps.scratch(
+        "attention parts", units * rows * chunks * partial_results.compute_partial_result_bytes(width)
+    )
+    scratch = steps.scratch("attention", each * steps.threads)
+    common |= {"scratch": scratch.address, "scratch_bytes": each}
+    common |= {"partial": parts.address, "chunks": chunks, "beside": beside, "splits": splits}
+    words = decode_attention.ARGS(**common)
+    writes = [parts, scratch, out] if splits == 1 else [parts, scratch]
+    steps.add(decode_attention.make_decode_attention_kernel(k.dtype, v.dtype), words, reads=reads, writes=writes)
+    if splits > 1:
+        _add_combine_step(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
+    return True
+
+
+def _add_combine_step(
+    steps: StepTableBuilder,
+    call: BoundInstruction,
+    common: Mapping[str, int],
+    heads: Addresses,
+    reads: Sequence[Operand],
+    scratch: Operand,
+) -> None:
+    """Add the step that combines the partial results. Each thread does all of it if only products follow."""
+    own = make_thread_copies(steps, call)
+    if own is None:
+        steps.add(
+            decode_attention.combine_partial_results,
+            decode_attention.ARGS(**common),
+            reads=reads,
+            writes=[call.out, scratch],
+        )
+        return
+
+    def make_thread_work(thread: int, out: Operand) -> ThreadWork:
+        moved = heads.copy()
+        moved[..., HEAD_OUT // 8] += out.address - call.out.address
+        own_scratch = common["scratch"] + thread * common["scratch_bytes"]
+        words = {**common, "heads": steps.constant(moved).address, "scratch": own_scratch}
+        return ThreadWork(decode_attention.ARGS(**words), reads, [out])
+
+    steps.add_per_thread(
+        decode_attention.combine_partial_results, [make_thread_work(thread, out) for thread, out in enumerate(own)]
+    )
+    steps.set_per_thread_value(own, call.out)
+
+
+BINDINGS = {"attention": _bind_attention}

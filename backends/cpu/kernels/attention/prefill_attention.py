@@ -1,0 +1,441 @@
+"""Prefill attention by vectors: blocks of 32 tokens times tiles of 64 keys, with online softmax. SIMD lanes are tokens.
+
+1. Copy the keys and values of a tile, so that rows are dense and padded.
+2. Compute the scores ``K Q^T`` with `add_matrix_product`.
+3. Update the softmax state of each token; scores become weights.
+4. Add ``P V`` to the results with `add_matrix_product`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from .....graph.dtypes import DType
+from ...compilation.compiler import Kernel, Subroutine, subroutine
+from ...compilation.kernel_args import declare_args
+from ...simd.permute_lanes import transpose_16x16
+from ...simd.vectors import (
+    LANES,
+    add,
+    bits_to_float,
+    count_leading_zeros,
+    count_trailing_zeros,
+    float_to_bits,
+    fma,
+    greater_bits,
+    load,
+    load_first_lanes_or,
+    load_long,
+    load_scalar,
+    mul,
+    or_int,
+    splat,
+    splat_from,
+    store,
+    store_long,
+    sub,
+    where_nonzero,
+    zero_ints,
+    zeros,
+)
+from ...steps.work_queue import finish_queue, take_work_item
+from ..vector.amx_tiles import TileOperation, do_nothing
+from ..vector.cache_cells import CELLS_BY_DTYPE, CacheCells
+from ..vector.elementwise import store_lanes
+from .softmax_scores import (
+    COMMON_ARGS,
+    FLOAT_ONE,
+    FLOAT_ZERO,
+    HEAD_BYTES,
+    HEAD_KEY,
+    HEAD_MASK,
+    HEAD_OUT,
+    HEAD_QUERY,
+    HEAD_SLOPE,
+    HEAD_VALUE,
+    MIN_SCORE,
+    MINUS_INFINITY,
+    exp2,
+    find_visible_lanes,
+    finish_scores,
+    load_mask_lanes,
+    load_sink_score,
+    max_or_second,
+    round_up,
+)
+
+ARGS = declare_args(f"{COMMON_ARGS} span tickets")
+"""The last words: tokens of a unit, and the work queue (`tickets.take_work_item`)."""
+
+TILE_KEYS = 64
+"""Keys of a tile: one bit of a word each."""
+BLOCK_TOKENS = 32
+"""Tokens of a block, and columns of a small matrix: two vectors."""
+MATRIX_ROWS = 8
+"""Rows of a small matrix."""
+JOBS_PER_TILE = 8
+"""Approximate number of heads times token blocks that use one copy of a tile."""
+
+
+def choose_tokens_per_unit(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
+    """Choose the tokens of a unit: all units get the same number, a multiple of a block.
+
+    At most `jobs` blocks use one copy of a key tile. Units are smaller if threads would have too few units.
+    """
+    blocks = math.ceil(tokens / BLOCK_TOKENS)
+    fewest = math.ceil(4 * threads / max(1, units)) if threads > 1 else 1
+    spans = max(math.ceil(blocks / max(1, jobs // shared)), min(blocks, fewest))
+    return math.ceil(blocks / spans) * BLOCK_TOKENS
+
+
+def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
+    """Return the scratch bytes of a thread. `rows` is heads of a group times tokens of a unit."""
+    deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK_TOKENS) * BLOCK_TOKENS
+    return 4 * (TILE_KEYS * (deep + wide + 2 * BLOCK_TOKENS) + 16 + BLOCK_TOKENS + rows * (deep + wide + 2))
+
+
+@subroutine
+def copy_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
+    """Copy ``to[r, c] = factor * source[r, c]`` to `count` dense rows of `wide` numbers.
+
+    `rows` rows of `size` numbers exist. The other numbers are ``factor * otherwise``.
+    """
+    for r in range(count):
+        for c in range(0, wide, LANES):
+            left, at = size - c, source + r * step + 4 * c
+            if r >= rows or left <= 0:
+                value = otherwise
+            elif left >= LANES:
+                value = load(at)
+            else:
+                value = load_first_lanes_or(at, left, otherwise)
+            store(to + 4 * (r * wide + c), mul(value, splat(factor)))
+
+
+@subroutine
+def add_matrix_product(a, row, column, b, step, n, to, pace, fades):
+    """Compute ``to[j] = fades[j] * to[j] + sum over i of a[j, i] * b[i]`` for 8 rows j of 32 columns.
+
+    Bytes: `row` and `column` between elements of a, `step` and `pace` between rows of b and of `to`. If `fades` is 0,
+    the old `to` is not added.
+    """
+    p0, p1, p2, p3, p4, p5, p6, p7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
+    q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
+    if fades != 0:
+        p0, q0 = load_two_scaled(to, fades)
+        p1, q1 = load_two_scaled(to + pace, fades + 4)
+        p2, q2 = load_two_scaled(to + 2 * pace, fades + 8)
+        p3, q3 = load_two_scaled(to + 3 * pace, fades + 12)
+        p4, q4 = load_two_scaled(to + 4 * pace, fades + 16)
+        p5, q5 = load_two_scaled(to + 5 * pace, fades + 20)
+        p6, q6 = load_two_scaled(to + 6 * pace, fades + 24)
+        p7, q7 = load_two_scaled(to + 7 * pace, fades + 28)
+    for _ in range(n):
+        x, y = load(b), load(b + 64)  # p[j] += a[j, i] * b[i, :16], q[j] += a[j, i] * b[i, 16:]
+        u, v = splat_from(a), splat_from(a + row)
+        p0, q0, p1, q1 = fma(x, u, p0), fma(y, u, q0), fma(x, v, p1), fma(y, v, q1)
+        u, v = splat_from(a + 2 * row), splat_from(a + 3 * row)
+        p2, q2, p3, q3 = fma(x, u, p2), fma(y, u, q2), fma(x, v, p3), fma(y, v, q3)
+        u, v = splat_from(a + 4 * row), splat_from(a + 5 * row)
+        p4, q4, p5, q5 = fma(x, u, p4), fma(y, u, q4), fma(x, v, p5), fma(y, v, q5)
+        u, v = splat_from(a + 6 * row), splat_from(a + 7 * row)
+        p6, q6, p7, q7 = fma(x, u, p6), fma(y, u, q6), fma(x, v, p7), fma(y, v, q7)
+        a += column
+        b += step
+    store_two(to, p0, q0)
+    store_two(to + pace, p1, q1)
+    store_two(to + 2 * pace, p2, q2)
+    store_two(to + 3 * pace, p3, q3)
+    store_two(to + 4 * pace, p4, q4)
+    store_two(to + 5 * pace, p5, q5)
+    store_two(to + 6 * pace, p6, q6)
+    store_two(to + 7 * pace, p7, q7)
+
+
+@subroutine
+def load_two_scaled(rows, factor_address):
+    """Load a row of 32 numbers, times the factor at `factor_address`, as two vectors."""
+    f = splat_from(factor_address)
+    return mul(load(rows), f), mul(load(rows + 64), f)
+
+
+@subroutine
+def store_two(to, x, y):
+    """Store two vectors as a row of 32 numbers."""
+    store(to, x)
+    store(to + 64, y)
+
+
+@subroutine
+def find_visible_keys(mask, step, tokens, s, keys, to):
+    """Find the visible keys of a tile for each 8 tokens, one word of bits per 8 tokens at `to`.
+
+    Returns:
+        The bits of keys that any token sees, and whether the mask is zero throughout.
+    """
+    marks, union, tile_mask = zero_ints(), 0, mask + 4 * s
+    whole = keys - s >= TILE_KEYS and tokens >= BLOCK_TOKENS
+    for first in range(0, BLOCK_TOKENS, MATRIX_ROWS):
+        bits = 0
+        for r in range(0, TILE_KEYS, LANES):
+            max_lanes = splat(MINUS_INFINITY)
+            if whole:
+                for t in range(first, first + MATRIX_ROWS):
+                    lanes = load(tile_mask + t * step + 4 * r)
+                    marks, max_lanes = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, max_lanes)
+            else:
+                for t in range(first, min(tokens, first + MATRIX_ROWS)):
+                    lanes = load_mask_lanes(mask + t * step, s + r, keys)
+                    marks, max_lanes = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, max_lanes)
+            bits |= find_visible_lanes(max_lanes) << r
+        store_long(to + first, bits)
+        union |= bits
+    return union, greater_bits(where_nonzero(bits_to_float(marks), splat(FLOAT_ONE), zeros()), zeros()) == 0
+
+
+@subroutine
+def find_bit_range(bits):
+    """Return the range of visible keys of a tile, rounded outwards to multiples of eight."""
+    return count_trailing_zeros(bits) // MATRIX_ROWS * MATRIX_ROWS, (
+        TILE_KEYS - count_leading_zeros(bits) + MATRIX_ROWS - 1
+    ) // MATRIX_ROWS * MATRIX_ROWS
+
+
+@subroutine
+def apply_tile_softmax(scores, lane_mask, low, high, cap, slope, state, fades):
+    """Replace the scores of a tile by weights, update the state, and store the factors of earlier sums in `fades`.
+
+    `lane_mask` is the mask with tokens as lanes, or 0. The state holds the highest score and the sum of weights of each
+    token.
+    """
+    before, other = load(state), load(state + 64)
+    x, y, h, g = before, other, zeros(), zeros()
+    for r in range(4 * BLOCK_TOKENS * low, 4 * BLOCK_TOKENS * high, 4 * BLOCK_TOKENS):
+        u, v = load(scores + r), load(scores + r + 64)
+        if cap > FLOAT_ZERO or lane_mask != 0:
+            if lane_mask != 0:
+                h, g = load(lane_mask + r), load(lane_mask + r + 64)
+            u, v = finish_scores(u, h, cap, slope), finish_scores(v, g, cap, slope)
+            store_two(scores + r, u, v)
+        x, y = max_or_second(u, x), max_or_second(v, y)
+    store_two(state, x, y)
+    h, g = exp2(sub(before, x)), exp2(sub(other, y))
+    store_two(fades, h, g)
+    sums, more = mul(load(state + 128), h), mul(load(state + 192), g)
+    for r in range(4 * BLOCK_TOKENS * low, 4 * BLOCK_TOKENS * high, 4 * BLOCK_TOKENS):
+        u, v = exp2(sub(load(scores + r), x)), exp2(sub(load(scores + r + 64), y))
+        store_two(scores + r, u, v)
+        sums, more = add(sums, u), add(more, v)
+    store_two(state + 128, sums, more)
+
+
+@subroutine
+def compute_scratch_layout(a, thread):
+    """Return the addresses of a thread's scratch.
+
+    Tiles of keys, values, scores and mask; bits of visible keys; fades; then queries, states and results of every block
+    and head.
+    """
+    deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK_TOKENS)
+    rows = ARGS.shared(a) * ARGS.span(a)
+    keys = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a)
+    values = keys + 4 * TILE_KEYS * deep
+    p = values + 4 * TILE_KEYS * wide
+    hidden = p + 4 * TILE_KEYS * BLOCK_TOKENS
+    bits = hidden + 4 * TILE_KEYS * BLOCK_TOKENS
+    fades = bits + 64
+    queries = fades + 4 * BLOCK_TOKENS
+    states = queries + 4 * rows * deep
+    return keys, values, p, hidden, bits, fades, queries, states, states + 8 * rows
+
+
+@subroutine
+def load_queries(a, heads, start, end, place):
+    """Load the scaled queries with tokens as lanes. Set states to the sink alone and results to 0."""
+    keys, _, _, _, _, _, queries, states, results = place
+    step, size, deep = ARGS.q_step(a), ARGS.size(a), round_up(ARGS.size(a), LANES)
+    for first in range(start, end, BLOCK_TOKENS):
+        for h in range(ARGS.shared(a)):
+            head = heads + h * HEAD_BYTES
+            query, sink = load_long(head + HEAD_QUERY) + first * step, load_sink_score(head)
+            copy_padded_rows(query, step, end - first, size, ARGS.factor(a), keys, BLOCK_TOKENS, deep, zeros())
+            for c in range(0, deep, LANES):
+                to = queries + 4 * BLOCK_TOKENS * c
+                transpose_16x16(keys + 4 * c, 4 * deep, to, 4 * BLOCK_TOKENS)
+                transpose_16x16(keys + 4 * (LANES * deep + c), 4 * deep, to + 64, 4 * BLOCK_TOKENS)
+            top = splat(max(sink, MIN_SCORE))
+            store_two(states, top, top)
+            store_two(states + 128, exp2(sub(splat(sink), top)), exp2(sub(splat(sink), top)))
+            for c in range(0, 4 * BLOCK_TOKENS * round_up(ARGS.width(a), BLOCK_TOKENS), 64):
+                store(results + c, zeros())
+            queries += 4 * BLOCK_TOKENS * deep
+            states += 8 * BLOCK_TOKENS
+            results += 4 * BLOCK_TOKENS * round_up(ARGS.width(a), BLOCK_TOKENS)
+
+
+def _make_copy_tile_rows(cells: CacheCells) -> Subroutine:
+    """Make ``(source, step, rows, size, to, wide)``: copy the rows of a tile to dense, zero-padded rows of `wide`."""
+    load_first = cells.load_first
+
+    def copy_tile_rows(source, step, rows, size, to, wide):
+        for r in range(TILE_KEYS):
+            for c in range(0, wide, LANES):
+                row = source + r * step
+                store(to + 4 * (r * wide + c), load_first(row, c, size) if r < rows and c < size else zeros())
+
+    return subroutine(copy_tile_rows)
+
+
+def _make_copy_tile(k: DType, v: DType) -> Subroutine:
+    """Make the part that copies the keys and values of a tile."""
+    copy_keys, copy_values = _make_copy_tile_rows(CELLS_BY_DTYPE[k]), _make_copy_tile_rows(CELLS_BY_DTYPE[v])
+
+    def copy_tile(a, heads, s, place):
+        keys, values, left = place[0], place[1], ARGS.keys(a) - s
+        size, width, pace = ARGS.size(a), ARGS.width(a), ARGS.k_step(a)
+        copy_keys(load_long(heads + HEAD_KEY) + s * pace, pace, left, size, keys, round_up(size, LANES))
+        pace = ARGS.v_step(a)
+        copy_values(load_long(heads + HEAD_VALUE) + s * pace, pace, left, width, values, round_up(width, BLOCK_TOKENS))
+
+    return subroutine(copy_tile)
+
+
+@subroutine
+def load_mask(mask, step, count, left, scratch, lane_mask):
+    """Load the mask of a tile with tokens as lanes. `scratch` has as many rows as the mask."""
+    copy_padded_rows(mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
+    for r in range(0, TILE_KEYS, LANES):
+        transpose_16x16(scratch + 4 * r, 4 * TILE_KEYS, lane_mask + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS)
+        transpose_16x16(
+            scratch + 4 * (LANES * TILE_KEYS + r),
+            4 * TILE_KEYS,
+            lane_mask + 4 * BLOCK_TOKENS * r + 64,
+            4 * BLOCK_TOKENS,
+        )
+
+
+@subroutine
+def attend_block(a, count, union, lane_mask, slope, queries, state, result, place):
+    """Process a block of tokens of one head with a tile: scores, weights, results."""
+    keys, values, p, _, bits, fades, _, _, _ = place
+    size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
+    low, high = find_bit_range(union)
+    row = 4 * round_up(size, LANES)
+    for r in range(low, high, MATRIX_ROWS):
+        add_matrix_product(
+            keys + r * row, row, 4, queries, 4 * BLOCK_TOKENS, size, p + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS, 0
+        )
+    apply_tile_softmax(p, lane_mask, low, high, ARGS.cap(a), slope, state, fades)
+    for t in range(0, count, MATRIX_ROWS):
+        low, high = find_bit_range(load_long(bits + t))
+        at, to = values + 4 * low * wide, result + 4 * t * wide
+        for c in range(0, 4 * wide, 4 * BLOCK_TOKENS):
+            weights = p + 4 * (BLOCK_TOKENS * low + t)
+            add_matrix_product(
+                weights, 4, 4 * BLOCK_TOKENS, at + c, 4 * wide, high - low, to + c, 4 * wide, fades + 4 * t
+            )
+
+
+def _make_attend_all(k: DType, v: DType) -> Subroutine:
+    """Make the part that processes all tokens of a unit with a tile. The tile is copied only if a token sees a key."""
+    copy_tile = _make_copy_tile(k, v)
+
+    def attend_all(a, heads, start, end, s, place):
+        shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
+        _, _, _, lane_mask, bits, _, queries, states, results = place
+        deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK_TOKENS)
+        ready = False
+        for first in range(start, end, BLOCK_TOKENS):
+            known, union, plain, count = 0, 0, False, min(BLOCK_TOKENS, end - first)
+            for h in range(shared):
+                head = heads + h * HEAD_BYTES
+                mask = load_long(head + HEAD_MASK) + first * step
+                if mask != known:
+                    union, plain = find_visible_keys(mask, step, count, s, keys, bits)
+                    known = mask
+                    if union != 0 and not plain:
+                        load_mask(mask + 4 * s, step, count, keys - s, place[2], lane_mask)
+                if union != 0:
+                    if not ready:
+                        copy_tile(a, heads, s, place)
+                        ready = True
+                    slope = load_scalar(head + HEAD_SLOPE)
+                    attend_block(a, count, union, 0 if plain else lane_mask, slope, queries, states, results, place)
+                queries += 4 * BLOCK_TOKENS * deep
+                states += 8 * BLOCK_TOKENS
+                results += 4 * BLOCK_TOKENS * wide
+
+    return subroutine(attend_all)
+
+
+@subroutine
+def store_results(a, heads, start, end, place):
+    """Store ``results / weights`` of all tokens of a unit."""
+    width, states, results = ARGS.width(a), place[7], place[8]
+    wide = round_up(width, BLOCK_TOKENS)
+    for first in range(start, end, BLOCK_TOKENS):
+        for h in range(ARGS.shared(a)):
+            target = load_long(heads + h * HEAD_BYTES + HEAD_OUT) + first * ARGS.out_step(a)
+            for t in range(min(BLOCK_TOKENS, end - first)):
+                weight = load_scalar(states + 128 + 4 * t)
+                f = splat(FLOAT_ONE / weight if weight != FLOAT_ZERO else FLOAT_ZERO)  # NaN stays NaN
+                for c in range(0, width, LANES):
+                    x = mul(load(results + 4 * (t * wide + c)), f)
+                    store_lanes(target + t * ARGS.out_step(a), c, width, x)
+            states += 8 * BLOCK_TOKENS
+            results += 4 * BLOCK_TOKENS * wide
+
+
+def make_span_kernel(
+    name: str,
+    locate_scratch: Subroutine,
+    load_unit: Subroutine,
+    attend_tile: Subroutine,
+    store_unit: Subroutine,
+    begin: TileOperation,
+    end: TileOperation,
+) -> Kernel:
+    """Make an attention kernel that processes some token blocks of a group of heads at a time, last blocks first.
+
+    Args:
+        name: The name of the kernel.
+        locate_scratch: ``(a, thread)`` returns the scratch layout; its first address is `memory`.
+        load_unit: ``(a, heads, start, stop, place)`` loads the queries of tokens.
+        attend_tile: ``(a, heads, start, stop, key, place)`` processes these tokens with the tile at `key`.
+        store_unit: Stores results; arguments as `load_unit`.
+        begin: Called with ``(memory)`` first.
+        end: Called with ``(memory)`` last.
+    """
+
+    def body(a, thread, threads):
+        tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), locate_scratch(a, thread)
+        tickets, spans = ARGS.tickets(a), (tokens + span - 1) // span
+        item, mine = 0, take_work_item(tickets, 0)
+        begin(place[0])
+        for number in range(spans):
+            start = (spans - 1 - number) * span
+            stop = min(tokens, start + span)
+            for unit in range(units):
+                if item == mine:
+                    heads = ARGS.heads(a) + unit * ARGS.shared(a) * HEAD_BYTES
+                    load_unit(a, heads, start, stop, place)
+                    for s in range(0, ARGS.keys(a), TILE_KEYS):
+                        attend_tile(a, heads, start, stop, s, place)
+                    store_unit(a, heads, start, stop, place)
+                    mine = take_work_item(tickets, item + 1)
+                item += 1
+        finish_queue(tickets, mine, item, threads)
+        end(place[0])
+        return 0
+
+    return Kernel(name, body)
+
+
+@cache
+def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
+    """Make the prefill kernel by vectors for keys of type `k` and values of type `v`."""
+    name = f"attention_many.attend.{k}.{v}"
+    return make_span_kernel(
+        name, compute_scratch_layout, load_queries, _make_attend_all(k, v), store_results, do_nothing, do_nothing
+    )

@@ -1,0 +1,152 @@
+"""Common parts of the attention kernels: their words, visible keys, the end of a score, and powers of two.
+
+Scores are in units of log2(e), so that their exponentials are powers of two. Scale, cap, slopes and sinks are
+multiplied by log2(e).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...compilation.compiler import subroutine
+from ...simd.vectors import (
+    LANES,
+    add,
+    add_int,
+    bits_to_float,
+    float_to_bits,
+    fma,
+    greater_bits,
+    lane_0,
+    load,
+    load_first_lanes_or,
+    load_long,
+    load_scalar,
+    mul,
+    shift_left,
+    splat,
+    splat_int,
+    sub,
+    where_less,
+)
+from ..vector.vector_functions import tanh
+
+COMMON_ARGS = (
+    "tokens units shared keys size width q_step k_step v_step mask_step out_step factor:f32 cap:f32 heads "
+    "scratch scratch_bytes"
+)
+"""Words of all attention kernels.
+
+- `tokens`, `units` (groups of heads of all sequences), `shared` (heads of a group), `keys`
+- `size` and `width`: elements of a key and of a value
+- ``*_step``: bytes from token to token or from key to key
+- `factor` and `cap`: the scale and the soft cap
+- `heads`: the head table; `scratch` and the `scratch_bytes` of a thread
+"""
+HEAD_QUERY, HEAD_KEY, HEAD_VALUE, HEAD_MASK, HEAD_OUT, HEAD_SLOPE, HEAD_SINK = range(0, 56, 8)
+"""Offsets into a row of the head table: addresses for the first token and key, float32 slope, address of the sink."""
+HEAD_BYTES = 56
+"""Bytes of a row of the head table."""
+
+MIN_SCORE = np.float32(-3.0e38)
+"""A number below every score that is not masked."""
+FLOAT_ONE, FLOAT_ZERO, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
+"""float32 constants, because Numba compiles a Python float to float64."""
+LOG2_E = np.float32(np.log2(np.e))
+ROUNDING_CONSTANT = 12582912.0
+"""1.5 * 2**23: added to a small number, it leaves an integer in the low bits."""
+
+
+@subroutine
+def exp2(x):
+    """Return ``2**x`` for x <= 0 with a relative error below 2e-7: 0 for x <= -127, NaN for NaN.
+
+    A polynomial of degree 5 on [-1/2, 1/2], which is 1 at 0. The integer part is added to the exponent.
+    """
+    clamped = where_less(x, splat(-127.0), splat(-127.0), x)
+    n = add(clamped, splat(ROUNDING_CONSTANT))
+    r = sub(clamped, sub(n, splat(ROUNDING_CONSTANT)))
+    p = fma(r, splat(1.3264727094e-03), splat(9.6715126824e-03))
+    p = fma(p, r, splat(5.5507337439e-02))
+    p = fma(p, r, splat(2.4022242085e-01))
+    p = fma(p, r, splat(6.9314697760e-01))
+    p = fma(p, r, splat(1.0))
+    return bits_to_float(add_int(float_to_bits(p), shift_left(float_to_bits(n), splat_int(23))))
+
+
+@subroutine
+def exp2_scalar(x):
+    """Return ``2**x`` of a scalar."""
+    return lane_0(exp2(splat(x)))
+
+
+@subroutine
+def round_up(n, step):
+    """Round `n` up to a multiple of `step`."""
+    return (n + step - 1) // step * step
+
+
+@subroutine
+def max_or_second(x, y):
+    """Return the larger number of each lane; y where x or y is NaN."""
+    return where_less(y, x, x, y)
+
+
+@subroutine
+def finish_scores(x, mask, cap, slope):
+    """Return scores from scaled products: ``slope * hidden + cap * tanh(x)``; without a cap ``slope * hidden + x``."""
+    if cap > FLOAT_ZERO:
+        x = mul(tanh(x), splat(cap))
+    return fma(splat(slope), mask, x)
+
+
+@subroutine
+def load_sink_score(head):
+    """Load the sink score of a head."""
+    return load_scalar(load_long(head + HEAD_SINK)) * LOG2_E
+
+
+@subroutine
+def load_mask_lanes(mask, s, keys):
+    """Load the mask of 16 keys from key `s` on, -inf past the last key."""
+    if keys - s >= LANES:
+        return load(mask + 4 * s)
+    return load_first_lanes_or(mask + 4 * s, keys - s, splat(MINUS_INFINITY))
+
+
+@subroutine
+def find_visible_lanes(mask):
+    """Return one bit for each visible key."""
+    return greater_bits(mask, splat(MIN_SCORE))
+
+
+@subroutine
+def find_first_visible(mask, keys):
+    """Find the first visible key, rounded down to a multiple of 16."""
+    s = 0
+    while s < keys and find_visible_lanes(load_mask_lanes(mask, s, keys)) == 0:
+        s += LANES
+    return s
+
+
+@subroutine
+def find_end_of_visible(mask, keys):
+    """Find the end of the visible keys, rounded up to a multiple of 16 or to `keys`."""
+    s = (keys + LANES - 1) // LANES * LANES
+    while s > 0 and find_visible_lanes(load_mask_lanes(mask, s - LANES, keys)) == 0:
+        s -= LANES
+    return min(s, keys)
+
+
+@subroutine
+def find_visible_range(heads, shared, tokens, step, keys):
+    """Find the range of keys that are visible to any token in any head of a group."""
+    low, high, known = keys, 0, 0
+    for h in range(shared):
+        mask = load_long(heads + h * HEAD_BYTES + HEAD_MASK)
+        if mask != known:
+            for t in range(tokens):
+                low = min(low, find_first_visible(mask + t * step, keys))
+                high = max(high, find_end_of_visible(mask + t * step, keys))
+            known = mask
+    return min(low, high), high

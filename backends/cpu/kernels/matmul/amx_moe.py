@@ -1,0 +1,252 @@
+"""MoE products of many activation rows by AMX tiles, one expert after another.
+
+1. Gather the activation rows of an expert into tiles. They are scattered in memory.
+2. Multiply the tiles with all rows of the expert's weight.
+3. Scatter the results to their slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from ....fusion.operands import BoundInstruction
+from ...compilation.compiler import Kernel, Subroutine, subroutine
+from ...compilation.kernel_args import declare_args
+from ...simd.vectors import load, load_int, store, store_int, zeros
+from ...steps.step_table import StepTableBuilder, ThreadWork
+from ...steps.work_queue import finish_queue, take_work_item
+from ..packed.activation_quantisation import (
+    PANEL_ROWS,
+    TILE_ROW_BYTES,
+    QuantisedTarget,
+    compute_quantised_bytes,
+    quantise_activations,
+    quantise_block_to_targets,
+)
+from ..packed.format_table import BLOCK_COLUMNS
+from ..vector.amx_tiles import select_tile_operations
+from ..vector.elementwise import store_lanes
+from .amx_matmul import (
+    MAX_MATRICES,
+    ROWS_PER_CHUNK,
+    SCRATCH_BYTES,
+    compute_matrices_per_pass,
+    make_amx_multiply,
+    make_store_sums,
+)
+from .amx_weights import BLOCK_BYTES, AmxWeight, make_amx_weight
+from .packed_matmul import compute_weight_strides
+from .tile_loops import GROUP_ROWS, ExpertSlots, compute_activation_row, is_shared_by_threads, zero_remote_rows
+
+RESULT_ROW_BYTES = MAX_MATRICES * 2 * GROUP_ROWS * 4 + 64
+"""Bytes from row to row of the results; 64 extra bytes spread the rows over the sets of the nearest cache."""
+RESULTS_OFFSET, ROW_NUMBERS_OFFSET = SCRATCH_BYTES, SCRATCH_BYTES + ROWS_PER_CHUNK * RESULT_ROW_BYTES
+"""Offsets into the scratch of a thread: the results, and the activation row of each row of the tiles."""
+GATHERED_OFFSET = ROW_NUMBERS_OFFSET + ROWS_PER_CHUNK * 4
+"""Offset of the gathered activation tiles in the scratch of a thread."""
+
+ARGS = declare_args(
+    "weights[2] stride between rows columns x pitch starts experts used shared y step scratch tickets rounding[*]"
+)
+ROUNDING_WORD = ARGS.first_word("rounding")
+"""First word of `QuantisedTarget.rounding_words`."""
+
+
+@subroutine
+def gather_slot_rows(a, mine, chunk, stop):
+    """Copy the activation rows of the sorted slots `chunk` to `stop` into tiles of the thread."""
+    x, pitch, used, shared = ARGS.x(a), ARGS.pitch(a), ARGS.used(a), ARGS.shared(a)
+    slots, numbers = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), mine + ROW_NUMBERS_OFFSET
+    for i in range(chunk, stop):
+        store_int(numbers + 4 * (i - chunk), compute_activation_row(load_int(slots + 4 * i), used, shared))
+    for first in range(0, stop - chunk, PANEL_ROWS):
+        to = mine + GATHERED_OFFSET + first // PANEL_ROWS * pitch
+        for start in range(0, pitch, BLOCK_BYTES):
+            for i in range(min(PANEL_ROWS, stop - chunk - first)):
+                row = load_int(numbers + 4 * (first + i))
+                store(
+                    to + start + i * TILE_ROW_BYTES,
+                    load(x + row // PANEL_ROWS * pitch + row % PANEL_ROWS * TILE_ROW_BYTES + start),
+                )
+
+
+@subroutine
+def scatter_slot_rows(a, mine, chunk, stop, first, count):
+    """Store or quantise the results of these slots: `count` columns from column `first` on."""
+    slots, y, step = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), ARGS.y(a), ARGS.step(a)
+    results = mine + RESULTS_OFFSET
+    for i in range(chunk, stop):
+        slot = load_int(slots + 4 * i)
+        if step != 0:
+            for c in range(0, count, GROUP_ROWS):
+                store_lanes(y + slot * step + 4 * first, c, count, load(results + 4 * c))
+        for b in range((count + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS):
+            quantise_block_to_targets(
+                a, ROUNDING_WORD, slot, first // BLOCK_COLUMNS + b, results + 4 * BLOCK_COLUMNS * b
+            )
+        results += RESULT_ROW_BYTES
+
+
+@subroutine
+def zero_and_quantise_remote_rows(a, mine):
+    """Zero the rows of slots of remote experts, in float32 and quantised."""
+    starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS_OFFSET
+    slots = starts + 4 * (experts + 2)
+    if ARGS.step(a) != 0:
+        zero_remote_rows(starts, experts, ARGS.y(a), ARGS.step(a), rows)
+    store(results, zeros())
+    store(results + 64, zeros())
+    for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
+        for b in range((rows + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS):
+            quantise_block_to_targets(a, ROUNDING_WORD, load_int(slots + 4 * i), b, results)
+
+
+def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: int) -> Kernel:
+    """Make the kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``, or the gated unit of two such products.
+
+    The kernel quantises the result for its consumers. It stores float32 only if `step`, the bytes from row to row of y,
+    is not 0. `weights` are two weights, or one weight and its second group of rows. `x` are activation tiles. Each
+    thread has `compute_moe_scratch_bytes` of `scratch`. `grouped.make_matmul_kernel` explains the others.
+
+    Args:
+        name: The name of the kernel.
+        weight: The weight type.
+        emit: The epilogue of `tiled.make_amx_multiply`.
+        each: Groups of a matrix that belong to the first weight: 1 for a gated unit, else 2.
+    """
+    multiply_matrices, configure = make_amx_multiply(weight, emit, each), select_tile_operations().configure
+    release = select_tile_operations().release
+    terms = weight.term_count
+
+    def body(a, thread, threads):
+        stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
+        pitch, starts, tickets = ARGS.pitch(a), ARGS.starts(a), ARGS.tickets(a)
+        mine = ARGS.scratch(a) + thread * (GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch)
+        wide = compute_matrices_per_pass(columns, terms) // 2 * 2 * each * GROUP_ROWS
+        ahead, results = threads * wide * stride, mine + RESULTS_OFFSET
+        configure(mine)
+        item, ticket, gathered_chunk = 0, take_work_item(tickets, 0), -1
+        for expert in range(ARGS.experts(a)):
+            start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
+            for chunk in range(start, end, ROWS_PER_CHUNK):
+                stop = min(end, chunk + ROWS_PER_CHUNK)
+                row = 0
+                while row < rows:
+                    if item == ticket:
+                        if gathered_chunk != chunk:
+                            gather_slot_rows(a, mine, chunk, stop)
+                            gathered_chunk = chunk
+                        skipped, left = expert * between + row * stride, rows - row
+                        w, v = ARGS.weights(a, 0) + skipped, ARGS.weights(a, 1) + skipped
+                        matrices = (min(wide, left) + each * GROUP_ROWS - 1) // (each * GROUP_ROWS)
+                        x, count = mine + GATHERED_OFFSET, stop - chunk
+                        multiply_matrices(
+                            mine,
+                            w,
+                            v,
+                            matrices,
+                            left,
+                            stride,
+                            columns,
+                            x,
+                            pitch,
+                            0,
+                            count,
+                            results,
+                            RESULT_ROW_BYTES,
+                            ahead,
+                        )
+                        scatter_slot_rows(a, mine, chunk, stop, row, min(wide, left))
+                        ticket = take_work_item(tickets, item + 1)
+                    item += 1
+                    row += wide
+        finish_queue(tickets, ticket, item, threads)
+        release(mine)
+        if thread == 0:
+            zero_and_quantise_remote_rows(a, mine)
+        return 0
+
+    return Kernel(name, body)
+
+
+def compute_moe_scratch_bytes(pitch: int) -> int:
+    """Return the scratch bytes of a thread. `pitch` is the bytes of 32 activation rows."""
+    return GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch
+
+
+@cache
+def make_single_amx_moe_kernel(weight: AmxWeight) -> Kernel:
+    """Make the kernel of one MoE product."""
+    return make_amx_moe_kernel(f"tiled_experts.product.{weight.dtype}", weight, make_store_sums(), 2)
+
+
+# ----------------------------------------------------------------------------------------------------- binding
+
+
+def bind_amx_moe(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
+    """Add the steps of an MoE product of many rows."""
+    w, y = call.operand(0), call.out
+    second = w.address + GROUP_ROWS * compute_weight_strides(w)[0]
+    add_amx_moe_step(
+        steps,
+        make_single_amx_moe_kernel(make_amx_weight(w.dtype)),
+        [call],
+        [w.address, second],
+        slots,
+        QuantisedTarget(y, [y]),
+    )
+
+
+def add_amx_moe_step(
+    steps: StepTableBuilder,
+    kernel: Kernel,
+    products: Sequence[BoundInstruction],
+    begins: Sequence[int],
+    slots: ExpertSlots,
+    to: QuantisedTarget,
+) -> None:
+    """Add the step of MoE products of the same activations.
+
+    Args:
+        steps: The steps of the program.
+        kernel: The result of `make_amx_moe_kernel`.
+        products: One product, or gate and up.
+        begins: Addresses of two weights, or of a weight and its second group.
+        slots: The slots by expert.
+        to: The destination of the result rows.
+    """
+    w, x = products[0].operand(0), products[0].operand(1)
+    is_shared = is_shared_by_threads(steps, products[0])
+    columns, (stride, between) = w.shape[-1], compute_weight_strides(w)
+    kind = make_amx_weight(w.dtype).activation_kind
+    tiled, pitch = quantise_activations(steps, x, kind, for_all=is_shared)[0], compute_quantised_bytes(1, columns, kind)
+    rows = to.float_rows.shape[-1]
+    nbytes = compute_moe_scratch_bytes(pitch)
+    memory = steps.scratch(f"experts {nbytes}", nbytes * steps.threads)
+
+    def make_thread_work(tickets: int) -> ThreadWork:
+        words = ARGS(
+            weights=begins,
+            stride=stride,
+            between=between,
+            rows=rows,
+            columns=columns,
+            x=tiled.address,
+            pitch=pitch,
+            starts=slots.operand.address,
+            experts=slots.expert_count,
+            used=slots.slots_per_token,
+            shared=slots.rows_per_token,
+            y=to.float_rows.address,
+            step=to.row_step_bytes,
+            scratch=memory.address,
+            tickets=tickets,
+            rounding=to.rounding_words,
+        )
+        return ThreadWork(words, [*(p.operand(0) for p in products), tiled, slots.operand], to.writes)
+
+    if is_shared:
+        steps.add_queued(kernel, make_thread_work)
+    elif rows:
+        steps.add_per_thread(kernel, [make_thread_work(0)])

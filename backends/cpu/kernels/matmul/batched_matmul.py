@@ -1,0 +1,208 @@
+"""Products of two computed matrices: attention in separate ops, and convolutions.
+
+A table holds the addresses of each matrix of w and of its rows of x and y. So one kernel serves all kinds of
+broadcasting and transposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from .....graph.dtypes import DType
+from ....fusion.operands import BoundInstruction, Operand
+from ...compilation.compiler import Kernel, Subroutine, subroutine
+from ...compilation.kernel_args import declare_args
+from ...simd.dot_tiles import make_dot_tile
+from ...simd.vectors import LANES, gather_lanes, load, load_int, load_ints, load_long, store
+from ...steps.partition import compute_thread_range
+from ...steps.step_table import StepTableBuilder
+from ..vector.elementwise import load_lanes
+from .float_matmul import COLUMN_BYTES, LANE_LOADERS, make_float_tiling
+from .tile_loops import GROUP_ROWS
+
+Addresses = npt.NDArray[np.int64]
+TABLE_WORDS = 3
+"""Addresses of a product: its matrix of w, its first row of x, its first row of y."""
+ARGS = declare_args("table products count rows columns w_row w_column x_row y_row scratch windows entries")
+
+
+@cache
+def make_expand_rows(dtype: DType) -> Subroutine:
+    """Make ``(a, to, w, row, left, first, count)``: expand `count` columns, from `first` on, of 16 rows of w.
+
+    Only `left` rows exist.
+    """
+    expand = make_float_tiling(dtype).expand_blocks
+
+    def expand_rows(a, to, w, row, left, first, count):
+        expand(to, w + row * ARGS.w_row(a), ARGS.w_row(a), left, ARGS.columns(a), first, count)
+
+    return subroutine(expand_rows)
+
+
+@subroutine
+def expand_columns(a, to, w, row, left, first, count):
+    """Expand columns as `make_expand_rows` does, of a matrix with dense columns."""
+    for c in range(first, first + count):
+        store(to + (c - first) * COLUMN_BYTES, load_lanes(w + 4 * row + c * ARGS.w_column(a), 0, left, 4))
+
+
+@subroutine
+def expand_windows(a, to, w, row, left, first, count):
+    """Expand columns as `make_expand_rows` does, of the windows of an image at `w`.
+
+    Element [i, c] lies ``windows[i] + entries[c]`` bytes behind `w`.
+    """
+    windows, entries = ARGS.windows(a) + 4 * row, ARGS.entries(a)
+    start, offsets = load_int(windows), load_ints(windows)
+    if left >= LANES and load_int(windows + 4 * LANES - 4) - start == 4 * LANES - 4:
+        for c in range(first, first + count):
+            store(to + (c - first) * COLUMN_BYTES, load(w + start + load_int(entries + 4 * c)))
+    else:
+        for c in range(first, first + count):
+            store(to + (c - first) * COLUMN_BYTES, gather_lanes(w + load_int(entries + 4 * c), offsets))
+
+
+@cache
+def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> Kernel:
+    """Make the kernel ``y[b] = x[b] @ w[b].T`` for each of `products`.
+
+    `count` rows of x are multiplied with `rows` rows of w; both have `columns` columns. `w_row`, `w_column`, `x_row`
+    and `y_row` are strides in bytes. Each thread has `WeightTiling.scratch_bytes`.
+
+    Args:
+        name: Part of the kernel name: the layout of w.
+        dtype: The type of w.
+        expand: The expansion of w, for example `expand_columns`.
+    """
+    blocks = make_float_tiling(dtype)
+    tile = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
+    tile_rows, zeros, store_sums, spill, reload = (
+        tile.row_addresses,
+        tile.zero_sums,
+        tile.store_rows,
+        tile.spill,
+        tile.reload,
+    )
+    add, record, size, wide = blocks.add_block, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
+    span = blocks.group_bytes
+    tall, tile_groups, scratch, many = blocks.tile_rows, blocks.tile_groups, blocks.scratch_bytes, blocks.rows_per_chunk
+
+    def body(a, thread, threads):
+        count, rows, columns = ARGS.count(a), ARGS.rows(a), ARGS.columns(a)
+        x_row, y_row, expanded = ARGS.x_row(a), ARGS.y_row(a), ARGS.scratch(a) + thread * scratch
+        groups = (rows + GROUP_ROWS - 1) // GROUP_ROWS
+        panels = (groups + tile_groups - 1) // tile_groups
+        lo, hi = compute_thread_range(ARGS.products(a) * panels, thread, threads)
+        for unit in range(lo, hi):
+            at, group = ARGS.table(a) + unit // panels * 8 * TABLE_WORDS, unit % panels * tile_groups
+            w, x, y = load_long(at), load_long(at + 8), load_long(at + 16) + group * GROUP_ROWS * 4
+            for chunk in range(0, count, many):
+                stop = min(count, chunk + many)
+                for first in range(0, max(1, columns), wide):
+                    some_columns, sums = min(wide, columns - first), expanded + tile_groups * span
+                    for g in range(min(tile_groups, groups - group)):
+                        row = (group + g) * GROUP_ROWS
+                        expand(a, expanded + g * span, w, row, rows - row, first, some_columns)
+                    for i in range(chunk, stop, tall):
+                        r = tile_rows(x + i * x_row + first * record, x_row, stop - i)
+                        acc = reload(sums) if first > 0 else zeros()
+                        for c in range(some_columns):
+                            acc = add(acc, expanded + c * size, r, c * record)
+                        if first + wide < columns:
+                            spill(sums, acc)
+                        else:
+                            store_sums(tile_rows(y + i * y_row, y_row, stop - i), acc, rows - group * GROUP_ROWS)
+                        sums += tall * tile_groups * GROUP_ROWS * 4
+        return 0
+
+    return Kernel(f"matrices.{name}.{dtype}", body)
+
+
+def bind_batched_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add a product of computed matrices; False if kernels cannot read them. Halves have a multiple of 16 columns."""
+    w, x, y = call.operand(0), call.operand(1), call.out
+    if w.dtype not in LANE_LOADERS or not has_readable_rows(x, y):
+        return False
+    if w.is_dense_along(-1) and (w.is_float or w.shape[-1] % LANES == 0):
+        kernel = make_batched_matmul_kernel("rows", w.dtype, make_expand_rows(w.dtype))
+    elif w.is_dense_along(-2) and w.is_float:
+        kernel = make_batched_matmul_kernel("columns", w.dtype, expand_columns)
+    else:
+        return False
+    row, column = (s * w.dtype.storage.itemsize for s in w.strides[-2:])
+    add_batched_matmul_step(steps, kernel, call, compute_matrix_addresses(call), [w, x], w_row=row, w_column=column)
+    return True
+
+
+def add_batched_matmul_step(
+    steps: StepTableBuilder,
+    kernel: Kernel,
+    call: BoundInstruction,
+    table: Addresses,
+    reads: Sequence[Operand],
+    **where: int,
+) -> None:
+    """Add the step of a product of computed matrices.
+
+    Args:
+        steps: The steps of the program.
+        kernel: The result of `make_batched_matmul_kernel`.
+        call: The `mul_mat`.
+        table: The result of `compute_matrix_addresses`.
+        reads: Operands that the kernel reads.
+        where: Words that locate rows and columns of w.
+    """
+    w, x, y = call.operand(0), call.operand(1), call.out
+    size, along = make_float_tiling(w.dtype).scratch_bytes, _choose_row_axis(w, x)
+    words = ARGS(
+        table=steps.constant(table).address,
+        products=len(table),
+        count=x.shape[along],
+        rows=w.shape[-2],
+        columns=w.shape[-1],
+        x_row=4 * x.strides[along],
+        y_row=4 * y.strides[along],
+        scratch=steps.scratch(f"product {size}", size * steps.threads).address,
+        **{"w_row": 0, "w_column": 0, "windows": 0, "entries": 0, **where},
+    )
+    steps.add(kernel, words, reads=reads, writes=[y])
+
+
+def has_readable_rows(x: Operand, y: Operand) -> bool:
+    """Return whether kernels can read `x` and write `y` in place: float32 with dense rows."""
+    return x.is_float and y.is_float and x.is_dense_along(-1) and y.is_dense_along(-1)
+
+
+def _align_leading_axes(w: Operand, x: Operand) -> tuple[int, ...]:
+    """Return the sizes of w along the axes of x, without the last axis. 1 means that w is broadcast."""
+    return (*(1,) * (len(x.shape) - len(w.shape)), *w.shape[:-2], 1)
+
+
+def _choose_row_axis(w: Operand, x: Operand) -> int:
+    """Return the longest axis of x along which w is broadcast. One product takes all of its rows."""
+    leading = _align_leading_axes(w, x)
+    return max((axis for axis in reversed(range(len(leading))) if leading[axis] == 1), key=x.shape.__getitem__)
+
+
+def compute_matrix_addresses(call: BoundInstruction) -> Addresses:
+    """Compute the addresses of each product [products, 3]: its matrix of w, its first row of x, its first row of y."""
+    w, x, y = call.operand(0), call.operand(1), call.out
+    leading, along, rank = _align_leading_axes(w, x), _choose_row_axis(w, x), len(x.shape) - 1
+    shape = [1 if axis == along else n for axis, n in enumerate(x.shape[:-1])]
+    each = np.indices(shape, np.int64).reshape(rank, -1)
+    own = [each[axis] * leading[axis] // x.shape[axis] for axis in range(len(x.shape) - len(w.shape), rank - 1)]
+    reached = ((w, own), (x, [*each]), (y, [*each]))
+    return np.stack([_compute_addresses(o, at, each.shape[1]) for o, at in reached], axis=1)
+
+
+def _compute_addresses(operand: Operand, entries: Sequence[Addresses], count: int) -> Addresses:
+    """Compute `count` addresses from the indices along the first axes."""
+    addresses = np.full(count, operand.address, np.int64)
+    for at, stride in zip(entries, operand.strides, strict=False):
+        addresses += operand.dtype.storage.itemsize * stride * at
+    return addresses

@@ -1,0 +1,393 @@
+"""Matrix products with packed weights: activations quantised to 8 bits, integer dot products, float32 sums.
+
+Each weight code is unpacked once for a chunk of activation rows. This module also chooses and binds the kernel of
+every `mul_mat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+
+from .....graph.dtypes import DType
+from ....fusion.operands import BoundInstruction, Operand
+from ...compilation.compiler import Kernel, Subroutine, subroutine
+from ...simd.dot_tiles import (
+    CODE_VECTORS,
+    RECORD_BYTES,
+    SUMS_OFFSET,
+    DotTile,
+    first_codes,
+    load_codes,
+    make_dot_tile,
+    second_codes,
+    store_codes,
+)
+from ...simd.vectors import MANY_REGISTERS, count_vector_registers, load, store, sub
+from ...steps.step_table import StepTableBuilder, with_layout_of
+from ..packed.activation_quantisation import (
+    TERMS_BY_KIND,
+    ResultConsumers,
+    compute_quantised_bytes,
+    quantise_activations,
+)
+from ..packed.format_table import BLOCK_COLUMNS, FORMATS, GROUP_ROWS, UNIT_BLOCKS, PackedFormat
+from . import amx_matmul, batched_matmul, float_matmul
+from .tile_loops import (
+    ExpertSlots,
+    WeightTiling,
+    add_matmul_step,
+    is_shared_by_threads,
+    make_matmul_kernel,
+    make_sequential_slots,
+    prefetch_lines,
+)
+
+SCALES_OFFSET, BIASES_OFFSET, EXPANDED_BLOCK_BYTES = 64 * CODE_VECTORS, 64 * CODE_VECTORS + 128, 64 * CODE_VECTORS + 256
+"""Offsets into an expanded block, and its bytes: codes as bytes, then scales and biases of both halves as float32."""
+BLOCKS_PER_PASS, ROWS_PER_CHUNK = 3 * UNIT_BLOCKS, 256
+EXPANDED_GROUP_BYTES = BLOCKS_PER_PASS * EXPANDED_BLOCK_BYTES
+
+
+def make_load_two_codes(form: PackedFormat) -> Subroutine:
+    """Make ``(p, h, q, k) -> (codes, codes)``: load the codes at `p` and `h`, and the codes at `q` and `k`."""
+    codes, two = form.load_codes, form.load_two_codes
+    if two is None:
+
+        def load_two(p, h, q, k):
+            return codes(p, h), codes(q, k)
+    else:
+
+        def load_two(p, h, q, k):
+            both = two(p, q)
+            return first_codes(both), second_codes(both)
+
+    return subroutine(load_two)
+
+
+def make_expand_group(form: PackedFormat) -> Subroutine:
+    """Make `WeightTiling.expand_blocks`: codes become bytes, scales and biases become float32."""
+    scales, biases, nbytes = form.load_scales, form.load_biases, form.group_block_bytes
+    of_first, of_second = form.plane_bytes
+    biased, step, codes, load_two = (
+        form.zero_point == 0,
+        form.blocks_per_load,
+        form.load_codes,
+        make_load_two_codes(form),
+    )
+
+    @subroutine
+    def store_block(to, u, last, b):
+        store_codes(to, u)
+        d, e = scales(last, b)
+        store(to + SCALES_OFFSET, d)
+        store(to + SCALES_OFFSET + 64, e)
+        if biased:
+            m, o = biases(last, b)
+            store(to + BIASES_OFFSET, m)
+            store(to + BIASES_OFFSET + 64, o)
+
+    def expand_group(to, group, stride, left, columns, first, count):
+        for start in range(first, first + count, UNIT_BLOCKS):
+            blocks, planes = min(UNIT_BLOCKS, first + count - start), group + start * nbytes
+            second = planes + blocks * of_first
+            last = second + blocks * of_second
+            for b in range(0, blocks, step):
+                p, h = planes + b * of_first, second + b * of_second
+                if step == 2:
+                    u, v = load_two(p, h, p + of_first, h + of_second)
+                    store_block(to, u, last, b)
+                    store_block(to + EXPANDED_BLOCK_BYTES, v, last, b + 1)
+                else:
+                    store_block(to, codes(p, h), last, b)
+                to += step * EXPANDED_BLOCK_BYTES
+
+    return subroutine(expand_group)
+
+
+def make_add_block(form: PackedFormat, rows: DotTile) -> Subroutine:
+    """Make ``(acc, codes, scales, biases, r, at) -> acc`` for a block of one group.
+
+    The part adds the products of the block and the rows `r`. Byte `at` of `r` holds the records of the same columns.
+    """
+    add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
+    add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
+
+    def add_block(acc, codes, scales, biases, r, at):
+        # acc[i, row] += w_scale[row] * x_scale[i] * (codes[row] . x_codes[i]), for both halves of the block
+        acc = add_products(acc, codes, scales[0], scales[1], r, at)
+        if not centred:
+            acc = add_biases(acc, biases[0], r, at + SUMS_OFFSET)  # acc[i, row] += bias[row] * sum(x[i])
+            if halves:
+                acc = add_biases(acc, sub(biases[1], biases[0]), r, at + SUMS_OFFSET + 4)
+        return acc
+
+    return subroutine(add_block)
+
+
+def make_add_expanded_block(form: PackedFormat, rows: DotTile) -> Subroutine:
+    """Make `WeightTiling.add_block` for tiles of one group."""
+    add_block = make_add_block(form, rows)
+
+    def add_expanded_block(acc, p, r, at):
+        scales = (load(p + SCALES_OFFSET), load(p + SCALES_OFFSET + 64))
+        biases = (load(p + BIASES_OFFSET), load(p + BIASES_OFFSET + 64))
+        return add_block(acc, load_codes(p), scales, biases, r, at)
+
+    return subroutine(add_expanded_block)
+
+
+def make_add_two_blocks(form: PackedFormat, rows: DotTile) -> Subroutine:
+    """Make ``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``: `make_add_block` for two groups."""
+    add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
+    add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
+
+    def add_two_blocks(acc, u, v, s, f, m, o, r, at):
+        acc = add_products(acc, u, v, s[0], f[0], s[1], f[1], r, at)
+        if not centred:
+            acc = add_biases(acc, m[0], o[0], r, at + SUMS_OFFSET)
+            if halves:
+                acc = add_biases(acc, sub(m[1], m[0]), sub(o[1], o[0]), r, at + SUMS_OFFSET + 4)
+        return acc
+
+    return subroutine(add_two_blocks)
+
+
+@subroutine
+def load_two_vectors(p):
+    """Return the two vectors at `p` and ``p + 64``."""
+    return load(p), load(p + 64)
+
+
+def make_add_expanded_pair(form: PackedFormat, rows: DotTile) -> Subroutine:
+    """Make `WeightTiling.add_block` for tiles of two groups."""
+    add_two_blocks = make_add_two_blocks(form, rows)
+
+    def add_expanded_pair(acc, p, r, at):
+        q = p + EXPANDED_GROUP_BYTES
+        scales, biases = load_two_vectors(p + SCALES_OFFSET), load_two_vectors(p + BIASES_OFFSET)
+        return add_two_blocks(
+            acc,
+            load_codes(p),
+            load_codes(q),
+            scales,
+            load_two_vectors(q + SCALES_OFFSET),
+            biases,
+            load_two_vectors(q + BIASES_OFFSET),
+            r,
+            at,
+        )
+
+    return subroutine(add_expanded_pair)
+
+
+def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subroutine:
+    """Make ``(acc, p, h, last, b, apart, x, at) -> acc``: multiply block `b` of 1 or 2 packed groups with the rows `x`.
+
+    If blocks of one group are loaded in twos, it also multiplies the next block.
+
+    `p` and `h` are the codes of the first group in both planes; its scales are behind `last`. Groups are `apart` bytes
+    apart.
+    """
+    codes, scales, biases, load_two = form.load_codes, form.load_scales, form.load_biases, make_load_two_codes(form)
+    of_first, of_second = form.plane_bytes
+    if groups == 1 and form.blocks_per_load == 2:
+        add_block = make_add_block(form, rows)
+
+        def multiply_block(acc, p, h, last, b, apart, x, at):
+            u, v = load_two(p, h, p + of_first, h + of_second)
+            acc = add_block(acc, u, scales(last, b), biases(last, b), x, at)
+            return add_block(acc, v, scales(last, b + 1), biases(last, b + 1), x, at + RECORD_BYTES)
+    elif groups == 1:
+        add_block = make_add_block(form, rows)
+
+        def multiply_block(acc, p, h, last, b, apart, x, at):
+            return add_block(acc, codes(p, h), scales(last, b), biases(last, b), x, at)
+    else:
+        add_block = make_add_two_blocks(form, rows)
+
+        def multiply_block(acc, p, h, last, b, apart, x, at):
+            u, v = load_two(p, h, p + apart, h + apart)
+            s, f, m, o = scales(last, b), scales(last + apart, b), biases(last, b), biases(last + apart, b)
+            return add_block(acc, u, v, s, f, m, o, x, at)
+
+    return subroutine(multiply_block)
+
+
+def make_multiply_few(form: PackedFormat, groups: int, count: int) -> Subroutine:
+    """Make the product of `count` activation rows with `groups` unexpanded groups (`WeightTiling.make_few_rows`).
+
+    Codes are unpacked once for all rows and stay in registers. Each activation load serves all groups, because loads
+    take longer than products here.
+    """
+    rows = make_dot_tile(count, groups, form.code_properties)
+    nbytes, (of_first, of_second) = form.group_block_bytes, form.plane_bytes
+    step = form.blocks_per_load if groups == 1 else 1
+    zeros, store_rows, multiply_block = rows.zero_sums, rows.store_rows, make_multiply_block(form, groups, rows)
+    lines = groups * (nbytes // 64)
+    more = groups * (nbytes % 64 * UNIT_BLOCKS // 64)
+
+    def multiply_few(to, group, stride, left, columns, x, l1_ahead, l2_ahead):
+        n, acc, apart = columns // BLOCK_COLUMNS, zeros(), GROUP_ROWS * stride if left > GROUP_ROWS else 0
+        for first in range(0, n, UNIT_BLOCKS):
+            count, passed = min(UNIT_BLOCKS, n - first), first * nbytes
+            planes = group + passed
+            ahead = planes + (groups - 1) * passed  # prefetches start behind both groups
+            second = planes + count * of_first
+            last = second + count * of_second
+            prefetch_lines(ahead, more, l1_ahead, l2_ahead)
+            for b in range(0, count, step):
+                prefetch_lines(ahead + 64 * (more + b * lines), step * lines, l1_ahead, l2_ahead)
+                p, h = planes + b * of_first, second + b * of_second
+                acc = multiply_block(acc, p, h, last, b, apart, x, (first + b) * RECORD_BYTES)
+        store_rows(to, acc, left)
+
+    return subroutine(multiply_few)
+
+
+@cache
+def make_packed_tiling(form: PackedFormat) -> WeightTiling:
+    """Make the tiling of a packed weight type. A tile has as many rows and groups as registers can hold.
+
+    Each load is used at least twice, because processors broadcast from memory more slowly than they multiply.
+    """
+    rows, groups = (4, 2) if count_vector_registers() == MANY_REGISTERS else (2, 1)
+    some = make_dot_tile(rows, groups, form.code_properties)
+    add = (make_add_expanded_pair if groups == 2 else make_add_expanded_block)(form, some)
+    expand, few = make_expand_group(form), partial(make_multiply_few, form, 1)
+    two = partial(make_multiply_few, form, 2) if groups == 2 else None
+    return WeightTiling(
+        BLOCK_COLUMNS,
+        RECORD_BYTES,
+        EXPANDED_BLOCK_BYTES,
+        BLOCKS_PER_PASS,
+        ROWS_PER_CHUNK,
+        rows,
+        groups,
+        2,
+        form.max_unexpanded_rows,
+        expand,
+        add,
+        few,
+        two,
+    )
+
+
+@cache
+def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
+    """Make the product kernel of a packed weight type."""
+    return make_matmul_kernel(f"products.product.{form.dtype}", make_packed_tiling(form))
+
+
+# ----------------------------------------------------------------------------------------------------- binding
+
+
+def make_thread_copies(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
+    """Return one copy of a result per thread, so that each thread computes the whole result for itself.
+
+    Returns:
+        Scratch operands with the shape of the result. None if an op other than a product reads the result, or if it is
+        too large to be computed by every thread.
+    """
+    y = call.out
+    if steps.threads == 1 or not steps.can_repeat_per_thread([y]) or not y.is_dense:
+        return None
+    readers = call.find_readers()
+    if not readers or not all(_can_read_thread_copies(r, y) for r in readers):
+        return None
+    if not any(is_shared_by_threads(steps, r) for r in readers):
+        return None
+    return [with_layout_of(o, y) for o in steps.take_private_memory("own", y.tensor.spec.nbytes)]
+
+
+def find_result_consumers(steps: StepTableBuilder, call: BoundInstruction) -> ResultConsumers:
+    """Return the consumers of a result: the quantised forms, float32, and whether threads share a product."""
+    y, readers = call.out, call.find_readers()
+    if readers is None or not y.is_dense:
+        return ResultConsumers(y, (), True, False)
+    products = [r for r in readers if _can_read_thread_copies(r, y) and r.operand(1).shape[-1] == y.shape[-1]]
+    kinds = [(r, kind) for r in products if (kind := amx_matmul.choose_activation_kind(r)) is not None]
+    rounded = tuple((r.operand(1).tensor, kind) for r, kind in kinds)
+    return ResultConsumers(y, rounded, len(kinds) < len(readers), any(is_shared_by_threads(steps, r) for r, _ in kinds))
+
+
+def _can_read_thread_copies(call: BoundInstruction, y: Operand) -> bool:
+    """Return whether a reader is a product that can read copies per thread instead of `y`."""
+    x = call.optional_operand(1)
+    if x is None or x.region != y.region or not x.is_dense or not has_matmul_kernel(call):
+        return False
+    return not any(o is not None and o is not x and o.region.overlaps(y.region) for o in call.src)
+
+
+def has_matmul_kernel(call: BoundInstruction) -> bool:
+    """Return whether `bind_matmul` can bind this product."""
+    if call.op not in ("mul_mat", "mul_mat_id"):
+        return False
+    w, x = call.operand(0), call.operand(1)
+    experts = call.op == "mul_mat_id"
+    if len(w.shape) != 2 + experts or not (x.is_float and x.has_even_rows and call.out.has_even_rows):
+        return False
+    if experts and not has_readable_slots(call):
+        return False
+    if w.dtype in FORMATS:
+        return w.has_packed_blocks and w.is_aligned_to_rows(GROUP_ROWS, w.dtype.bytes_of(w.shape[-1]))
+    return float_matmul.is_readable_weight(w)
+
+
+def has_readable_slots(call: BoundInstruction) -> bool:
+    """Return whether kernels can read the expert ids: dense int32."""
+    x, ids = call.operand(1), call.operand(2)
+    return ids.is_dense and ids.dtype is DType.I32 and bool(x.shape[-1])
+
+
+def bind_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
+    """Add the steps of a product with a weight of any type."""
+    w, x = call.operand(0), call.operand(1)
+    kind = amx_matmul.choose_activation_kind(call)
+    if kind is None:
+        own = steps.find_per_thread_values(x) or [x] * steps.threads
+        add_matmul_step(
+            steps,
+            call,
+            float_matmul.make_float_matmul_kernel(w.dtype),
+            float_matmul.make_float_tiling(w.dtype),
+            *compute_weight_strides(w),
+            own,
+            own[0].row_stride_bytes,
+            slots,
+        )
+    elif kind in TERMS_BY_KIND:
+        amx_matmul.bind_amx_matmul(steps, call, compute_weight_strides(w)[0])
+    else:
+        form, q = FORMATS[w.dtype], quantise_activations(steps, x, kind, for_all=is_shared_by_threads(steps, call))
+        pitch = compute_quantised_bytes(1, w.shape[-1], kind)
+        add_matmul_step(
+            steps,
+            call,
+            make_packed_matmul_kernel(form),
+            make_packed_tiling(form),
+            *compute_weight_strides(w),
+            q,
+            pitch,
+            slots,
+        )
+
+
+def compute_weight_strides(w: Operand) -> tuple[int, int]:
+    """Return the bytes of a weight row and of a matrix. A matrix of a packed weight has whole groups of rows."""
+    if w.dtype not in FORMATS:
+        *between, stride, _ = (w.dtype.storage.itemsize * s for s in w.strides)
+        return stride, sum(between)
+    assert w.stored_spec is not None
+    stride = w.shape[-1] // w.dtype.block * w.dtype.block_bytes
+    return stride, w.stored_spec.shape[-2] * stride
+
+
+def _bind_mul_mat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    if has_matmul_kernel(call):
+        bind_matmul(steps, call, make_sequential_slots(steps, call.operand(1)))
+        return True
+    return float_matmul.bind_column_matmul(steps, call) or batched_matmul.bind_batched_matmul(steps, call)
+
+
+BINDINGS = {"mul_mat": _bind_mul_mat}

@@ -1,0 +1,415 @@
+"""Matrix products for all weight types: the loops over experts, activation rows and groups of weight rows.
+
+1. Split the rows of the weight into groups of 16, and the columns into blocks.
+2. Many activation rows: expand some blocks of a tile of groups, which stay in the nearest cache. Then multiply these
+blocks with all activation rows of a chunk.
+3. Few activation rows: multiply up to four of them at once with the unexpanded weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ....fusion.operands import BoundInstruction, Operand
+from ...compilation.compiler import Kernel, Subroutine, subroutine
+from ...compilation.kernel_args import declare_args
+from ...compilation.prefetch_distance import find_prefetch_distance
+from ...simd.dot_tiles import make_dot_tile
+from ...simd.vectors import LANES, MANY_REGISTERS, count_vector_registers, load_int, prefetch, prefetch_l2, store_scalar
+from ...steps.partition import compute_even_bounds
+from ...steps.step_table import StepTableBuilder, ThreadWork
+from ...steps.work_queue import (
+    choose_span,
+    compute_span_start,
+    count_spans,
+    finish_queue,
+    select_span_queue,
+    take_work_item,
+)
+
+GROUP_ROWS, PAIR_ROWS = LANES, 2 * LANES
+"""Rows of a group of the weight, and of two groups. Each row is one lane, so that no sum crosses lanes."""
+FLOAT_ZERO = np.float32(0)
+MIN_EVENLY_SHARED_ROWS = 32
+"""Activation rows from which on threads share a product evenly instead of keeping their own columns.
+
+Such a product takes longer than a barrier.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTiling:
+    """The kernels and tile sizes of the matrix products with one weight type.
+
+    A block is `block_columns` columns of a group. Byte arguments `stride`, `left`: bytes of a weight row, rows that
+    exist.
+
+    Attributes:
+        block_columns: Columns of a block.
+        record_bytes: Bytes of an activation row for the columns of a block.
+        block_bytes: Bytes of an expanded block.
+        blocks_per_pass: Largest number of blocks that are expanded at a time.
+        rows_per_chunk: Activation rows that use the expanded blocks before the next blocks are expanded.
+        tile_rows, tile_groups: Activation rows and groups of a tile.
+        max_leftover_rows: A last tile of at most this many rows uses the unexpanded weight.
+        max_unexpanded_rows: Products of at most this many rows use the unexpanded weight. Expanding costs more there.
+        expand_blocks: ``(to, group, stride, left, columns, first, count)`` expands blocks `first` to `first` + `count`.
+        add_block: ``(acc, p, r, at) -> acc`` adds the products of the block at `p` and byte `at` of the rows `r`. The
+            block of the next group is `group_bytes` behind `p`.
+        make_few_rows: ``(n)`` makes ``(to, group, stride, left, columns, x, l1_ahead, l2_ahead)`` for `n` activation
+            rows. It stores the products of one group. `to` and `x` are results of `DotTile.row_addresses_by_slot`.
+            `l1_ahead` and `l2_ahead` are the prefetch distances in bytes to the first and the second cache.
+        make_few_rows_of_two: The same for two groups; the second may be absent. None without registers for it.
+    """
+
+    block_columns: int
+    record_bytes: int
+    block_bytes: int
+    blocks_per_pass: int
+    rows_per_chunk: int
+    tile_rows: int
+    tile_groups: int
+    max_leftover_rows: int
+    max_unexpanded_rows: int
+    expand_blocks: Subroutine
+    add_block: Subroutine
+    make_few_rows: Callable[[int], Subroutine]
+    make_few_rows_of_two: Callable[[int], Subroutine] | None = None
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of the expanded blocks of one group."""
+        return self.blocks_per_pass * self.block_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of a thread: the expanded blocks, and the float32 sums of the whole tiles of a chunk."""
+        tiles = -(-self.rows_per_chunk // self.tile_rows)
+        return self.tile_groups * (self.group_bytes + tiles * self.tile_rows * GROUP_ROWS * 4)
+
+
+@subroutine
+def zero_remote_rows(starts, experts, y, step, n):
+    """Zero `n` elements of each row of `y` that belongs to an expert of another device."""
+    slots = starts + 4 * (experts + 2)
+    for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
+        row = y + load_int(slots + 4 * i) * step
+        for c in range(n):
+            store_scalar(row + 4 * c, FLOAT_ZERO)
+
+
+@subroutine
+def prefetch_lines(p, lines, l1_ahead, l2_ahead):
+    """Prefetch `lines` cache lines at ``p + l1_ahead`` to the first cache, at ``p + l2_ahead`` to the second one."""
+    for line in range(lines):
+        prefetch(p + l1_ahead + 64 * line)
+        prefetch_l2(p + l2_ahead + 64 * line)
+
+
+@subroutine
+def prefetch_section(p, nbytes, parts):
+    """Prefetch one of `parts` equal parts of `nbytes` bytes at `p` to the second cache. Return the end of the part."""
+    for _ in range(nbytes // parts // 64 + 1):
+        prefetch_l2(p)
+        p += 64
+    return p
+
+
+@subroutine
+def compute_activation_row(slot, used, shared):
+    """Return the activation row of a slot: slot i of a token reads row ``i mod shared`` of the token."""
+    return slot // used * shared + slot % used % shared
+
+
+def make_multiply_rows(rows: int, min_rows: int, few: Subroutine) -> Subroutine:
+    """Make a kernel part that multiplies `rows` activation rows at once.
+
+    Args:
+        rows: Activation rows of one call of `few`.
+        least: Smallest number of remaining slots for which the loop goes on.
+        few: The product of these rows with one or two groups.
+
+    Returns:
+        ``(i, end, ...) -> i``: processes slots from `i` on and returns the first slot that is left.
+    """
+    select_rows = make_dot_tile(rows, 1).row_addresses_by_slot
+
+    def multiply_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
+        while i + min_rows <= end:
+            to = select_rows(slots + 4 * i, end - i, 1, 1, y, step)
+            r = select_rows(slots + 4 * i, end - i, used, shared, x, pitch)
+            few(to, at, stride, left, columns, r, l1_ahead, l2_ahead)
+            i += rows
+        return i
+
+    return subroutine(multiply_rows)
+
+
+@subroutine
+def skip_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
+    """Return `i`: the part for machines without registers for several rows of two groups."""
+    return i
+
+
+def make_multiply_unexpanded(blocks: WeightTiling) -> Subroutine:
+    """Make the part that multiplies slots `i` to `end` with `PAIR_ROWS` rows of an unexpanded weight.
+
+    The part is ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``.
+    The weight rows begin at `at`; `left` of them exist.
+    """
+    multiply_one_row = make_multiply_rows(1, 1, blocks.make_few_rows(1))
+    multiply_two_rows = make_multiply_rows(2, 2, blocks.make_few_rows(2))
+    many = count_vector_registers() == MANY_REGISTERS
+    multiply_four_rows = make_multiply_rows(4, 3, blocks.make_few_rows(4)) if many else multiply_two_rows
+    multiply_two_groups = (
+        make_multiply_rows(4, 3, blocks.make_few_rows_of_two(4)) if many and blocks.make_few_rows_of_two else skip_rows
+    )
+
+    def multiply_unexpanded(
+        i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead
+    ):
+        i = multiply_two_groups(
+            i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead
+        )
+        for row in range(0, min(left, PAIR_ROWS), GROUP_ROWS):
+            p, to, n, j = at + row * stride, y + 4 * row, left - row, i
+            j = multiply_four_rows(
+                j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, l1_ahead, l2_ahead
+            )
+            j = multiply_two_rows(
+                j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, l1_ahead, l2_ahead
+            )
+            multiply_one_row(j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, l1_ahead, l2_ahead)
+
+    return subroutine(multiply_unexpanded)
+
+
+ARGS = declare_args(
+    "w stride between rows columns x pitch starts experts used shared y step scratch l1_ahead l2_ahead tickets"
+)
+
+
+def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
+    """Make the part that expands the groups of a tile and multiplies them with slots `chunk` to `stop`.
+
+    The part is ``(a, expanded, matrix, group, chunk, stop, coming)``. Meanwhile the part prefetches the groups at
+    `coming` to the second cache.
+    """
+    tile = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
+    select_rows, zeros, store_rows = tile.row_addresses_by_slot, tile.zero_sums, tile.store_rows
+    spill, reload = tile.spill, tile.reload
+    expand, add = blocks.expand_blocks, blocks.add_block
+    width, record, size, wide = blocks.block_columns, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
+    span = blocks.group_bytes
+    tall, tile_groups = blocks.tile_rows, blocks.tile_groups
+
+    def multiply_expanded(a, expanded, matrix, group, chunk, stop, coming):
+        stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
+        used, shared, slots = ARGS.used(a), ARGS.shared(a), ARGS.starts(a) + 4 * (ARGS.experts(a) + 2)
+        left, y, step = ARGS.rows(a) - group * GROUP_ROWS, ARGS.y(a) + group * GROUP_ROWS * 4, ARGS.step(a)
+        n = (columns + width - 1) // width
+        tiles = (stop - chunk + tall - 1) // tall * ((n + wide - 1) // wide)
+        for first in range(0, max(1, n), wide):
+            count, sums = min(wide, n - first), expanded + tile_groups * span
+            for g in range(min(tile_groups, (left + GROUP_ROWS - 1) // GROUP_ROWS)):
+                at = matrix + (group + g) * GROUP_ROWS * stride
+                expand(expanded + g * span, at, stride, left - g * GROUP_ROWS, columns, first, count)
+            for i in range(chunk, stop, tall):
+                r = select_rows(slots + 4 * i, stop - i, used, shared, x + first * record, pitch)
+                coming = prefetch_section(coming, tile_groups * GROUP_ROWS * stride, tiles)
+                acc = reload(sums) if first > 0 else zeros()
+                for b in range(count):
+                    acc = add(acc, expanded + b * size, r, b * record)
+                if first + wide < n:
+                    spill(sums, acc)
+                else:
+                    store_rows(select_rows(slots + 4 * i, stop - i, 1, 1, y, step), acc, left)
+                sums += tall * tile_groups * GROUP_ROWS * 4
+
+    return subroutine(multiply_expanded)
+
+
+def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
+    """Make the kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``.
+
+    Words in bytes: `stride` (weight row), `between` (expert), `pitch` and `step` (row of x and of y). Each thread has
+    `WeightTiling.scratch_bytes` of scratch.
+
+    `starts` (int32) holds the slots before each expert, the slots before the remote experts, and the slots in all. The
+    slots in the order of their experts follow. `used` is the slots of a token, `shared` its activation rows. If
+    `tickets` is not 0, threads take groups of the weight from a work queue (`tickets.take_work_item`).
+    """
+    multiply_expanded, multiply_unexpanded = make_multiply_expanded(blocks), make_multiply_unexpanded(blocks)
+    scratch, tall, tile_groups, many = blocks.scratch_bytes, blocks.tile_rows, blocks.tile_groups, blocks.rows_per_chunk
+    max_leftover_rows, max_unexpanded_rows = blocks.max_leftover_rows, blocks.max_unexpanded_rows
+
+    def body(a, thread, threads):
+        w, stride, between, rows, columns = ARGS.w(a), ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
+        x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
+        used, shared, l1_ahead, l2_ahead = ARGS.used(a), ARGS.shared(a), ARGS.l1_ahead(a), ARGS.l2_ahead(a)
+        y, step, expanded, tickets = ARGS.y(a), ARGS.step(a), ARGS.scratch(a) + thread * scratch, ARGS.tickets(a)
+        groups, slots = (rows + GROUP_ROWS - 1) // GROUP_ROWS, starts + 4 * (experts + 2)
+        spans = count_spans(load_int(starts + 4) - load_int(starts), many, threads) if experts == 1 else 1
+        for turn in range(spans):
+            span = choose_span(turn, spans, thread, threads)
+            own = select_span_queue(tickets, span)
+            item, mine = 0, take_work_item(own, 0)
+            for expert in range(experts):
+                first = load_int(starts + 4 * expert)
+                count = load_int(starts + 4 * (expert + 1)) - first
+                start = first + compute_span_start(count, many, span, spans)
+                end = first + compute_span_start(count, many, span + 1, spans)
+                matrix, last = w + expert * between, end
+                if end - start <= max_unexpanded_rows:
+                    last = start
+                elif (end - start) % tall <= max_leftover_rows:
+                    last -= (end - start) % tall
+                for chunk in range(start, last, many):
+                    for group in range(0, groups, tile_groups):
+                        if item == mine:
+                            coming = matrix + (group + threads * tile_groups) * GROUP_ROWS * stride
+                            multiply_expanded(a, expanded, matrix, group, chunk, min(last, chunk + many), coming)
+                            mine = take_work_item(own, item + 1)
+                        item += 1
+                for row in range(0, rows if last < end else 0, PAIR_ROWS):
+                    if item == mine:
+                        left, at, to = rows - row, matrix + row * stride, y + 4 * row
+                        multiply_unexpanded(
+                            last,
+                            end,
+                            slots,
+                            used,
+                            shared,
+                            x,
+                            pitch,
+                            to,
+                            step,
+                            at,
+                            stride,
+                            left,
+                            columns,
+                            l1_ahead,
+                            l2_ahead,
+                        )
+                        mine = take_work_item(own, item + 1)
+                    item += 1
+            finish_queue(own, mine, item, threads)
+        if thread == 0:
+            zero_remote_rows(starts, experts, y, step, rows)
+        return 0
+
+    return Kernel(name, body)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlots:
+    """The assignment of activation rows to experts.
+
+    Attributes:
+        operand: Sorted slots in the layout of `make_matmul_kernel`.
+        expert_count: Experts on this device.
+        slots_per_token: Slots of a token.
+        rows_per_token: Activation rows of a token.
+    """
+
+    operand: Operand
+    expert_count: int
+    slots_per_token: int
+    rows_per_token: int
+
+
+def make_sequential_slots(steps: StepTableBuilder, x: Operand) -> ExpertSlots:
+    """Make the slots of a product in which all rows use the same weight."""
+    count = math.prod(x.shape[:-1])
+    return ExpertSlots(steps.constant(np.array([0, count, count, *range(count)], np.int32)), 1, 1, 1)
+
+
+def add_matmul_step(
+    steps: StepTableBuilder,
+    call: BoundInstruction,
+    kernel: Kernel,
+    blocks: WeightTiling,
+    stride: int,
+    between: int,
+    x: Sequence[Operand],
+    pitch: int,
+    to: ExpertSlots,
+) -> None:
+    """Add the step of a product. Each thread computes whole tiles of weight rows, which are columns of y.
+
+    Args:
+        steps: The steps of the program.
+        call: The `mul_mat` or `mul_mat_id`.
+        kernel: The result of `make_matmul_kernel`.
+        blocks: The tiling of the weight type.
+        stride: Bytes of a weight row.
+        between: Bytes of an expert.
+        x: The activations of each thread.
+        pitch: Bytes from row to row of the activations.
+        to: The slots.
+    """
+    w, y = call.operand(0), call.out
+    columns = w.shape[-1]
+    memory = steps.scratch(f"product {blocks.scratch_bytes}", blocks.scratch_bytes * steps.threads)
+    l1_ahead, l2_ahead = find_prefetch_distance(w.dtype, several=math.prod(y.shape[:-1]) > to.expert_count)
+
+    def make_thread_work(first: int, last: int, thread: int, tickets: int = 0) -> ThreadWork:
+        mine, own = y.slice_axis(len(y.shape) - 1, first, last - first), x[thread]
+        words = ARGS(
+            w=w.address + first * stride,
+            stride=stride,
+            between=between,
+            rows=last - first,
+            columns=columns,
+            x=own.address,
+            pitch=pitch,
+            y=mine.address,
+            step=y.row_stride_bytes,
+            starts=to.operand.address,
+            experts=to.expert_count,
+            used=to.slots_per_token,
+            shared=to.rows_per_token,
+            scratch=memory.address + thread * blocks.scratch_bytes,
+            l1_ahead=l1_ahead,
+            l2_ahead=l2_ahead,
+            tickets=tickets,
+        )
+        return ThreadWork(words, [w, own, to.operand], [mine])
+
+    is_shared = is_shared_by_threads(steps, call)
+    if is_shared and math.prod(y.shape[:-1]) >= MIN_EVENLY_SHARED_ROWS * to.slots_per_token:
+        steps.add_queued(kernel, lambda tickets: make_thread_work(0, y.shape[-1], 0, tickets))
+    elif is_shared:
+        bounds = choose_thread_columns(call, blocks.tile_groups * GROUP_ROWS, steps.threads)
+        parts = [
+            make_thread_work(*pair, thread) if pair[0] < pair[1] else None
+            for thread, pair in enumerate(pairwise(bounds))
+        ]
+        steps.add_by_columns(kernel, parts, y, bounds)
+    elif y.shape[-1]:
+        steps.add_per_thread(kernel, [make_thread_work(0, y.shape[-1], 0)])
+
+
+def is_shared_by_threads(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Return whether threads share a product."""
+    return steps.is_shared([call.operand(0), call.operand(1)], [call.out])
+
+
+def choose_thread_columns(call: BoundInstruction, unit: int, threads: int) -> Sequence[int]:
+    """Choose the result columns of each thread: whole tiles of `unit` columns.
+
+    If all threads get the same number of whole heads, the bounds are at heads of the readers.
+    """
+    y = call.out
+    rows, readers = y.shape[-1], call.find_readers() if threads > 1 else None
+    sizes = {o.shape[-1] for r in readers or () for o in r.src if o and o.shape and o.region == y.region}
+    for size in sorted(sizes - {rows}):
+        whole = math.lcm(unit, size)
+        if rows % (whole * threads) == 0:
+            return compute_even_bounds(rows, whole, threads)
+    return compute_even_bounds(rows, unit, threads)

@@ -1,0 +1,301 @@
+"""Packed weights with code books: the types IQ1, IQ2 and IQ3. `grids` reads the codes.
+
+Indices, signs and high bits of indices of 32 columns lie in one plane. The scales follow the codes of 256 columns.
+"""
+
+from __future__ import annotations
+
+from .....graph.dtypes import DType
+from ...compilation.compiler import Subroutine, subroutine
+from ...simd.vectors import (
+    add_int,
+    and_int,
+    load_byte,
+    load_f16,
+    load_four,
+    load_ints,
+    load_u8_lanes,
+    load_u16_lanes,
+    mul,
+    mul_int,
+    or_int,
+    shift_left,
+    shift_right,
+    splat,
+    splat_int,
+    store_byte,
+    store_int,
+    to_float,
+)
+from .code_books import BookLoaders, CodeBook, make_signed_book_loaders
+from .iq1_codes import IQ1_ZERO, make_shifted_book_loaders, renumber_entry
+from .packed_format import GROUP_ROWS, UNIT_BLOCKS, PackedFormat, copy_f16_to_lane, make_zero_point_biases
+
+IQ2_MAGNITUDES, IQ3_XXS_MAGNITUDES = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
+IQ3_S_MAGNITUDES = (1, 3, 5, 7, 9, 11, 13, 15)
+"""The numbers of the code books, ascending."""
+
+
+@subroutine
+def spread_sign_fields(four):
+    """Move four fields of 7 bits to bytes, and the four bits above them to the highest bits of these bytes."""
+    fields = four & 0x7F | four << 1 & 0x7F00 | four << 2 & 0x7F0000 | four << 3 & 0x7F000000
+    return fields | four >> 21 & 0x80 | four >> 14 & 0x8000 | four >> 7 & 0x800000 | four & 0x80000000
+
+
+@subroutine
+def collect_highest_bits(v):
+    """Return the highest bits of the bytes of each lane as a number. A product moves them side by side."""
+    return shift_right(
+        mul_int(and_int(shift_right(v, splat_int(7)), splat_int(0x01010101)), splat_int(0x10204080)), splat_int(28)
+    )
+
+
+@subroutine
+def odd_number(scale):
+    """Return ``2 * scale + 1`` as float32."""
+    return to_float(add_int(shift_left(scale, splat_int(1)), splat_int(1)))
+
+
+@subroutine
+def pack_iq2_xxs_codes(row, b, first, second, lane):
+    """Pack four indices; signs, with the bits of the scale at the top of each byte."""
+    store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
+    store_int(first + 64 + 4 * lane, spread_sign_fields(load_four(row + 6 + 8 * b)))
+
+
+@subroutine
+def pack_iq2_xs_codes(row, b, first, second, lane):
+    """Pack the low bytes of four indices; signs, with the high bit of the index at the top of each byte."""
+    for i in range(4):
+        high = load_byte(row + 3 + 8 * b + 2 * i)
+        store_byte(first + 4 * lane + i, load_byte(row + 2 + 8 * b + 2 * i))
+        store_byte(first + 64 + 4 * lane + i, high >> 1 | (high & 1) << 7)
+
+
+@subroutine
+def pack_iq2_s_codes(row, b, first, second, lane):
+    store_int(first + 4 * lane, load_four(row + 2 + 4 * b))
+    store_int(first + 64 + 4 * lane, load_four(row + 34 + 4 * b))
+    store_byte(first + 128 + lane, load_byte(row + 66 + b))
+
+
+@subroutine
+def pack_iq3_xxs_codes(row, b, first, second, lane):
+    """Pack eight indices; signs, with the bits of the scale at the top of each byte."""
+    store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
+    store_int(first + 64 + 4 * lane, load_four(row + 6 + 8 * b))
+    store_int(first + 128 + 4 * lane, spread_sign_fields(load_four(row + 66 + 4 * b)))
+
+
+@subroutine
+def pack_iq3_s_codes(row, b, first, second, lane):
+    store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
+    store_int(first + 64 + 4 * lane, load_four(row + 6 + 8 * b))
+    store_int(first + 128 + 4 * lane, load_four(row + 74 + 4 * b))
+    store_byte(first + 192 + lane, load_byte(row + 66 + b))
+
+
+def _make_pack_iq1_codes(indices: int, high: int, bits: int) -> Subroutine:
+    """Make `PackedFormat.pack_codes` of an IQ1 type; the entries of its code book have new numbers.
+
+    Args:
+        indices: The first byte of the low bytes of indices.
+        high: The first byte of the 16 bits for each block.
+        bits: Bits from an index to the next in these 16 bits; the lowest three are the high bits of the index.
+    """
+    other_bits = 0xFFFF & ~sum(7 << bits * i for i in range(4))
+
+    def pack(row, b, first, second, lane):
+        fields = load_byte(row + high + 2 * b) | load_byte(row + high + 1 + 2 * b) << 8
+        changed = fields & other_bits
+        for i in range(4):
+            number = renumber_entry(load_byte(row + indices + 4 * b + i) | (fields >> bits * i & 7) << 8)
+            store_byte(first + 4 * lane + i, number)
+            changed |= number >> 8 << bits * i
+        store_byte(first + 64 + 2 * lane, changed)
+        store_byte(first + 65 + 2 * lane, changed >> 8)
+
+    return subroutine(pack)
+
+
+@subroutine
+def split_whole_scale(row, to, lane, s):
+    """Copy the float16 of a block with scales among the signs."""
+    copy_f16_to_lane(row, to, lane)
+
+
+def _make_split_scale_bytes(at: int, count: int) -> Subroutine:
+    """Make `PackedFormat.split_scales` for `count` bytes of small scales at byte `at`, and a float16 at the start."""
+
+    def split(row, to, lane, s):
+        for j in range(count):
+            store_byte(to + GROUP_ROWS * j + lane, load_byte(row + at + j))
+        copy_f16_to_lane(row, to + GROUP_ROWS * count, lane)
+
+    return subroutine(split)
+
+
+def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -> Subroutine:
+    """Make `PackedFormat.load_scales` for scales at the top of the bytes of signs."""
+
+    def scales(p, b):
+        small = collect_highest_bits(load_ints(p - (UNIT_BLOCKS - b) * plane_bytes + signs))
+        d = mul(mul(load_f16(p), splat(factor)), odd_number(small))
+        return d, d
+
+    return subroutine(scales)
+
+
+@subroutine
+def load_iq2_half_scales(p, b):
+    """Load both scales of a block from one byte for each row."""
+    both, d = load_u8_lanes(p + 16 * b), mul(load_f16(p + 128), splat(0.125))
+    return mul(d, odd_number(and_int(both, splat_int(15)))), mul(d, odd_number(shift_right(both, splat_int(4))))
+
+
+@subroutine
+def load_iq3_s_scales(p, b):
+    small = and_int(shift_right(load_u8_lanes(p + 16 * (b // 2)), splat_int(b % 2 * 4)), splat_int(15))
+    d = mul(load_f16(p + 64), odd_number(small))
+    return d, d
+
+
+@subroutine
+def load_iq1_s_scales(p, b):
+    """Load the scales from the bits below the signs; an eighth counts as one."""
+    small = and_int(shift_right(load_u16_lanes(p - (UNIT_BLOCKS - b) * 96 + 64), splat_int(12)), splat_int(7))
+    d = mul(mul(load_f16(p), splat(0.125)), odd_number(small))
+    return d, d
+
+
+@subroutine
+def split_iq1_m_scales(row, to, lane, s):
+    """Split 16 scales of 3 bits: the float16 from the top of four numbers, two low bits, and the high bit of each."""
+    whole, low, high = 0, 0, 0
+    for j in range(4):
+        four = load_byte(row + 48 + 2 * j) | load_byte(row + 49 + 2 * j) << 8
+        whole |= four >> 12 << 4 * j
+        for k in range(4):
+            low |= (four >> 3 * k & 3) << 2 * (4 * j + k)
+            high |= (four >> 3 * k + 2 & 1) << 4 * j + k
+    for k in range(2):
+        store_byte(to + 2 * lane + k, whole >> 8 * k)
+        store_byte(to + 96 + 2 * lane + k, high >> 8 * k)
+    store_int(to + 32 + 4 * lane, low)
+
+
+@subroutine
+def load_iq1_m_scales(p, b):
+    d, one, three = mul(load_f16(p), splat(0.125)), splat_int(1), splat_int(3)
+    low, high = shift_right(load_ints(p + 32), splat_int(4 * b)), shift_right(load_u16_lanes(p + 96), splat_int(2 * b))
+    first = or_int(and_int(low, three), shift_left(and_int(high, one), splat_int(2)))
+    second = or_int(
+        and_int(shift_right(low, splat_int(2)), three), shift_left(and_int(shift_right(high, one), one), splat_int(2))
+    )
+    return mul(d, odd_number(first)), mul(d, odd_number(second))
+
+
+def _make_grid_format(
+    dtype: DType,
+    plane_bytes: int,
+    pack: Subroutine,
+    loaders: BookLoaders,
+    split: Subroutine,
+    scales: Subroutine,
+    zero: int,
+    *,
+    halves: bool = False,
+) -> PackedFormat:
+    """Make a format of codes from 0 to ``2 * zero``."""
+    return PackedFormat(
+        dtype,
+        (plane_bytes, 0),
+        pack,
+        split,
+        loaders.one,
+        scales,
+        make_zero_point_biases(scales, zero),
+        zero,
+        halves,
+        2 * zero,
+        loaders.two,
+    )
+
+
+def _make_book(dtype: DType, magnitudes: tuple[int, ...]) -> CodeBook:
+    return CodeBook(dtype, magnitudes, magnitudes[-1])
+
+
+IQ2_XXS_BOOK, IQ2_XS_BOOK, IQ2_S_BOOK = (
+    _make_book(d, IQ2_MAGNITUDES) for d in (DType.IQ2_XXS, DType.IQ2_XS, DType.IQ2_S)
+)
+IQ3_XXS_BOOK, IQ3_S_BOOK = _make_book(DType.IQ3_XXS, IQ3_XXS_MAGNITUDES), _make_book(DType.IQ3_S, IQ3_S_MAGNITUDES)
+GRID_FORMATS = (
+    _make_grid_format(
+        DType.IQ1_S,
+        96,
+        _make_pack_iq1_codes(2, 34, 3),
+        make_shifted_book_loaders(3, has_one_shift=True),
+        split_whole_scale,
+        load_iq1_s_scales,
+        IQ1_ZERO,
+    ),
+    _make_grid_format(
+        DType.IQ1_M,
+        96,
+        _make_pack_iq1_codes(0, 32, 4),
+        make_shifted_book_loaders(4, has_one_shift=False),
+        split_iq1_m_scales,
+        load_iq1_m_scales,
+        IQ1_ZERO,
+        halves=True,
+    ),
+    _make_grid_format(
+        DType.IQ2_XXS,
+        128,
+        pack_iq2_xxs_codes,
+        make_signed_book_loaders(IQ2_XXS_BOOK, 1, has_even_signs=True),
+        split_whole_scale,
+        _make_load_scales_among_signs(128, 64, 0.125),
+        IQ2_XXS_BOOK.zero,
+    ),
+    _make_grid_format(
+        DType.IQ2_XS,
+        128,
+        pack_iq2_xs_codes,
+        make_signed_book_loaders(IQ2_XS_BOOK, 1, has_even_signs=True, has_index_bits=True),
+        _make_split_scale_bytes(66, 8),
+        load_iq2_half_scales,
+        IQ2_XS_BOOK.zero,
+        halves=True,
+    ),
+    _make_grid_format(
+        DType.IQ2_S,
+        144,
+        pack_iq2_s_codes,
+        make_signed_book_loaders(IQ2_S_BOOK, 1, 2, has_even_signs=False),
+        _make_split_scale_bytes(74, 8),
+        load_iq2_half_scales,
+        IQ2_S_BOOK.zero,
+        halves=True,
+    ),
+    _make_grid_format(
+        DType.IQ3_XXS,
+        192,
+        pack_iq3_xxs_codes,
+        make_signed_book_loaders(IQ3_XXS_BOOK, 2, has_even_signs=True),
+        split_whole_scale,
+        _make_load_scales_among_signs(192, 128, 0.25),
+        IQ3_XXS_BOOK.zero,
+    ),
+    _make_grid_format(
+        DType.IQ3_S,
+        208,
+        pack_iq3_s_codes,
+        make_signed_book_loaders(IQ3_S_BOOK, 2, 1, has_even_signs=False),
+        _make_split_scale_bytes(106, 4),
+        load_iq3_s_scales,
+        IQ3_S_BOOK.zero,
+    ),
+)

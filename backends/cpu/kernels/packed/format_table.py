@@ -1,0 +1,396 @@
+"""Packed weights: the layout of each quantised type and the functions that read it.
+
+1. A group is 16 rows, one lane each. A block is 32 columns. A unit is 8 blocks, or the remaining blocks.
+2. A unit stores its codes, then its scales, in as many bytes as in a GGUF file. Packing only moves bits. A product
+reads memory front to back, which processors prefetch best.
+3. Codes are split into planes of 8, 4, 2 or 1 bits. Byte ``4 * row + k`` of a 64-byte vector holds column ``4 * j + k``
+of the block. `j` counts first the bit fields of a byte, then the vectors.
+4. Code books (`grid_formats`) and numbers to base 3 (`ternary_formats`) have planes of their own.
+5. Every weight is ``scale * code + bias``. Codes are unsigned. 16 or 32 columns share a scale and a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+
+import numpy as np
+
+from .....graph.dtypes import DType
+from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
+from ...compilation.compiler import Subroutine, subroutine
+from ...simd.byte_vectors import make_byte_table
+from ...simd.dot_tiles import make_code_loader
+from ...simd.vectors import (
+    Intrinsic,
+    and_int,
+    bits_to_float,
+    bytes_as_floats,
+    fma,
+    load_byte,
+    load_f16,
+    load_four,
+    load_i8_lanes,
+    load_ints,
+    load_u8_lanes,
+    mul,
+    next_bytes_as_floats,
+    or_int,
+    shift_left,
+    shift_right,
+    splat,
+    splat_int,
+    store_byte,
+    sub_int,
+    to_float,
+    where_less,
+)
+from .code_book_formats import GRID_FORMATS
+from .packed_format import (
+    BIT_MASK,
+    BLOCK_COLUMNS,
+    GROUP_ROWS,
+    NIBBLE_MASK,
+    UNIT_BLOCKS,
+    PackedFormat,
+    copy_f16_to_lane,
+    format_with_half_scales,
+    make_format,
+    make_load_one_scale,
+    make_split_one_scale,
+    unpack_2_bits_of_128,
+)
+from .ternary_formats import TERNARY_FORMATS
+
+__all__ = ["BLOCK_COLUMNS", "FORMATS", "GROUP_ROWS", "UNIT_BLOCKS", "PackedFormat"]
+
+
+# ----------------------------------------------------------------------------------------------- types of one block
+
+
+@subroutine
+def unpack_4_bits_of_32(row, c, head, nbytes):
+    """Unpack 4 codes of a 32-column block. The low nibbles are the first 16 columns."""
+    return load_four(row + c // 32 * nbytes + head + c % 16) >> c % 32 // 16 * 4 & NIBBLE_MASK
+
+
+@subroutine
+def unpack_fifth_bits(row, c, head, nbytes):
+    """Unpack the fifth bits of 4 columns from 4 bytes with a bit per column. A product moves four neighbours apart."""
+    four = load_byte(row + c // 32 * nbytes + head + c % 32 // 8) >> c % 8 & 15
+    return (four * 0x204081 & BIT_MASK) << 4
+
+
+@subroutine
+def load_q4_0_codes(row, c):
+    return unpack_4_bits_of_32(row, c, 2, 18)
+
+
+@subroutine
+def load_q4_1_codes(row, c):
+    return unpack_4_bits_of_32(row, c, 4, 20)
+
+
+@subroutine
+def load_q5_0_codes(row, c):
+    return unpack_4_bits_of_32(row, c, 6, 22) | unpack_fifth_bits(row, c, 2, 22)
+
+
+@subroutine
+def load_q5_1_codes(row, c):
+    return unpack_4_bits_of_32(row, c, 8, 24) | unpack_fifth_bits(row, c, 4, 24)
+
+
+@subroutine
+def load_q8_0_codes(row, c):
+    return load_four(row + c // 32 * 34 + 2 + c % 32) ^ 0x80808080
+
+
+@subroutine
+def load_mxfp4_codes(row, c):
+    return unpack_4_bits_of_32(row, c, 1, 17)
+
+
+def _make_split_scale_and_bias(nbytes: int) -> Subroutine:
+    """Make `PackedFormat.split_scales` for a scale and a bias. The biases follow the scales."""
+
+    def split_scale_and_bias(row, to, lane, s):
+        copy_f16_to_lane(row + s * nbytes, to + s * 64, lane)
+        copy_f16_to_lane(row + s * nbytes + 2, to + s * 64 + 32, lane)
+
+    return subroutine(split_scale_and_bias)
+
+
+@subroutine
+def load_scales_next_to_biases(p, b):
+    d = load_f16(p + 64 * b)
+    return d, d
+
+
+@subroutine
+def load_biases_next_to_scales(p, b):
+    m = load_f16(p + 64 * b + 32)
+    return m, m
+
+
+@subroutine
+def split_mxfp4_scales(row, to, lane, s):
+    store_byte(to + s * 16 + lane, load_byte(row + s * 17))
+
+
+@subroutine
+def load_mxfp4_scales(p, b):
+    """Load ``2 ** (e - 128)``, because the code book is doubled. The two smallest scales are subnormal."""
+    e = load_u8_lanes(p + 16 * b)
+    small = bits_to_float(shift_left(splat_int(0x200000), e))
+    d = where_less(to_float(e), splat(2.0), small, bits_to_float(shift_left(sub_int(e, splat_int(1)), splat_int(23))))
+    return d, d
+
+
+@subroutine
+def load_nvfp4_codes(row, c):
+    """Unpack 4 codes of 16 columns in 8 bytes. The low nibbles are the first half."""
+    return load_four(row + c // 64 * 36 + 4 + c % 64 // 16 * 8 + c % 8) >> c % 16 // 8 * 4 & NIBBLE_MASK
+
+
+@subroutine
+def split_nvfp4_scales(row, to, lane, s):
+    for j in range(4):
+        store_byte(to + s * 64 + 16 * j + lane, load_byte(row + s * 36 + j))
+
+
+@subroutine
+def e4m3_to_half_floats(e):
+    """Return half of each float of 8 bits (`HALF_OF_E4M3`), because the code book is doubled; NaN gives 0."""
+    e = and_int(e, splat_int(127))
+    half = mul(bits_to_float(shift_left(e, splat_int(20))), splat(2.0**119))
+    return where_less(to_float(e), splat(127.0), half, splat(0.0))
+
+
+@subroutine
+def load_nvfp4_scales(p, b):
+    return e4m3_to_half_floats(load_u8_lanes(p + 32 * b)), e4m3_to_half_floats(load_u8_lanes(p + 32 * b + 16))
+
+
+# --------------------------------------------------------------------------------------------- code books of 16
+
+
+def _make_code_book(values: np.ndarray) -> tuple[Intrinsic, int, int]:
+    """Return the codes through a book of 16 signed values, the zero point that makes them unsigned, the top code."""
+    zero = -int(values.min())
+    return (
+        make_code_loader((4,), table=make_byte_table([int(v) + zero for v in values])),
+        zero,
+        int(values.max()) + zero,
+    )
+
+
+decode_iq4_nl_codes, IQ4_NL_ZERO_POINT, IQ4_NL_MAX_CODE = _make_code_book(IQ4_NL_CODE_BOOK)
+decode_fp4_codes, FP4_ZERO_POINT, FP4_MAX_CODE = _make_code_book(FP4_VALUES_TIMES_2)
+
+
+# ------------------------------------------------------------------------------------------------ types of 256 columns
+
+
+@subroutine
+def unpack_4_bits_of_64(row, c):
+    """Unpack 4 codes of 64 columns in 32 bytes. The low nibbles are the first half."""
+    return load_four(row + c // 64 * 32 + c % 32) >> c % 64 // 32 * 4 & NIBBLE_MASK
+
+
+@subroutine
+def unpack_bits_of_256(row, c):
+    """Unpack 4 bits from 256 columns in 32 bytes, lowest bits first."""
+    return load_four(row + c % 32) >> c // 32 & BIT_MASK
+
+
+@subroutine
+def load_q2_k_codes(row, c):
+    return unpack_2_bits_of_128(row + 16, c)
+
+
+@subroutine
+def load_q3_k_codes(row, c):
+    return unpack_2_bits_of_128(row + 32, c) | unpack_bits_of_256(row, c) << 2
+
+
+@subroutine
+def load_q4_k_codes(row, c):
+    return unpack_4_bits_of_64(row + 16, c)
+
+
+@subroutine
+def load_q5_k_codes(row, c):
+    return unpack_4_bits_of_64(row + 48, c) | unpack_bits_of_256(row + 16, c) << 4
+
+
+@subroutine
+def load_q6_k_codes(row, c):
+    """Join nibbles of 128 columns in 64 bytes and their two high bits in 32 bytes."""
+    low = load_four(row + c // 128 * 64 + c % 64) >> c % 128 // 64 * 4 & NIBBLE_MASK
+    return low | unpack_2_bits_of_128(row + 128, c) << 4
+
+
+@subroutine
+def load_iq4_xs_codes(row, c):
+    return unpack_4_bits_of_32(row + 8, c, 0, 16)
+
+
+@subroutine
+def unpack_6_bits(at, j):
+    """Unpack scale (`j` 0 to 7) or minimum (8 to 15) of Q4_K and Q5_K (``get_scale_min_k4`` of ggml)."""
+    half, i = j // 8 * 4, j % 8
+    if i < 4:
+        return load_byte(at + half + i) & 63
+    low = load_byte(at + 4 + i)
+    return (low >> half & 15) | load_byte(at + half + i - 4) >> 6 << 4
+
+
+@subroutine
+def split_k_scales(row, to, lane, s):
+    """Split Q4_K and Q5_K scales: low nibbles of 8 scales and minimums; high bits of block pairs; two float16."""
+    for pair in range(4):
+        high = 0
+        for k in range(2):
+            j = 2 * pair + k
+            scale, minimum = unpack_6_bits(row + 4, j), unpack_6_bits(row + 4, j + 8)
+            store_byte(to + 16 * j + lane, (scale & 15) | (minimum & 15) << 4)
+            high |= (scale >> 4 | minimum >> 4 << 2) << 4 * k
+        store_byte(to + 128 + 16 * pair + lane, high)
+    copy_f16_to_lane(row, to + 192, lane)
+    copy_f16_to_lane(row + 2, to + 224, lane)
+
+
+@subroutine
+def load_high_bits(at, j):
+    """Load the two high bits of the scale of block `j`, and above them the high bits of the minimum."""
+    return shift_right(load_u8_lanes(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
+
+
+@subroutine
+def load_k_scales(p, b):
+    """Return the 6-bit scale of 32 columns times the float16 of 256 columns, of Q4_K and Q5_K."""
+    low, high = and_int(load_u8_lanes(p + 16 * b), splat_int(15)), and_int(load_high_bits(p, b), splat_int(3))
+    d = mul(load_f16(p + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
+    return d, d
+
+
+@subroutine
+def load_k_biases(p, b):
+    """Return the negative 6-bit minimum times the other float16."""
+    low, four = shift_right(load_u8_lanes(p + 16 * b), splat_int(4)), splat_int(4)
+    high = and_int(shift_right(load_high_bits(p, b), splat_int(2)), splat_int(3))
+    m = mul(mul(load_f16(p + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
+    return m, m
+
+
+@subroutine
+def split_q2_k_scales(row, to, lane, s):
+    for j in range(16):
+        store_byte(to + 16 * j + lane, load_byte(row + j))
+    copy_f16_to_lane(row + 80, to + 256, lane)
+    copy_f16_to_lane(row + 82, to + 288, lane)
+
+
+@subroutine
+def load_q2_k_scales(p, b):
+    j, four = 2 * b, splat_int(15)
+    d = load_f16(p + 256)
+    first, second = and_int(load_u8_lanes(p + 16 * j), four), and_int(load_u8_lanes(p + 16 * j + 16), four)
+    return mul(d, to_float(first)), mul(d, to_float(second))
+
+
+@subroutine
+def load_q2_k_biases(p, b):
+    j, four = 2 * b, splat_int(4)
+    m = mul(load_f16(p + 288), splat(-1.0))
+    first, second = shift_right(load_u8_lanes(p + 16 * j), four), shift_right(load_u8_lanes(p + 16 * j + 16), four)
+    return mul(m, to_float(first)), mul(m, to_float(second))
+
+
+@subroutine
+def split_q3_k_scales(row, to, lane, s):
+    """Split 6-bit scales. Low nibbles of blocks j, j + 8 share a byte; so do high bits of j, j + 4, j + 8, j + 12."""
+    for j in range(8):
+        store_byte(to + 16 * j + lane, load_byte(row + 96 + j))
+    for j in range(4):
+        store_byte(to + 128 + 16 * j + lane, load_byte(row + 104 + j))
+    copy_f16_to_lane(row + 108, to + 192, lane)
+
+
+@subroutine
+def load_q3_k_scales(p, b):
+    """Make both scales of a block from adjacent bytes. Subtracting 32 d after the product is exact, too."""
+    low = shift_right(load_ints(p + 32 * (b % 4)), splat_int(b // 4 * 4))
+    high = shift_right(load_ints(p + 128 + 32 * (b % 2)), splat_int(b // 2 * 2))
+    high = shift_left(and_int(high, splat_int(0x03030303)), splat_int(4))
+    whole = or_int(and_int(low, splat_int(0x0F0F0F0F)), high)
+    d = load_f16(p + 192)
+    less = mul(d, splat(-32.0))
+    return fma(d, bytes_as_floats(whole), less), fma(d, next_bytes_as_floats(whole), less)
+
+
+@subroutine
+def split_q6_k_scales(row, to, lane, s):
+    for j in range(16):
+        store_byte(to + 16 * j + lane, load_byte(row + 192 + j))
+    copy_f16_to_lane(row + 208, to + 256, lane)
+
+
+@subroutine
+def load_q6_k_scales(p, b):
+    j = 2 * b
+    whole = load_f16(p + 256)
+    d = mul(whole, to_float(load_i8_lanes(p + 16 * j)))
+    e = mul(whole, to_float(load_i8_lanes(p + 16 * j + 16)))
+    return d, e
+
+
+@subroutine
+def split_iq4_xs_scales(row, to, lane, s):
+    for j in range(4):
+        store_byte(to + 16 * j + lane, load_byte(row + 4 + j))
+    for j in range(2):
+        store_byte(to + 64 + 16 * j + lane, load_byte(row + 2 + j))
+    copy_f16_to_lane(row, to + 96, lane)
+
+
+@subroutine
+def load_iq4_xs_scales(p, b):
+    low = shift_right(load_u8_lanes(p + 16 * (b // 2)), splat_int(b % 2 * 4))
+    high = shift_right(load_u8_lanes(p + 64 + 16 * (b // 4)), splat_int(b % 4 * 2))
+    whole = or_int(and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(3)), splat_int(4)))
+    d = mul(load_f16(p + 96), to_float(sub_int(whole, splat_int(32))))
+    return d, d
+
+
+load_one_scale = make_load_one_scale(1)
+_INTERLEAVED_BIASES = load_scales_next_to_biases, load_biases_next_to_scales
+_format_with_iq4_codes = partial(make_format, codes=decode_iq4_nl_codes, largest=IQ4_NL_MAX_CODE)
+_format_with_fp4_codes = partial(make_format, codes=decode_fp4_codes, largest=FP4_MAX_CODE)
+_ALL_FORMATS = (
+    make_format(DType.Q4_0, (4,), load_q4_0_codes, make_split_one_scale(18), load_one_scale, 8),
+    make_format(DType.Q4_1, (4,), load_q4_1_codes, _make_split_scale_and_bias(20), *_INTERLEAVED_BIASES),
+    make_format(DType.Q5_0, (4, 1), load_q5_0_codes, make_split_one_scale(22), load_one_scale, 16),
+    make_format(DType.Q5_1, (4, 1), load_q5_1_codes, _make_split_scale_and_bias(24), *_INTERLEAVED_BIASES),
+    make_format(DType.Q8_0, (8,), load_q8_0_codes, make_split_one_scale(34), load_one_scale, 128),
+    _format_with_fp4_codes(DType.MXFP4, (4,), load_mxfp4_codes, split_mxfp4_scales, load_mxfp4_scales, FP4_ZERO_POINT),
+    _format_with_fp4_codes(
+        DType.NVFP4, (4,), load_nvfp4_codes, split_nvfp4_scales, load_nvfp4_scales, FP4_ZERO_POINT, halves=True
+    ),
+    make_format(DType.Q4_K, (4,), load_q4_k_codes, split_k_scales, load_k_scales, load_k_biases),
+    make_format(DType.Q5_K, (4, 1), load_q5_k_codes, split_k_scales, load_k_scales, load_k_biases),
+    format_with_half_scales(DType.Q2_K, (2,), load_q2_k_codes, split_q2_k_scales, load_q2_k_scales, load_q2_k_biases),
+    format_with_half_scales(DType.Q3_K, (2, 1), load_q3_k_codes, split_q3_k_scales, load_q3_k_scales, 4),
+    format_with_half_scales(DType.Q6_K, (4, 2), load_q6_k_codes, split_q6_k_scales, load_q6_k_scales, 32),
+    _format_with_iq4_codes(
+        DType.IQ4_NL, (4,), load_q4_0_codes, make_split_one_scale(18), load_one_scale, IQ4_NL_ZERO_POINT
+    ),
+    _format_with_iq4_codes(
+        DType.IQ4_XS, (4,), load_iq4_xs_codes, split_iq4_xs_scales, load_iq4_xs_scales, IQ4_NL_ZERO_POINT
+    ),
+    *GRID_FORMATS,
+    *TERNARY_FORMATS,
+)
+FORMATS: Mapping[DType, PackedFormat] = MappingProxyType({form.dtype: form for form in _ALL_FORMATS})

@@ -1,0 +1,134 @@
+"""Codes of the types IQ1: entries of 8 columns that are -1, 0 or 1, plus or minus an eighth.
+
+A code is 9 plus eight times a weight. A block has 32 columns of 16 rows. Byte ``4 * row + i`` of a vector has the low
+8 bits of index i of the row. 16 bits of the row have three more bits of each index, and the signs of eighths.
+
+The 2048 entries are numbered anew, so that the last four columns are looked up in smaller tables. 128 bins hold
+16 entries each. All entries of a bin have one of two second halves, and a bound tells which. The low 7 bits of the new
+number are the bin. Bit 7 is the highest bit of the place in the bin, and the other bits are its low bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from .....graph.dtypes import DType
+from ...simd.vectors import ADDRESS, BYTES, bytes_of, intrinsic, ints_of, llvm_type
+from .code_books import (
+    TABLE_BYTES,
+    VECTOR_BYTES,
+    BookLoaders,
+    CodeBook,
+    byte_of_lane,
+    find_table_address,
+    gather_codes,
+    has_wide_permutes,
+    is_set,
+    load_at,
+    load_lanes,
+    look_up_bytes,
+    make_loaders,
+    move_fields,
+    move_levels_of_8,
+    take_high_bits,
+)
+
+_B, _i16, _i64 = llvm_type(BYTES), ir.IntType(16), ir.IntType(64)
+BIN_ENTRIES = 16
+"""Entries of a bin; there are as many bins as bytes in a table of one lookup."""
+IQ1_ZERO = 9
+"""The code of 0, and half of the largest code."""
+IQ1_BOOK = CodeBook(DType.IQ1_S, (-1, 0, 1), IQ1_ZERO)
+"""The code book of IQ1_S and IQ1_M."""
+
+
+@cache
+def order_entries() -> np.ndarray:
+    """Return the entries of the file in their new order, such that no bin has three second halves."""
+    halves = IQ1_BOOK.pack_entries()[1]
+    left = sorted((np.flatnonzero(halves == half) for half in np.unique(halves)), key=len)
+    order = list[int]()
+    while left:
+        filled = len(order) % BIN_ENTRIES
+        fits = (n for n, group in enumerate(left) if not filled or filled + len(group) >= BIN_ENTRIES)
+        order += left.pop(next(fits)).tolist()
+    return np.array(order)
+
+
+def _number_entries() -> np.ndarray:
+    """Return the new number of each entry of `order_entries`."""
+    bins, places = np.divmod(np.arange(len(order_entries())), BIN_ENTRIES)
+    return bins + TABLE_BYTES * (places // 8 + 2 * (places % 8))
+
+
+def _renumber(table: np.ndarray) -> np.ndarray:
+    """Return a table by new numbers from a table with a row for each entry of the file."""
+    renumbered = np.empty_like(table)
+    renumbered[_number_entries()] = table[order_entries()]
+    return renumbered
+
+
+@intrinsic(ADDRESS, ADDRESS)
+def renumber_entry(b, number):
+    """Return the new number of an entry of the file."""
+    numbers = np.empty(len(order_entries()), "<u2")
+    numbers[order_entries()] = _number_entries()
+    at = b.add(find_table_address(b, "iq1_numbers", numbers.view(np.uint8)), b.shl(number, ir.Constant(_i64, 1)))
+    return b.zext(load_at(b, at, 0, _i16), _i64)
+
+
+def _list_second_halves() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return for each bin the second half of its first and last entries, and the place of the last half, times 16."""
+    halves = IQ1_BOOK.pack_entries()[1][order_entries()].reshape(-1, BIN_ENTRIES)
+    first, last = halves[:, 0], halves[:, -1]
+    bounds = (halves == first[:, None]).sum(1) % BIN_ENTRIES
+    assert (np.where(np.arange(BIN_ENTRIES) < bounds[:, None], first[:, None], last[:, None]) == halves).all()
+    return first, last, (BIN_ENTRIES * bounds).astype(np.uint8)
+
+
+def make_shifted_book_loaders(bits: int, *, has_one_shift: bool) -> BookLoaders:
+    """Make the loaders of an IQ1 type.
+
+    Args:
+        bits: Bits from an index to the next in the 16 bits of a row; three of them are bits of the index.
+        has_one_shift: Whether bit 15 is the sign of all eighths. Otherwise the sign follows the bits of an index.
+    """
+    of_shift = [15] * 4 if has_one_shift else [bits * i + 3 for i in range(4)]
+
+    def permute_shifts(b: Any, p: Any) -> list[Any]:
+        positive = b.bitcast(b.not_(load_lanes(b, p, VECTOR_BYTES, _i16)), _B)
+        return [b.and_(move_fields(b, positive, at - 1, 0), bytes_of(2)) for at in of_shift]
+
+    def permute(b: Any, addresses: Sequence[Any]) -> list[list[Any]]:
+        indices = [load_at(b, p, 0) for p in addresses]
+        high = [b.bitcast(load_lanes(b, p, VECTOR_BYTES, _i16), _B) for p in addresses]
+        high = [move_fields(b, x, -4, bits) for x in high]
+        set_bits = [
+            [is_set(b, x, 7), *(is_set(b, y, bit) for bit in (4, 5, 6))] for x, y in zip(indices, high, strict=True)
+        ]
+        halves = look_up_bytes(b, _renumber(IQ1_BOOK.pack_entries()[0]), indices, set_bits)
+        first, last, bounds = (look_up_bytes(b, table, indices, set_bits) for table in _list_second_halves())
+        blocks = []
+        for i, p in enumerate(addresses):
+            place = b.or_(b.and_(indices[i], bytes_of(0x80)), b.and_(high[i], bytes_of(0x7F)))
+            second = b.select(b.icmp_unsigned(">=", place, bounds[i]), last[i], first[i])
+            levels, shifts = move_levels_of_8(b, (halves[i], second), 3), permute_shifts(b, p)
+            blocks.append([b.or_(b.and_(x, bytes_of(0x18)), shifts[j // 2]) for j, x in enumerate(levels)])
+        return blocks
+
+    def gather_one(b: Any, p: Any) -> list[Any]:
+        index, high = load_at(b, p, 0), load_lanes(b, p, VECTOR_BYTES, _i16)
+        lanes = [b.or_(byte_of_lane(b, index, i), take_high_bits(b, high, bits * i, 3)) for i in range(4)]
+        found, positive = gather_codes(b, IQ1_BOOK, 8 * _renumber(IQ1_BOOK.load_levels()), lanes), b.not_(high)
+        shifts = [b.and_(b.lshr(positive, ints_of(at - 1)), ints_of(2)) for at in of_shift]
+        shifts = [b.bitcast(b.mul(x, ints_of(0x01010101)), _B) for x in shifts]
+        return [b.or_(x, shifts[j // 2]) for j, x in enumerate(found)]
+
+    return make_loaders(
+        lambda b, addresses: permute(b, addresses) if has_wide_permutes() else [gather_one(b, p) for p in addresses]
+    )

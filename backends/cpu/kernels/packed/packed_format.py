@@ -1,0 +1,194 @@
+"""One packed weight type: its layout, and the functions that pack and read it.
+
+`formats` lists all types.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+from .....graph.dtypes import DType
+from .....graph.lazy_dataclass import dataclass
+from ...compilation.compiler import Subroutine, subroutine
+from ...simd.dot_tiles import make_code_loader
+from ...simd.int8_dots import WeightCodes
+from ...simd.vectors import Intrinsic, load_byte, load_f16, load_four, mul, splat, store_byte, store_int
+
+GROUP_ROWS, BLOCK_COLUMNS, UNIT_BLOCKS = 16, 32, 8
+"""Rows of a group, columns of a block, blocks of a unit."""
+NIBBLE_MASK, CRUMB_MASK, BIT_MASK = 0x0F0F0F0F, 0x03030303, 0x01010101
+"""Masks of the lowest 4 bits, 2 bits and 1 bit of four bytes."""
+MAX_UNEXPANDED_ROWS, MAX_UNEXPANDED_ROWS_OF_SLOW_CODES = 16, 8
+"""Limits of `PackedFormat.max_unexpanded_rows`: slowly unpacked codes are expanded sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """The packed layout of one quantised type.
+
+    Attributes:
+        plane_bytes: Bytes of 32 columns of a group in the first and in the second plane of codes.
+        pack_codes: ``(row, b, first, second, lane)`` copies the codes of columns 32 b to 32 b + 31 of a file row's unit
+            to their lane of both planes.
+        split_scales: ``(row, to, lane, s)`` copies the scales of file block `s` to their lane.
+        load_codes: ``(p, h)`` loads the codes of 32 columns from both planes.
+        load_scales: ``(p, b)`` loads the scales of columns 32 b to 32 b + 15, and of the 16 columns behind them.
+        load_biases: ``(p, b)`` loads the biases likewise. With a zero point they are ``-zero_point * scale``.
+        zero_point: The code of weight 0; 0 if biases are stored.
+        has_half_block_scales: Whether the two scales of a block differ.
+        max_code: The largest code.
+        load_two_codes: ``(p, q)`` loads the codes of the blocks at `p` and at `q`, in one plane and whole units. It is
+            None if loading both blocks together is not faster.
+        max_unexpanded_rows: Products of at most this many activation rows unpack the codes anew for each of them.
+    """
+
+    dtype: DType
+    plane_bytes: tuple[int, int]
+    pack_codes: Subroutine
+    split_scales: Subroutine
+    load_codes: Intrinsic
+    load_scales: Subroutine
+    load_biases: Subroutine
+    zero_point: int
+    has_half_block_scales: bool
+    max_code: int
+    load_two_codes: Intrinsic | None = None
+    max_unexpanded_rows: int = MAX_UNEXPANDED_ROWS_OF_SLOW_CODES
+
+    @property
+    def code_properties(self) -> WeightCodes:
+        """Properties of the codes for dot products."""
+        return WeightCodes(self.max_code, self.zero_point, self.has_half_block_scales)
+
+    @property
+    def blocks_per_load(self) -> int:
+        """Blocks of a group that are best loaded together."""
+        return 1 if self.load_two_codes is None else 2
+
+    @property
+    def group_block_bytes(self) -> int:
+        """Bytes of 32 columns of a group, codes and scales."""
+        return GROUP_ROWS * BLOCK_COLUMNS * self.dtype.block_bytes // self.dtype.block
+
+
+def make_format(
+    dtype: DType,
+    widths: tuple[int, ...],
+    four: Subroutine,
+    split: Subroutine,
+    scales: Subroutine,
+    biases: Subroutine | int,
+    *,
+    codes: Intrinsic | None = None,
+    largest: int | None = None,
+    halves: bool = False,
+) -> PackedFormat:
+    """Make a format of codes that are split into planes of bits.
+
+    Args:
+        dtype: The quantised type.
+        widths: Bits of a code in each plane.
+        four: ``(row, c)`` returns the codes of columns `c` to c + 3 of a file row's unit, one byte each.
+        split: `PackedFormat.split_scales`.
+        scales: `PackedFormat.load_scales`.
+        biases: `PackedFormat.load_biases`, or the zero point of the codes.
+        codes: `PackedFormat.load_codes`. If absent, the codes are the bits of all planes.
+        largest: The largest code. If absent, all bits may be set.
+        halves: `PackedFormat.has_half_block_scales`.
+    """
+    zero = biases if isinstance(biases, int) else 0
+    return PackedFormat(
+        dtype,
+        (64 * widths[0], 64 * sum(widths[1:])),
+        make_pack_bits(four, widths),
+        split,
+        codes or make_code_loader(widths),
+        scales,
+        biases if isinstance(biases, Subroutine) else make_zero_point_biases(scales, zero),
+        zero,
+        halves,
+        (1 << sum(widths)) - 1 if largest is None else largest,
+        None,
+        MAX_UNEXPANDED_ROWS_OF_SLOW_CODES if halves or len(widths) > 1 else MAX_UNEXPANDED_ROWS,
+    )
+
+
+def make_pack_bits(four: Subroutine, widths: tuple[int, ...]) -> Subroutine:
+    """Make `PackedFormat.pack_codes` for codes that are split into one or two planes of bits."""
+    low_bits = _make_move_bits(four, 0, widths[0])
+    if len(widths) == 1:
+
+        def pack(row, b, first, second, lane):
+            low_bits(row, b * BLOCK_COLUMNS, first + 4 * lane)
+    else:
+        high_bits = _make_move_bits(four, *widths)
+
+        def pack(row, b, first, second, lane):
+            low_bits(row, b * BLOCK_COLUMNS, first + 4 * lane)
+            high_bits(row, b * BLOCK_COLUMNS, second + 4 * lane)
+
+    return subroutine(pack)
+
+
+def _make_move_bits(four: Subroutine, first: int, width: int) -> Subroutine:
+    """Make ``(row, c, to)``: copy bits `first` to `first` + `width` of 32 codes to one lane of a plane.
+
+    The first four columns become the lowest bits of the first vector.
+    """
+    fields, mask = 8 // width, ((1 << width) - 1) * 0x01010101
+
+    def copy_bits(row, c, to):
+        for vector in range(width):
+            bits = 0
+            for field in range(fields):
+                bits |= (four(row, c + 4 * (vector * fields + field)) >> first & mask) << field * width
+            store_int(to + 64 * vector, bits)
+
+    return subroutine(copy_bits)
+
+
+@subroutine
+def unpack_2_bits_of_128(row, c):
+    """Unpack 4 codes of 2 bits from 128 columns in 32 bytes, lowest bits first."""
+    return load_four(row + c // 128 * 32 + c % 32) >> c // 32 % 4 * 2 & CRUMB_MASK
+
+
+@subroutine
+def copy_f16_to_lane(row, to, lane):
+    """Copy a float16 to its lane of 16."""
+    store_byte(to + 2 * lane, load_byte(row))
+    store_byte(to + 2 * lane + 1, load_byte(row + 1))
+
+
+@cache
+def make_zero_point_biases(scales: Subroutine, zero: int) -> Subroutine:
+    """Make the biases of a type with a fixed zero point: ``-zero * scale``."""
+
+    def biases(p, b):
+        d, e = scales(p, b)
+        return mul(d, splat(-zero)), mul(e, splat(-zero))
+
+    return subroutine(biases)
+
+
+def make_split_one_scale(nbytes: int, at: int = 0) -> Subroutine:
+    """Make `PackedFormat.split_scales` for a float16 at byte `at` of file blocks of `nbytes` bytes."""
+
+    def split(row, to, lane, s):
+        copy_f16_to_lane(row + s * nbytes + at, to + s * 32, lane)
+
+    return subroutine(split)
+
+
+def make_load_one_scale(blocks: int) -> Subroutine:
+    """Make `PackedFormat.load_scales` for one float16 in each `blocks` blocks."""
+
+    def scales(p, b):
+        d = load_f16(p + 32 * (b // blocks))
+        return d, d
+
+    return subroutine(scales)
+
+
+format_with_half_scales = partial(make_format, halves=True)
+"""`make_format` for a type with two scales in 32 columns."""

@@ -1,0 +1,104 @@
+"""Packed weights of one to three values per code: TQ1_0, TQ2_0, Q1_0 and Q2_0."""
+
+from __future__ import annotations
+
+from .....graph.dtypes import DType
+from ...compilation.compiler import subroutine
+from ...simd.base3_codes import DIGITS, SHORT_BYTES, load_trits
+from ...simd.dot_tiles import make_code_loader
+from ...simd.vectors import load_byte, store_byte
+from .packed_format import (
+    BIT_MASK,
+    BLOCK_COLUMNS,
+    CRUMB_MASK,
+    PackedFormat,
+    make_format,
+    make_load_one_scale,
+    make_split_one_scale,
+    make_zero_point_biases,
+    unpack_2_bits_of_128,
+)
+
+
+@subroutine
+def load_q1_0_codes(row, c):
+    """Unpack 4 bits; a product moves four neighbours apart."""
+    return (load_byte(row + c // 128 * 18 + 2 + c % 128 // 8) >> c % 8 & 15) * 0x204081 & BIT_MASK
+
+
+@subroutine
+def load_q2_0_codes(row, c):
+    """Unpack 4 codes of 2 bits from a byte."""
+    four = load_byte(row + c // 64 * 18 + 2 + c % 64 // 4)
+    return (four | four << 6 | four << 12 | four << 18) & CRUMB_MASK
+
+
+@subroutine
+def first_digit_from(byte, n):
+    """Return digit `n` of a number to base 3 (`simd.trits`)."""
+    for _ in range(n):
+        byte = byte * 3 & 255
+    return byte * 3 >> 8
+
+
+@subroutine
+def unpack_trit(row, c):
+    """Unpack column `c` of 256: 32 bytes of 5 digits, 16 bytes of 5 digits, and 4 bytes of 4 digits."""
+    if c < 160:
+        return first_digit_from(load_byte(row + c % 32), c // 32)
+    if c < 240:
+        return first_digit_from(load_byte(row + 32 + (c - 160) % 16), (c - 160) // 16)
+    return first_digit_from(load_byte(row + 48 + c % 4), (c - 240) // 4)
+
+
+@subroutine
+def replace_trit(at, n, digit):
+    """Replace digit `n` of the byte at an address."""
+    old, number = load_byte(at), 0
+    for i in range(DIGITS):
+        number = number * 3 + (digit if i == n else first_digit_from(old, i))
+    store_byte(at, (number * 256 + 242) // 243)
+
+
+@subroutine
+def pack_trits(row, b, first, second, lane):
+    """Pack 20 columns to five digits of 4 bytes, and 12 columns to bytes that rows share."""
+    for k in range(4):
+        number = 0
+        for j in range(DIGITS):
+            number = number * 3 + unpack_trit(row, b * BLOCK_COLUMNS + 4 * j + k)
+        store_byte(first + 4 * lane + k, (number * 256 + 242) // 243)
+        for j in range(3):
+            at = 64 * j + 4 * lane + k
+            replace_trit(
+                second + at % SHORT_BYTES, at // SHORT_BYTES, unpack_trit(row, b * BLOCK_COLUMNS + 20 + 4 * j + k)
+            )
+
+
+load_tq1_0_scales = make_load_one_scale(8)
+TERNARY_FORMATS = (
+    PackedFormat(
+        DType.TQ1_0,
+        (64, SHORT_BYTES),
+        pack_trits,
+        make_split_one_scale(54, at=52),
+        load_trits,
+        load_tq1_0_scales,
+        make_zero_point_biases(load_tq1_0_scales, 1),
+        1,
+        False,
+        2,
+    ),
+    make_format(DType.TQ2_0, (2,), unpack_2_bits_of_128, make_split_one_scale(66, at=64), make_load_one_scale(8), 1),
+    make_format(
+        DType.Q1_0,
+        (1,),
+        load_q1_0_codes,
+        make_split_one_scale(18),
+        make_load_one_scale(4),
+        1,
+        codes=make_code_loader((1,), to=1),
+        largest=2,
+    ),
+    make_format(DType.Q2_0, (2,), load_q2_0_codes, make_split_one_scale(18), make_load_one_scale(2), 1),
+)

@@ -1,0 +1,203 @@
+"""Convolutions and other sliding windows of images, read in place by offsets that are computed at binding.
+
+A convolution is the product of windows and a weight. One kernel expands the windows as it reads them, so that they are
+not written to memory. Padding is written around a copy of the image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from .....graph.attrs import Attrs
+from .....graph.dtypes import DType
+from .....ops.declaration.shape_rules import integers_attribute
+from ....base import contiguous_strides
+from ....fusion.dataflow import Dataflow
+from ....fusion.operands import BoundInstruction, Operand, float_bits, require_supported
+from ...compilation.compiler import kernel
+from ...compilation.kernel_args import declare_args
+from ...simd.vectors import LANES, gather_lanes, load_int, load_ints
+from ...steps.partition import compute_thread_range
+from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
+from ..matmul import batched_matmul
+from ..vector.elementwise import FILL_ARGS, add_row_step, add_unary, can_copy, fill, store_lanes
+
+Offsets = npt.NDArray[np.int32]
+ARGS = declare_args("x images between count columns windows entries y")
+
+
+@kernel
+def copy_windows(a, thread, threads):
+    """Copy ``y[n, i, c] = x[n]`` at byte ``windows[i] + entries[c]``.
+
+    There are `images` images, `between` bytes apart, with `count` windows of `columns` entries.
+    """
+    count, columns, entries = ARGS.count(a), ARGS.columns(a), ARGS.entries(a)
+    lo, hi = compute_thread_range(ARGS.images(a) * count, thread, threads)
+    for i in range(lo, hi):
+        start = ARGS.x(a) + i // count * ARGS.between(a) + load_int(ARGS.windows(a) + 4 * (i % count))
+        to = ARGS.y(a) + i * columns * 4
+        for c in range(0, columns, LANES):
+            store_lanes(to, c, columns, gather_lanes(start, load_ints(entries + 4 * c)))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class WindowShape:
+    """The shape of sliding windows: entries, strides and dilations along each axis, and the padding of the image."""
+
+    size: Sequence[int]
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    left_padding: Sequence[int]
+    right_padding: Sequence[int]
+    padding_value: float
+
+    @classmethod
+    def from_attributes(cls, attrs: Attrs) -> WindowShape:
+        """Return the shape that the attributes of a `windows` op describe."""
+        value = attrs["value"]
+        assert isinstance(value, int | float)
+        size, stride, dilation = (integers_attribute(attrs, name) for name in ("size", "stride", "dilation"))
+        return cls(
+            size, stride, dilation, integers_attribute(attrs, "left"), integers_attribute(attrs, "right"), float(value)
+        )
+
+    def make_padded_image(self, steps: StepTableBuilder, x: Operand, y: Operand) -> Operand:
+        """Return `x` with its padding. If needed, add steps that make a padded copy.
+
+        A copy is needed for padding, and if `x` overlaps the result `y`.
+        """
+        if not any((*self.left_padding, *self.right_padding)) and not x.region.overlaps(y.region):
+            return x
+        shape = (*x.shape[:2], *self.compute_padded_sizes(x.shape[2:]))
+        nbytes = 4 * math.prod(shape)
+        whole, inner = _make_padded_operands(steps.scratch(f"image {nbytes}", nbytes), x, self)
+        is_filled = add_row_step(steps, (fill, FILL_ARGS, {"value": float_bits(self.padding_value)}), [], whole)
+        is_copied = add_unary(steps, "copy", x, inner)
+        assert (is_filled, is_copied) == (True, True), "`_can_read` has checked the walk"
+        return whole
+
+    def compute_window_offsets(self, image: Operand) -> Offsets:
+        """Compute the byte offset of each window in an image."""
+        counts = self.count_windows(image.shape[2:])
+        return _compute_offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
+
+    def compute_entry_offsets(self, image: Operand, channels: int) -> Offsets:
+        """Compute the byte offset of each entry of a window with `channels` channels."""
+        taps = [step * d for step, d in zip(image.strides[2:], self.dilation, strict=True)]
+        return _compute_offsets((channels, *self.size), (image.strides[1], *taps))
+
+    def count_windows(self, axes: Sequence[int]) -> list[int]:
+        """Count the windows along each axis of a padded image."""
+        steps = zip(axes, self.size, self.stride, self.dilation, strict=True)
+        return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in steps]
+
+    def compute_padded_sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """Compute the sizes of a padded image."""
+        return tuple(n + a + b for n, a, b in zip(axes, self.left_padding, self.right_padding, strict=True))
+
+
+def _compute_offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets:
+    """Compute the bytes to each entry of a grid in row-major order. The last entry repeats until vectors are full."""
+    at = np.indices(shape).reshape(len(shape), -1)
+    bytes_on = 4 * np.sum([i * step for i, step in zip(at, steps, strict=True)], axis=0)
+    return np.pad(bytes_on, (0, -len(bytes_on) % LANES), mode="edge").astype(np.int32)
+
+
+def _make_padded_operands(memory: Operand, x: Operand, windows: WindowShape) -> tuple[Operand, Operand]:
+    """Return memory as a padded image, and the part of it that holds `x`."""
+    shape = (*x.shape[:2], *windows.compute_padded_sizes(x.shape[2:]))
+    tensor = replace(memory.tensor, shape=shape, strides=contiguous_strides(shape), dtype=DType.F32)
+    whole = inner = Operand(memory.address, tensor)
+    for axis, (n, start) in enumerate(zip(x.shape[2:], windows.left_padding, strict=True), 2):
+        inner = inner.slice_axis(axis, start, n)
+    return whole, inner
+
+
+def _can_read(x: Operand, windows: WindowShape) -> bool:
+    """Return whether kernels can read windows of `x`, and copy `x` if needed."""
+    if not x.is_float or not x.tensor.spec.size:
+        return False
+    _, inner = _make_padded_operands(x, x, windows)
+    reach = 4 * sum(n * max(s, t) for n, s, t in zip(inner.shape, x.strides, inner.strides, strict=True))
+    return can_copy(x, inner) and reach < 2**31
+
+
+def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add the step that copies windows; False if kernels cannot read them."""
+    x, y, windows = call.operand(0), call.out, WindowShape.from_attributes(call.attrs)
+    if not (_can_read(x, windows) and y.is_float and y.is_dense):
+        return False
+    image = windows.make_padded_image(steps, x, y)
+    starts, entries = windows.compute_window_offsets(image), windows.compute_entry_offsets(image, x.shape[1])
+    words = ARGS(
+        x=image.address,
+        images=x.shape[0],
+        between=4 * image.strides[0],
+        count=y.shape[1],
+        columns=y.shape[2] * y.shape[3],
+        windows=steps.constant(starts).address,
+        entries=steps.constant(entries).address,
+        y=y.address,
+    )
+    steps.add(copy_windows, words, reads=[image], writes=[y])
+    return True
+
+
+def _fuse_convolution(flow: Dataflow, number: int) -> FusedBinding:
+    """Fuse windows and their product. A product may read some of the channels."""
+    slide, product = flow.bound_instruction(number), flow.bound_instruction(flow.require_sole_reader(number, "mul_mat"))
+    w, x, windows = slide.out, slide.operand(0), WindowShape.from_attributes(slide.attrs)
+    require_supported(
+        _can_read(x, windows) and batched_matmul.has_readable_rows(product.operand(1), product.out),
+        "operands have no rows",
+    )
+    require_supported(
+        not product.operand(1).region.overlaps(product.out.region),
+        "a result lies where something is still read",
+    )
+    read, entries = product.operand(0), w.shape[3]
+    require_supported(
+        read.is_float and read.strides[-2:] == (w.strides[1], 1), "the product reads windows with other strides"
+    )
+    require_supported(
+        read.shape[-2] == w.shape[1] and read.shape[-1] % entries == 0, "the product reads parts of windows"
+    )
+    before = batched_matmul.compute_matrix_addresses(product)[:, 0] - w.address
+    require_supported((before % (4 * w.strides[0]) % (4 * entries) == 0).all(), "a product begins within a window")
+    require_supported(
+        (before % (4 * w.strides[0]) + 4 * read.shape[-1] <= 4 * w.strides[1]).all(), "a product ends within a window"
+    )
+    return FusedBinding(
+        (number, flow.require_sole_reader(number, "mul_mat")), partial(_add_convolution, slide=slide, product=product)
+    )
+
+
+def _add_convolution(steps: StepTableBuilder, slide: BoundInstruction, product: BoundInstruction) -> None:
+    """Add the product. Each address in the windows, which are not written, becomes an address in the image."""
+    x, w, windows = slide.operand(0), slide.out, WindowShape.from_attributes(slide.attrs)
+    image, table = windows.make_padded_image(steps, x, product.out), batched_matmul.compute_matrix_addresses(product)
+    number, within = np.divmod((table[:, 0] - w.address) // 4, w.strides[0])
+    table[:, 0] = image.address + 4 * (number * image.strides[0] + within // w.shape[3] * image.strides[1])
+    batched_matmul.add_batched_matmul_step(
+        steps,
+        batched_matmul.make_batched_matmul_kernel("windows", DType.F32, batched_matmul.expand_windows),
+        product,
+        table,
+        [image, product.operand(1)],
+        windows=steps.constant(windows.compute_window_offsets(image)).address,
+        entries=steps.constant(
+            windows.compute_entry_offsets(image, product.operand(0).shape[-1] // w.shape[3])
+        ).address,
+    )
+
+
+BINDINGS = {"windows": _bind_windows}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"windows": (_fuse_convolution,)}

@@ -1,0 +1,322 @@
+"""Gathered and scattered rows, copies, concatenation and padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from itertools import pairwise
+
+import numpy as np
+
+from .....graph.dtypes import DType
+from .....ops.declaration.shape_rules import integers_attribute
+from ....fusion.dataflow import Dataflow
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ....fusion.patterns import SavedStateUpdate, match_saved_state_update
+from ...compilation.compiler import Kernel, Subroutine, subroutine
+from ...compilation.kernel_args import declare_args
+from ...simd.vectors import LANES, load, load_int, load_long
+from ...steps.partition import compute_thread_range
+from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
+from ..packed.format_table import FORMATS
+from ..packed.weight_packing import INVALID_ROW, UNPACK_ARGS, make_unpack_kernel
+from ..vector import block_rows
+from ..vector.cache_cells import CELLS_BY_DTYPE
+from ..vector.elementwise import (
+    FILL_ARGS,
+    LANE_STORERS,
+    add_row_step,
+    add_unary,
+    can_copy,
+    fill,
+    load_lanes,
+    store_lanes,
+)
+
+MOVE_ARGS = declare_args("table step rows columns ids id_bytes other pace count tables between")
+
+
+def _make_store_row(dtype: DType) -> Subroutine:
+    """Make the part that copies a float32 row to a row of `dtype`, rounded to nearest."""
+    if dtype in block_rows.BLOCK_STORERS:
+        store_block = block_rows.BLOCK_STORERS[dtype]
+
+        def copy(source, target, columns):
+            for c in range(0, columns, block_rows.BLOCK_ELEMENTS):
+                store_block(target, c, load(source + 4 * c), load(source + 4 * c + 64))
+
+        return subroutine(copy)
+    store = LANE_STORERS[dtype]
+
+    def convert(source, target, columns):
+        for c in range(0, columns, LANES):
+            store(target, c, columns, load_lanes(source, c, columns, 4))
+
+    return subroutine(convert)
+
+
+def _make_load_row(dtype: DType) -> Subroutine:
+    """Make the part that copies a row of `dtype` to a float32 row."""
+    some = CELLS_BY_DTYPE[dtype].load_first
+
+    def copy(source, target, columns):
+        for c in range(0, columns, LANES):
+            store_lanes(target, c, columns, some(source, c, columns))
+
+    return subroutine(copy)
+
+
+@cache
+def make_move_rows_kernel(scatter: bool, dtype: DType = DType.F32) -> Kernel:
+    """Make the kernel ``other[i] = table[ids[i]]``, or with `scatter` ``table[ids[i]] = other[i]``, for each table.
+
+    There are `count` rows per table; `other` is float32. `step`, `pace` and `between` are bytes from row to row of a
+    table, from row to row of `other`, and from table to table. An invalid id stops the run.
+    """
+    copy = _make_store_row(dtype) if scatter else _make_load_row(dtype)
+
+    def body(a, thread, threads):
+        table, step, rows, columns = MOVE_ARGS.table(a), MOVE_ARGS.step(a), MOVE_ARGS.rows(a), MOVE_ARGS.columns(a)
+        ids, size, other, pace = MOVE_ARGS.ids(a), MOVE_ARGS.id_bytes(a), MOVE_ARGS.other(a), MOVE_ARGS.pace(a)
+        count = MOVE_ARGS.count(a)
+        lo, hi = compute_thread_range(count * MOVE_ARGS.tables(a), thread, threads)
+        for i in range(lo, hi):
+            mine = table + i // count * MOVE_ARGS.between(a)
+            row = load_int(ids + 4 * i) if size == 4 else load_long(ids + 8 * i)
+            if row < 0 or row >= rows:
+                return INVALID_ROW | row << 8
+            source, target = mine + row * step, other + i * pace
+            if scatter:
+                source, target = target, source
+            copy(source, target, columns)
+        return 0
+
+    return Kernel(f"moves.{'scatter' if scatter else 'gather'}.{dtype}", body)
+
+
+WIDEN = declare_args("rows columns x x_row y y_row")
+
+
+@cache
+def make_widen_rows_kernel(dtype: DType) -> Kernel:
+    """Return the kernel that copies rows of `dtype` to rows of float32; `x_row` and `y_row` are bytes."""
+    copy = _make_load_row(dtype)
+
+    def body(a, thread, threads):
+        first, last = compute_thread_range(WIDEN.rows(a), thread, threads)
+        for i in range(first, last):
+            copy(WIDEN.x(a) + i * WIDEN.x_row(a), WIDEN.y(a) + i * WIDEN.y_row(a), WIDEN.columns(a))
+        return 0
+
+    return Kernel(f"moves.widen_rows.{dtype}", body)
+
+
+def _index_bytes(ids: Operand) -> int | None:
+    """Return the bytes of an id; None for strided ids or other types."""
+    return {DType.I32: 4, DType.I64: 8}.get(ids.dtype) if ids.is_dense else None
+
+
+def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add the gather of rows of a plain or packed table; False if kernels cannot read it."""
+    table, ids, out = call.operand(0), call.operand(1), call.out
+    size = _index_bytes(ids)
+    if size is None or not out.has_even_rows:
+        return False
+    *leading, rows, columns = table.shape
+    if table.has_packed_blocks:
+        form = FORMATS.get(table.dtype)
+        if form is None or leading or not table.is_whole_buffer or size != 4:
+            return False
+        stride = table.dtype.bytes_of(columns)
+        scratch = steps.scratch("unpack", 1024 * steps.threads)
+        words = UNPACK_ARGS(
+            packed=table.address,
+            stride=stride,
+            rows=rows,
+            columns=columns,
+            ids=ids.address,
+            target=out.address,
+            step=out.row_stride_bytes,
+            count=math.prod(ids.shape),
+            scratch=scratch.address,
+        )
+        _add_move_step(steps, make_unpack_kernel(form), words, [table, ids], [out, scratch], out)
+        return True
+    if table.dtype not in CELLS_BY_DTYPE or table.strides[-1] != 1 or len(leading) > 1 or not ids.shape[-1]:
+        return False
+    words = MOVE_ARGS(
+        table=table.address,
+        step=table.dtype.bytes_of(table.strides[-2]),
+        rows=rows,
+        columns=columns,
+        ids=ids.address,
+        id_bytes=size,
+        other=out.address,
+        pace=out.row_stride_bytes,
+        count=ids.shape[-1] if leading else math.prod(ids.shape),
+        tables=math.prod(leading),
+        between=table.dtype.bytes_of(table.strides[0]) if leading else 0,
+    )
+    _add_move_step(steps, make_move_rows_kernel(False, table.dtype), words, [table, ids], [out], out)
+    return True
+
+
+def _is_writable_table(table: Operand) -> bool:
+    """Return whether kernels can write rows in the type of `table`."""
+    return table.dtype in LANE_STORERS or (table.dtype in block_rows.BLOCK_STORERS and not table.has_packed_blocks)
+
+
+def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add the scatter of rows, after a copy of the table if it is not updated in place; False if it does not fit."""
+    into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
+    size = _index_bytes(ids)
+    plain = all(o.has_even_rows and len(o.shape) == 2 for o in (into, rows, out))
+    if size is None or not plain or len(ids.shape) != 1 or not rows.is_float or not _is_writable_table(out):
+        return False
+    if into.address != out.address and not (out.is_float and add_unary(steps, "copy", into, out)):
+        return False
+    words = _make_table_args(out, rows, ids, size)
+    _add_move_step(steps, make_move_rows_kernel(True, out.dtype), words, [rows, ids, out], [out], rows)
+    return True
+
+
+def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
+    """Fuse saving rows of a table and overwriting them."""
+    chain = match_saved_state_update(flow, number, "set_rows")
+    save, change = map(flow.bound_instruction, chain)
+    table, ids, saved_rows = save.operand(0), save.operand(1), save.out
+    into, rows, out = change.operand(0), change.operand(1), change.out
+    require_supported(
+        ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor, "other rows are saved"
+    )
+    require_supported(
+        all(o.has_even_rows and len(o.shape) == 2 for o in (table, rows, saved_rows)), "operands have no rows"
+    )
+    require_supported(
+        _is_writable_table(table) and rows.is_float and saved_rows.is_float,
+        "rows are not float32, or the table has another type",
+    )
+    require_supported(
+        table.strides[-1] == 1 and len(ids.shape) == 1 and _index_bytes(ids) is not None,
+        "the table is strided, or ids are not a dense vector",
+    )
+    return FusedBinding(chain, partial(_add_save_and_set_rows, save=save, change=change, numbers=chain))
+
+
+def _add_save_and_set_rows(
+    steps: StepTableBuilder, save: BoundInstruction, change: BoundInstruction, numbers: SavedStateUpdate
+) -> None:
+    """Add both steps. Each thread moves its columns of the new rows.
+
+    If threads have no columns of these, the two steps are bound separately. Every thread checks all ids, so all threads
+    stop at an invalid id and none overwrites a row.
+    """
+    table, ids, saved_rows, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
+    bounds, size = steps.find_column_bounds([rows]), _index_bytes(ids)
+    if (
+        bounds is None
+        or size is None
+        or bounds[-1] != table.shape[1]
+        or 0 in np.diff(bounds)  # a thread without columns would not stop
+        or np.any(np.mod(bounds, table.dtype.block))
+    ):
+        for steps.instruction_number, bind, call in zip(
+            numbers, (_bind_get_rows, _bind_set_rows), (save, change), strict=True
+        ):
+            is_bound = bind(steps, call)
+            assert is_bound, "the fused pattern has checked both ops"
+        return
+    parts = [[o.slice_axis(1, low, high - low) for o in (table, rows, saved_rows)] for low, high in pairwise(bounds)]
+
+    steps.instruction_number = numbers.save
+    saves = [
+        ThreadWork(_make_table_args(table, saved_rows, ids, size), [table, ids], [saved_rows])
+        for table, _, saved_rows in parts
+    ]
+    steps.add_by_columns(make_move_rows_kernel(False, table.dtype), saves, saved_rows, bounds)
+    steps.instruction_number = numbers.update
+    changes = [
+        ThreadWork(_make_table_args(table, rows, ids, size), [rows, ids, table], [table]) for table, rows, _ in parts
+    ]
+    steps.add_per_thread(make_move_rows_kernel(True, table.dtype), changes)
+
+
+def _make_table_args(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
+    """Return the words of one table. Table and `other` have two axes."""
+    rows, columns = table.shape
+    return MOVE_ARGS(
+        table=table.address,
+        step=table.row_stride_bytes,
+        rows=rows,
+        columns=columns,
+        ids=ids.address,
+        id_bytes=size,
+        other=other.address,
+        pace=other.row_stride_bytes,
+        count=other.shape[0],
+        tables=1,
+        between=0,
+    )
+
+
+def _add_move_step(
+    steps: StepTableBuilder,
+    kernel: Kernel,
+    words: Sequence[int],
+    reads: Sequence[Operand],
+    writes: Sequence[Operand],
+    moved: Operand,
+) -> None:
+    """Add a step that moves `moved` by ids. An invalid id stops the run."""
+    steps.add(kernel, words, reads=reads, writes=writes, nbytes=moved.tensor.spec.nbytes, stops=True)
+
+
+def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add two copies to the parts of the result."""
+    a, b, out = call.operand(0), call.operand(1), call.out
+    axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
+    parts = (out.slice_axis(axis, 0, a.shape[axis]), out.slice_axis(axis, a.shape[axis], b.shape[axis]))
+    pairs = [(s, part) for s, part in zip((a, b), parts, strict=True) if s.tensor.spec.size]
+    if not all(can_copy(*pair) or _can_widen(*pair) for pair in pairs):
+        return False
+    for source, target in pairs:
+        if can_copy(source, target):
+            add_unary(steps, "copy", source, target)
+        else:
+            words = WIDEN(
+                rows=math.prod(source.shape[:-1]),
+                columns=source.shape[-1],
+                x=source.address,
+                x_row=source.row_stride_bytes,
+                y=target.address,
+                y_row=target.row_stride_bytes,
+            )
+            steps.add(make_widen_rows_kernel(source.dtype), words, reads=[source], writes=[target])
+    return True
+
+
+def _can_widen(source: Operand, target: Operand) -> bool:
+    """Return whether the kernel of `make_widen_rows_kernel` copies `source`: 16-bit rows to rows of float32."""
+    halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_blocks
+    return halves and source.has_even_rows and target.is_float and target.has_even_rows
+
+
+def _bind_pad(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add zeros everywhere, then copy x to the middle."""
+    x, out = call.operand(0), call.out
+    if call.attrs["circular"]:
+        return False
+    inner = out
+    for axis, (n, left) in enumerate(zip(x.shape, integers_attribute(call.attrs, "left"), strict=True)):
+        inner = inner.slice_axis(axis, left, n)
+    zeros = {"value": 0}
+    if not x.tensor.spec.size:
+        return add_row_step(steps, (fill, FILL_ARGS, zeros), [], out)
+    if not can_copy(x, inner) or not add_row_step(steps, (fill, FILL_ARGS, zeros), [], out):
+        return False
+    return add_unary(steps, "copy", x, inner)
+
+
+BINDINGS = {"pad": _bind_pad, "get_rows": _bind_get_rows, "set_rows": _bind_set_rows, "concat": _bind_concat}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"get_rows": (_fuse_save_and_set_rows,)}

@@ -1,0 +1,230 @@
+"""Norms of rows, and fused norms with factors and quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+
+import numpy as np
+
+from ....fusion.dataflow import Dataflow, require_no_alias
+from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ....fusion.patterns import match_scaled_norm
+from ...compilation.compiler import Kernel, kernel, subroutine
+from ...simd.vectors import LANES, add, fma, lane_sum, mask_with_zeros, mul, splat, sqrt_scalar, sub, zeros
+from ...steps.column_split import find_column_split
+from ...steps.partition import compute_thread_range
+from ...steps.step_table import FusedBinding, FusionMatcher, InstructionBinder, StepTableBuilder, ThreadWork
+from ..matmul.packed_matmul import find_result_consumers, make_thread_copies
+from ..packed.activation_quantisation import QuantisedTarget, quantise_row
+from ..vector.elementwise import (
+    ELEMENT_STRIDE_WORDS,
+    load_lanes,
+    make_row_args,
+    make_row_walk,
+    make_whole_row_walk,
+    store_lanes,
+)
+
+FLOAT_ONE = np.float32(1)
+
+
+@subroutine
+def sum_of_squares(x, n):
+    """Return ``sum of x[c]^2`` over `n` float32."""
+    first, second = zeros(), zeros()
+    c = 0
+    while c + 2 * LANES <= n:
+        v, w = load_lanes(x, c, n, 4), load_lanes(x, c + LANES, n, 4)
+        first, second = fma(v, v, first), fma(w, w, second)
+        c += 2 * LANES
+    while c < n:
+        v = load_lanes(x, c, n, 4)
+        first = fma(v, v, first)
+        c += LANES
+    return lane_sum(add(first, second))
+
+
+@subroutine
+def compute_rms_factor(square_sum, n, eps):
+    """Return ``1 / sqrt(square_sum / n + eps)``."""
+    return FLOAT_ONE / sqrt_scalar(square_sum / np.float32(n) + eps)
+
+
+@subroutine
+def compute_l2_factor(square_sum, n, eps):
+    """Return ``1 / max(sqrt(square_sum), eps)``, the definition of ggml."""
+    return FLOAT_ONE / max(sqrt_scalar(square_sum), eps)
+
+
+@subroutine
+def compute_l2_factor_added(square_sum, n, eps):
+    """Return ``1 / sqrt(square_sum + eps)``."""
+    return FLOAT_ONE / sqrt_scalar(square_sum + eps)
+
+
+NORM_FACTORS = {"rms_norm": compute_rms_factor, "l2_norm": compute_l2_factor, "l2_norm_added": compute_l2_factor_added}
+
+
+NORM_ARGS = make_row_args("x y", "eps:f32")
+
+
+@cache
+def make_norm_kernel(name: str) -> Kernel:
+    """Make the kernel that multiplies each row by a factor of its sum of squares (`NORM_FACTORS`)."""
+    factor = NORM_FACTORS[name]
+
+    def body(a, thread, threads):
+        n, eps = NORM_ARGS.columns(a), NORM_ARGS.eps(a)
+        lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
+        for i in range(lo, hi):
+            x, y = NORM_ARGS.x(a, i), NORM_ARGS.y(a, i)
+            f = splat(factor(sum_of_squares(x, n), n, eps))
+            for c in range(0, n, LANES):
+                store_lanes(y, c, n, mul(load_lanes(x, c, n, 4), f))
+        return 0
+
+    return Kernel(f"norms.norm.{name}", body)
+
+
+@kernel
+def centred_norm(a, thread, threads):
+    """Compute ``(x - mean) / deviation`` of each row."""
+    n, eps = NORM_ARGS.columns(a), NORM_ARGS.eps(a)
+    lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
+    for i in range(lo, hi):
+        x, y = NORM_ARGS.x(a, i), NORM_ARGS.y(a, i)
+        sums, square_sum = zeros(), zeros()
+        for c in range(0, n, LANES):
+            sums = add(sums, load_lanes(x, c, n, 4))
+        mean = splat(lane_sum(sums) / np.float32(n))
+        for c in range(0, n, LANES):
+            v = sub(load_lanes(x, c, n, 4), mean)
+            if n - c < LANES:
+                v = mask_with_zeros(v, n - c)
+            square_sum = fma(v, v, square_sum)
+        f = splat(compute_rms_factor(lane_sum(square_sum), n, eps))
+        for c in range(0, n, LANES):
+            store_lanes(y, c, n, mul(sub(load_lanes(x, c, n, 4), mean), f))
+    return 0
+
+
+SCALED_NORM_ARGS = make_row_args("x w y", "eps:f32 between rounding[*]")
+"""`between`: bytes from thread to thread of the result; `rounding`: `QuantisedTarget.rounding_words`."""
+ROUNDING_WORD = SCALED_NORM_ARGS.first_word("rounding")
+
+
+@kernel
+def scaled_rms_norm(a, thread, threads):
+    """Compute ``y = rms_norm(x) * w`` of each row, and quantise y."""
+    n, step, eps = SCALED_NORM_ARGS.columns(a), SCALED_NORM_ARGS.w_step(a), SCALED_NORM_ARGS.eps(a)
+    lo, hi = compute_thread_range(SCALED_NORM_ARGS.rows(a), thread, threads)
+    for i in range(lo, hi):
+        x, w = SCALED_NORM_ARGS.x(a, i), SCALED_NORM_ARGS.w(a, i)
+        y = SCALED_NORM_ARGS.y(a, i) + thread * SCALED_NORM_ARGS.between(a)
+        f = splat(compute_rms_factor(sum_of_squares(x, n), n, eps))
+        for c in range(0, n, LANES):
+            store_lanes(y, c, n, mul(mul(load_lanes(x, c, n, 4), f), load_lanes(w, c, n, step)))
+        quantise_row(a, ROUNDING_WORD, i, y, n)
+    return 0
+
+
+def select_norm_kind(call: BoundInstruction) -> str:
+    """Return the key of `NORM_FACTORS` for a norm."""
+    return "l2_norm_added" if call.op == "l2_norm" and not call.attrs["clamp"] else call.op
+
+
+def _make_norm_binding(name: str) -> InstructionBinder:
+    """Make the binding of an unfused norm."""
+
+    def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+        x, y = call.operand(0), call.out
+        walked = make_whole_row_walk(steps, x, y) if y.shape and y.is_dense_along(-1) else None
+        if walked is None:
+            return False
+        walk, x = walked
+        kernel = centred_norm if call.op == "norm" else make_norm_kernel(select_norm_kind(call))
+        steps.add(kernel, NORM_ARGS(walk=walk, eps=call.float_attribute_bits("eps")), reads=[x], writes=[y])
+        return True
+
+    return bind
+
+
+def _fuse_scaled_norm(flow: Dataflow, number: int) -> FusedBinding:
+    """Fuse a norm and the product with its factors."""
+    chain = match_scaled_norm(flow, number)
+    norm, product = map(flow.bound_instruction, chain)
+    x, factors, y = norm.operand(0), product.operand(1), product.out
+    require_supported(
+        norm.out.shape == y.shape and x.is_float and factors.is_float, "rows are not multiplied by float32 factors"
+    )
+    whole = _make_thread_work(norm, x, factors, y)
+    require_supported(whole is not None, "operands have no rows")
+    assert whole is not None
+    require_no_alias(y, [factors], [x])
+    return FusedBinding(chain, partial(_add_scaled_norm, norm=norm, product=product, whole=whole))
+
+
+def _add_scaled_norm(
+    steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, whole: ThreadWork
+) -> None:
+    """Add a scaled norm.
+
+    Packed products read it quantised. If only products follow, each thread computes it for itself.
+    """
+    x, factors, y = norm.operand(0), product.operand(1), product.out
+    if (column_split := find_column_split(steps, [x], y, whole_rows=True)) is not None:
+        slices = zip(*(column_split.slice_by_thread(o) for o in (x, factors, y)), strict=True)
+        shares = [None if None in each else _make_thread_work(norm, *each) for each in slices]
+        steps.add_by_columns(scaled_rms_norm, shares, y, column_split.column_bounds)
+    elif _add_quantised_norm(steps, norm, product, factors):
+        pass
+    elif (own := make_thread_copies(steps, product)) is not None:
+        steps.add_per_thread(scaled_rms_norm, [_make_thread_work(norm, x, factors, to) for to in own])
+        steps.set_per_thread_value(own, y)
+    else:
+        steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes)
+
+
+def _add_quantised_norm(
+    steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, factors: Operand
+) -> bool:
+    """Add a scaled norm that quantises its result; False if a separate step is better or all readers use float32."""
+    consumers, x, y = find_result_consumers(steps, product), norm.operand(0), product.out
+    each = steps.threads > 1 and consumers.is_shared_by_threads and steps.can_repeat_per_thread([y])
+    shares_columns = steps.threads > 1 and consumers.is_shared_by_threads and consumers.rows == 1 and not each
+    if not consumers.quantised_tensors or shares_columns:
+        return False
+    own = make_thread_copies(steps, product) if each and consumers.needs_floats else None
+    if each and consumers.needs_floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
+        return False  # a thread would overwrite operands of other threads
+    records, passing = consumers.make_records(steps, shared=not each), consumers.make_scratch_rows(steps)
+    alone: Sequence[Operand | None] = [y if consumers.needs_floats else None, *[None] * (steps.threads - 1)]
+    targets = [consumers.make_target(*operands) for operands in zip(own or alone, passing, records, strict=True)]
+    shares = [_make_thread_work(norm, x, factors, to.float_rows, to) for to in targets]
+    if each:
+        steps.add_per_thread(scaled_rms_norm, shares)
+    elif (whole := shares[0]) is not None:
+        moved = x.tensor.spec.nbytes + y.tensor.spec.nbytes
+        steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
+    if own is not None:
+        steps.set_per_thread_value(own, y)
+    consumers.remember_records(steps, records)
+    return True
+
+
+def _make_thread_work(
+    norm: BoundInstruction, x: Operand, factors: Operand, y: Operand, to: QuantisedTarget | None = None
+) -> ThreadWork | None:
+    """Make the words of `scaled_rms_norm`; None if it cannot walk the operands."""
+    walk, to = make_row_walk(y.shape, [x, factors, y], whole_rows=True), to or QuantisedTarget(y, [y])
+    if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4]:
+        return None
+    words = SCALED_NORM_ARGS(
+        walk=walk, eps=norm.float_attribute_bits("eps"), between=to.thread_stride_bytes, rounding=to.rounding_words
+    )
+    return ThreadWork(words, [x, factors], to.writes)
+
+
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"rms_norm": (_fuse_scaled_norm,)}
+BINDINGS = {name: _make_norm_binding(name) for name in ("rms_norm", "l2_norm", "norm")}

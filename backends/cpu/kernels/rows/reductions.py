@@ -1,0 +1,295 @@
+"""Sums, softmax and selections over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+
+import numpy as np
+
+from .....graph.dtypes import DType
+from ....fusion.operands import BoundInstruction
+from ...compilation.compiler import Kernel, kernel, subroutine
+from ...compilation.kernel_args import declare_args
+from ...simd.vectors import (
+    LANES,
+    Intrinsic,
+    add,
+    lane_0,
+    lane_max,
+    lane_max_without_nan,
+    lane_min,
+    lane_product,
+    lane_sum,
+    larger,
+    load,
+    load_first_lanes_or,
+    load_int,
+    load_scalar,
+    mask_with_negative_infinity,
+    maximum,
+    mul,
+    not_less_or_equal_bits,
+    smaller,
+    splat,
+    splat_from,
+    store_int,
+    store_scalar,
+    sub,
+    zeros,
+)
+from ...steps.partition import compute_thread_range
+from ...steps.step_table import InstructionBinder, StepTableBuilder
+from ..vector.elementwise import load_lanes, make_row_args, make_whole_row_walk, store_lanes
+from ..vector.vector_functions import exp
+
+FLOAT_ONE, FLOAT_ZERO, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
+MIN_FINITE = np.finfo(np.float32).min
+"""The mask value of some models. A row of it has a softmax; only a row of -inf has none."""
+
+
+@subroutine
+def load_lanes_or(p, c, n, otherwise):
+    """Load 16 elements of a row; `otherwise` past its end."""
+    if n - c >= LANES:
+        return load(p + 4 * c)
+    return load_first_lanes_or(p + 4 * c, n - c, splat(otherwise))
+
+
+SUM_ARGS = make_row_args("x y")
+
+
+@cache
+def make_sum_kernel(mean: bool) -> Kernel:
+    """Make the kernel of the sum or the mean of each row."""
+
+    def body(a, thread, threads):
+        n = SUM_ARGS.columns(a)
+        lo, hi = compute_thread_range(SUM_ARGS.rows(a), thread, threads)
+        for i in range(lo, hi):
+            x, acc = SUM_ARGS.x(a, i), zeros()
+            for c in range(0, n, LANES):
+                acc = add(acc, load_lanes(x, c, n, 4))
+            store_scalar(SUM_ARGS.y(a, i), lane_sum(acc) / np.float32(n) if mean else lane_sum(acc))
+        return 0
+
+    return Kernel(f"reductions.{'mean' if mean else 'sums'}", body)
+
+
+FOLD_OPERATIONS: Mapping[str, tuple[Intrinsic, Intrinsic, float]] = MappingProxyType(
+    {
+        "sum": (add, lane_sum, 0.0),
+        "prod": (mul, lane_product, 1.0),
+        "max": (larger, lane_max, -np.inf),
+        "min": (smaller, lane_min, np.inf),
+    }
+)
+"""For each kind: the operation on two vectors, its reduction across lanes, its neutral element."""
+
+
+@cache
+def make_reduction_kernel(kind: str) -> Kernel:
+    """Make the kernel that reduces each row to one number."""
+    join, across, start = FOLD_OPERATIONS[kind]
+    neutral = np.float32(start)
+
+    def body(a, thread, threads):
+        n = SUM_ARGS.columns(a)
+        lo, hi = compute_thread_range(SUM_ARGS.rows(a), thread, threads)
+        for i in range(lo, hi):
+            x, acc = SUM_ARGS.x(a, i), splat(neutral)
+            for c in range(0, n, LANES):
+                acc = join(acc, load_lanes_or(x, c, n, neutral))
+            store_scalar(SUM_ARGS.y(a, i), across(acc))
+        return 0
+
+    return Kernel(f"reductions.{kind}", body)
+
+
+@cache
+def make_accumulation_kernel(kind: str) -> Kernel:
+    """Make the kernel of running reductions: ``y[c] = x[0] op ... op x[c]``."""
+    join, _, start = FOLD_OPERATIONS[kind]
+    neutral = np.float32(start)
+
+    def body(a, thread, threads):
+        n = SUM_ARGS.columns(a)
+        lo, hi = compute_thread_range(SUM_ARGS.rows(a), thread, threads)
+        for i in range(lo, hi):
+            x, y, acc = SUM_ARGS.x(a, i), SUM_ARGS.y(a, i), splat(neutral)
+            for c in range(n):
+                acc = join(acc, splat_from(x + 4 * c))
+                store_scalar(y + 4 * c, lane_0(acc))
+        return 0
+
+    return Kernel(f"reductions.running.{kind}", body)
+
+
+SOFTMAX_ARGS = make_row_args("x y", "scale:f32")
+
+
+@kernel
+def softmax(a, thread, threads):
+    """Compute ``softmax(scale * x)`` of each row."""
+    n, scale = SOFTMAX_ARGS.columns(a), SOFTMAX_ARGS.scale(a)
+    lo, hi = compute_thread_range(SOFTMAX_ARGS.rows(a), thread, threads)
+    factor = splat(scale)
+    for i in range(lo, hi):
+        x, y = SOFTMAX_ARGS.x(a, i), SOFTMAX_ARGS.y(a, i)
+        tops, weights = splat(MINUS_INFINITY), zeros()
+        for c in range(0, n, LANES):
+            tops = maximum(
+                tops, mul(load_lanes_or(x, c, n, FLOAT_ZERO), factor) if n - c >= LANES else load_tail(x, c, n, factor)
+            )
+        top = splat(max(lane_max_without_nan(tops), MIN_FINITE))
+        for c in range(0, n, LANES):
+            scores = mul(load_lanes(x, c, n, 4), factor) if n - c >= LANES else load_tail(x, c, n, factor)
+            e = exp(sub(scores, top))
+            weights = add(weights, e)
+            store_lanes(y, c, n, e)
+        weight = lane_sum(weights)
+        inverse = splat(FLOAT_ONE / weight if weight != FLOAT_ZERO else FLOAT_ZERO)  # NaN stays NaN
+        for c in range(0, n, LANES):
+            store_lanes(y, c, n, mul(load_lanes(y, c, n, 4), inverse))
+    return 0
+
+
+@subroutine
+def load_tail(x, c, n, factor):
+    """Load the scaled elements at the end of a row; -inf past it."""
+    scaled = mul(load_first_lanes_or(x + 4 * c, n - c, zeros()), factor)
+    return mask_with_negative_infinity(scaled, n - c)
+
+
+@subroutine
+def is_before(value, other):
+    """Return whether `value` is larger than `other`, which may be NaN. NaN is smallest."""
+    return value > other or (other != other and value == value)
+
+
+TOP_K_ARGS = declare_args("rows x step n y pace k")
+
+
+@kernel
+def top_k(a, thread, threads):
+    """Find the `k` largest of `n` elements of each row: indices, largest first, equal ones in order, NaN last.
+
+    16 elements are skipped at once if none of them can enter the k. `step` and `pace` are bytes from row to row of x
+    and y.
+    """
+    x, step, n, y, pace = TOP_K_ARGS.x(a), TOP_K_ARGS.step(a), TOP_K_ARGS.n(a), TOP_K_ARGS.y(a), TOP_K_ARGS.pace(a)
+    k = TOP_K_ARGS.k(a)
+    lo, hi = compute_thread_range(TOP_K_ARGS.rows(a), thread, threads)
+    for i in range(lo, hi):
+        row, out = x + i * step, y + i * pace
+        count = 0
+        for first in range(0, n, LANES):
+            if (
+                count == k
+                and not_less_or_equal_bits(
+                    load_lanes(row, first, n, 4), splat_from(row + 4 * load_int(out + 4 * k - 4))
+                )
+                == 0
+            ):
+                continue
+            for c in range(first, min(n, first + LANES)):
+                value = load_scalar(row + 4 * c)
+                at = count
+                while at > 0 and is_before(value, load_scalar(row + 4 * load_int(out + 4 * (at - 1)))):
+                    at -= 1
+                if at < k:
+                    count = min(count + 1, k)
+                    for j in range(count - 1, at, -1):
+                        store_int(out + 4 * j, load_int(out + 4 * (j - 1)))
+                    store_int(out + 4 * at, c)
+    return 0
+
+
+MASK_ARGS = declare_args("positions count cells window y")
+
+
+@kernel
+def causal_mask(a, thread, threads):
+    """Compute the mask [count, cells] of int32 positions: 0 for visible cells, -inf for others.
+
+    Cells up to the position are visible, within `window` (0: unlimited).
+    """
+    cells, window = MASK_ARGS.cells(a), MASK_ARGS.window(a)
+    lo, hi = compute_thread_range(MASK_ARGS.count(a), thread, threads)
+    for i in range(lo, hi):
+        position, y = load_int(MASK_ARGS.positions(a) + 4 * i), MASK_ARGS.y(a) + 4 * i * cells
+        first = max(0, position - window + 1) if window else 0
+        for c in range(cells):
+            store_scalar(y + 4 * c, FLOAT_ZERO if first <= c and c <= position else MINUS_INFINITY)
+    return 0
+
+
+def _make_reduction_binding(name: str) -> InstructionBinder:
+    """Make the binding of `sum_rows`, `mean` or `reduce`."""
+
+    def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+        x, y = call.operand(0), call.out
+        walked = make_whole_row_walk(steps, x, y) if y.is_dense and x.shape[-1] else None
+        if walked is None:
+            return False
+        walk, x = walked
+        kernel = make_reduction_kernel(str(call.attrs["kind"])) if name == "reduce" else make_sum_kernel(name == "mean")
+        steps.add(kernel, SUM_ARGS(walk=walk), reads=[x], writes=[y])
+        return True
+
+    return bind
+
+
+def _bind_accumulation(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    x, y = call.operand(0), call.out
+    walked = make_whole_row_walk(steps, x, y) if y.shape and y.is_dense_along(-1) else None
+    if walked is None:
+        return False
+    walk, x = walked
+    steps.add(make_accumulation_kernel(str(call.attrs.get("kind", "sum"))), SUM_ARGS(walk=walk), reads=[x], writes=[y])
+    return True
+
+
+def _bind_softmax(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    x, y = call.operand(0), call.out
+    alone = call.optional_operand(1) is None and call.optional_operand(2) is None
+    walked = make_whole_row_walk(steps, x, y) if alone and y.is_dense_along(-1) else None
+    if walked is None:
+        return False
+    walk, x = walked
+    steps.add(softmax, SOFTMAX_ARGS(walk=walk, scale=call.float_attribute_bits("scale")), reads=[x], writes=[y])
+    return True
+
+
+def _bind_top_k(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    x, y = call.operand(0), call.out
+    if not x.is_float or not x.has_even_rows or not y.is_dense or y.dtype is not DType.I32:
+        return False
+    k = y.shape[-1]
+    rows = int(np.prod(x.shape[:-1]))
+    words = TOP_K_ARGS(rows=rows, x=x.address, step=x.row_stride_bytes, n=x.shape[-1], y=y.address, pace=4 * k, k=k)
+    steps.add(top_k, words, reads=[x], writes=[y])
+    return True
+
+
+def _bind_causal_mask(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    pos, y = call.operand(0), call.out
+    if not pos.is_dense or not y.is_dense or pos.dtype is not DType.I32:
+        return False
+    count, cells, window = int(np.prod(pos.shape)), y.shape[-1], int(np.asarray(call.attrs["window"]))
+    words = MASK_ARGS(positions=pos.address, count=count, cells=cells, window=window, y=y.address)
+    steps.add(causal_mask, words, reads=[pos], writes=[y])
+    return True
+
+
+BINDINGS = {
+    "sum_rows": _make_reduction_binding("sum_rows"),
+    "mean": _make_reduction_binding("mean"),
+    "reduce": _make_reduction_binding("reduce"),
+    "cumsum": _bind_accumulation,
+    "accumulate": _bind_accumulation,
+    "softmax": _bind_softmax,
+    "top_k": _bind_top_k,
+    "causal_mask": _bind_causal_mask,
+}

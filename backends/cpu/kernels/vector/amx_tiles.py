@@ -1,0 +1,115 @@
+"""Operations on AMX tiles: of the processor, or emulated in memory of the thread (`find_tile_support`).
+
+The emulation rounds as the processor does: after each added product. Difference: it keeps subnormal numbers, which the
+processor replaces by zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from .....graph.lazy_dataclass import dataclass
+from ... import target_cpu
+from ...compilation.compiler import Subroutine, subroutine
+from ...simd import amx
+from ...simd.amx import REGISTER_COUNT, TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS
+from ...simd.bf16_pairs import first_of_pairs, second_of_pairs
+from ...simd.vectors import Intrinsic, fma, load, load_int, load_ints, splat_int, store, zeros
+
+TileOperation = Subroutine | Intrinsic
+
+
+@dataclass(frozen=True, slots=True)
+class TileOperations:
+    """Operations on tile registers. The first argument of each is `memory`, `amx.TILE_MEMORY_BYTES` of the thread.
+
+    Attributes:
+        configure: Called with ``(memory)`` first.
+        release: Called with ``(memory)`` last.
+        clear: ``clear[t](memory)`` sets register t to 0.
+        load: ``load[t](memory, p, step)`` loads 16 rows that are `step` bytes apart.
+        load_streaming: As `load`, for data that need not stay in the first cache.
+        store: ``store[t](memory, p, step)`` stores 16 rows.
+        multiply: ``multiply(c, x, w)`` returns the operation ``(memory)``: register c += x times w.
+    """
+
+    configure: TileOperation
+    release: TileOperation
+    clear: tuple[TileOperation, ...]
+    load: tuple[TileOperation, ...]
+    load_streaming: tuple[TileOperation, ...]
+    store: tuple[TileOperation, ...]
+    multiply: Callable[[int, int, int], TileOperation]
+
+
+@cache
+def select_tile_operations() -> TileOperations:
+    """Return the tile operations of this processor; emulated ones if it has none."""
+    every = range(REGISTER_COUNT)
+    if target_cpu.find_tile_support() == target_cpu.AMX:
+        clears, loads = tuple(map(amx.clear_tile, every)), tuple(map(amx.load_tile, every))
+        passing, stores = tuple(map(amx.load_tile_streaming, every)), tuple(map(amx.store_tile, every))
+        return TileOperations(
+            amx.configure_tiles, amx.release_tiles, clears, loads, passing, stores, amx.add_tile_products
+        )
+    clear, load_rows, store_rows = (tuple(map(make, every)) for make in (_make_clear, _make_load, _make_store))
+    return TileOperations(do_nothing, do_nothing, clear, load_rows, load_rows, store_rows, _make_multiply)
+
+
+@subroutine
+def do_nothing(memory):
+    """Do nothing. It replaces `configure` and `release` without tile registers."""
+    return 0
+
+
+def _make_clear(tile: int) -> Subroutine:
+    """Make the emulated operation that clears a tile register."""
+    first = tile * TILE_BYTES
+
+    def clear(memory):
+        for row in range(0, TILE_BYTES, TILE_ROW_BYTES):
+            store(memory + first + row, zeros())
+
+    return subroutine(clear)
+
+
+def _make_load(tile: int) -> Subroutine:
+    """Make the emulated operation that loads a tile register."""
+    first = tile * TILE_BYTES
+
+    def load_rows(memory, p, step):
+        for row in range(TILE_ROWS):
+            store(memory + first + row * TILE_ROW_BYTES, load(p + row * step))
+
+    return subroutine(load_rows)
+
+
+def _make_store(tile: int) -> Subroutine:
+    """Make the emulated operation that stores a tile register."""
+    first = tile * TILE_BYTES
+
+    def store_rows(memory, p, step):
+        for row in range(TILE_ROWS):
+            store(p + row * step, load(memory + first + row * TILE_ROW_BYTES))
+
+    return subroutine(store_rows)
+
+
+@cache
+def _make_multiply(c: int, x: int, w: int) -> Subroutine:
+    """Make the emulated product of tile registers: c += x times w, in pairs of bfloat16."""
+    sums, rows, pairs = c * TILE_BYTES, x * TILE_BYTES, w * TILE_BYTES
+
+    def multiply(memory):
+        for row in range(0, TILE_BYTES, TILE_ROW_BYTES):
+            total = load(memory + sums + row)
+            for k in range(TILE_ROWS):
+                value = splat_int(load_int(memory + rows + row + 4 * k))
+                weight = load_ints(memory + pairs + k * TILE_ROW_BYTES)
+                # sums[row, n] += x[row, 2 k] * w[2 k, n] + x[row, 2 k + 1] * w[2 k + 1, n]
+                total = fma(first_of_pairs(value), first_of_pairs(weight), total)
+                total = fma(second_of_pairs(value), second_of_pairs(weight), total)
+            store(memory + sums + row, total)
+
+    return subroutine(multiply)

@@ -1,0 +1,62 @@
+"""Operations between threads: shared words, clocks, and calls of kernels."""
+
+from __future__ import annotations
+
+import sys
+
+from llvmlite import ir
+
+from ..target_cpu import find_compile_target
+from .vectors import ADDRESS, NOTHING, _call, _i32, _i64, _pointer, intrinsic
+
+
+@intrinsic(ADDRESS, ADDRESS, ADDRESS)
+def fetch_add(b, a, n):
+    return b.atomic_rmw("add", _pointer(b, a, _i64), n, "seq_cst")
+
+
+load_shared = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.load_atomic(_pointer(b, a, _i64), "acquire", 8))
+store_shared = intrinsic(NOTHING, ADDRESS, ADDRESS)(
+    lambda b, a, v: b.store_atomic(v, _pointer(b, a, _i64), "release", 8)
+)
+
+
+@intrinsic(ADDRESS)
+def yield_core(b):
+    """Let another thread use the core."""
+    return b.sext(_call(b, "sched_yield", _i32), _i64)
+
+
+@intrinsic(ADDRESS)
+def sleep_briefly(b):
+    """Sleep for at least 50 microseconds, so that the system sees an idle core."""
+    return b.sext(_call(b, "usleep", _i32, ir.Constant(_i32, 50)), _i64)
+
+
+@intrinsic(ADDRESS)
+def read_monotonic_clock(b):
+    """Return the nanoseconds of a clock that only moves forward (``CLOCK_MONOTONIC``)."""
+    with b.goto_entry_block():
+        time = b.alloca(ir.ArrayType(_i64, 2))
+    clock = ir.Constant(_i32, 6 if sys.platform == "darwin" else 1)
+    _call(b, "clock_gettime", _i32, clock, time)
+    parts = [b.load(b.gep(time, [ir.Constant(_i32, 0), ir.Constant(_i32, i)])) for i in (0, 1)]
+    return b.add(b.mul(parts[0], ir.Constant(_i64, 10**9)), parts[1])
+
+
+@intrinsic(ADDRESS)
+def read_cycle_counter(b):
+    """Return a counter that advances evenly, in a unit of its own.
+
+    On x86 it is the cycle counter, which is read five times as fast as the clock. Other processors use the clock.
+    """
+    if find_compile_target().triple.startswith("x86_64"):
+        return b.call(b.module.declare_intrinsic("llvm.readcyclecounter", (), ir.FunctionType(_i64, [])), [])
+    return read_monotonic_clock.body(b)
+
+
+@intrinsic(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+def call_kernel(b, function, arguments, thread, threads):
+    """Call the kernel at an address."""
+    kind = ir.FunctionType(_i64, [_i64] * 3)
+    return b.call(b.inttoptr(function, kind.as_pointer()), [arguments, thread, threads])

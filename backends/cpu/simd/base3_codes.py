@@ -1,0 +1,65 @@
+"""Codes to base 3: five of them in a byte.
+
+A byte is ``v * 256 / 243``, rounded up, for a number v of five digits. Its first digit is the byte times 3, divided by
+256; the remainder has the next digits. With four digits:
+
+>>> digits, byte = [], -(-int("2012", 3) * 256 // 81)
+>>> for _ in range(4):
+...     digits.append(3 * byte >> 8)
+...     byte = 3 * byte & 255
+>>> digits
+[2, 0, 1, 2]
+
+In a block of 32 columns of 16 rows the first 64 bytes have vectors 0 to 4 of the codes, one digit each. 40 bytes have
+the other three vectors: digit n of byte m is byte ``40 n + m`` of these vectors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from . import vectors as simd
+from .dot_tiles import CODES_TYPE, pack_vectors
+from .vectors import ADDRESS, BYTES, INTS, LANES, bytes_of, intrinsic, llvm_type
+
+_B, _I = llvm_type(BYTES), llvm_type(INTS)
+DIGITS, SHORT_BYTES, SHORT_LANES = 5, 40, 10
+"""Digits of a byte; bytes of the last three vectors of a block, and their 32-bit lanes."""
+MIN_BYTE_OF_ONE, MIN_BYTE_OF_TWO = 86, 171
+"""The smallest bytes with 1 and with 2 as their first digit."""
+
+
+def _list_remainders(b: Any, whole: Any) -> list[Any]:
+    """Return five vectors; the first digit of their bytes is digit 0 to 4 of `whole`."""
+    remainders = [whole]
+    for _ in range(DIGITS - 1):
+        last = remainders[-1]
+        remainders.append(b.add(b.add(last, last), last))
+    return remainders
+
+
+def _first_digit(b: Any, x: Any) -> Any:
+    one = b.select(b.icmp_unsigned(">=", x, bytes_of(MIN_BYTE_OF_ONE)), bytes_of(1), bytes_of(0))
+    return b.select(b.icmp_unsigned(">=", x, bytes_of(MIN_BYTE_OF_TWO)), bytes_of(2), one)
+
+
+def _take_lanes(b: Any, parts: list[Any], numbers: range) -> Any:
+    """Return 16 lanes of the first `SHORT_LANES` lanes of all parts."""
+    sources = [divmod(number, SHORT_LANES) for number in numbers]
+    joined = parts[sources[0][0]]
+    for part in sorted({part for part, _ in sources}):
+        order = [LANES + lane if of == part else i if of < part else 0 for i, (of, lane) in enumerate(sources)]
+        joined = b.shuffle_vector(joined, parts[part], ir.Constant(_I, order))
+    return joined
+
+
+@intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
+def load_trits(b, p, h):
+    """Load the codes of 32 columns from the long vector at `p` and the 40 bytes at `h`; 24 bytes more are read."""
+    vectors = _list_remainders(b, simd.load_bytes.body(b, p))
+    short = [b.bitcast(x, _I) for x in _list_remainders(b, simd.load_bytes.body(b, h))]
+    for first in range(0, 3 * LANES, LANES):
+        vectors.append(b.bitcast(_take_lanes(b, short, range(first, first + LANES)), _B))
+    return pack_vectors(b, [_first_digit(b, x) for x in vectors])

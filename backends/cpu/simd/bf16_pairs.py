@@ -1,0 +1,108 @@
+"""Pairs of bfloat16 in 32 bits: lane i holds lane i of two float32 vectors, the first one in the lower half."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from ..target_cpu import find_target_features
+from . import vectors as simd
+from .dot_tiles import CODES_TYPE, unpack_vectors
+from .vectors import ADDRESS, FLOATS, INTS, LANES, NOTHING, intrinsic, ints_of, llvm_type
+
+_i16, _i32 = map(ir.IntType, (16, 32))
+_F, _I = llvm_type(FLOATS), llvm_type(INTS)
+_TWICE = ir.VectorType(_i16, 2 * LANES)
+
+
+class _Brain(ir.Type):
+    """The bfloat16 type, which llvmlite does not have."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Brain)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+_BRAINS = ir.VectorType(_Brain(), 2 * LANES)
+
+
+def round_to_bf16(b: Any, low: Any, high: Any) -> Any:
+    """Round two vectors to bfloat16, one after the other: to nearest, ties to even; NaN stays NaN."""
+    if not find_target_features().get("avx512bf16"):
+        halves = [
+            b.trunc(b.lshr(_round_to_upper_bits(b, v), ints_of(16)), ir.VectorType(_i16, LANES)) for v in (low, high)
+        ]
+        return b.shuffle_vector(*halves, _lane_order([*range(2 * LANES)]))
+    name, kind = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.FunctionType(_BRAINS, [_F, _F])
+    return b.bitcast(b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [high, low]), _TWICE)
+
+
+def widen_bf16(b: Any, shorts: Any) -> tuple[Any, Any]:
+    """Return two float32 vectors with the values of 32 bfloat16 in order."""
+    halves = (b.shuffle_vector(shorts, shorts, _lane_order([*range(i, i + LANES)])) for i in (0, LANES))
+    low, high = (b.bitcast(b.shl(b.zext(half, _I), ints_of(16)), _F) for half in halves)
+    return low, high
+
+
+def _lane_order(lanes: list[int]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_i32, len(lanes)), lanes)
+
+
+def round_to_bf16_pairs(b: Any, first: Any, second: Any) -> Any:
+    """Round two vectors as `round_to_bf16` does, and return them as pairs."""
+    if not find_target_features().get("avx512bf16"):
+        return b.or_(b.lshr(_round_to_upper_bits(b, first), ints_of(16)), _round_to_upper_bits(b, second))
+    shorts = round_to_bf16(b, first, second)
+    order = _lane_order([lane + half for lane in range(LANES) for half in (0, LANES)])
+    return b.bitcast(b.shuffle_vector(shorts, shorts, order), _I)
+
+
+def _round_to_upper_bits(b: Any, v: Any) -> Any:
+    """Return the bits of float32 values that are rounded so that their lower halves are zero."""
+    bits = b.bitcast(v, _I)
+    odd = b.and_(b.lshr(bits, ints_of(16)), ints_of(1))
+    nearest = b.add(bits, b.add(odd, ints_of(0x7FFF)))
+    quiet = b.or_(bits, ints_of(0x400000))
+    return b.and_(b.select(b.fcmp_unordered("uno", v, v), quiet, nearest), ints_of(0xFFFF0000))
+
+
+@intrinsic(FLOATS, INTS)
+def first_of_pairs(b, pairs):
+    return b.bitcast(b.shl(pairs, ints_of(16)), _F)
+
+
+@intrinsic(FLOATS, INTS)
+def second_of_pairs(b, pairs):
+    return b.bitcast(b.and_(pairs, ints_of(0xFFFF0000)), _F)
+
+
+@intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
+def store_bf16(b, p, low, high):
+    """Store 32 float32 as bfloat16, in order."""
+    shorts = round_to_bf16(b, low, high)
+    b.store(shorts, b.inttoptr(p, shorts.type.as_pointer()), align=2)
+
+
+@intrinsic(NOTHING, ADDRESS, CODES_TYPE, *[FLOATS] * 4)
+def store_dequantised_bf16(b, to, codes, low_scale, high_scale, low_bias, high_bias):
+    """Store ``scale code + bias`` of 32 columns of 16 rows as bfloat16, in the order of an AMX tile.
+
+    The scales and the biases are given for the low and the high half of the columns.
+    """
+    for j, vector in enumerate(unpack_vectors(b, codes)):
+        scale, bias = (low_scale, low_bias) if j < 4 else (high_scale, high_bias)
+        numbers = b.bitcast(vector, _I)
+        values = []
+        for k in range(4):
+            code = b.and_(b.lshr(numbers, ints_of(8 * k)), ints_of(255))
+            values.append(simd.fma.body(b, scale, simd.to_float.body(b, code), bias))
+        for k in range(2):
+            pair = round_to_bf16_pairs(b, values[2 * k], values[2 * k + 1])
+            at = b.add(to, ir.Constant(to.type, 64 * (2 * j + k)))
+            b.store(pair, b.inttoptr(at, pair.type.as_pointer()), align=64)

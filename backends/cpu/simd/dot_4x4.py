@@ -1,0 +1,42 @@
+"""Dot products of each of four rows with each of four other rows, which are loaded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from .dot_tiles import pack_vectors, unpack_vectors
+from .permute_lanes import fold_1, fold_2, fold_4, fold_8
+from .vectors import ADDRESS, FLOATS, Intrinsic, fma, intrinsic, load, vector_tuple_type, zeros
+
+CROSS_ROWS = 4
+PRODUCTS_TYPE = vector_tuple_type(FLOATS, CROSS_ROWS * CROSS_ROWS)
+
+
+@intrinsic(PRODUCTS_TYPE)
+def zero_products(b):
+    return pack_vectors(b, [zeros.body(b)] * CROSS_ROWS * CROSS_ROWS)
+
+
+@intrinsic(PRODUCTS_TYPE, PRODUCTS_TYPE, *[ADDRESS] * 4)
+def add_16_columns(b, sums, rows, step, others, pace):
+    """Add the products of 16 columns; rows are `step` bytes apart, the other rows `pace` bytes."""
+    left, right = _load_column(b, rows, step), _load_column(b, others, pace)
+    pairs = [(x, y) for x in left for y in right]
+    return pack_vectors(b, [fma.body(b, x, y, s) for (x, y), s in zip(pairs, unpack_vectors(b, sums), strict=True)])
+
+
+def _load_column(b: Any, first: Any, step: Any) -> list[Any]:
+    places = [b.add(first, b.mul(step, ir.Constant(step.type, i))) for i in range(CROSS_ROWS)]
+    return [load.body(b, place) for place in places]
+
+
+@intrinsic(FLOATS, PRODUCTS_TYPE)
+def reduce_products(b, sums):
+    """Sum the lanes of each product: the first row with all others, then the second row."""
+    folds: tuple[Intrinsic, ...] = (fold_8, fold_4, fold_2, fold_1)
+    vectors = unpack_vectors(b, sums)
+    for fold in folds:
+        vectors = [fold.body(b, x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]

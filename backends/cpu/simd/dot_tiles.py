@@ -1,0 +1,381 @@
+"""Several vectors as one value, and products of a packed block with several rows of activations.
+
+A weight code stands for ``d (code - zero)``, an activation code for ``s x``. One d and one s apply to 16 or 32 columns.
+Dot products add up ``code x`` in integers. Their initial value is in the record of the activations, where ``zero``
+times the sum of x is already subtracted. With four columns:
+
+>>> import numpy as np
+>>> codes, zero, x = np.array([9, 15, 0, 8]), 8, np.array([3, -2, 7, 1])
+>>> start = ONE_AND_A_HALF_BITS - zero * x.sum()
+>>> bits = np.int32(start + (codes * x).sum())
+>>> float(bits.view(np.float32) - np.float32(ONE_AND_A_HALF))
+-67.0
+>>> int(((codes - zero) * x).sum())
+-67
+
+The bits of the sum, read as a float32, are the sum plus a constant. A fused multiply-add with ``s`` and
+``-ONE_AND_A_HALF s`` subtracts the constant, so no conversion from integers is needed.
+
+Dot products alternate between halves and rows. An instruction that adds to the result of the previous one waits for it,
+and only independent instructions can run meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+
+from ....graph.lazy_dataclass import dataclass
+from . import vectors as simd
+from .byte_vectors import look_up, move_bits, splat_4_bytes
+from .int8_dots import DotProducts, WeightCodes
+from .permute_lanes import fold_4, fold_8
+from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, intrinsic, vector_tuple_type
+
+CODE_VECTORS, COLUMN_HALVES = 8, 2
+"""Vectors of codes in 32 columns, and parts of these columns that may have their own scale."""
+CODES_TYPE, TWO_CODES_TYPE = (vector_tuple_type(BYTES, count * CODE_VECTORS) for count in (1, 2))
+_CHAR = ir.IntType(8).as_pointer()
+
+RECORD_BYTES, SCALES_OFFSET, STARTS_OFFSET, SUMS_OFFSET = 56, 32, 40, 48
+"""Bytes of the record of 32 rounded activations, and the offsets of its fields behind the codes.
+
+The fields are the scales of both halves, these scales times minus `ONE_AND_A_HALF`, and two numbers. For weights with
+biases the numbers are float32 sums of the activations: of all columns, and of the second half. For other weights they
+are int32, the initial values of the dot products of both halves.
+"""
+
+ONE_AND_A_HALF, ONE_AND_A_HALF_BITS = 1.5 * 2**23, 0x4B400000
+"""The initial value of sums of products: a float32 with a lowest bit that counts as one, and its bits.
+
+So the bits of a sum are a float32 and need no conversion, which would wait for the unit that multiplies.
+"""
+
+
+def pack_vectors(b: Any, values: Sequence[Any]) -> Any:
+    """Return several values as one."""
+    whole = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
+    for i, value in enumerate(values):
+        whole = b.insert_value(whole, value, i)
+    return whole
+
+
+def unpack_vectors(b: Any, whole: Any) -> list[Any]:
+    """Return the parts of such a value."""
+    return [b.extract_value(whole, i) for i in range(whole.type.count)]
+
+
+def _offset_address(b: Any, address: Any, offset: int) -> Any:
+    """Return an address plus `offset` bytes.
+
+    The sum is computed as a pointer. LLVM would reorder integer sums until each takes a register.
+    """
+    pointer = b.gep(b.inttoptr(address, _CHAR), [ir.Constant(address.type, offset)], inbounds=True)
+    return b.ptrtoint(pointer, address.type)
+
+
+def _record_address(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
+    pointer = b.gep(b.inttoptr(row, _CHAR), [at], inbounds=True)
+    return b.ptrtoint(b.gep(pointer, [ir.Constant(at.type, offset)], inbounds=True), at.type)
+
+
+# -------------------------------------------------------------------------------------------------------- codes
+
+
+def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None, to: int = 0) -> Intrinsic:
+    """Make ``(p, h) -> codes``, which loads the codes of 32 columns.
+
+    Args:
+        widths: Bits of each code in the plane at `p`, and perhaps bits on top of them in the plane at `h`.
+        table: Table in which the codes are looked up.
+        to: The lowest bit of the codes in the result.
+    """
+
+    @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
+    def load_codes_of_planes(b, p, h):
+        vectors = _unpack_fields(b, p, widths[0], to)
+        for high in widths[1:]:
+            vectors = [b.or_(x, y) for x, y in zip(vectors, _unpack_fields(b, h, high, widths[0] + to), strict=True)]
+        if table is not None:
+            vectors = [look_up.body(b, table.body(b), x) for x in vectors]
+        return pack_vectors(b, vectors)
+
+    return load_codes_of_planes
+
+
+def _unpack_fields(b: Any, plane: Any, width: int, to: int = 0) -> list[Any]:
+    """Return eight vectors of fields of a plane, with the fields moved to bit `to` of each byte.
+
+    Vector j is field ``j % fields`` of each byte of plane vector ``j // fields``.
+    """
+    fields = 8 // width
+    vectors = [simd.load_bytes.body(b, _offset_address(b, plane, 64 * i)) for i in range(width)]
+    return [move_bits(b, vectors[j // fields], j % fields * width, width, to) for j in range(CODE_VECTORS)]
+
+
+@intrinsic(NOTHING, ADDRESS, CODES_TYPE)
+def store_codes(b, to, codes):
+    for i, vector in enumerate(unpack_vectors(b, codes)):
+        simd.store_bytes.body(b, _offset_address(b, to, 64 * i), vector)
+
+
+@intrinsic(CODES_TYPE, ADDRESS)
+def load_codes(b, p):
+    return pack_vectors(b, [simd.load_bytes.body(b, _offset_address(b, p, 64 * i)) for i in range(CODE_VECTORS)])
+
+
+first_codes, second_codes = (
+    intrinsic(CODES_TYPE, TWO_CODES_TYPE)(
+        lambda b, two, start=start: pack_vectors(b, unpack_vectors(b, two)[start : start + CODE_VECTORS])
+    )
+    for start in (0, CODE_VECTORS)
+)
+"""Return the codes of the first and of the second block of two."""
+
+
+# ------------------------------------------------------------------------------------------------ rows at a time
+
+
+UNKNOWN_CODES = WeightCodes()
+
+
+@dataclass(frozen=True, slots=True)
+class DotTile:
+    """Intrinsics for some rows of activations by one or two groups of 16 weight rows.
+
+    The addresses of the rows are one value. The codes, scales and biases of each group are arguments of their own.
+
+    - ``row_addresses(p, step, n)``: every `step` bytes from `p`; the last of `n` rows replaces missing ones.
+    - ``row_addresses_by_slot(slots, n, used, shared, p, step)``: rows that the slots of a mixture read.
+    - ``add_dot_products(acc, codes..., first..., second..., rows, at)``: add products with the records at `at`, times
+      the scales of both halves of the columns. ``add_centred_dot_products`` subtracts the zero point from the codes.
+    - ``add_biases(acc, biases..., rows, at)``: add the biases times the float32 at `at`.
+    - ``add_outer_product(acc, weights..., rows, at)``: add one column of float32 weights times the float32 at `at`.
+    - ``add_inner_product(acc, weights, rows, at)``: add products of lanes with 16 float32 at `at`.
+    - ``add_partial_inner_product(..., left)``: the same with `left` float32.
+    - ``add_tiles(acc, acc)``: the sum of two tiles.
+    - ``fold_four_tiles(acc, acc, acc, acc)``: reduce the lanes of four tiles to four lanes each.
+    - ``store_lane_sums(rows, at, acc)``: store the sum of all lanes.
+    - ``store_rows(rows, acc, left)``: store the first `left` lanes. ``load_rows(rows)`` loads all lanes.
+    - ``spill(p, acc)`` and ``reload(p)``: store and load a whole tile at `p`.
+    """
+
+    row_addresses: Intrinsic
+    row_addresses_by_slot: Intrinsic
+    zero_sums: Intrinsic
+    add_dot_products: Intrinsic
+    add_centred_dot_products: Intrinsic
+    add_biases: Intrinsic
+    add_outer_product: Intrinsic
+    add_inner_product: Intrinsic
+    add_partial_inner_product: Intrinsic
+    add_tiles: Intrinsic
+    store_lane_sums: Intrinsic
+    fold_four_tiles: Intrinsic
+    store_rows: Intrinsic
+    load_rows: Intrinsic
+    spill: Intrinsic
+    reload: Intrinsic
+
+
+@cache
+def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -> DotTile:
+    """Make a tile of `count` activation rows by `groups` of 16 weight rows; the sums of the first row come first.
+
+    Args:
+        count: Rows of activations.
+        groups: Groups of 16 rows of the weight.
+        codes: Properties of the weight codes.
+    """
+    known = codes
+    rows_of = vector_tuple_type(ADDRESS, count)
+    sums_of = vector_tuple_type(FLOATS, count * groups)
+    places = [(i, g) for i in range(count) for g in range(groups)]
+    # If the registers do not hold the integers of both halves, the first half is added before the second is computed.
+    together = [(0, 1)] if simd.count_vector_registers() == simd.MANY_REGISTERS or len(places) == 1 else [(0,), (1,)]
+
+    def clamp_row_number(b: Any, i: int, n: Any) -> Any:
+        last, number = b.sub(n, ir.Constant(n.type, 1)), ir.Constant(n.type, i)
+        return b.select(b.icmp_signed("<", number, last), number, last)
+
+    @intrinsic(rows_of, ADDRESS, ADDRESS, ADDRESS)
+    def row_addresses(b, p, step, n):
+        return pack_vectors(b, [b.add(p, b.mul(step, clamp_row_number(b, i, n))) for i in range(count)])
+
+    @intrinsic(rows_of, *[ADDRESS] * 6)
+    def row_addresses_by_slot(b, slots, n, used, shared, p, step):
+        own = [
+            simd.load_int.body(b, b.add(slots, b.mul(clamp_row_number(b, i, n), ir.Constant(n.type, 4))))
+            for i in range(count)
+        ]
+        alone, before = [b.mul(slot, shared) for slot in own], b.block
+        with b.if_then(
+            b.icmp_unsigned("!=", used, ir.Constant(used.type, 1))
+        ):  # divisions take as long as the products
+            several_of = [b.add(b.mul(b.udiv(s, used), shared), b.urem(b.urem(s, used), shared)) for s in own]
+            behind = b.block
+        addresses = []
+        for one, other in zip(alone, several_of, strict=True):
+            row = b.phi(one.type)
+            row.add_incoming(one, before)
+            row.add_incoming(other, behind)
+            addresses.append(row)
+        return pack_vectors(b, [b.add(p, b.mul(step, row)) for row in addresses])
+
+    @intrinsic(sums_of)
+    def zero_sums(b):
+        return pack_vectors(b, [simd.zeros.body(b)] * len(places))
+
+    def splat_rows(b: Any, rows: Any, at: Any, offset: int = 0) -> list[Any]:
+        return [simd.splat_from.body(b, _record_address(b, row, at, offset)) for row in unpack_vectors(b, rows)]
+
+    def dot_products(
+        b: Any, vectors: Sequence[Any], records: Sequence[Any], halves: Sequence[int], loads_initial_sums: bool
+    ) -> Any:
+        """Return the dot products of some halves by half, row and group."""
+        first = {
+            half: [
+                _initial_sum(b, record, SUMS_OFFSET + 4 * half if loads_initial_sums else None) for record in records
+            ]
+            for half in halves
+        }
+        products = DotProducts(b, known, {(half, i, g): first[half][i] for half in halves for i, g in places})
+        for j in range(CODE_VECTORS // COLUMN_HALVES):
+            for half in halves:
+                column = half * CODE_VECTORS // COLUMN_HALVES + j
+                weights = [products.prepare_weight(vector[column]) for vector in vectors]
+                for i, record in enumerate(records):
+                    four = splat_4_bytes.body(b, _offset_address(b, record, 4 * column))
+                    for g in range(groups):
+                        products.add((half, i, g), weights[g], four)
+        return products.finish()
+
+    def make_add_products(loads_initial_sums: bool) -> Intrinsic:
+        @intrinsic(sums_of, sums_of, *[CODES_TYPE] * groups, *[FLOATS] * (COLUMN_HALVES * groups), rows_of, ADDRESS)
+        def add_products(b, acc, *operands):
+            codes, scales, (rows, at) = operands[:groups], operands[groups:-2], operands[-2:]
+            vectors, records = (
+                [unpack_vectors(b, c) for c in codes],
+                [_record_address(b, row, at) for row in unpack_vectors(b, rows)],
+            )
+            sums = unpack_vectors(b, acc)
+            for halves in together:
+                ints, products = dot_products(b, vectors, records, halves, loads_initial_sums), list[list[Any]]()
+                for half in halves:
+                    factors, starts = (
+                        splat_rows(b, rows, at, SCALES_OFFSET + 4 * half),
+                        splat_rows(b, rows, at, STARTS_OFFSET + 4 * half),
+                    )
+                    floats = [(i, simd.bits_to_float.body(b, ints[half, i, g])) for i, g in places]
+                    # The values at `STARTS_OFFSET` are exact, so this is up to one rounding.
+                    products.append([simd.fma.body(b, x, factors[i], starts[i]) for i, x in floats])
+                if (
+                    len(halves) == COLUMN_HALVES and not known.has_half_scales
+                ):  # one scale: some processors have units that only add
+                    products = [[b.fadd(*pair) for pair in zip(*products, strict=True)]]
+                for half, terms in zip(halves, products, strict=False):
+                    own = scales[half * groups :]
+                    sums = [simd.fma.body(b, own[g], *pair) for (_, g), *pair in zip(places, terms, sums, strict=True)]
+            return pack_vectors(b, sums)
+
+        return add_products
+
+    @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    def add_biases(b, acc, *operands):
+        *biases, rows, at = operands
+        sums = splat_rows(b, rows, at)
+        pairs = zip(places, unpack_vectors(b, acc), strict=True)
+        return pack_vectors(b, [simd.fma.body(b, biases[g], sums[i], total) for (i, g), total in pairs])
+
+    @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    def add_outer_product(b, acc, *operands):
+        *weights, rows, at = operands
+        values = splat_rows(b, rows, at)
+        pairs = zip(places, unpack_vectors(b, acc), strict=True)
+        return pack_vectors(b, [simd.fma.body(b, weights[g], values[i], total) for (i, g), total in pairs])
+
+    @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS)
+    def add_inner_product(b, acc, weights, rows, at):
+        values = [simd.load.body(b, _record_address(b, row, at)) for row in unpack_vectors(b, rows)]
+        return pack_vectors(
+            b, [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors(b, acc), strict=True)]
+        )
+
+    @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS, ADDRESS)
+    def add_partial_inner_product(b, acc, weights, rows, at, left):
+        values = [simd.load_first_lanes.body(b, _record_address(b, row, at), left) for row in unpack_vectors(b, rows)]
+        return pack_vectors(
+            b, [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors(b, acc), strict=True)]
+        )
+
+    @intrinsic(sums_of, sums_of, sums_of)
+    def add_tiles(b, x, y):
+        return pack_vectors(b, [b.fadd(*pair) for pair in zip(unpack_vectors(b, x), unpack_vectors(b, y), strict=True)])
+
+    @intrinsic(NOTHING, rows_of, ADDRESS, sums_of)
+    def store_lane_sums(b, rows, at, acc):
+        for row, sums in zip(unpack_vectors(b, rows), unpack_vectors(b, acc), strict=True):
+            simd.store_scalar.body(b, _record_address(b, row, at), simd.lane_sum.body(b, sums))
+
+    @intrinsic(sums_of, *[sums_of] * 4)
+    def fold_four_tiles(b, *four):
+        lanes = zip(*(unpack_vectors(b, acc) for acc in four), strict=True)
+        return pack_vectors(b, [fold_4.body(b, fold_8.body(b, w, x), fold_8.body(b, y, z)) for w, x, y, z in lanes])
+
+    def store_vectors(b: Any, rows: Any, acc: Any, store: Callable[[Any, int, Any], None]) -> None:
+        starts = unpack_vectors(b, rows)
+        for (i, g), total in zip(places, unpack_vectors(b, acc), strict=True):
+            store(_offset_address(b, starts[i], 4 * LANES * g), g, total)
+
+    @intrinsic(NOTHING, rows_of, sums_of, ADDRESS)
+    def store_rows(b, rows, acc, left):
+        whole = b.icmp_signed(">=", left, ir.Constant(left.type, LANES * groups))
+        with b.if_else(whole) as (then, otherwise):
+            with then:
+                store_vectors(b, rows, acc, lambda to, _, total: simd.store.body(b, to, total))
+            with otherwise:
+                lefts = [b.sub(left, ir.Constant(left.type, LANES * g)) for g in range(groups)]
+                store_vectors(b, rows, acc, lambda to, g, total: simd.store_first_lanes.body(b, to, total, lefts[g]))
+
+    @intrinsic(sums_of, rows_of)
+    def load_rows(b, rows):
+        starts = unpack_vectors(b, rows)
+        return pack_vectors(b, [simd.load.body(b, _offset_address(b, starts[i], 4 * LANES * g)) for i, g in places])
+
+    @intrinsic(NOTHING, ADDRESS, sums_of)
+    def spill(b, p, acc):
+        for i, total in enumerate(unpack_vectors(b, acc)):
+            simd.store.body(b, _offset_address(b, p, 4 * LANES * i), total)
+
+    @intrinsic(sums_of, ADDRESS)
+    def reload(b, p):
+        return pack_vectors(b, [simd.load.body(b, _offset_address(b, p, 4 * LANES * i)) for i in range(len(places))])
+
+    return DotTile(
+        row_addresses=row_addresses,
+        row_addresses_by_slot=row_addresses_by_slot,
+        zero_sums=zero_sums,
+        add_dot_products=make_add_products(loads_initial_sums=False),
+        add_centred_dot_products=make_add_products(loads_initial_sums=not codes.uses_signed_codes),
+        add_biases=add_biases,
+        add_outer_product=add_outer_product,
+        add_inner_product=add_inner_product,
+        add_partial_inner_product=add_partial_inner_product,
+        add_tiles=add_tiles,
+        store_lane_sums=store_lane_sums,
+        fold_four_tiles=fold_four_tiles,
+        store_rows=store_rows,
+        load_rows=load_rows,
+        spill=spill,
+        reload=reload,
+    )
+
+
+def _initial_sum(b: Any, record: Any, start: int | None) -> Any:
+    """Return the initial value of dot products: the constant, or the int32 at offset `start` of the record."""
+    if start is None:
+        return simd.ints_of(ONE_AND_A_HALF_BITS)
+    return simd.splat_int.body(b, simd.load_int.body(b, _offset_address(b, record, start)))

@@ -1,0 +1,73 @@
+"""Transposes of the integers of 16 rows of blocks into columns of four, as `dot4` takes them.
+
+The integers become unsigned: they are shifted by half their range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from .permute_lanes import transpose_vectors
+from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, bytes_of, intrinsic, llvm_type, store_bytes
+
+_i8, _i32, _i64 = map(ir.IntType, (8, 32, 64))
+_B, _F = llvm_type(BYTES), llvm_type(FLOATS)
+
+
+def _load_byte_run(b: Any, address: Any, count: int) -> Any:
+    return b.load(b.inttoptr(address, ir.VectorType(_i8, count).as_pointer()), align=1)
+
+
+def _concat_vectors(b: Any, x: Any, y: Any) -> Any:
+    count = 2 * x.type.count
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_i32, count), list(range(count))))
+
+
+def _load_8_bit_blocks(b: Any, first: Any, second: Any) -> Any:
+    """Load the signed bytes of two blocks, plus 128."""
+    return b.xor(_concat_vectors(b, _load_byte_run(b, first, 32), _load_byte_run(b, second, 32)), bytes_of(128))
+
+
+def _load_4_bit_blocks(b: Any, first: Any, second: Any) -> Any:
+    """Load the 4-bit integers of two blocks, plus 8: low halves of bytes are the first half of a block."""
+    four = ir.VectorType(_i8, 16)
+    low, high = (ir.Constant(four, [n] * 16) for n in (15, 4))
+    runs = (_load_byte_run(b, first, 16), _load_byte_run(b, second, 16))
+    return _concat_vectors(b, *(_concat_vectors(b, b.and_(q, low), b.lshr(q, high)) for q in runs))
+
+
+def _make_block_transpose(load_two_blocks: Callable[[Any, Any, Any], Any]) -> Intrinsic:
+    """Make ``(source, step, last, second, to)``: transpose the integers of two blocks of 16 rows into 16 columns.
+
+    Rows are `step` bytes apart, blocks `second` bytes. Row `last` replaces missing rows.
+    """
+
+    @intrinsic(NOTHING, *[ADDRESS] * 5)
+    def transpose_blocks(b, source, step, last, second, to):
+        numbers = [ir.Constant(_i64, i) for i in range(LANES)]
+        rows = [b.add(source, b.mul(step, b.select(b.icmp_signed("<", i, last), i, last))) for i in numbers]
+        vectors = [b.bitcast(load_two_blocks(b, row, b.add(row, second)), _F) for row in rows]
+        for i, column in zip(numbers, transpose_vectors(b, vectors), strict=True):
+            store_bytes.body(b, b.add(to, b.mul(i, ir.Constant(_i64, 64))), b.bitcast(column, _B))
+
+    return transpose_blocks
+
+
+transpose_8_bit_blocks, transpose_4_bit_blocks = (
+    _make_block_transpose(_load_8_bit_blocks),
+    _make_block_transpose(_load_4_bit_blocks),
+)
+
+
+@intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+def gather_f16(b, source, step, last, to):
+    """Copy 16 float16, `step` bytes apart, to consecutive memory; number `last` replaces missing ones."""
+    short = ir.IntType(16).as_pointer()
+    for i in range(LANES):
+        number = ir.Constant(_i64, i)
+        at = b.add(source, b.mul(step, b.select(b.icmp_signed("<", number, last), number, last)))
+        half = b.load(b.inttoptr(at, short), align=2)
+        b.store(half, b.inttoptr(b.add(to, ir.Constant(_i64, 2 * i)), short), align=2)

@@ -1,0 +1,88 @@
+"""Weighted sums of consecutive rows, with four weights per row at once.
+
+A lane is a column of a transposed matrix, so no lanes have to be added.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from .dot_tiles import pack_vectors, unpack_vectors
+from .vectors import (
+    ADDRESS,
+    FLOATS,
+    MANY_REGISTERS,
+    NOTHING,
+    add,
+    count_vector_registers,
+    fma,
+    intrinsic,
+    llvm_type,
+    load,
+    splat_from,
+    store,
+    vector_tuple_type,
+    zeros,
+)
+
+SCALARS_PER_ROW = 4
+SUMS_TYPE = vector_tuple_type(FLOATS, 4 * SCALARS_PER_ROW)
+"""The largest number of sums; with few registers some stay unused."""
+
+
+def _rows_and_vectors() -> tuple[int, int]:
+    """Return the rows that are added in one step, and the vectors of each row.
+
+    With two rows an instruction does not wait for the sum before it.
+    """
+    return (2, 2) if count_vector_registers() == MANY_REGISTERS else (1, 1)
+
+
+def _address_constant(value: int) -> Any:
+    return ir.Constant(llvm_type(ADDRESS), value)
+
+
+@intrinsic(ADDRESS)
+def rows_per_step(b):
+    return _address_constant(_rows_and_vectors()[0])
+
+
+@intrinsic(ADDRESS)
+def bytes_per_step(b):
+    """Return the bytes of each row in one step."""
+    return _address_constant(64 * _rows_and_vectors()[1])
+
+
+@intrinsic(SUMS_TYPE)
+def zero_sums(b):
+    return pack_vectors(b, [zeros.body(b)] * (4 * SCALARS_PER_ROW))
+
+
+@intrinsic(SUMS_TYPE, SUMS_TYPE, *[ADDRESS] * 6)
+def add_weighted_rows(b, sums, at, pace, first, second, third, fourth):
+    """Add the next rows, which begin at `at`, `pace` bytes apart; the weights of each kind are adjacent."""
+    rows, vectors = _rows_and_vectors()
+    known = unpack_vectors(b, sums)
+    for row in range(rows):
+        start = b.add(at, b.mul(pace, _address_constant(row)))
+        vectors_of_row = [load.body(b, b.add(start, _address_constant(64 * i))) for i in range(vectors)]
+        for kind, numbers in enumerate((first, second, third, fourth)):
+            by = splat_from.body(b, b.add(numbers, _address_constant(4 * row)))
+            for i, vector in enumerate(vectors_of_row):
+                place = (row * SCALARS_PER_ROW + kind) * vectors + i
+                known[place] = fma.body(b, vector, by, known[place])
+    return pack_vectors(b, known)
+
+
+@intrinsic(NOTHING, ADDRESS, ADDRESS, SUMS_TYPE)
+def store_sums(b, to, pace, sums):
+    """Store the sums of each kind of weight, `pace` bytes apart."""
+    rows, vectors = _rows_and_vectors()
+    known = unpack_vectors(b, sums)
+    for kind in range(SCALARS_PER_ROW):
+        for i in range(vectors):
+            parts = [known[(row * SCALARS_PER_ROW + kind) * vectors + i] for row in range(rows)]
+            whole = parts[0] if rows == 1 else add.body(b, *parts)
+            store.body(b, b.add(b.add(to, b.mul(pace, _address_constant(kind))), _address_constant(64 * i)), whole)

@@ -1,0 +1,323 @@
+"""Building of step tables, which compiled code replays: steps, the work of each thread, and barriers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import field, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ....graph.dtypes import DType
+from ....graph.lazy_dataclass import dataclass
+from ....graph.old_names import make_module_getattr
+from ...base import Comm, Tensor
+from ...fusion.dataflow import Dataflow
+from ...fusion.operands import BoundInstruction, Operand, Region
+from ..compilation.compiler import ALIGNMENT, Kernel
+from . import work_queue
+
+RUN_STATUS_REGION = Region(0, -1, 0)
+"""Region that stands for "the run continues".
+
+A step that may stop the run writes it, and a step that writes a state reads it. So no thread writes a state after
+another thread has stopped the run at an earlier instruction; a rollback would not restore that state. Work queues read
+it, too: all threads of a step either take work items or leave the queue untouched.
+"""
+
+
+MIN_SHARED_BYTES = 32 * 1024
+"""Minimum bytes that a step moves if threads share it."""
+MAX_DUPLICATED_BYTES = 16 * 1024
+"""Maximum bytes of a step that every thread repeats for itself, because a barrier would take longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadWork:
+    """The part of a step that one thread does: the words of the kernel, and all accesses except private memory."""
+
+    words: Sequence[int]
+    reads: Sequence[Operand]
+    writes: Sequence[Operand]
+
+
+@dataclass(frozen=True, slots=True)
+class TableStep:
+    """One kernel call: the words of each thread; None for a thread without work.
+
+    `is_presplit` means that the words of a thread state its own part; if not, the kernel splits the work. `has_barrier`
+    means that threads wait for each other before the step. `instruction_number` is the number of its instruction.
+    """
+
+    kernel: Kernel
+    words: Sequence[npt.NDArray[np.int64] | None]
+    is_presplit: bool
+    has_barrier: bool
+    instruction_number: int
+
+
+class TableMemory:
+    """Memory that belongs to step tables."""
+
+    def __init__(self) -> None:
+        self._arrays: list[npt.NDArray[np.uint8]] = []
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the address of zeroed memory, aligned to a cache line."""
+        raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+        self._arrays.append(raw)
+        return int(raw.ctypes.data + -raw.ctypes.data % ALIGNMENT)
+
+    def fill(self, address: int, data: bytes) -> None:
+        """Write `data` to allocated memory."""
+        ctypes.memmove(address, data, len(data))
+
+
+ALL_THREADS = -1
+"""Stands for all threads, where a thread number is expected."""
+ThreadRegions = list[tuple[Region, int]]
+
+
+@dataclass(slots=True)
+class StepTableBuilder:
+    """Builder of the steps of a table, with the memory that its tables own.
+
+    A barrier stands before a step in which a thread accesses bytes that another thread may still be writing, or writes
+    bytes that another thread may still be reading. The way a step is split keeps barriers rare:
+
+    - `add`: all threads share a step that moves many bytes; the kernel splits it. The first thread does a small step
+      alone.
+    - `add_queued`: threads take work items from a queue, for a step that takes long.
+    - `add_per_thread`: each thread has its own part. A step on columns of a product continues with the columns that the
+      thread wrote (`find_column_bounds`). Each thread computes for itself the values that all threads need next
+      (`take_private_memory`).
+    """
+
+    threads: int
+    comm: Comm | None = None
+    instruction_number: int = 0
+    steps: list[TableStep] = field(default_factory=list)
+    table_memory: TableMemory = field(default_factory=TableMemory)
+    _written_regions: ThreadRegions = field(default_factory=list)
+    _read_regions: ThreadRegions = field(default_factory=list)
+    _column_bounds: dict[Region, Sequence[int]] = field(default_factory=dict)
+    _derived_operands: dict[Hashable, tuple[Sequence[Operand], list[Region]]] = field(default_factory=dict)
+    _scratch: dict[tuple[str, int], Operand] = field(default_factory=dict)
+    _constants: dict[bytes, Operand] = field(default_factory=dict)
+    _last_private_buffer: int = -1
+
+    def add(
+        self,
+        kernel: Kernel,
+        words: Sequence[int],
+        *,
+        reads: Sequence[Operand],
+        writes: Sequence[Operand],
+        nbytes: int | None = None,
+        stops: bool = False,
+    ) -> None:
+        """Append a step.
+
+        Args:
+            kernel: The kernel.
+            words: Its argument words.
+            reads: All operands, except private memory.
+            writes: All results, except private memory.
+            nbytes: Bytes that the step moves; by default all bytes of `reads` and `writes`.
+            stops: Whether the step may stop the run.
+        """
+        part, moved = ThreadWork(words, reads, writes), _count_moved_bytes(reads, writes) if nbytes is None else nbytes
+        self._append(kernel, {ALL_THREADS if self.threads > 1 and moved >= MIN_SHARED_BYTES else 0: part}, stops)
+
+    def is_shared(self, reads: Sequence[Operand], writes: Sequence[Operand]) -> bool:
+        """Return whether threads share a step with these accesses."""
+        return self.threads > 1 and _count_moved_bytes(reads, writes) >= MIN_SHARED_BYTES
+
+    def add_per_thread(self, kernel: Kernel, parts: Sequence[ThreadWork | None]) -> None:
+        """Append a step in which each thread does its own part; None for a thread without work."""
+        self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)
+
+    def add_queued(self, kernel: Kernel, make_work: Callable[[int], ThreadWork]) -> None:
+        """Append a step with work items that threads take from a queue.
+
+        `make_work` returns the work of all threads for the address of the queue.
+        """
+        self._append(
+            kernel,
+            {ALL_THREADS: make_work(self.allocate_memory(work_queue.QUEUE_BYTES).address)},
+            False,
+            uses_queue=True,
+        )
+
+    def add_by_columns(
+        self, kernel: Kernel, parts: Sequence[ThreadWork | None], out: Operand, bounds: Sequence[int]
+    ) -> None:
+        """Append a step in which thread i writes the columns ``bounds[i]`` to ``bounds[i + 1]`` of `out`.
+
+        Args:
+            kernel: The kernel.
+            parts: The work of each thread; None for a thread without work.
+            out: The result.
+            bounds: Column bounds, one more than threads.
+        """
+        self.add_per_thread(kernel, parts)
+        if self.threads > 1:
+            self._column_bounds[out.region] = bounds
+
+    def find_column_bounds(self, operands: Sequence[Operand]) -> Sequence[int] | None:
+        """Return the column bounds of the first operand that threads wrote by columns since a barrier, or None."""
+        bounds = (self._column_bounds.get(o.region) for o in operands)
+        return next((b for b in bounds if b is not None), None)
+
+    def can_repeat_per_thread(self, reads: Sequence[Operand]) -> bool:
+        """Return whether each thread should repeat a small computation on these operands for itself."""
+        return sum(o.tensor.spec.nbytes for o in reads) <= MAX_DUPLICATED_BYTES
+
+    def _needs_barrier(self, read: ThreadRegions, written: ThreadRegions) -> bool:
+        return any(
+            (thread != other or thread == ALL_THREADS) and region.overlaps(before)
+            for mine, theirs in (
+                (read, self._written_regions),
+                (written, self._written_regions),
+                (written, self._read_regions),
+            )
+            for before, other in theirs
+            for region, thread in mine
+        )
+
+    def _append(
+        self, kernel: Kernel, parts: Mapping[int, ThreadWork], stops: bool, *, uses_queue: bool = False
+    ) -> None:
+        read, written = _find_thread_accesses(parts, stops, uses_queue)
+        needs_barrier = self.threads > 1 and self._needs_barrier(read, written)
+        if needs_barrier:
+            self._written_regions, self._read_regions, self._column_bounds = [], [], {}
+        self._written_regions += written
+        self._read_regions += read
+        if ALL_THREADS in parts:
+            work_by_thread: list[ThreadWork | None] = [parts[ALL_THREADS]] * self.threads
+        else:
+            work_by_thread = [parts.get(thread) for thread in range(self.threads)]
+        words = [None if part is None else np.array(part.words, np.int64) for part in work_by_thread]
+        self.steps.append(TableStep(kernel, words, ALL_THREADS not in parts, needs_barrier, self.instruction_number))
+        self.invalidate_regions([region for region, _ in written])
+
+    def take_steps(self) -> list[TableStep]:
+        """Return the steps so far and begin another table."""
+        taken, self.steps = self.steps, []
+        self._written_regions, self._read_regions, self._column_bounds = [], [], {}
+        return taken
+
+    def allocate_memory(self, nbytes: int) -> Operand:
+        """Allocate memory that lives as long as the tables, aligned to a cache line."""
+        self._last_private_buffer -= 1
+        return Operand(
+            self.table_memory.allocate(nbytes), Tensor(self._last_private_buffer, 0, (nbytes,), (1,), DType.I8)
+        )
+
+    def scratch(self, purpose: str, nbytes: int) -> Operand:
+        """Return the scratch for a purpose, shared by all steps that ask for it; later steps overwrite it."""
+        memory = self._scratch.get((purpose, nbytes))
+        if memory is None:
+            memory = self._scratch[purpose, nbytes] = self.allocate_memory(nbytes)
+        return memory
+
+    def constant(self, array: npt.NDArray[Any]) -> Operand:
+        """Return memory with the contents of `array`; equal bytes share one memory."""
+        data = array.tobytes()
+        if data not in self._constants:
+            self._constants[data] = memory = self.allocate_memory(len(data))
+            self.table_memory.fill(memory.address, data)
+        return self._constants[data]
+
+    def take_private_memory(self, purpose: str, nbytes: int, *, shared: bool = False) -> Sequence[Operand]:
+        """Return memory for each thread, or one memory for all if `shared`, that holds no registered operand."""
+        registered_buffers = {o.tensor.buffer for known, _ in self._derived_operands.values() for o in known}
+        for number in count():
+            whose = ["all"] * self.threads if shared else [f"thread {t}" for t in range(self.threads)]
+            memory = [self.scratch(f"{purpose} {number} of {who}", nbytes) for who in whose]
+            if not any(o.tensor.buffer in registered_buffers for o in memory):
+                return memory
+        raise AssertionError("never")
+
+    def find_derived(self, key: Hashable) -> Sequence[Operand] | None:
+        """Return the operands of each thread under `key`; None if they or their sources have been overwritten."""
+        known = self._derived_operands.get(key)
+        return None if known is None else known[0]
+
+    def register_derived(self, key: Hashable, operands: Sequence[Operand], sources: Sequence[Operand]) -> None:
+        """Register `operands` under `key` for later steps, until `operands` or `sources` are overwritten."""
+        self._derived_operands[key] = (operands, [o.region for o in (*operands, *sources)])
+
+    def set_per_thread_value(self, operands: Sequence[Operand], value: Operand) -> None:
+        """Register `operands`, one operand for each thread, as the contents of `value`, which is not written."""
+        self.invalidate_regions([value.region])
+        self.register_derived(("own", value.region), operands, [value])
+
+    def find_per_thread_values(self, value: Operand) -> Sequence[Operand] | None:
+        """Return the operand of each thread that holds the contents of `value`, or None."""
+        own = self.find_derived(("own", value.region))
+        return None if own is None else [with_layout_of(o, value) for o in own]
+
+    def invalidate_regions(self, written: Sequence[Region]) -> None:
+        """Forget the registered operands and column bounds that these regions overlap."""
+        for region in [r for r in self._column_bounds if any(w.overlaps(r) for w in written)]:
+            del self._column_bounds[region]
+        gone = [
+            k
+            for k, (_, regions) in self._derived_operands.items()
+            if any(w.overlaps(r) for w in written for r in regions)
+        ]
+        for key in gone:
+            del self._derived_operands[key]
+
+
+def with_layout_of(memory: Operand, value: Operand) -> Operand:
+    """Return `memory` as an operand with the shape, strides and dtype of `value`."""
+    t = value.tensor
+    return Operand(memory.address, replace(memory.tensor, shape=t.shape, strides=t.strides, dtype=t.dtype))
+
+
+def _count_moved_bytes(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:
+    """Return the bytes of all operands except scratch."""
+    return sum(o.region.high - o.region.low for o in (*reads, *writes) if o.tensor.buffer >= 0)
+
+
+def _find_thread_accesses(
+    parts: Mapping[int, ThreadWork], stops: bool, uses_queue: bool
+) -> tuple[ThreadRegions, ThreadRegions]:
+    """Return the regions that each thread reads, and the regions that it writes."""
+    read = [(o.region, thread) for thread, part in parts.items() for o in part.reads]
+    written = [(o.region, thread) for thread, part in parts.items() for o in part.writes]
+    for thread, part in parts.items():
+        if stops or uses_queue or any(o.declared_spec is not None for o in part.writes):
+            read.append((RUN_STATUS_REGION, thread))
+        if stops:
+            written.append((RUN_STATUS_REGION, thread))
+    return read, written
+
+
+InstructionBinder = Callable[[StepTableBuilder, BoundInstruction], bool]
+"""Appends the steps of one instruction; returns False if no kernel fits, and then NumPy computes the instruction."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedBinding:
+    """Fused instructions and the function that appends their steps, which always succeeds."""
+
+    instruction_numbers: Sequence[int]
+    bind: Callable[[StepTableBuilder], None]
+
+
+FusionMatcher = Callable[[Dataflow, int], FusedBinding]
+"""Finds the fusion that begins with an instruction. Raises `NoKernelError` if no kernel fits.
+
+Intermediate values that only the fused instructions read are not written.
+"""
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Steps="StepTableBuilder", Chain="FusedBinding")

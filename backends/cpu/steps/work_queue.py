@@ -1,0 +1,64 @@
+"""Work queues: threads take the work items of a step one by one, so that a delayed thread leaves its work to others.
+
+All threads count the same items in the same order. A thread processes the item of its ticket, then draws another
+ticket. The last ticket of each thread is behind all items:
+
+    item, mine = 0, take_work_item(tickets, 0)
+    for ...:
+        if item == mine:
+            ...
+            mine = take_work_item(tickets, item + 1)
+        item += 1
+    finish_queue(tickets, mine, item, threads)
+
+A step of many rows may be split into spans of rows with a queue each (`count_spans`). Each thread begins with the span
+of its rows in steps that are shared row by row. Then few rows come from the caches of other processors. Later the
+thread helps with the other spans.
+"""
+
+from __future__ import annotations
+
+from ..compilation.compiler import subroutine
+from ..simd.atomics import fetch_add, store_shared
+
+QUEUE_BYTES = 64
+"""Bytes of the queue memory of a step. It is zero before and after the step."""
+MAX_SPANS = QUEUE_BYTES // 8
+"""Largest number of spans of a step."""
+
+
+@subroutine
+def take_work_item(tickets, following):
+    """Take the next item, or `following` if there is no queue (`tickets` is 0) because one thread does all items."""
+    return fetch_add(tickets, 1) if tickets != 0 else following
+
+
+@subroutine
+def finish_queue(tickets, mine, item_count, threads):
+    """Reset the queue if this thread drew the last ticket of all."""
+    if tickets != 0 and mine == item_count + threads - 1:
+        store_shared(tickets, 0)
+
+
+@subroutine
+def count_spans(rows, min_rows, threads):
+    """Return the number of spans with at least `min_rows` rows each."""
+    return max(1, min(threads, rows // min_rows, MAX_SPANS))
+
+
+@subroutine
+def choose_span(turn, spans, thread, threads):
+    """Return the span that a thread processes in its turn number `turn`."""
+    return (thread * spans // threads + turn) % spans
+
+
+@subroutine
+def compute_span_start(rows, tall, number, spans):
+    """Return the first row of span `number`, which is the end of the span before it: a multiple of `tall`."""
+    return min(rows, (rows + tall - 1) // tall * number // spans * tall)
+
+
+@subroutine
+def select_span_queue(tickets, span):
+    """Return the queue of a span; 0 without queues."""
+    return tickets + 8 * span if tickets != 0 else 0

@@ -1,0 +1,33 @@
+"""Selection of the largest of many numbers by a compiled kernel, for sampling from the logits of a vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .compilation.compiler import KERNEL_FUNCTION
+from .kernels.rows.reductions import TOP_K_ARGS, top_k
+
+
+def find_top_k(x: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
+    """Return the indices of the `count` largest of ``x`` f32[n], largest first, and the first of equal ones first.
+
+    `count` is between 1 and n and should be small: numbers in rising order take time proportional to its square.
+    """
+    x, places = np.ascontiguousarray(x, np.float32), np.empty(count, np.int32)
+    block = TOP_K_ARGS(rows=1, x=x.ctypes.data, step=0, n=x.size, y=places.ctypes.data, pace=0, k=count)
+    words = np.array(block, np.int64)
+    KERNEL_FUNCTION(top_k.address)(words.ctypes.data, 0, 1)
+    return places.astype(np.int64)
+
+
+def argsort_descending(x: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """Return the indices of ``x`` f32[n] in descending order, the first of equal ones first.
+
+    Words that combine number and index sort faster than a stable sort of indices.
+    """
+    bits = (np.float32(0) - x).view(np.int32)  # not -x, which would distinguish the two zeros
+    keys = bits ^ (bits >> 31 & np.int32(0x7FFFFFFF))
+    words = keys.astype(np.int64) << 32 | np.arange(x.size)
+    words.sort()
+    return words & 0xFFFFFFFF

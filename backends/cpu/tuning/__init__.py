@@ -1,0 +1,1 @@
+"""Measure the limits of this machine: memory bandwidth and arithmetic speed."""

@@ -1,0 +1,137 @@
+"""Measured limits of this machine: bytes/s of memory, and operations/s of registers.
+
+A limit is the best of several runs, because disturbances only make a run slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from ....graph.dtypes import DType
+from .. import target_cpu
+from ..compilation.compiler import KERNEL_FUNCTION, Kernel
+from ..kernels import peak_probes
+from ..simd import amx
+from ..simd.byte_vectors import has_dot4
+from .prefetch_tuning import MAX_GROUP_ROWS, TimedMatmul
+
+MEASUREMENT_RUNS = 5
+READ_PATTERNS = (
+    {"streams": 1, "together": 0, "l1_ahead": 0, "l2_ahead": 0},
+    {"streams": 1, "together": 0, "l1_ahead": 8192, "l2_ahead": 16384},
+    {"streams": 1, "together": 1, "l1_ahead": 0, "l2_ahead": 0},
+    {"streams": 8, "together": 0, "l1_ahead": 0, "l2_ahead": 0},
+    {"streams": 8, "together": 0, "l1_ahead": 2048, "l2_ahead": 8192},
+)
+"""Patterns that only read memory, as words of `peak_probes.READ`; the best one differs between processors."""
+ROW_BYTES = 1024 // DType.Q8_0.block * DType.Q8_0.block_bytes
+"""Bytes of a row of 1,024 weights of Q8_0."""
+MULTIPLY_TURNS = 1_000_000
+
+
+class _TimedKernel:
+    """A kernel on several threads, which stay alive between runs."""
+
+    def __init__(self, kernel: Kernel, words: Sequence[int], threads: int) -> None:
+        self._block, self._kernel = np.array(words, np.int64), KERNEL_FUNCTION(kernel.address)
+        self._pool, self._threads = ThreadPoolExecutor(threads), threads
+
+    def measure_seconds(self) -> float:
+        """Run once."""
+        start = time.perf_counter()
+        list(self._pool.map(self._run_thread, range(self._threads)))
+        return time.perf_counter() - start
+
+    def measure_fastest_seconds(self) -> float:
+        """Return the seconds of the fastest run after one warm-up run."""
+        return min([self.measure_seconds() for _ in range(1 + MEASUREMENT_RUNS)][1:])
+
+    def _run_thread(self, thread: int) -> None:
+        self._kernel(self._block.ctypes.data, thread, self._threads)
+
+
+class MemoryReadTest:
+    """Memory that several threads read together, in every pattern; it should exceed every cache.
+
+    The patterns are `READ_PATTERNS` and a product of one token with a Q8_0 weight of a quarter of the size,
+    with every prefetch distance. The best pattern counts, so that no kernel exceeds the limit.
+    """
+
+    def __init__(self, threads: int, nbytes: int = 1 << 30) -> None:
+        turns = (
+            nbytes
+            // (64 * peak_probes.LINES_PER_ITERATION * peak_probes.TURNS_PER_CHUNK * threads)
+            * peak_probes.TURNS_PER_CHUNK
+            * threads
+        )
+        memory, sums = (
+            np.ones(turns * 16 * peak_probes.LINES_PER_ITERATION, np.float32),
+            np.zeros(16 * threads, np.float32),
+        )
+        known = {"memory": memory.ctypes.data, "turns": turns, "sums": sums.ctypes.data}
+        self._memory = memory, sums
+        self._runs = [
+            _TimedKernel(peak_probes.read_memory, peak_probes.READ_ARGS(**known, **pattern), threads)
+            for pattern in READ_PATTERNS
+        ]
+        weight = np.full((nbytes // 4 // ROW_BYTES // MAX_GROUP_ROWS * MAX_GROUP_ROWS, ROW_BYTES), 0x21, np.uint8)
+        self._matmul = TimedMatmul(DType.Q8_0, [weight], threads)
+
+    def measure_bytes_per_second(self) -> float:
+        """Measure the bytes/s now."""
+        seconds = min(run.measure_seconds() for run in self._runs)
+        return max(self._memory[0].nbytes / seconds, self._matmul.nbytes / min(self._matmul.measure_seconds()))
+
+
+def read_last_cache_bytes() -> int:
+    """Return the bytes of the largest cache of the first processor; 0 if the system does not report it."""
+    sizes = [0]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            number, unit = file.read_text("ascii").strip()[:-1], file.read_text("ascii").strip()[-1]
+            sizes.append(int(number) * {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(unit, 0))
+    return max(sizes)
+
+
+def measure_float32_peak(threads: int) -> float:
+    """Measure the float32 operations/s of fused multiply-adds."""
+    values = np.full(32, 0.5, np.float32)
+    return 2 * _measure_multiplications_per_second(peak_probes.multiply_floats, values, threads)
+
+
+def measure_int8_peak(threads: int) -> float | None:
+    """Measure the operations/s of 8-bit dot products; None if the processor has no such instruction."""
+    return (
+        2 * 4 * _measure_multiplications_per_second(peak_probes.multiply_bytes, np.ones(128, np.uint8), threads)
+        if has_dot4()
+        else None
+    )
+
+
+def measure_bf16_tile_peak(threads: int) -> float | None:
+    """Measure the bfloat16 operations/s of tile products; None if the processor has no tiles."""
+    if target_cpu.find_tile_support() != target_cpu.AMX:
+        return None
+    memory, turns = np.zeros(amx.TILE_MEMORY_BYTES * threads, np.uint8), MULTIPLY_TURNS // 4
+    run = _TimedKernel(
+        peak_probes.make_multiply_tiles_kernel(), peak_probes.TILE_ARGS(turns=turns, memory=memory.ctypes.data), threads
+    )
+    products = 2 * amx.TILE_ROWS * amx.TILE_ROWS * amx.TILE_ROW_BYTES // 2
+    return products * peak_probes.INDEPENDENT_TILES * turns * threads / run.measure_fastest_seconds()
+
+
+def _measure_multiplications_per_second(kernel: Kernel, values: np.ndarray, threads: int) -> float:
+    """Measure the multiplications/s of 32-bit lanes."""
+    sums = np.zeros(16 * threads, np.float32)
+    run = _TimedKernel(
+        kernel,
+        peak_probes.MULTIPLY_ARGS(turns=MULTIPLY_TURNS, values=values.ctypes.data, sums=sums.ctypes.data),
+        threads,
+    )
+    return 16 * peak_probes.INDEPENDENT_SUMS * MULTIPLY_TURNS * threads / run.measure_fastest_seconds()

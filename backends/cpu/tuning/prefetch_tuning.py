@@ -1,0 +1,149 @@
+"""Measurement of prefetch distances: products with the weights of a program, at first use.
+
+`compilation.prefetch_distance` has the distances and their meaning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from ....graph.dtypes import DType
+from ....graph.storage.disk_cache import read_cached, write_cached
+from ...base import Program
+from ...compile_log import log
+from ..compilation.compiler import KERNEL_FUNCTION
+from ..compilation.prefetch_distance import PREFETCH_DISTANCES, TUNED_ROW_COUNTS, make_distance_cache_path
+from ..kernels.matmul import float_matmul, packed_matmul, tile_loops
+from ..kernels.packed.format_table import FORMATS
+from ..steps.partition import compute_even_bounds
+
+MIN_PREFETCH_GAIN = 1.03
+"""Minimum ratio of speeds at which another pair replaces the default."""
+MIN_TUNED_BYTES = 64 << 20
+"""Minimum bytes of weights of a dtype in a program for a measurement; fewer bytes stay in a cache."""
+MAX_TUNING_BYTES = 128 << 20
+"""Maximum bytes of weights that a measurement reads."""
+TUNING_ROUNDS = 15
+MAX_GROUP_ROWS = 64
+"""Maximum rows of a group in any packed form."""
+
+
+def tune_for_program(program: Program, buffers: Sequence[np.ndarray]) -> None:
+    """Tune every dtype that has many weights in a program and has no cached result.
+
+    The products use the weights themselves, because a copy would take memory that the model does not need.
+    """
+    weights = defaultdict[DType, list[np.ndarray]](list)
+    for spec, memory in zip(program.buffers, buffers, strict=True):
+        if spec.kind == "weight" and spec.stored_spec is not None and len(spec.stored_spec.shape) > 1 and spec.nbytes:
+            dtype, columns = spec.stored_spec.dtype, spec.stored_spec.shape[-1]
+            rows = memory.view(np.uint8)[: spec.stored_spec.nbytes]
+            weights[dtype].append(rows.reshape(-1, columns // dtype.block * dtype.block_bytes))
+    for dtype, matrices in weights.items():
+        if (
+            sum(matrix.nbytes for matrix in matrices) >= MIN_TUNED_BYTES
+            and read_cached(make_distance_cache_path(dtype)) is None
+        ):
+            tune_prefetch_distance(dtype, matrices)
+
+
+def tune_prefetch_distance(dtype: DType, matrices: Sequence[np.ndarray]) -> None:
+    """Measure all distances on one thread, and cache the best for later processes."""
+    before = accumulate((matrix.nbytes for matrix in matrices), initial=0)
+    some = [
+        matrix[: _count_whole_group_rows(matrix, MAX_TUNING_BYTES - read)]
+        for matrix, read in zip(matrices, before, strict=False)
+        if read < MAX_TUNING_BYTES
+    ]
+    write_cached(
+        make_distance_cache_path(dtype), bytes(_choose_fastest(dtype, some, rows) for rows in TUNED_ROW_COUNTS)
+    )
+
+
+def _choose_fastest(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
+    """Return the index of the pair with the fastest run; disturbances only make a run slower."""
+    reading = TimedMatmul(dtype, matrices, 1, rows)
+    reading.measure_seconds()
+    seconds = np.min([reading.measure_seconds() for _ in range(TUNING_ROUNDS)], axis=0)
+    rates = ", ".join(f"{c}: {reading.nbytes / s / 1e9:.1f}" for c, s in zip(PREFETCH_DISTANCES, seconds, strict=True))
+    log.debug("GB/s of %s by bytes fetched ahead, %d rows: %s", dtype, rows, rates)
+    best = int(np.argmin(seconds))
+    return best if seconds[best] * MIN_PREFETCH_GAIN < seconds[0] else 0
+
+
+def _count_whole_group_rows(matrix: np.ndarray, nbytes: int) -> int:
+    """Return how many rows have `nbytes` bytes, in whole groups."""
+    return max(1, nbytes // matrix.shape[1] // MAX_GROUP_ROWS) * MAX_GROUP_ROWS
+
+
+class TimedMatmul:
+    """Timed products of weights of one dtype with rows of zeros; the results are discarded.
+
+    Each weight is an array of rows of bytes. Packed weights are whole groups of rows.
+    """
+
+    def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int, at_once: int = 1) -> None:
+        form = FORMATS.get(dtype)
+        blocks = packed_matmul.make_packed_tiling(form) if form else float_matmul.make_float_tiling(dtype)
+        self.nbytes = sum(matrix.nbytes for matrix in matrices)
+        rows, stride = np.max([matrix.shape for matrix in matrices], axis=0)
+        x, y = np.zeros(stride // dtype.block_bytes * dtype.block, np.float32), np.zeros(rows, np.float32)
+        slots = np.array([0, at_once, at_once, *range(at_once)], np.int32)
+        scratch = np.zeros(threads * blocks.scratch_bytes, np.uint8)
+        self._blocks = [
+            [
+                np.array(
+                    tile_loops.ARGS(
+                        w=matrix.ctypes.data + first * matrix.shape[1],
+                        stride=matrix.shape[1],
+                        between=0,
+                        rows=last - first,
+                        columns=matrix.shape[1] // dtype.block_bytes * dtype.block,
+                        x=x.ctypes.data,
+                        pitch=0,
+                        starts=slots.ctypes.data,
+                        experts=1,
+                        used=1,
+                        shared=1,
+                        y=y.ctypes.data,
+                        step=0,
+                        scratch=scratch.ctypes.data + thread * blocks.scratch_bytes,
+                        l1_ahead=l1_ahead,
+                        l2_ahead=l2_ahead,
+                        tickets=0,
+                    ),
+                    np.int64,
+                )
+                for matrix in matrices
+                for thread, (first, last) in enumerate(
+                    pairwise(compute_even_bounds(len(matrix), MAX_GROUP_ROWS, threads))
+                )
+            ]
+            for l1_ahead, l2_ahead in PREFETCH_DISTANCES
+        ]
+        self._memory = matrices, x, y, slots, scratch
+        self._kernel = KERNEL_FUNCTION(
+            (
+                packed_matmul.make_packed_matmul_kernel(form) if form else float_matmul.make_float_matmul_kernel(dtype)
+            ).address
+        )
+        self._pool, self._threads = ThreadPoolExecutor(threads), threads
+
+    def measure_seconds(self) -> list[float]:
+        """Return the seconds of one run with each pair of distances."""
+        return [self._measure_run(blocks) for blocks in self._blocks]
+
+    def _measure_run(self, blocks: Sequence[np.ndarray]) -> float:
+        start = time.perf_counter()
+        list(self._pool.map(lambda thread: self._run_thread_blocks(blocks, thread), range(self._threads)))
+        return time.perf_counter() - start
+
+    def _run_thread_blocks(self, blocks: Sequence[np.ndarray], thread: int) -> None:
+        for block in blocks[thread :: self._threads]:
+            self._kernel(block.ctypes.data, 0, 1)

@@ -1,0 +1,434 @@
+"""The driver of CUDA devices: memory, CUDA graphs and modules through CuPy, which is imported at first use."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, permutations
+from typing import Any
+
+import numpy as np
+
+from ...graph.errors import BackendError
+from ..base import Array, Device, Tensor
+from ..call_once import call_once
+from ..capabilities import PredictedSpeeds
+from .backend import DriverBackend
+from .device import host_transfers
+from .device.batched_copies import batch_copies
+from .device.cubin_cache import load_or_compile_cubin
+from .device.dependent_launch import (
+    compute_early_flags,
+    find_early_launch_library,
+    find_launch_library,
+    launch_with_attributes,
+)
+from .device.device_limits import DEFAULT_SHARED_BYTES, Limits, find_limits
+from .device.driver import (
+    CollectiveLibrary,
+    CollectiveOverlap,
+    Communicator,
+    DriverStep,
+    Exchange,
+    KernelInstance,
+    KernelSource,
+    Launch,
+    LaunchError,
+    SingleStep,
+    flatten_steps,
+    has_device_parts,
+)
+from .device.host_transfers import DeviceArray, HostTransfers, convert_errors
+from .device.nccl import load_nccl
+from .predicted_speeds import load_predicted_speeds
+
+CUPY_INSTALL_HINT = "pip install hocket[cuda13] (or hocket[cuda12], for drivers before 580)"
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+"""The number of this CUfunction_attribute."""
+PEER_ACCESS_ALREADY_ENABLED, NOT_READY, PORTABLE_AND_MAPPED = 704, 600, 3
+"""Numbers of the CUDA runtime: an error code, a stream status, and flags of cudaHostRegister."""
+HIGH_PRIORITY = -1
+"""Stream priority. Blocks of such a stream begin before blocks of streams with priority 0."""
+SUFFIX_A_CAPABILITIES = frozenset(("90", "100", "103", "120"))
+"""Compute capabilities that compile for an architecture with suffix "a", which has additional instructions."""
+
+
+def _cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+def _nccl() -> Any:
+    from cupy.cuda import nccl
+
+    return nccl
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A device buffer and the transfers between it and the host."""
+
+    array: Any
+    transfers: HostTransfers
+
+
+class CudaDriver:
+    """The CUDA devices of this machine.
+
+    All launches and copies of a device, or of a device part, use one stream and keep their order. With `begins_early`,
+    launches in a CUDA graph begin while the previous launch runs, if the device and its driver support that.
+    """
+
+    kind = "cuda"
+    install = CUPY_INSTALL_HINT
+    library_name = "NCCL"
+    is_hip, can_overlap_collectives = False, True
+    """`is_hip`: CuPy is built for AMD devices. `overlaps`: launches can run during a collective."""
+
+    def __init__(self, begins_early: bool = True) -> None:
+        self.begins_early = begins_early
+        self._transfers_by_device: dict[str, HostTransfers] = {}
+        self._limits: dict[int, Limits] = {}
+
+    @property
+    def cupy(self) -> Any:
+        """CuPy for these devices. Raises `BackendError`."""
+        try:
+            cupy = _cupy()
+        except ImportError as why:
+            raise BackendError(f"{self.kind} devices need CuPy: {self.install} ({why})") from None
+        if bool(cupy.cuda.runtime.is_hip) is not self.is_hip:
+            others = "CUDA" if self.is_hip else "ROCm"
+            raise BackendError(f"{self.kind} devices need another CuPy than this one for {others}: {self.install}")
+        return cupy
+
+    def devices(self) -> Sequence[Device]:
+        return tuple(map(self.device, range(self._count_devices())))
+
+    def _count_devices(self) -> int:
+        """Return the number of devices. Raises `BackendError` if no device is usable."""
+        runtime = self.cupy.cuda.runtime
+        try:
+            return int(runtime.getDeviceCount())
+        except runtime.CUDARuntimeError as why:
+            raise BackendError(
+                f"no {self.kind.upper()} device can be used: {why}; {self.kind}-emulated:0 runs anywhere"
+            ) from None
+
+    def device(self, index: int) -> Device:
+        if index >= (count := self._count_devices()):
+            raise BackendError(f"there is no device {self.kind}:{index}; this machine has {count}")
+        about = self.read_device_properties(index)
+        return Device(self.kind, index, int(about["totalGlobalMem"]), about["name"].decode())
+
+    def read_device_properties(self, index: int) -> Mapping[str, Any]:
+        """Read the properties of a device."""
+        with convert_errors(self.cupy, f"{self.kind}:{index}", "say what it is"):
+            properties: Mapping[str, Any] = self.cupy.cuda.runtime.getDeviceProperties(index)
+        return properties
+
+    def limits(self, on: Device) -> Limits:
+        if on.index not in self._limits:
+            self._limits[on.index] = self._read_limits(on.index)
+        return self._limits[on.index]
+
+    def _read_limits(self, index: int) -> Limits:
+        return find_limits(self._capability(index))
+
+    def _capability(self, index: int) -> str:
+        with self.cupy.cuda.Device(index) as device:
+            return str(device.compute_capability)
+
+    def count_multiprocessors(self, on: Device) -> int:
+        return int(self.read_device_properties(on.index)["multiProcessorCount"])
+
+    def alloc(self, nbytes: int, on: Device) -> Any:
+        cupy = self.cupy
+        try:
+            reached = self._get_host_transfers(on)
+            return DeviceMemory(reached.allocate_zeros(max(nbytes, 16)), reached)
+        except cupy.cuda.memory.OutOfMemoryError:
+            raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
+
+    def _get_host_transfers(self, on: Device) -> HostTransfers:
+        if str(on) not in self._transfers_by_device:
+            self._transfers_by_device.setdefault(
+                str(on), HostTransfers(self.cupy, self.kind, on.index)
+            )  # one thread wins the race
+        return self._transfers_by_device[str(on)]
+
+    def address(self, buffer: DeviceMemory) -> int:
+        return int(buffer.array.data.ptr)
+
+    def view(self, buffer: DeviceMemory, tensor: Tensor) -> DeviceArray:
+        dtype, whole = tensor.dtype.storage, buffer.array
+        strides = [s * dtype.itemsize for s in tensor.strides]
+        with whole.device:
+            array = self.cupy.ndarray(tensor.shape, dtype, whole.data + tensor.offset, strides)
+        return DeviceArray(array, buffer.transfers)
+
+    def make_writer(
+        self, buffers: Sequence[DeviceMemory], tensors: Sequence[Tensor]
+    ) -> Callable[[Sequence[Array]], None]:
+        batches = [*batch_copies(tensors, host_transfers.STAGING_HALF_BYTES)]
+        inside = {array.number for batch in batches for array in batch.arrays}
+        others = {n: self.view(buffers[t.buffer], t) for n, t in enumerate(tensors) if n not in inside}
+        if not batches:
+            return partial(_write_views, others)
+        first = buffers[batches[0].buffer].transfers
+        write = first.make_writer([(p, self.address(buffers[p.buffer]) + p.offset) for p in batches])
+        if not others:
+            return write
+
+        def write_batches_and_views(arrays: Sequence[Array]) -> None:
+            write(arrays)
+            _write_views(others, arrays)
+
+        return write_batches_and_views
+
+    def make_reader(self, buffers: Sequence[DeviceMemory], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+        views = [self.view(buffers[t.buffer], t) for t in tensors]
+        return views[0].transfers.make_reader([view.array for view in views]) if views else list
+
+    def can_access_peers(self, devices: Sequence[Device]) -> bool:
+        """Return whether each device can access the memory of the others; enable that access.
+
+        Buffers come from cudaMalloc, so peer access covers all memory of a device. Parts of one device are not peers. A
+        kernel that waits for another part may block that part's launch, because streams share queues and some launches
+        need an idle device.
+        """
+        if has_device_parts(devices):
+            return False
+        cupy = self.cupy
+        runtime, pairs = cupy.cuda.runtime, list(permutations((d.index for d in devices), 2))
+        if not all(runtime.deviceCanAccessPeer(own, other) for own, other in pairs):
+            return False
+        for own, other in pairs:
+            with cupy.cuda.Device(own):
+                try:
+                    runtime.deviceEnablePeerAccess(other)
+                except runtime.CUDARuntimeError as why:  # CuPy has cleared the last error already
+                    if why.status != PEER_ACCESS_ALREADY_ENABLED:
+                        raise BackendError(f"cuda:{own} cannot reach memory of cuda:{other}: {why}") from None
+        return True
+
+    def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
+        if has_device_parts(devices):
+            return f"{self.library_name} joins no parts of one device"
+        return load_nccl(self.cupy, _nccl, self.library_name)
+
+    def map_host_memory(self, board: Array, is_first: bool) -> int:
+        """Return the device address of the signal pad. The first device pins it for all, while it exists."""
+        runtime, address = self.cupy.cuda.runtime, int(board.ctypes.data)
+        with convert_errors(self.cupy, f"{self.kind} devices", "share memory of the host"):
+            if is_first:
+                runtime.hostRegister(address, board.nbytes, PORTABLE_AND_MAPPED)
+                weakref.finalize(board, runtime.hostUnregister, address)
+            return int(runtime.pointerGetAttributes(address).devicePointer)
+
+    def prepare_kernel(self, kernel: KernelInstance, on: Device) -> None:
+        with convert_errors(self.cupy, on, f"load {kernel}"), self.cupy.cuda.Device(on.index):
+            self._load_function(kernel, on.index)
+
+    def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
+        cupy = self.cupy
+        with convert_errors(cupy, on, "record launches"), cupy.cuda.Device(on.index):
+            replay = self._make_replay(steps, on)
+
+        def run() -> None:
+            try:
+                with cupy.cuda.Device(on.index):
+                    replay()
+            except cupy.cuda.runtime.CUDARuntimeError as why:
+                raise LaunchError(steps[0].number, str(why)) from None
+
+        return RecordedGraph(
+            run, tuple(step.communicator for step in flatten_steps(steps) if isinstance(step, Exchange))
+        )
+
+    def _make_replay(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
+        """Return a function that replays the steps: one launch directly, several as a CUDA graph.
+
+        NCCL needs exchanges in graphs on all devices or on none.
+        """
+        stream = self.stream(on)
+        if len(steps) == 1 and isinstance(steps[0], Launch):
+            return self._make_call(steps[0], on, stream)
+        cuda = self.cupy.cuda
+        capturing, side = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True, priority=HIGH_PRIORITY)
+        capability, release = int(self._capability(on.index)), cuda.runtime.driverGetVersion()
+        may_be_early = self.begins_early and find_early_launch_library(capability, release) is not None
+        calls = [*self._make_calls(steps, on, capturing, side, may_be_early)]
+        with capturing:
+            capturing.begin_capture()
+            try:
+                for call in calls:
+                    call()
+            except BaseException:
+                with suppress(cuda.runtime.CUDARuntimeError):  # the side stream may not be joined yet
+                    capturing.end_capture()  # otherwise this thread stays in capture mode
+                raise
+            return partial(capturing.end_capture().launch, stream)
+
+    def _make_calls(
+        self, steps: Sequence[DriverStep], on: Device, stream: Any, side: Any, may_be_early: bool
+    ) -> Iterator[Callable[[], None]]:
+        """Yield calls that put steps into a stream. Overlapped collectives go into the stream `side`.
+
+        A collective that waits for another device is one block. It occupies a multiprocessor slot while it waits;
+        overlapped launches use the other slots. These launches wait for no collective, so they end on all devices and
+        each device arrives. The high priority lets the collective start before pending blocks of a large launch. No
+        launch of such a collective begins early, because its blocks would occupy slots while they wait.
+        """
+        for step, is_early in zip(steps, compute_early_flags(steps), strict=True):
+            if not isinstance(step, CollectiveOverlap):
+                yield self._make_call(step, on, stream, may_be_early and is_early)
+                continue
+            fork, join = (self.cupy.cuda.Event(disable_timing=True) for _ in range(2))
+            yield partial(fork.record, stream)
+            yield partial(side.wait_event, fork)
+            yield from (self._make_call(single, on, side) for single in step.collective)
+            yield partial(join.record, side)
+            yield from self._make_calls(step.overlapped, on, stream, side, may_be_early)
+            yield partial(stream.wait_event, join)
+
+    def stream(self, on: Device) -> Any:
+        """Return the stream of launches and copies."""
+        return self._get_host_transfers(on).stream
+
+    def _make_call(self, step: SingleStep, on: Device, stream: Any, is_early: bool = False) -> Callable[[], None]:
+        """Return a call that puts one step into a stream. The words of a launch are copied now."""
+        if isinstance(step, Exchange):
+            return partial(step.communicator.enqueue_transfers, step.transfers, stream.ptr)
+        driver, launch, function = self.cupy.cuda.driver, step, self._load_function(step.kernel, on.index)
+        self._allow_shared_bytes(function, launch.shared_bytes)
+        library = find_launch_library(launch, is_early)
+        words = np.array(launch.words, np.uint64)
+        parameters = np.array([words.ctypes.data], np.uint64)
+
+        def call(references: Any = (function, words, parameters)) -> None:
+            try:
+                if library is None:
+                    sizes = *launch.grid, *launch.block, launch.shared_bytes
+                    driver.launchKernel(function.ptr, *sizes, stream.ptr, parameters.ctypes.data, 0)
+                elif status := launch_with_attributes(
+                    library, function.ptr, launch, stream.ptr, parameters.ctypes.data, is_early
+                ):
+                    raise driver.CUDADriverError(status)
+            except driver.CUDADriverError as why:
+                raise LaunchError(launch.number, f"{launch.kernel}: {why}") from None
+
+        return call
+
+    def _load_function(self, kernel: KernelInstance, index: int) -> Any:
+        module, lowered = _load_module(self, kernel.source, index)
+        return module.get_function(lowered[kernel.name])
+
+    def _allow_shared_bytes(self, function: Any, shared_bytes: int) -> None:
+        """Allow launches of a kernel with this number of shared-memory bytes."""
+        if shared_bytes > DEFAULT_SHARED_BYTES:
+            self.cupy.cuda.driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+
+    def compile_source(self, source: KernelSource, index: int) -> tuple[bytes, Mapping[str, str]]:
+        """Compile a source for a device, or raise `BackendError`.
+
+        Returns:
+            The machine code, and the mangled name of each kernel.
+        """
+        capability = self._capability(index)
+        return load_or_compile_cubin(source, f"sm_{capability}{'a' if capability in SUFFIX_A_CAPABILITIES else ''}")
+
+    def is_idle(self, on: Device) -> bool:
+        return int(self.cupy.cuda.runtime.streamQuery(self.stream(on).ptr)) != NOT_READY  # done, or failed
+
+    def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
+        """Run and time `runs` with events between them in the stream, in seconds."""
+        events, stream = self.cupy.cuda, self.stream(on)
+        with convert_errors(self.cupy, on, "time launches"), events.Device(on.index):
+            marks = [events.Event() for _ in range(len(runs) + 1)]
+            marks[0].record(stream)
+            for run, mark in zip(runs, marks[1:], strict=True):
+                run()
+                mark.record(stream)
+            self.synchronise(on)
+            return [events.get_elapsed_time(start, end) * 1e-3 for start, end in pairwise(marks)]
+
+    def synchronise(self, on: Device) -> None:
+        with convert_errors(self.cupy, on, "end what was launched"):
+            self.stream(on).synchronize()
+
+
+def _write_views(views: Mapping[int, DeviceArray], arrays: Sequence[Array]) -> None:
+    """Write to each view the array of the same number."""
+    for number, view in views.items():
+        view[...] = arrays[number]
+
+
+class RecordedGraph:
+    """A CUDA graph and its communicators.
+
+    The graph is deleted first, because a communicator waits forever at its end while a graph uses it.
+    """
+
+    def __init__(self, run: Callable[[], None], communicators: tuple[Communicator, ...]) -> None:
+        self.run: Callable[[], None] | None = run
+        self.communicators = communicators
+
+    def __call__(self) -> None:
+        assert self.run is not None
+        self.run()
+
+    def __del__(self) -> None:
+        self.run = None
+
+
+@call_once
+def _load_module(driver: CudaDriver, source: KernelSource, index: int) -> tuple[Any, Mapping[str, str]]:
+    """Load the code of a source on a device; return the module and the mangled kernel names."""
+    cupy = driver.cupy
+    with cupy.cuda.Device(index):
+        image, lowered = driver.compile_source(source, index)
+        module = cupy.cuda.function.Module()
+        module.load(image)
+    return module, lowered
+
+
+class SimulatedGpuDriver(CudaDriver):
+    """A driver of devices that may be absent. It answers only the questions of plans."""
+
+    def __init__(self, of: type[CudaDriver], limits: Limits) -> None:
+        super().__init__()
+        self.kind, self.can_overlap_collectives, self._of_all = of.kind, of.can_overlap_collectives, limits
+
+    def devices(self) -> Sequence[Device]:
+        return (Device(self.kind, 0),)
+
+    def limits(self, on: Device) -> Limits:
+        return self._of_all
+
+
+class SimulatedGpuBackend(DriverBackend):
+    """A backend for plans over devices that may be absent."""
+
+    def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
+        """Assume peer access or a collective library between the devices."""
+        return self.driver.can_overlap_collectives
+
+
+class CudaBackend(DriverBackend):
+    """Runs on CUDA devices as ``cuda:0``, ``cuda:1`` and so on."""
+
+    def __init__(self) -> None:
+        super().__init__(CudaDriver())
+
+    def make_simulated_backend(self, model: str) -> DriverBackend:
+        """Return a backend for plans over devices of compute capability `model`, such as ``90``, that may be absent."""
+        return SimulatedGpuBackend(SimulatedGpuDriver(CudaDriver, find_limits(model)))
+
+    def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
+        """Return the speeds that a GPU time model predicts for kernels on this kind of GPU."""
+        return load_predicted_speeds().get(kind)

@@ -1,0 +1,105 @@
+"""Launches that begin while the previous launch runs: programmatic dependent launch.
+
+CuPy has no call for it. The driver call here also launches clusters of blocks, early or not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from ....graph.errors import BackendError
+from ...call_once import call_once
+from .driver import SINGLE_BLOCK_CLUSTER, DriverStep, Launch
+
+MIN_EARLY_CAPABILITY, MIN_EARLY_DRIVER_VERSION = 90, 12030
+"""The first compute capability with early launches, and the first driver version that captures them into graphs."""
+CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+"""Values of CUlaunchAttributeID."""
+DRIVER_LIBRARY_NAME = "libcuda.so.1"
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute. Its value has 64 bytes: the blocks of a cluster, or 1 for a permission."""
+
+    _fields_ = (("id", ctypes.c_int64), ("value", ctypes.c_uint * 3), ("unused", ctypes.c_char * 52))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+def find_early_launch_library(capability: int, release: int) -> ctypes.CDLL | None:
+    """Return the driver library for early launches, or `None` where they are impossible.
+
+    Args:
+        capability: Compute capability of the device, such as 90.
+        release: Version of the driver, such as 12030.
+    """
+    return open_driver_library() if capability >= MIN_EARLY_CAPABILITY and release >= MIN_EARLY_DRIVER_VERSION else None
+
+
+@call_once
+def open_driver_library() -> ctypes.CDLL | None:
+    """Open the driver library; return `None` if there is none."""
+    try:
+        return ctypes.CDLL(DRIVER_LIBRARY_NAME)
+    except OSError:
+        return None
+
+
+def compute_early_flags(steps: Sequence[DriverStep]) -> list[bool]:
+    """Return for each step whether it may begin while the previous step runs: launches behind launches.
+
+    Every kernel waits for the previous launch, so the end of a launch implies the end of all launches before it. Behind
+    a kernel without this wait no launch could begin early: the wait for a launch does not cover launches that still
+    run.
+    """
+    are_launches = [isinstance(step, Launch) for step in steps]
+    return [mine and before for mine, before in zip(are_launches, [False, *are_launches], strict=False)]
+
+
+def find_launch_library(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
+    """Return the driver library if `launch_with_attributes` is needed for a launch, else `None`.
+
+    Raises:
+        BackendError: The library is needed and missing.
+    """
+    if not is_early and launch.cluster == SINGLE_BLOCK_CLUSTER:
+        return None
+    if (library := open_driver_library()) is None:
+        raise BackendError(
+            f"{launch.kernel} cannot be launched in clusters without {DRIVER_LIBRARY_NAME}; install NVIDIA's driver"
+        )
+    return library
+
+
+def launch_with_attributes(
+    library: ctypes.CDLL, function: int, launch: Launch, stream: int, parameters: int, is_early: bool
+) -> int:
+    """Put a launch into a stream and return the driver status.
+
+    Args:
+        library: The driver library.
+        function: Handle of the kernel.
+        launch: Grid, block, cluster and shared memory.
+        stream: Handle of the stream.
+        parameters: Address of the kernel parameters.
+        is_early: Allow the launch to begin while the previous launch runs.
+    """
+    attributes = [Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if is_early else []
+    if launch.cluster != SINGLE_BLOCK_CLUSTER:
+        attributes.append(Attribute(CLUSTER_DIMENSION, launch.cluster))
+    attribute_array = (Attribute * len(attributes))(*attributes)
+    config = Config(launch.grid, launch.block, launch.shared_bytes, stream, attribute_array, len(attribute_array))
+    kernel = ctypes.c_void_p(function), ctypes.c_void_p(parameters)
+    return int(library.cuLaunchKernelEx(ctypes.byref(config), *kernel, None))

@@ -1,0 +1,186 @@
+"""Transfers between a device and the host through pinned memory, on the stream of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ....graph.errors import BackendError
+from ...base import ALIGNMENT, Array
+from .batched_copies import BatchedCopy
+from .pinned_arrays import PinnedPool
+
+STAGING_HALF_BYTES = 8 << 20
+"""Bytes of one half of the pinned memory. The host fills a half while the device copies the other half."""
+
+
+class convert_errors:  # noqa: N801  # reads as a verb; a generator takes four times as long, several times per token
+    """Convert errors of the CUDA runtime and driver to `BackendError`, with the device and the failed action."""
+
+    __slots__ = ("cupy", "doing", "who")
+
+    def __init__(self, cupy: Any, who: object, doing: str) -> None:
+        self.cupy, self.who, self.doing = cupy, who, doing
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, why: BaseException | None, trace: object) -> None:
+        if why is None:
+            return
+        cuda = self.cupy.cuda
+        if isinstance(why, (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError)):
+            message = " ".join(str(why).split())
+            raise BackendError(
+                f"{self.who} cannot {self.doing}: {message}; if that goes on, start the process anew"
+            ) from None
+
+
+class HostTransfers:
+    """The stream of a device, and pinned memory for copies between host and device.
+
+    Copies keep their order with launches. A copy to the device is asynchronous: its bytes wait in pinned memory, so the
+    caller's array is reusable at once. The host fills one half of the pinned memory, then the other half, after the
+    device has copied all of its contents.
+    """
+
+    def __init__(self, cupy: Any, kind: str, index: int) -> None:
+        self.cupy, self.index, self.name = cupy, index, f"{kind}:{index}"
+        with convert_errors(cupy, self.name, "make a stream and pinned memory"), cupy.cuda.Device(index):
+            # It must not wait for the default stream: another part of the device may wait for this stream.
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+            self._half_events = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+            self._pinned = np.frombuffer(
+                cupy.cuda.alloc_pinned_memory(2 * STAGING_HALF_BYTES), np.uint8, 2 * STAGING_HALF_BYTES
+            )
+        self._pinned_address = int(self._pinned.ctypes.data)
+        self._current_half, self._used_bytes = 0, 0
+        self._pinned_pool = PinnedPool(cupy.cuda.alloc_pinned_memory)
+
+    def allocate_zeros(self, nbytes: int) -> Any:
+        """Allocate zeroed device memory."""
+        with self._on_stream("set memory to zero"):
+            return self.cupy.zeros(nbytes, np.uint8)
+
+    def move_to_device(self, host: Array, array: Any, index: Any = ...) -> None:
+        """Assign a host array to an index of a device array.
+
+        Args:
+            host: The host array.
+            array: The device array.
+            index: Its index; by default all of it.
+        """
+        with self._on_stream("copy from the host"):
+            if index is ... and host.shape == array.shape and array.flags.c_contiguous:
+                self._move_dense_to_device(host, array)
+                return
+            copy = self.cupy.empty(host.shape, array.dtype)  # the pool reuses it on this stream only
+            self._move_dense_to_device(host, copy)
+            array[index] = copy
+
+    def move_to_host(self, array: Any) -> Array:
+        """Return the values of a device array, after all earlier work."""
+        runtime = self.cupy.cuda.runtime
+        with self._on_stream("copy to the host"):
+            dense = self.cupy.ascontiguousarray(array)
+            host = np.empty(array.shape, dense.dtype)
+            into = host.reshape(-1).view(np.uint8)
+            for start in range(0, into.size, STAGING_HALF_BYTES):
+                part = into[start : start + STAGING_HALF_BYTES]
+                room = self._reserve_staging(part.size)
+                source, at = dense.data.ptr + start, self._pinned_address + room
+                runtime.memcpyAsync(at, source, part.size, runtime.memcpyDeviceToHost, self.stream.ptr)
+                self.stream.synchronize()
+                part[:] = self._pinned[room : room + part.size]
+        return host
+
+    def make_writer(self, batches: Sequence[tuple[BatchedCopy, int]]) -> Callable[[Sequence[Array]], None]:
+        """Return a function that sends batches of host arrays to these device addresses."""
+        runtime, stream = self.cupy.cuda.runtime, self.stream.ptr
+
+        def write(arrays: Sequence[Array]) -> None:
+            with convert_errors(self.cupy, self.name, "copy from the host"), self.cupy.cuda.Device(self.index):
+                for batch, address in batches:
+                    room = self._reserve_staging(batch.nbytes)
+                    for array in batch.arrays:
+                        np.ndarray(array.shape, array.dtype, self._pinned, room + array.offset)[...] = arrays[
+                            array.number
+                        ]
+                    at = self._pinned_address + room
+                    runtime.memcpyAsync(address, at, batch.nbytes, runtime.memcpyHostToDevice, stream)
+
+        return write
+
+    def make_reader(self, arrays: Sequence[Any]) -> Callable[[], list[Array]]:
+        """Return a function that returns the values of device arrays, after all earlier work, with a single wait."""
+        sources = [(int(a.data.ptr), int(a.nbytes), a.shape, a.dtype) for a in arrays]
+        is_small = [0 < a.nbytes <= STAGING_HALF_BYTES and a.flags.c_contiguous for a in arrays]
+
+        def read() -> list[Array]:
+            with convert_errors(self.cupy, self.name, "end what was launched"), self.cupy.cuda.Device(self.index):
+                hosts = [
+                    self._start_pinned_read(*s) if small else None for s, small in zip(sources, is_small, strict=True)
+                ]
+                self.stream.synchronize()
+            return [
+                self.move_to_host(array) if host is None else host for array, host in zip(arrays, hosts, strict=True)
+            ]
+
+        return read
+
+    def _start_pinned_read(
+        self, source: int, nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> Array | None:
+        """Start a copy to a pinned host array and return the array, or `None` if callers hold too many arrays."""
+        if (block := self._pinned_pool.find_free_block(nbytes)) is None:
+            return None
+        host, runtime = block.lend_array(shape, dtype), self.cupy.cuda.runtime
+        runtime.memcpyAsync(block.address, source, nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
+        return host
+
+    @contextmanager
+    def _on_stream(self, doing: str) -> Iterator[None]:
+        """Select the device and its stream, and convert errors."""
+        with convert_errors(self.cupy, self.name, doing), self.cupy.cuda.Device(self.index), self.stream:
+            yield
+
+    def _move_dense_to_device(self, host: Array, array: Any) -> None:
+        """Copy a host array to a contiguous device array of the same shape."""
+        runtime, data = self.cupy.cuda.runtime, np.ascontiguousarray(host, array.dtype).reshape(-1).view(np.uint8)
+        for start in range(0, data.size, STAGING_HALF_BYTES):
+            part = data[start : start + STAGING_HALF_BYTES]
+            room = self._reserve_staging(part.size)
+            self._pinned[room : room + part.size] = part
+            target, at = array.data.ptr + start, self._pinned_address + room
+            runtime.memcpyAsync(target, at, part.size, runtime.memcpyHostToDevice, self.stream.ptr)
+
+    def _reserve_staging(self, nbytes: int) -> int:
+        """Return the offset of unused bytes in pinned memory; wait for a half if needed."""
+        if self._used_bytes + nbytes > STAGING_HALF_BYTES:
+            self._half_events[self._current_half].record(self.stream)
+            self._current_half, self._used_bytes = 1 - self._current_half, 0
+            self._half_events[self._current_half].synchronize()
+        start = self._current_half * STAGING_HALF_BYTES + self._used_bytes
+        self._used_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return start
+
+
+class DeviceArray:
+    """A NumPy-like array in device memory. Assignment copies to the device, and indexing copies to the host."""
+
+    def __init__(self, array: Any, staging: HostTransfers) -> None:
+        self.array, self.transfers = array, staging
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        host = self.transfers.move_to_host(self.array)
+        return host if dtype is None else host.astype(dtype)
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.transfers.move_to_host(self.array[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.transfers.move_to_device(np.asarray(value), self.array, index)

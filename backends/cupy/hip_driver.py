@@ -1,0 +1,75 @@
+"""The driver of AMD devices through CuPy for ROCm: hiprtc compiles the CUDA kernels, RCCL runs collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...graph.errors import BackendError
+from ..base import Device
+from ..capabilities import PredictedSpeeds
+from .backend import DriverBackend
+from .cuda_driver import CudaDriver, SimulatedGpuBackend, SimulatedGpuDriver
+from .device import hiprtc
+from .device.cubin_cache import load_or_compile_cubin
+from .device.device_limits import HIP_LIMITS, Limits
+from .device.driver import DriverStep, KernelSource, flatten_steps
+
+UNTESTED_NOTE = "has not run on a real device yet"
+
+
+class HipDriver(CudaDriver):
+    """The AMD devices of this machine."""
+
+    kind = "hip"
+    install = f"pip install hocket[rocm], beside ROCm 7; {UNTESTED_NOTE}"
+    library_name = "RCCL"
+    is_hip, can_overlap_collectives = True, False
+
+    def device(self, index: int) -> Device:
+        device = super().device(index)
+        return replace(device, description=f"{device.description}; {UNTESTED_NOTE}")
+
+    def _read_limits(self, index: int) -> Limits:
+        return Limits(int(self.read_device_properties(index)["sharedMemPerBlock"]))
+
+    def can_access_peers(self, devices: Sequence[Device]) -> bool:
+        """Return `False`: memory from hipMalloc is coherent between devices only between kernels."""
+        return False
+
+    def _make_replay(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
+        """Return a function that runs the steps one after the other: CuPy captures no graphs on AMD devices."""
+        calls = [self._make_call(step, on, self.stream(on)) for step in flatten_steps(steps)]
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        return replay
+
+    def _allow_shared_bytes(self, function: Any, shared_bytes: int) -> None:
+        """Do nothing: a launch can use all shared memory, and HIP has no such attribute."""
+
+    def compile_source(self, source: KernelSource, index: int) -> tuple[bytes, Mapping[str, str]]:
+        arch = self.read_device_properties(index)["gcnArchName"].decode()
+        image, lowered = load_or_compile_cubin(hiprtc.as_hip_source(source), arch, hiprtc)
+        for name in source.names:
+            if name not in lowered:
+                raise BackendError(f"hiprtc does not say what {name} of {source.file} is called; install ROCm 7")
+        return image, lowered
+
+
+class HipBackend(DriverBackend):
+    """Runs on AMD devices as ``hip:0``, ``hip:1`` and so on."""
+
+    def __init__(self) -> None:
+        super().__init__(HipDriver())
+
+    def make_simulated_backend(self, model: str) -> DriverBackend:
+        """Return a backend for plans over devices of architecture `model`, such as ``gfx942``, that may be absent."""
+        return SimulatedGpuBackend(SimulatedGpuDriver(HipDriver, HIP_LIMITS))
+
+    def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
+        """Return `None`: there is no time model of these GPUs."""
+        return None

@@ -1,0 +1,72 @@
+"""Collects the kernel families: the binder of each op, the fusion binders, and the sources to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+from ..kernel_tables import find_op_package_binding, merge_list_tables, merge_tables
+from .binding.fused_binding import FusionBinder
+from .binding.launch_builder import OpBinder
+from .device.driver import KernelSource
+from .kernels import (
+    choosing,
+    collective,
+    elementwise,
+    indexer,
+    integers,
+    moves,
+    reductions,
+    rotary,
+    routing,
+    rows,
+    sliding,
+    sorting,
+)
+from .kernels.attention import attention
+from .kernels.products import experts, matmul, products, same_rows
+from .kernels.recurrent import gated_delta_net, recurrences, short_convolution
+
+KERNEL_FAMILIES: tuple[ModuleType, ...] = (
+    elementwise,
+    moves,
+    integers,
+    choosing,
+    sliding,
+    matmul,
+    same_rows,
+    experts,
+    products,
+    rotary,
+    rows,
+    routing,
+    reductions,
+    sorting,
+    indexer,
+    short_convolution,
+    gated_delta_net,
+    recurrences,
+    attention,
+    collective,
+)
+"""Kernel families. Each module defines `SOURCES`, all sources that it alone launches.
+
+It also defines ``BINDINGS``, a binder for each op, or ``FUSED``, fusion binders by the op of the first instruction.
+"""
+
+
+BINDINGS: Mapping[str, OpBinder] = merge_tables(*(getattr(family, "BINDINGS", {}) for family in KERNEL_FAMILIES))
+
+
+def find_binding(op: str) -> OpBinder | None:
+    """Return the binder of an op, or `None`. An op package may bring its own kernels."""
+    return BINDINGS.get(op) or find_op_package_binding(op, "cuda")
+
+
+FUSED: Mapping[str, Sequence[FusionBinder]] = merge_list_tables(
+    *(getattr(family, "FUSED", {}) for family in KERNEL_FAMILIES)
+)
+"""Fusion binders by the first op, in the order of trial. They are tried before the binder of a single instruction."""
+SOURCES: tuple[KernelSource, ...] = tuple(
+    source for family in KERNEL_FAMILIES for source in getattr(family, "SOURCES", ())
+)

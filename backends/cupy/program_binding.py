@@ -1,0 +1,156 @@
+"""Binds a program to launches: first its fusions, then the remaining instructions, in execution order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ...ops.collectives import COLLECTIVES, as_integer
+from ..base import Instruction, Program, Tensor
+from ..capabilities import KernelCall, SourceLocation
+from ..fusion.dataflow import Dataflow
+from ..fusion.liveness import build_reader_table
+from ..fusion.operands import BoundInstruction, Operand
+from ..kernel_sources import dedent_source
+from .binding.fused_binding import bind_largest_fusion
+from .binding.launch_builder import DryRunBuilder, LaunchBuilder
+from .device.device_limits import Limits
+from .device.driver import KERNEL_FOLDER, KernelInstance, Launch, SingleStep, find_kernel_path, read_kernel_text
+from .kernel_table import FUSED, find_binding
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveStep:
+    """A collective between launches."""
+
+    number: int
+    instruction: Instruction
+    bound_instruction: BoundInstruction
+
+    @property
+    def sequence(self) -> int:
+        """The sequence number of the collective."""
+        return as_integer(self.instruction.attrs["sequence"])
+
+
+def bind_program(
+    flow: Dataflow, launches: LaunchBuilder, operand: Callable[[Tensor], Operand]
+) -> Iterator[SingleStep | CollectiveStep]:
+    """Yield the launches of a program and the collectives between them, in execution order.
+
+    Args:
+        flow: The dataflow of the program.
+        launches: Receives the launches.
+        operand: Returns the operand of a tensor.
+    """
+    program = flow.reader_table.program
+    chains = _bind_fusions(flow, launches)
+    for group in flow.list_groups():
+        if group in chains:
+            yield from chains[group]
+            continue
+        (number,) = group
+        i = program.instructions[number]
+        if i.op in COLLECTIVES:
+            yield CollectiveStep(number, i, flow.reader_table.bound_instruction(number))
+        elif number not in flow.fixed_instructions:
+            yield from _bind_instruction(flow, launches, operand, number)
+
+
+def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int], list[SingleStep]]:
+    """Bind all fusions, group their instructions in the dataflow, and return the launches of each."""
+    chains: dict[Sequence[int], list[SingleStep]] = {}
+    for number in range(len(flow.reader_table.program.instructions)):
+        if flow.is_ungrouped(number) and (numbers := bind_largest_fusion(flow, launches, FUSED, number)):
+            chains[tuple(sorted(numbers))], launches.items = launches.items, []
+    return chains
+
+
+def _bind_instruction(
+    flow: Dataflow, launches: LaunchBuilder, operand: Callable[[Tensor], Operand], number: int
+) -> list[SingleStep]:
+    """Return the launches of one instruction."""
+    i = flow.reader_table.program.instructions[number]
+    launches.number, launches.scratch_bytes = number, 0
+    launches.scratch_address = operand(i.scratch).address if i.scratch is not None else 0
+    bind = find_binding(i.op)
+    assert bind is not None, "supports() was asked before"
+    bind(launches, flow.reader_table.bound_instruction(number))
+    room = i.scratch.shape[0] if i.scratch is not None else 0
+    assert launches.scratch_bytes <= room, f"{i.op} takes more than it asked for"
+    bound, launches.items = launches.items, []
+    return bound
+
+
+def bind_at_placeholders(
+    program: Program, limits: Limits, processors: int = 1
+) -> tuple[Dataflow, Sequence[SingleStep | CollectiveStep]]:
+    """Bind a program at placeholder addresses.
+
+    Args:
+        program: The program.
+        limits: Resource limits of the device.
+        processors: Multiprocessors of the device.
+
+    Returns:
+        The dataflow, and the launches and collectives.
+    """
+    operand = _make_placeholder_operands(program)
+    flow, launches = Dataflow(program, build_reader_table(program, operand)), _make_dry_run_builder(limits, processors)
+    return flow, list(bind_program(flow, launches, operand))
+
+
+def list_kernel_calls(program: Program, limits: Limits) -> Iterator[KernelCall]:
+    """List the kernels that a program would launch. Transports of collectives are not known yet."""
+    flow, parts = bind_at_placeholders(program, limits)
+    together = flow.groups_by_instruction()
+    for part in parts:
+        if isinstance(part, Launch):
+            yield KernelCall(part.kernel.name, _find_kernel_source(part.kernel), together[part.number])
+
+
+def list_fused_groups(program: Program, limits: Limits) -> list[tuple[int, ...]]:
+    """Return the instructions in execution order at placeholder addresses, with a tuple for each fusion."""
+    flow = Dataflow(program, build_reader_table(program, _make_placeholder_operands(program)))
+    _bind_fusions(flow, _make_dry_run_builder(limits))
+    return [*flow.list_groups()]
+
+
+def _make_placeholder_operands(program: Program) -> Callable[[Tensor], Operand]:
+    """Return a function that makes operands at placeholder addresses."""
+
+    @cache
+    def operand(t: Tensor) -> Operand:
+        spec = program.buffers[t.buffer]
+        return Operand(((t.buffer + 1) << 40) + t.offset, t, spec.declared_spec, spec.stored_spec)
+
+    return operand
+
+
+def _make_dry_run_builder(limits: Limits, processors: int = 1) -> DryRunBuilder:
+    return DryRunBuilder(upload_array=lambda array: 1 << 20, limits=limits, multiprocessor_count=processors)
+
+
+@cache
+def _find_kernel_source(kernel: KernelInstance) -> SourceLocation:
+    """Find the definition of a kernel, in its own file or in a shared header."""
+    head = re.compile(rf"^.*__global__[^;{{}}]*?\b{re.escape(kernel.name.partition('<')[0])}\s*\(", re.MULTILINE)
+    for file in (kernel.source.file, *kernel.source.before):
+        text = read_kernel_text(file)
+        if at := head.search(text):
+            end = text.find("\n}", at.start()) + len("\n}")
+            line = text.count("\n", 0, at.start()) + 1
+            return SourceLocation(f"{_format_kernel_path(file)}:{line}", dedent_source(text[at.start() : end]))
+    return SourceLocation(_format_kernel_path(kernel.source.file))
+
+
+def _format_kernel_path(file: str) -> str:
+    """Return the path of a kernel file relative to the repository."""
+    path = find_kernel_path(file)
+    return (
+        f"hocket/backends/cupy/kernels/{path.relative_to(KERNEL_FOLDER).as_posix()}"
+        if path.is_relative_to(KERNEL_FOLDER)
+        else file
+    )

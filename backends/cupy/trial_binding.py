@@ -1,0 +1,89 @@
+"""Binds instructions at placeholder addresses to test support and to measure scratch, before memory exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ...graph.spec import Spec
+from ..base import Tensor, contiguous_strides
+from ..fusion.operands import BoundInstruction, NoKernelError, Operand
+from .binding.launch_builder import LaunchBuilder
+from .device.device_limits import Limits
+from .kernel_table import find_binding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnboundOperand:
+    """An operand without an address.
+
+    A leaf, or a view of one, also has the declared and the stored spec of the whole buffer, and `is_whole_buffer`.
+    Equality is identity: a backend makes each object once.
+
+    Args:
+        spec: The spec as stored.
+        declared_spec: The declared spec of the buffer.
+        stored_spec: The stored spec of the buffer.
+        is_whole_buffer: Whether the operand is the whole buffer.
+    """
+
+    spec: Spec
+    declared_spec: Spec | None = None
+    stored_spec: Spec | None = None
+    is_whole_buffer: bool = True
+
+
+def _make_gapped_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return strides with reversed axes and gaps."""
+    strides, step = [], 2
+    for n in shape:
+        strides.append(step)
+        step *= max(n, 1) + 1
+    return tuple(strides)
+
+
+@lru_cache(maxsize=4096)
+def trial_bind(
+    op: str,
+    src: tuple[UnboundOperand | None, ...],
+    results: tuple[Spec, ...],
+    attrs: tuple[tuple[str, Any], ...],
+    limits: Limits,
+    strided: int | None,
+) -> int:
+    """Bind an instruction at placeholder addresses.
+
+    Args:
+        op: The name of the op.
+        src: The operands.
+        results: Specs of the results as stored.
+        attrs: The attributes.
+        limits: Resource limits of the device.
+        strided: The number of an operand that is not contiguous, or `None`.
+
+    Returns:
+        The scratch bytes.
+
+    Raises:
+        NoKernelError: No kernel supports the instruction.
+    """
+    bind = find_binding(op)
+    if bind is None:
+        raise NoKernelError(f"backends/cupy has no kernel for {op}")
+
+    def operand(number: int, known: UnboundOperand) -> Operand:
+        spec, packed = known.spec, known.spec.dtype.is_quantised
+        strides = (
+            _make_gapped_strides(spec.shape) if number == strided and not packed else contiguous_strides(spec.shape)
+        )
+        offset = spec.dtype.block_bytes if packed and not known.is_whole_buffer else 0
+        tensor = Tensor(number, offset, spec.shape, strides, spec.dtype)
+        return Operand(((number + 1) << 40) + offset, tensor, known.declared_spec, known.stored_spec)
+
+    launches = LaunchBuilder(upload_array=lambda array: 1 << 20, limits=limits)
+    there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
+    results_at = tuple(operand(len(src) + n, UnboundOperand(s)) for n, s in enumerate(results))
+    bind(launches, BoundInstruction(op, there, results_at, dict(attrs)))
+    return launches.scratch_bytes

@@ -1,0 +1,256 @@
+"""The dataflow of a program and the grouping of its instructions: the basis on which compiled backends fuse.
+
+A fusion looks at the producers and readers of values through a `Dataflow`, never at neighbouring instructions. So the
+order of a program does not affect fusion. A query with an answer that no kernel supports raises `NoKernelError`; the
+instructions are then bound one by one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from ...graph.old_names import make_module_getattr
+from ...ops.collectives import COLLECTIVES
+from ..base import Program, Tensor
+from .liveness import AccessedRegions, ReaderTable
+from .operands import BoundInstruction, NoKernelError, Operand, Region, require_supported
+
+
+class Dataflow:
+    """The dataflow of a program, and the order of its instructions, which run one by one or in groups."""
+
+    def __init__(self, program: Program, readers: ReaderTable) -> None:
+        self.reader_table, self.save_positions = readers, program.save_positions
+        self._scratch_regions = [_find_scratch_regions(i.scratch) for i in program.instructions]
+        numbered = enumerate(program.instructions)
+        self.fixed_instructions = frozenset(
+            n for n, i in numbered if i.op in COLLECTIVES or not any(t.spec.size for t in i.dst)
+        )
+        """Instructions that no other may pass and no fusion contains: collectives, and instructions without results."""
+        self._order: list[tuple[int, ...]] = [(number,) for number in range(len(program.instructions))]
+        self._position_by_instruction = list(range(len(program.instructions)))
+        self._accesses: dict[int, AccessedRegions] = {}
+
+    def bound_instruction(self, number: int) -> BoundInstruction:
+        return self.reader_table.bound_instruction(number)
+
+    # -------------------------------------------------------------------------------------------- from value to value
+
+    def require_readers(self, number: int) -> list[int]:
+        """Return all instructions that read the result of one.
+
+        Raises `NoKernelError` if the result is retained or has no reader.
+        """
+        readers = self.find_readers(number)
+        require_supported(readers, "a result is kept, or nobody reads it")
+        return readers or []
+
+    def find_readers(self, number: int) -> list[int] | None:
+        """Return the instructions that read the result of one; None if the result is retained."""
+        return self.reader_table.find_readers(number)
+
+    def require_sole_reader(self, number: int, op: str, index: int = 0) -> int:
+        """Return the only reader of a result, if its op is `op` and its operand `index` is the whole result.
+
+        Raises `NoKernelError`.
+        """
+        readers = self.require_readers(number)
+        require_supported(
+            len(readers) == 1 and self.bound_instruction(readers[0]).op == op, f"it is not read by {op} alone"
+        )
+        require_supported(self.is_operand_of(number, readers[0], index), "another operand is read")
+        return readers[0]
+
+    def require_full_reader(self, number: int, op: str) -> int:
+        """Return the first reader with that op that has the whole result as its first operand.
+
+        Raises `NoKernelError` if there is none, or if the bytes of the result are overwritten in between.
+        """
+        readers = self.require_readers(number)
+        later = next(
+            (n for n in readers if self.bound_instruction(n).op == op and self.is_operand_of(number, n, 0)), None
+        )
+        if later is None:
+            raise NoKernelError(f"no {op} reads it")
+        region = self.bound_instruction(number).out.region
+        writers = self.reader_table.list_writes(region.buffer)
+        first, last = (bisect_left(writers, n, key=itemgetter(0)) for n in (number + 1, later))
+        require_supported(
+            not any(written.overlaps(region) for _, written in writers[first:last]),
+            "something else lies there",
+        )
+        return later
+
+    def is_operand_of(self, number: int, later: int, index: int) -> bool:
+        """Return whether operand `index` of instruction `later` is the whole result of instruction `number`."""
+        source, out = self.bound_instruction(later).optional_operand(index), self.bound_instruction(number).out
+        return source is not None and source.region == out.region and source.tensor.spec.size == out.tensor.spec.size
+
+    def require_producer(self, number: int, index: int) -> int:
+        """Return the instruction that computes operand `index`, or a value that contains it. Raises `NoKernelError`."""
+        operand = self.bound_instruction(number).optional_operand(index)
+        require_supported(operand, "there is no such operand")
+        assert operand is not None
+        region = operand.region
+        writers = self.reader_table.list_writes(region.buffer)
+        for at in range(bisect_left(writers, number, key=itemgetter(0)) - 1, -1, -1):
+            earlier, written = writers[at]
+            if written.overlaps(region):
+                return earlier
+        raise NoKernelError("an operand comes from outside")
+
+    def find_state_save(self, state: Operand, before: int) -> int | None:
+        """Return the last instruction before `before` that saves a state or rows of it, or None."""
+        saves = self._saves_by_buffer.get(state.tensor.buffer, [])
+        at = bisect_left(saves, before)
+        return saves[at - 1] if at else None
+
+    @cached_property
+    def _saves_by_buffer(self) -> Mapping[int, list[int]]:
+        """The state saves of each buffer, in order."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for number in sorted(self.save_positions):
+            found[self.bound_instruction(number).operand(0).tensor.buffer].append(number)
+        return found
+
+    def list_state_writers(self, state: Operand, after: int) -> list[int]:
+        """Return the instructions after `after` that write into the memory of a state."""
+        writers = self.reader_table.list_writes(state.region.buffer)
+        return list(dict.fromkeys(n for n, region in writers if n > after and region.overlaps(state.region)))
+
+    # ---------------------------------------------------------------------------------------------------------- order
+
+    def list_groups(self) -> Iterator[tuple[int, ...]]:
+        """Yield the instructions in the order of a run; a group that runs together is one tuple, in program order."""
+        return (group for group in self._order if group)
+
+    def groups_by_instruction(self) -> dict[int, tuple[int, ...]]:
+        """Return the group of each instruction, in program order."""
+        return {number: group for group in self.list_groups() for number in group}
+
+    def is_ungrouped(self, number: int) -> bool:
+        """Return whether an instruction may join a fusion: it is in no group yet and may move."""
+        return number not in self.fixed_instructions and len(self._order[self._position_by_instruction[number]]) == 1
+
+    def can_group(self, numbers: Sequence[int]) -> bool:
+        """Return whether instructions can run as one group after others have moved before or behind them."""
+        return self._split_around(numbers) is not None
+
+    def group_instructions(self, numbers: Sequence[int]) -> None:
+        """Make one group of instructions for which `can_group` holds."""
+        parted = self._split_around(numbers)
+        assert parted is not None
+        self._accesses |= self._find_external_accesses(numbers)
+        first, last = (extreme(self._position_by_instruction[n] for n in numbers) for extreme in (min, max))
+        groups = [*parted[0], tuple(sorted(numbers)), *parted[1]]
+        groups += [()] * (last + 1 - first - len(groups))
+        self._order[first : last + 1] = groups
+        for place, group in enumerate(groups, first):
+            for number in group:
+                self._position_by_instruction[number] = place
+
+    def _split_around(self, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
+        """Split the instructions from the first to the last member of a group into a part before and a part behind it.
+
+        An instruction goes behind the group if it must not pass a member, or must not pass an instruction behind the
+        group. Returns None if an instruction would have to be on both sides, or if a member cannot move.
+        """
+        if not all(map(self.is_ungrouped, numbers)):
+            return None
+        touched = {**self._accesses, **self._find_external_accesses(numbers)}
+        places = [self._position_by_instruction[n] for n in numbers]
+        before, members, behind = (list[tuple[int, ...]]() for _ in range(3))
+        for group in filter(None, self._order[min(places) : max(places) + 1]):
+            must_follow = self._has_group_conflict(behind, group, touched)
+            if group[0] in numbers:
+                if must_follow:
+                    return None
+                members.append(group)
+            elif must_follow or self._has_group_conflict(members, group, touched):
+                behind.append(group)
+            else:
+                before.append(group)
+        return before, behind
+
+    def _has_group_conflict(
+        self, groups: Sequence[Sequence[int]], group: Sequence[int], touched: Mapping[int, AccessedRegions]
+    ) -> bool:
+        """Return whether `group` must not pass one of the others."""
+        return any(self._has_conflict(one, other, touched) for some in groups for one in some for other in group)
+
+    def _find_external_accesses(self, numbers: Sequence[int]) -> dict[int, AccessedRegions]:
+        """Return the accesses of each instruction, except for results that only `numbers` read."""
+        touched = {n: self._find_own_accesses(n) for n in numbers}
+        for n in numbers:
+            readers = self.find_readers(n) if len(self.bound_instruction(n).dst) == 1 else None
+            if readers is None or not set(readers) <= {*numbers}:
+                continue
+            out = self.bound_instruction(n).out.region
+            touched[n] = touched[n][0], []
+            for reader in readers:
+                read, written = touched[reader]
+                touched[reader] = [region for region in read if not region.overlaps(out)], written
+        return touched
+
+    def _find_own_accesses(self, number: int) -> AccessedRegions:
+        read, written = self.reader_table.accessed_regions(number)
+        return read, [*written, *self._scratch_regions[number]]
+
+    def _has_conflict(self, one: int, other: int, touched: Mapping[int, AccessedRegions]) -> bool:
+        """Return whether the order of two instructions matters."""
+        if one in self.fixed_instructions or other in self.fixed_instructions:
+            return True
+        (read, written), (read_there, written_there) = (
+            touched.get(n) or self._find_own_accesses(n) for n in (one, other)
+        )
+        return _has_overlap(written, [*read_there, *written_there]) or _has_overlap(read, written_there)
+
+    def find_finished_instructions(self, number: int) -> int | frozenset[int]:
+        """Return the instructions that have run when one fails, as `StepError.finished_instructions` states them."""
+        done = frozenset(n for group in self._order[: self._position_by_instruction[number]] for n in group)
+        return number if done == {*range(number)} else done
+
+
+def _has_overlap(some: Iterable[Region], others: Sequence[Region]) -> bool:
+    return any(a.overlaps(b) for a in some for b in others)
+
+
+def _find_scratch_regions(scratch: Tensor | None) -> list[Region]:
+    if scratch is None:
+        return []
+    return [Region(scratch.buffer, scratch.offset, scratch.offset + scratch.spec.nbytes)]
+
+
+def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iterable[Operand | None] = ()) -> None:
+    """Require that a kernel may write `out` while it reads its operands. Raises `NoKernelError`.
+
+    Args:
+        out: The result.
+        sources: Operands that must not overlap the result.
+        same: Operands that must not overlap the result or must be exactly the same elements. The thread that writes an
+            element of `out` is the only one that reads these elements.
+    """
+    for source in sources:
+        require_supported(
+            source is None or not source.region.overlaps(out.region),
+            "a result lies where something is still read",
+        )
+    for source in same:
+        free = source is None or has_same_elements(source, out) or not source.region.overlaps(out.region)
+        require_supported(free, "a result lies across what is still read")
+
+
+def has_same_elements(one: Operand, other: Operand) -> bool:
+    """Return whether both operands are the same elements in the same order."""
+    has_equal_strides = (one.shape, one.strides) == (other.shape, other.strides)
+    dense = one.is_dense and other.is_dense and one.tensor.spec.size == other.tensor.spec.size
+    return one.address == other.address and (has_equal_strides or dense)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Flow="Dataflow", apart="require_no_alias")

@@ -1,0 +1,123 @@
+"""The readers of every result of a program, up to the instruction that overwrites its bytes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from operator import itemgetter
+
+from ..base import Program, Tensor
+from .operands import BoundInstruction, Operand, Region
+
+AccessedRegions = tuple[list[Region], list[Region]]
+"""The regions that an instruction reads, and the regions that it writes."""
+
+
+class ReaderTable:
+    """The bound instructions of a program, and the readers of every result."""
+
+    def __init__(
+        self, program: Program, bind: Callable[[int], BoundInstruction], final_reads: Sequence[Region]
+    ) -> None:
+        """Store the program, its binder and `final_reads`: the regions that are read after the last instruction."""
+        self.program, self.final_regions = program, final_reads
+        self._bind = bind
+        self._bound_instructions: dict[int, BoundInstruction] = {}
+        self._accesses: dict[int, AccessedRegions] = {}
+
+    def bound_instruction(self, number: int) -> BoundInstruction:
+        if number not in self._bound_instructions:
+            self._bound_instructions[number] = self._bind(number)
+        return self._bound_instructions[number]
+
+    def accessed_regions(self, number: int) -> AccessedRegions:
+        if number not in self._accesses:
+            call = self.bound_instruction(number)
+            self._accesses[number] = ([o.region for o in call.src if o is not None], [o.region for o in call.dst])
+        return self._accesses[number]
+
+    def find_reader_instructions(self, number: int) -> list[BoundInstruction] | None:
+        """Return the instructions with the numbers of `find_readers`."""
+        numbers = self.find_readers(number)
+        return None if numbers is None else [self.bound_instruction(n) for n in numbers]
+
+    def find_readers(self, number: int) -> list[int] | None:
+        """Return the numbers of all readers of the first result of an instruction, in order.
+
+        Returns None if the result is read after the last instruction, lies in retained memory, or has gaps.
+        """
+        return self._readers_by_instruction.get(number)
+
+    def list_writes(self, buffer: int) -> Sequence[tuple[int, Region]]:
+        """Return the regions that are written into a buffer, in order, each with the number of its instruction."""
+        return self._writes_by_buffer.get(buffer, ())
+
+    @cached_property
+    def _writes_by_buffer(self) -> Mapping[int, list[tuple[int, Region]]]:
+        writers = defaultdict(list)
+        for number in range(len(self.program.instructions)):
+            for region in self.accessed_regions(number)[1]:
+                writers[region.buffer].append((number, region))
+        return writers
+
+    @cached_property
+    def _readers_by_instruction(self) -> Mapping[int, list[int]]:
+        """Readers by instruction, found in one pass that tracks the producer of each byte."""
+        readers: dict[int, list[int]] = {}
+        producers: dict[int, list[ProducedBytes]] = defaultdict(list)
+        for number in range(len(self.program.instructions)):
+            read, written = self.accessed_regions(number)
+            for maker in {maker for region in read for maker in _find_producers(region, producers[region.buffer])}:
+                readers[maker].append(number)
+            is_traced = written and not written[0].pitch and self.bound_instruction(number).out.declared_spec is None
+            for at, region in enumerate(written):
+                if not region.pitch:  # a region with gaps leaves some bytes unchanged
+                    _record_write(region, producers[region.buffer], number if is_traced and at == 0 else None)
+            if is_traced:
+                readers[number] = []
+        for region in self.final_regions:
+            for maker in _find_producers(region, producers[region.buffer]):
+                readers.pop(maker, None)
+        return readers
+
+
+ProducedBytes = tuple[int, int, int]
+"""Bytes [start, stop) and the number of the instruction that produced their contents.
+
+The entries of a buffer are in order and do not overlap.
+"""
+
+
+def _find_overlap_slice(region: Region, producers: Sequence[ProducedBytes]) -> slice:
+    """Return the slice of the entries that a region overlaps."""
+    first = bisect_right(producers, region.low, key=itemgetter(1))
+    return slice(first, bisect_left(producers, region.high, first, key=itemgetter(0)))
+
+
+def _find_producers(region: Region, producers: Sequence[ProducedBytes]) -> list[int]:
+    return [maker for _, _, maker in producers[_find_overlap_slice(region, producers)]]
+
+
+def _record_write(region: Region, producers: list[ProducedBytes], maker: int | None) -> None:
+    """Update the entries of a buffer after a write; `maker` is None if the readers of the result are not tracked."""
+    start, end, within = region.low, region.high, _find_overlap_slice(region, producers)
+    over = producers[within]
+    before = [(low, start, old) for low, _, old in over[:1] if low < start]
+    behind = [(end, high, old) for _, high, old in over[-1:] if end < high]
+    producers[within] = [*before, *([(start, end, maker)] if maker is not None and start < end else []), *behind]
+
+
+def build_reader_table(program: Program, operand: Callable[[Tensor], Operand]) -> ReaderTable:
+    """Build the reader table of a program; `operand` gives a tensor its address."""
+
+    def bind(number: int) -> BoundInstruction:
+        i = program.instructions[number]
+        src = tuple(None if t is None else operand(t) for t in i.src)
+        dst = tuple(map(operand, i.dst))
+        return BoundInstruction(i.op, src, dst, i.attrs, lambda: readers.find_reader_instructions(number))
+
+    final_reads = [*program.outputs.values(), *(t for _, back in program.undo for t in back.src if t is not None)]
+    readers = ReaderTable(program, bind, [operand(t).region for t in final_reads])
+    return readers

@@ -1,0 +1,199 @@
+"""Operands of an instruction at their addresses, for backends that bind kernels of their own."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ...graph.attrs import Attrs
+from ...graph.dtypes import DType
+from ...graph.errors import BackendError
+from ...graph.lazy_dataclass import dataclass
+from ...graph.old_names import make_module_getattr
+from ...graph.spec import Spec
+from ..base import Tensor, contiguous_strides
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Bytes [low, high) of one buffer: all of them, or `width` bytes in every `pitch`."""
+
+    buffer: int
+    low: int
+    high: int
+    pitch: int = 0
+    width: int = 0
+
+    def overlaps(self, other: Region) -> bool:
+        if self.buffer != other.buffer or self.low >= other.high or other.low >= self.high:
+            return False
+        if not self.pitch or self.pitch != other.pitch:
+            return True
+        apart = (other.low - self.low) % self.pitch
+        return apart < self.width or apart + other.width > self.pitch
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor at its address.
+
+    For a leaf, `declared_spec` and `stored_spec` are the specs of its whole buffer in the graph and in memory. `kind`
+    is the kind of the buffer.
+    """
+
+    address: int
+    tensor: Tensor
+    declared_spec: Spec | None = None
+    stored_spec: Spec | None = None
+    kind: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return self.tensor.strides
+
+    @property
+    def dtype(self) -> DType:
+        return self.tensor.dtype
+
+    @property
+    def is_float(self) -> bool:
+        return self.tensor.dtype is DType.F32
+
+    @property
+    def has_packed_blocks(self) -> bool:
+        """Whether blocks have the packed layout of weights; blocks of old and new states lie row by row."""
+        return self.tensor.dtype.is_quantised and self.stored_spec is not None and self.kind != "state"
+
+    @property
+    def is_whole_buffer(self) -> bool:
+        """Whether this is its whole buffer and not a view of a part."""
+        t = self.tensor
+        return (
+            self.declared_spec is not None and t.shape == self.declared_spec.shape and t.offset == 0 and self.is_dense
+        )
+
+    def is_aligned_to_rows(self, multiple: int, nbytes: int) -> bool:
+        """Return whether this is its whole buffer, or dense rows of a matrix from a multiple of `multiple` rows.
+
+        Args:
+            multiple: Row count.
+            nbytes: Bytes of a row.
+        """
+        t = self.tensor
+        rows = self.declared_spec is not None and len(t.shape) == 2 and t.shape[1:] == self.declared_spec.shape[1:]
+        return self.is_whole_buffer or (rows and self.is_dense and t.offset % (multiple * nbytes) == 0)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether elements follow each other in row-major order."""
+        dense = contiguous_strides(self.shape)
+        return 0 in self.shape or all(n == 1 or s == d for n, s, d in zip(self.shape, self.strides, dense, strict=True))
+
+    def is_dense_along(self, axis: int) -> bool:
+        """Return whether elements follow each other along an axis."""
+        return self.shape[axis] == 1 or self.strides[axis] == 1
+
+    def slice_axis(self, axis: int, start: int, count: int) -> Operand:
+        """Return `count` entries of an axis from `start`."""
+        t = self.tensor
+        skipped = t.dtype.bytes_of(start * t.strides[axis])
+        shape = (*t.shape[:axis], count, *t.shape[axis + 1 :])
+        tensor = replace(t, offset=t.offset + skipped, shape=shape)
+        return replace(self, address=self.address + skipped, tensor=tensor)
+
+    @property
+    def has_even_rows(self) -> bool:
+        """Whether all rows are dense and have the same distance."""
+        return self._find_row_stride_bytes() is not None
+
+    @property
+    def row_stride_bytes(self) -> int:
+        """Bytes from row to row of an operand for which `has_even_rows` holds."""
+        step = self._find_row_stride_bytes()
+        assert step is not None
+        return step
+
+    def _find_row_stride_bytes(self) -> int | None:
+        *leading, n = self.shape
+        if n != 1 and self.strides[-1] != 1:
+            return None
+        axes = [(m, s) for m, s in zip(leading, self.strides, strict=False) if m != 1]
+        for (_, outer), (m, inner) in pairwise(axes):
+            if outer != m * inner:
+                return None
+        return self.tensor.dtype.bytes_of(axes[-1][1] if axes else n)
+
+    @cached_property  # each instruction compares its regions with the regions of earlier instructions
+    def region(self) -> Region:
+        t = self.tensor
+        if self.has_packed_blocks:
+            assert self.stored_spec is not None
+            return Region(t.buffer, 0, self.stored_spec.nbytes)
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True))
+        high = t.offset + (t.dtype.bytes_of(last) + t.dtype.block_bytes if all(t.shape) else 0)
+        pitch, width = (
+            (self._find_row_stride_bytes() if t.shape else None),
+            t.dtype.bytes_of(t.shape[-1] if t.shape else 1),
+        )
+        if pitch is None or pitch <= width or high - t.offset <= width:
+            return Region(t.buffer, t.offset, high)
+        return Region(t.buffer, t.offset, high, pitch, width)
+
+
+class NoKernelError(BackendError):
+    """No kernel fits an instruction; the message states the reason, which is also the answer of `supports`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundInstruction:
+    """One instruction with its operands at their addresses."""
+
+    op: str
+    src: tuple[Operand | None, ...]
+    dst: tuple[Operand, ...]
+    attrs: Attrs
+    find_readers: Callable[[], Sequence[BoundInstruction] | None] = lambda: None
+    """Returns all instructions that read the result; None if the result is retained or is an output of the program."""
+
+    @property
+    def out(self) -> Operand:
+        return self.dst[0]
+
+    def operand(self, index: int) -> Operand:
+        """Return an operand that is always present."""
+        operand = self.src[index]
+        assert operand is not None
+        return operand
+
+    def optional_operand(self, index: int) -> Operand | None:
+        return self.src[index] if index < len(self.src) else None
+
+    def float_attribute_bits(self, name: str) -> int:
+        """Return an attribute as a word with the bits of a float32."""
+        value = self.attrs[name]
+        assert isinstance(value, int | float)
+        return float_bits(value)
+
+
+def float_bits(value: float) -> int:
+    """Return the word that `load_float_word` reads as `value`."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def require_supported(condition: object, why: str) -> None:
+    """Raise `NoKernelError` unless the condition holds."""
+    if not condition:
+        raise NoKernelError(why)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Bound="BoundInstruction", need="require_supported")

@@ -1,0 +1,70 @@
+"""Instructions that may overlap with a collective: later ones that do not conflict with its reads and writes.
+
+A collective begins at its place in the program, after all earlier instructions. A device that can overlap continues
+with the instructions after it. The device waits before the first instruction that reads or writes the results of the
+collective, or writes its operands. It also waits before the next collective and at the end of the run: at most one
+collective is in progress.
+
+The waits follow from the bytes that instructions access, and no plan states them. So no plan can be wrong here, and a
+device that waits at once runs the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import islice
+
+from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
+from ..base import Instruction, Program, Tensor
+from .liveness import AccessedRegions
+from .operands import Operand, Region
+
+
+def find_overlapped_instructions(
+    program: Program, groups: Iterable[Sequence[int]] | None = None
+) -> Mapping[int, tuple[int, ...]]:
+    """Return, for each collective with overlapped instructions, their positions in the order of the run.
+
+    Args:
+        program: The program of one device.
+        groups: The instructions in the order of the run; instructions of one launch are one entry. If one instruction
+            of a group has to wait, the group waits. By default the instructions run one by one in program order.
+    """
+    steps = program.instructions
+    touched = cache(lambda number: _find_accessed_regions(program, steps[number]))
+    order = [(number,) for number in range(len(steps))] if groups is None else [*groups]
+    found: dict[int, tuple[int, ...]] = {}
+    for place, (at, *_) in enumerate(order):
+        if not can_be_overlapped(steps[at].op):
+            continue
+        for group in islice(order, place + 1, None):
+            if any(steps[n].op in COLLECTIVES or has_access_conflict(touched(at), touched(n)) for n in group):
+                break
+            found[at] = (*found.get(at, ()), *group)
+    return found
+
+
+def can_be_overlapped(op: str) -> bool:
+    """Return whether instructions may overlap with that op: a collective of a whole device group."""
+    return op in COLLECTIVES and op not in POINT_TO_POINT_OPS
+
+
+def has_access_conflict(collective: AccessedRegions, other: AccessedRegions) -> bool:
+    """Return whether an instruction with the accesses `other` has to wait for a collective."""
+    (read, written), (reads, writes) = collective, other
+    return _has_overlap(written, [*reads, *writes]) or _has_overlap(read, writes)
+
+
+def _find_accessed_regions(program: Program, i: Instruction) -> AccessedRegions:
+    written = [*i.dst, *([] if i.scratch is None else [i.scratch])]
+    return [_find_region(program, t) for t in i.src if t is not None], [_find_region(program, t) for t in written]
+
+
+def _find_region(program: Program, t: Tensor) -> Region:
+    spec = program.buffers[t.buffer]
+    return Operand(t.offset, t, spec.declared_spec, spec.stored_spec, spec.kind).region
+
+
+def _has_overlap(some: Iterable[Region], others: Sequence[Region]) -> bool:
+    return any(a.overlaps(b) for a in some for b in others)

@@ -1,0 +1,1 @@
+"""Shared parts of all backends in host memory: buffers, bindings, collectives and progress."""

@@ -1,0 +1,136 @@
+"""Collectives through host memory, by the `Comm` with which the program was compiled.
+
+All backends of this machine use them, and backends with devices that have no transport of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from ...graph.attrs import Attrs
+from ...ops.collectives import as_index_ranges, as_integer, own_index_ranges
+from .bindings import Binding, Calls, HostInstruction, bind_copy, count_result_elements, without_scratch
+
+Index = tuple[slice, ...]
+Pairs = list[tuple[Index, Index]]
+
+
+def bind_all_reduce(call: HostInstruction) -> Calls:
+    scratch = call.take_scratch(*call.out.shape)
+    return [partial(call.comm.all_reduce, call.operand(0), call.out, scratch, _read_sequence_number(call))]
+
+
+def bind_all_gather(call: HostInstruction) -> Calls:
+    return [
+        partial(
+            call.comm.all_gather,
+            call.operand(0),
+            call.out,
+            compute_gather_indices(call.attrs),
+            _read_sequence_number(call),
+        )
+    ]
+
+
+def bind_reduce_scatter(call: HostInstruction) -> Calls:
+    return [
+        partial(
+            call.comm.reduce_scatter,
+            call.operand(0),
+            call.out,
+            compute_scatter_indices(call.attrs),
+            _read_sequence_number(call),
+        )
+    ]
+
+
+def bind_all_to_all(call: HostInstruction) -> Calls:
+    return [
+        partial(
+            call.comm.all_gather,
+            call.operand(0),
+            call.out,
+            compute_exchange_indices(call.attrs),
+            _read_sequence_number(call),
+        )
+    ]
+
+
+def compute_gather_indices(attrs: Attrs) -> list[Pairs]:
+    """Return, for each device, pairs (index into the result, index into the source of the device)."""
+    axis = as_integer(attrs["axis"])
+    return [
+        [(_make_index({axis: (offset, n)}), _make_index({axis: (start, n)})) for start, offset, n in _locate_runs(runs)]
+        for runs in as_index_ranges(attrs["runs"])
+    ]
+
+
+def compute_scatter_indices(attrs: Attrs) -> Pairs:
+    """Return pairs (index into the result, index into the source of any device)."""
+    axis = as_integer(attrs["axis"])
+    return [
+        (_make_index({axis: (start, n)}), _make_index({axis: (offset, n)}))
+        for start, offset, n in _locate_runs(own_index_ranges(attrs))
+    ]
+
+
+def compute_exchange_indices(attrs: Attrs) -> list[Pairs]:
+    """Return, for each device, pairs (index into the own new shard, index into the old shard of the device)."""
+    return [list(_list_exchange_pairs(attrs, theirs)) for theirs in as_index_ranges(attrs["old_runs"])]
+
+
+def _list_exchange_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
+    """Yield pairs (index into the own new shard, index into the other shard) for the old ranges `theirs`."""
+    old, new = as_integer(attrs["old_axis"]), as_integer(attrs["axis"])
+    for start, offset, n in _locate_runs(own_index_ranges(attrs)):
+        for their_start, their_offset, their_n in _locate_runs(theirs):
+            if old != new:
+                yield (
+                    _make_index({old: (their_offset, their_n), new: (start, n)}),
+                    _make_index({old: (their_start, their_n), new: (offset, n)}),
+                )
+            else:
+                low, high = max(offset, their_offset), min(offset + n, their_offset + their_n)
+                if low < high:
+                    mine, other = start + low - offset, their_start + low - their_offset
+                    yield _make_index({new: (mine, high - low)}), _make_index({new: (other, high - low)})
+
+
+def _locate_runs(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield the index ranges of a shard as (start in the shard, start in the whole axis, length)."""
+    start = 0
+    for offset, n in runs:
+        yield start, offset, n
+        start += n
+
+
+def _make_index(ranges: Mapping[int, tuple[int, int]]) -> Index:
+    """Return the index that selects (start, length) along some axes and everything along the others."""
+    index = [slice(None)] * (max(ranges) + 1)
+    for axis, (start, n) in ranges.items():
+        index[axis] = slice(start, start + n)
+    return tuple(index)
+
+
+def bind_send(call: HostInstruction) -> Calls:
+    to = as_integer(call.attrs["to"])
+    return [*bind_copy(call), partial(call.comm.send, call.out, to, _read_sequence_number(call))]
+
+
+def bind_receive(call: HostInstruction) -> Calls:
+    return [partial(call.comm.receive, call.out, as_integer(call.attrs["source"]), _read_sequence_number(call))]
+
+
+def _read_sequence_number(call: HostInstruction) -> int:
+    return as_integer(call.attrs["sequence"])
+
+
+KERNELS: Mapping[str, Binding] = {
+    "all_reduce": Binding(bind_all_reduce, count_result_elements),
+    "all_gather": without_scratch(bind_all_gather),
+    "reduce_scatter": without_scratch(bind_reduce_scatter),
+    "all_to_all": without_scratch(bind_all_to_all),
+    "send": without_scratch(bind_send),
+    "receive": without_scratch(bind_receive),
+}

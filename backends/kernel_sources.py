@@ -1,0 +1,29 @@
+"""Locations of the sources of kernels, for reports."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+from .capabilities import SourceLocation
+
+MAX_SOURCE_CHARACTERS = 4096
+"""Maximum characters of a source that is reported with its location."""
+
+
+@lru_cache(maxsize=4096)
+def locate_source(function: Callable[..., Any]) -> SourceLocation:
+    """Return the location and the text of a Python function."""
+    plain: Any = inspect.unwrap(function.func if isinstance(function, partial) else function)
+    place = f"{plain.__module__.replace('.', '/')}.py:{plain.__code__.co_firstlineno}"
+    try:
+        return SourceLocation(place, dedent_source(inspect.getsource(plain)))
+    except OSError:  # typed into an interpreter
+        return SourceLocation(place)
+
+
+def dedent_source(text: str) -> str:
+    """Return a source without its common indentation; empty if it is too long."""
+    return inspect.cleandoc(text) if len(text) <= MAX_SOURCE_CHARACTERS else ""

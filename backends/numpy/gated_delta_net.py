@@ -1,0 +1,178 @@
+"""Causal convolution and the gated delta net, token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...graph.node import Node
+from ...ops import Op, as_reference_array
+from ...ops.movement.sharded_tables import require_row_numbers
+from ...ops.recurrent.linear_attention import gated_linear_attn, rwkv_wkv6, rwkv_wkv7, ssm_scan
+from ..base import Array
+from ..host.bindings import Binding, Calls, HostInstruction, count_result_elements, no_scratch
+
+
+def bind_ssm_conv(call: HostInstruction) -> Calls:
+    x, w, out = call.operand(0), call.operand(1), call.out
+    term = call.take_scratch(*out.shape)
+    length = out.shape[-2]
+    calls: Calls = [partial(np.multiply, x[..., :length, :], w[:, 0], out=out)]
+    for j in range(1, w.shape[1]):
+        calls.append(partial(np.multiply, x[..., j : j + length, :], w[:, j], out=term))
+        calls.append(partial(np.add, out, term, out=out))
+    return calls
+
+
+def bind_gated_delta_net(call: HostInstruction) -> Calls:
+    """Bind the delta rule: five small array operations per token on the whole state [..., heads, value, key]."""
+    q, v, g = call.operand(0), call.operand(2), call.operand(3)
+    keep = _StateSnapshots(call, tokens=v.shape[-3])
+    tiled, key_heads = call.attrs["heads"] == "tiled", q.shape[-2]
+    decay = call.take_scratch(*g.shape[:-3], *g.shape[-2:])
+    delta = call.take_scratch(*v.shape[:-3], *v.shape[-2:])
+    outer = call.take_scratch(*keep.running_state.shape)
+    step = _TokenBuffers(
+        _split_heads(keep.running_state, key_heads, tiled, trailing=2),
+        decay,
+        _split_heads(decay[..., None, :], key_heads, tiled, trailing=2),
+        _split_heads(delta, key_heads, tiled, trailing=1),
+        _split_heads(outer, key_heads, tiled, trailing=2),
+    )
+    calls = keep.bind_initial_calls()
+    for t in range(v.shape[-3]):
+        calls += [*_bind_delta_token(call, t, tiled, step), *keep.bind_snapshot_calls(t)]
+    scale = np.float32(1 / math.sqrt(q.shape[-1]))
+    return [*calls, partial(np.multiply, call.out, scale, out=call.out)]
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenBuffers:
+    """The state and the temporaries of one token; all but `decay` have the head axis split by key head."""
+
+    running_state: Array
+    decay: Array
+    decay_of: Array
+    delta: Array
+    outer: Array
+
+
+def _bind_delta_token(call: HostInstruction, t: int, tiled: bool, step: _TokenBuffers) -> Calls:
+    q, k, v, g, beta = (call.operand(i) for i in range(5))
+    at = (..., t, slice(None), slice(None))
+    key, query = (_expand_key_heads(x[at], tiled) for x in (k, q))
+    value, result = (_split_heads(x[at], q.shape[-2], tiled, trailing=1) for x in (v, call.out))
+    strength = _split_heads(beta[..., t, :, None], q.shape[-2], tiled, trailing=1)
+    s, delta, outer = step.running_state, step.delta, step.outer
+    return [
+        partial(np.exp, g[at], out=step.decay),
+        partial(np.multiply, s, step.decay_of, out=s),
+        partial(np.multiply, s, key[..., None, :], out=outer),
+        partial(np.add.reduce, outer, axis=-1, out=delta),
+        partial(np.subtract, value, delta, out=delta),
+        partial(np.multiply, delta, strength, out=delta),
+        partial(np.multiply, delta[..., :, None], key[..., None, :], out=outer),
+        partial(np.add, s, outer, out=s),
+        partial(np.multiply, s, query[..., None, :], out=outer),
+        partial(np.add.reduce, outer, axis=-1, out=result),
+    ]
+
+
+class _StateSnapshots:
+    """The running state of a recurrence: its memory, its initial contents and its snapshots.
+
+    Without a pool of states it lies in the result, so nothing is copied. With a pool it lies in scratch, because one
+    sequence may read a row that another sequence writes.
+    """
+
+    def __init__(self, call: HostInstruction, tokens: int) -> None:
+        self.state, self.new, self.tokens = call.operand(5), call.dst[1], tokens
+        self.slots_in, self.slots_out = call.optional_operand(6), call.optional_operand(7)
+        self.snapshots = int(call.number_attribute("snapshots"))
+        several = self.snapshots > 1
+        if self.slots_in is not None:
+            self.running_state = call.take_scratch(*self.slots_in.shape, *self.state.shape[1:])
+        else:
+            self.running_state = self.new[..., 0, :, :, :] if several else self.new
+
+    def bind_initial_calls(self) -> Calls:
+        calls: Calls = []
+        if self.slots_out is not None:
+            if not np.shares_memory(self.state, self.new):
+                calls.append(partial(np.copyto, self.new, self.state))
+            calls.append(partial(require_row_numbers, self.slots_out, len(self.new), "slots_out"))
+        elif self.snapshots > max(self.tokens, 1):
+            missing = self.new[..., max(self.tokens, 1) :, :, :, :]
+            calls.append(partial(np.copyto, missing, np.float32(0)))
+        if self.slots_in is not None:
+            pool = self.new if self.slots_out is not None else self.state
+            calls.append(partial(_gather_states, pool, self.slots_in, self.running_state))
+        elif not np.shares_memory(self.state, self.running_state):
+            calls.append(partial(np.copyto, self.running_state, self.state))
+        return [*calls, *(self._bind_save(0) if not self.tokens else ())]
+
+    def bind_snapshot_calls(self, t: int) -> Calls:
+        """Return the calls that save the state after token `t`."""
+        back = self.tokens - 1 - t
+        return self._bind_save(back) if back < self.snapshots else []
+
+    def _bind_save(self, back: int) -> Calls:
+        if self.slots_out is not None:
+            rows = self.slots_out if self.snapshots == 1 else self.slots_out[..., back]
+            return [partial(self.new.__setitem__, rows, self.running_state)]
+        target = self.new[..., back, :, :, :] if self.snapshots > 1 else self.new
+        return [] if np.shares_memory(target, self.running_state) else [partial(np.copyto, target, self.running_state)]
+
+
+def _gather_states(pool: Array, slots: Array, out: Array) -> None:
+    """Gather the states of `slots`; ``take`` writes into `out` without a buffer only in mode "clip"."""
+    np.take(pool, require_row_numbers(slots, len(pool), "slots_in"), axis=0, out=out, mode="clip")
+
+
+def _split_heads(x: Array, key_heads: int, tiled: bool, trailing: int) -> Array:
+    """Split the head axis of `x` by key head: [r, h] if tiled, [h, r] if interleaved."""
+    axis = x.ndim - trailing - 1
+    repeat = x.shape[axis] // key_heads if key_heads else 1
+    pair = (repeat, key_heads) if tiled else (key_heads, repeat)
+    return x.reshape(*x.shape[:axis], *pair, *x.shape[axis + 1 :], copy=False)
+
+
+def _expand_key_heads(x: Array, tiled: bool) -> Array:
+    """Return keys [..., h, d] with an axis of size 1 that broadcasts over the repeats of split values."""
+    return x[..., None, :, :] if tiled else x[..., :, None, :]
+
+
+def bind_float64_reference(op: Op[Any]) -> Binding:
+    """Return a binding that runs the reference of an op in float64, for recurrences with sums that may cancel.
+
+    It allocates, so it is for ops that take little time.
+    """
+
+    def bind(call: HostInstruction) -> Calls:
+        def run() -> None:
+            wide = [None if x is None else as_reference_array(x) for x in call.src]
+            for target, result in zip(call.dst, op.run_reference(wide, call.attrs), strict=True):
+                np.copyto(target, result, casting="same_kind")
+
+        return [run]
+
+    return Binding(bind, no_scratch)
+
+
+def _delta_scratch(node: Node) -> int:
+    v, g, state = (node.inputs[i].shape for i in (2, 3, 5))
+    running = math.prod((*v[:-3], *state[-3:]))
+    pooled = node.attrs["pool"] != "none"
+    return sum(math.prod((*x[:-3], *x[-2:])) for x in (v, g)) + (2 if pooled else 1) * running
+
+
+KERNELS: Mapping[str, Binding] = {
+    "ssm_conv": Binding(bind_ssm_conv, count_result_elements),
+    "gated_delta_net": Binding(bind_gated_delta_net, _delta_scratch),
+    **{op.name: bind_float64_reference(op) for op in (ssm_scan, rwkv_wkv6, rwkv_wkv7, gated_linear_attn)},
+}

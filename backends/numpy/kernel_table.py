@@ -1,0 +1,38 @@
+"""All kernels of the backend by op; ops without a kernel run their reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from ...ops import REGISTRY
+from ..capabilities import SourceLocation
+from ..host import collectives
+from ..host.bindings import Binding, make_reference_binding
+from ..kernel_sources import locate_source
+from ..kernel_tables import find_op_package_binding, merge_tables
+from . import attention, elementwise, gated_delta_net, gather_scatter, matmul, norms, reductions, rope
+
+BUILTIN_KERNELS: Mapping[str, Binding] = merge_tables(
+    elementwise.KERNELS,
+    norms.KERNELS,
+    reductions.KERNELS,
+    matmul.KERNELS,
+    gather_scatter.KERNELS,
+    attention.KERNELS,
+    rope.KERNELS,
+    gated_delta_net.KERNELS,
+    collectives.KERNELS,
+)
+
+
+@cache
+def find_binding(op: str) -> Binding:
+    """Return the binding of an op: a kernel of this package, one that the op provides, or its reference."""
+    return BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy") or make_reference_binding(REGISTRY[op])
+
+
+def locate_op_source(op: str) -> SourceLocation:
+    """Return the location of the function that computes an op."""
+    own = BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy")
+    return locate_source(own.bind if own else REGISTRY[op].reference)

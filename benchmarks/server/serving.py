@@ -1,0 +1,316 @@
+"""Load model servers with concurrent clients, and compare hocket with llama-server.
+
+    python benchmarks/server/serving.py MODEL.gguf --server hocket --server llama --llama-server PATH --clients 1,4,16
+
+The script starts the servers and loads them in turns, so all of them are measured in the same minutes. ``--url URL``
+loads a server that runs already. The load is closed or open:
+
+- ``--clients N,...``: each of N clients sends its next request when its last one has ended.
+- ``--rate R``: requests arrive as a Poisson process of R requests per second.
+
+Prompts are lists of random token ids with fixed seeds, different in each round. Answers have a fixed length: the end
+token is ignored. The load generator prints its own share of the CPU time of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from urllib.parse import urlsplit
+
+from hocket.benchmarks import results_file as results
+from hocket.benchmarks.server.load_generator import (
+    DEFAULT_VOCABULARY,
+    LONG,
+    WORKLOADS,
+    Exchange,
+    Target,
+    make_jobs,
+    run_closed_loop,
+    run_interruption,
+    run_open_loop,
+)
+
+START_SECONDS = 300.0
+"""Longest time until a server answers."""
+STOP_SECONDS = 20.0
+"""Longest time until a server ends after SIGTERM."""
+DECODING_CLIENTS = 8
+"""Clients of workload I that decode when the long prompt arrives."""
+
+
+# --------------------------------------------------------------------------------------------------------- measurement
+
+
+def read_cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process and of its children, for user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(read_cpu_seconds(int(child)) for child in children)
+
+
+def read_memory_mib(pid: int) -> float:
+    """Return RssAnon and VmSwap of a process in MiB; the pages of the model file are not among them."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "VmSwap"))) / 1024
+
+
+def find_percentile(numbers: Sequence[float], share: float) -> float:
+    """Return the number below which `share` of the numbers are, or 0 without numbers."""
+    ordered = sorted(numbers)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def summarise(exchanges: Sequence[Exchange], seconds: float, *, has_late: bool) -> dict[str, object]:
+    """Return the figures of one run.
+
+    Args:
+        exchanges: All requests.
+        seconds: Wall time of the run.
+        has_late: Whether the last exchange alone gives the time to the first token, and the others the gaps.
+    """
+    good, errors = [one for one in exchanges if not one.error], [one.error for one in exchanges if one.error]
+    first, steady = (good[-1:], good[:-1]) if has_late else (good, good)
+    waits = [1e3 * (one.token_times[0] - one.sent) for one in first]
+    gaps = [1e3 * (b - a) for one in steady for a, b in zip(one.token_times, one.token_times[1:], strict=False)]
+    prompt, cached, new = (
+        (sum(counts) for counts in zip(*(one.counts for one in good), strict=True)) if good else (0,) * 3
+    )
+    return {
+        "requests": len(exchanges),
+        "errors": len(errors),
+        "error": errors[0] if errors else "",
+        "seconds": seconds,
+        "new_per_second": new / seconds,
+        "prompt_per_second": prompt / seconds,
+        "cached_share": cached / max(prompt, 1),
+        "first_ms_p50": find_percentile(waits, 0.5),
+        "first_ms_p99": find_percentile(waits, 0.99),
+        "gap_ms_p50": find_percentile(gaps, 0.5),
+        "gap_ms_p99": find_percentile(gaps, 0.99),
+    }
+
+
+@dataclass(frozen=True)
+class LoadCase:
+    """A workload with its load: a number of clients, or a rate of requests per second."""
+
+    workload: str
+    clients: int = 1
+    rate: float = 0.0
+
+    @property
+    def load(self) -> str:
+        """The load as text."""
+        return f"{self.rate:g}/s" if self.rate else str(self.clients)
+
+
+def measure_load(target: Target, case: LoadCase, requests: int, seed: str) -> dict[str, object]:
+    """Run a case once, and return its figures.
+
+    Args:
+        target: The server.
+        case: The workload and the load.
+        requests: Jobs of each client, or of the open loop.
+        seed: Seed of the prompts.
+    """
+    workload, exchanges = WORKLOADS[case.workload], list[Exchange]()
+    is_interrupted = case.workload == "I"
+    count = case.clients if is_interrupted else requests if case.rate else requests * case.clients
+    jobs = make_jobs(workload, count, f"{case} {seed}", target.vocabulary)
+    if is_interrupted:
+        (long,) = make_jobs(LONG, 1, f"long {case} {seed}", target.vocabulary)
+        work = run_interruption(target, jobs, long, exchanges)
+    elif case.rate:
+        work = run_open_loop(target, jobs, case.rate, exchanges)
+    else:
+        work = run_closed_loop(target, jobs, case.clients, exchanges)
+    cpu = read_cpu_seconds(target.pid) if target.pid else 0.0
+    start, own = time.perf_counter(), time.process_time()
+    asyncio.run(work)
+    seconds, own = time.perf_counter() - start, time.process_time() - own
+    row: dict[str, object] = {"workload": case.workload, "load": case.load, "server": target.name}
+    row |= summarise(exchanges, seconds, has_late=is_interrupted)
+    row |= {"generator_cpu_seconds": own, "generator_share": own / seconds / (os.cpu_count() or 1)}
+    if target.pid:
+        row |= {"cpu_seconds": read_cpu_seconds(target.pid) - cpu, "memory_mib": read_memory_mib(target.pid)}
+    return row
+
+
+# ------------------------------------------------------------------------------------------------------------- servers
+
+
+@contextmanager
+def run_server(name: str, command: Sequence[str], port: int, api: str) -> Iterator[Target]:
+    """Start a server, yield it when it answers, and end it.
+
+    Args:
+        name: Its name in the results.
+        command: The command with its arguments.
+        port: The port; 0 if the server prints its URL.
+        api: ``native`` or ``openai``.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            until = time.monotonic() + START_SECONDS
+            while True:
+                log.seek(0)
+                text = log.read()
+                if process.poll() is not None or time.monotonic() > until:
+                    raise SystemExit(f"{shlex.join(command)} does not serve:\n{text[-2000:]}")
+                found = re.search(r"http://127\.0\.0\.1:(\d+)", text)
+                known = port or (int(found[1]) if found else 0)
+                with suppress(OSError):
+                    if known:
+                        yield find_target(name, f"http://127.0.0.1:{known}", api, process.pid)
+                        return
+                time.sleep(0.1)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def find_target(name: str, url: str, api: str, pid: int | None = None) -> Target:
+    """Return a server that answers at a URL.
+
+    Raises:
+        OSError: It does not answer yet.
+    """
+    with urllib.request.urlopen(f"{url}/health", timeout=5), urllib.request.urlopen(f"{url}/v1/models") as models:
+        about = json.load(models)["data"][0].get("meta") or {}
+    place = urlsplit(url)
+    return Target(name, (place.hostname or "", place.port or 80), api, about.get("n_vocab", DEFAULT_VOCABULARY), pid)
+
+
+def make_commands(args: argparse.Namespace, slots: int, context: int) -> Iterator[tuple[str, list[str], int]]:
+    """Yield the name, the command and the port of each server; port 0 is chosen by the server."""
+    for name in args.server:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        if name == "hocket":
+            command = [sys.executable, "-m", "hocket", "serve", args.model, "-np", str(slots), "-c", str(context)]
+            yield name, [*command, "--port", "0", "-t", str(args.t), *shlex.split(args.hocket_args)], 0
+        else:
+            command = [args.llama_server, "-m", args.model, "-np", str(slots), "-c", str(slots * context)]
+            command += ["-t", str(args.t), "-fa", "on", "--metrics", "--port", str(port)]
+            yield name, [*command, *shlex.split(args.llama_args)], port
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+TABLE_COLUMNS: Mapping[str, tuple[str, float, int]] = {
+    "new_per_second": ("tok/s out", 1, 1),
+    "prompt_per_second": ("tok/s in", 1, 0),
+    "first_ms_p50": ("TTFT p50 ms", 1, 0),
+    "first_ms_p99": ("p99", 1, 0),
+    "gap_ms_p50": ("gap p50 ms", 1, 1),
+    "gap_ms_p99": ("p99", 1, 1),
+    "cached_share": ("cached %", 100, 0),
+    "errors": ("errors", 1, 0),
+    "cpu_seconds": ("CPU s", 1, 1),
+    "memory_mib": ("MiB", 1, 0),
+    "generator_share": ("generator %", 100, 1),
+}
+"""For each column its title, a factor and the number of decimals; cells are medians over the rounds."""
+HEAD = ("workload", "load", "server", *(title for title, _, _ in TABLE_COLUMNS.values()), "out / first server")
+
+
+def format_rows(rows: Sequence[Mapping[str, object]]) -> list[list[str]]:
+    """Return the cells of the table: one row for each case and server, with medians over the rounds."""
+    groups: dict[tuple[object, ...], list[Mapping[str, object]]] = {}
+    for row in rows:
+        groups.setdefault((row["workload"], row["load"], row["server"]), []).append(row)
+    table = []
+    for (workload, load, server), group in groups.items():
+        cells = []
+        for name, (_, factor, digits) in TABLE_COLUMNS.items():
+            numbers = [factor * row[name] for row in group if name in row]
+            cells.append(f"{sum(numbers) if name == 'errors' else median(numbers):.{digits}f}" if numbers else "")
+        first = next(others for key, others in groups.items() if key[:2] == (workload, load))
+        pairs = zip(group, first, strict=False)
+        ratio = median(one["new_per_second"] / max(other["new_per_second"], 1e-9) for one, other in pairs)
+        table.append([str(workload), str(load), str(server), *cells, f"{ratio:.2f}"])
+    return table
+
+
+def run_cases(
+    targets: Sequence[Target], cases: Sequence[LoadCase], args: argparse.Namespace
+) -> Iterator[dict[str, object]]:
+    """Yield the figures of each run; the servers alternate, and a first run of each case is not counted."""
+    for case in cases:
+        for target in targets:
+            measure_load(target, case, 1, "warm")
+        for i in range(args.rounds):
+            for target in targets:
+                yield {"round": i, **measure_load(target, case, args.requests, f"round {i}")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL.gguf", nargs="?")
+    parser.add_argument("--server", action="append", default=[], choices=("hocket", "llama"), help="repeatable")
+    parser.add_argument("--url", action="append", default=[], help="a server that runs already; repeatable")
+    parser.add_argument("--llama-server", default="llama-server", metavar="PATH", help="the program of that name")
+    parser.add_argument("--hocket-args", default="", metavar="TEXT", help="further arguments of hocket serve")
+    parser.add_argument("--llama-args", default="", metavar="TEXT", help="further arguments of llama-server")
+    parser.add_argument("--api", default="native", choices=("native", "openai"), help="/completion or /v1/completions")
+    parser.add_argument("-w", "--workloads", default="S", help=f"letters of {''.join(WORKLOADS)} (S)")
+    parser.add_argument("--clients", default="1,4,16", help="numbers of clients of the closed loop (1,4,16)")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests per second of the open loop")
+    parser.add_argument("-n", "--requests", type=int, default=4, help="requests, or talks of T, per client (4)")
+    parser.add_argument("-np", type=int, help="slots (the largest number of clients)")
+    parser.add_argument("-c", type=int, help="tokens of a slot (as many as the workloads need)")
+    parser.add_argument("-t", type=int, default=os.cpu_count(), help="threads of each server (all cores)")
+    parser.add_argument("-r", "--rounds", type=int, default=3, help="rounds (3)")
+    parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
+    parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
+    args = parser.parse_args()
+    if bool(args.server) != bool(args.model) or not (args.server or args.url):
+        parser.error("give a model with --server, or --url")
+    clients = [int(word) for word in args.clients.split(",")]
+    loads = [LoadCase("", rate=args.rate)] if args.rate else [LoadCase("", count) for count in clients]
+    cases = [replace(load, workload=name) for name in args.workloads if name != "I" for load in loads]
+    cases += [LoadCase("I", DECODING_CLIENTS)] * ("I" in args.workloads)
+    slots = args.np or max(case.clients + (case.workload == "I") for case in cases)
+    sizes = [WORKLOADS[name].context for name in args.workloads] + [LONG.context] * ("I" in args.workloads)
+    context = args.c or -(-max(sizes) // 256) * 256
+    about, rows = results.collect_circumstances(args.shared), []
+    with ExitStack() as stack:
+        targets = [find_target(url, url, args.api) for url in args.url]
+        for name, command, port in make_commands(args, slots, context):
+            print(shlex.join(command), flush=True)
+            targets.append(stack.enter_context(run_server(name, command, port, args.api)))
+        print(results.format_table(HEAD[:-1], []), end="", flush=True)
+        for row in run_cases(targets, cases, args):
+            rows.append(row)
+            print(f"| {' | '.join(format_rows([row])[0][:-1])} |", flush=True)
+            if row["error"]:
+                print(f"error: {row['error']}", flush=True)
+            if args.save:
+                results.write_result(args.save, about, rows, results.format_table(HEAD, format_rows(rows)))
+    print(f"\nMedians of {args.rounds} rounds:\n\n{results.format_table(HEAD, format_rows(rows))}")
+
+
+if __name__ == "__main__":
+    main()

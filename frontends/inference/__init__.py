@@ -1,0 +1,1 @@
+"""Sessions: states of sequences, buckets, micro-batches, prefill chunks, checkpoints and saved states."""

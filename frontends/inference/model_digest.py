@@ -1,0 +1,40 @@
+"""The identity of a model: the value that a saved state and all processes must share with the running model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from ..gguf.mapped_file import MappedFile
+from ..models import Model
+
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+"""A Linux file with a random number that the kernel draws at boot, so that it differs on every machine."""
+
+
+def compute_model_digest(model: Model) -> str:
+    """Return the SHA-256 of a model.
+
+    It covers the architecture, the adapters, the names, shapes and dtypes of tensors, and the data of small tensors.
+    """
+    sha = hashlib.sha256(model.architecture.encode())
+    sha.update(" ".join(map(repr, model.adapters.scales)).encode())
+    adapted = model.adapters.tensors
+    for name, tensor in sorted(model.tensors.items()):
+        sha.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
+        if tensor.nbytes <= 1 << 16 or name in adapted:  # norms and biases differ between fine-tunings of one shape
+            sha.update(tensor.raw.tobytes())
+    return sha.hexdigest()
+
+
+def identify_files(files: Iterable[MappedFile]) -> str:
+    """Return the boot number of the machine and the inodes of mapped files, or an empty text if one is unknown.
+
+    The text is equal in two processes if they map the same memory.
+    """
+    known = {file.inode and f"{file.inode} {file.size} {file.modified_ns}" for file in files}
+    with suppress(OSError):
+        return f"{BOOT_ID_FILE.read_text().strip()} {sorted(known)}" if all(known) else ""
+    return ""

@@ -1,0 +1,36 @@
+"""Pool the rows of the tokens of a text to one vector, by the kind that a model file names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelError
+from .session import F32
+
+MEAN_POOLING, FIRST_TOKEN_POOLING, LAST_TOKEN_POOLING, RANK_POOLING = 1, 2, 3, 4
+"""Kinds of pooling, as ``pooling_type`` of a GGUF file numbers them. Kind 0 is none; the mean is taken then."""
+
+
+def choose_pooling(kind: object) -> Any:
+    """Return the function that pools rows f32[n, width] to one vector f32[width].
+
+    Raises:
+        ModelError: The kind is unknown, or ranks pairs of texts.
+    """
+    pooling_functions = {
+        0: _pool_mean,
+        MEAN_POOLING: _pool_mean,
+        FIRST_TOKEN_POOLING: lambda rows: rows[0],
+        LAST_TOKEN_POOLING: lambda rows: rows[-1],
+    }
+    if kind == RANK_POOLING:
+        raise ModelError("pooling_type of the file is 4 (rank): it scores pairs of texts; use a model that embeds")
+    if kind not in pooling_functions:
+        raise ModelError(f"pooling_type of the file is {kind!r}; need 0 (none), 1 (mean), 2 (first) or 3 (last)")
+    return pooling_functions[kind]
+
+
+def _pool_mean(rows: F32) -> F32:
+    return np.asarray(rows.mean(0, dtype=np.float64).astype(np.float32))

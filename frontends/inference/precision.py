@@ -1,0 +1,63 @@
+"""The exactness of a session: rewrite the step graphs of a model as its device group asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+
+from ... import ops
+from ...graph.dtypes import DType
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...graph.rewrite import rewrite_graph
+from ..errors import ModelError
+from ..models import Model, Step
+from .device_group import DeviceGroup
+
+HALF_DTYPES = frozenset((DType.F16, DType.BF16))
+"""Dtypes of 16 bits that attention must not compute in."""
+NodeRewrite = Callable[[Node], Sequence[Value] | None]
+"""Returns the replacement of the results of a node, or `None` to keep the node."""
+
+
+def make_step_graph_builder(model: Model, on: DeviceGroup) -> Callable[[Step], Graph]:
+    """Return the function that builds the graph of each step of a model.
+
+    Raises:
+        ModelError: `on` asks for exact results together with bf16 transfers or with fast arithmetic.
+    """
+    if on.exact and on.wire != "f32":
+        raise ModelError(f"results that are to be exact are not sent as {on.wire}; leave out one of the two")
+    if on.exact and on.fast:
+        raise ModelError("results that are to be exact are not rounded to bfloat16; leave out one of the two")
+    rules: list[NodeRewrite] = [relax_exactness] if on.fast else []
+    if on.exact and model.uses_half_activation:
+        rules.append(forbid_split_sums)
+    if on.exact and HALF_DTYPES.intersection(on.cache_dtypes):
+        rules.append(widen_attention_to_f32)
+    return partial(build_rewritten_graph, model, rules) if rules else model.graph
+
+
+def build_rewritten_graph(model: Model, rules: Sequence[NodeRewrite], step: Step) -> Graph:
+    """Return the graph of a step with `rules` applied to its nodes."""
+    return reduce(rewrite_graph, rules, model.graph(step))
+
+
+def relax_exactness(node: Node) -> Sequence[Value] | None:
+    """Set the attribute `exact` of a node to false."""
+    return replace(node, attrs={**node.attrs, "exact": False}).results if node.attrs.get("exact") else None
+
+
+def forbid_split_sums(node: Node) -> Sequence[Value] | None:
+    """Forbid that devices share the sum of a matmul, so that its last bit is the same as on one device."""
+    return replace(node, attrs={**node.attrs, "ordered": True}).results if node.op == "mul_mat" else None
+
+
+def widen_attention_to_f32(node: Node) -> Sequence[Value] | None:
+    """Cast the keys and values of attention to f32, because backends may round queries and weights to their dtype."""
+    cells = node.inputs[1:3] if node.op == "attention" else ()
+    if not HALF_DTYPES.intersection(value.dtype for value in cells):
+        return None
+    wide = [ops.cast(value, dtype=DType.F32) if value.dtype in HALF_DTYPES else value for value in cells]
+    return node.with_src((node.src[0], *wide, *node.src[3:])).results

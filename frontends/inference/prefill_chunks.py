@@ -1,0 +1,250 @@
+"""Prefill in chunks: a prompt is split into chunks that run pipelined through the devices of a session.
+
+While one chunk is on the second device, the next chunk is on the first device. Example: 300 tokens in three chunks of
+100 take 4 stage times on two devices instead of 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.array_checks import as_number_array
+from ...graph.lazy_dataclass import dataclass
+from ...scheduler import Plan
+from ..errors import ModelError
+from ..models.inputs.step import Step
+
+F32 = npt.NDArray[np.float32]
+
+MIN_CHUNK_TOKENS = 64
+"""Minimum tokens of a chunk; a matrix product with fewer rows takes more time per row."""
+CHUNK_SIZE_QUARTERS = (4, 6)
+"""Chunk sizes, as quarters of `MIN_CHUNK_TOKENS` times a power of two. Each size has a plan, so there are few."""
+
+PrefillChunk = Sequence[list[int]]
+"""The tokens of each sequence that run together."""
+
+
+def can_chunk(tokens: int) -> bool:
+    """Return whether `tokens` tokens are enough for more than one chunk."""
+    return tokens > MIN_CHUNK_TOKENS
+
+
+def compute_pipeline_depth(plan: Plan) -> int:
+    """Return the number of pipeline stages of a plan, or 1 if pipelining gains nothing."""
+    if len(plan.lanes) == 1:
+        return 1
+    from ...scheduler.pipelining.stage_times import (
+        MIN_PIPELINE_SPEEDUP,
+        count_pipeline_stages,
+        estimate_pipeline_speedup,
+    )
+
+    return count_pipeline_stages(plan) if estimate_pipeline_speedup(plan) >= MIN_PIPELINE_SPEEDUP else 1
+
+
+def compute_chunk_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Return the allowed chunk sizes in tokens, ascending, up to `max_tokens`.
+
+    Up to 300 tokens these are 64, 96, 128, 192, 256 and 300.
+    """
+    grown = (
+        MIN_CHUNK_TOKENS * step * 2**times // 4
+        for times in range(max_tokens.bit_length())
+        for step in CHUNK_SIZE_QUARTERS
+    )
+    return (*sorted({size for size in grown if size < max_tokens}), max_tokens)
+
+
+def round_up_to_chunk_size(tokens: int, max_tokens: int) -> int:
+    """Return the allowed chunk size for a chunk of `tokens` tokens, at most `max_tokens`."""
+    return (
+        next(size for size in compute_chunk_sizes(max_tokens) if size >= tokens)
+        if can_chunk(tokens)
+        else next_power_of_two(tokens)
+    )
+
+
+def next_power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def split_equally(tokens: int, max_tokens: int) -> tuple[int, ...]:
+    """Return the sizes of chunks of `max_tokens` tokens each; the last one may be smaller."""
+    return tuple(min(max_tokens, tokens - start) for start in range(0, tokens, max_tokens))
+
+
+def choose_pipelined_chunks(
+    tokens: int, behind: int, max_tokens: int, cells_of: Callable[[int], int], plan_of: Callable[[int, int], Plan]
+) -> tuple[int, ...]:
+    """Return the sizes in tokens of the chunks of a prompt that run pipelined.
+
+    Args:
+        tokens: Tokens of the prompt.
+        behind: Tokens that the sequence already has.
+        max_tokens: Maximum tokens of a chunk.
+        cells_of: The context bucket for a sequence length.
+        plan_of: The plan of a run with a token count, after which a sequence has a given length.
+    """
+    from ...scheduler import ChunkTimeModel, choose_prefill_chunks
+
+    sizes = compute_chunk_sizes(max_tokens)
+    ends = [behind + min(sizes[0], tokens), behind + tokens]
+    cells = {cells_of(length): length for length in ends}
+    predicted = ChunkTimeModel(
+        lambda count, seen: plan_of(count, cells[seen]), (sizes[0], sizes[-1]), (min(cells), max(cells))
+    )
+    return choose_prefill_chunks(tokens, behind, sizes, predicted).chunk_sizes
+
+
+def explain_chunks(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> str:
+    """Explain in one sentence how a prompt is split into chunks, the reason, and the predicted time.
+
+    Args:
+        tokens: Tokens of the prompt.
+        whole: The plan that reads the whole prompt at once.
+        plan_of: The plan that reads a given number of tokens.
+    """
+    from ...scheduler import ChunkTimeModel, choose_prefill_chunks, format_seconds
+    from ...scheduler.pipelining.stage_times import (
+        MIN_PIPELINE_SPEEDUP,
+        count_pipeline_stages,
+        estimate_pipeline_speedup,
+        format_stage_count,
+    )
+
+    stages, at_once = count_pipeline_stages(whole), format_seconds(whole.cost.total)
+    if stages == 1:
+        why = "all devices meet, so that none can begin with other tokens"
+    elif not can_chunk(tokens):
+        why = f"parts have {MIN_CHUNK_TOKENS} tokens at least"
+    elif (times := estimate_pipeline_speedup(plan_of(1))) < MIN_PIPELINE_SPEEDUP:
+        why = (
+            f"steps that follow each other are {times:.2f} times as fast, "
+            f"and have to be {MIN_PIPELINE_SPEEDUP} times as fast"
+        )
+    else:
+        sizes = compute_chunk_sizes(tokens)
+        predicted = ChunkTimeModel(lambda count, cells: plan_of(count), (sizes[0], sizes[-1]), (tokens, tokens))
+        choice = choose_prefill_chunks(tokens, 0, sizes, predicted)
+        if len(choice.chunk_sizes) > 1:
+            each = ", ".join(map(str, dict.fromkeys(choice.chunk_sizes)))
+            return (
+                f"{tokens} tokens are read in {len(choice.chunk_sizes)} parts of {each}, "
+                f"that follow each other through {format_stage_count(stages, len(whole.lanes))}, "
+                f"predicted to take {format_seconds(choice.seconds)}; as one {at_once}"
+            )
+        why = "parts take longer"
+    return f"{tokens} tokens are read as one, predicted to take {at_once}; {why}"
+
+
+def split_tokens(tokens: PrefillChunk, sizes: Iterable[int]) -> list[PrefillChunk]:
+    """Split the tokens of each sequence into chunks of the given sizes, in order."""
+    ends = [*accumulate(sizes, initial=0)]
+    return [[new[start:end] for new in tokens] for start, end in pairwise(ends)]
+
+
+def choose_chunk_outputs(parts: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
+    """Return the output kind of each chunk: ``logits`` only if a caller needs them, as the output matrix is large."""
+    last = {at for new in zip(*parts, strict=True) for at in [at for at, own in enumerate(new) if own][-1:]}
+    asked = [not hidden and (every_position or at in last) for at in range(len(parts))]
+    return ["logits" if logits else "hidden" for logits in asked]
+
+
+def advance_lengths(
+    part: PrefillChunk, lengths: Sequence[int], recent: list[list[int]], remembers: int
+) -> tuple[list[int], list[list[int]]]:
+    """Return the lengths and the last `remembers` tokens of the sequences after a chunk has been read."""
+    longer = [n + len(new) for n, new in zip(lengths, part, strict=True)]
+    if not remembers:
+        return longer, recent
+    return longer, [[*old, *new][-remembers:] for old, new in zip(recent, part, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class ReversibleStep:
+    """A reversible step: the state of the session before it, and the tokens that it read."""
+
+    step: Step
+    lengths: Sequence[int]
+    recent: Sequence[list[int]]
+    chunk: Sequence[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedPrefill:
+    """A prefill in chunks that run pipelined: the step, the inputs and the output kind of each chunk.
+
+    `lengths` and `recent` are the state of the sequences after the last chunk.
+    """
+
+    chunks: Sequence[PrefillChunk]
+    steps: Sequence[Step]
+    inputs: Sequence[Mapping[str, npt.NDArray[np.generic]]]
+    outputs: Sequence[str]
+    every_position: bool
+    lengths: list[int]
+    recent: list[list[int]]
+
+    def split_rows_by_sequence(self, results: Iterable[Mapping[str, F32]], idle: Sequence[F32]) -> list[list[F32]]:
+        """Return the rows of each chunk per sequence; an idle sequence gets its rows of `idle`."""
+        outputs = zip(results, self.outputs, self.chunks, strict=True)
+        return [split_rows(one[name], part, self.every_position, idle) for one, name, part in outputs]
+
+
+def list_output_positions(part: PrefillChunk) -> list[tuple[int, int]]:
+    """Return (sequence, token index) of every new token."""
+    return [(i, t) for i, new in enumerate(part) for t in range(len(new))]
+
+
+def split_rows(rows: F32, part: PrefillChunk, every_position: bool, idle: Sequence[F32]) -> list[F32]:
+    """Split output rows by sequence; an idle sequence gets its rows of `idle`."""
+    lengths = [len(new) if every_position else 1 for new in part]
+    ends = accumulate(lengths)
+    return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, part, idle, strict=True)]
+
+
+def join_rows(
+    tokens: PrefillChunk,
+    parts: Sequence[PrefillChunk],
+    runs: Iterable[Sequence[F32]],
+    every_position: bool,
+    nothing: F32,
+) -> list[F32]:
+    """Join the rows of all chunks per sequence.
+
+    Args:
+        tokens: The new tokens of each sequence.
+        parts: The same tokens in chunks.
+        runs: Per chunk, the rows of each sequence.
+        every_position: Join the rows of all chunks, instead of taking the row of the last token.
+        nothing: The rows of an idle sequence.
+    """
+    rows_of: list[list[F32]] = [[] for _ in tokens]
+    ends = accumulate(max(map(len, part)) for part in parts)
+    for end, part, logits in zip(ends, parts, runs, strict=True):
+        for rows, one, mine, new in zip(rows_of, logits, part, tokens, strict=True):
+            if mine and (every_position or end >= len(new)):
+                rows.append(one)
+    return [np.concatenate(rows) if len(rows) > 1 else rows[0] if rows else nothing for rows in rows_of]
+
+
+def as_token_ids(sequence: int, tokens: Sequence[int]) -> list[int]:
+    """Return tokens from a caller as a list of integers; `sequence` names them in messages.
+
+    Raises:
+        ModelError: The tokens are not integers in one dimension.
+    """
+    if type(tokens) is list and all(type(token) is int for token in tokens):
+        return tokens
+    ids = as_number_array(f"tokens of sequence {sequence}", tokens, ModelError)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ModelError(
+            f"tokens of sequence {sequence}: got {ids.dtype}{list(ids.shape)}; need integers in one dimension"
+        )
+    return list(map(int, ids))

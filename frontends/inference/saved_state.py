@@ -1,0 +1,280 @@
+"""Save a session and continue it later. Whole states are saved, so the number of devices may differ.
+
+The file is a NumPy ``.npz``: one array per state, with only the cache cells in use, and a JSON header. The header names
+the model, the sequences and their lengths. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.storage.files import PRIVATE, replacing
+from ...graph.validation import ANY, NONE, instance_of, list_of, validate_arguments
+from ..errors import ModelError
+from ..models.inputs.step import count_cache_rows
+from ..terminal.arguments import describe_os_error
+from .micro_batches import MicroBatchedSession
+from .model_digest import compute_model_digest
+from .prefill_chunks import as_token_ids
+from .session import Session
+
+STATE_FORMAT = "hocket-state-2"
+NPY_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype><f4|<f2|\|u1)', 'fortran_order': False, "
+    rb"'shape': \((?P<shape>(?:[0-9]{1,18},? ?){0,8})\), \} *\n",
+    re.DOTALL,
+)
+"""The beginning of a dense array of float32, float16 or bytes, as `numpy.save` writes it."""
+
+
+@validate_arguments(
+    ModelError,
+    session=instance_of(Session, MicroBatchedSession),
+    tokens=list_of(ANY, "a sequence of sequences of tokens"),
+    path=instance_of(str, Path),
+    talk=instance_of(Mapping) | NONE,
+)
+def save_state(
+    session: Session | MicroBatchedSession,
+    tokens: Sequence[Sequence[int]],
+    path: str | Path,
+    *,
+    talk: Mapping[str, object] | None = None,
+) -> None:
+    """Write the states of a session and the tokens of each sequence to a file, completely or not at all.
+
+    Args:
+        session: The session. All ranks make this call; rank 0 writes the file.
+        tokens: The tokens of each sequence.
+        path: The file.
+        talk: The conversation to save with it, if any.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    first = session.sessions[0]
+    with first.store.turn:
+        header = {
+            "format": STATE_FORMAT,
+            "model": compute_model_digest(session.model),
+            "context": session.context,
+            "lengths": session.lengths,
+            "recent": session.recent,
+            "tokens": [as_token_ids(i, row) for i, row in enumerate(tokens)],
+            **({} if talk is None else {"talk": talk}),
+        }
+        shares = {name: [_copy_rows_in_use(one, name) for one in session.sessions] for name in first.state_names}
+        arrays = {f"state/{name}": np.concatenate(own) for name, own in shares.items()}
+    if session.world.rank:
+        return
+    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    with replacing(path, mode=PRIVATE) as file:
+        np.savez(file, header=text, **arrays)  # type: ignore[arg-type]  # keywords are arrays, never allow_pickle
+
+
+@validate_arguments(ModelError, session=instance_of(Session, MicroBatchedSession), path=instance_of(str, Path))
+def load_state(session: Session | MicroBatchedSession, path: str | Path) -> list[list[int]]:
+    """Restore a session from a file, and return the tokens of each sequence.
+
+    The context, the split, and the number of devices and of processes may have changed. Rank
+    0 reads the file. After an error the session is unchanged.
+
+    Raises:
+        ModelError: The file is damaged, is of another model or other sequences, or does not fit the context.
+    """
+    try:
+        header, arrays = _parse_saved_state(session.world.broadcast_from_first(Path(path).read_bytes))
+        lengths, tokens = _parse_header(session, header)
+        recent = _parse_recent_tokens(session, header, lengths)
+        expected_shapes = {
+            name: _compute_expected_shape(session, name, lengths) for name in session.sessions[0].state_names
+        }
+        if {name: a.shape for name, a in arrays.items()} != expected_shapes:
+            raise ValueError("its states have other names or shapes")
+    except ModelError:
+        raise
+    except (ValueError, KeyError) as why:
+        raise ModelError(f"{path}: not a saved state of this model ({why}); save one with --save-state") from None
+    with session.sessions[0].store.turn:
+        for i in range(session.sequences):
+            session.reset(i)
+        for one, own in _pair_sessions_with_lengths(session, lengths):
+            for name, array in arrays.items():
+                count = _count_saved_rows(one, name, own)
+                _restore_state(one, name, array[:count], own)
+                arrays[name] = array[count:]
+            one.lengths = own
+            one.recent, recent = recent[: one.sequences], recent[one.sequences :]
+    return tokens
+
+
+def read_saved_conversation(session: Session | MicroBatchedSession, path: str | Path) -> Mapping[str, object]:
+    """Return the conversation in a saved state.
+
+    Raises:
+        ModelError: The state holds no conversation.
+    """
+    try:
+        talk = _parse_saved_state(session.world.broadcast_from_first(Path(path).read_bytes))[0]["talk"]
+    except (ValueError, KeyError):
+        talk = None
+    if not isinstance(talk, dict):
+        raise ModelError(f"{path}: holds no talk; save one with /save or with --chat --save-state")
+    return talk
+
+
+def _parse_saved_state(saved: bytes) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.generic]]]:
+    members = _read_archive(BytesIO(saved), len(saved))
+    try:
+        header = json.loads(_parse_npy_array("header.npy", members.pop("header.npy"), ("|u1",)).tobytes())
+    except RecursionError:
+        raise ValueError("its header is nested too deep") from None
+    if not isinstance(header, dict) or header.get("format") != STATE_FORMAT:
+        raise ValueError(f"its format is not {STATE_FORMAT}")
+    if not all(name.startswith("state/") for name in members):
+        raise ValueError("it holds more than states")
+    states = {name.removesuffix(".npy"): _parse_npy_array(name, data, ("<f4", "<f2")) for name, data in members.items()}
+    return header, {name.removeprefix("state/"): array for name, array in states.items()}
+
+
+def _read_archive(file: BinaryIO, size: int) -> dict[str, bytes]:
+    """Return the contents of an archive of `size` bytes.
+
+    Raises:
+        ValueError: `numpy.savez` did not write the archive.
+    """
+    try:
+        with ZipFile(file) as archive:
+            entries = archive.infolist()
+            if any(entry.compress_type != ZIP_STORED or entry.flag_bits & 1 for entry in entries):
+                raise ValueError("its arrays are compressed or encrypted")
+            if sum(entry.file_size for entry in entries) > size:
+                raise ValueError("its arrays are larger than the file")
+            if len({entry.filename for entry in entries}) < len(entries):
+                raise ValueError("it holds two arrays of one name")
+            return {entry.filename: archive.read(entry) for entry in entries}
+    except (BadZipFile, EOFError, struct.error, NotImplementedError) as why:
+        raise ValueError(str(why)) from None
+    except (OSError, OverflowError) as why:  # the directory of the archive points outside the file
+        raise ValueError(f"its archive is damaged: {why}") from None
+
+
+def _parse_npy_array(name: str, data: bytes, dtypes: Sequence[str]) -> npt.NDArray[np.generic]:
+    """Return the array of a member as a view of its bytes.
+
+    NumPy's own reader would allocate as many bytes as the shape asks for.
+    """
+    head = NPY_HEADER.match(data)
+    if head is None or (dtype := head["dtype"].decode()) not in dtypes:
+        raise ValueError(f"{name!r:.60} is no array of {' or '.join(map(str, map(np.dtype, dtypes)))}")
+    shape, left = tuple(map(int, re.findall(rb"[0-9]+", head["shape"]))), len(data) - head.end()
+    if math.prod(shape) * np.dtype(dtype).itemsize != left:
+        raise ValueError(f"{name!r:.60} has {left} bytes, not what its shape says")
+    return np.ndarray(shape, dtype, data, head.end())
+
+
+def _parse_header(
+    session: Session | MicroBatchedSession, header: Mapping[str, object]
+) -> tuple[list[int], list[list[int]]]:
+    if header["model"] != compute_model_digest(session.model):
+        raise ValueError("it is of another model")
+    lengths, tokens = header["lengths"], header["tokens"]
+    if not isinstance(lengths, list) or not isinstance(tokens, list) or len(lengths) != session.sequences:
+        raise ValueError(f"it does not hold {session.sequences} sequences")
+    if any(type(n) is not int or n < 0 for n in lengths):  # False is 0 to Python
+        raise ValueError("its lengths are no counts")
+    if max(lengths) > session.context:
+        raise ModelError(
+            f"the saved state has {max(lengths)} tokens, but the context holds {session.context}; "
+            "give a larger context=N"
+        )
+    vocabulary = session.model.vocabulary_size
+    if len(tokens) != len(lengths) or not all(isinstance(row, list) for row in tokens):
+        raise ValueError("it does not hold the tokens of each sequence")
+    if any(type(t) is not int or not 0 <= t < vocabulary for row in tokens for t in row):
+        raise ValueError("its tokens are none of this model's")
+    return lengths, tokens
+
+
+def _parse_recent_tokens(
+    session: Session | MicroBatchedSession, header: Mapping[str, object], lengths: Sequence[int]
+) -> list[list[int]]:
+    """Return the last tokens of each sequence, as many as the model needs."""
+    history_count, rows = session.model.history_token_count, header["recent"]
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ValueError("it does not hold the last tokens of each sequence")
+    if [len(row) for row in rows] != [min(n, history_count) for n in lengths]:
+        raise ValueError("it holds more or fewer last tokens than the model needs")
+    if any(type(t) is not int or not 0 <= t < session.model.vocabulary_size for row in rows for t in row):
+        raise ValueError("its last tokens are none of this model's")
+    return rows
+
+
+def _pair_sessions_with_lengths(
+    session: Session | MicroBatchedSession, lengths: Sequence[int]
+) -> Iterator[tuple[Session, list[int]]]:
+    """Return the sessions that hold the states, each with the lengths of its sequences."""
+    places = zip(session.sessions, session.sequence_ranges, strict=True)
+    return ((one, list(lengths[place.start : place.stop])) for one, place in places)
+
+
+def _compute_expected_shape(
+    session: Session | MicroBatchedSession, name: str, lengths: Sequence[int]
+) -> tuple[int, ...]:
+    rest = session.sessions[0].store.state(name).shape[1:]
+    return (sum(_count_saved_rows(one, name, own) for one, own in _pair_sessions_with_lengths(session, lengths)), *rest)
+
+
+def _count_saved_rows(session: Session, name: str, lengths: Sequence[int]) -> int:
+    """Return the number of saved rows of a state."""
+    return (
+        len(_select_rows_in_use(session, name, lengths))
+        if session.is_cache(name)
+        else session.store.state(name).shape[0]
+    )
+
+
+def _select_rows_in_use(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the row numbers of a cache that are in use, sequence by sequence.
+
+    A window cache uses only the last tokens; a cache of token blocks uses only complete blocks.
+    """
+    cells, window = session.cell_count(name), session.model.window_tokens(name)
+    tokens = session.model.tokens_per_cell(name)
+    seen = [np.arange(max(0, n - window) if window else 0, n // tokens) for n in lengths]
+    rows = count_cache_rows(cells)
+    return np.concatenate([i * rows + positions % cells for i, positions in enumerate(seen)])
+
+
+def _copy_rows_in_use(session: Session, name: str) -> npt.NDArray[np.floating[Any]]:
+    whole = np.ascontiguousarray(session.store.state(name))
+    return whole[_select_rows_in_use(session, name, session.lengths)] if session.is_cache(name) else whole
+
+
+def _restore_state(session: Session, name: str, array: npt.NDArray[np.generic], lengths: Sequence[int]) -> None:
+    view = session.store.state(name)
+    if session.is_cache(name):
+        view[_select_rows_in_use(session, name, lengths)] = array
+    else:
+        view[...] = array
+
+
+@contextmanager
+def convert_file_errors() -> Iterator[None]:
+    """Turn an `OSError` about a file into a `ModelError` in this context."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(describe_os_error(error)) from error

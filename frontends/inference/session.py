@@ -1,0 +1,450 @@
+"""A session: sequences of tokens over one model, with their states and one plan per bucket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...backends.base import Backend, Device, find_device
+from ...distributed import SINGLE_PROCESS, World
+from ...graph import require, validate_arguments
+from ...graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, ArgumentKind, instance_of, integer_between, list_of
+from ...scheduler import DeferredInterrupts, Executor, Plan, Store, plan_with_cache
+from ...scheduler.costs.rank_speeds import agree_on_speeds
+from ..errors import ModelError
+from ..models import Batch, Model, Step
+from ..models.inputs.step import count_cache_rows
+from ..text_limits import require_room
+from .device_group import ONE_DEVICE, TRANSFER_DTYPES, DeviceGroup, resolve_device_name
+from .model_digest import compute_model_digest
+from .model_layout import LoadProgress as LoadProgress
+from .model_layout import load_weights, plan_model_layout
+from .precision import make_step_graph_builder
+from .prefill_chunks import (
+    F32,
+    ChunkedPrefill,
+    PrefillChunk,
+    ReversibleStep,
+    advance_lengths,
+    as_token_ids,
+    can_chunk,
+    choose_chunk_outputs,
+    choose_pipelined_chunks,
+    compute_pipeline_depth,
+    join_rows,
+    list_output_positions,
+    next_power_of_two,
+    round_up_to_chunk_size,
+    split_equally,
+    split_rows,
+    split_tokens,
+)
+from .value_watch import ValueWatch
+
+if TYPE_CHECKING:
+    from ...scheduler import PipelinedPlan, Trace, ValueDifference
+
+MIN_CONTEXT_BUCKET = 256
+"""Tokens of the smallest context bucket; each larger bucket is twice as long."""
+DEFAULT_CONTEXT = 4096
+DEFAULT_BATCH = 512
+COUNT, NATURAL = integer_between(-(2**31), 2**31), integer_between(0)
+
+
+class Session:
+    """Runs batches of new tokens for a fixed number of sequences and keeps the states of the sequences.
+
+    A plan is built once per (token bucket, context bucket, output count) and reused; buckets are powers of two. All
+    plans share weights and states. Threads that share a session run one call at a time; separate sessions run in
+    parallel. A session made `like` another one of the same model uses its devices and weights, and has its own states.
+    With `first_sequence` it runs sequences of `like` from that number on, in their memory; it has its own lengths.
+    No bucket has fewer than `min_tokens` (1) new tokens per sequence.
+    Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its own
+    devices. `watch` reports matching values after every step. `recent` has the last tokens per sequence for n-gram
+    models. `planning_seconds` includes kernel compilation. Raises `ModelError` for a request that does not fit the
+    model.
+    """
+
+    @validate_arguments(
+        ModelError,
+        model=instance_of(Model),
+        on=instance_of(DeviceGroup),
+        like=ArgumentKind("a Session or None", lambda v: v is None or isinstance(v, Session)),
+        first_sequence=NATURAL | NONE,
+        sequences=COUNT,
+        context=COUNT | NONE,
+        batch=COUNT,
+        watch=instance_of(ValueWatch) | NONE,
+        on_progress=CALLABLE | NONE,
+        world=instance_of(World),
+    )
+    def __init__(
+        self,
+        model: Model,
+        *,
+        on: DeviceGroup = ONE_DEVICE,
+        like: Session | None = None,
+        first_sequence: int | None = None,
+        sequences: int = 1,
+        context: int | None = None,
+        batch: int = DEFAULT_BATCH,
+        watch: ValueWatch | None = None,
+        on_progress: Callable[[LoadProgress], None] | None = None,
+        world: World = SINGLE_PROCESS,
+    ) -> None:
+        self.model, self.sequences, self.watch = model, sequences, watch
+        self.min_tokens = 1
+        self.world: World = world if like is None else like.world
+        self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
+        self.batch = min(batch, self.context) if model.is_causal else self.context  # a text is one batch
+        for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
+            if value < 1:
+                raise ModelError(f"{name} is {value}; it must be at least 1")
+        model.require_context(self.context)
+        self.on: DeviceGroup = on if like is None else like.on
+        self._graph = make_step_graph_builder(model, self.on)
+        self._wire, self._cache_dtypes = TRANSFER_DTYPES[self.on.wire], self.on.cache_dtypes
+        if self.world.size > 1:
+            own = f"one with the digest {compute_model_digest(model)[:16]}"
+            self.world.require_agreement("model", own, "give all ranks the same file")
+        self._rules = tuple((pattern, resolve_device_name(device, self.on)) for pattern, device in self.on.place)
+        self._gives = "both" if model.mtp_block_count else "logits"
+        self._token_step = self.make_step(1, 1, sequences)
+        self._full_step = replace(self._token_step, output_kind="all") if model.mtp_block_count else self._token_step
+        """The step that reads all weights; all other plans keep its layout of the weights."""
+        self.group: list[tuple[Backend, Device]]  # mode `none` may use fewer devices
+        if like is None:
+            largest = self.make_step(next_power_of_two(self.batch), self.context, sequences)
+            may_follow = model.is_causal and not model.mtp_block_count and watch is None
+            self._layout_plan = plan_model_layout(
+                on, self.world, self._rules, self._graph, self._full_step, largest, may_follow=may_follow
+            )
+            self.group = self._layout_plan.group
+            self._speeds = agree_on_speeds(self.group, self.world)
+            self.store = Store(self.group, self.world, on.packed_weight_files)
+        else:
+            self.group, self._speeds = like.group, like._speeds
+            self._layout_plan = like.plan(self._full_step)
+            if first_sequence is None:
+                self.store = like.store.beside()
+            else:
+                self.store = like.store.view_sequences(first_sequence, sequences, like.sequences)
+        if watch is not None:
+            watch.require_match(self._layout_plan.graph)  # before loading
+        self.lengths = [0] * sequences
+        self.recent: list[list[int]] = [[] for _ in range(sequences)]
+        self.mtp_rows = [np.zeros((1, model.draft_columns), np.float32)] * sequences if model.mtp_block_count else []
+        """Per sequence the rows [rows, `Model.draft_columns`] that MTP blocks read with the next token."""
+        self.reversible_step: ReversibleStep | None = None
+        """The last step, if it was reversible."""
+        self._executors: dict[Step, Executor] = {}
+        self._pipelines: dict[Step, PipelinedPlan] = {}
+        self._plans: dict[Step, Plan] = like._plans if like is not None and like.watch is watch else {}
+        self.trace: Trace | None = None
+        self.planning_seconds = 0.0
+        if like is None:
+            load_weights(self.store, model, self._layout_plan, on_progress)
+        self.store.buffers(self._layout_plan)  # allocates the states as zeros
+
+    @validate_arguments(
+        ModelError,
+        tokens=list_of(ANY, "a sequence of sequences of tokens"),
+        every_position=BOOL,
+        hidden=BOOL,
+        reversible=BOOL,
+    )
+    def evaluate(
+        self,
+        tokens: Sequence[Sequence[int]],
+        *,
+        every_position: bool = False,
+        hidden: bool = False,
+        reversible: bool = False,
+    ) -> list[F32]:
+        """Append new tokens to each sequence and return the logits of each sequence.
+
+        Raises `ModelError` if a sequence would exceed the context; nothing is changed then.
+
+        Args:
+            tokens: New tokens per sequence; an idle sequence has an empty list and gets 0 rows.
+            every_position: Return f32[new tokens, vocabulary] instead of f32[1, vocabulary] for the last token.
+            hidden: Return the input rows of the output matrix, f32[..., width], instead of logits.
+            reversible: Let `rewinding.rewind_last_step` shorten this call, which may have one batch of tokens at most.
+        """
+        token_ids = [as_token_ids(i, new) for i, new in enumerate(tokens)]
+        with self.store.turn:
+            self.require_valid_tokens(token_ids, hidden)
+            longest = max(map(len, token_ids))
+            sizes = self.choose_chunk_sizes(longest, max(self.lengths), reversible)
+            if len(sizes) == 1:  # the path of every decoded token
+                return self._run_chunk(token_ids, every_position, hidden, reversible)
+            if reversible and longest:
+                raise ModelError(f"{longest} tokens are more than a batch of {self.batch}; only a batch can be rewound")
+            parts = split_tokens(token_ids, sizes)
+            runs: Iterable[list[F32]] = (self._run_chunk(part, every_position, hidden, False) for part in parts)
+            if self._can_pipeline_chunks(longest):
+                runs = self._run_pipelined(parts, every_position, hidden)
+            return join_rows(token_ids, parts, runs, every_position, self.make_empty_rows(hidden))
+
+    @validate_arguments(ModelError, tokens=NATURAL, behind=NATURAL, every_position=BOOL, reversible=BOOL)
+    def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
+        """Build the plans and kernels for `tokens` more tokens of sequence 0, `behind` tokens after its present end."""
+        length = self.lengths[0] + behind
+        sizes = self.choose_chunk_sizes(tokens, length, reversible)
+        follow = len(sizes) > 1 and self._can_pipeline_chunks(tokens, reversible)
+        outputs = choose_chunk_outputs(split_tokens([[0] * tokens], sizes), every_position, False)
+        for count, gives in zip(sizes, outputs, strict=True):
+            length += count
+            step = self._step_for(count, length, every_position, gives if follow else self._gives, reversible, follow)
+            _ = self.pipeline(step) if follow else self.executor(step)
+
+    def _run_chunk(self, part: PrefillChunk, every_position: bool, hidden: bool, reversible: bool) -> list[F32]:
+        longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
+        gives = "hidden" if hidden else self._gives
+        step = self._step_for(max(map(len, part)), longest, every_position, gives, reversible)
+        executor = self._executors.get(step) or self.executor(step)
+        seen = np.concatenate([rows[-1:] for rows in self.mtp_rows]) if self.mtp_rows else None
+        rows = list_output_positions(part) if every_position else None
+        inputs = self.model.inputs(step, Batch(part, self.lengths, rows, self.recent, seen))
+        with DeferredInterrupts():  # states and lengths belong together
+            results = executor.run(inputs)
+            self.reversible_step = ReversibleStep(step, self.lengths, self.recent, part) if reversible else None
+            self.advance_by(part)
+            if self.mtp_rows and not hidden:
+                self.mtp_rows = split_rows(results["hidden"], part, every_position, self.mtp_rows)
+        if self.watch is not None:
+            self.watch.report_step(results, self.lengths[0] - len(part[0]), len(part[0]))
+        output = results["hidden" if hidden else "logits"]
+        return split_rows(output, part, every_position, [self.make_empty_rows(hidden)] * self.sequences)
+
+    def _can_pipeline_chunks(self, tokens: int, reversible: bool = False) -> bool:
+        """Return whether chunks run pipelined: no chunk needs results of the previous one, and nothing watches."""
+        alone = not can_chunk(tokens) or reversible or self.mtp_rows or self.watch is not None or self.trace is not None
+        return not alone and self.model.is_causal and self._pipeline_depth > 1
+
+    def choose_chunk_sizes(self, tokens: int, behind: int, reversible: bool = False) -> tuple[int, ...]:
+        """Return the chunk sizes for `tokens` new tokens of a sequence that already has `behind` tokens."""
+        if not self._can_pipeline_chunks(tokens, reversible):
+            return split_equally(tokens, self.batch)
+        return choose_pipelined_chunks(tokens, behind, self.batch, self._round_up_context, self._plan_chunk)
+
+    def _plan_chunk(self, tokens: int, length: int) -> Plan:
+        return self.plan(self._step_of(tokens, length, self.sequences, self._gives))
+
+    @cached_property
+    def _pipeline_depth(self) -> int:
+        return compute_pipeline_depth(self._layout_plan)
+
+    def _run_pipelined(self, parts: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[list[F32]]:
+        from ...scheduler import run_pipelined
+
+        reading = self.make_chunked_prefill(parts, every_position, hidden)
+        runs = self.bind_chunks(reading)
+        with DeferredInterrupts():  # states and lengths belong together
+            return self.end_prefill(reading, run_pipelined(runs))
+
+    def make_chunked_prefill(
+        self, parts: Sequence[PrefillChunk], every_position: bool = False, hidden: bool = False
+    ) -> ChunkedPrefill:
+        lengths, recent, outputs = self.lengths, self.recent, choose_chunk_outputs(parts, every_position, hidden)
+        steps, inputs = [], []
+        for part, gives in zip(parts, outputs, strict=True):
+            batch = Batch(part, lengths, list_output_positions(part) if every_position else None, recent)
+            lengths, recent = advance_lengths(part, lengths, recent, self.model.history_token_count)
+            steps.append(self._step_for(max(map(len, part)), max(lengths), every_position, gives, follow=True))
+            inputs.append(self.model.inputs(steps[-1], batch))
+        return ChunkedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
+
+    def bind_chunks(self, reading: ChunkedPrefill) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
+        """Return the bound plan and the inputs of each chunk, for the pipelined runs of the scheduler."""
+        return [(self.pipeline(step), inputs) for step, inputs in zip(reading.steps, reading.inputs, strict=True)]
+
+    def has_pipelines(self, reading: ChunkedPrefill) -> bool:
+        """Return whether every step of a chunked prefill is already bound to a pipeline."""
+        return all(step in self._pipelines for step in reading.steps)
+
+    def end_prefill(self, reading: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
+        """Advance the sequences after all chunks have run, and return the rows of each chunk per sequence."""
+        self.reversible_step, self.lengths, self.recent = None, reading.lengths, reading.recent
+        return reading.split_rows_by_sequence(runs, [self.make_empty_rows(False)] * self.sequences)
+
+    def make_empty_rows(self, hidden: bool) -> F32:
+        """Return the rows of an idle sequence: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
+        return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
+
+    def advance_by(self, part: PrefillChunk) -> None:
+        """Add the tokens of a chunk to the lengths and the recent tokens of the sequences."""
+        self.lengths, self.recent = advance_lengths(part, self.lengths, self.recent, self.model.history_token_count)
+
+    def require_valid_tokens(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
+        """Raise `ModelError` for tokens that `evaluate` refuses. `first` is the number of sequence 0 in messages."""
+        if self.model.is_encoder and not hidden:
+            what = f"{self.model.architecture} is an encoder: it makes vectors of whole texts"
+            raise ModelError(f"{what} and has no logits of what follows; use `hocket embed`")
+        if len(tokens) != self.sequences:
+            raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
+        for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True), first):
+            text = "the text" if self.sequences == 1 and not first else f"sequence {i}"
+            require_room(self.model, self.context, text, length + len(new))
+            if new and (length or len(new) > self.batch) and not self.model.is_causal:
+                raise ModelError(
+                    f"sequence {i} would grow in steps, but this model sees all tokens at once; "
+                    "evaluate whole texts in one batch, as `hocket logits` and `hocket embed` do"
+                )
+
+    def is_cache(self, name: str) -> bool:
+        """Return whether a state has one row per cell of each sequence, not one entry per sequence."""
+        return bool(self.store.state(name).shape[0] == self.sequences * count_cache_rows(self.cell_count(name)))
+
+    def cell_count(self, cache: str) -> int:
+        """Return the cells of a sequence in a cache: one per token or token block, or the ring cache."""
+        ring = self._token_step.ring_cells(self.model.window_tokens(cache))
+        return ring or -(-self.context // self.model.tokens_per_cell(cache))
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """The sessions with the states of the sequences; a `MicroBatchedSession` has several."""
+        return (self,)
+
+    @property
+    def sequence_ranges(self) -> tuple[range, ...]:
+        """The numbers of the sequences in each of `sessions`."""
+        return (range(self.sequences),)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the states that belong to the sequences."""
+        return tuple(filter(self.model.is_sequence_state, self.store.states))
+
+    @validate_arguments(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, gives=TEXT | NONE, turn=NATURAL)
+    def make_step(self, tokens: int, length: int, outputs: int = 1, gives: str | None = None, turn: int = 0) -> Step:
+        """Return the step for a bucket of `tokens` new tokens, up to `length`; `gives` is a `Step.output_kind`."""
+        return self._step_of(tokens, length, outputs, gives or self._gives, turn=turn)
+
+    def _step_of(
+        self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
+    ) -> Step:
+        cells, batch = self._round_up_context(length), next_power_of_two(self.batch)
+        return _step(
+            self.sequences, tokens, cells, self.context, outputs, gives, batch, reversible, turn, *self._cache_dtypes
+        )
+
+    def _round_up_context(self, length: int) -> int:
+        """Return the context bucket of a run after which the longest sequence has `length` tokens."""
+        return min(self.context, max(MIN_CONTEXT_BUCKET, next_power_of_two(length)))
+
+    def _step_for(
+        self, tokens: int, length: int, every_position: bool, gives: str, reversible: bool = False, follow: bool = False
+    ) -> Step:
+        room = round_up_to_chunk_size(tokens, self.batch) if follow else self._round_up_tokens(tokens)
+        outputs = self.sequences * (room if every_position else 1)
+        return self._step_of(room, length, outputs, gives, reversible)
+
+    def _round_up_tokens(self, tokens: int) -> int:
+        """Return the token bucket of a run; with a value watch the exact count, since statistics skip padding."""
+        return next_power_of_two(max(tokens, self.min_tokens)) if self.watch is None else tokens
+
+    @validate_arguments(ModelError, step=instance_of(Step))
+    def plan(self, step: Step) -> Plan:
+        """Return the plan of a step over the present layout of weights and states, with watched values as outputs."""
+        if step == self._full_step and self.watch is None:
+            return self._layout_plan
+        if step not in self._plans:
+            graph = self._graph(step)
+            if self.watch is not None:
+                graph = self.watch.add_outputs(graph)
+            hardware = self._speeds.hardware_for_graph(graph)
+            self._plans[step] = plan_with_cache(
+                graph, self.group, place=self._rules, like=self._layout_plan, hardware=hardware
+            )
+        return self._plans[step]
+
+    @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
+    def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[ValueDifference]:
+        """Append tokens in one step, and compare each value with the same op on another device."""
+        new = as_token_ids(0, tokens)
+        with self.store.turn:
+            self.require_valid_tokens([new])
+            step = self.make_step(len(new), self.lengths[0] + len(new))
+            raw = {name: tensor.raw for name, tensor in self.model.tensors.items()}
+            from ...scheduler import NodeComparer
+
+            compared = NodeComparer(self.plan(step), self.store, raw, find_device(device), place=self._rules)
+            yield from compared.compare_values(self.model.inputs(step, Batch([new], self.lengths, None, self.recent)))
+            self.advance_by([new])
+
+    @validate_arguments(ModelError, step=instance_of(Step))
+    def executor(self, step: Step) -> Executor:
+        """Return the plan of a step, bound to the memory of this session; the first call binds it."""
+        with self.store.turn:
+            if step not in self._executors:
+                start = time.perf_counter()
+                label = f"{step.tokens} token{'s' * (step.tokens > 1)}, {step.cells} cells"
+                self._executors[step] = Executor(self.plan(step), self.store, wire=self._wire, label=label)
+                self._executors[step].trace = self.trace
+                self.planning_seconds += time.perf_counter() - start
+            return self._executors[step]
+
+    def pipeline(self, step: Step) -> PipelinedPlan:
+        """Return the plan of a step, bound for pipelined runs; the first call binds it."""
+        if step not in self._pipelines:
+            from ...scheduler import PipelinedPlan
+
+            start = time.perf_counter()
+            staying = {
+                name for name in self.state_names if self.is_cache(name) and self.cell_count(name) == self.context
+            }
+            self._pipelines[step] = PipelinedPlan(self.plan(step), self.store, wire=self._wire, staying=staying)
+            self.planning_seconds += time.perf_counter() - start
+        return self._pipelines[step]
+
+    @contextmanager
+    def tracing(self, trace: Trace | None = None) -> Iterator[Trace]:
+        """Time every instruction of the runs in this context; the first run may raise `PlanError`."""
+        from ...scheduler import Trace
+
+        before, trace = self.trace, trace or Trace()
+        self._set_trace(trace)
+        try:
+            yield trace
+        finally:
+            self._set_trace(before)
+
+    def _set_trace(self, trace: Trace | None) -> None:
+        with self.store.turn:
+            self.trace = trace
+            for executor in self._executors.values():
+                executor.trace = trace
+
+    def __repr__(self) -> str:
+        devices, count = ", ".join(str(device) for _, device in self.group), self.sequences
+        contents = f"{count} sequences" if count > 1 else f"{self.lengths[0]} tokens"
+        return f"Session({self.model!r} on {devices}, {contents} in a context of {self.context})"
+
+    @property
+    def planned_steps(self) -> tuple[Step, ...]:
+        """The steps that are bound so far."""
+        return (*self._executors,)
+
+    def reset(self, sequence: int) -> None:
+        """Forget the tokens of a sequence and zero its rows in every state; unused cells of caches are zeros."""
+        require(ModelError, "reset", "sequence", sequence, integer_between(0, self.sequences - 1))
+        with self.store.turn:
+            length, self.lengths[sequence], self.recent[sequence] = self.lengths[sequence], 0, []
+            self.mtp_rows[sequence : sequence + 1] = [0 * rows[-1:] for rows in self.mtp_rows[sequence : sequence + 1]]
+            for name in self.store.states:
+                state = self.store.state(name)
+                rows = state.shape[0] // self.sequences
+                used = min(rows, length) if self.is_cache(name) else rows
+                state[sequence * rows : sequence * rows + used] = 0
+
+
+_step = lru_cache(maxsize=64)(Step)
+"""Returns a shared `Step`: there are few, and every token asks for one."""

@@ -1,0 +1,77 @@
+"""Value watches: a callback receives statistics of named values after every step of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ...backends.base import Array
+from ...graph import Graph
+from ...graph.lazy_dataclass import dataclass
+from ...graph.old_names import make_module_getattr
+from ...graph.validation import CALLABLE, TEXT, require
+from ...scheduler import Statistics
+from ...scheduler.ir.formatting import format_table
+from ..errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatistics:
+    """The statistics of one step by value name; the step ran `token_count` tokens from position `first_position` on."""
+
+    first_position: int
+    token_count: int
+    statistics: Mapping[str, Statistics]
+
+    @classmethod
+    def from_arrays(cls, values: Mapping[str, Array], first: int, tokens: int) -> StepStatistics:
+        """Return the statistics of arrays of a step."""
+        return cls(first, tokens, {name: Statistics.of(array) for name, array in values.items()})
+
+    def format_lines(self) -> Iterator[str]:
+        """Return the lines of a table with one row per value."""
+        last = self.first_position + self.token_count - 1
+        where = f"token {self.first_position}" if self.token_count == 1 else f"tokens {self.first_position} to {last}"
+        rows: list[tuple[str, ...]] = [(where, "shape", "min", "max", "mean", "norm", "NaN")]
+        for name, s in self.statistics.items():
+            numbers = (f"{x:.6g}" for x in (s.least, s.most, s.mean, s.norm))
+            rows.append((f"%{name}", f"[{','.join(map(str, s.shape))}]", *numbers, str(s.nans)))
+        yield from format_table(rows, "llrrrrr")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueWatch:
+    """A regular expression for value names, and a callback that receives their statistics after each step.
+
+    A watched value is gathered from all devices. A step has no padding, so that no statistic counts it. A fused kernel
+    is split where a value inside it is watched.
+    """
+
+    pattern: str
+    see: Callable[[StepStatistics], None]
+
+    def __post_init__(self) -> None:
+        require(ModelError, "Watch", "pattern", self.pattern, TEXT)
+        require(ModelError, "ValueWatch", "see", self.see, CALLABLE)
+
+    def require_match(self, graph: Graph) -> None:
+        """Raise `PlanError` unless the graph has a value of such a name."""
+        from ...scheduler import select_matching_values
+
+        select_matching_values(graph, self.pattern)
+
+    def add_outputs(self, graph: Graph) -> Graph:
+        """Return the graph with the watched values as further outputs."""
+        from ...scheduler import select_matching_values, with_observed_values
+
+        return with_observed_values(graph, select_matching_values(graph, self.pattern))
+
+    def report_step(self, outputs: Mapping[str, Array], first: int, tokens: int) -> None:
+        """Call `see` with the statistics of the watched values among the outputs of a step."""
+        from ...scheduler import select_observed_outputs
+
+        self.see(StepStatistics.from_arrays(select_observed_outputs(outputs), first, tokens))
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), Watch="ValueWatch")

@@ -1,0 +1,99 @@
+"""``hocket plan --measure``: measured times of the timeline entries of a plan, next to the predicted times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+import numpy as np
+
+from ..scheduler import Plan
+from ..scheduler.costs.timeline import TimelineEntry
+from ..scheduler.ir.formatting import format_seconds
+from ..scheduler.reports.measured_steps import MeasuredPlan, read_measurements
+from .errors import ModelError
+from .inference.session import DeviceGroup, Session
+from .models import Model
+
+MEASURED_RUNS = 9
+"""Runs over which times are measured."""
+MAX_LISTED_ENTRIES = 40
+"""Maximum timeline entries that are listed."""
+
+
+def measure_and_explain_steps(model: Model, on: DeviceGroup, tokens: int, context: int | None) -> list[str]:
+    """Run steps of `tokens` tokens, and return lines that compare measured with predicted times.
+
+    The lines list the whole step, and each timeline entry; if there is only one entry, each op.
+
+    Args:
+        model: The model.
+        on: The devices.
+        tokens: New tokens of a step.
+        context: Context in tokens; by default the default of a session.
+    """
+    session = Session(model, on=on, batch=tokens, context=context)
+    if tokens > session.context:
+        raise ModelError(f"a context of {session.context} has no room for {tokens} tokens; give a larger context=N")
+    tokens_to_run = draw_random_tokens(session, tokens)
+    run_at_context_end(session, next(tokens_to_run))  # makes plans, compiles and warms up
+    with session.tracing() as trace:
+        for _ in range(MEASURED_RUNS):
+            run_at_context_end(session, next(tokens_to_run))
+    plan = trace.runs[-1].plan
+    seconds = median(run.end - run.start for run in trace.runs)
+    return format_comparison(plan, seconds, read_measurements(plan, trace))
+
+
+def run_at_context_end(session: Session, tokens: Sequence[int]) -> None:
+    """Run tokens at the end of the context, as plans assume. The cached values do not matter for the time."""
+    session.lengths[0] = session.context - len(tokens)
+    session.evaluate([tokens])
+
+
+def draw_random_tokens(session: Session, count: int) -> Iterator[list[int]]:
+    """Yield lists of `count` random tokens; each list differs, since a mixture of experts then loads other experts."""
+    draws = np.random.default_rng(0)
+    while True:
+        yield draws.integers(session.model.vocabulary_size, size=count).tolist()
+
+
+def format_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[str]:
+    """Return a table of predicted and measured times, as lines."""
+    rows = list(compare_entry_seconds(plan, steps) if len(plan.stages) > 1 else compare_op_seconds(plan, steps))
+    lines = [_format_row(*row) for row in rows[:MAX_LISTED_ENTRIES]]
+    more = [f"... and {len(rows) - MAX_LISTED_ENTRIES} more"] if len(rows) > MAX_LISTED_ENTRIES else []
+    head = f"{'predicted':>12} {'measured':>12} {'error':>8}  of"
+    return [head, _format_row("a run", plan.cost.total, seconds), *lines, *more]
+
+
+def compare_entry_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
+    """Yield the name of each timeline entry, with the predicted and the measured seconds of its slowest device."""
+    for number, stage in enumerate(plan.stages, 1):
+        yield (
+            f"stage {number}, {stage.op}",
+            stage.seconds,
+            max(_sum_measured_seconds(stage, d, steps) for d in stage.devices),
+        )
+
+
+def _sum_measured_seconds(stage: TimelineEntry, device: int, steps: MeasuredPlan) -> float:
+    own = steps.steps_by_device[device][stage.first_instruction : stage.first_instruction + stage.instruction_count]
+    return sum(step.seconds for step in own if step is not None)
+
+
+def compare_op_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
+    """Yield each op of the first device, slowest first, with its predicted and its measured seconds."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for at, (i, step) in enumerate(zip(plan.lanes[0].program.instructions, steps.steps_by_device[0], strict=True)):
+        if step is not None:
+            sums[i.op][0] += plan.prices[0].cost_of(at).seconds
+            sums[i.op][1] += step.seconds
+    for op, (predicted, took) in sorted(sums.items(), key=lambda item: -item[1][1]):
+        yield op, predicted, took
+
+
+def _format_row(name: str, predicted: float, took: float) -> str:
+    error = f"{100 * (predicted / took - 1):+.0f}%" if took else "-"
+    return f"{format_seconds(predicted):>12} {format_seconds(took):>12} {error:>8}  {name}"

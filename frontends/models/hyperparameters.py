@@ -1,0 +1,149 @@
+"""The hyperparameters of a model, by layer; module `reading` reads them from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph import Value
+from ...graph.lazy_dataclass import dataclass
+from .inputs.family import FamilyTraits
+from .inputs.graph_builder import StepGraphBuilder
+from .inputs.step import Batch, RingCache, Step
+from .inputs.weights import ModelWeights
+from .layers.compressed_attention import CompressedAttention, TokenBlocks
+from .layers.feed_forward import Activation, Norm
+from .layers.moe import ExpertLayer
+from .layers.ngram_embedding import NgramEmbedding
+
+
+class InputSource(Protocol):
+    """A part of a model with inputs of its own, and the function that builds their arrays for each batch."""
+
+    def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]: ...
+
+
+class Mixer(Protocol):
+    """A part of a layer that lets tokens of a sequence read each other: f32[B*T, E] to f32[B*T, E].
+
+    ``taps`` is the number of taps of its short convolution; 0 if it has no state except a cache.
+    """
+
+    @property
+    def taps(self) -> int: ...
+    @property
+    def required_inputs(self) -> frozenset[str]: ...
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A block: mixers with results that are added up, and experts or a dense FFN, if any."""
+
+    mixers: tuple[Mixer, ...]
+    experts: ExpertLayer | None
+    dense: bool
+    has_feed_forward: bool
+    """Whether the block has an FFN."""
+    parallel: bool = False
+    has_two_norms: bool = False
+    """Whether a parallel block has a norm for each of its two parts."""
+    activation: Activation = field(default=Activation())
+    uses_half_activation: bool = False
+    """Whether the activation is computed in half precision, so that the last bits of its operand matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTraits:
+    """Hyper-connections: the number of residual streams, and the constants of their weights."""
+
+    count: int
+    eps: float
+    iterations: int
+    magnitude: float
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Hyperparameters of a model.
+
+    The factors of embeddings, residuals and logits are 1, and the soft cap is 0, if the file has none.
+    """
+
+    family: FamilyTraits
+    context_length: int
+    vocabulary_size: int
+    width: int
+    norm: Norm
+    blocks: tuple[Layer, ...]
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    softcap: float = 0.0
+    hidden_tokens: tuple[tuple[int, int], ...] = ()
+    """Ranges [start, stop) of tokens that are never generated: their logits are the lowest float32."""
+    streams: StreamTraits = StreamTraits(1, 0.0, 1, 1.0)
+    selected_tokens: int = 0
+    """Tokens that sparse attention selects from a longer context; 0 for full attention."""
+    span: int = 1
+    """Blocks per stack, per entry of the residual bank, or per halving of the residual."""
+    cycles: int = 1
+    stored_blocks: int = 0
+    """Blocks that the file has."""
+    source: Mapping[int, int] = field(default_factory=dict)
+    """For each block that is run more than once, the block with its matrices."""
+    blocks_of: tuple[TokenBlocks, ...] = ()
+    """The token blocks that caches hold as one key each, for each block length."""
+    ngrams: NgramEmbedding | None = None
+    windows: Mapping[int, int] = field(default_factory=dict)
+    """For layers with a cache, the number of tokens after which a cell is never read again; 0 for full attention."""
+    mtp_blocks: Hyperparameters | None = None
+    """The MTP blocks in use, as hyperparameters of a model of their own."""
+    draft_columns: int = 0
+    """Columns of the draft input of each MTP block."""
+
+    @property
+    def layers(self) -> int:
+        return len(self.blocks)
+
+    @cached_property
+    def taps(self) -> int:
+        """Taps of the convolutions, for `step_inputs`; 0 if there are none."""
+        taps = max((mixer.taps for block in self.blocks for mixer in block.mixers), default=0)
+        return max(taps, self.ngrams.convolution_history_tokens + 1) if self.ngrams else taps
+
+    @cached_property
+    def input_sources(self) -> tuple[InputSource, ...]:
+        """The parts of the model with inputs of their own."""
+        rings = map(RingCache, sorted({*self.windows.values()} - {0}))
+        return (*rings, *self.blocks_of, *filter(None, (self.ngrams,)))
+
+    @cached_property
+    def required_inputs(self) -> frozenset[str]:
+        """The inputs from `step_inputs` that the graphs of the model may have."""
+        names = {"tokens", "out_ids"} if self.is_causal else {"tokens", "out_ids", "last"}
+        return frozenset(names).union(*(mixer.required_inputs for block in self.blocks for mixer in block.mixers))
+
+    def select_step_inputs(self, step: Step) -> frozenset[str]:
+        """Return the inputs from `step_inputs` that the graph of a step has."""
+        rolls = self.windows and all(map(step.ring_cells, self.windows.values()))
+        return self.required_inputs - {"slot"} if rolls else self.required_inputs
+
+    def window_tokens(self, layer: int) -> int:
+        """Return the number of tokens after which a layer (also of MTP) never reads a cell again."""
+        return self.windows[layer] if self.mtp_blocks is None else {**self.windows, **self.mtp_blocks.windows}[layer]
+
+    def tokens_per_block(self, layer: int) -> int:
+        """Return the tokens per block in the cache of a layer, also of MTP."""
+        blocks = self.blocks if self.mtp_blocks is None else (*self.blocks, *self.mtp_blocks.blocks)
+        (blocks_of,) = (m.blocks for m in blocks[layer].mixers if isinstance(m, CompressedAttention) and m.blocks)
+        return blocks_of.ratio
+
+    @cached_property
+    def is_causal(self) -> bool:
+        return self.family.is_causal

@@ -1,0 +1,381 @@
+"""The builder of one step graph: inputs, masks, cache writes and state updates that all mixers share.
+
+Shapes use B for sequences, T for new tokens per sequence, and E for the width of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial, reduce
+
+from .... import ops
+from ....graph import DType, Graph, Value, input, state
+from ....graph.lazy_dataclass import dataclass
+from ...errors import ModelError
+from .step import RingCache, Step, count_cache_rows
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWindow:
+    """The cells that a token attends to: earlier ones and its own, or only the last ``window`` cells if that is not 0.
+
+    ``is_chunked`` divides positions into chunks of ``window``; a token attends only to its own chunk.
+    ``has_distance_bias`` adds distances to the mask, for ALiBi. Without ``is_causal`` a token attends to later tokens,
+    too: to all of them, or with ``is_centred`` to half of ``window`` on either side.
+    """
+
+    window: int = 0
+    is_chunked: bool = False
+    has_distance_bias: bool = False
+    is_causal: bool = True
+    is_centred: bool = False
+
+    @property
+    def ring_window(self) -> int:
+        """Number of tokens after which a cell is never read again; 0 if there is no such number."""
+        return self.window if self.is_causal and not self.is_chunked and not self.has_distance_bias else 0
+
+
+TemperatureScaling = tuple[int, float, float] | None
+"""Floor, factor and offset of the temperature of queries, see `StepGraphBuilder.scale_by_temperature`; `None` for 1."""
+FULL_WINDOW = AttentionWindow()
+MASKED_SCORE = -1e38
+"""The score of masked cells, so that their softmax is 0."""
+CACHE_INPUTS = frozenset({"pos", "slot"})
+"""Inputs of mixers with a KV cache."""
+RECURRENT_INPUTS = frozenset({"valid", "conv_rows"})
+"""Inputs of mixers with convolutions and recurrent states."""
+SNAPSHOTS, WINDOWS = ".snapshots", ".windows"
+"""Suffixes of the states ``NAME.T.snapshots`` and ``NAME.T.windows``, which save a state NAME after each of T tokens.
+
+They are [B, T, ...] with the last token first, or [B, kept+T, c] with the rows from which NAME was taken.
+"""
+
+
+class StepGraphBuilder:
+    """Inputs, shared values and state updates of the graph of one `Step`.
+
+    Linear layers read the tokens of all sequences as rows [B*T, width]; attention and recurrences read [B, T, ...]. A
+    graph has only the inputs that its outputs depend on. ``steered(block, x)`` returns the residual after a block, for
+    control vectors.
+    """
+
+    def __init__(
+        self, step: Step, *, taps: int = 0, steered: Callable[[int, Value], Value] = lambda block, x: x
+    ) -> None:
+        self.step, self.steered = step, steered
+        self.taps = taps
+        self.tokens = input("tokens", (step.row_count,), DType.I32)
+        self.pos = input("pos", (step.sequences, step.tokens), DType.I32)
+        self.slot = input("slot", (step.row_count,), DType.I32)
+        self.out_ids = input("out_ids", (step.outputs,), DType.I32)
+        self.valid = input("valid", (step.sequences, step.tokens, 1))
+        self.last = input("last", (step.sequences, step.tokens), DType.I32)
+        self._masks: dict[tuple[AttentionWindow, Value | None], Value] = {}
+        self.shared_values: dict[str, Value] = {}
+        """Values that one layer leaves for later layers, by name, such as all cells of a cache."""
+        self._integer_inputs: dict[str, Value] = {}
+        self._updates: dict[Value, Value] = {}
+
+    def attention_mask(self, attention_window: AttentionWindow = FULL_WINDOW, biases: Value | None = None) -> Value:
+        """Return the attention mask f32[B, T, cells], or f32[B, T, T] for bidirectional attention.
+
+        With ``biases`` f32[buckets, heads] the mask is f32[B, heads, T, T] and includes the bias of each head and
+        distance.
+        """
+        key = attention_window, biases
+        if key not in self._masks:
+            mask = (
+                self._build_causal_mask(attention_window)
+                if attention_window.is_causal
+                else self._build_bidirectional_mask(attention_window)
+            )
+            self._masks[key] = mask if biases is None else self._add_distance_biases(mask, biases)
+        return self._masks[key]
+
+    def _build_bidirectional_mask(self, attention_window: AttentionWindow) -> Value:
+        """Return the bidirectional mask f32[B, T, T].
+
+        A token attends to its whole text, or to half a window on either side. A window or chunk that is not centred
+        hides earlier tokens only.
+        """
+        count, half = self.step.tokens, attention_window.window // 2
+        mask = ops.causal_mask(self.last, cells=count, name="mask")
+        if attention_window.window and attention_window.is_centred:
+            end = ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=1.0, bias=half), dtype=DType.I32)
+            mask = ops.add(mask, ops.causal_mask(end, cells=count, window=2 * half + 1), name="window_mask")
+        elif 0 < attention_window.window < count:
+            mask = self._mask_cells_before(self._compute_window_starts(attention_window), mask)
+        return (
+            ops.sub(mask, ops.abs_(self.token_distances), name="distances")
+            if attention_window.has_distance_bias
+            else mask
+        )
+
+    def _compute_window_starts(self, attention_window: AttentionWindow) -> Value:
+        """Return the first visible position of each token minus 0.5, f32[B, T, 1]."""
+        if not attention_window.is_chunked:
+            return ops.scale(self.positions, scale=1.0, bias=0.5 - attention_window.window)
+        chunk = ops.floor(
+            ops.scale(self.positions, scale=1.0 / attention_window.window, bias=0.5 / attention_window.window)
+        )
+        return ops.scale(chunk, scale=float(attention_window.window), bias=-0.5)
+
+    def _mask_cells_before(self, first: Value, mask: Value) -> Value:
+        """Return ``mask`` f32[B, T, n] with minus infinity for the cells before ``first`` f32[B, T, 1]."""
+        numbers = ops.arange(start=0.0, stop=float(mask.shape[-1]))
+        ahead = ops.sub(ops.add(ops.fill(mask, value=0.0), numbers), first)
+        return ops.add(mask, ops.log(ops.step(ahead)), name="first_mask")
+
+    @cached_property
+    def token_distances(self) -> Value:
+        """The distances of each token from all tokens of its text, negative for earlier ones: f32[B, T, T]."""
+        count = self.step.tokens
+        numbers = ops.repeat(ops.arange(start=0.0, stop=float(count)), shape=(*self.pos.shape, count))
+        return ops.sub(numbers, self.positions)
+
+    def _add_distance_biases(self, mask: Value, table: Value) -> Value:
+        """Return ``mask`` plus the bias of each distance from ``table`` f32[buckets, heads], f32[B, heads, T, T].
+
+        Half of the buckets are for later tokens. In each half, the first half of the buckets is for one distance each;
+        the others grow logarithmically up to 128. Raffel et al., T5, 2020.
+        """
+        (buckets, heads), (sequences, count) = table.shape, self.pos.shape
+        exact_buckets, log_buckets = buckets // 4, buckets // 2 - buckets // 4
+        ahead = ops.arange(start=1.0 - count, stop=float(count))
+        size = ops.abs_(ahead)
+        octaves = ops.log(ops.scale(ops.clamp(size, min=exact_buckets, max=math.inf), scale=1.0 / exact_buckets))
+        # 1e-4 keeps exact powers of the ratio in their bucket.
+        number = ops.floor(ops.scale(octaves, scale=log_buckets / math.log(128.0 / exact_buckets), bias=1e-4))
+        number = ops.add(ops.clamp(size, min=0.0, max=exact_buckets), ops.clamp(number, min=0.0, max=log_buckets - 1.0))
+        number = ops.add(number, ops.scale(ops.step(ahead), scale=float(buckets // 2)))
+        biases = ops.get_rows(table, ops.cast(number, dtype=DType.I32), name="biases")
+        where = ops.cast(ops.scale(self.token_distances, scale=1.0, bias=count - 1.0), dtype=DType.I32)
+        biases = ops.get_rows(biases, ops.reshape(where, shape=(where.spec.size,)))
+        biases = ops.transpose(ops.reshape(biases, shape=(sequences, count * count, heads)))
+        biases = ops.reshape(biases, shape=(sequences, heads, count, count))
+        return ops.add(biases, ops.reshape(mask, shape=(sequences, 1, count, count)), name="biased_mask")
+
+    def _build_causal_mask(self, attention_window: AttentionWindow) -> Value:
+        """Return the causal mask f32[B, T, cells] with window, chunks or distances; a ring cache has fewer cells."""
+        cells, window = self.step.cells, 0 if attention_window.is_chunked else attention_window.window
+        if 0 < (ring := self.step.ring_cells(attention_window.ring_window)) < cells:
+            return self._build_ring_mask(ring, window)
+        mask = ops.causal_mask(self.pos, cells=cells, window=window, name="window_mask" if window else "mask")
+        if attention_window.is_chunked and cells > attention_window.window:
+            mask = self._mask_cells_before(self._compute_window_starts(attention_window), mask)
+        if attention_window.has_distance_bias:
+            mask = ops.sub(ops.add(mask, self.cell_numbers), self.positions, name="distances")
+        return mask
+
+    def _build_ring_mask(self, ring: int, window: int) -> Value:
+        """Return f32[B, T, ring]: 0 where a cell holds one of the last ``window`` tokens, else a low score.
+
+        Example: in a ring of 6 cells, a token at position 8 sees the positions 6 7 8 3 4 5 in the cells. With a window
+        of 3 tokens, the first three cells get 0.
+        """
+        places = ops.repeat(self.positions, shape=(*self.pos.shape, ring))
+        ahead = ops.sub(places, ops.arange(start=0.0, stop=float(ring)))
+        turns = ops.floor(ops.scale(ahead, scale=1.0 / ring, bias=0.5 / ring))
+        back = ops.sub(ahead, ops.scale(turns, scale=float(ring)))  # tokens since the cell was written
+        late = ops.step(ops.scale(back, scale=1.0, bias=0.5 - window))
+        never = ops.step(ops.sub(ops.scale(back, scale=1.0, bias=-0.5), places))
+        return ops.scale(ops.add(late, never), scale=MASKED_SCORE, name="ring_mask")
+
+    @cached_property
+    def cell_numbers(self) -> Value:
+        """The cell numbers, f32[cells]."""
+        return ops.arange(start=0.0, stop=float(self.step.cells))
+
+    @cached_property
+    def positions(self) -> Value:
+        """The positions of the tokens as f32[B, T, 1]."""
+        return ops.reshape(ops.cast(self.pos, dtype=DType.F32), shape=(*self.pos.shape, 1))
+
+    @cached_property
+    def negative_positions(self) -> Value:
+        """The negative positions i32[B, T], which undo a rotation."""
+        return ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=-1.0), dtype=DType.I32)
+
+    def compute_position_quotient(self, ratio: int, offset: float) -> Value:
+        """Return ``(pos + offset) // ratio`` of each token, f32[B, T].
+
+        Half a position is added, so that rounding errors do not change the quotient.
+        """
+        pos = ops.cast(self.pos, dtype=DType.F32)
+        return ops.floor(ops.scale(pos, scale=1.0 / ratio, bias=(offset + 0.5) / ratio))
+
+    def position_in_block(self, ratio: int) -> Value:
+        """Return the index of each token in its block of ``ratio`` tokens, i32[B*T]."""
+        pos = ops.cast(self.pos, dtype=DType.F32)
+        start = ops.scale(self.compute_position_quotient(ratio, 0.0), scale=float(ratio))
+        return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.row_count,))
+
+    def complete_block_mask(self, ratio: int) -> Value:
+        """Return the mask f32[B, T, blocks] of the blocks of ``ratio`` tokens that end no later than each token."""
+        last = ops.cast(ops.scale(self.compute_position_quotient(ratio, 1.0), scale=1.0, bias=-1.0), dtype=DType.I32)
+        return ops.causal_mask(last, cells=-(-self.step.cells // ratio), name=f"block_mask.{ratio}")
+
+    def scale_by_temperature(self, q: Value, temperature: TemperatureScaling) -> Value:
+        """Return ``q`` f32[B, T, heads, size] times ``1 + factor ln(1 + (pos + offset) // floor)`` of each token."""
+        if temperature is None:
+            return q
+        floor, factor, offset = temperature
+        if self.step.cells + offset <= floor:  # the factor is 1 for all tokens
+            return q
+        query_scale = ops.scale(
+            ops.log(ops.scale(self.compute_position_quotient(floor, offset), scale=1.0, bias=1.0)),
+            scale=factor,
+            bias=1.0,
+        )
+        return ops.mul(q, ops.reshape(query_scale, shape=(*self.pos.shape, 1, 1)))
+
+    @cached_property
+    def token_valid(self) -> Value:
+        """1 for tokens and 0 for padding, f32[B, T, 1, 1]."""
+        return ops.reshape(self.valid, shape=(*self.pos.shape, 1, 1))
+
+    @property
+    def conv_rows(self) -> Value:
+        return self.integer_input("conv_rows", self.step.sequences, self.taps - 1)
+
+    def integer_input(self, name: str, *shape: int) -> Value:
+        """Return the input ``name`` i32[shape], the same one for each caller."""
+        return self._integer_inputs.setdefault(name, input(name, shape, DType.I32))
+
+    def rows_to_sequences(self, x: Value, *shape: int) -> Value:
+        """Return rows [B*T, n] as [B, T, *shape]."""
+        return ops.reshape(x, shape=(self.step.sequences, self.step.tokens, *shape))
+
+    def sequences_to_rows(self, x: Value) -> Value:
+        """Return [B, T, ...] as rows [B*T, n]."""
+        return ops.reshape(x, shape=(self.step.row_count, x.spec.size // self.step.row_count))
+
+    def select_needed_rows(self, x: Value) -> Value:
+        """Return the output rows of ``x`` f32[B*T, n], f32[outputs, n]; all rows for output kinds with MTP."""
+        return self.select_output_rows(x) if self.step.output_kind in ("logits", "hidden") else x
+
+    def select_output_rows(self, x: Value) -> Value:
+        """Return the output rows of ``x`` f32[B*T, n]: f32[outputs, n]."""
+        return ops.get_rows(x, self.out_ids, name="wanted")
+
+    def write_and_read_cache(
+        self,
+        name: str,
+        new: Value,
+        slot: Value | None = None,
+        *,
+        ratio: int = 1,
+        attention_window: AttentionWindow = FULL_WINDOW,
+        dtype: DType | None = None,
+    ) -> Value:
+        """Write new rows into a cache, and return all its cells [B, cells, heads, size].
+
+        The state is [B*rows, heads*size] with ``count_cache_rows`` rows per sequence. Padding writes a spare row.
+
+        Args:
+            name: Name of the state.
+            new: The new rows f32[B, T, heads, size].
+            slot: The cell that each row is written to; by default the cell of its token.
+            ratio: Tokens per cell.
+            attention_window: Cells outside this window may be overwritten.
+            dtype: Dtype of the cache; by default the dtype of keys.
+
+        Raises:
+            ModelError: The head size is not a multiple of the block size of the dtype.
+        """
+        step, dtype = self.step, dtype or self.step.keys
+        sequences, count, heads, size = new.shape
+        if size % dtype.block:
+            what = f"{name}: heads of {size} numbers are no whole blocks of {dtype}, which have {dtype.block}"
+            raise ModelError(f"{what}; use cache_type_{'v' if '_v.' in name else 'k'}='f16'")
+        context, cells = -(-step.context // ratio), -(-step.cells // ratio)
+        if ring := step.ring_cells(attention_window.ring_window):
+            context, cells = ring, min(ring, cells)
+            slot = self.integer_input(RingCache(attention_window.ring_window).input_name, step.row_count)
+        cache_rows = count_cache_rows(context)
+        old = state(name, (sequences * cache_rows, heads * size), dtype)
+        rows = ops.reshape(new, shape=(sequences * count, heads * size))
+        cache = ops.set_rows(old, rows, self.slot if slot is None else slot, name=f"{name}.new")
+        self._updates[old] = cache
+        known = ops.reshape(cache, shape=(sequences, cache_rows, heads * size))
+        known = ops.slice_(known, axis=1, start=0, stop=cells)
+        self.shared_values[name] = ops.reshape(known, shape=(sequences, cells, heads, size))
+        return self.shared_values[name]
+
+    def write_and_read_kv(
+        self, layer: int, k: Value, v: Value, attention_window: AttentionWindow
+    ) -> tuple[Value, Value]:
+        """Write the keys and values of a layer to its caches, and return all cells of both.
+
+        Bidirectional attention has no cache and returns ``k`` and ``v`` themselves.
+        """
+        if not attention_window.is_causal:
+            self.shared_values |= {f"cache_k.{layer}": k, f"cache_v.{layer}": v}
+            return k, v
+        keys = self.write_and_read_cache(f"cache_k.{layer}", k, attention_window=attention_window)
+        return keys, self.write_and_read_cache(
+            f"cache_v.{layer}", v, attention_window=attention_window, dtype=self.step.values
+        )
+
+    def prepend_previous_rows(self, name: str, new: Value, row_count: int) -> Value:
+        """Return ``new`` f32[B, T, c] after the last ``row_count`` rows of earlier runs: f32[B, row_count+T, c].
+
+        The state ``name`` f32[B, row_count, c] becomes the last rows before the padding, which ``conv_rows`` numbers.
+        """
+        old = state(name, (self.step.sequences, row_count, new.shape[-1]))
+        both, rows = ops.concat(old, new, axis=1), self.conv_rows
+        if row_count != self.taps - 1:
+            rows = ops.slice_(rows, axis=1, start=0, stop=row_count)
+        self._updates[old] = ops.get_rows(both, rows, name=f"{name}.new")
+        if self.step.reversible:
+            self._updates[state(f"{name}.{self.step.tokens}{WINDOWS}", both.shape)] = both
+        return both
+
+    def sequence_state(self, name: str, *shape: int) -> Value:
+        """Return a state f32[B, *shape]; `set_state` gives it its new value."""
+        return state(name, (self.step.sequences, *shape))
+
+    @property
+    def snapshot_count(self) -> int:
+        """Number of states that a recurrent op must return: one per token in a reversible step, else 1."""
+        return self.step.tokens if self.step.reversible else 1
+
+    def set_state(self, old: Value, new: Value) -> None:
+        """Set a state to ``new`` f32[B, ...].
+
+        With snapshots, ``new`` is f32[B, snapshots, ...]; its first entry is the new state, and all entries are saved.
+        """
+        if self.snapshot_count > 1:
+            self._updates[state(f"{old.node.name}.{self.snapshot_count}{SNAPSHOTS}", new.shape)] = new
+            new = ops.reshape(ops.slice_(new, axis=1, start=0, stop=1), shape=old.shape)
+        self._updates[old] = new
+
+    def run_recurrence(
+        self, rule: Callable[..., tuple[Value, Value]], operands: tuple[Value, ...], old: Value
+    ) -> Value:
+        """Return the result of a recurrence, and set its state.
+
+        If snapshots are needed, this runs token by token, since the op returns none.
+
+        Args:
+            rule: Maps operands and state to the result and the new state.
+            operands: Operands [B, T, ...].
+            old: The state.
+        """
+        if self.snapshot_count == 1:
+            y, new = rule(*operands, old)
+            self.set_state(old, new)
+            return y
+        snapshots, answers, new = [], [], old
+        for t in range(self.step.tokens):
+            y, new = rule(*(ops.slice_(x, axis=1, start=t, stop=t + 1) for x in operands), new)
+            answers.append(y)
+            snapshots.append(ops.reshape(new, shape=(new.shape[0], 1, *new.shape[1:])))
+        self.set_state(old, reduce(partial(ops.concat, axis=1), reversed(snapshots)))
+        return reduce(partial(ops.concat, axis=1), answers)
+
+    def build_graph(self, outputs: Mapping[str, Value]) -> Graph:
+        """Return the graph with ``outputs`` and all states that were set."""
+        return Graph(outputs, self._updates)

@@ -1,0 +1,224 @@
+"""The fixed shape of a run, and the arrays that fill it: a graph is built for a `Step` and run with batches.
+
+All values that change between runs (tokens, positions, cache rows, lengths, output rows) are inputs of fixed shape. One
+plan per `Step` therefore serves every batch that fits; shorter sequences are padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ....graph.dtypes import DType
+from ....graph.lazy_dataclass import dataclass
+from ....graph.validation import format_value
+from ...errors import ModelError
+
+MAX_CACHE_ROW = 2**31 - 1
+"""The largest number of a cache row, which is an i32."""
+CACHE_ROW_MULTIPLE = 32
+"""The rows of a sequence in a cache are a multiple of this number.
+
+Each sequence then begins at a multiple of 64 bytes, since a row of any dtype has an even number of bytes.
+"""
+
+
+def count_cache_rows(cells: int) -> int:
+    """Return the rows of a sequence in a cache of `cells` cells: the cells, and at least one spare row for padding."""
+    return -(-(cells + 1) // CACHE_ROW_MULTIPLE) * CACHE_ROW_MULTIPLE
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The shape of a run: all that a plan depends on, and the key of the plan.
+
+    ``sequences`` (B) run together, each with up to ``tokens`` new tokens (T). Attention reads the first ``cells`` cache
+    cells of the ``context`` cells of each sequence. The run returns ``outputs`` rows. If no run of a session adds more
+    than ``max_new_tokens`` tokens, layers with an attention window use a ring cache. Raises `ModelError` unless all
+    sizes are positive and ``cells <= context``.
+    """
+
+    sequences: int
+    tokens: int
+    cells: int
+    context: int
+    outputs: int
+    output_kind: str = "logits"
+    """The kind of output per row.
+
+    - ``logits``.
+    - ``hidden``: the input row of the output matrix.
+    - ``both``: logits, and as ``hidden`` the draft inputs of all MTP blocks, which read the same tokens.
+    - ``guess``: logits and draft inputs of the MTP block ``draft_block``.
+    - ``all``: as ``both``, with the logits of all MTP blocks.
+    """
+    max_new_tokens: int = 0
+    """0 if unknown; then no layer uses a ring cache."""
+    reversible: bool = False
+    """Whether recurrent states are saved after each token, see `StepGraphBuilder.set_state`."""
+    draft_block: int = 0
+    keys: DType = DType.F32
+    values: DType = DType.F32
+    """Dtypes of the cache: of keys, or of the vectors that keys and values are computed from, and of values."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "tokens", "cells", "context", "outputs"):
+            size = getattr(self, name)
+            if type(size) is not int or not 1 <= size <= MAX_CACHE_ROW:
+                raise ModelError(f"step: {name} is {format_value(size)}; need an integer from 1 to {MAX_CACHE_ROW}")
+        if self.cells > self.context:
+            raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
+        if self.sequences * count_cache_rows(self.context) > MAX_CACHE_ROW:
+            raise ModelError(
+                f"step: {self.sequences} sequences of {self.context} cells; need at most {MAX_CACHE_ROW} in all; "
+                "use a smaller context"
+            )
+
+    def ring_cells(self, window: int) -> int:
+        """Return the cells per sequence of a ring cache for a window in tokens; 0 without a ring cache."""
+        cells = window + self.max_new_tokens
+        return cells if window and self.max_new_tokens and cells < self.context else 0
+
+    @property
+    def row_count(self) -> int:
+        """Tokens of all sequences, padding included."""
+        return self.sequences * self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The input of one run: for each sequence its new tokens (none if it is idle) and its length so far.
+
+    ``output_positions`` lists the output rows as (sequence, index of the new token), in this order. `None` means the
+    last new token of each sequence, so that row i belongs to sequence i; an idle sequence then has a row without
+    meaning. ``history_tokens`` holds per sequence its earlier tokens, or the last `Model.history_token_count` of them.
+    ``draft_inputs`` f32[B, `Model.draft_columns`] holds the rows that MTP blocks read with the next token.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    lengths: Sequence[int]
+    output_positions: Sequence[tuple[int, int]] | None = None
+    history_tokens: Sequence[Sequence[int]] = ()
+    draft_inputs: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RingCache:
+    """The ring cache of layers with a window: its input ``ring_slot.W`` i32[B*T] has the row that each token writes.
+
+    Padding writes the first spare row of its sequence.
+    """
+
+    window: int
+
+    @property
+    def input_name(self) -> str:
+        return f"ring_slot.{self.window}"
+
+    def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
+        """Return the input, or nothing if each token has a cell of its own."""
+        if not (cells := step.ring_cells(self.window)):
+            return {}
+        rows, slot = count_cache_rows(cells), list[int]()
+        for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
+            slot += [i * rows + at % cells for at in range(length, length + len(new))]
+            slot += [i * rows + cells] * (step.tokens - len(new))
+        return {self.input_name: np.array(slot, np.int32)}
+
+
+def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True) -> dict[str, npt.NDArray[np.generic]]:
+    """Return the input arrays of the graph for a step, by name.
+
+    - ``tokens`` i32[B*T].
+    - ``pos`` i32[B, T]: positions, 0 for padding.
+    - ``slot`` i32[B*T]: the cache row that a token writes, ``sequence * count_cache_rows(context) + position``; padding
+      writes the first spare row of its sequence.
+    - ``out_ids`` i32[outputs]: output rows; row 0 is repeated after the last one.
+    - ``valid`` f32[B, T, 1], with taps: 0 for padding.
+    - ``conv_rows`` i32[B, taps-1], with taps: the rows of [state, new tokens] that become the next convolution state.
+    - ``last`` i32[B, T], unless ``causal``: the last position of the sequence.
+
+    Example: B = 2, T = 2, a context of 8. Sequence 0 has 3 tokens and gets 1, sequence 1 is empty and gets 2. Then
+    ``pos`` is 3 0 and 0 1, ``slot`` is 3 8 32 33, and ``out_ids`` is 0 3.
+
+    Args:
+        step: The shape of the run.
+        batch: The new tokens.
+        taps: Taps of the convolutions of a recurrent model, else 0.
+        causal: Whether tokens attend to earlier tokens only.
+
+    Raises:
+        ModelError: The batch does not fit the step.
+    """
+    _require_fit(step, batch)
+    shape, rows = (step.sequences, step.tokens), count_cache_rows(step.context)
+    tokens: list[int] = []
+    pos: list[int] = []
+    slot: list[int] = []
+    for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
+        end, padding = length + len(new), step.tokens - len(new)
+        tokens += [*new, *[0] * padding]
+        pos += [*range(length, end), *[0] * padding]
+        slot += [*range(i * rows + length, i * rows + end), *[i * rows + step.context] * padding]
+    arrays: dict[str, npt.NDArray[np.generic]] = {
+        "tokens": np.array(tokens, np.int32),
+        "pos": np.array(pos, np.int32).reshape(shape),
+        "slot": np.array(slot, np.int32),
+        **_build_count_inputs(step, tuple(map(len, batch.tokens)), taps, batch.output_positions is None),
+    }
+    if (positions := batch.output_positions) is not None:
+        if bad := [(i, t) for i, t in positions if not (0 <= i < step.sequences and 0 <= t < len(batch.tokens[i]))]:
+            raise ModelError(f"batch: wants the logits of {bad[0]}; need (sequence, index of one of its new tokens)")
+        arrays["out_ids"] = _compute_output_rows(step, positions)
+    if not causal:
+        ends = [length + len(new) - 1 for new, length in zip(batch.tokens, batch.lengths, strict=True)]
+        arrays["last"] = np.repeat(np.array(ends, np.int32)[:, None], step.tokens, axis=1)
+    return arrays
+
+
+def _require_fit(step: Step, batch: Batch) -> None:
+    if len(batch.tokens) != step.sequences or len(batch.lengths) != step.sequences:
+        raise ModelError(
+            f"batch: has tokens of {len(batch.tokens)} and lengths of {len(batch.lengths)} sequences, the step runs "
+            f"{step.sequences}; give an idle sequence no tokens"
+        )
+    for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
+        if len(new) > step.tokens:
+            raise ModelError(
+                f"batch: sequence {i} has {len(new)} new tokens, the step takes {step.tokens}; "
+                "split them or use a larger step"
+            )
+        if length < 0 or (new and length + len(new) > step.cells):
+            raise ModelError(
+                f"batch: sequence {i} would grow from {length} to {length + len(new)} tokens, the step reads "
+                f"{step.cells} cells; use a step with more cells"
+            )
+
+
+@lru_cache(maxsize=64)
+def _build_count_inputs(
+    step: Step, counts: tuple[int, ...], taps: int, last_only: bool
+) -> Mapping[str, npt.NDArray[np.generic]]:
+    """Return the read-only inputs that depend on the counts of new tokens only; they repeat from token to token."""
+    arrays: dict[str, npt.NDArray[np.generic]] = {}
+    if last_only:
+        arrays["out_ids"] = _compute_output_rows(step, [(i, max(n - 1, 0)) for i, n in enumerate(counts)])
+    if taps:
+        column = np.array(counts, np.int32)[:, None]
+        arrays["valid"] = (np.arange(step.tokens) < column).astype(np.float32)[:, :, None]
+        arrays["conv_rows"] = column + np.arange(taps - 1, dtype=np.int32)
+    for array in arrays.values():
+        array.setflags(write=False)
+    return arrays
+
+
+def _compute_output_rows(step: Step, positions: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    if len(positions) > step.outputs:
+        raise ModelError(
+            f"batch: wants {len(positions)} rows of logits, the step gives {step.outputs}; use a step with more outputs"
+        )
+    rows = [i * step.tokens + t for i, t in positions]
+    return np.array([*rows, *[0] * (step.outputs - len(rows))], np.int32)

@@ -1,0 +1,126 @@
+"""The tensors of a model file as leaves of a graph."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from .... import ops
+from ....graph import Value, weight
+from ....graph.dtypes import FLOAT_DTYPES
+from ...errors import ModelError
+from ...gguf import Gguf
+from ...gguf.hyperparameter_keys import CONVERT_REMEDY
+
+BLOCK_PREFIX = re.compile(r"blk\.(\d+)\.")
+ALWAYS_OPTIONAL_TENSORS = ("*.input_scale", "cls.*", "rope_freqs.weight", "rope_factors_*.weight")
+"""Tensors that are optional in every architecture.
+
+These are scales for quantised activations, classifiers, and frequency divisors where no layer has RoPE.
+"""
+
+
+class ModelWeights:
+    """One leaf per tensor of ``gguf``, shared by all graphs that are built with this object.
+
+    Args:
+        gguf: The file.
+        unread: Name patterns, as in a shell, of optional tensors that the architecture does not use.
+        spare: Name patterns of tensors that some blocks need and other blocks may have without using them.
+        source: For blocks that are run more than once, the block with their matrices.
+    """
+
+    def __init__(
+        self, gguf: Gguf, unread: Iterable[str] = (), spare: Iterable[str] = (), source: Mapping[int, int] | None = None
+    ) -> None:
+        self.gguf = gguf
+        self._unread, self._spare = tuple(unread), (*ALWAYS_OPTIONAL_TENSORS, *spare)
+        self._source = source or {}
+        self._leaves: dict[str, Value] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Value:
+        """Return the leaf of a tensor, in the dtype of the file.
+
+        Raises:
+            ModelError: The tensor is missing, or has another shape or an unusable dtype. Vectors must be f32, f16 or
+                bf16; matrices may also be quantised.
+        """
+        name = self._find_name_in_file(name)
+        leaf = self._leaves.get(name)
+        if leaf is None:
+            tensor = self.gguf.tensor(name)
+            if not (tensor.dtype in FLOAT_DTYPES or (tensor.dtype.is_quantised and len(tensor.shape) > 1)):
+                need = ", ".join(map(str, FLOAT_DTYPES)) + (" or a quantised type" if len(tensor.shape) > 1 else "")
+                raise self._make_error(f"tensor {name} is {tensor.dtype}; need {need}")
+            leaf = self._leaves.setdefault(
+                name, weight(name, tensor.shape, tensor.dtype)
+            )  # with two threads, the first one stays
+        if leaf.shape != shape:
+            raise self._make_error(f"tensor {name} has shape {list(leaf.shape)}; need {list(shape)}")
+        return leaf
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the file has the tensor and the architecture uses it."""
+        return self._find_name_in_file(name) in self.gguf.tensors and not _matches_any(name, self._unread)
+
+    def optional_leaf(self, name: str, shape: tuple[int, ...]) -> Value | None:
+        """Return the leaf of a tensor, or `None` if the file has no such tensor or the architecture ignores it."""
+        return self(name, shape) if self.has_tensor(name) else None
+
+    def leaf_in_shape(self, name: str, shape: tuple[int, ...]) -> Value:
+        """Return a tensor in a shape that may have other axes of length 1 than the file."""
+        stored = self.tensor_shape(name)
+        same = stored != shape and [n for n in stored if n > 1] == [n for n in shape if n > 1]
+        return ops.reshape(self(name, stored), shape=shape) if same else self(name, shape)
+
+    def tensor_shape(self, name: str, axes: int = 1) -> tuple[int, ...]:
+        """Return the shape of a tensor.
+
+        Raises:
+            ModelError: The tensor is missing or has fewer than ``axes`` axes.
+        """
+        shape = self.gguf.tensor(self._find_name_in_file(name)).shape
+        if len(shape) < axes:
+            raise self._make_error(f"tensor {name} has shape {list(shape)}; need at least {axes} axes")
+        return shape
+
+    def _find_name_in_file(self, name: str) -> str:
+        """Return the name in the file. Repeated blocks have the names of their source; some names lack ``.weight``."""
+        if self._source and not name.endswith(".scale") and (match := BLOCK_PREFIX.match(name)):
+            name = BLOCK_PREFIX.sub(f"blk.{self._source[int(match[1])]}.", name, count=1)
+        if name in self.gguf.tensors:
+            return name
+        short = name.removesuffix(".weight")
+        return short if short in self.gguf.tensors else name
+
+    def require_all_tensors_used(self, layers: int) -> None:
+        """Raise `ModelError` if the file has tensors that no graph uses and that are not known to be optional.
+
+        Results without them would be wrong. Blocks from ``layers`` on are MTP blocks, which may stay unused.
+        """
+        left = [
+            name
+            for name in self.gguf.tensors
+            if name not in self._leaves
+            and _parse_block_number(name) < layers
+            and not _matches_any(name, (*self._unread, *self._spare))
+        ]
+        if left:
+            raise self._make_error(f"tensors {reprlib.repr(left)} are not part of this architecture as hocket knows it")
+
+    def _make_error(self, problem: str) -> ModelError:
+        return ModelError(f"{self.gguf.path}: {problem}; {CONVERT_REMEDY}")
+
+
+def _matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name without its block prefix matches one of ``patterns``."""
+    short = BLOCK_PREFIX.sub("", name, count=1)
+    return any(fnmatchcase(short, pattern) for pattern in patterns)
+
+
+def _parse_block_number(name: str) -> int:
+    """Return the block number in a tensor name, or -1."""
+    match = BLOCK_PREFIX.match(name)
+    return int(match[1]) if match else -1

@@ -1,0 +1,211 @@
+"""Multi-head latent attention (MLA): a short cached vector per token holds the keys and values of all heads.
+
+DeepSeek-AI, DeepSeek-V2, 2024.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .... import ops
+from ....graph import Value
+from ....graph.lazy_dataclass import dataclass
+from ...gguf.hyperparameter_keys import ArchitectureKeys
+from ..inputs.family import FamilyTraits
+from ..inputs.graph_builder import CACHE_INPUTS, AttentionWindow, StepGraphBuilder, TemperatureScaling
+from ..inputs.weights import ModelWeights
+from .feed_forward import Norm, gate_heads, linear, matmul, split_columns
+from .rope import Rope, find_frequency_divisors, read_original_context
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """The latent attention of one layer; ``rank`` is the length of the latent vector.
+
+    Heads have ``unrotated_columns`` and ``rotated_columns``. In keys, all heads share the rotated columns.
+    """
+
+    norm: Norm
+    heads: int
+    rank: int
+    unrotated_columns: int
+    rotated_columns: int
+    value_size: int
+    scale: float
+    rope: Rope | None
+    attention_window: AttentionWindow
+    original_context: int
+    temperature: TemperatureScaling
+    taps: int = 0
+
+    @property
+    def required_inputs(self) -> frozenset[str]:
+        return CACHE_INPUTS if self.attention_window.is_causal else frozenset({"pos"})
+
+    @classmethod
+    def from_keys(
+        cls,
+        keys: ArchitectureKeys,
+        family: FamilyTraits,
+        norm: Norm,
+        heads: int,
+        rope: Rope | None,
+        attention_window: AttentionWindow,
+        temperature: TemperatureScaling,
+    ) -> LatentAttention:
+        """Return the latent attention of a layer; layers with a window may have sizes of their own.
+
+        Args:
+            keys: The metadata.
+            family: The traits of the architecture.
+            norm: The norm of latent vectors.
+            heads: Number of heads.
+            rope: The rotary embedding, or `None`.
+            attention_window: The attention window.
+            temperature: The temperature scaling of queries.
+
+        Raises:
+            ModelError: A value is missing or invalid.
+        """
+        sizes = [
+            (attention_window.window and keys.count_or_default(f"attention.{kind}_length_mla_swa", 0))
+            or keys.count_or_default(f"attention.{kind}_length_mla", 0)
+            or keys.count(f"attention.{kind}_length")
+            for kind in ("key", "value")
+        ]
+        rank = (attention_window.window and keys.count_or_default("attention.kv_lora_rank_swa", 0)) or keys.count(
+            "attention.kv_lora_rank"
+        )
+        turning = keys.count("rope.dimension_count", 0, minimum=0)
+        if turning > sizes[0]:
+            raise keys.error("rope.dimension_count", f"is {turning}; need at most the key length {sizes[0]}")
+        scale = _compute_yarn_score_factor(keys, family, rope) / math.sqrt(sizes[0])
+        plain, context = sizes[0] - turning, read_original_context(keys)
+        return cls(norm, heads, rank, plain, turning, sizes[1], scale, rope, attention_window, context, temperature)
+
+    def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
+        """Return the latent attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
+        block = f"blk.{layer}"
+        q, _ = self.compute_queries(weights, block, x)
+        c, pe = self.compute_latent_vectors(weights, frame, block, x)
+        if weights.has_tensor(f"{block}.attn_k_b.weight"):
+            y = self.attend_latent(weights, frame, layer, q, c, pe)
+        else:
+            y = self.attend_expanded(weights, frame, layer, q, c, pe)
+        return self.project_output(weights, frame, block, x, y)
+
+    def compute_queries(self, weights: ModelWeights, block: str, x: Value) -> tuple[Value, Value]:
+        """Return the queries f32[B*T, heads * size] and their source: ``x``, or a shorter vector from ``x``."""
+        width = self.heads * (self.unrotated_columns + self.rotated_columns)
+        if not weights.has_tensor(f"{block}.attn_q_a.weight"):
+            return matmul(weights, f"{block}.attn_q", x, width), x
+        rank = weights.tensor_shape(f"{block}.attn_q_a.weight")[0]
+        short = self.norm(weights, f"{block}.attn_q_a_norm", matmul(weights, f"{block}.attn_q_a", x, rank))
+        return matmul(weights, f"{block}.attn_q_b", short, width), short
+
+    def compute_latent_vectors(
+        self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value
+    ) -> tuple[Value, Value | None]:
+        """Return the normalised latent vectors f32[B*T, rank], and the rotated key columns f32[B, T, 1, columns]."""
+        both = matmul(weights, f"{block}.attn_kv_a_mqa", x, self.rank + self.rotated_columns)
+        if not self.rotated_columns:
+            return self.norm(weights, f"{block}.attn_kv_a_norm", both), None
+        c, pe = split_columns(both, self.rank, self.rotated_columns)
+        c, pe = self.norm(weights, f"{block}.attn_kv_a_norm", c), frame.rows_to_sequences(pe, 1, self.rotated_columns)
+        if weights.has_tensor(f"{block}.attn_k_norm.weight"):
+            pe = self.norm(weights, f"{block}.attn_k_norm", pe)
+        return c, self.rotate_columns(weights, frame, block, pe, name=f"{block}.k_rope")
+
+    def rotate_columns(
+        self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, *, name: str
+    ) -> Value:
+        """Rotate the last ``rotated_columns`` of ``x`` f32[B, T, heads, n]."""
+        if self.rope is None:
+            return x
+        factors = find_frequency_divisors(weights, frame, self.rope, self.original_context, block)
+        return self.rope.rotate(x, frame.pos, factors, name=name, offset=x.shape[-1] - self.rotated_columns)
+
+    def attend_latent(
+        self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, q: Value, c: Value, pe: Value | None
+    ) -> Value:
+        """Attend to the latent vectors themselves, f32[B, T, heads, value size].
+
+        There is one key head, and its latent columns are the value.
+        """
+        block = f"blk.{layer}"
+        q, turning = self.project_queries_to_latent(weights, frame, block, q)
+        q = q if turning is None else ops.concat(q, turning, axis=-1)
+        k = frame.rows_to_sequences(c, 1, self.rank)
+        k = k if pe is None else ops.concat(k, pe, axis=-1)
+        if self.attention_window.is_causal:
+            k = frame.write_and_read_cache(f"cache_k.{layer}", k, attention_window=self.attention_window)
+        v = k if pe is None else ops.slice_(k, axis=-1, start=0, stop=self.rank)
+        y = self.attend(weights, frame, block, q, k, v)
+        return self.matmul_per_head(
+            weights, frame, f"{block}.attn_v_b", frame.rows_to_sequences(y, self.heads, self.rank), self.value_size
+        )
+
+    def project_queries_to_latent(
+        self, weights: ModelWeights, frame: StepGraphBuilder, block: str, q: Value
+    ) -> tuple[Value, Value | None]:
+        """Return the queries as latent vectors f32[B, T, heads, rank], and their rotated columns."""
+        q = frame.rows_to_sequences(q, self.heads, self.unrotated_columns + self.rotated_columns)
+        if not self.rotated_columns:
+            return self.matmul_per_head(weights, frame, f"{block}.attn_k_b", q, self.rank), None
+        plain, turning = split_columns(q, self.unrotated_columns, self.rotated_columns)
+        turning = self.rotate_columns(weights, frame, block, turning, name=f"{block}.q_rope")
+        return self.matmul_per_head(weights, frame, f"{block}.attn_k_b", plain, self.rank), turning
+
+    def matmul_per_head(
+        self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value, features: int
+    ) -> Value:
+        """Return ``x`` f32[B, T, heads, n] times one matrix per head: f32[B, T, heads, features]."""
+        rows, size = frame.step.row_count, x.shape[-1]
+        x = ops.permute(ops.reshape(x, shape=(rows, self.heads, size)), axes=(1, 0, 2))
+        # A single head has a matrix without the head axis.
+        shape = (self.heads, features, size)[self.heads == 1 :]
+        matrix = weights(f"{name}.weight", shape)
+        matrix = ops.reshape(matrix, shape=(1, *shape)) if self.heads == 1 else matrix
+        y = ops.mul_mat(matrix, x, name=name)
+        return frame.rows_to_sequences(ops.permute(y, axes=(1, 0, 2)), self.heads, features)
+
+    def attend_expanded(
+        self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, q: Value, c: Value, pe: Value | None
+    ) -> Value:
+        """Attend to keys and values of all heads, which are computed from the latent vectors and cached.
+
+        The result is f32[B, T, heads, value size].
+        """
+        block = f"blk.{layer}"
+        q = frame.rows_to_sequences(q, self.heads, self.unrotated_columns + self.rotated_columns)
+        q = self.rotate_columns(weights, frame, block, q, name=f"{block}.q_rope")
+        both = matmul(weights, f"{block}.attn_kv_b", c, self.heads * (self.unrotated_columns + self.value_size))
+        k, v = split_columns(
+            frame.rows_to_sequences(both, self.heads, self.unrotated_columns + self.value_size),
+            self.unrotated_columns,
+            self.value_size,
+        )
+        if pe is not None:
+            k = ops.concat(k, ops.repeat(pe, shape=(*pe.shape[:2], self.heads, self.rotated_columns)), axis=-1)
+        return self.attend(weights, frame, block, q, *frame.write_and_read_kv(layer, k, v, self.attention_window))
+
+    def attend(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, q: Value, k: Value, v: Value) -> Value:
+        q = frame.scale_by_temperature(q, self.temperature)
+        sinks = weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,))
+        return ops.attention(
+            q, k, v, frame.attention_mask(self.attention_window), sinks, scale=self.scale, name=f"{block}.attn"
+        )
+
+    def project_output(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, y: Value) -> Value:
+        """Return the output projection of the heads, f32[B*T, E], after a gate from ``x`` if the file has one."""
+        y = gate_heads(weights, frame, block, x, y)
+        return linear(weights, f"{block}.attn_output", frame.sequences_to_rows(y), x.shape[-1])
+
+
+def _compute_yarn_score_factor(keys: ArchitectureKeys, family: FamilyTraits, rope: Rope | None) -> float:
+    """Return YaRN's factor of the scores: the square of its attention factor."""
+    if rope is None or rope.freq_scale == 1.0:
+        return 1.0 if rope is None else rope.attn_factor**2
+    stretch = math.log(1.0 / rope.freq_scale)
+    multiplier = (keys.positive_or_none("rope.scaling.yarn_log_multiplier") or 0.0) * family.log_multiplier
+    return (rope.attn_factor * (1.0 + 0.1 * stretch) * (1.0 + 0.1 * multiplier * stretch)) ** 2

@@ -1,0 +1,229 @@
+"""Converters of ONNX's recurrences RNN, GRU and LSTM, which are unrolled step by step.
+
+For each direction:
+
+1. One product computes the gate inputs of all tokens from the operand.
+2. Each step adds the recurrent product of the previous state, and applies the activations.
+3. The results of all steps are stacked; the last states are results too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ... import ops
+from ..errors import ModelError
+from ..tensors import arithmetic as arith
+from ..tensors import matmul, shapes
+from ..tensors.tensor import Tensor, constant_tensor
+from .op_calls import OpConverter, require_constant
+
+MAX_UNROLLED_STEPS = 1 << 10
+"""The largest number of steps that are unrolled."""
+
+Activation: TypeAlias = Callable[[Tensor], Tensor]
+"""A function of one tensor, entry by entry."""
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "sigmoid": lambda x: arith.unary(ops.sigmoid, x),
+        "tanh": lambda x: arith.unary(ops.tanh, x),
+        "relu": lambda x: arith.unary(ops.relu, x),
+        "softplus": lambda x: arith.unary(ops.softplus, x),
+        "softsign": lambda x: arith.div(x, arith.add(arith.absolute(x), 1.0)),
+    }
+)
+"""The activations without parameters, by ONNX's names in lower case."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentCell:
+    """The weights and the settings of one direction, which all steps share.
+
+    `recurrent_weight` is [gates × hidden, hidden]; `settings` holds the integer attributes of the op.
+    """
+
+    recurrent_weight: Tensor
+    recurrent_bias: Tensor | None
+    peepholes: Tensor | None
+    activations: Sequence[Activation]
+    describe_settings: Mapping[str, int]
+
+    def project_state(self, h: Tensor, gates: slice = slice(None)) -> Tensor:
+        """Return the recurrent product of a state for some of the gates: [batch, gates × hidden]."""
+        size = h.shape[-1]
+        first, last, _ = gates.indices(self.recurrent_weight.shape[0] // size)
+        weight, bias = (
+            x if x is None else shapes.slice_range(x, 0, first * size, last * size)
+            for x in (self.recurrent_weight, self.recurrent_bias)
+        )
+        assert weight is not None
+        return matmul.linear(h, weight, bias)
+
+    def add_peephole(self, x: Tensor, number: int, c: Tensor) -> Tensor:
+        """Return `x` plus the peephole term of gate `number`: its peephole weight times the cell state `c`."""
+        if self.peepholes is None:
+            return x
+        size = c.shape[-1]
+        return arith.add(x, arith.mul(c, shapes.slice_range(self.peepholes, 0, number * size, (number + 1) * size)))
+
+
+StepFunction: TypeAlias = Callable[[RecurrentCell, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+"""A function of a cell, the gate inputs of one step and the states; it returns the next states, the result first."""
+
+
+def _step_rnn(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Compute one RNN step: the activation of the gate inputs plus the recurrent product."""
+    return (cell.activations[0](arith.add(x, cell.project_state(states[0]))),)
+
+
+def _step_gru(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Compute one GRU step; the gates are update, reset and new, in this order."""
+    (h,), (gate, last) = states, cell.activations
+    of_update, of_reset, of_new = shapes.split(x, h.shape[-1], 1)
+    if cell.describe_settings["linear_before_reset"]:
+        update, reset, seen = shapes.split(cell.project_state(h), h.shape[-1], 1)
+        update, reset = gate(arith.add(of_update, update)), gate(arith.add(of_reset, reset))
+        seen = arith.mul(reset, seen)
+    else:
+        update, reset = shapes.split(cell.project_state(h, slice(2)), h.shape[-1], 1)
+        update, reset = gate(arith.add(of_update, update)), gate(arith.add(of_reset, reset))
+        seen = cell.project_state(arith.mul(reset, h), slice(2, 3))
+    new = last(arith.add(of_new, seen))
+    return (arith.add(new, arith.mul(update, arith.sub(h, new))),)
+
+
+def _step_lstm(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Compute one LSTM step; the gates are input, output, forget and cell, in this order."""
+    h, c = states
+    gate, middle, last = cell.activations
+    into, out, keep, new = shapes.split(arith.add(x, cell.project_state(h)), c.shape[-1], 1)
+    taken = gate(cell.add_peephole(into, 0, c))
+    forget_gate = (
+        arith.sub(1.0, taken) if cell.describe_settings["input_forget"] else gate(cell.add_peephole(keep, 2, c))
+    )
+    c = arith.add(arith.mul(forget_gate, c), arith.mul(taken, middle(new)))
+    return arith.mul(gate(cell.add_peephole(out, 1, c)), last(c)), c
+
+
+_DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+
+
+def make_recurrence_converter(step: StepFunction, names: Sequence[str], settings: Sequence[str] = ()) -> OpConverter:
+    """Return the converter of a recurrence.
+
+    Args:
+        step: One step of the recurrence.
+        names: The default activations of the gates.
+        settings: The integer attributes of this op, except for the ones that all recurrences have.
+    """
+
+    def row(
+        x: Tensor,
+        weight: Tensor,
+        before: Tensor,
+        bias: Tensor | None = None,
+        lengths: Tensor | None = None,
+        *more: Tensor | None,
+        direction: str = "forward",
+        activations: Sequence[Any] | None = None,
+        hidden_size: int | None = None,
+        layout: int = 0,
+        clip: float | None = None,
+        **attributes: Any,
+    ) -> tuple[Tensor, ...]:
+        if direction not in _DIRECTIONS:
+            raise ModelError(f"direction {direction!r}; need one of {', '.join(_DIRECTIONS)}")
+        backward_flags, size = _DIRECTIONS[direction], before.shape[-1]
+        chosen = _select_activations(activations or [*names] * len(backward_flags), attributes, clip)
+        unknown = sorted(set(attributes) - set(settings))
+        if unknown or len(chosen) != len(names) * len(backward_flags) or (hidden_size or size) != size:
+            raise ModelError(f"settings {unknown}, {len(chosen)} activations, {hidden_size} hidden; not of this op")
+        count = 2 if step is _step_lstm else 1
+        initial_states, peepholes = (*more, None, None)[:count], more[count] if len(more) > count else None
+        firsts = [x if x is None or not layout else _swap_first_axes(x) for x in initial_states]
+        x = _swap_first_axes(x) if layout else x
+        length, batch = x.shape[:2]
+        if lengths is not None and (require_constant(lengths) != length).any():
+            raise ModelError("sequences that end early; hocket has those of one length")
+        if not 0 < length <= MAX_UNROLLED_STEPS:
+            raise ModelError(f"{length} steps; hocket writes out {MAX_UNROLLED_STEPS} at most")
+        ends: list[list[Tensor]] = []
+        rows: list[list[Tensor]] = []
+        for direction_index, is_backward in enumerate(backward_flags):
+            of_x, of_h = (
+                (None, None)
+                if bias is None
+                else shapes.split(_select_direction(bias, direction_index), bias.shape[1] // 2, 0)
+            )
+            own = chosen[direction_index * len(names) : (direction_index + 1) * len(names)]
+            flags = {name: int(attributes.get(name, 0)) for name in settings}
+            cell = RecurrentCell(
+                _select_direction(before, direction_index),
+                of_h,
+                None if peepholes is None else _select_direction(peepholes, direction_index),
+                own,
+                flags,
+            )
+            gates = shapes.unbind(matmul.linear(x, _select_direction(weight, direction_index), of_x), 0)
+            zeros = constant_tensor(np.zeros((batch, size), np.float32))
+            states = [zeros if first is None else _select_direction(first, direction_index) for first in firsts]
+            steps = list(_unroll_steps(step, cell, gates[::-1] if is_backward else gates, states))
+            rows.append([states[0] for states in (steps[::-1] if is_backward else steps)])
+            ends.append(list(steps[-1]))
+        every = shapes.stack([shapes.stack(list(at)) for at in zip(*rows, strict=True)])
+        last = [shapes.stack(list(of)) for of in zip(*ends, strict=True)]
+        if layout:
+            return shapes.permute(every, (2, 0, 1, 3)), *map(_swap_first_axes, last)
+        return every, *last
+
+    return row
+
+
+def _unroll_steps(
+    step: StepFunction, cell: RecurrentCell, gates: Sequence[Tensor], states: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the states after each step."""
+    for x in gates:
+        states = step(cell, x, states)
+        yield tuple(states)
+
+
+def _select_activations(names: Sequence[Any], attributes: dict[str, Any], clip: float | None) -> list[Activation]:
+    """Return the activations of all gates, with inputs clipped to ``-clip`` to ``clip`` if `clip` is set.
+
+    Raises:
+        ModelError: An activation has no entry in `ACTIVATIONS`.
+    """
+    own = [name.decode() if isinstance(name, bytes) else str(name) for name in names]
+    if unknown := [name for name in own if name.lower() not in ACTIVATIONS]:
+        raise ModelError(f"activation {unknown[0]}; hocket has {', '.join(ACTIVATIONS)} here")
+    for name in ("activation_alpha", "activation_beta"):
+        attributes.pop(name, None)  # these activations have no parameters
+    chosen = [ACTIVATIONS[name.lower()] for name in own]
+    return [_with_clipped_input(f, float(clip)) for f in chosen] if clip else chosen
+
+
+def _with_clipped_input(activation: Activation, bound: float) -> Activation:
+    """Return an activation that clips its input to ``-bound`` to ``bound`` first."""
+    return lambda x: activation(arith.clamp(x, -bound, bound))
+
+
+def _select_direction(x: Tensor, direction_index: int) -> Tensor:
+    """Return the part of one direction."""
+    return shapes.select(x, 0, direction_index)
+
+
+def _swap_first_axes(x: Tensor) -> Tensor:
+    """Swap the axes of batch and steps."""
+    return shapes.transpose(x, 0, 1)
+
+
+rnn = make_recurrence_converter(_step_rnn, ("Tanh",))
+gru = make_recurrence_converter(_step_gru, ("Sigmoid", "Tanh"), ("linear_before_reset",))
+lstm = make_recurrence_converter(_step_lstm, ("Sigmoid", "Tanh", "Tanh"), ("input_forget",))

@@ -1,0 +1,141 @@
+"""Open a model from a path, and a session with loaded weights from a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from ..distributed import SINGLE_PROCESS, World
+from ..graph.validation import BOOL, NONE, instance_of, validate_arguments
+from .adapters import ScaledFile, read_adapters
+from .errors import ModelError
+from .gguf import open_gguf
+from .inference.session import DEFAULT_BATCH, DEFAULT_CONTEXT, DeviceGroup, LoadProgress, Session
+from .inference.value_watch import ValueWatch
+from .models import Model, load_model
+
+EMBEDDED_MODEL_FILE = "hocket-tiny-q8_0.gguf"
+"""The file of the embedded model."""
+
+
+@validate_arguments(ModelError, path=instance_of(str, Path) | NONE, header_only=BOOL)
+def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
+    """Return the model in a GGUF file, or the embedded model if `path` is `None`.
+
+    With ``header_only`` the file may lack the weights.
+
+    Raises:
+        ModelError: The file is not a valid model.
+    """
+    if path is not None:
+        return load_model(open_gguf(path, header_only=header_only))
+    # If the package is in an archive, the file is temporary; its mapping outlives it.
+    with as_file(files(f"{__package__.rpartition('.')[0]}.data").joinpath(EMBEDDED_MODEL_FILE)) as embedded:
+        return load_model(open_gguf(embedded, header_only=header_only))
+
+
+def open_adapted_model(
+    path: str | Path | None,
+    *,
+    lora: Sequence[ScaledFile] = (),
+    control_vectors: Sequence[ScaledFile] = (),
+    control_layers: tuple[int, int] | None = None,
+) -> Model:
+    """Return the model in a GGUF file, or the embedded model, with LoRA adapters and control vectors.
+
+    Args:
+        path: The model file; `None` is the embedded model.
+        lora: Files, or pairs of a file and its scale. All add up.
+        control_vectors: Files, or pairs of a file and its scale. All add up.
+        control_layers: The first and the last block after which control vectors are added.
+
+    Raises:
+        ModelError: A file does not fit the model. A session checks later that all changed matrices are used.
+    """
+    model = open_model(path)
+    adapters = read_adapters(
+        model.gguf,
+        model.hyper.width,
+        model.layers,
+        lora=lora,
+        control_vectors=control_vectors,
+        control_layers=control_layers,
+    )
+    return replace(model, adapters=adapters)
+
+
+def open_session(
+    model: Model,
+    *,
+    on: DeviceGroup,
+    context: int | None = None,
+    batch: int = DEFAULT_BATCH,
+    watch: ValueWatch | None = None,
+    world: World = SINGLE_PROCESS,
+    sequences: int = 1,
+) -> Session:
+    """Return a session with loaded weights; if stderr is a terminal, a bar shows the loaded bytes.
+
+    Args:
+        model: The model.
+        on: The devices.
+        context: Tokens per sequence.
+        batch: Maximum new tokens of one run.
+        watch: Values to watch, with a callback for their statistics.
+        world: The ranks.
+        sequences: Number of sequences.
+    """
+    make_session = partial(
+        Session, model, on=on, sequences=sequences, context=context, batch=batch, watch=watch, world=world
+    )
+    if not (sys.stderr and sys.stderr.isatty()):
+        return make_session()
+    from tqdm import tqdm  # 15 ms, needed only at a terminal
+
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load", leave=False, disable=None) as bar:
+
+        def show(progress: LoadProgress) -> None:
+            bar.total = progress.total_bytes
+            bar.update(progress.loaded_bytes - bar.n)
+
+        return make_session(on_progress=show)
+
+
+def choose_context(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:
+    """Return the context in tokens of a session that must hold `tokens` tokens.
+
+    The check comes before any weight is loaded.
+
+    Args:
+        model: The model.
+        tokens: Tokens that the context must hold.
+        asked: The context that a user gave; 0 is the trained context. By default `default`, or the trained context if
+            less.
+        default: Context without `asked`.
+
+    Raises:
+        ModelError: The context is longer than the trained context, or too short for the tokens.
+    """
+    context = min(default, model.context_length) if asked is None else asked or model.context_length
+    model.require_context(context)
+    if tokens > context:
+        more = "shorten it or give a larger context=N" if context < model.context_length else "shorten it"
+        raise ModelError(f"the text has {tokens} tokens, but the context holds {context}; {more}")
+    return context
+
+
+def read_text(path: str) -> str:
+    """Return the text of a file without its byte-order mark and last line break, as llama.cpp reads prompts.
+
+    The path ``-`` means stdin. Raises `ModelError` if the text is not UTF-8, `OSError` if it cannot be read.
+    """
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        name = "stdin" if path == "-" else path
+        raise ModelError(f"{name}: is not UTF-8 at byte {error.start}; convert the text") from None

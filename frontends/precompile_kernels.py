@@ -1,0 +1,111 @@
+"""Compile kernels at installation: ``python -m hocket.frontends.precompile_kernels``.
+
+The kernels are stored in the package, for the processor of this machine. They serve the embedded model and
+decoders with the most common dtypes of weights. With ``--all`` they cover every dtype and each processor of `SHIPPED`,
+in one process each, with ``HOCKET_TARGET``. Planning and binding list the kernels; nothing is run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_all_start_methods, get_context
+
+from ..backends.base import find_devices
+from ..backends.cpu.compilation.compiler import Kernel, precompile_kernels
+from ..backends.cpu.execution.program_binding import find_program_kernels
+from ..backends.cpu.kernels.packed.format_table import FORMATS
+from ..backends.cpu.kernels.packed.weight_packing import make_pack_kernel, make_unpack_kernel
+from ..backends.cpu.kernels.rows.reductions import top_k
+from ..backends.cpu.steps.step_loop import run
+from ..backends.cpu.steps.thread_sync import continue_run, run_worker_thread, start_run
+from ..backends.cpu.target_cpu import PRECOMPILED_TARGETS, find_compile_target
+from ..graph.dtypes import DType
+from ..graph.graph import Graph
+from ..graph.node import input, weight
+from ..ops import get_rows, mul_mat, rope, swiglu
+from ..scheduler import plan_for_group
+from .inference.device_group import ONE_DEVICE
+from .models import Step
+from .open_model import open_model
+
+STEP_TOKEN_COUNTS = (1, 2, 16, 128)
+"""Token counts of the steps of a first run that kernels distinguish: one, few, and many."""
+FLOAT_DTYPES = (DType.F32, DType.F16, DType.BF16)
+"""Dtypes that are not quantised."""
+COMMON_WEIGHT_DTYPES = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5_K, DType.Q6_K, DType.F16, DType.BF16)
+"""Dtypes of weights that most files have."""
+
+
+def list_kernels_to_compile(*, of_all_types: bool) -> Iterator[Kernel]:
+    """Yield the kernels of the embedded model, and of decoders with common dtypes or with all dtypes."""
+    yield from (run, start_run, continue_run, run_worker_thread, top_k)
+    caches = [(dtype, dtype) for dtype in FLOAT_DTYPES] if of_all_types else [ONE_DEVICE.cache_dtypes]
+    model = open_model(None)
+    graphs = [
+        model.graph(Step(1, tokens, 256, 256, 1, keys=k, values=v)) for tokens in STEP_TOKEN_COUNTS for k, v in caches
+    ]
+    for dtype in (*FORMATS, *FLOAT_DTYPES) if of_all_types else COMMON_WEIGHT_DTYPES:
+        if dtype in FORMATS:
+            yield from (
+                make_pack_kernel(FORMATS[dtype]),
+                *([make_unpack_kernel(FORMATS[dtype])] if of_all_types else ()),
+            )
+        graphs += [_build_feed_forward_graph(dtype, tokens) for tokens in STEP_TOKEN_COUNTS]
+    graphs += [_build_rope_graph(mode) for mode in ("normal", "neox")]
+    for threads in (1, 2):
+        group = find_devices(["cpu:0"], threads)
+        for graph in graphs:
+            (device_plan,) = plan_for_group(graph, group).lanes
+            yield from find_program_kernels(device_plan.program, threads)
+
+
+def _build_feed_forward_graph(dtype: DType, tokens: int) -> Graph:
+    """Return the graph of an embedding, a gated feed-forward network and an output matrix, with weights of `dtype`."""
+    words, up, gate, down = (weight(n, (512, 512), dtype) for n in ("words", "up", "gate", "down"))
+    x = get_rows(words, input("ids", (tokens,), "i32"))
+    x = x + mul_mat(down, swiglu(mul_mat(gate, x), mul_mat(up, x)))
+    return Graph({"y": mul_mat(words, x)})
+
+
+def _build_rope_graph(mode: str) -> Graph:
+    """Return the graph of a rotary embedding in one of the modes that files have."""
+    return Graph({"y": rope(input("x", (2, 4, 64)), input("pos", (2,), "i32"), n_dims=64, mode=mode)})
+
+
+def main(words: Sequence[str]) -> int:
+    if "--all" in words and "HOCKET_TARGET" not in os.environ:
+        command = [sys.executable, "-m", "hocket.frontends.precompile_kernels", "--all"]
+        each = [
+            subprocess.run(command, env={**os.environ, "HOCKET_TARGET": t.name}).returncode for t in PRECOMPILED_TARGETS
+        ]
+        return max(each)
+    kernels = [*dict.fromkeys(list_kernels_to_compile(of_all_types="--all" in words))]
+    status = compile_in_parallel(kernels)
+    print(
+        f"{find_compile_target().name}: {len(kernels)} kernels are ready" if not status else "kernels were not compiled"
+    )
+    return status
+
+
+def compile_in_parallel(kernels: Sequence[Kernel]) -> int:
+    """Compile kernels in one process per processor, and return the worst exit status.
+
+    A kernel holds closures, which only a fork can take along. Without fork this process compiles all kernels.
+    """
+    if "fork" not in get_all_start_methods():
+        precompile_kernels(kernels)
+        return 0
+    count, fork = os.cpu_count() or 1, get_context("fork")
+    each = [fork.Process(target=precompile_kernels, args=(kernels[i::count],)) for i in range(count)]
+    for process in each:
+        process.start()
+    for process in each:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in each)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

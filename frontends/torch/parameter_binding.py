@@ -1,0 +1,121 @@
+"""Bind parameters and buffers to captured graphs by identity, in the memory where PyTorch has them.
+
+Dynamo calls a graph with the parameters of any module of a class. The graph is planned once for all of them. Each set
+of parameters then has an executor, which a call finds by the identities of the parameters:
+
+1. A device that can read the memory of a parameter reads it there, so a change in place is visible at once.
+2. Another device has a copy, which all graphs share. The copy is filled again when the version of the parameter
+   changes.
+3. Parameters are referenced weakly. Executors and copies are deleted with the first of their parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+
+from ...scheduler import Executor, Plan, Store
+from ...scheduler.runtime.shared_buffers import WeightCopies
+from ..tensors.tensor import stored_shape
+from .array_views import as_array
+from .program import Program, Runner
+
+_copies_by_parameter = WeakTensorKeyDictionary()
+"""The `WeightCopies` of each live parameter; they belong to the parameter, not to a graph that reads it."""
+_binding_lock = threading.RLock()
+"""A lock that is held while parameters are bound or their copies are filled."""
+
+
+def is_bound_argument(x: object) -> bool:
+    """Return whether an argument is bound once instead of copied at each call: a parameter, or a tensor of a module.
+
+    Two kinds of tensors are copied instead: inference tensors, because PyTorch counts no changes of them, and bool
+    tensors, because hocket stores truth values in another dtype.
+    """
+    if not isinstance(x, torch.nn.Parameter) and getattr(x, "_dynamo_static_input_type", None) is None:
+        return False
+    return isinstance(x, torch.Tensor) and x.dtype is not torch.bool and not x.is_inference()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _ParameterBinding:
+    """An executor over one set of parameters, with their memory addresses and versions when it was bound.
+
+    `storages` keeps the memory alive, so that no other tensor can get the same address before the next comparison.
+    """
+
+    parameters: tuple[WeakIdRef, ...]
+    storages: list[torch.UntypedStorage]
+    addresses: list[int]
+    versions: list[int]
+    runner: Runner
+
+    def is_current_for(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether the executor reads exactly the memory of these parameters."""
+        return self.addresses == [p.data_ptr() for p in parameters] and all(
+            known() is p for known, p in zip(self.parameters, parameters, strict=True)
+        )
+
+
+class ParameterBindings:
+    """A planned program with one executor for each set of parameters; all executors share the memory of values."""
+
+    def __init__(self, program: Program, plan: Plan, module: torch.nn.Module) -> None:
+        self.program, self.plan, self.module = program, plan, module
+        self.own_parameter_names = [name for name, _ in module.named_parameters() if name in program.weights]
+        """Names of parameters that are no arguments, which occur in a graph that Dynamo did not capture."""
+        self.weight_specs = {value.node.name: value.spec for value in plan.graph.weights}
+        self.store = Store(plan.group)
+        for name in self.weight_specs.keys() & program.weights.keys() - set(self.own_parameter_names):
+            self.store.bind(name, program.weights[name], self.weight_specs[name], plan.leaves[name])
+        self.binding_by_ids: dict[tuple[int, ...], _ParameterBinding] = {}
+
+    def bind_runner(self, args: Sequence[Any]) -> Runner:
+        """Return the program over the current parameters of a call, and refresh outdated copies."""
+        parameters = [args[number] for number, _ in self.program.bound_arguments]
+        parameters += [self.module.get_parameter(name) for name in self.own_parameter_names]
+        key = tuple(map(id, parameters))
+        binding = self.binding_by_ids.get(key)
+        if binding is None or not binding.is_current_for(parameters):
+            with _binding_lock:
+                binding = self.binding_by_ids[key] = self._bind_parameters(key, parameters)
+        elif (versions := [p._version for p in parameters]) != binding.versions:
+            with _binding_lock:
+                self._load_parameters(binding.runner.executor.store, parameters)
+                binding.versions[:] = versions
+        return binding.runner
+
+    def _bind_parameters(self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]) -> _ParameterBinding:
+        """Build an executor over a set of parameters, which is forgotten when one of them is deleted."""
+        places, versions = [p.data_ptr() for p in parameters], [p._version for p in parameters]
+        store = self.store.in_turn()
+        self._load_parameters(store, parameters)
+        runner = Runner(self.program, self.plan, Executor(self.plan, store))
+        mine = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            if (bindings := mine()) is not None:
+                bindings.binding_by_ids.pop(key, None)
+
+        known = tuple(WeakIdRef(p, forget) for p in parameters)
+        return _ParameterBinding(known, [p.untyped_storage() for p in parameters], places, versions, runner)
+
+    def _load_parameters(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
+        """Bind the parameters to a store, and fill outdated copies again."""
+        names = [name for _, name in self.program.bound_arguments] + self.own_parameter_names
+        for name, parameter in zip(names, parameters, strict=True):
+            copies = _copies_by_parameter.get(parameter)
+            if copies is None:
+                copies = _copies_by_parameter[parameter] = WeightCopies(
+                    is_source_lasting=parameter.device.type == "cpu"
+                )
+            copies.source = parameter.untyped_storage()
+            copies.version = (parameter._version, parameter.data_ptr())
+            array = as_array(parameter, name).reshape(stored_shape(parameter.shape))
+            store.bind(name, array, self.weight_specs[name], self.plan.leaves[name], copies=copies)

@@ -1,0 +1,1 @@
+"""Atomic writes of files, and the disk cache."""

@@ -1,0 +1,171 @@
+"""Speeds that ``hocket calibrate`` measured on this machine, saved in the cache folder for plans of later processes.
+
+A file is valid for one processor and one version of hocket. A damaged or foreign file is ignored with one warning. A
+device group without measured speeds has built-in speeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from datetime import date
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from ...backends.capabilities import SupportsPlanCache, SupportsThreads
+from ...graph import Graph
+from ...graph.storage.disk_cache import cache_folder, log, read_cached, write_cached
+from ..lowering.device_plan import Devices
+from .hardware import BUILT_IN_SOURCE, DEFAULT_HARDWARE, Hardware
+from .speeds import Speeds
+
+UNUSABLE_FILE_MESSAGE = (
+    "%s is damaged, or of another processor or version of hocket, so times are estimated; run hocket calibrate"
+)
+"""The warning about a file of saved speeds that is not used; its argument is the path."""
+
+
+def choose_hardware(graph: Graph, group: Devices) -> Hardware:
+    """Return the measured speeds of the devices of `group`, or built-in speeds without a measurement."""
+    if any(device.rank is not None for _, device in group):
+        # all processes need the same plan, but each may have other measurements; see `shared_speeds`
+        return DEFAULT_HARDWARE
+    speeds = find_local_speeds(group)
+    return (
+        choose_default_hardware(group)
+        if speeds is None
+        else replace(speeds.hardware_for(graph), source=describe_calibrated_source())
+    )
+
+
+def choose_default_hardware(group: Devices) -> Hardware:
+    """Return the built-in speeds of a group; `DEFAULT_HARDWARE` is one device with all processors of a machine.
+
+    Virtual devices share the processors and the memory of their machine. The speed of a device is proportional to its
+    threads: two devices are together as fast as one device with the threads of both. All devices of a group have the
+    speed of the device with the fewest threads. Devices without a thread count have the speeds of `DEFAULT_HARDWARE`.
+    """
+    threads = [backend.threads for backend, _ in group if isinstance(backend, SupportsThreads)]
+    if not threads or len(threads) < len(group):
+        return DEFAULT_HARDWARE
+    processors = os.cpu_count() or 1
+    share = min(threads) / max(processors, sum(threads))
+    return (
+        replace(DEFAULT_HARDWARE, flops=share * DEFAULT_HARDWARE.flops, bandwidth=share * DEFAULT_HARDWARE.bandwidth)
+        if share < 1
+        else DEFAULT_HARDWARE
+    )
+
+
+def find_local_speeds(group: Devices) -> Speeds | None:
+    """Return the speeds that this machine has saved for a group like `group`, or None.
+
+    It does not matter which processes of this machine have the devices.
+    """
+    file = make_speeds_path()
+    if not file.exists():
+        return None
+    known = read_speeds(file)
+    if known is None:
+        _warn_of_unusable_file(str(file))
+        return None
+    return known.get(format_group_key(group))
+
+
+def describe_speed_source(hardware: Hardware) -> str:
+    """Return the origin of the speeds of a plan; for built-in speeds with a hint how to measure them."""
+    return (
+        f"{hardware.source}; hocket calibrate measures them" if hardware.source == BUILT_IN_SOURCE else hardware.source
+    )
+
+
+def describe_calibrated_source() -> str:
+    """Return the `Hardware.source` of saved speeds: "calibrated" with the day of the measurement."""
+    with suppress(ValueError, AttributeError):
+        return f"calibrated {json.loads(read_cached(make_speeds_path()) or b'{}').get('date', 'on an unknown day')}"
+    return "calibrated on an unknown day"
+
+
+def format_group_key(group: Devices) -> str:
+    """Return the key of saved speeds: the kind and the settings of each device, the same for groups of equal speed."""
+    return ", ".join(
+        sorted(f"{d.kind} with {b.describe_settings() if isinstance(b, SupportsPlanCache) else '-'}" for b, d in group)
+    )
+
+
+def make_speeds_path() -> Path:
+    """Return the path of the file with the saved speeds."""
+    return cache_folder() / "speeds" / "speeds.json"
+
+
+def write_speeds(speeds_by_key: Mapping[str, Speeds], note: str = "") -> Path:
+    """Replace the saved speeds of all groups, and return the path of the file.
+
+    Keys are of `format_group_key`. Plans name today's date and `note` as the source of these speeds.
+    """
+    day = f"{date.today()}{note and ', '}{note}"
+    of = {name: speeds_to_data(speeds) for name, speeds in speeds_by_key.items()}
+    write_cached(
+        make_speeds_path(),
+        json.dumps({"of": _describe_machine(), "date": day, "speeds": of}, allow_nan=False, indent=1).encode(),
+    )
+    return make_speeds_path()
+
+
+def read_speeds(file: Path) -> dict[str, Speeds] | None:
+    """Return the speeds that `write_speeds` wrote, by group key, or None if they are unusable.
+
+    They are unusable if the file is damaged, or if another processor or another version of hocket wrote it.
+    """
+    data = read_cached(file)
+    if data is None:
+        return None
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        document = json.loads(data, parse_int=float)  # a huge integer becomes inf, which is invalid
+        known = {str(name): Speeds(**of) for name, of in document["speeds"].items()}
+        if document["of"] == _describe_machine() and all(map(_is_valid, known.values())):
+            return known
+    return None
+
+
+def speeds_to_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
+    """Return the fields of `speeds` by name, as JSON data and as keyword arguments of `Speeds`."""
+    figures = {f.name: getattr(speeds, f.name) for f in fields(speeds)}
+    return {name: dict(figure) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
+
+
+def _is_valid(s: Speeds) -> bool:
+    """Return whether speeds from a file are usable: speeds are valid, and cache shares are ascending by size."""
+    # speeds by dtype are checked as speeds by op
+    each = replace(s.weight_independent_hardware, op_flops=s.flops, op_bandwidth=s.bandwidth)
+    others = (s.weight_independent_hardware.op_bandwidth, s.unpacking, s.cached)
+    cache_shares = [(float(size), share) for size, share in s.held.items()]
+    return (
+        bool(s.bandwidth and s.flops)
+        and all(replace(each, op_bandwidth=speeds).is_valid for speeds in (s.bandwidth, *others))
+        and cache_shares == sorted(cache_shares)
+        and all(0 < size < math.inf and 0 <= share <= 1 for size, share in cache_shares)
+    )
+
+
+@cache
+def _describe_machine() -> str:
+    """Return a text that identifies this version of hocket and the processors of this machine."""
+    version = import_module(__name__.partition(".")[0]).__version__
+    model = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return f"hocket {version} on {os.cpu_count()} x {model}"
+
+
+@cache
+def _warn_of_unusable_file(file: str) -> None:
+    """Log a warning that `file` is unusable, once in each process."""
+    log.warning(UNUSABLE_FILE_MESSAGE, file)

@@ -1,0 +1,359 @@
+"""Speeds of devices and links, and the estimated seconds of ops, collectives and runs on them.
+
+`WorkCounter` counts the FLOPs and bytes of a node. `Hardware` estimates the seconds of this work:
+
+1. The arithmetic takes FLOPs / speed. The first cost class of the op with a known speed gives the speed.
+2. Without a measured `value_bandwidth`, memory accesses and arithmetic overlap. The longer one counts.
+3. With a measured `value_bandwidth`, the time is a sum: weights and states, then activations, then arithmetic.
+   Exception: matrix products load activations during arithmetic, and the longer one counts.
+4. The launches are added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field, replace
+from typing import NamedTuple
+
+from ...backends.capabilities import OTHER_OPS
+from ...graph import Graph
+from ...graph.lazy_dataclass import dataclass
+from ...graph.node import Node, Value
+from ...ops import op_of
+
+STORED_LEAF_OPS = ("weight", "state")
+"""Ops of the leaves that a run reads from memory, because other reads have filled the caches since the last run."""
+RECURRENT_OPS = "recurrent"
+"""Cost class of ops without weights that process one token after another through a state.
+
+`OTHER_OPS` is the cost class of all ops without weights.
+"""
+FULL_UNPACK_ROWS = 64
+"""Activation rows from which the full time to unpack weights counts. One row is multiplied with packed weights."""
+
+
+BUILT_IN_SOURCE = "built in"
+"""The `Hardware.source` of speeds that are a guess."""
+
+
+class WorkEstimate(NamedTuple):
+    """The work estimate of one op call.
+
+    Attributes:
+        flops: Floating-point operations.
+        nbytes: Bytes read and written.
+        stored_bytes: Bytes of weights and states among `nbytes`.
+        cost_classes: Keys of the speed, most specific first: the op, then classes of ops. The first key with a known
+            speed counts.
+        activation_rows: Activation rows that each weight is multiplied with; 0 without weights.
+    """
+
+    flops: float
+    nbytes: float
+    stored_bytes: float = 0.0
+    cost_classes: tuple[str, ...] = ()
+    activation_rows: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Speeds of one kind of device and of its links, in FLOP/s, bytes/s and seconds.
+
+    Attributes:
+        flops: Arithmetic of ops with weights.
+        bandwidth: Reads of weights and states from memory.
+        launch: Seconds to launch one kernel.
+        link_bandwidth, link_latency: The link between two devices of one machine.
+        machine: Devices of each machine, numbered machine by machine; 0 if all devices are in one machine.
+        across_bandwidth, across_latency: The link between two machines.
+        plain_flops: Arithmetic of ops without weights, such as attention; 0 if it equals `flops`.
+        alone_flops, alone_bandwidth: Factors of speed while the other devices are idle. Devices may share processors
+            and memory.
+        value_bandwidth: Activations between ops, which are mostly in caches; known from calibration only. 0 if
+            unknown: then arithmetic and memory accesses overlap at the peak speeds, as in data sheets.
+        recurrent_flops: Arithmetic of tokens that depend on each other through a state; 0 if it equals `plain_flops`.
+        unpack_bandwidth: Unpacking of weights in matrix products of `FULL_UNPACK_ROWS` rows or more, if unpacking is
+            slower than reading; 0 if it is not slower.
+        op_flops, op_bandwidth: Known speeds of single ops, by op.
+        source: The origin of the speeds: ``built in`` (a guess), ``data sheet``, or ``calibrated`` with the date.
+    """
+
+    flops: float = 100e9
+    bandwidth: float = 20e9
+    launch: float = 2e-6
+    link_bandwidth: float = 10e9
+    link_latency: float = 5e-6
+    machine: int = 0
+    across_bandwidth: float = 1.25e9
+    across_latency: float = 50e-6
+    plain_flops: float = 0.0
+    alone_flops: float = 1.0
+    alone_bandwidth: float = 1.0
+    value_bandwidth: float = 0.0
+    recurrent_flops: float = 0.0
+    unpack_bandwidth: float = 0.0
+    op_flops: Mapping[str, float] = field(default_factory=dict)
+    op_bandwidth: Mapping[str, float] = field(default_factory=dict)
+    source: str = BUILT_IN_SOURCE
+
+    @property
+    def solo_hardware(self) -> Hardware:
+        """The speeds of one device while the other devices are idle."""
+        if self.alone_flops == self.alone_bandwidth == 1.0:
+            return self
+        return replace(
+            self,
+            flops=self.flops * self.alone_flops,
+            bandwidth=self.bandwidth * self.alone_bandwidth,
+            plain_flops=self.plain_flops * self.alone_flops,
+            value_bandwidth=self.value_bandwidth * self.alone_flops,
+            recurrent_flops=self.recurrent_flops * self.alone_flops,
+            unpack_bandwidth=self.unpack_bandwidth * self.alone_flops,
+            alone_flops=1.0,
+            alone_bandwidth=1.0,
+            op_flops={op: speed * self.alone_flops for op, speed in self.op_flops.items()},
+            op_bandwidth={op: speed * self.alone_bandwidth for op, speed in self.op_bandwidth.items()},
+        )
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether every figure is finite and in its range.
+
+        Speeds are positive. Latencies, launch seconds and optional speeds are at least 0. No device is slower alone,
+        so `alone_flops` and `alone_bandwidth` are at least 1. `machine` is an integer of at least 0.
+        """
+        speeds = (self.flops, self.bandwidth, self.link_bandwidth, self.across_bandwidth)
+        of_ops = (*self.op_flops.values(), *self.op_bandwidth.values())
+        others = (
+            self.launch,
+            self.link_latency,
+            self.across_latency,
+            self.plain_flops,
+            self.value_bandwidth,
+            self.recurrent_flops,
+            self.unpack_bandwidth,
+        )
+        known = type(self.machine) is int and self.machine >= 0
+        known = known and all(1 <= times < math.inf for times in (self.alone_flops, self.alone_bandwidth))
+        return known and all(0 < s < math.inf for s in (*speeds, *of_ops)) and all(0 <= t < math.inf for t in others)
+
+    def count_devices_per_machine(self, devices: Iterable[int]) -> list[int]:
+        """Return the number of `devices` in each machine that has at least one of them."""
+        return list(Counter(device // self.machine if self.machine else 0 for device in devices).values())
+
+    def count_machines(self, devices: Iterable[int]) -> int:
+        """Return the number of machines that have at least one of `devices`."""
+        return len(self.count_devices_per_machine(devices))
+
+    def compute_seconds(
+        self,
+        flops: float,
+        nbytes: float,
+        stored_bytes: float = 0.0,
+        cost_classes: Sequence[str] = (),
+        activation_rows: float = 0.0,
+        *,
+        launches: float = 1.0,
+    ) -> float:
+        """Estimate the seconds of one op call with its launches; the first parameters are the fields of `WorkEstimate`.
+
+        Args:
+            flops: Floating-point operations.
+            nbytes: Bytes read and written.
+            stored_bytes: Bytes of weights and states among `nbytes`.
+            cost_classes: The op and its classes, most specific first. The first class with a known speed counts.
+            activation_rows: Activation rows that each weight is multiplied with. From 1 to `FULL_UNPACK_ROWS` rows, a
+                linearly rising share of the unpack time counts.
+            launches: Kernel launches; below 1 if several nodes share a launch.
+        """
+        speed, bandwidth = self.flops, self.bandwidth
+        if OTHER_OPS in cost_classes:
+            speed = self.plain_flops or speed
+        if RECURRENT_OPS in cost_classes:
+            speed = self.recurrent_flops or speed
+        for op in reversed(cost_classes):
+            speed, bandwidth = self.op_flops.get(op, speed), self.op_bandwidth.get(op, bandwidth)
+        if self.value_bandwidth:
+            values, weights = (nbytes - stored_bytes) / self.value_bandwidth, stored_bytes / bandwidth
+            if self.unpack_bandwidth and activation_rows > 1:
+                longer = max(0.0, stored_bytes / self.unpack_bandwidth - weights)
+                weights += min(1.0, (activation_rows - 1) / (FULL_UNPACK_ROWS - 1)) * longer
+            arithmetic = flops / speed
+            rest = max(arithmetic, values) if activation_rows else arithmetic + values
+            return weights + rest + launches * self.launch
+        return max(flops / speed, nbytes / bandwidth) + launches * self.launch
+
+    def collective_seconds(self, nbytes: float, machine_count: int = 1) -> float:
+        """Return the seconds of a collective in which each device sends `nbytes` bytes.
+
+        Over several machines the latency counts ceil(log2(machine count)) times, because each message doubles the
+        number of machines that have a value.
+        """
+        if machine_count > 1:
+            return math.ceil(math.log2(machine_count)) * self.across_latency + nbytes / self.across_bandwidth
+        return self.link_latency + nbytes / self.link_bandwidth
+
+    def estimate_collective(self, op: str, nbytes: float, devices: Sequence[int]) -> CollectiveCost:
+        """Estimate the cost of a collective of `devices` over a value of `nbytes` bytes; the cheaper algorithm counts.
+
+        An all-reduce over several machines with equal device counts has two algorithms. The first one is a single
+        all-reduce over all devices. The second one has three steps:
+
+        1. Reduce-scatter within each machine, so that each device has one slice of the sum.
+        2. All-reduce each slice across machines. Each device has its own link to the other machines.
+        3. All-gather the slices within each machine.
+
+        For 8 MB on two machines of four devices, steps 1 and 3 send 6 MB each; step 2 sends 2 MB. Other collectives,
+        and machines with different device counts or with one device, have the first algorithm only.
+
+        Args:
+            op: The op of the collective.
+            nbytes: Bytes of the whole value.
+            devices: Numbers of the devices that take part.
+        """
+        each = self.count_devices_per_machine(devices)
+        machines, count = len(each), len(devices)
+        moved = compute_bytes_sent(op, nbytes, count)
+        if machines == 1:
+            return CollectiveCost(moved, self.collective_seconds(moved) if count > 1 else 0.0, 0.0, machines)
+        flat = CollectiveCost(moved, 0.0, self.collective_seconds(moved, machines), machines)
+        if op != "all_reduce" or len(set(each)) > 1 or each[0] == 1:
+            return flat
+        within = compute_bytes_sent("all_gather", nbytes, each[0])
+        slice_bytes = compute_bytes_sent(op, nbytes / each[0], machines)
+        inside, across = 2 * self.collective_seconds(within), self.collective_seconds(slice_bytes, machines)
+        return min(
+            flat, CollectiveCost(2 * within + slice_bytes, inside, across, machines), key=lambda cost: cost.seconds
+        )
+
+
+DEFAULT_HARDWARE = Hardware()
+"""The guessed speeds of virtual CPU devices on one machine. ``hocket calibrate`` replaces them by measured speeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """The predicted cost of one collective.
+
+    Attributes:
+        bytes_sent: Bytes that each device sends.
+        inside_machine_seconds: Seconds of the parts within machines.
+        across_machines_seconds: Seconds of the parts between machines.
+        machine_count: The number of machines with at least one device of the collective.
+    """
+
+    bytes_sent: float
+    inside_machine_seconds: float
+    across_machines_seconds: float
+    machine_count: int
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all parts."""
+        return self.inside_machine_seconds + self.across_machines_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The predicted time of one run.
+
+    Attributes:
+        compute: Seconds in kernels, on the slowest device.
+        collectives: Seconds in collectives.
+        meetings: The number of collectives.
+        hidden: Seconds in which kernels and collectives overlap.
+    """
+
+    compute: float
+    collectives: float
+    meetings: int
+    hidden: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The seconds of the run: overlapped seconds count once."""
+        return self.compute + self.collectives - self.hidden
+
+
+def compute_bytes_sent(op: str, nbytes: float, device_count: int) -> float:
+    """Return the bytes that each device sends in a collective over a value of `nbytes` bytes.
+
+    A ring of N devices sends (N-1)/N of the bytes for an all-gather or a reduce-scatter. An all-reduce consists of
+    both, and sends twice as much. A message sends all bytes.
+    """
+    if op in ("send", "receive"):
+        return nbytes
+    return (2 if op == "all_reduce" else 1) * (device_count - 1) / device_count * nbytes
+
+
+class WorkCounter:
+    """Counts the FLOPs and bytes of nodes. Layers repeat, so equal nodes are counted once."""
+
+    def __init__(self) -> None:
+        self._work_by_key: dict[object, WorkEstimate] = {}
+
+    def count_work(self, node: Node) -> WorkEstimate:
+        """Return the work estimate of `node`."""
+        homes = tuple(find_storage_node(source).op for source in node.inputs)
+        read = tuple(None if s is None else s.spec for s in node.src)
+        declared = op_of(node)
+        key = (homes, node.op, read, node.specs, tuple(node.attrs.items()), declared.active_fraction(node))
+        if (work := self._work_by_key.get(key)) is None:
+            nbytes = float(declared.count_bytes(node))
+            stored_bytes = sum(
+                s.spec.nbytes for s, home in zip(node.inputs, homes, strict=True) if home in STORED_LEAF_OPS
+            )
+            plain = "weight" not in homes
+            weights = sum(s.spec.size for s, home in zip(node.inputs, homes, strict=True) if home == "weight")
+            cost_classes = (node.op, *[RECURRENT_OPS] * (plain and bool(declared.sequential)), *[OTHER_OPS] * plain)
+            flops = float(declared.count_flops(node))
+            rows = flops / 2 / weights if weights else 0.0
+            work = self._work_by_key[key] = WorkEstimate(flops, nbytes, min(nbytes, stored_bytes), cost_classes, rows)
+        return work
+
+
+def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
+    """Return the bytes that a run of `graph` reads of each weight and state.
+
+    Of a table only the selected rows count, and of experts only the experts that tokens use.
+    """
+    counts, read = WorkCounter(), defaultdict[Node, float](float)
+    for node in graph.nodes:
+        sizes = [
+            (home, source.spec.nbytes)
+            for source in node.inputs
+            if (home := find_storage_node(source)).op in STORED_LEAF_OPS
+        ]
+        if sizes and (stored_bytes := counts.count_work(node).stored_bytes):
+            whole = sum(size for _, size in sizes)
+            for home, size in sizes:
+                read[home] += stored_bytes * size / whole
+    return read
+
+
+def find_viewed_node(value: Value) -> Node:
+    """Return the node that computes or holds the memory of `value`, behind all views."""
+    node = value.node
+    while not node.is_leaf and op_of(node).is_view:
+        node = node.inputs[0].node
+    return node
+
+
+def find_storage_node(value: Value) -> Node:
+    """Return the leaf that holds the memory of `value`, behind views and updates of some entries.
+
+    Example: the storage of a KV cache with new rows is the state of the cache, because most rows are unchanged. For a
+    value in memory of its own, the node that computes the value is returned.
+    """
+    while not value.node.is_leaf:
+        declared, node = op_of(value.node), value.node
+        places = declared.inplace_pairs(node.attrs) if declared.overwritten_entries(node.attrs) else ()
+        names = [name for at, name in places if at == value.index]
+        named = dict(zip(declared.operand_names, node.src, strict=False)) if names else {}
+        before = node.src[0] if declared.is_view else next(map(named.get, names), None)
+        if before is None:
+            break
+        value = before
+    return value.node

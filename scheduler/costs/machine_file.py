@@ -1,0 +1,183 @@
+"""Reads the description of a user's machine for ``--simulate FILE.toml``: its own kinds of devices and links.
+
+```toml
+simulate = "server:4,cable"  # the machine, as after --simulate
+
+[kinds.server]
+like = "rtx4090"             # a built-in kind, with the figures of the missing keys
+memory_gib = 48
+
+[links.cable]
+gb_per_s = 40                # in one direction
+latency_us = 8
+```
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ...backends.base import DEVICE_KIND_PATTERN
+from ...graph.errors import PlanError
+from ...graph.validation import TEXT, ArgumentKind, number_between, require
+from .device_catalogue import CATALOGUE, GIB, Catalogue, DataSheet, LinkSpeeds
+
+MAX_FILE_BYTES = 1 << 20
+"""The largest accepted size of a machine file, in bytes."""
+
+
+class TableKey(NamedTuple):
+    """The rule for one key of a table.
+
+    Attributes:
+        field_name: The field that the key sets.
+        allowed_values: The test of the value.
+        unit_factor: The factor from the unit of the key to the unit of the field; None for a value without a unit.
+    """
+
+    field_name: str
+    allowed_values: ArgumentKind
+    unit_factor: float | None = None
+
+
+def _make_text_kind(description: str, pattern: str) -> ArgumentKind:
+    """Return the argument kind of texts that match the whole of a regular expression."""
+    return ArgumentKind(description, lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v, re.ASCII)))
+
+
+def _make_choice_kind(names: Mapping[str, object]) -> ArgumentKind:
+    """Return the argument kind of the texts that are keys of `names`."""
+    return ArgumentKind(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
+
+
+TABLE = ArgumentKind("a table", lambda v: isinstance(v, dict))
+FILE_KEYS: Mapping[str, TableKey] = MappingProxyType(
+    {"simulate": TableKey("simulate", TEXT), "kinds": TableKey("kinds", TABLE), "links": TableKey("links", TABLE)}
+)
+"""Keys of the file."""
+LINK_KEYS: Mapping[str, TableKey] = MappingProxyType(
+    {
+        "gb_per_s": TableKey("bandwidth", number_between(1e-6, 1e6), 1e9),
+        "latency_us": TableKey("latency", number_between(1e-3, 1e9), 1e-6),
+    }
+)
+"""Keys of a link; all of them are required."""
+REQUIRED_KIND_KEYS: Mapping[str, TableKey] = MappingProxyType(
+    {
+        "memory_gib": TableKey("memory", number_between(1e-3, 1e6), GIB),
+        "tb_per_s": TableKey("bandwidth", number_between(1e-6, 1e6), 1e12),
+        "tflops": TableKey("flops", number_between(1e-6, 1e9), 1e12),
+    }
+)
+"""Keys that a kind without ``like`` needs."""
+KIND_KEYS: Mapping[str, TableKey] = MappingProxyType(
+    {
+        "like": TableKey("like", _make_choice_kind(CATALOGUE.data_sheets)),
+        **REQUIRED_KIND_KEYS,
+        "launch_us": TableKey("launch", number_between(1e-3, 1e6), 1e-6),
+        "link": TableKey("link", TEXT),
+        "capability": TableKey(
+            "capability", _make_text_kind("text such as '90' or 'gfx942'", r"\d{2,3}|gfx[0-9a-f]{3,4}")
+        ),
+        "backend": TableKey("backend", _make_text_kind("'cuda' or 'hip'", "cuda|hip")),
+    }
+)
+"""Keys of a kind of device."""
+DEFAULT_DATA_SHEET = DataSheet(flops=100e9, bandwidth=20e9, memory=64 * GIB, link="memory")
+"""The figures of a kind without ``like``; the file replaces the required ones."""
+
+
+def read_machine_file(path: Path) -> tuple[str, Catalogue]:
+    """Return the description of the machine, and the catalogue with the built-in and the user's kinds and links.
+
+    Raises:
+        PlanError: The file cannot be read or is no TOML, a key is unknown or missing, or a value is out of range. The
+            message names the file and the key.
+    """
+    document = _read_document(path)
+    _read_keys(path, "", document, FILE_KEYS)
+    if "simulate" not in document:
+        raise PlanError(f"{path}: simulate is missing; name the devices, as simulate = 'h200:8,nvlink'")
+    own = _list_tables(path, document, "links")
+    links = {name: LinkSpeeds(**_read_keys(path, f"links.{name}.", table, LINK_KEYS, LINK_KEYS)) for name, table in own}
+    known = Catalogue(CATALOGUE.data_sheets, MappingProxyType({**CATALOGUE.links, **links}))
+    kinds = {
+        name: _read_kind(path, f"kinds.{name}.", table, known) for name, table in _list_tables(path, document, "kinds")
+    }
+    return document["simulate"], replace(known, data_sheets=MappingProxyType({**CATALOGUE.data_sheets, **kinds}))
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    """Read a TOML file, or raise `PlanError` if it is missing, too large or malformed."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as why:
+        raise PlanError(f"{path}: {why.strerror}; give a TOML file, or devices as h200:8,nvlink") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise PlanError(f"{path}: the file has more than {MAX_FILE_BYTES:,} bytes")
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as why:
+        raise PlanError(f"{path}: the file is no TOML ({' '.join(str(why).split())[:120]})") from None
+
+
+def _read_keys(
+    path: Path,
+    where: str,
+    table: Mapping[str, Any],
+    known: Mapping[str, TableKey],
+    needed: Mapping[str, TableKey] | None = None,
+) -> dict[str, Any]:
+    """Return the values of the fields that a table sets, in the units of the fields.
+
+    Args:
+        path: The file, for messages.
+        where: The name of the table with a final dot, for messages.
+        table: The table.
+        known: The rules of the allowed keys.
+        needed: Keys that must be present.
+
+    Raises:
+        PlanError: A key is unknown or missing, or a value is wrong.
+    """
+    for key, value in table.items():
+        if key not in known:
+            raise PlanError(f"{path}: {where}{key[:60]!r} is unknown; known: {', '.join(known)}")
+        require(PlanError, str(path), f"{where}{key}", value, known[key].allowed_values)
+    for key in needed or ():
+        if key not in table:
+            raise PlanError(f"{path}: {where}{key} is missing")
+    keys = [(known[key], value) for key, value in table.items()]
+    return {key.field_name: value if key.unit_factor is None else value * key.unit_factor for key, value in keys}
+
+
+def _list_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the tables ``[kinds.NAME]`` or ``[links.NAME]`` of a document with their names.
+
+    Raises:
+        PlanError: A name is malformed or built in, or an entry is no table.
+    """
+    for name, table in document.get(group, {}).items():
+        if not DEVICE_KIND_PATTERN.fullmatch(name):
+            raise PlanError(
+                f"{path}: {group}.{name[:60]!r} is no name; use letters, digits, and _ . - behind the first"
+            )
+        if name in CATALOGUE.data_sheets or name in CATALOGUE.links:
+            raise PlanError(f"{path}: {group}.{name} is built in; choose another name")
+        require(PlanError, str(path), f"{group}.{name[:60]}", table, TABLE)
+    return list(document.get(group, {}).items())
+
+
+def _read_kind(path: Path, where: str, table: Mapping[str, Any], known: Catalogue) -> DataSheet:
+    """Return the figures of a kind from its table; the figures of ``like`` stand for missing keys."""
+    fields = _read_keys(path, where, table, KIND_KEYS, None if "like" in table else REQUIRED_KIND_KEYS)
+    machine = replace(CATALOGUE.data_sheets[table["like"]] if "like" in table else DEFAULT_DATA_SHEET, **fields)
+    require(PlanError, str(path), f"{where}link", machine.link, _make_choice_kind(known.links))
+    return replace(machine, memory=int(machine.memory))

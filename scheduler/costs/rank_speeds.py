@@ -1,0 +1,61 @@
+"""The speeds with which all ranks plan: each rank sends its calibrated speeds, and all take the slowest.
+
+Ranks of one machine read the same calibration. Machines may have different calibrations, or none. Devices wait for the
+slowest device, so all ranks plan with its speeds, and get the same plans.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from ...distributed import World
+from ...graph import Graph
+from ...graph.lazy_dataclass import dataclass
+from ..lowering.device_plan import Devices
+from .calibration_file import choose_default_hardware, describe_calibrated_source, find_local_speeds, speeds_to_data
+from .hardware import DEFAULT_HARDWARE, Hardware
+from .speeds import Speeds
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpeeds:
+    """The speeds of the slowest device of a group, equal on all ranks.
+
+    Without calibrated speeds on any rank, `slowest_speeds` is None and `default_hardware` is used.
+    `has_several_machines` says that the devices are in more than one machine. `speeds_source` names the origin of the
+    speeds.
+    """
+
+    slowest_speeds: Speeds | None
+    has_several_machines: bool
+    default_hardware: Hardware = DEFAULT_HARDWARE
+    speeds_source: str = "calibrated"
+
+    def hardware_for_graph(self, graph: Graph) -> Hardware:
+        """Return the speeds for the weights of `graph`. Between machines, the link speeds are the built-in ones."""
+        if self.slowest_speeds is None:
+            return self.default_hardware
+        known = replace(self.slowest_speeds.hardware_for(graph), source=self.speeds_source)
+        if not self.has_several_machines:
+            return known
+        return replace(known, link_bandwidth=known.across_bandwidth, link_latency=known.across_latency)
+
+
+def agree_on_speeds(group: Devices, world: World) -> RankSpeeds:
+    """Exchange the calibrated speeds of a group between all ranks; every rank must call this function.
+
+    Each rank sends the speeds of the devices of its own machine. Only there are the thread counts known, and so the
+    names under which the speeds are stored.
+    """
+    hosts = [world.hosts[device.rank or 0] for _, device in group]
+    own = [one for one, host in zip(group, hosts, strict=True) if host == world.hosts[world.rank]]
+    own_speeds = find_local_speeds(own)
+    messages = world.all_gather_bytes(json.dumps(None if own_speeds is None else speeds_to_data(own_speeds)).encode())
+    known = [Speeds(**data) for data in map(json.loads, messages) if data is not None]
+    slowest = min(known, key=lambda speeds: min(speeds.flops.values()), default=None)
+    default = (
+        choose_default_hardware(group) if world.size == 1 else DEFAULT_HARDWARE
+    )  # threads of other ranks are not known
+    source = describe_calibrated_source() if world.size == 1 else "calibrated"
+    return RankSpeeds(slowest, len(set(hosts)) > 1, default, source)

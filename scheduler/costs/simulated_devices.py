@@ -1,0 +1,365 @@
+"""Simulated devices: known hardware by name, for plans and predicted times before the hardware is bought.
+
+Plans for simulated GPUs follow the rules of the real backend: stored dtypes, scratch bytes and fused instructions.
+
+The peak speeds are in `catalogue`. For NVIDIA GPUs, the share of the peak that kernels reach is predicted from their
+machine code: matrix products by the dtype of the weights, other ops by op. Kernels that are too small to fill a device
+reach less, so predicted times are lower bounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ...backends.base import Array, Comm, Device, Program, Support, Tensor, load_backend
+from ...backends.capabilities import (
+    OTHER_OPS,
+    KernelCall,
+    KernelSpeeds,
+    ListsKernels,
+    PredictedSpeeds,
+    ReportsFusion,
+    SupportsOverlap,
+    SupportsSimulation,
+)
+from ...graph import Graph
+from ...graph.errors import BackendError, PlanError
+from ...graph.node import Node
+from ...graph.spec import Spec
+from ...graph.validation import TEXT, validate_arguments
+from .device_catalogue import CATALOGUE, DATA_SHEETS, Catalogue, DataSheet
+from .hardware import BUILT_IN_SOURCE, Hardware
+from .machine_file import read_machine_file
+from .speeds import Speeds
+
+TERA = 1e12
+SIMULATED_BACKEND_NAME = "simulated"
+"""The name of the backends of simulated devices, as in plans in JSON."""
+DATA_SHEET_SOURCE = "data sheet"
+"""The `Hardware.source` of speeds from the data sheets of the makers."""
+MAX_SIMULATED_DEVICES = 1024
+"""The largest number of devices of a simulated group."""
+HOST_LINK = ("pcie4",)
+"""The link between simulated devices and their host."""
+
+
+class SimulatedBackend:
+    """A backend for plans only; nothing runs on it.
+
+    Values keep their dtypes, kernels need no scratch, and each instruction is one launch. `kind` is the device kind,
+    such as ``h200``. `data_sheet` has its figures.
+    """
+
+    name = SIMULATED_BACKEND_NAME
+
+    def __init__(self, kind: str, data_sheet: DataSheet) -> None:
+        self.kind, self.data_sheet = kind, data_sheet
+
+    def with_threads(self, threads: int) -> SimulatedBackend:
+        return self
+
+    @property
+    def predicted_speeds(self) -> PredictedSpeeds | None:
+        """The speeds that kernels should reach; None if only the data sheet is known."""
+        return None
+
+    def devices(self) -> Sequence[Device]:
+        return tuple(map(self.device, range(MAX_SIMULATED_DEVICES)))
+
+    def device(self, index: int) -> Device:
+        if index >= MAX_SIMULATED_DEVICES:
+            raise BackendError(
+                f"{self.kind}:{index} is one too many to simulate; at most {MAX_SIMULATED_DEVICES} devices"
+            )
+        return Device(self.kind, index, self.data_sheet.memory, "simulated")
+
+    def supports(self, node: Node, on: Device) -> Support:
+        return Support(True)
+
+    def classify_device(self, on: Device) -> str:
+        return self.kind
+
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
+        return spec
+
+    def scratch(self, node: Node) -> int:
+        return 0
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        return True
+
+    def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
+        self._raise_unsupported(f"allocate {nbytes} bytes on {on}")
+
+    def view(self, buffer: Any, tensor: Tensor) -> Any:
+        self._raise_unsupported("show an array")
+
+    def load(self, data: Array, declared: Spec, buffer: Any) -> None:
+        self._raise_unsupported("load a weight")
+
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
+        self._raise_unsupported(f"run a program on {on}")
+
+    def _raise_unsupported(self, what: str) -> NoReturn:
+        """Raise an error for an action that needs a real device; `what` is the action, such as "load a weight"."""
+        raise BackendError(f"{self.kind} is simulated and cannot {what}; plan for devices that are there to run")
+
+
+class SimulatedGpu(SimulatedBackend):
+    """A simulated backend for GPUs that answers the planner by the rules of the real backend."""
+
+    def __init__(self, kind: str, data_sheet: DataSheet) -> None:
+        super().__init__(kind, data_sheet)
+        backend = load_backend(data_sheet.backend)
+        assert isinstance(backend, SupportsSimulation)
+        self._planning_backend = backend.make_simulated_backend(data_sheet.capability)
+        known = backend.predict_speeds(data_sheet.like or kind)
+        self._predicted_speeds = None if known is None else scale_predicted_speeds(known, data_sheet)
+
+    @property
+    def predicted_speeds(self) -> PredictedSpeeds | None:
+        return self._predicted_speeds
+
+    def supports(self, node: Node, on: Device) -> Support:
+        return self._planning_backend.supports(node, on)
+
+    def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
+        return self._planning_backend.storage_spec(spec, kind)
+
+    def scratch(self, node: Node) -> int:
+        return self._planning_backend.scratch(node)
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        return self._planning_backend.reads_strided(node, operand)
+
+    def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
+        """Return the kernels that the program would launch, in order."""
+        return (
+            self._planning_backend.list_kernels(program, on) if isinstance(self._planning_backend, ListsKernels) else ()
+        )
+
+    def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
+        return isinstance(self._planning_backend, SupportsOverlap) and self._planning_backend.can_overlap_collectives(
+            devices
+        )
+
+    def list_fused_groups(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
+        assert isinstance(self._planning_backend, ReportsFusion)
+        return self._planning_backend.list_fused_groups(program, on)
+
+
+def build_simulated_backend(kind: str, data_sheet: DataSheet | None = None) -> SimulatedBackend:
+    """Return the simulated backend for devices of `kind`; without `data_sheet` the kind is a built-in one.
+
+    Raises:
+        PlanError: The kind is unknown; the message lists the known kinds.
+    """
+    if data_sheet is None and kind not in DATA_SHEETS:
+        raise PlanError(f"there is no hardware {kind!r} to simulate; known: {', '.join(DATA_SHEETS)}")
+    data_sheet = data_sheet or DATA_SHEETS[kind]
+    return SimulatedGpu(kind, data_sheet) if data_sheet.capability else SimulatedBackend(kind, data_sheet)
+
+
+def scale_predicted_speeds(known: PredictedSpeeds, data_sheet: DataSheet) -> PredictedSpeeds:
+    """Return predicted speeds for `data_sheet`, scaled from the predicted speeds `known` of the kind `data_sheet.like`.
+
+    Kernels reach the same shares of the data sheet on both kinds. Without `data_sheet.like`, `known` is returned.
+    """
+    if not data_sheet.like:
+        return known
+    base = DATA_SHEETS[data_sheet.like]
+    reads, computes = data_sheet.bandwidth / base.bandwidth, data_sheet.flops / base.flops
+
+    def scale(of: KernelSpeeds) -> KernelSpeeds:
+        return replace(
+            of,
+            bandwidth={name: speed * reads for name, speed in of.bandwidth.items()},
+            flops={name: speed * computes for name, speed in of.flops.items()},
+        )
+
+    return PredictedSpeeds(scale(known.products), scale(known.ops))
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedGroup:
+    """A group of simulated devices with its host.
+
+    Attributes:
+        group: The backend and the device of each simulated device.
+        hardware: The lowest speeds of the devices, from the data sheets.
+        host: The backend and the device of the host.
+        host_hardware: The speeds of the host.
+    """
+
+    group: tuple[tuple[SimulatedBackend, Device], ...]
+    hardware: Hardware
+    host: tuple[SimulatedBackend, Device]
+    host_hardware: Hardware
+
+    def hardware_for(self, graph: Graph) -> Hardware:
+        """Return `hardware` with the speeds that the slowest device should reach with the weights of `graph`."""
+        known = [of.products for of in self.predicted_speeds_by_kind.values()]
+        speeds = [
+            Speeds(reached.bandwidth, reached.flops, self.hardware.launch).hardware_for(graph) for reached in known
+        ]
+        ops = [of.ops for of in self.predicted_speeds_by_kind.values()]
+        return replace(
+            self.hardware,
+            flops=min([self.hardware.flops, *(h.flops for h in speeds)]),
+            bandwidth=min([self.hardware.bandwidth, *(h.bandwidth for h in speeds)]),
+            op_flops=_compute_min_speed_by_op([reached.flops for reached in ops], self.hardware.flops),
+            op_bandwidth=_compute_min_speed_by_op([reached.bandwidth for reached in ops], self.hardware.bandwidth),
+        )
+
+    @property
+    def predicted_speeds_by_kind(self) -> Mapping[str, PredictedSpeeds]:
+        """The predicted speeds of each kind of device for which more than the data sheet is known."""
+        return {
+            kind: reached
+            for kind, backend in self.backends_by_kind.items()
+            if (reached := backend.predicted_speeds) is not None
+        }
+
+    @property
+    def backends_by_kind(self) -> Mapping[str, SimulatedBackend]:
+        """The backend of each kind of device."""
+        return {backend.kind: backend for backend, _ in self.group}
+
+    def describe_speeds(self, graph: Graph) -> Iterator[str]:
+        """Return the speeds of a plan for `graph` as lines of text.
+
+        The first line has the source of the speeds, and the speeds of matrix products. One line follows for each dtype
+        of weights, and for each op with a known speed: the speed, its share of the data sheet, and the bottleneck.
+        """
+        used = self.hardware_for(graph)
+        kernels = (
+            ", kernels by their machine code"
+            if self.predicted_speeds_by_kind.keys() == self.backends_by_kind.keys()
+            else ""
+        )
+        read, multiplied = used.bandwidth / TERA, used.flops / TERA
+        rates = f"weights read at {read:.3g} TB/s and multiplied at {multiplied:.3g} TFLOP/s"
+        yield f"speeds: {used.source}{kernels}; {rates}"
+        dtypes = dict.fromkeys(str(v.dtype) for v in graph.weights if len(v.shape) > 1)
+        ops = dict.fromkeys((*(node.op for node in graph.nodes), OTHER_OPS))
+        for kind, of in self.predicted_speeds_by_kind.items():
+            for names, reached in ((dtypes, of.products), (ops, of.ops)):
+                sheet = self.backends_by_kind[kind].data_sheet
+                yield from (
+                    _describe_kernel_speed(kind, sheet, name, reached) for name in names if name in reached.bandwidth
+                )
+
+
+def _compute_min_speed_by_op(speeds: Sequence[Mapping[str, float]], sheet: float) -> Mapping[str, float]:
+    """Return the lowest speed of each op over several kinds of devices; no speed exceeds `sheet`.
+
+    `sheet` is the speed of the slowest data sheet. It also stands for devices without predicted speeds.
+    """
+    return {op: min([sheet, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
+
+
+def _describe_kernel_speed(kind: str, sheet: DataSheet, name: str, reached: KernelSpeeds) -> str:
+    """Return a line with the speeds of a dtype or an op, their shares of the data sheet, and the bottlenecks."""
+    bandwidth, flops = reached.bandwidth[name], reached.flops.get(name)
+    few, many = (
+        f", set by {limits[name]}" if name in limits else ""
+        for limits in (reached.vector_limits, reached.prompt_limits)
+    )
+    tokens = " with few tokens" if flops else ""
+    memory = f"{bandwidth / TERA:.3g} TB/s{tokens}, {bandwidth / sheet.bandwidth:.0%} of the data sheet{few}"
+    work = f"; {flops / TERA:.3g} TFLOP/s with many, {flops / sheet.flops:.0%}{many}" if flops else ""
+    return f"  {kind}, {name}: {memory}{work}"
+
+
+@validate_arguments(PlanError, text=TEXT)
+def parse_simulated_group(text: str) -> SimulatedGroup:
+    """Parse the description of a machine, such as ``h200:8,nvlink``, into a group of simulated devices.
+
+    A group with several kinds of devices has the lowest of their speeds.
+
+    Args:
+        text: One of three forms.
+            - Devices and at most one link: ``h200:8,nvlink``, ``cpu:2`` or ``rtx4090:1,rtx3090:1,pcie4``.
+            - Several such machines and the link between them: ``h200:8,nvlink x 4,ib400``.
+            - The path of a file ``NAME.toml`` that describes them.
+
+    Raises:
+        PlanError: The text or the file is wrong; the message lists the known kinds and links.
+    """
+    path = Path(text)
+    spec, catalogue = read_machine_file(path) if path.suffix == ".toml" else (text, CATALOGUE)
+    return _parse_group(spec, catalogue)
+
+
+def _parse_group(text: str, known: Catalogue) -> SimulatedGroup:
+    """Parse a description of one machine, or of several equal machines with the link between them."""
+    machine, times, rest = text.partition(" x ")
+    if not times:
+        return _parse_machine(text, text, 1, known)
+    number, _, link = (part.strip() for part in rest.partition(","))
+    if not re.fullmatch(r"[1-9]\d{0,2}", number, re.ASCII) or link not in known.links:
+        raise PlanError(_describe_wrong_spec(text, rest, known))
+    one = _parse_machine(text, machine, int(number), known)
+    across = known.links[link]
+    hardware = replace(
+        one.hardware,
+        machine=len(one.group) // int(number),
+        across_bandwidth=across.bandwidth,
+        across_latency=across.latency,
+    )
+    return replace(one, hardware=hardware)
+
+
+def _parse_machine(text: str, description: str, machine_count: int, known: Catalogue) -> SimulatedGroup:
+    """Return the group of `machine_count` equal machines; `description` is the part of `text` about one machine."""
+    counts: dict[str, int] = {}
+    links: list[str] = []
+    for part in description.split(","):
+        kind, _, number = part.strip().partition(":")
+        if kind in known.links and not number:
+            links.append(kind)
+        elif kind in known.data_sheets and re.fullmatch(r"|[1-9]\d{0,2}", number, re.ASCII):
+            counts[kind] = counts.get(kind, 0) + int(number or 1)
+        else:
+            raise PlanError(_describe_wrong_spec(text, part, known))
+    if not counts or len(links) > 1 or machine_count * sum(counts.values()) > MAX_SIMULATED_DEVICES:
+        raise PlanError(_describe_wrong_spec(text, text, known))
+    backends = {kind: build_simulated_backend(kind, known.data_sheets[kind]) for kind in counts}
+    group = tuple(
+        (backends[kind], backends[kind].device(machine * n + i))
+        for machine in range(machine_count)
+        for kind, n in counts.items()
+        for i in range(n)
+    )
+    host = build_simulated_backend("cpu")
+    hardware = _build_slowest_hardware([known.data_sheets[kind] for kind in counts], links, known)
+    return SimulatedGroup(
+        group, hardware, (host, host.device(0)), _build_slowest_hardware([host.data_sheet], HOST_LINK, known)
+    )
+
+
+def _build_slowest_hardware(data_sheets: Sequence[DataSheet], links: Sequence[str], known: Catalogue) -> Hardware:
+    """Return the lowest speeds of several kinds of devices; without `links` the links of the kinds count."""
+    joined = [known.links[name] for name in (links or [sheet.link for sheet in data_sheets])]
+    return Hardware(
+        flops=min(sheet.flops for sheet in data_sheets),
+        bandwidth=min(sheet.bandwidth for sheet in data_sheets),
+        launch=max(sheet.launch for sheet in data_sheets),
+        link_bandwidth=min(link.bandwidth for link in joined),
+        link_latency=max(link.latency for link in joined),
+        source=BUILT_IN_SOURCE if DATA_SHEETS["cpu"] in data_sheets else DATA_SHEET_SOURCE,
+    )
+
+
+def _describe_wrong_spec(text: str, part: str, known: Catalogue) -> str:
+    """Return the error message for a description `text` that is wrong at `part`."""
+    return (
+        f"cannot simulate {text[:80]!r} (at {part[:80]!r}); give kinds with numbers and at most one link, as "
+        f"h200:8,nvlink, and how many such machines with what link, as h200:8,nvlink x 4,ib400; "
+        f"{MAX_SIMULATED_DEVICES} devices at most; kinds: {', '.join(known.data_sheets)}; "
+        f"links: {', '.join(known.links)}"
+    )

@@ -1,0 +1,128 @@
+"""The speeds of a device group for weights of each dtype, measured or predicted, and the `Hardware` of a graph.
+
+A graph may have weights of several dtypes. Its bandwidth is the total bytes divided by the total seconds of all
+dtypes, and likewise the arithmetic speed. Caches hold a share of the weights that consecutive runs read again. This
+share depends on the bytes of all weights and states.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import field, replace
+
+import numpy as np
+
+from ...backends.capabilities import OTHER_OPS
+from ...graph import Graph
+from ...graph.lazy_dataclass import dataclass
+from .hardware import DEFAULT_HARDWARE, Hardware, compute_read_bytes_by_leaf
+
+CACHE_WINDOW_RUNS = 64
+"""The number of consecutive runs that share the caches. Together they read some rows of a table, and all experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Speeds of a device group at work together, in bytes/s, FLOP/s and seconds; 0 or an empty mapping is unknown.
+
+    Attributes:
+        bandwidth: Weight bytes from memory in products with one vector, by dtype of the weights.
+        flops: Arithmetic of products with many vectors, by dtype of the weights.
+        launch: Seconds to launch one kernel.
+        link_bandwidth: A message between two devices.
+        link_latency: Latency of a collective of two devices, in seconds.
+        plain_flops: Arithmetic of ops without weights.
+        alone_flops, alone_bandwidth: Factors of the arithmetic speed and the memory bandwidth of one device while the
+            other devices are idle.
+        value_bandwidth: Activations between ops.
+        recurrent_flops: Arithmetic of tokens that depend on each other through a state.
+        unpacking: Weight bytes that are unpacked for many vectors, by dtype of the weights.
+        cached: Weight bytes from caches in products with one vector, by dtype of the weights.
+        held: The cached share of bytes that each run reads again, by the bytes that all devices read. Keys ascend.
+        state_bandwidth: Bytes of states.
+    """
+
+    bandwidth: Mapping[str, float]
+    flops: Mapping[str, float]
+    launch: float
+    link_bandwidth: float = DEFAULT_HARDWARE.link_bandwidth
+    link_latency: float = DEFAULT_HARDWARE.link_latency
+    plain_flops: float = 0.0
+    alone_flops: float = 1.0
+    alone_bandwidth: float = 1.0
+    value_bandwidth: float = 0.0
+    recurrent_flops: float = 0.0
+    unpacking: Mapping[str, float] = field(default_factory=dict)
+    cached: Mapping[str, float] = field(default_factory=dict)
+    held: Mapping[str, float] = field(default_factory=dict)
+    state_bandwidth: float = 0.0
+
+    def hardware_for(self, graph: Graph) -> Hardware:
+        """Return the speeds for the weights of `graph`. A dtype without a measurement counts as the slowest dtype."""
+        nbytes: dict[str, float] = defaultdict(float)
+        numbers: dict[str, float] = defaultdict(float)
+        for v in graph.weights:
+            nbytes[str(v.dtype)] += v.spec.nbytes
+            numbers[str(v.dtype)] += v.spec.size
+        return replace(
+            self.weight_independent_hardware,
+            flops=_compute_harmonic_mean_speed(self.flops, numbers),
+            bandwidth=self._estimate_weight_bandwidth(graph),
+            unpack_bandwidth=_compute_harmonic_mean_speed(self.unpacking, nbytes) if self.unpacking else 0.0,
+        )
+
+    def _estimate_weight_bandwidth(self, graph: Graph) -> float:
+        """Return the bytes/s of the weights of `graph` in consecutive runs, which find a share of them in caches.
+
+        For each dtype: 1 / (share / cache speed + (1 - share) / memory speed).
+        """
+        read = compute_read_bytes_by_leaf(graph)
+        share = self.estimate_cached_share(
+            sum(min(leaf.specs[0].nbytes, CACHE_WINDOW_RUNS * nbytes) for leaf, nbytes in read.items())
+        )
+        speeds = {
+            kind: 1 / (share / max(far, self.cached.get(kind, far)) + (1 - share) / far)
+            for kind, far in self.bandwidth.items()
+        }
+        amounts = defaultdict[str, float](float)
+        for leaf, nbytes in read.items():
+            if leaf.op == "weight":
+                amounts[str(leaf.specs[0].dtype)] += nbytes
+        return _compute_harmonic_mean_speed(speeds, amounts)
+
+    def estimate_cached_share(self, nbytes: float) -> float:
+        """Return the share of `nbytes` bytes that caches hold, if each run reads these bytes again.
+
+        The share is interpolated linearly between the measured sizes. Above the largest size, the number of cached
+        bytes is constant. Without a measurement the share is 0.
+        """
+        if not self.held:
+            return 0.0
+        sizes, shares = [0.0, *map(float, self.held)], [1.0, *self.held.values()]
+        return float(np.interp(nbytes, sizes, shares)) * min(1.0, sizes[-1] / max(nbytes, 1.0))
+
+    @property
+    def weight_independent_hardware(self) -> Hardware:
+        """The speeds that do not depend on the weights of a graph."""
+        return Hardware(
+            launch=self.launch,
+            link_bandwidth=self.link_bandwidth,
+            link_latency=self.link_latency,
+            plain_flops=self.plain_flops,
+            alone_flops=self.alone_flops,
+            alone_bandwidth=self.alone_bandwidth,
+            value_bandwidth=self.value_bandwidth,
+            recurrent_flops=self.recurrent_flops,
+            op_bandwidth={OTHER_OPS: self.state_bandwidth} if self.state_bandwidth else {},
+        )
+
+
+def _compute_harmonic_mean_speed(speeds: Mapping[str, float], amounts: Mapping[str, float]) -> float:
+    """Return the total amount divided by the total seconds: the harmonic mean of `speeds`, weighted by `amounts`.
+
+    An amount without a speed has the slowest speed. Without amounts, the slowest speed is returned.
+    """
+    slowest = min(speeds.values())
+    seconds = sum(amount / speeds.get(name, slowest) for name, amount in amounts.items())
+    return sum(amounts.values()) / seconds if seconds else slowest

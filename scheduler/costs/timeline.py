@@ -1,0 +1,320 @@
+"""The timeline of a plan: compute spans between collectives, and the collectives, on one virtual clock.
+
+A program of a model with a hundred layers has about a thousand instructions for each device. Its timeline has a few
+hundred entries, which people can read.
+
+1. Predict the cost of each instruction (`compute_instruction_costs`).
+2. Split each program at its collectives (`_ProgramSpans`), and merge equal spans of several devices (`build_timeline`).
+3. Advance a clock for each device through the entries (`advance_clocks`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from ...backends.base import Instruction
+from ...backends.capabilities import OTHER_OPS, can_group_overlap
+from ...graph.lazy_dataclass import dataclass
+from ...graph.node import Node
+from ...ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_number
+from ..lowering.device_plan import KernelUse, Lane, find_collective_groups, find_first_devices_with_same_program
+from ..lowering.structural_equality import make_program_key
+from .hardware import Estimate, Hardware, WorkCounter, WorkEstimate, find_viewed_node
+from .stand_ins import NUMPY_SLOWDOWNS
+
+COMPUTE = "work"
+"""The `op` of a compute span."""
+MAX_CONCURRENT_SHARE = 0.05
+"""The share of the time in which other devices may compute small things, such as masks, in a sequential timeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEntry:
+    """`instruction_count` instructions from `first_instruction` on, equal on each of `devices`; or one collective.
+
+    - `op` is ``work`` for a compute span, or the op of the collective.
+    - `bytes_read` are the bytes that the busiest device moves through memory, and `bytes_sent` the bytes that it sends.
+    - `unsharded_seconds` are the least seconds with every weight and state that is read whole on each device. The field
+      is None if all of these are whole.
+    - `sending_device` is the sender of a message.
+    - A compute span that `is_overlapped` does not wait for the collective before it.
+    """
+
+    op: str
+    devices: tuple[int, ...]
+    first_instruction: int
+    instruction_count: int
+    bytes_read: float
+    bytes_sent: float
+    seconds: float
+    unsharded_seconds: float | None = None
+    sending_device: int = 0
+    is_overlapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionCost:
+    """The predicted cost of one instruction.
+
+    `nbytes` are bytes read and written, and `bytes_sent` bytes sent to other devices. `unsharded_seconds` are the
+    seconds with all weights and states unsharded; the field is None if all of them are whole anyway.
+    """
+
+    flops: float
+    nbytes: float
+    bytes_sent: float
+    seconds: float
+    unsharded_seconds: float | None = None
+
+
+class InstructionCosts:
+    """The predicted cost of every instruction of a program, by position."""
+
+    def __init__(
+        self,
+        device_plan: Lane,
+        hardware: Hardware,
+        whole: Mapping[str, int],
+        counts: WorkCounter,
+        number: int = 0,
+        collective_group: Sequence[int] = (0,),
+        kernel_use: KernelUse | None = None,
+    ) -> None:
+        """Store the inputs of the prediction; costs are computed at first use.
+
+        Args:
+            device_plan: The device plan.
+            hardware: The speeds of the device and its links.
+            whole: Bytes of each weight and state before sharding, by name.
+            counts: The work estimates of nodes, shared by several device plans.
+            number: The number of the device.
+            collective_group: The devices that call the same collectives, this device included.
+            kernel_use: The use of kernels; by default the device plan is asked.
+        """
+        self.graph_nodes, self.program = device_plan.graph.nodes, device_plan.program
+        self.launch_counts, self.stand_ins = kernel_use or device_plan.kernel_use()
+        self.hardware, self.unsharded_bytes, self.work_estimates, self.device_number, self.collective_group = (
+            hardware,
+            whole,
+            counts,
+            number,
+            collective_group,
+        )
+
+    def cost_of(self, at: int) -> InstructionCost:
+        """Return the cost of the instruction at position `at`."""
+        return self._all_costs[at]
+
+    @cached_property
+    def _all_costs(self) -> list[InstructionCost]:
+        return [self._compute_cost(at, i) for at, i in enumerate(self.program.instructions)]
+
+    def _compute_cost(self, at: int, i: Instruction) -> InstructionCost:
+        if find_collective_number(i.op, i.attrs) is not None:
+            collective_cost = self.hardware.estimate_collective(
+                i.op, count_collective_bytes(i), self._list_participants(i)
+            )
+            return InstructionCost(0.0, 0.0, collective_cost.bytes_sent, collective_cost.seconds)
+        if i.index < 0:  # a copy of a state, for its update or for a rollback
+            copied = WorkEstimate(0.0, _count_copied_bytes(i), _count_copied_bytes(i), (OTHER_OPS,))
+            return InstructionCost(
+                0.0, copied.nbytes, 0.0, self.hardware.compute_seconds(*copied, launches=self.launch_counts[at])
+            )
+        node = self.graph_nodes[i.index]
+        own = self.work_estimates.count_work(node)
+        times, more = self._compute_unsharded_excess(node)
+        more = min(own.nbytes * (times - 1), more)
+        whole = own._replace(flops=own.flops * times, nbytes=own.nbytes + more, stored_bytes=own.stored_bytes + more)
+        slowdown = NUMPY_SLOWDOWNS.get(i.op, 1.0) if at in self.stand_ins else 1.0
+
+        def seconds(work: WorkEstimate) -> float:
+            return slowdown * self.hardware.compute_seconds(*work, launches=self.launch_counts[at])
+
+        return InstructionCost(own.flops, own.nbytes, 0.0, seconds(own), seconds(whole) if more else None)
+
+    def _list_participants(self, i: Instruction) -> Sequence[int]:
+        """Return the devices that take part in a collective or a message."""
+        if i.op not in POINT_TO_POINT_OPS:
+            return self.collective_group
+        return self.device_number, as_integer(i.attrs["to" if i.op == "send" else "source"])
+
+    def _compute_unsharded_excess(self, node: Node) -> tuple[float, float]:
+        """Return the factor of work, and the additional bytes, with the weights and states of `node` unsharded.
+
+        Weights and states with at least one entry on this device count.
+        """
+        times, missing = 1.0, 0.0
+        for source in node.inputs:
+            leaf = find_viewed_node(source)
+            if leaf.name in self.unsharded_bytes and leaf.op in ("weight", "state"):
+                whole, own = self.unsharded_bytes[leaf.name], leaf.specs[0].nbytes
+                if 0 < own < whole:
+                    times = max(times, whole / own)
+                    missing += source.spec.nbytes * (whole / own - 1)
+        return times, missing
+
+
+def compute_instruction_costs(
+    device_plans: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]
+) -> list[InstructionCosts]:
+    """Return the instruction costs of each device; devices with equal programs share one object.
+
+    Args:
+        device_plans: The device plans.
+        speeds: The speeds of each device.
+        whole: Bytes of each weight and state before sharding, by name.
+    """
+    prices: list[InstructionCosts] = []
+    counts, groups = WorkCounter(), find_collective_groups([device_plan.program for device_plan in device_plans])
+    uses: dict[Hashable, KernelUse] = {}  # by structure: structurally equal programs call the same kernels
+    for number, first in enumerate(find_first_devices_with_same_program(device_plans)):
+        if first < number:
+            prices.append(prices[first])
+            continue
+        device_plan = device_plans[number]
+        key = (type(device_plan.backend), device_plan.device.kind, make_program_key(device_plan.program))
+        if key not in uses:
+            uses[key] = device_plan.kernel_use()
+        prices.append(InstructionCosts(device_plan, speeds[number], whole, counts, number, groups[number], uses[key]))
+    return prices
+
+
+def build_timeline(device_plans: Sequence[Lane], prices: Sequence[InstructionCosts]) -> list[TimelineEntry]:
+    """Return all entries of the timeline, in the order of the collectives."""
+    goes_on = can_group_overlap([(device_plan.backend, device_plan.device) for device_plan in device_plans])
+    own: list[_ProgramSpans] = []
+    for number, first in enumerate(find_first_devices_with_same_program(device_plans)):
+        own.append(_ProgramSpans(device_plans[number], prices[number], goes_on) if first == number else own[first])
+    timeline: list[TimelineEntry] = []
+    for number in sorted({n for p in own for n in p.collective_entries}):
+        there = [d for d, p in enumerate(own) if number in p.collective_entries]
+        timeline += _merge_equal_entries({d: own[d].entries_before_collective[number] for d in there})
+        timeline.append(_build_collective_entry(there, own, number))
+        timeline += _merge_equal_entries({d: own[d].overlapped_entries[number] for d in there})
+    return timeline + _merge_equal_entries({d: p.final_entry for d, p in enumerate(own)})
+
+
+def compute_end_time(found: Sequence[TimelineEntry], devices: int) -> float:
+    """Return the seconds until the last device ends."""
+    return max(advance_clocks(found, [0.0] * devices), default=0.0)
+
+
+def advance_clocks(found: Sequence[TimelineEntry], begins: Sequence[float]) -> list[float]:
+    """Return the time at which each device ends, for the time at which it begins.
+
+    A device starts a compute span when it has ended the previous entry. A collective starts when all its devices have
+    arrived, and a message when its sender has. An overlapped span starts when the device has arrived at the collective
+    before it.
+
+    Args:
+        found: The timeline.
+        begins: Seconds at which each device begins.
+    """
+    worked, collective_ends = [*begins], [*begins]
+    for stage in found:
+        if stage.op == COMPUTE:
+            for d in stage.devices:
+                worked[d] = (worked[d] if stage.is_overlapped else max(worked[d], collective_ends[d])) + stage.seconds
+        else:
+            there = {d: max(worked[d], collective_ends[d]) for d in stage.devices}
+            ready = there[stage.sending_device] if stage.op == "send" else max(there.values())
+            for d in stage.devices:
+                worked[d] = there[d]
+                if stage.op != "send" or d != stage.sending_device:
+                    collective_ends[d] = max(there[d], ready + stage.seconds)
+    return [*map(max, worked, collective_ends)]
+
+
+def is_sequential(found: Sequence[TimelineEntry], devices: int) -> bool:
+    """Return whether one device at a time computes, except for a share `MAX_CONCURRENT_SHARE` of the time."""
+    took = compute_end_time(found, devices)
+    busy = sum(s.seconds * (len(s.devices) if s.op == COMPUTE else 1) for s in found)
+    return busy <= (1 + MAX_CONCURRENT_SHARE) * took
+
+
+def estimate_run_time(found: Sequence[TimelineEntry], devices: int) -> Estimate:
+    """Return the predicted time of one run: compute, collectives, their number, and the overlapped seconds."""
+    collectives = [s for s in found if s.op != COMPUTE]
+    sent, took = sum(s.seconds for s in collectives), compute_end_time(found, devices)
+    one_by_one = took
+    if any(s.is_overlapped for s in found):
+        one_by_one = compute_end_time([replace(s, is_overlapped=False) for s in found], devices)
+    compute = max(0.0, one_by_one - sent)  # the sum over messages may exceed the time of the run
+    return Estimate(compute, sent, len(collectives), one_by_one - took + max(0.0, sent - one_by_one))
+
+
+def count_collective_bytes(i: Instruction) -> int:
+    """Return the bytes of the unsharded value of a collective."""
+    return max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None)
+
+
+def _count_copied_bytes(i: Instruction) -> float:
+    """Return the bytes that a copy instruction reads and writes."""
+    return 2.0 * sum(t.spec.nbytes for t in i.dst)
+
+
+def _merge_equal_entries(work: Mapping[int, tuple[str, TimelineEntry]]) -> list[TimelineEntry]:
+    """Return one entry for each group of devices with equal ops between two collectives; the longest time counts."""
+    groups: dict[str, list[tuple[int, TimelineEntry]]] = defaultdict(list)
+    for device, (kind, stage) in work.items():
+        if stage.instruction_count:
+            groups[kind].append((device, stage))
+    merged = []
+    for members in groups.values():
+        longest = max((s for _, s in members), key=lambda s: s.seconds)
+        first = members[0][1].first_instruction
+        merged.append(
+            replace(
+                longest, devices=tuple(d for d, _ in members), first_instruction=first, sending_device=members[0][0]
+            )
+        )
+    return merged
+
+
+def _build_collective_entry(there: Sequence[int], own: Sequence[_ProgramSpans], number: int) -> TimelineEntry:
+    """Return the entry of one collective on the devices `there`; a send and its receive are one entry."""
+    sender = next((d for d in there if own[d].collective_entries[number].op == "send"), there[0])
+    return replace(own[sender].collective_entries[number], devices=tuple(there), sending_device=sender)
+
+
+class _ProgramSpans:
+    """One program split at its collectives, by collective number.
+
+    `entries_before_collective` has the compute span before each collective. `overlapped_entries` has the span that
+    overlaps with it, empty unless the backend can overlap. Each span comes with its ops as text; spans of equal text
+    are merged.
+    """
+
+    def __init__(self, device_plan: Lane, prices: InstructionCosts, goes_on: bool) -> None:
+        self.program, self.instruction_costs = device_plan.program, prices
+        overlapped_instructions = device_plan.overlapped_instructions if goes_on else {}
+        self.collective_entries: dict[int, TimelineEntry] = {}
+        self.entries_before_collective: dict[int, tuple[str, TimelineEntry]] = {}
+        self.overlapped_entries: dict[int, tuple[str, TimelineEntry]] = {}
+        start = 0
+        for at, i in enumerate(self.program.instructions):
+            if (number := find_collective_number(i.op, i.attrs)) is not None:
+                self.entries_before_collective[number] = self._build_compute_entry(start, at)
+                cost = prices.cost_of(at)
+                self.collective_entries[number] = TimelineEntry(i.op, (), at, 1, 0.0, cost.bytes_sent, cost.seconds)
+                start = at + 1 + len(overlapped_instructions.get(at, ()))
+                self.overlapped_entries[number] = self._build_compute_entry(at + 1, start, beside=True)
+        self.final_entry = self._build_compute_entry(start, len(self.program.instructions))
+
+    def _build_compute_entry(self, start: int, stop: int, beside: bool = False) -> tuple[str, TimelineEntry]:
+        """Return the ops and the entry of the instructions from `start` to `stop`."""
+        costs = [self.instruction_costs.cost_of(at) for at in range(start, stop)]
+        reads, seconds = sum(c.nbytes for c in costs), sum(c.seconds for c in costs)
+        is_sharded = any(c.unsharded_seconds is not None for c in costs)
+        unsharded_seconds = (
+            sum(c.seconds if c.unsharded_seconds is None else c.unsharded_seconds for c in costs)
+            if is_sharded
+            else None
+        )
+        stage = TimelineEntry(
+            COMPUTE, (), start, stop - start, float(reads), 0.0, float(seconds), unsharded_seconds, is_overlapped=beside
+        )
+        return " ".join(i.op for i in self.program.instructions[start:stop]), stage

@@ -1,0 +1,1 @@
+"""Records that all parts of the scheduler share: plans, layouts and pipeline actions."""

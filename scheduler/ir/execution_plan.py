@@ -1,0 +1,212 @@
+"""The record of a plan: the graph and program of each device, the layouts of leaves and outputs, and the reasons.
+
+The module does not import the planner, the verifier, the runtime or the reports. `digest`, `explain` and `str` import
+the report modules when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, get_args
+
+from ...backends.base import Backend, Device
+from ...graph.errors import PlanError
+from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import (
+    BOOL,
+    NONE,
+    TEXT,
+    ArgumentKind,
+    instance_of,
+    integer_between,
+    mapping_of,
+    tuple_of,
+    validate_arguments,
+    validate_constructor,
+)
+from ...ops import REGISTRY
+from ...ops.collectives import COLLECTIVES
+from ..costs.hardware import DEFAULT_HARDWARE, Estimate, Hardware
+from ..costs.timeline import (
+    InstructionCosts,
+    TimelineEntry,
+    build_timeline,
+    compute_instruction_costs,
+    estimate_run_time,
+    is_sequential,
+)
+from ..lowering.device_plan import Lane as Lane
+from .formatting import format_bytes
+from .layout import Layout
+
+if TYPE_CHECKING:
+    from ...view import Page
+
+ShardedFactors = frozenset[tuple[str, int, int, int]]
+"""The sharded factors, each described by a leaf that has it: (leaf, axis, segment, position in the segment)."""
+LAYOUTS_KIND = mapping_of(TEXT, instance_of(*get_args(Layout)), "a mapping from names to layouts")
+"""The argument kind of `Plan.leaves` and `Plan.outputs`."""
+PLAN_KIND = ArgumentKind("a Plan", lambda v: isinstance(v, Plan))
+"""The argument kind of a plan."""
+
+
+SPLIT_MODE_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
+"""The split modes: how several devices may share a graph; `planner.SPLIT_MODES` has a function for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedNodes:
+    """Nodes of the user's graph, by name, that only device number `device` computes, all for one reason."""
+
+    device: int
+    because: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HostOffload:
+    """The host device, which takes the weights and states that exceed the memory of the other devices.
+
+    `hardware` has its speeds; None if they equal the speeds of the other devices.
+    """
+
+    backend: Backend
+    device: Device
+    hardware: Hardware | None = None
+
+
+@validate_constructor(
+    PlanError,
+    graph=instance_of(Graph),
+    lanes=tuple_of(instance_of(Lane), "a tuple of lanes"),
+    leaves=LAYOUTS_KIND,
+    outputs=LAYOUTS_KIND,
+    cuts=instance_of(frozenset),
+    reasons=tuple_of(TEXT, "a tuple of texts"),
+    hardware=instance_of(Hardware),
+    placed=tuple_of(instance_of(PinnedNodes), "a tuple of placed nodes"),
+    host=instance_of(Hardware) | NONE,
+    shares=tuple_of(instance_of(int, float), "a tuple of numbers"),
+    spare=tuple_of(TEXT, "a tuple of texts"),
+)
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """The decision how `graph` runs on a device group. A plan allocates no device memory.
+
+    - `lanes` has the device plan of each device: its graph and its program.
+    - `leaves` and `outputs` have the layout of each input, weight, state and output.
+    - `cuts` has the sharded factors, and `reasons` the alternatives that the factor search considered.
+    - `hardware` has the speeds of devices and links, and `host` the speeds of the last device if they differ.
+    - `placed` has the nodes that one device alone computes, with the reasons.
+    - `shares` are the proportions of the tensor split; empty without a tensor split. Later plans like this one follow
+      them.
+    - `spare` names devices of the group that the plan does not use.
+    """
+
+    graph: Graph
+    lanes: tuple[Lane, ...]
+    leaves: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+    cuts: ShardedFactors
+    reasons: tuple[str, ...]
+    hardware: Hardware = DEFAULT_HARDWARE
+    placed: tuple[PinnedNodes, ...] = ()
+    host: Hardware | None = None
+    shares: tuple[float, ...] = ()
+    spare: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> list[tuple[Backend, Device]]:
+        """The backend and the device of each device plan, for further plans over the same weights and states."""
+        return [(device_plan.backend, device_plan.device) for device_plan in self.lanes]
+
+    @property
+    def speeds(self) -> tuple[Hardware, ...]:
+        """The speeds of each device while all of them work."""
+        return (*(self.hardware for _ in self.lanes[1:]), self.host or self.hardware)
+
+    @cached_property
+    def prices(self) -> tuple[InstructionCosts, ...]:
+        """The predicted cost of each instruction in one run, for each device.
+
+        Where the devices work one after another, each is predicted with the speeds of a device that works alone.
+        """
+        alone = [speeds.solo_hardware for speeds in self.speeds]
+        if len(self.lanes) == 1 or alone == [*self.speeds] or not is_sequential(self.together, len(self.lanes)):
+            return self._compute_instruction_costs(self.speeds)
+        return self._compute_instruction_costs(alone)
+
+    def _compute_instruction_costs(self, speeds: Sequence[Hardware]) -> tuple[InstructionCosts, ...]:
+        """Return the instruction costs of each device for these speeds."""
+        whole = {v.node.name: v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)}
+        return tuple(compute_instruction_costs(self.lanes, speeds, whole))
+
+    @cached_property
+    def together(self) -> tuple[TimelineEntry, ...]:
+        """The timeline of pipelined runs, in which all devices work at the same time."""
+        return tuple(build_timeline(self.lanes, self._compute_instruction_costs(self.speeds)))
+
+    @cached_property
+    def stages(self) -> tuple[TimelineEntry, ...]:
+        """The timeline of one run: compute spans and collectives, with their predicted seconds."""
+        return tuple(build_timeline(self.lanes, self.prices))
+
+    @cached_property
+    def cost(self) -> Estimate:
+        """The predicted time of one run."""
+        return estimate_run_time(self.stages, len(self.lanes))
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes by kind of memory, summed over the devices."""
+        return {kind: sum(device_plan.memory()[kind] for device_plan in self.lanes) for kind in self.lanes[0].memory()}
+
+    def flops(self) -> int:
+        """Return the floating-point operations of one run of the unsharded graph on one device."""
+        return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
+
+    def collectives(self) -> int:
+        """Return the number of collectives in one run of the first device."""
+        return sum(i.op in COLLECTIVES for i in self.lanes[0].program.instructions)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the device plans and layouts; ranks compare it, as equal planning gives an equal
+        digest.
+        """
+        from ..serialisation.plan_json import compute_plan_digest
+
+        return compute_plan_digest(self)
+
+    @validate_arguments(PlanError, steps=BOOL)
+    def explain(self, *, steps: bool = False) -> str:
+        """Return a report of cost, considered alternatives, memory and timeline; `steps` adds each instruction."""
+        from ..reports.explain import explain_plan
+
+        return explain_plan(self, steps=steps)
+
+    @validate_arguments(PlanError, before=PLAN_KIND | NONE, tokens=integer_between(1) | NONE, title=TEXT)
+    def view(self, *, before: Plan | None = None, tokens: int | None = None, title: str = "plan") -> Page:
+        """Return a page that shows the plan, its graph, memory and timeline.
+
+        Args:
+            before: Another plan to compare with.
+            tokens: Tokens that one run computes; a graph does not tell them.
+            title: The title of the page.
+        """
+        from ...view import view_plan
+
+        return view_plan(self, before=before, tokens=tokens, title=title)
+
+    def _repr_html_(self) -> str:
+        """Return the page as HTML, for a notebook."""
+        return self.view()._repr_html_()
+
+    def __repr__(self) -> str:
+        devices = ", ".join(str(device_plan.device) for device_plan in self.lanes)
+        return f"Plan({len(self.graph.nodes)} nodes on {devices}, {format_bytes(sum(self.memory().values()))})"
+
+    def __str__(self) -> str:
+        from ..reports.explain import format_memory_table, format_summary
+
+        return "\n".join([format_summary(self), *format_memory_table(self)])

@@ -1,0 +1,88 @@
+"""Layouts: how a value is distributed over a group of devices, in the terms of PyTorch's DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from ...graph.lazy_dataclass import dataclass
+
+IndexRange: TypeAlias = tuple[int, int]
+"""Offset and length of a range of indices along one axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every device has the whole value."""
+
+    is_partial = False
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every device has a partial sum of the shape of the value; the value is the sum over the devices."""
+
+    is_partial = True
+
+    def __str__(self) -> str:
+        return "P"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Device `d` has the entries ``index_ranges[d]`` of `axis`, in ascending order.
+
+    The ranges are exact: they express uneven and empty shards, segments of a concatenation, and groups of heads.
+    Several devices may have the same entry, for example of a segment that is not sharded. Each entry is on at least one
+    device.
+    """
+
+    axis: int
+    index_ranges: tuple[tuple[IndexRange, ...], ...]
+
+    def count_entries(self, device: int) -> int:
+        """Return the number of entries along the axis that `device` has."""
+        return sum(n for _, n in self.index_ranges[device])
+
+    def count_entries_before(self, device: int, n: int) -> int:
+        """Return how many of the first `n` entries of the axis `device` has."""
+        return sum(max(0, min(n, offset + length) - offset) for offset, length in self.index_ranges[device])
+
+    def __str__(self) -> str:
+        return f"S{self.axis}({'|'.join(str(self.count_entries(d)) for d in range(len(self.index_ranges)))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The listed devices have the whole value; all others have none of it.
+
+    There is one such device, except for a weight that several devices read.
+    """
+
+    devices: tuple[int, ...]
+    is_partial = False
+
+    def __str__(self) -> str:
+        return f"L{','.join(map(str, self.devices))}"
+
+
+Layout: TypeAlias = Replicate | Partial | Shard | Local
+"""The distribution of one value over the devices of a plan."""
+REPLICATE, PARTIAL = Replicate(), Partial()
+"""The only instances of the layouts without fields."""
+
+
+def compute_local_shape(shape: Sequence[int], layout: Layout, device: int) -> tuple[int, ...]:
+    """Return the shape of the part that one device has of a value.
+
+    Args:
+        shape: The shape of the whole value.
+        layout: The layout of the value.
+        device: The number of the device.
+    """
+    if not isinstance(layout, Shard):
+        return tuple(shape)
+    return (*shape[: layout.axis], layout.count_entries(device), *shape[layout.axis + 1 :])

@@ -1,0 +1,249 @@
+"""Device plans: the graph and the program of one device of a plan."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ...backends.base import Backend, Device, Program
+from ...backends.capabilities import STAND_IN, KernelCall, ListsKernels, can_group_overlap
+from ...backends.fusion.overlap import find_overlapped_instructions
+from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
+from ...graph.node import Node
+from ...graph.repeated_runs import DeviceRepetitions, ShortenedGraph, split_numbered_name
+from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
+from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_number
+from .lower import FusedGroups, lower_with_state_saves
+from .structural_equality import (
+    make_names_and_collectives_key,
+    make_structural_key,
+    restore_graph_names,
+    with_numbered_names,
+)
+from .unroll import unroll_kernel_calls, unroll_program
+
+Devices = Sequence[tuple[Backend, Device]]
+DEVICES_KIND = list_of(
+    pair_of(ArgumentKind("a backend", lambda b: hasattr(b, "compile")), instance_of(Device)),
+    "a sequence of pairs of a backend and a Device",
+)
+"""The devices of a plan, each with its backend."""
+
+
+class KernelUse(NamedTuple):
+    """The number of launches of each instruction, and the positions of the instructions that NumPy computes."""
+
+    launches: Sequence[float]
+    stand_ins: frozenset[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """The device plan of one device: its graph with local shapes and `cont` nodes, and its program.
+
+    Each instruction of `program` has the number of the node of `graph` that it computes. A device plan with a `short`
+    program builds `graph` and `program` at the first access, by unrolling.
+    """
+
+    device: Device
+    backend: Backend
+    graph: Graph
+    program: Program
+    short: UnrollableProgram | None = field(default=None, init=False, compare=False, repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("graph", "program") or self.short is None:
+            raise AttributeError(name)
+        for own, value in zip(("graph", "program"), self.short.unrolled_graph_and_program, strict=True):
+            object.__setattr__(self, own, value)
+        return vars(self)[name]
+
+    @cached_property
+    def calls(self) -> Sequence[KernelCall] | None:
+        """The predicted kernel calls of the program with their buffers; None if the backend cannot predict them.
+
+        Calls that depend on allocated memory are left out.
+        """
+        backend, device, short = self.backend, self.device, self.short
+        if not isinstance(backend, ListsKernels):
+            return None
+        if short is not None:
+            known = unroll_kernel_calls(
+                short.graph, short.program, short.shortened_graph, backend.list_kernels(short.program, device)
+            )
+            if known is not None:
+                return known
+        return backend.list_kernels(self.program, device)
+
+    @cached_property
+    def overlapped_instructions(self) -> Mapping[int, Sequence[int]]:
+        """For each overlapped collective, by position, the numbers of the instructions that run at the same time."""
+        if not can_group_overlap([(self.backend, self.device)]):
+            return {}
+        together = {
+            number: call.instruction_numbers for call in self.calls or () for number in call.instruction_numbers
+        }
+        order = range(len(self.program.instructions))
+        return find_overlapped_instructions(
+            self.program, dict.fromkeys(together.get(number, (number,)) for number in order)
+        )
+
+    def launches(self) -> Sequence[float]:
+        """Return the number of launches of each instruction.
+
+        Instructions of one fused launch share it. Without a prediction of the backend, each instruction has one launch.
+        """
+        if self.calls is None:
+            return [1.0] * len(self.program.instructions)
+        launches = [0.0] * len(self.program.instructions)
+        for call in self.calls:
+            for number in call.instruction_numbers:
+                launches[number] += 1 / len(call.instruction_numbers)
+        return launches
+
+    def stand_ins(self) -> frozenset[int]:
+        """Return the positions of the instructions that NumPy computes for lack of a compiled kernel."""
+        return frozenset(n for call in self.calls or () if call.kernel == STAND_IN for n in call.instruction_numbers)
+
+    def kernel_use(self) -> KernelUse:
+        """Return the launches and the stand-ins. Programs with equal structure have the same."""
+        return KernelUse(self.launches(), self.stand_ins())
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes on the device by kind: stored weights, states, constants, and the arena."""
+        return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
+
+
+@dataclass(frozen=True, eq=False)
+class UnrollableProgram:
+    """The graph and the program of a short graph on a device, and the deep graph that it represents."""
+
+    graph: Graph
+    program: Program
+    shortened_graph: ShortenedGraph
+
+    @cached_property
+    def unrolled_graph_and_program(self) -> tuple[Graph, Program]:
+        """The graph and the program of the deep graph on the device."""
+        return unroll_program(self.graph, self.program, self.shortened_graph)
+
+
+def make_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> Lane:
+    """Return a device plan that unrolls the graph and the program of `short` at the first access."""
+    device_plan: Lane = object.__new__(Lane)
+    for name, value in {"device": device, "backend": backend, "short": short}.items():
+        object.__setattr__(device_plan, name, value)
+    return device_plan
+
+
+def unroll_device_plans(device_plans: Sequence[Lane], shortened: ShortenedGraph) -> tuple[Lane, ...]:
+    """Return the device plans of a deep graph from the device plans of its short graph.
+
+    Device plans with the same program share the unrolled one.
+    """
+    shorts: dict[tuple[int, int], UnrollableProgram] = {}
+    for device_plan in device_plans:
+        shorts.setdefault(
+            (id(device_plan.graph), id(device_plan.program)),
+            UnrollableProgram(device_plan.graph, device_plan.program, shortened),
+        )
+    return tuple(
+        make_unrolled_device_plan(
+            device_plan.device, device_plan.backend, shorts[id(device_plan.graph), id(device_plan.program)]
+        )
+        for device_plan in device_plans
+    )
+
+
+def find_first_devices_with_same_program(device_plans: Sequence[Lane]) -> list[int]:
+    """Return for each device plan the number of the first device plan with the same program, which may be its own."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(device_plan.program), number) for number, device_plan in enumerate(device_plans)]
+
+
+def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
+    """Return for each device its collective group: the devices, itself included, that call the same collectives.
+
+    Devices with a collective of the same number call it together. The verifier checks that all collectives of a
+    device have one group. Messages pass between any two devices. Without collectives, all devices are one group, and
+    its messages take the shortest path.
+    """
+    numbers: list[int | None] = []
+    known: dict[int, int | None] = {}
+    for program in programs:
+        if id(program) not in known:
+            together = (i for i in program.instructions if i.op in COLLECTIVES and i.op not in POINT_TO_POINT_OPS)
+            known[id(program)] = next((find_collective_number(i.op, i.attrs) for i in together), None)
+        numbers.append(known[id(program)])
+    if not any(number is not None for number in numbers):
+        return (tuple(range(len(numbers))),) * len(numbers)
+    members: dict[int | None, list[int]] = {}
+    for device, number in enumerate(numbers):
+        members.setdefault(number, []).append(device)
+    return tuple((d,) if number is None else tuple(members[number]) for d, number in enumerate(numbers))
+
+
+def build_device_plans(
+    graphs: Sequence[Graph], group: Devices, shortened: ShortenedGraph | None = None
+) -> tuple[Lane, ...]:
+    """Return the device plan of each device: the lowered form of its graph, and its program.
+
+    1. Structurally equal graphs on devices of one kind are lowered once, with numbers as names.
+    2. Each of these graphs gets a copy of the program with its own names. Equal graphs share the copy.
+    3. A device that does not support the state saves of another device gets a program of its own.
+
+    Args:
+        graphs: The graph of each device; the device supports all of its nodes.
+        group: The backend and the device of each graph.
+        shortened: The shortened graph, if the graphs are of a short graph and their repetitions may be unrolled.
+    """
+    numbers: dict[Hashable, int] = {}  # instead of structural keys: a lookup of one hashes all nodes of a graph
+    patterns: dict[Graph, int] = {}
+    for graph in set(graphs):
+        its = make_structural_key(graph), None if shortened is None else tuple(shortened.kind_by_node(graph).values())
+        patterns[graph] = numbers.setdefault(its, len(numbers))
+    alone = {known for known, times in Counter(patterns.values()).items() if times == 1}
+    identities = {graph: make_names_and_collectives_key(graph) for graph in patterns}
+    lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
+    known: dict[Hashable, tuple[Graph, Program]] = {}
+    gathered: dict[Hashable, FusedGroups] = defaultdict(dict)
+    device_plans = []
+    for graph, (backend, device) in zip(graphs, group, strict=True):
+        kind: Hashable = (type(backend), backend.name, device.kind, patterns[graph])
+        lowered_entry = lowered.get(kind)
+        own = lowered_entry is None or not all(backend.supports(node, device).ok for node in lowered_entry[2])
+        is_alone = patterns[graph] in alone  # no other graph shares its program, so names need no numbers
+        if lowered_entry is None or own:
+            of_its_kind = gathered[type(backend), backend.name, device.kind]
+            own_names = graph if is_alone else with_numbered_names(graph)
+            lowered_entry = lower_with_state_saves(
+                own_names, backend, device, _find_device_repetitions(graph, is_alone, shortened), of_its_kind
+            )
+            lowered.setdefault(kind, lowered_entry)
+        key = (kind, identities[graph])
+        named_entry = known.get(key)
+        if named_entry is None or own:
+            named_entry = (
+                lowered_entry[:2] if is_alone else restore_graph_names(lowered_entry[0], lowered_entry[1], graph)
+            )
+            known.setdefault(key, named_entry)
+        device_plans.append(Lane(device, backend, *named_entry))
+    return tuple(device_plans)
+
+
+def _find_device_repetitions(
+    graph: Graph, is_alone: bool, shortened: ShortenedGraph | None
+) -> DeviceRepetitions | None:
+    """Return the repetitions of a device graph; its nodes have numbers as names, except with `is_alone`."""
+    if shortened is None or is_alone:
+        return None if shortened is None else DeviceRepetitions(shortened)
+
+    def find_node_name(node: Node) -> str:
+        number, ending = split_numbered_name(node.name)
+        return graph.nodes[number].name + ending
+
+    return DeviceRepetitions(shortened, find_node_name)

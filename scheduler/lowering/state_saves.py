@@ -1,0 +1,144 @@
+"""State saves: copies of the state entries that a run overwrites, for rollback if the run fails.
+
+Before a node overwrites a state, its changes are saved. If the op declares that it changes only the rows that an index
+operand numbers, these rows are saved, else the whole state. The saves and the row numbers stay in memory until the run
+has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ...backends.base import Backend, Device
+from ...graph.dtypes import STATE_DTYPES, DType
+from ...graph.lazy_dataclass import dataclass
+from ...graph.node import Node, Value
+from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
+from ...ops.registry import find_inplace_operand, find_storage_kind
+from .execution_order import ExecutionOrder
+from .strides import StridedView, apply_view, make_dense_view
+
+
+@dataclass(frozen=True, slots=True)
+class StateSave:
+    """A copy of a state: `save_node` runs before `writer` overwrites `state`, and `restore_node` restores it.
+
+    A `writer` of None stands for the copies at the end. `views` has the views of values that are not in the graph.
+    """
+
+    state: Value
+    writer: Node | None
+    save_node: Node
+    restore_node: Node
+    views: Mapping[Value, StridedView]
+
+
+def build_state_saves(
+    order: ExecutionOrder, views: Mapping[Value, StridedView], backend: Backend, device: Device
+) -> tuple[StateSave, ...]:
+    """Return a save of each state that the run changes: of the changed rows where possible, else of the whole state.
+
+    Args:
+        order: The nodes in execution order, and the states that they overwrite.
+        views: The strided view of each value.
+        backend: The backend of the device.
+        device: The device.
+    """
+    changes: list[StateSave] = []
+    whole: set[Value] = set()  # states with a complete first save, which covers later writes
+    for result, state in order.inplace_states.items():
+        if state.spec.size and state not in whole:
+            save = _make_changed_rows_save(result, state, order, views, backend, device)
+            whole |= {state} if save is None else set()
+            changes.append(save or _make_whole_state_save(result.node, state, order.overwritten_values[result]))
+    return (*changes, *(_make_whole_state_save(None, state) for state in order.copied_states if state.spec.size))
+
+
+def _make_whole_state_save(writer_node: Node | None, state: Value, earlier_result: Value | None = None) -> StateSave:
+    """Return a save of the whole memory of `state`.
+
+    Args:
+        writer_node: The node that overwrites the state; None for the copies at the end.
+        state: The state.
+        earlier_result: The value that is in the memory of the state before the node, if it is not the old state.
+    """
+    saved_value = cont(state if earlier_result is None else earlier_result)
+    back = cont(saved_value)
+    return StateSave(
+        state,
+        writer_node,
+        saved_value.node,
+        back.node,
+        {saved_value: make_dense_view(saved_value), back: make_dense_view(back)},
+    )
+
+
+def _make_changed_rows_save(
+    new_state: Value,
+    state: Value,
+    order: ExecutionOrder,
+    views: Mapping[Value, StridedView],
+    backend: Backend,
+    device: Device,
+) -> StateSave | None:
+    """Return a save of the rows in which `new_state` differs from the previous content of `state`.
+
+    Returns None if all rows may differ, or if the rows or their numbers cannot be saved.
+    """
+    rows = _find_changed_rows(new_state, order.overwritten_values[new_state], views)
+    if rows is None:
+        return None
+    table, index = rows
+    seen = {}
+    for view in (table, index):
+        if view not in views:
+            strided = apply_view(view.node, views[view.node.inputs[0]])
+            if strided is None:
+                return None
+            seen[view] = strided
+    numbers = {**views, **seen}[index].base
+    if not numbers.node.is_leaf and numbers in order.overwritten_values.values():
+        return None
+    saved_value = get_rows(table, index)
+    back = set_rows(table, saved_value, index)
+    seen.update({saved_value: make_dense_view(saved_value), back: make_dense_view(back)})
+    dense = {**views, **seen}[index].is_dense
+    for node, position in ((saved_value.node, 1), (back.node, 2)):
+        if not backend.supports(node, device).ok or not (dense or backend.reads_strided(node, position)):
+            return None
+    return (
+        StateSave(state, new_state.node, saved_value.node, back.node, seen)
+        if _is_saved_losslessly(state, saved_value, backend)
+        else None
+    )
+
+
+def _find_changed_rows(
+    new_state: Value, state: Value, views: Mapping[Value, StridedView]
+) -> tuple[Value, Value] | None:
+    """Return `state` as a table ``[..., rows, width]``, and the numbers of the rows in which `new_state` differs.
+
+    Returns None if the op does not declare which rows it changes.
+    """
+    writer, declared = new_state.node, op_of(new_state.node)
+    changed = declared.overwritten_entries(writer.attrs)
+    operands = dict(zip(declared.operand_names, writer.src, strict=False))
+    into = find_inplace_operand(new_state)
+    if changed is None or into is None or views[into].base != state:  # a node that does not read a state writes all
+        return None
+    index, axis = operands[changed[0]], changed[1] % len(into.shape)
+    assert index is not None, "the operand is declared to say what changes"
+    ahead, width = into.shape[:axis], math.prod(into.shape[axis + 1 :])
+    table = reshape(into, shape=(*ahead, into.shape[axis], width))
+    if not ahead:
+        return table, reshape(index, shape=(index.spec.size,))
+    if len(index.shape) == 1:  # the same rows everywhere
+        return table, broadcast(index, shape=(*ahead, *index.shape))
+    return (table, index) if index.shape[:-1] == ahead else None
+
+
+def _is_saved_losslessly(state: Value, saved_value: Value, backend: Backend) -> bool:
+    """Return whether the dtype of a save holds every number of the state exactly."""
+    was, now = (backend.storage_spec(value.spec, find_storage_kind(value)).dtype for value in (state, saved_value))
+    return was is now or (now is DType.F32 and was in STATE_DTYPES)

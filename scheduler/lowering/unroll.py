@@ -1,0 +1,242 @@
+"""Unrolling: the graph and the program of a deep graph on one device, built from its short graph and program.
+
+Each repetition of the deep graph equals its kind in the short graph: the same instructions on the same arena bytes, but
+with its own leaves. State saves of a repetition lie above the state saves of earlier ones. The numbers of its
+collectives follow the numbers of earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from ...backends.base import BufferSpec, Instruction, Program, Tensor
+from ...backends.capabilities import KernelCall
+from ...graph.attrs import Attrs
+from ...graph.graph import Graph, assign_names
+from ...graph.lazy_dataclass import dataclass
+from ...graph.node import Node, Value
+from ...graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
+from ...ops.collectives import find_collective_number
+from .arena import round_up_to_alignment
+
+ARENA_BUFFER = 0
+
+
+def unroll_program(graph: Graph, program: Program, shortened: ShortenedGraph) -> tuple[Graph, Program]:
+    """Return the graph and the program of the deep graph on a device.
+
+    Args:
+        graph: The part of the short graph on the device.
+        program: The program of `graph`.
+        shortened: The short graph, the deep graph and their repetitions.
+    """
+    unroller = _Unroller(graph, shortened)
+    long = unroller.build_graph()
+    return long, unroller.build_program(long, program)
+
+
+def unroll_kernel_calls(
+    graph: Graph, program: Program, shortened: ShortenedGraph, short_calls: Sequence[KernelCall]
+) -> Sequence[KernelCall] | None:
+    """Return the kernel calls of the unrolled program; None if one call belongs to two repetitions.
+
+    Args:
+        graph: The part of the short graph on the device.
+        program: The program of `graph`.
+        shortened: The short graph, the deep graph and their repetitions.
+        short_calls: The kernel calls of `program`.
+    """
+    kinds = find_kinds_of_instructions(graph, program, shortened)
+    own: dict[int, list[KernelCall]] = defaultdict(list)
+    for call in short_calls:
+        kind, *others = {kinds[number] for number in call.instruction_numbers}
+        if others:
+            return None
+        own[kind].append(call)
+    first = {kind: kinds.index(kind) for kind in reversed(kinds)}
+    found, start = list[KernelCall](), 0
+    for _, kind in shortened.repetitions_with_kind:
+        for call in own[kind]:
+            numbers = tuple([start + number - first[kind] for number in call.instruction_numbers])
+            found.append(KernelCall(call.kernel, call.source, numbers))
+        start += kinds.count(kind)
+    return found
+
+
+class _Unroller:
+    """The unroller of one device graph; `nodes_by_repetition` maps nodes of its kind to nodes of each repetition."""
+
+    def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
+        self.short_graph, self.shortened_graph = graph, shortened
+        self.kind_by_node = shortened.kind_by_node(graph)
+        self.nodes_by_kind: dict[int, list[Node]] = defaultdict(list)
+        self.collectives_by_kind: dict[int, list[int]] = defaultdict(list)
+        for node in graph.nodes:
+            self.nodes_by_kind[self.kind_by_node[node]].append(node)
+            if (number := find_collective_number(node.op, node.attrs)) is not None:
+                self.collectives_by_kind[self.kind_by_node[node]].append(number)
+        self.nodes_by_repetition: dict[int, dict[Node, Node]] = {}
+
+    # ------------------------------------------------------------------------------------------------- the graph
+
+    def build_graph(self) -> Graph:
+        """Return the deep graph on the device."""
+        first_sequence = min((number for numbers in self.collectives_by_kind.values() for number in numbers), default=0)
+        carried: dict[tuple[int, str], Node] = {}
+        for run, kind in self.shortened_graph.repetitions_with_kind:
+            numbers, unrolled_nodes = self.collectives_by_kind[kind], self.nodes_by_repetition.setdefault(run, {})
+            for node in self.nodes_by_kind[kind]:
+                reads = [
+                    None if s is None else (self._find_operand_node(s, run, kind, carried), s.index) for s in node.src
+                ]
+                src, attrs = tuple([None if read is None else read[0].results[read[1]] for read in reads]), node.attrs
+                if (number := find_collective_number(node.op, attrs)) is not None:
+                    attrs = MappingProxyType({**attrs, "sequence": first_sequence + number - min(numbers)})
+                unrolled_nodes[node] = Node(
+                    node.op, src, attrs, node.specs, self.shortened_graph.name_in_repetition(node.name, run, kind)
+                )
+            first_sequence += len(numbers)
+            offered = ((self._make_carried_key(old, kind + 1), new) for old, new in unrolled_nodes.items())
+            carried = {place: new for place, new in offered if place is not None}
+        ends = {
+            **self.nodes_by_repetition[PREAMBLE],
+            **self.nodes_by_repetition[self.shortened_graph.deep_repetitions.count],
+        }
+        updates = {
+            self.nodes_by_repetition[run][old.node].results[old.index]: self.nodes_by_repetition[run][new.node].results[
+                new.index
+            ]
+            for run, kind in self.shortened_graph.repetitions_with_kind
+            for old, new in self.short_graph.updates.items()
+            if self.kind_by_node[old.node] == kind
+        }
+        return Graph({name: ends[v.node].results[v.index] for name, v in self.short_graph.outputs.items()}, updates)
+
+    def _find_operand_node(
+        self, source: Value, repetition: int, kind: int, carried: Mapping[tuple[int, str], Node]
+    ) -> Node:
+        """Return the deep node that a repetition reads where its kind reads `source`.
+
+        Args:
+            source: The value that the node of the short graph reads.
+            repetition: The repetition of the reader.
+            kind: The kind of this repetition.
+            carried: The nodes that the repetition before carries to this one, by key.
+        """
+        if self.kind_by_node[source.node] == kind:
+            return self.nodes_by_repetition[repetition][source.node]
+        place = self._make_carried_key(source.node, kind) if self.kind_by_node[source.node] == kind - 1 else None
+        return self.nodes_by_repetition[PREAMBLE][source.node] if place is None else carried[place]
+
+    def _make_carried_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
+        """Return the key (position, name ending) of a value that is carried to a repetition; None for other values."""
+        number, ending = split_numbered_name(node.name)
+        place = self.shortened_graph.short_repetitions.position_if_carried(number, reader_repetition)
+        return None if place is None else (place, ending)
+
+    # ----------------------------------------------------------------------------------------------- the program
+
+    def build_program(self, graph: Graph, program: Program) -> Program:
+        """Return the program of the unrolled `graph` from the program of the short graph."""
+        called, place = assign_names(graph), {node: at for at, node in enumerate(graph.nodes)}
+        start, sizes = count_saved_bytes_by_kind(program, self.shortened_graph)
+        backs = dict(program.undo)
+        steps, undo, buffers, top = list[Instruction](), list[tuple[int, Instruction]](), list[BufferSpec](), start
+        positions: dict[int, list[int]] = defaultdict(list)
+        for at, kind in enumerate(find_kinds_of_instructions(self.short_graph, program, self.shortened_graph)):
+            positions[kind].append(at)
+        leaves: dict[int, list[int]] = defaultdict(list)
+        for number, buffer in enumerate(program.buffers[1:], 1):
+            leaves[self.shortened_graph.kind_of_name(buffer.name)].append(number)
+        shared: Mapping[int, int] = {}
+        for run, kind in self.shortened_graph.repetitions_with_kind:
+            own = {number: len(buffers) + at for at, number in enumerate(leaves[kind], 1)}
+            buffers += [self._rename_buffer(program.buffers[number], run, kind) for number in own]
+            shift = top - start - sum(size for other, size in sizes.items() if other < kind)
+            moved = _Relocation({**shared, **own}, start, shift)
+            shared, top = (own if run == PREAMBLE else shared), top + sizes.get(kind, 0)
+            for at in positions[kind]:
+                i = program.instructions[at]
+                if i.index >= 0:
+                    node = self.nodes_by_repetition[run][self.short_graph.nodes[i.index]]
+                    steps.append(moved.relocate_instruction(i, called[node], node.attrs, place[node]))
+                    continue
+                back = backs[at]
+                undo.append(
+                    (
+                        len(steps),
+                        moved.relocate_instruction(
+                            back, self.shortened_graph.name_in_repetition(back.node, run, kind), back.attrs
+                        ),
+                    )
+                )
+                steps.append(
+                    moved.relocate_instruction(i, self.shortened_graph.name_in_repetition(i.node, run, kind), i.attrs)
+                )
+        arena = replace(program.buffers[ARENA_BUFFER], nbytes=top)
+        inputs = {self._name_outside_repetitions(name): tensor for name, tensor in program.inputs.items()}
+        return Program((arena, *buffers), tuple(steps), MappingProxyType(inputs), program.outputs, tuple(undo))
+
+    def _rename_buffer(self, buffer: BufferSpec, repetition: int, kind: int) -> BufferSpec:
+        """Return the buffer of a leaf with the name that the leaf has in a repetition."""
+        name = self.shortened_graph.name_in_repetition(buffer.name, repetition, kind)
+        return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared_spec, buffer.stored_spec)
+
+    def _name_outside_repetitions(self, name: str) -> str:
+        """Return the deep name of a leaf that is before or after all repetitions."""
+        kind = self.shortened_graph.kind_of_name(name)
+        return self.shortened_graph.name_in_repetition(
+            name, PREAMBLE if kind == PREAMBLE else self.shortened_graph.deep_repetitions.count, kind
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Relocation:
+    """The relocation of tensors from a kind to one repetition.
+
+    `buffer_numbers` maps buffers of the kind to buffers of the repetition. Arena offsets from `shifted_from_byte` on
+    grow by `shift_bytes`.
+    """
+
+    buffer_numbers: Mapping[int, int]
+    shifted_from_byte: int
+    shift_bytes: int
+
+    def relocate_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the kind as a tensor of the repetition."""
+        if tensor.buffer != ARENA_BUFFER:
+            return Tensor(self.buffer_numbers[tensor.buffer], tensor.offset, tensor.shape, tensor.strides, tensor.dtype)
+        if not self.shift_bytes or tensor.offset < self.shifted_from_byte:
+            return tensor
+        return Tensor(ARENA_BUFFER, tensor.offset + self.shift_bytes, tensor.shape, tensor.strides, tensor.dtype)
+
+    def relocate_instruction(self, instruction: Instruction, name: str, attrs: Attrs, index: int = -1) -> Instruction:
+        """Return an instruction of the kind as an instruction of the repetition, with a new name and attributes."""
+        src = tuple([None if t is None else self.relocate_tensor(t) for t in instruction.src])
+        scratch = None if instruction.scratch is None else self.relocate_tensor(instruction.scratch)
+        return Instruction(
+            instruction.op, src, tuple(map(self.relocate_tensor, instruction.dst)), attrs, scratch, name, index
+        )
+
+
+def count_saved_bytes_by_kind(program: Program, shortened: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
+    """Return the arena offset where state saves begin, and the bytes of the state saves of each kind of repetition."""
+    sizes: dict[int, int] = {}
+    first = [program.buffers[ARENA_BUFFER].nbytes]
+    for at in sorted(program.save_positions):
+        (saved_tensor,), kind = program.instructions[at].dst, shortened.kind_of_name(program.instructions[at].node)
+        if PREAMBLE < kind < shortened.short_count:
+            sizes[kind] = sizes.get(kind, 0) + round_up_to_alignment(saved_tensor.spec.nbytes)
+            first.append(saved_tensor.offset)
+    return min(first), sizes
+
+
+def find_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
+    """Return the kind of repetition of each instruction of `program`."""
+    kinds = shortened.kind_by_node(graph)
+    return [
+        shortened.kind_of_name(i.node) if i.index < 0 else kinds[graph.nodes[i.index]] for i in program.instructions
+    ]

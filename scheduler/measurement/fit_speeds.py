@@ -1,0 +1,271 @@
+"""Speed fit: compute the speeds of the cost model from the seconds of probe runs.
+
+The seconds of a run are the sum of its launches, its arithmetic and its reads. One of these parts dominates each probe.
+The fit computes the other parts from other probes and subtracts them. Example for a matrix-vector product with 64 MiB
+of weights:
+
+1. The run takes 2.7 ms.
+2. Its launches take 0.1 ms and its arithmetic takes 0.3 ms, by the results of other probes.
+3. The remaining 2.3 ms are the time of reading 64 MiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from statistics import median
+
+from ..costs.hardware import WorkCounter, WorkEstimate
+from ..costs.speeds import Speeds
+from ..ir.execution_plan import Plan
+from .probe_graphs import LONG_CHAIN_WIDTH, SHORT_CHAIN_WIDTH
+
+
+class SpeedFit:
+    """Speeds of a device group, computed from the plans and the seconds of its probes.
+
+    The properties are seconds per unit of work. `compute_speeds` returns their inverses.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[str, Plan],
+        seconds: Mapping[str, float],
+        kinds: Sequence[str],
+        devices: int,
+        again: Mapping[str, Sequence[str]],
+    ) -> None:
+        """Store the probes, and compute the seconds of a launch and the work of each probe.
+
+        Args:
+            plans: The plan of each probe by name.
+            seconds: The seconds of one run of each probe by name.
+            kinds: Names of the dtypes of weights that were measured.
+            devices: Number of devices that worked at once.
+            again: Groups of matrix-vector probes that ran in turn, by name. A cache holds a share of the weights of a
+                group.
+        """
+        self.plans, self.probe_seconds, self.dtypes, self.device_count, self.reread_probes = (
+            plans,
+            seconds,
+            kinds,
+            devices,
+            again,
+        )
+        self.launch_counts = {name: sum(plan.lanes[0].launches()) for name, plan in plans.items()}
+        self.launch_seconds = seconds["launches"] / self.launch_counts["launches"]
+        self.work_by_probe = {name: _sum_plan_work(plan) for name, plan in plans.items()}
+
+    def compute_speeds(self) -> Speeds:
+        """Return the speeds of the devices, and of collectives and messages if there are several devices."""
+        own = Speeds(
+            {kind: 1 / seconds for kind, seconds in self.seconds_per_memory_byte.items()},
+            {kind: 1 / seconds for kind, seconds in self.seconds_per_weight_flop.items()},
+            self.launch_seconds,
+            plain_flops=1 / self.seconds_per_unweighted_flop,
+            recurrent_flops=1 / self.seconds_per_recurrent_flop,
+            value_bandwidth=1 / self.seconds_per_activation_byte,
+            state_bandwidth=1 / self.seconds_per_state_byte,
+            unpacking={kind: 1 / byte for kind, (_, byte) in self.prefill_seconds_per_flop_and_byte.items()},
+            cached={kind: 1 / seconds for kind, seconds in self.seconds_per_cached_byte.items()},
+            held=self.cache_hit_shares,
+        )
+        if self.device_count == 1:
+            return own
+        link, latency = self.compute_link_speeds()
+        computes, reads = self.compute_solo_speedups()
+        return replace(own, link_bandwidth=link, link_latency=latency, alone_flops=computes, alone_bandwidth=reads)
+
+    @property
+    def seconds_per_unweighted_flop(self) -> float:
+        """The seconds of a FLOP of ops without weights."""
+        return self.seconds_per_unweighted_flop_and_activation_byte[0]
+
+    @property
+    def seconds_per_activation_byte(self) -> float:
+        """The seconds of a byte of activations."""
+        return self.seconds_per_unweighted_flop_and_activation_byte[1]
+
+    @cached_property
+    def seconds_per_unweighted_flop_and_activation_byte(self) -> tuple[float, float]:
+        """The seconds of a FLOP without weights and of a byte of activations, solved from two probes."""
+        names = ("attention", "values")
+        return _solve_for_two_unit_seconds(
+            [
+                (self.work_by_probe[name].flops, self.work_by_probe[name].nbytes, self.subtract_launch_seconds(name))
+                for name in names
+            ]
+        )
+
+    @property
+    def seconds_per_recurrent_flop(self) -> float:
+        """The seconds of a FLOP of a recurrence; repeated runs read their operands from caches."""
+        work = self.work_by_probe["recurrence"]
+        return self.compute_seconds_per_item("recurrence", work.flops, work.nbytes * self.seconds_per_activation_byte)
+
+    @property
+    def seconds_per_state_byte(self) -> float:
+        """The seconds of a byte of states."""
+        work = self.work_by_probe["states"]
+        return self.compute_seconds_per_item(
+            "states",
+            work.stored_bytes,
+            work.flops * self.seconds_per_unweighted_flop
+            + (work.nbytes - work.stored_bytes) * self.seconds_per_activation_byte,
+        )
+
+    @cached_property
+    def prefill_seconds_per_flop_and_byte(self) -> dict[str, tuple[float, float]]:
+        """The seconds of a FLOP and of a weight byte in matrix products with many rows, by dtype."""
+
+        def of(kind: str) -> tuple[float, float]:
+            names = (f"rows {kind}", f"few {kind}")
+            return _solve_for_two_unit_seconds(
+                [
+                    (
+                        self.work_by_probe[name].flops,
+                        self.work_by_probe[name].stored_bytes,
+                        self.subtract_launch_seconds(name),
+                    )
+                    for name in names
+                ]
+            )
+
+        return {kind: of(kind) for kind in self.dtypes}
+
+    @property
+    def seconds_per_weight_flop(self) -> dict[str, float]:
+        """The seconds of a FLOP in matrix products with many rows, by dtype."""
+        return {kind: flop for kind, (flop, _) in self.prefill_seconds_per_flop_and_byte.items()}
+
+    @cached_property
+    def seconds_per_memory_byte(self) -> dict[str, float]:
+        """The seconds of a weight byte that a matrix-vector product reads from memory, by dtype."""
+        return {kind: self.compute_seconds_per_weight_byte(f"read {kind}", kind) for kind in self.dtypes}
+
+    @cached_property
+    def seconds_per_cached_byte(self) -> dict[str, float]:
+        """The seconds of a weight byte that a matrix-vector product reads from a cache, by dtype."""
+        return {
+            kind: min(self.seconds_per_memory_byte[kind], self.compute_seconds_per_weight_byte(f"cached {kind}", kind))
+            for kind in self.dtypes
+        }
+
+    @property
+    def cache_hit_shares(self) -> dict[str, float]:
+        """The share of repeatedly read bytes that come from caches, by the bytes that all devices read.
+
+        The share never grows with the number of bytes.
+        """
+        share, shares = 1.0, {}
+        for name, probes in self.reread_probes.items():
+            weights = [(self.work_by_probe[probe].stored_bytes, probe.split()[1]) for probe in probes]
+            others = sum(
+                self.estimate_non_reading_seconds(probe, kind) for probe, (_, kind) in zip(probes, weights, strict=True)
+            )
+            reading = (
+                self.probe_seconds[name]
+                - self.launch_seconds * sum(self.launch_counts[probe] for probe in probes)
+                - others
+            )
+            memory, cache = (
+                sum(nbytes * each[kind] for nbytes, kind in weights)
+                for each in (self.seconds_per_memory_byte, self.seconds_per_cached_byte)
+            )
+            share = min(share, max(0.0, (memory - reading) / (memory - cache))) if memory > cache else 0.0
+            shares[str(self.device_count * sum(nbytes for nbytes, _ in weights))] = share
+        return shares
+
+    def compute_link_speeds(self) -> tuple[float, float]:
+        """Return the bytes/s of messages between two devices, and the seconds of one all-reduce of theirs.
+
+        Each is the difference of two probes: with communication and without. The bandwidth is at most 1e13 bytes/s.
+        """
+        short, long, latency = (
+            max(0.0, self.probe_seconds[with_it] - self.probe_seconds[without])
+            / max(1, self.plans[with_it].cost.meetings)
+            for with_it, without in (
+                *((f"there {n}", f"here {n}") for n in (SHORT_CHAIN_WIDTH, LONG_CHAIN_WIDTH)),
+                ("sums", "summands"),
+            )
+        )
+        moved = 4 * (LONG_CHAIN_WIDTH - SHORT_CHAIN_WIDTH)
+        return moved / max(long - short, moved / 1e13), latency
+
+    def compute_solo_speedups(self) -> tuple[float, float]:
+        """Return how many times as fast a device computes, and reads memory, while all other devices wait.
+
+        Each factor is the median over the dtypes that were measured on one device too, and at least 1.
+        """
+        names = [name.partition(" ")[2] for name in self.probe_seconds if name.startswith("alone ")]
+        ratios = {
+            name: self.subtract_launch_seconds(name)
+            / self.subtract_launch_seconds(name, self.probe_seconds[f"alone {name}"])
+            for name in names
+        }
+        computes, reads = (
+            max(1.0, median(ratio for name, ratio in ratios.items() if name.startswith(what)))
+            for what in ("rows", "read")
+        )
+        return computes, reads
+
+    def subtract_launch_seconds(self, name: str, seconds: float | None = None) -> float:
+        """Return the seconds of a probe without its launches, and at least a tenth of its seconds.
+
+        Args:
+            name: Name of the probe.
+            seconds: Seconds of another run of this probe; None for the seconds of the fit.
+        """
+        total = self.probe_seconds[name] if seconds is None else seconds
+        return max(total - self.launch_seconds * self.launch_counts[name], total / 10)
+
+    def compute_seconds_per_item(self, name: str, count: float, others: float) -> float:
+        """Return the seconds of one item of the work that dominates a probe.
+
+        At least a tenth of the seconds without launches count as the time of these items.
+
+        Args:
+            name: Name of the probe.
+            count: Number of items, for example FLOPs or bytes.
+            others: Seconds of the other work of the probe, launches excluded.
+        """
+        return max(self.subtract_launch_seconds(name) - others, self.subtract_launch_seconds(name) / 10) / count
+
+    def compute_seconds_per_weight_byte(self, name: str, kind: str) -> float:
+        """Return the seconds in which a matrix-vector probe reads a byte of weights of dtype `kind`."""
+        return self.compute_seconds_per_item(
+            name, self.work_by_probe[name].stored_bytes, self.estimate_non_reading_seconds(name, kind)
+        )
+
+    def estimate_non_reading_seconds(self, name: str, kind: str) -> float:
+        """Return the seconds of a matrix-vector probe except launches and weight reads.
+
+        These are the longer of two times: arithmetic and activations. A product loads activations during arithmetic.
+        """
+        work = self.work_by_probe[name]
+        return max(
+            work.flops * self.seconds_per_weight_flop[kind],
+            (work.nbytes - work.stored_bytes) * self.seconds_per_activation_byte,
+        )
+
+
+def _sum_plan_work(plan: Plan) -> WorkEstimate:
+    """Return the FLOPs, the bytes, and the bytes of weights and states of all nodes of the graph of a plan."""
+    counts = WorkCounter()
+    works = [counts.count_work(node) for node in plan.graph.nodes if not node.is_leaf]
+    return WorkEstimate(sum(w.flops for w in works), sum(w.nbytes for w in works), sum(w.stored_bytes for w in works))
+
+
+def _solve_for_two_unit_seconds(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Solve two equations ``a * x + b * y = seconds`` for the seconds per unit `x` and `y` of two kinds of work.
+
+    `x` dominates the first equation and `y` the second one. At least a tenth of the seconds of each equation counts as
+    the time of its dominant kind.
+
+    Args:
+        equations: Two tuples of `a`, `b` and `seconds`.
+    """
+    (a, b, s), (c, d, t) = equations
+    first, second = (s * d - t * b) / (a * d - c * b), (t * a - s * c) / (a * d - c * b)
+    return max(first, s / a / 10), max(second, t / d / 10)

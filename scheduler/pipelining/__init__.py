@@ -1,0 +1,1 @@
+"""Pipelined runs: the time of each stage, and the order of runs."""

@@ -1,0 +1,232 @@
+"""The plan cache: a folder of verified plans, which a later process reads in a tenth of the time that planning takes.
+
+The key of an entry is a hash of everything on which a plan depends: the graph, the devices, the options, and the source
+files that make and verify plans. A damaged entry, or an entry of another key, is planned again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from ..backends.capabilities import SupportsPlanCache
+from ..graph.export import from_json, to_json
+from ..graph.graph import Graph
+from ..graph.storage.disk_cache import make_cache_path, read_cached, write_cached
+from ..ops.registry import BUILTIN_OPS
+from .costs.calibration_file import choose_hardware
+from .costs.hardware import Hardware
+from .ir.execution_plan import HostOffload, PinnedNodes, Plan
+from .lowering.device_plan import Devices, Lane, find_first_devices_with_same_program
+from .planning.decompose import decompose_unsupported
+from .serialisation.program_data import layout_from_data, layout_to_data, program_from_data, program_to_data
+
+if TYPE_CHECKING:
+    from .planning.workload import Workload
+
+PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
+"""The folder of the package `hocket`."""
+PLAN_SOURCE_FOLDERS = (
+    "graph",
+    "ops",
+    "ops/*",
+    "backends",
+    "backends/cpu",
+    "backends/numpy",
+    "scheduler",
+    "scheduler/*",
+)
+"""Folders of the package that have the source on which plans depend."""
+
+
+def plan_with_cache(
+    graph: Graph,
+    group: Devices,
+    *,
+    split_mode: str = "auto",
+    tensor_split: Sequence[float] = (),
+    place: Sequence[tuple[str, str]] = (),
+    like: Plan | None = None,
+    hardware: Hardware | None = None,
+    host: HostOffload | None = None,
+    use: Workload | None = None,
+) -> Plan:
+    """Return the plan of `plan_for_group`, from the plan cache if an earlier process stored it there.
+
+    Args:
+        graph: The graph to plan.
+        group: The backend and the device of each member of the device group.
+        split_mode: A name of `SPLIT_MODE_NAMES`.
+        tensor_split: The shares of the devices, in any unit.
+        place: Placement rules, pairs (regular expression, device).
+        like: A plan over the same weights and states with layouts to keep.
+        hardware: Speeds of devices and links; without it the calibrated speeds of the group.
+        host: The device that takes the weights and states that exceed the memory of the group.
+        use: The workload for which split mode ``auto`` optimises.
+    """
+    hardware = choose_hardware(graph, group) if hardware is None else hardware
+    graph = decompose_unsupported(graph, group)
+    asked = [*group, *([] if host is None else [(host.backend, host.device)])]
+    options = (
+        split_mode,
+        tuple(tensor_split),
+        tuple(place),
+        hardware,
+        None if host is None else host.hardware,
+    )
+    file = None
+    if _is_plan_cacheable(graph, asked):
+        file = _compute_cache_path(
+            graph,
+            asked,
+            (
+                *options,
+                None if like is None else _build_layout_key(like),
+                None if use is None else _build_workload_key(use),
+            ),
+        )
+    if file is not None and (data := read_cached(file)) is not None:
+        with suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
+            return _name_programs(_deserialise_plan(data, graph, asked), file)
+    from .planning.planner import plan_for_group
+
+    plan = plan_for_group(
+        graph,
+        group,
+        split_mode=split_mode,
+        tensor_split=tensor_split,
+        place=place,
+        like=like,
+        hardware=hardware,
+        host=host,
+        use=use,
+    )
+    if file is None:
+        return plan
+    write_cached(file, _serialise_plan(plan, asked))
+    return _name_programs(plan, file)
+
+
+def _name_programs(plan: Plan, file: Path) -> Plan:
+    """Name the programs of a plan, so that the binding cache of a backend finds the bindings of each program."""
+    first_equal = find_first_devices_with_same_program(plan.lanes)
+    programs = {first: replace(plan.lanes[first].program) for first in first_equal}
+    for first, program in programs.items():
+        object.__setattr__(program, "cache_name", f"{file.name}.{first}")
+    device_plans = (
+        replace(device_plan, program=programs[first])
+        for device_plan, first in zip(plan.lanes, first_equal, strict=True)
+    )
+    return replace(plan, lanes=tuple(device_plans))
+
+
+def _is_plan_cacheable(graph: Graph, asked: Devices) -> bool:
+    """Return whether the plan depends only on the source of hocket, the devices and the options."""
+    return all(isinstance(b, SupportsPlanCache) and _is_builtin_backend(type(b)) for b, _ in asked) and all(
+        node.is_leaf or node.op in BUILTIN_OPS for node in graph.nodes
+    )
+
+
+def _is_builtin_backend(kind: type) -> bool:
+    return kind.__module__.startswith(f"{__package__.partition('.')[0]}.backends.")
+
+
+def _build_layout_key(like: Plan) -> object:
+    """Return the parts of an earlier plan that a plan with the same layouts depends on."""
+    return [*like.leaves.items()], sorted(like.cuts), like.shares, [v.node.name for v in like.graph.states]
+
+
+def _build_workload_key(use: Workload) -> object:
+    """Return the part of the key that depends on a workload. Two workloads of one text may have different graphs."""
+    return (
+        str(use),
+        use.chunk_sizes,
+        [graph.digest() for graph in (use.build_graph(use.sequence_count, 1), use.balanced_graph)],
+    )
+
+
+def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
+    devices = [
+        (type(b).__qualname__, b.describe_settings() if isinstance(b, SupportsPlanCache) else "", d) for b, d in asked
+    ]
+    return make_cache_path("plans", _build_graph_key(graph), devices, options, _list_planner_sources())
+
+
+def _list_planner_sources() -> list[tuple[str, int, int]]:
+    """Return path, size in bytes and modification time of each source file that plans depend on.
+
+    Python uses the same data to find out whether a compiled file is current.
+    """
+    files = sorted(file for folder in PLAN_SOURCE_FOLDERS for file in PACKAGE_FOLDER.glob(f"{folder}/*.py"))
+    return [(str(file), (of := file.stat()).st_size, of.st_mtime_ns) for file in files]
+
+
+# ----------------------------------------------------------------------------------------------------------- as data
+
+
+def _serialise_plan(plan: Plan, asked: Devices) -> bytes:
+    """Return a plan as JSON. The graph of a device is left out if it equals the graph of the user."""
+    own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(asked)}
+    first_equal = find_first_devices_with_same_program(plan.lanes)
+    document = {
+        "lanes": [
+            {
+                "device": numbers[str(device_plan.device)],
+                "like": first,
+                "graph": None
+                if first < number or _build_graph_key(device_plan.graph) == own
+                else to_json(device_plan.graph),
+                "program": None if first < number else program_to_data(device_plan.program),
+            }
+            for number, (device_plan, first) in enumerate(zip(plan.lanes, first_equal, strict=True))
+        ],
+        "leaves": {name: layout_to_data(layout) for name, layout in plan.leaves.items()},
+        "outputs": {name: layout_to_data(layout) for name, layout in plan.outputs.items()},
+        "cuts": sorted(map(list, plan.cuts)),
+        "reasons": list(plan.reasons),
+        "placed": [asdict(placed) for placed in plan.placed],
+        "hardware": asdict(plan.hardware),
+        "host": None if plan.host is None else asdict(plan.host),
+        "shares": list(plan.shares),
+        "spare": list(plan.spare),
+    }
+    return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _deserialise_plan(data: bytes, graph: Graph, asked: Devices) -> Plan:
+    document = json.loads(data)
+    device_plans: list[Lane] = []
+    for entry in document["lanes"]:
+        backend, device = asked[entry["device"]]
+        if entry["like"] < len(device_plans):
+            equal_plan = device_plans[entry["like"]]
+            device_plans.append(Lane(device, backend, equal_plan.graph, equal_plan.program))
+        else:
+            own = graph if entry["graph"] is None else from_json(entry["graph"])
+            device_plans.append(Lane(device, backend, own, program_from_data(entry["program"], own)))
+    return Plan(
+        graph,
+        tuple(device_plans),
+        MappingProxyType({name: layout_from_data(layout) for name, layout in document["leaves"].items()}),
+        MappingProxyType({name: layout_from_data(layout) for name, layout in document["outputs"].items()}),
+        frozenset((name, axis, segment, place) for name, axis, segment, place in document["cuts"]),
+        tuple(document["reasons"]),
+        Hardware(**document["hardware"]),
+        tuple(PinnedNodes(p["device"], p["because"], tuple(p["nodes"])) for p in document["placed"]),
+        None if document["host"] is None else Hardware(**document["host"]),
+        tuple(document["shares"]),
+        tuple(document["spare"]),
+    )
+
+
+def _build_graph_key(graph: Graph) -> tuple[object, ...]:
+    """Return the digest of a graph, its node names and the order of its outputs.
+
+    A plan in the cache may serve another graph only if all three are equal.
+    """
+    return graph.digest(), tuple(node.name for node in graph.nodes), tuple(graph.outputs)

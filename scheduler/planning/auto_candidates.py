@@ -1,0 +1,242 @@
+"""The candidates of split mode `auto`: tensor parallelism, a layer split, or both, on ever more devices.
+
+The plan of one device is built first. The other candidates get estimates, and `auto` builds their plans only as far
+as they can win.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+
+from ..costs.hardware import Hardware
+from ..ir.execution_plan import Plan
+from ..sharding.axes import Factor
+from ..sharding.cost import AssignmentCost
+from ..sharding.hybrid_split import split_devices_into_groups
+from ..sharding.pins import pin_discrete_choices
+from .branches import MIN_BRANCH_SAVING, BranchScheduler
+from .candidate import Candidate, choose_best_plan, score_by_run_time
+from .plan_builder import PlanBuilder
+from .workload import OptimisticEstimate
+
+BRANCHES_KIND = "independent branches"
+
+
+def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
+    """Return the fitting plan with the least penalised time; if none fits, the plan that misses fewest bytes."""
+    alone, use, graph = plan_builder.build_on_first_device(), plan_builder.workload, plan_builder.graph
+    among = replace(alone, hardware=plan_builder.hardware) if alone.hardware != plan_builder.hardware else alone
+    costs = AssignmentCost(graph, 1, plan_builder.hardware)
+    hardware = _with_fitted_launch_cost(costs, among)
+    estimator = None if use is None else OptimisticEstimate(use, hardware)
+    scorer = score_by_run_time if estimator is None else partial(_score_workload, plan_builder, estimator)
+    once = float(sum(v.spec.nbytes for v in (*graph.weights, *graph.states)))
+    candidates = [Candidate("whole", 1, 0.0, once, 0.0, lambda: alone).with_plan(scorer)]
+    if len(plan_builder.group) > 1:
+        others = _list_candidates(plan_builder, alone, once, hardware, costs)
+        if estimator is not None:
+            others = [estimator.estimate_candidate(candidate, among.cost.total) for candidate in others]
+        candidates += others
+    best = choose_best_plan(candidates, once, scorer)
+    return best if use is None else replace(best, reasons=(f"judged by {use}", *best.reasons))
+
+
+def _score_workload(plan_builder: PlanBuilder, estimator: OptimisticEstimate, plan: Plan) -> tuple[float, str]:
+    """Return the seconds of the workload with the layout of `plan`, and the phrase about pipelined runs."""
+    use = estimator.workload
+    over = cache(lambda sequences, tokens: plan_builder.build_over_layout_of(plan, use.build_graph(sequences, tokens)))
+    return use.score_plans(over, estimator.choose_micro_batch_counts)
+
+
+def _list_candidates(
+    plan_builder: PlanBuilder,
+    single_device_plan: Plan,
+    single_device_bytes: float,
+    hardware: Hardware,
+    costs: AssignmentCost,
+) -> list[Candidate]:
+    """Return all candidates of several devices, with estimates of single runs.
+
+    Args:
+        plan_builder: The request, for all devices.
+        single_device_plan: The plan of one device.
+        single_device_bytes: Bytes of weights and states on one device.
+        hardware: The hardware that `_with_fitted_launch_cost` returned.
+        costs: The work of each node.
+    """
+    devices = len(plan_builder.group)
+    seconds = {node: hardware.compute_seconds(*work) for node, work in costs.node_work.items()}
+    branches = BranchScheduler(plan_builder.graph, devices, hardware, seconds, _find_smallest_memory(plan_builder))
+    is_fixed = plan_builder.tensor_split or plan_builder.user_pins or len(single_device_plan.lanes) > 1
+    fewer = () if is_fixed else (2**i for i in range(1, devices.bit_length()))
+    candidates: list[Candidate] = []
+    for count in sorted({*(n for n in fewer if n < devices), devices}):
+        first = plan_builder.with_first_devices(count)
+        candidates += (
+            _with_stage_overlap(candidate, branches)
+            for candidate in _make_candidates_for_all_devices(first, single_device_plan, single_device_bytes, hardware)
+        )
+        if _can_form_groups(hardware.machine, count) and not plan_builder.user_pins:
+            candidates += (
+                _with_stage_overlap(candidate, branches) for candidate in _make_hybrid_candidates(first, hardware)
+            )
+        if not is_fixed and branches.total_seconds:
+            lacking, refine = (
+                max(0.0, single_device_bytes / count - branches.device_memory_bytes),
+                partial(_make_bounded_branch_candidates, first, branches, single_device_bytes),
+            )
+            candidates.append(
+                Candidate(
+                    BRANCHES_KIND,
+                    count,
+                    branches.compute_lower_bound(count),
+                    single_device_bytes,
+                    lacking,
+                    first.build_on_first_device,
+                    refine=refine,
+                )
+            )
+    return candidates
+
+
+def _make_bounded_branch_candidates(
+    plan_builder: PlanBuilder, branches: BranchScheduler, single_device_bytes: float
+) -> Iterator[Candidate]:
+    """Yield the candidate of independent branches with the lower bound of its clusters, if it can save enough."""
+    count = len(plan_builder.group)
+    if (bound := branches.compute_cluster_bound(count)) is not None:
+        lacking, refine = (
+            max(0.0, single_device_bytes / count - branches.device_memory_bytes),
+            partial(_make_branch_candidates, plan_builder, branches),
+        )
+        yield Candidate(
+            BRANCHES_KIND, count, bound, single_device_bytes, lacking, plan_builder.build_on_first_device, refine=refine
+        )
+
+
+def _make_branch_candidates(plan_builder: PlanBuilder, branches: BranchScheduler) -> Iterator[Candidate]:
+    """Yield a candidate for each schedule of independent branches on different devices."""
+    for schedule in branches.find_schedules(len(plan_builder.group)):
+        leaf_bytes, make = schedule.leaf_bytes, partial(plan_builder.build_branches, schedule)
+        lacking = sum(max(0.0, each - branches.device_memory_bytes) for each in leaf_bytes)
+        yield Candidate(BRANCHES_KIND, len(leaf_bytes), schedule.seconds, sum(leaf_bytes), lacking, make)
+
+
+def _with_stage_overlap(candidate: Candidate, branches: BranchScheduler) -> Candidate:
+    """Return the candidate with its lower bound if its stages work on different branches at the same time."""
+    if (
+        candidate.stage_count == 1
+        or not branches.can_overlap
+        or branches.estimate_overlapped_share(candidate.stage_count) > 1 - MIN_BRANCH_SAVING
+    ):
+        return candidate
+    part = branches.compute_lower_bound(candidate.stage_count) / branches.total_seconds
+    if candidate.is_from_search:  # stages may gain differently from sharding
+        part = 1 / candidate.stage_count
+    return replace(candidate, seconds=candidate.seconds * part, is_from_search=False, group_sharding=None)
+
+
+def _make_candidates_for_all_devices(
+    plan_builder: PlanBuilder, single_device_plan: Plan, single_device_bytes: float, hardware: Hardware
+) -> Iterator[Candidate]:
+    """Yield the candidates that use all devices of `plan_builder`: two factor searches and a layer split.
+
+    Args:
+        plan_builder: The request.
+        single_device_plan: The plan of one device.
+        single_device_bytes: Bytes of weights and states on one device.
+        hardware: The hardware that `_with_fitted_launch_cost` returned.
+    """
+    count, room = len(plan_builder.group), _find_smallest_memory(plan_builder)
+    seen = {frozenset[Factor]()}
+    for eager, kind in ((False, "cut where that saves time"), (True, "cut wherever kernels get shorter")):
+        choice = plan_builder.factor_search.choose_factors(count, hardware, eager=eager)
+        if choice.factors not in seen:
+            seen.add(choice.factors)
+            lacking, make = max(0.0, choice.stored_bytes - room), partial(plan_builder.build_sharded, choice)
+            lower_bound_seconds, group_sharding = choice.seconds - choice.communication_seconds, (count, choice.factors)
+            yield Candidate(
+                kind,
+                count,
+                choice.seconds,
+                count * choice.stored_bytes,
+                lacking,
+                make,
+                is_from_search=True,
+                lower_bound_seconds=lower_bound_seconds,
+                group_sharding=group_sharding,
+            )
+    seconds = single_device_plan.cost.total + _estimate_stage_transfer_seconds(hardware, count, 1)
+    yield Candidate(
+        "layers",
+        count,
+        seconds,
+        single_device_bytes,
+        max(0.0, single_device_bytes / count - room),
+        plan_builder.build_layer_split,
+        stage_count=count,
+    )
+
+
+def _can_form_groups(devices_per_machine: int, device_count: int) -> bool:
+    """Return whether the devices form several groups: whole machines, or halves of one machine."""
+    return (
+        device_count % devices_per_machine == 0
+        if 0 < devices_per_machine < device_count
+        else device_count >= 4 and device_count % 2 == 0
+    )
+
+
+def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> Iterator[Candidate]:
+    """Yield the hybrid split: layers across machines, or across halves of one, and tensor parallelism within each."""
+    if pin_discrete_choices(plan_builder.graph, plan_builder.group):
+        return
+    groups = split_devices_into_groups(hardware.machine, len(plan_builder.group))
+    choice = plan_builder.factor_search.choose_factors(len(groups[0]), hardware, eager=True)
+    stored_bytes = choice.stored_bytes / len(groups)
+    lacking = max(0.0, stored_bytes - _find_smallest_memory(plan_builder))
+    seconds = choice.seconds + _estimate_stage_transfer_seconds(hardware, len(groups), len(groups[0]))
+    count = len(plan_builder.group)
+    across = f"{len(groups)} machines" if 0 < hardware.machine < count else f"{len(groups)} teams"
+    kind = f"layers across {across}, cut within each"
+    make = partial(plan_builder.build_with_groups, groups, choice)
+    lower_bound_seconds, group_sharding, stages = (
+        choice.seconds - choice.communication_seconds,
+        (len(groups[0]), choice.factors),
+        len(groups),
+    )
+    yield Candidate(
+        kind,
+        count,
+        seconds,
+        count * stored_bytes,
+        lacking,
+        make,
+        is_from_search=True,
+        stage_count=stages,
+        lower_bound_seconds=lower_bound_seconds,
+        group_sharding=group_sharding,
+    )
+
+
+def _estimate_stage_transfer_seconds(hardware: Hardware, stage_count: int, devices_per_stage: int) -> float:
+    """Return the least seconds of the transfers between pipeline stages: one latency for each stage boundary."""
+    ends = ((s * devices_per_stage - 1, s * devices_per_stage) for s in range(1, stage_count))
+    return sum(hardware.collective_seconds(0.0, hardware.count_machines(pair)) for pair in ends)
+
+
+def _find_smallest_memory(plan_builder: PlanBuilder) -> float:
+    """Return the memory of the smallest device in bytes; infinity if no device states it."""
+    return min((device.memory for _, device in plan_builder.group if device.memory is not None), default=math.inf)
+
+
+def _with_fitted_launch_cost(costs: AssignmentCost, single_device_plan: Plan) -> Hardware:
+    """Return the hardware with a launch time that makes the sum of all nodes as long as the plan of one device.
+
+    In the program of the plan, fused chains share one launch, and state saves add launches.
+    """
+    work = sum(costs.hardware.compute_seconds(*done, launches=0.0) for done in costs.node_work.values())
+    return replace(costs.hardware, launch=max(0.0, single_device_plan.cost.total - work) / max(1, len(costs.node_work)))

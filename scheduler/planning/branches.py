@@ -1,0 +1,324 @@
+"""The placement of independent branches of a graph on different devices, such as towers, ensembles or experts.
+
+Nodes that gain nothing from separate devices form clusters. List scheduling places the clusters on devices (HEFT:
+Topcuoglu et al., 2002). The cluster with the longest path to the end comes first. It goes to the device that finishes
+it first, messages included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ..costs.hardware import STORED_LEAF_OPS, Hardware, find_viewed_node
+from ..sharding.layer_split import Placement, order_nodes_by_message_count
+from .clusters import Cluster, find_clusters, link_clusters, split_cluster
+
+MIN_BRANCH_SAVING = 0.03
+"""The least share of the time that branches on several devices must save; predictions are not more exact."""
+MAX_PARTS_PER_DEVICE = 4
+"""The most parts into which the share of a device may be divided; a part takes at least as many latencies."""
+MAX_PREDICTED_NODES = 100_000
+"""The largest number of nodes that the search for a better placement predicts."""
+
+
+@dataclass(frozen=True)
+class BranchSchedule:
+    """A placement of nodes on devices, the order in which nodes start, and the predicted seconds of a run.
+
+    `leaf_bytes` has the bytes of weights and states on each device.
+    """
+
+    placement: Placement
+    order: Sequence[Node]
+    seconds: float
+    leaf_bytes: Sequence[float]
+
+
+class BranchScheduler:
+    """The search for schedules of the independent branches of a graph.
+
+    Args:
+        graph: The graph to schedule.
+        device_count: The number of devices.
+        hardware: The speeds of devices and links.
+        node_seconds: The seconds of each node on one device.
+        device_memory_bytes: The memory of the smallest device in bytes.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        device_count: int,
+        hardware: Hardware,
+        node_seconds: Mapping[Node, float],
+        device_memory_bytes: float,
+    ) -> None:
+        self.graph, self.device_count, self.hardware, self.node_seconds, self.device_memory_bytes = (
+            graph,
+            device_count,
+            hardware,
+            node_seconds,
+            device_memory_bytes,
+        )
+        self.compute_nodes = [node for node in graph.nodes if not node.is_leaf]
+        self.total_seconds = sum(node_seconds.values())
+        self._message_seconds: dict[tuple[int, bool], float] = {}
+
+    def compute_lower_bound(self, device_count: int) -> float:
+        """Return the least seconds of any placement of the nodes on `device_count` devices.
+
+        It is the longer of two times: the longest path, and all work divided by the devices.
+        """
+        return max(self._critical_seconds, self.total_seconds / device_count)
+
+    @cached_property
+    def _critical_seconds(self) -> float:
+        """The seconds of the longest path through the graph."""
+        ends: dict[Node, float] = {}
+        for node in self.compute_nodes:
+            start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
+            ends[node] = start + self.node_seconds.get(node, 0.0)
+        return max(ends.values(), default=0.0)
+
+    def compute_cluster_bound(self, device_count: int) -> float | None:
+        """Return the least seconds of any placement of the clusters on `device_count` devices.
+
+        None if all placements save less than the share `MIN_BRANCH_SAVING`.
+        """
+        ends: dict[Node, float] = {}
+        for cluster in self._clusters:
+            start = max((ends[source] for source in cluster.operand_reader_counts), default=0.0)
+            ends[cluster.nodes[-1]] = start + cluster.seconds
+        bound = max(self.total_seconds / device_count, *ends.values())
+        return bound if bound <= self.total_seconds * (1 - MIN_BRANCH_SAVING) else None
+
+    @cached_property
+    def can_overlap(self) -> bool:
+        """Whether pipeline stages on all devices save `MIN_BRANCH_SAVING` by concurrent work.
+
+        Fewer stages save less.
+        """
+        return self.estimate_overlapped_share(self.device_count) <= 1 - MIN_BRANCH_SAVING
+
+    def estimate_overlapped_share(self, stage_count: int) -> float:
+        """Return the share of the total time that a run takes if its independent stages run at the same time.
+
+        Args:
+            stage_count: The number of stages of consecutive nodes.
+        """
+        stage: dict[Node, int] = {}
+        spent = 0.0
+        for node in self.compute_nodes:
+            stage[node] = (
+                min(int(spent / self.total_seconds * stage_count), stage_count - 1) if self.total_seconds else 0
+            )
+            spent += self.node_seconds.get(node, 0.0)
+        ends: dict[Node, float] = {}
+        free = [0.0] * stage_count
+        for node in order_nodes_by_message_count(self.graph, stage):
+            start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
+            free[stage[node]] = ends[node] = max(start, free[stage[node]]) + self.node_seconds.get(node, 0.0)
+        return max(free) / self.total_seconds if self.total_seconds else 1.0
+
+    def find_schedules(self, device_count: int) -> list[BranchSchedule]:
+        """Return the best schedules found on `device_count` devices; each saves at least `MIN_BRANCH_SAVING`."""
+        grain = max(
+            self.total_seconds / device_count / MAX_PARTS_PER_DEVICE,
+            MAX_PARTS_PER_DEVICE * self.hardware.collective_seconds(0.0),
+        )
+        whole = [Cluster([*cluster.nodes], cluster.seconds, {}) for cluster in self._clusters]
+        parts = [part for cluster in self._clusters for part in split_cluster(cluster, self.node_seconds, grain)]
+        schedules = (
+            schedule for division in (whole, parts) for schedule in self._schedule_clusters(division, device_count)
+        )
+        return [schedule for schedule in schedules if schedule.seconds <= self.total_seconds * (1 - MIN_BRANCH_SAVING)]
+
+    @cached_property
+    def _clusters(self) -> Sequence[Cluster]:
+        """The clusters of the graph, each after the clusters that it reads."""
+        return find_clusters(
+            self.compute_nodes,
+            self.node_seconds,
+            self.estimate_result_message_seconds,
+            self.hardware.collective_seconds(0.0),
+        )
+
+    def _schedule_clusters(self, division: Sequence[Cluster], device_count: int) -> Iterator[BranchSchedule]:
+        """Yield schedules of these clusters by list scheduling, and schedules improved by moves of single clusters."""
+        clusters, owner = link_clusters(division, self.hardware.collective_seconds(0.0))
+        until_end: dict[Cluster, float] = defaultdict(float)
+        for cluster in reversed(clusters):
+            until_end[cluster] += cluster.seconds
+            for source in cluster.operand_reader_counts:
+                read = owner[source]
+                until_end[read] = max(
+                    until_end[read], until_end[cluster] + self.estimate_result_message_seconds(source)
+                )
+        scheduler = _ListScheduler(self, device_count)
+        for cluster in sorted(clusters, key=until_end.__getitem__, reverse=True):
+            scheduler.place_cluster(cluster)
+        order = [
+            node for cluster in sorted(clusters, key=scheduler.start_by_cluster.__getitem__) for node in cluster.nodes
+        ]
+        yield from self._build_schedules(scheduler.placement, order)
+        if (better := self._improve_placement(clusters, scheduler.placement, order, device_count)) is not None:
+            yield from self._build_schedules(better, order)
+
+    def _build_schedules(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
+        """Yield schedules with this placement: nodes by their ends, and by the number of messages before each.
+
+        Messages are numbered in this order; programs receive and send them by their numbers, so either may be faster.
+        """
+        ends = self._predict_ends(placement, order)
+        leaf_bytes = [*self._count_leaf_bytes(placement).values()]
+        for each in (sorted(order, key=ends.__getitem__), order_nodes_by_message_count(self.graph, placement)):
+            yield BranchSchedule(placement, each, max(ends.values()), leaf_bytes)
+
+    def _improve_placement(
+        self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], device_count: int
+    ) -> Placement | None:
+        """Return a faster placement, found by moves of single clusters, or None."""
+        first = best = max(self._predict_ends(placement, order).values())
+        better, left = dict(placement), MAX_PREDICTED_NODES // len(order)
+        movable = [cluster for cluster in clusters if self.state_users.keys().isdisjoint(cluster.nodes)]
+        before = math.inf
+        while best < before and left > 0:
+            before = best
+            for cluster, device in product(movable, range(device_count)):
+                if device != better[cluster.nodes[0]] and left > 0:
+                    moved, left = {**better, **dict.fromkeys(cluster.nodes, device)}, left - 1
+                    seconds = max(self._predict_ends(moved, order).values())
+                    if seconds < best and self._count_leaf_bytes(moved)[device] <= self.device_memory_bytes:
+                        best, better = seconds, moved
+        return better if best < first else None
+
+    def _count_leaf_bytes(self, placement: Placement) -> dict[int, int]:
+        """Return the bytes of weights and states on each device that has work."""
+        leaves: dict[int, set[Value]] = defaultdict(set)
+        for node, device in placement.items():
+            leaves[device] |= find_stored_leaves(node)
+        return {device: sum_leaf_bytes(own) for device, own in leaves.items()}
+
+    def _predict_ends(self, placement: Placement, order: Sequence[Node]) -> dict[Node, float]:
+        """Return the predicted time at which each node ends, if each device executes its nodes in this order.
+
+        A device waits for each value of another device; a sender does not wait.
+        """
+        ends: dict[Node, float] = {}
+        free: dict[int, float] = defaultdict(float)
+        arrivals: dict[tuple[Value, int], float] = {}
+        for node in order:
+            device = placement[node]
+            start = free[device]
+            for value, at in self._operands_by_node[node]:
+                if (sender := placement[at]) != device:
+                    if (value, device) not in arrivals:
+                        sent = self.estimate_message_seconds(value.spec.nbytes, sender, device)
+                        arrivals[value, device] = ends.get(value.node, 0.0) + sent
+                    start = max(start, arrivals[value, device])
+            free[device] = ends[node] = start + self.node_seconds.get(node, 0.0)
+        return ends
+
+    @cached_property
+    def state_users(self) -> dict[Node, set[Value]]:
+        """For each node that reads or replaces states, these states."""
+        states: dict[Node, set[Value]] = defaultdict(set)
+        for node in self.compute_nodes:
+            if found := {leaf for leaf in find_stored_leaves(node) if leaf.node.op == "state"}:
+                states[node] |= found
+        for state, new in self.graph.updates.items():
+            states[new.node].add(state)
+        return states
+
+    @cached_property
+    def _operands_by_node(self) -> dict[Node, list[tuple[Value, Node]]]:
+        """For each node the values that it reads and that one device has, each with a node of that device."""
+        users, at = self.graph.users(), {node: node for node in self.compute_nodes}
+        for state in self.graph.states:
+            new = self.graph.updates.get(state)
+            readers = [new.node] if new is not None and not new.node.is_leaf else users[state]
+            at.update((state.node, reader) for reader in readers[:1])
+        return {node: [(s, at[s.node]) for s in node.inputs if s.node in at] for node in self.compute_nodes}
+
+    def estimate_result_message_seconds(self, node: Node, sender: int = 0, receiver: int = 1) -> float:
+        """Return the seconds of a message with all results of a node."""
+        return self.estimate_message_seconds(sum(spec.nbytes for spec in node.specs), sender, receiver)
+
+    def estimate_message_seconds(self, nbytes: int, sender: int, receiver: int) -> float:
+        """Return the seconds of a message of `nbytes` bytes between two devices."""
+        machine = self.hardware.machine
+        key = nbytes, machine > 0 and sender // machine != receiver // machine
+        if key not in self._message_seconds:
+            self._message_seconds[key] = self.hardware.estimate_collective("send", nbytes, (sender, receiver)).seconds
+        return self._message_seconds[key]
+
+
+class _ListScheduler:
+    """A list scheduler: it places clusters on devices one by one, each after the clusters that it reads."""
+
+    def __init__(self, branches: BranchScheduler, device_count: int) -> None:
+        self.branches = branches
+        self.placement: dict[Node, int] = {}
+        self.start_by_cluster: dict[Cluster, float] = {}
+        self.end_by_node: dict[Node, float] = {}
+        self.device_free_times = [0.0] * device_count
+        self.leaves_by_device: list[set[Value]] = [set() for _ in range(device_count)]
+        self.leaf_bytes_by_device = [0] * device_count
+        self.device_by_state: dict[Value, int] = {}
+
+    def place_cluster(self, cluster: Cluster) -> None:
+        """Place a cluster on the device with enough memory that can start it first, or on the device of its state."""
+        leaves = {leaf for node in cluster.nodes for leaf in find_stored_leaves(node)}
+        states = {state for node in cluster.nodes for state in self.branches.state_users.get(node, ())}
+        fixed = sorted({self.device_by_state[state] for state in states if state in self.device_by_state})[:1]
+        fresh = {d: sum_leaf_bytes(leaves - self.leaves_by_device[d]) for d in fixed or self._list_candidate_devices()}
+        fitting = [d for d in fresh if self.leaf_bytes_by_device[d] + fresh[d] <= self.branches.device_memory_bytes]
+        starts = {d: self._compute_start(cluster, d) for d in (fitting or fresh)}
+        device = min(starts, key=lambda d: (starts[d], d))
+        self.start_by_cluster[cluster] = starts[device]
+        self.device_free_times[device] = end = starts[device] + cluster.seconds
+        self.placement.update(dict.fromkeys(cluster.nodes, device))
+        self.end_by_node.update(dict.fromkeys(cluster.nodes, end))
+        self.leaves_by_device[device] |= leaves
+        self.leaf_bytes_by_device[device] += fresh[device]
+        for state in states:
+            self.device_by_state.setdefault(state, device)
+
+    def _list_candidate_devices(self) -> list[int]:
+        """Return the devices in use, and the first idle device of each machine."""
+        machine, seen = self.branches.hardware.machine or len(self.device_free_times), set[int]()
+        devices = []
+        for device, free in enumerate(self.device_free_times):
+            if free or self.leaves_by_device[device] or device // machine not in seen:
+                devices.append(device)
+            if not free and not self.leaves_by_device[device]:
+                seen.add(device // machine)
+        return devices
+
+    def _compute_start(self, cluster: Cluster, device: int) -> float:
+        """Return the time at which a device is free and has all values that the cluster reads."""
+        start = self.device_free_times[device]
+        for source in cluster.operand_reader_counts:
+            arrival, sender = self.end_by_node[source], self.placement[source]
+            if sender != device:
+                arrival += self.branches.estimate_result_message_seconds(source, sender, device)
+            start = max(start, arrival)
+        return start
+
+
+def find_stored_leaves(node: Node) -> set[Value]:
+    """Return the weights and states that a node reads, directly or through views."""
+    leaves = (find_viewed_node(source) for source in node.inputs)
+    return {leaf.results[0] for leaf in leaves if leaf.op in STORED_LEAF_OPS}
+
+
+def sum_leaf_bytes(leaves: Iterable[Value]) -> int:
+    """Return the total bytes of weights and states."""
+    return sum(leaf.spec.nbytes for leaf in leaves)

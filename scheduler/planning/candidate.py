@@ -1,0 +1,259 @@
+"""The choice among candidates: the fastest plan, with penalties for memory and for devices.
+
+Plans take long to build, so candidates compete with estimates first:
+
+1. Take the candidate with the lowest estimated cost; a candidate that fits precedes one that does not fit.
+2. If the candidate has a plan, its plan is the result.
+3. Otherwise build its plan, replace the estimate by the seconds of the plan, and correct the estimates of similar
+   candidates. Continue with step 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ...graph.errors import GraphError, PlanError
+from ..ir.execution_plan import Plan
+from ..ir.formatting import format_bytes, format_seconds
+from ..sharding.axes import Factor
+from .memory_fit import compute_missing_bytes
+
+FULL_COPY_PENALTY = 0.1
+"""The least share of the time that a full copy of weights and states on every device must save."""
+DOUBLED_DEVICES_PENALTY = 0.01
+"""The least share of the time that twice as many devices must save."""
+
+
+PlanScorer = Callable[[Plan], tuple[float, str]]
+"""Return the predicted seconds of a plan for its workload, and a phrase about pipelined runs, empty without them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to plan: its kind, its device count, its estimates, and the function that builds its plan.
+
+    - `seconds`, `stored_bytes` and `missing_bytes` are estimates until `plan` is set. Then they are the values of the
+      plan.
+    - `stored_bytes` counts weights and states on all devices. `missing_bytes` counts the bytes that do not fit.
+    - `stage_count` is the number of pipeline stages of runs. With `assumes_pipelining` the estimate counts on
+      pipelined runs; `pipeline_description` describes them.
+    - `is_from_search` marks estimates of the factor search, which are too low, because the search ignores small
+      costs.
+    - `correction_factor` is the assumed ratio of plan seconds to estimated seconds; 0 if it is unknown.
+    - `lower_bound_seconds` is the time if all collectives are overlapped.
+    - `group_sharding` has the number of devices of each stage and the factors that these devices shard.
+    - With `refine`, `seconds` is a lower bound of the candidates that `refine` returns. They replace the candidate,
+      and candidates of the same kind that have no plan yet.
+    """
+
+    kind: str
+    device_count: int
+    seconds: float
+    stored_bytes: float
+    missing_bytes: float
+    build_plan: Callable[[], Plan]
+    plan: Plan | None = None
+    is_from_search: bool = False
+    stage_count: int = 1
+    pipeline_description: str = ""
+    assumes_pipelining: bool = False
+    lower_bound_seconds: float = 0.0
+    correction_factor: float = 0.0
+    group_sharding: tuple[int, frozenset[Factor]] | None = None
+    refine: Callable[[], Iterable[Candidate]] | None = None
+
+    def has_same_bias_as(self, other: Candidate) -> bool:
+        """Return whether this candidate has no plan yet and its estimate has the same bias as the estimate of `other`.
+
+        Estimates of pipelined runs are more optimistic with fewer stages.
+        """
+        if other.assumes_pipelining:
+            return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
+        return self.plan is None and other.is_from_search and self.is_from_search
+
+    def with_correction(self, time_ratio: float) -> Candidate:
+        """Return the candidate with its estimate corrected by `time_ratio`, if its correction factor becomes smaller.
+
+        Args:
+            time_ratio: The plan seconds of a similar candidate, divided by its estimated seconds.
+        """
+        known = self.correction_factor or 1.0
+        return (
+            replace(self, seconds=self.seconds * time_ratio / known, correction_factor=time_ratio)
+            if time_ratio < (self.correction_factor or math.inf)
+            else self
+        )
+
+    def with_overlap_bound(self, seconds: float) -> Candidate:
+        """Return the candidate with an estimate of at most `seconds`, but not below its own lower bound.
+
+        Args:
+            seconds: The seconds of the plan of a similar candidate, in which collectives are overlapped.
+        """
+        return replace(self, seconds=min(self.seconds, max(self.lower_bound_seconds, seconds)))
+
+    def with_single_stage_bound(self, built_candidate: Candidate) -> Candidate:
+        """Return the candidate with an estimate of at least the seconds of the plan of a single such stage.
+
+        A run without a successor goes through all stages in no less time than through one stage that has all layers.
+        The bound holds if `built_candidate` has one stage with the same group sharding.
+        """
+        is_one = (
+            built_candidate.stage_count == 1
+            and built_candidate.group_sharding is not None
+            and built_candidate.group_sharding == self.group_sharding
+        )
+        return (
+            replace(self, seconds=max(self.seconds, built_candidate.seconds)) if is_one and self.is_sequential else self
+        )
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether the estimate assumes that stages run one after the other."""
+        return self.plan is None and self.stage_count > 1 and not self.assumes_pipelining
+
+    def with_plan(self, scorer: PlanScorer) -> Candidate:
+        """Build the plan; return the candidate with the plan, and with its seconds and bytes in place of estimates."""
+        plan = self.build_plan()
+        seconds, how = scorer(plan)
+        memory = plan.memory()
+        stored_bytes = memory["weight"] + memory["state"]
+        return replace(
+            self,
+            plan=plan,
+            device_count=len(plan.lanes),
+            seconds=seconds,
+            stored_bytes=stored_bytes,
+            missing_bytes=compute_missing_bytes(plan),
+            pipeline_description=how,
+        )
+
+    def compute_penalised_seconds(self, single_device_bytes: float) -> float:
+        """Return the seconds with the penalties for more devices and for copies of weights and states.
+
+        Args:
+            single_device_bytes: The bytes of weights and states that one device would store.
+        """
+        if self.device_count == 1:
+            return self.seconds
+        copied = min(1.0, max(0.0, self.stored_bytes / max(single_device_bytes, 1.0) - 1) / (self.device_count - 1))
+        return (
+            self.seconds
+            / (1 - FULL_COPY_PENALTY * copied)
+            * (1 + DOUBLED_DEVICES_PENALTY * math.log2(self.device_count))
+        )
+
+    def describe(self) -> str:
+        """Return the kind, the device count, the seconds and the bytes as one phrase."""
+        about = "" if self.plan is not None else "about "
+        short = f", {format_bytes(int(self.missing_bytes))} short" if self.missing_bytes else ""
+        devices = f"{self.device_count} device{'s' if self.device_count > 1 else ''}"
+        stored_text = format_bytes(int(self.stored_bytes))
+        kind = f"{self.kind} ({self.pipeline_description})" if self.pipeline_description else self.kind
+        return f"{kind}, on {devices}: {about}{format_seconds(self.seconds)}, {stored_text} held in all{short}"
+
+
+def score_by_run_time(plan: Plan) -> tuple[float, str]:
+    """Return the predicted seconds of one run of a plan, and no phrase."""
+    return plan.cost.total, ""
+
+
+def choose_best_plan(
+    candidates: Sequence[Candidate], single_device_bytes: float, scorer: PlanScorer = score_by_run_time
+) -> Plan:
+    """Return the plan of the candidate that fits, or misses fewest bytes, and has the lowest penalised seconds.
+
+    The reasons of the plan list the rejected candidates. A plan is built only for the candidate with the best
+    estimate. The smallest correction factor that was found so far applies to the estimates. The search does not know
+    the overlap of collectives: after a plan with overlap, similar candidates may be as fast. A candidate is rejected
+    with the reason if its plan cannot be built.
+
+    Args:
+        candidates: The candidates. The first one has its plan.
+        single_device_bytes: Bytes of weights and states on one device.
+        scorer: Returns the seconds of a plan.
+    """
+    left = list(candidates)
+    unbuilt: list[str] = []
+
+    alone_bytes = candidates[0].stored_bytes  # bytes of a plan, which may store weights with another dtype
+
+    def cost(candidate: Candidate) -> tuple[float, float]:
+        return candidate.missing_bytes, candidate.compute_penalised_seconds(
+            single_device_bytes if candidate.plan is None else alone_bytes
+        )
+
+    while (best := min(left, key=cost)).plan is None:
+        if best.refine is not None:
+            left = _replace_refined(left, best, best.refine())
+            continue
+        try:
+            built_candidate = left[left.index(best)] = best.with_plan(scorer)
+        except (PlanError, GraphError) as why:
+            left.remove(best)
+            unbuilt.append(f"left aside: {best.kind}, on {best.device_count} devices; it cannot be built: {why}")
+            continue
+        if best.seconds > 0:
+            off = built_candidate.seconds / best.seconds * (best.correction_factor or 1.0)
+            left = [
+                candidate.with_correction(off) if candidate.has_same_bias_as(best) else candidate for candidate in left
+            ]
+        if built_candidate.plan is not None and built_candidate.plan.cost.hidden:
+            left = [w.with_overlap_bound(built_candidate.seconds) if w.has_same_bias_as(best) else w for w in left]
+        left = [candidate.with_single_stage_bound(built_candidate) for candidate in left]
+    left = [candidate for candidate in left if candidate.refine is None]
+    others = sorted((candidate for candidate in left if candidate is not best), key=cost)
+    first = {candidate.kind: candidate for candidate in reversed(others)}.values()
+    max_device_count = max(candidate.device_count for candidate in left)
+    listed_candidates = [
+        candidate for candidate in others if candidate in first or candidate.device_count == max_device_count
+    ]
+    notes = [
+        f"taken: {best.describe()}",
+        *(
+            f"left aside: {candidate.describe()}; {_explain_rejection(candidate, best)}"
+            for candidate in listed_candidates
+        ),
+    ]
+    notes += (
+        [f"left aside: {len(others) - len(listed_candidates)} ways like these"]
+        if len(others) > len(listed_candidates)
+        else []
+    )
+    notes = [*notes, *unbuilt] if others or unbuilt else []
+    return replace(best.plan, reasons=(*best.plan.reasons, *notes))
+
+
+def _replace_refined(
+    candidates: Sequence[Candidate], replaced: Candidate, refined: Iterable[Candidate]
+) -> list[Candidate]:
+    """Return `candidates` with `refined` in place of `replaced` and of unbuilt candidates of the same kind."""
+    known = {(candidate.kind, candidate.device_count) for candidate in candidates if candidate.plan is not None}
+    fresh = [candidate for candidate in refined if (candidate.kind, candidate.device_count) not in known]
+    known = {(candidate.kind, candidate.device_count) for candidate in fresh}
+    return [
+        *(
+            candidate
+            for candidate in candidates
+            if candidate is not replaced and (candidate.kind, candidate.device_count) not in known
+        ),
+        *fresh,
+    ]
+
+
+def _explain_rejection(other: Candidate, best: Candidate) -> str:
+    """Return the phrase that says why `other` was rejected in favour of `best`."""
+    if other.missing_bytes > best.missing_bytes:
+        return "does not fit"
+    gain = 1 - other.seconds / best.seconds if best.seconds else 0.0
+    if gain < 0:
+        return f"{-gain:.1%} slower"
+    dear = [f"{other.device_count} devices"] if other.device_count > best.device_count else []
+    dear += (
+        [f"{format_bytes(int(other.stored_bytes - best.stored_bytes))} more"]
+        if other.stored_bytes > best.stored_bytes
+        else []
+    )
+    return f"{gain:.1%} faster, too little for {' and '.join(dear) or 'another way'}"

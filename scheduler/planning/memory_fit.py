@@ -1,0 +1,183 @@
+"""Memory fit: the check of a plan against the memory of its devices, and remedies if the plan does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...backends.base import Device
+from ..ir.execution_plan import Plan
+from ..ir.formatting import format_bytes
+from ..ir.layout import Local, Shard
+from ..lowering.device_plan import Lane
+
+CONTEXT_STEP_CELLS = 64
+"""The suggested context sizes are multiples of this number of cells."""
+MAX_OFFLOAD_PLANS = 8
+"""The number of plans that the search for the smallest host offload builds."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPool:
+    """A memory of `memory_bytes` bytes with the device plans that use it; devices of a machine may share one."""
+
+    device_plans: tuple[Lane, ...]
+    memory_bytes: int
+    is_shared: bool = False
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that the device plans need in total."""
+        return sum(sum(device_plan.memory().values()) for device_plan in self.device_plans)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that do not fit into the memory; 0 if all fit."""
+        return max(0, self.needed_bytes - self.memory_bytes)
+
+    def count_leaf_bytes(self, names: frozenset[str]) -> int:
+        """Return the stored bytes of the leaves with these names in this memory."""
+        buffers = [b for device_plan in self.device_plans for b in device_plan.program.buffers if b.kind != "arena"]
+        return sum(b.nbytes for b in buffers if b.name in names)
+
+
+def list_memory_pools(plan: Plan) -> list[MemoryPool]:
+    """Return the memories of a plan; devices that do not state their memory are left out."""
+    groups: dict[str, list[Lane]] = {}
+    for device_plan in plan.lanes:
+        device = device_plan.device
+        groups.setdefault(device.memory_of or f"{device.kind}:{device.index}@{device.rank}", []).append(device_plan)
+    return [
+        MemoryPool(tuple(device_plans), min(known), bool(device_plans[0].device.memory_of) or len(device_plans) > 1)
+        for device_plans in groups.values()
+        if (
+            known := [
+                device_plan.device.memory for device_plan in device_plans if device_plan.device.memory is not None
+            ]
+        )
+    ]
+
+
+def compute_missing_bytes(plan: Plan) -> int:
+    """Return the bytes of a plan that do not fit, summed over all memories; 0 if the plan fits."""
+    return sum(pool.missing_bytes for pool in list_memory_pools(plan))
+
+
+def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | None:
+    """Return a message about the memory that lacks most bytes, with two remedies; None if all fits.
+
+    Args:
+        plan: The plan.
+        context: The number of cells of the KV caches, in order to suggest a smaller context.
+    """
+    short = [pool for pool in list_memory_pools(plan) if pool.missing_bytes]
+    if not short:
+        return None
+    worst = max(short, key=lambda pool: pool.missing_bytes)
+    where = ", ".join(str(device_plan.device) for device_plan in worst.device_plans)
+    parts = {
+        kind: sum(device_plan.memory()[kind] for device_plan in worst.device_plans)
+        for kind in worst.device_plans[0].memory()
+    }
+    bytes_by_kind = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in parts.items() if n)
+    others = f" (and {len(short) - 1} more devices)" if len(short) > 1 else ""
+    remedies = [
+        r
+        for r in (
+            _suggest_context(short, plan, context),
+            _suggest_device_count(worst, plan),
+            _suggest_split_mode(worst, plan),
+        )
+        if r
+    ]
+    remedies += [f"use a model with fewer bits a weight (these take {format_bytes(parts['weight'])} there)"]
+    remedies += ["use devices with more memory"]
+    return (
+        f"{where}{others}: needs {format_bytes(worst.needed_bytes)} ({bytes_by_kind}) but has "
+        f"{format_bytes(worst.memory_bytes)}; {remedies[0]}, or {remedies[1]}"
+    )
+
+
+def _suggest_context(short_pools: Sequence[MemoryPool], plan: Plan, context: int | None) -> str | None:
+    """Return the suggestion of the largest context that fits, or None if smaller caches are not enough."""
+    if context is None:
+        return None
+    caches = frozenset(v.node.name for v in plan.graph.states if v.shape and v.shape[0] >= context)
+    sizes = []
+    for pool in short_pools:
+        cache_bytes = pool.count_leaf_bytes(caches)
+        if cache_bytes <= pool.missing_bytes:
+            return None
+        sizes.append(context * (cache_bytes - pool.missing_bytes) / cache_bytes)
+    fitting = int(min(sizes)) // CONTEXT_STEP_CELLS * CONTEXT_STEP_CELLS
+    return f"use context={fitting} or less" if fitting else None
+
+
+def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
+    """Return the suggestion of a number of equal devices on which the plan fits, or None.
+
+    Sharded or placed leaves become smaller on each device, other leaves do not.
+    """
+    if pool.is_shared:
+        return None
+    leaves = {v.node.name for v in (*plan.graph.weights, *plan.graph.states)}
+    spread = frozenset(n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _is_partitioned(plan))
+    shared = (
+        sum(MemoryPool((device_plan,), 0).count_leaf_bytes(spread) for device_plan in plan.lanes)
+        if _is_partitioned(plan)
+        else pool.count_leaf_bytes(spread)
+    )
+    room = pool.memory_bytes - (pool.needed_bytes - pool.count_leaf_bytes(spread))
+    if room <= 0 or (count := math.ceil(shared / room * 1.02)) <= len(plan.lanes):
+        return None
+    mode = "" if _is_partitioned(plan) else " with split_mode='tensor'"
+    return f"use {count} such devices{mode}"
+
+
+def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
+    """Return the suggestion of another split mode, if several devices have full copies or whole layers, or None."""
+    if len(plan.lanes) == 1:
+        return None
+    if not _is_partitioned(plan):
+        return "use split_mode='tensor' or split_mode='layer'"
+    placed = any(isinstance(layout, Local) for layout in plan.leaves.values())
+    mode, needed = (
+        ("tensor" if placed else "layer"),
+        sum(sum(device_plan.memory().values()) for device_plan in plan.lanes),
+    )
+    memory = sum(p.memory_bytes for p in list_memory_pools(plan))
+    return f"use split_mode='{mode}'" if needed <= memory else None
+
+
+def _is_partitioned(plan: Plan) -> bool:
+    """Return whether devices have different parts of the leaves."""
+    return any(isinstance(layout, Shard | Local) for layout in plan.leaves.values())
+
+
+def choose_host_offload(missing_share: float, build_plan_for_share: Callable[[float], Plan]) -> Plan | None:
+    """Return the fitting plan with the smallest host share that bisection finds; None without a fitting plan.
+
+    At most `MAX_OFFLOAD_PLANS` plans are built.
+
+    Args:
+        missing_share: The share of all weights and states that did not fit without the host.
+        build_plan_for_share: Builds the plan in which the host has a given share of all weights and states.
+    """
+    low, share, fitting = 0.0, min(1.0, missing_share), None
+    for _ in range(MAX_OFFLOAD_PLANS):
+        offload_plan = build_plan_for_share(share)
+        if not compute_missing_bytes(offload_plan):
+            fitting, high = offload_plan, share
+        elif share >= 1.0:
+            return None
+        else:
+            low = share
+        share = (low + high) / 2 if fitting else min(1.0, 2 * share)
+    return fitting
+
+
+def compute_memory_proportions(devices: Sequence[Device]) -> list[float]:
+    """Return the default proportions of a layer split: the memory of each device, or 1.0 if one does not state it."""
+    sizes = [float(device.memory or 0) for device in devices]
+    return sizes if all(sizes) else [1.0] * len(sizes)

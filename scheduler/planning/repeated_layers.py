@@ -1,0 +1,366 @@
+"""Plans of graphs with repeated layers, built from a shortened graph.
+
+The shard ranges of the devices recur after some repetitions, so a device has few kinds of repetitions. Each kind is
+partitioned, lowered and verified once (`verifier.repeating`). The device plans of the deep graph are unrolled from the
+device plans of the short graph at the first access.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from ...backends.capabilities import can_group_overlap
+from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
+from ...graph.node import Node, Value
+from ...graph.repeated_runs import PREAMBLE, RepeatedRuns, ShortenedGraph, shorten_graph, split_numbered_name
+from ...ops import op_of
+from ..costs.hardware import Hardware
+from ..ir.execution_plan import ShardedFactors
+from ..ir.layout import Layout
+from ..lowering.device_plan import Devices, Lane, build_device_plans, unroll_device_plans
+from ..lowering.unroll import find_kinds_of_instructions
+from ..sharding.axes import Factor
+from ..sharding.factors import Factors
+from ..sharding.overlap_chunks import OverlapChunks, find_chunkable_token_factor, partition_in_chunks
+from ..sharding.partitioner import PartitionedGraphs, partition_graph
+from ..sharding.pins import NO_PINS, find_unsupported_nodes
+from ..sharding.propagation import ShardingAssignment
+from ..sharding.search.greedy_search import assign_shard_ranges, factors_from_positions
+from ..sharding.sequence_parallel import SequenceParallelChooser
+from ..sharding.shard_ranges import ShardRanges
+
+MIN_SAVED_NODES = 2_000
+"""The least number of nodes on all devices that a short graph must save; planning and proving them takes 1 to 2 s."""
+REPETITION_KIND_COUNTS, IMBALANCE_TOLERANCE = (1, 2, 4, 8), 0.02
+"""The numbers of repetition kinds to try, and the largest deviation from the wanted share of a device.
+
+The smallest number within the deviation is taken, else the largest number.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RepeatedPlan:
+    """The parts of a plan for a graph with repeated layers: device plans and the layouts of leaves and outputs.
+
+    `build_with_chunks(chunks)` returns the same parts with overlap chunks, or None if chunks cannot be repeated. It is
+    None if the sums over devices have too few tokens.
+    """
+
+    device_plans: tuple[Lane, ...]
+    leaf_layouts: Mapping[str, Layout]
+    output_layouts: Mapping[str, Layout]
+    build_with_chunks: Callable[[OverlapChunks], RepeatedPlan | None] | None = None
+
+
+def plan_repeated_layers(
+    graph: Graph,
+    repeated_layers: RepeatedRuns | None,
+    group: Devices,
+    sharded_factors: ShardedFactors,
+    proportions: Sequence[float],
+    hardware: Hardware,
+    fixed_layouts: Mapping[str, Layout] | None = None,
+) -> RepeatedPlan | None:
+    """Plan a graph with repeated layers from a shortened graph; return None if that is impossible or saves too little.
+
+    It is impossible if devices differ between repetitions, or if a layout differs from `fixed_layouts`.
+
+    Args:
+        graph: The deep graph.
+        repeated_layers: The repeated layers of `graph`.
+        group: The devices.
+        sharded_factors: The sharded factors, listed at every leaf that has them.
+        proportions: The share of each device.
+        hardware: The hardware model.
+        fixed_layouts: The fixed layouts of weights and states; a plan with other layouts is rejected.
+    """
+    required_layouts = (
+        {}
+        if fixed_layouts is None
+        else {v.node.name: fixed_layouts.get(v.node.name) for v in (*graph.weights, *graph.states)}
+    )
+    if repeated_layers is None or repeated_layers.count * repeated_layers.length * len(group) < MIN_SAVED_NODES:
+        return None
+    for runs in (
+        repeated_layers,
+        repeated_layers.drop_first(),
+    ):  # before the first repetition, no value may have been summed yet
+        once = shorten_graph(graph, runs, 1)
+        if once is None or (own := _map_to_short_factors(once, sharded_factors)) is None:
+            continue
+        first = _ShortSharding(once, group, hardware, sharded_factors, proportions, own)
+        sharding = first.with_kind_count(min(_choose_kind_count(first), runs.count - 1))
+        repeated_plan = None if sharding is None else _plan_shortened_graph(sharding)
+        if repeated_plan is not None and all(
+            repeated_plan.leaf_layouts[name] == layout for name, layout in required_layouts.items()
+        ):
+            return repeated_plan
+    return None
+
+
+class _ShortSharding:
+    """A short graph with the factors that are sharded over a device group.
+
+    Args:
+        shortened: The short graph, the deep graph and their repetitions.
+        group: The devices.
+        hardware: The hardware model.
+        sharded_factors: The sharded factors of the deep graph.
+        proportions: The share of each device.
+        short_factors: The sharded factors of the short graph.
+    """
+
+    def __init__(
+        self,
+        shortened: ShortenedGraph,
+        group: Devices,
+        hardware: Hardware,
+        sharded_factors: ShardedFactors,
+        proportions: Sequence[float],
+        short_factors: ShardedFactors,
+    ) -> None:
+        self.shortened_graph, self.group, self.hardware = shortened, group, hardware
+        self.sharded_factors, self.proportions, self.short_sharded_factors = sharded_factors, proportions, short_factors
+        self.factors = Factors(shortened.short_graph)
+        self.chosen_factors = factors_from_positions(shortened.short_graph, self.factors, short_factors)
+
+    @cached_property
+    def shard_ranges(self) -> ShardRanges:
+        """The shard ranges of the factors of the short graph."""
+        return assign_shard_ranges(
+            self.shortened_graph.short_graph, self.factors, self.short_sharded_factors, self.proportions
+        )
+
+    def with_kind_count(self, kind_count: int) -> _ShortSharding | None:
+        """Return the same sharding with another number of kinds of repetitions; None without such a short graph."""
+        return (
+            self
+            if kind_count == self.shortened_graph.short_count
+            else self._with_shortened_graph(
+                shorten_graph(self.shortened_graph.deep_graph, self.shortened_graph.deep_repetitions, kind_count)
+            )
+        )
+
+    def _with_shortened_graph(self, shortened: ShortenedGraph | None) -> _ShortSharding | None:
+        """Return the same sharding of another short graph; None if its repetitions are sharded differently."""
+        own = None if shortened is None else _map_to_short_factors(shortened, self.sharded_factors)
+        if shortened is None or own is None:
+            return None
+        return _ShortSharding(shortened, self.group, self.hardware, self.sharded_factors, self.proportions, own)
+
+    @property
+    def device_kind_count(self) -> int:
+        """The number of kinds of devices, by the sizes of their shard ranges."""
+        shares = (self.shard_ranges.ranges_of(factor) for factor in self.chosen_factors)
+        return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
+
+    @cached_property
+    def sequence_parallel_options(self) -> SequenceParallelChooser:
+        """The choice of replicated or sharded rows for the short graph."""
+        return SequenceParallelChooser(
+            self.shortened_graph.short_graph, self.factors, self.chosen_factors, NO_PINS, len(self.group), self.hardware
+        )
+
+    @property
+    def replicated_assignment(self) -> ShardingAssignment:
+        """The assignment of the short graph with replicated rows."""
+        return self.sequence_parallel_options.replicated_assignment
+
+    def build_partitioned_graphs(self, assignment: ShardingAssignment) -> PartitionedGraphs:
+        """Return the short graphs of all devices for an assignment."""
+        return partition_graph(self.shortened_graph.short_graph, self.factors, assignment, self.shard_ranges)
+
+    def build_repeated_plan(self, partitioned_graphs: PartitionedGraphs) -> RepeatedPlan | None:
+        """Return the plan of the deep graph from the short graphs of all devices.
+
+        None if a device does not support a node, or if its repetitions cannot be repeated.
+        """
+        of = self.shortened_graph
+        if find_unsupported_nodes(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
+            return None
+        device_plans = build_device_plans(partitioned_graphs.graphs, self.group, of)
+        if not all(
+            _is_repeatable(device_plan, of)
+            for device_plan in {id(device_plan.program): device_plan for device_plan in device_plans}.values()
+        ):
+            return None
+        leaves = {
+            of.name_in_repetition(name, run, kind): layout
+            for run, kind in of.repetitions_with_kind
+            for name, layout in partitioned_graphs.leaves.items()
+            if of.kind_of_name(name) == kind
+        }
+        return RepeatedPlan(unroll_device_plans(device_plans, of), leaves, partitioned_graphs.outputs)
+
+    def build_with_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
+        """Return the plan with overlap chunks; None if chunks cannot be repeated.
+
+        The last repetition is planned as a part behind the others, because its sums may have few tokens. A second try
+        does the same with the first one, because before it no sum may have been reduce-scattered yet.
+        """
+        inner = self.shortened_graph.deep_repetitions.drop_last()
+        for runs in (inner, inner.drop_first()):
+            sharding = (
+                self._with_shortened_graph(
+                    shorten_graph(self.shortened_graph.deep_graph, runs, self.shortened_graph.short_count)
+                )
+                if runs.count >= self.shortened_graph.short_count
+                else None
+            )
+            if (
+                sharding is None
+                or (tokens := find_chunkable_token_factor(sharding.replicated_assignment, sharding.factors)) is None
+            ):
+                return None
+            assignment: ShardingAssignment | None = sharding.replicated_assignment
+            if chunks.required_saving_seconds is not None:
+                part = len(sharding.shortened_graph.short_graph.nodes) / len(sharding.shortened_graph.deep_graph.nodes)
+                assignment = sharding.sequence_parallel_options.shard_rows_if_saving(
+                    tokens, chunks.required_saving_seconds * part
+                )
+            if assignment is None:
+                return None
+            if _has_uniform_carries(sharding.shortened_graph, assignment):
+                sharded = partition_in_chunks(
+                    sharding.shortened_graph.short_graph,
+                    sharding.factors,
+                    assignment,
+                    sharding.shard_ranges,
+                    tokens,
+                    chunks.chunk_count,
+                )
+                return None if sharded is None else sharding.build_repeated_plan(sharded)
+        return None
+
+
+def _plan_shortened_graph(sharding: _ShortSharding) -> RepeatedPlan | None:
+    """Plan the short graph and return the plan of the deep graph; None if that saves too few nodes."""
+    of, group = sharding.shortened_graph, sharding.group
+    if (
+        of.deep_repetitions.count - of.short_count
+    ) * of.deep_repetitions.length * sharding.device_kind_count < MIN_SAVED_NODES:
+        return None
+    assignment = sharding.sequence_parallel_options.choose_fastest_assignment()
+    repeated_plan = (
+        sharding.build_repeated_plan(sharding.build_partitioned_graphs(assignment))
+        if _has_uniform_carries(of, assignment)
+        else None
+    )
+    if (
+        repeated_plan is None
+        or not can_group_overlap(group)
+        or find_chunkable_token_factor(sharding.replicated_assignment, sharding.factors) is None
+    ):
+        return repeated_plan
+    return replace(repeated_plan, build_with_chunks=sharding.build_with_chunks)
+
+
+def _map_to_short_factors(shortened: ShortenedGraph, sharded_factors: ShardedFactors) -> ShardedFactors | None:
+    """Return the sharded factors in terms of the short graph; None if repetitions are sharded differently."""
+    number = {node.name: at for at, node in enumerate(shortened.deep_nodes) if node.is_leaf}
+    by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
+    for name, axis, segment, factor in sharded_factors:
+        run = shortened.deep_repetitions.repetition_of(number[name])
+        kind = run if run == PREAMBLE else shortened.short_count if run == shortened.deep_repetitions.count else 0
+        by_run[run].add((str(number[name] - (run - kind) * shortened.deep_repetitions.length), axis, segment, factor))
+    inner = by_run[0]
+    if any(by_run[run] != inner for run in range(shortened.deep_repetitions.count)):
+        return None
+    again = [
+        (str(int(name) + kind * shortened.deep_repetitions.length), axis, segment, factor)
+        for kind in range(shortened.short_count)
+        for name, axis, segment, factor in inner
+    ]
+    return frozenset([*by_run[PREAMBLE], *by_run[shortened.deep_repetitions.count], *again])
+
+
+def _choose_kind_count(short_sharding: _ShortSharding) -> int:
+    """Return the number of repetition kinds over which the rounding of shard ranges evens out."""
+    inner = frozenset(
+        sharded_factor
+        for sharded_factor in short_sharding.short_sharded_factors
+        if short_sharding.shortened_graph.kind_of_name(sharded_factor[0]) == 0
+    )
+    sizes = [
+        factor.size
+        for factor in factors_from_positions(short_sharding.shortened_graph.short_graph, short_sharding.factors, inner)
+    ]
+    shares = ShardRanges(short_sharding.proportions)
+    assigned_sizes: dict[int, list[int]] = {size: [0] * len(short_sharding.proportions) for size in sizes}
+    for times in range(1, REPETITION_KIND_COUNTS[-1] + 1):
+        for size in sizes:
+            assigned_sizes[size] = [
+                n + high - low
+                for n, (low, high) in zip(assigned_sizes[size], shares.ranges_of(Factor(size)), strict=True)
+            ]
+        ideal_sizes = {size: [times * sizes.count(size) * size * p for p in shares.proportions] for size in sizes}
+        pairs = (pair for size in sizes for pair in zip(assigned_sizes[size], ideal_sizes[size], strict=True))
+        if times in REPETITION_KIND_COUNTS and all(
+            abs(has - ideal) <= IMBALANCE_TOLERANCE * ideal for has, ideal in pairs
+        ):
+            return times
+    return REPETITION_KIND_COUNTS[-1]
+
+
+def _has_uniform_carries(shortened: ShortenedGraph, assignment: ShardingAssignment) -> bool:
+    """Return whether carried values have the same layouts before all repetitions and after each repetition."""
+    firsts = [shortened.short_repetitions.first_node_of(run) for run in range(PREAMBLE, shortened.short_count)]
+    carried = [
+        [shortened.short_nodes[first + place] for first in firsts]
+        for place in shortened.deep_repetitions.carried_positions
+    ]
+    return all(
+        len({tuple(map(assignment.produced_layouts.__getitem__, node.results)) for node in nodes}) == 1
+        for nodes in carried
+    )
+
+
+def _is_repeatable(device_plan: Lane, shortened: ShortenedGraph) -> bool:
+    """Return whether repetitions of the instructions of a device may follow each other in any order.
+
+    - The instructions of each kind are consecutive, and the kinds are in order.
+    - A value that the next repetition reads has the same offset in all kinds.
+    - No state is copied at the end of all repetitions.
+    """
+    kinds = find_kinds_of_instructions(device_plan.graph, device_plan.program, shortened)
+    copies = any(
+        i.index < 0 and at not in device_plan.program.save_positions
+        for at, i in enumerate(device_plan.program.instructions)
+    )
+    if kinds != sorted(kinds) or {*kinds} != {*range(PREAMBLE, shortened.short_count + 1)} or copies:
+        return False
+    if device_plan.graph.outputs.keys() != shortened.short_graph.outputs.keys():
+        return False
+    results_by_node = {
+        device_plan.graph.nodes[i.index]: i.dst for i in device_plan.program.instructions if i.index >= 0
+    }
+    places: dict[tuple[int, str, int], set[int]] = defaultdict(set)
+    run_of = shortened.kind_by_node(device_plan.graph)
+    for base in _list_carried_values(device_plan.graph, run_of):
+        if base.node in results_by_node:
+            number, ending = split_numbered_name(base.node.name)
+            place = number - shortened.short_repetitions.first_node_of(run_of[base.node])
+            places[place, ending, base.index].add(results_by_node[base.node][base.index].offset)
+    return all(len(found) == 1 for found in places.values())
+
+
+def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -> Iterator[Value]:
+    """Yield the values that a repetition reads of the one before it, each as the value that owns its memory."""
+    for node in graph.nodes:
+        for source in node.inputs:
+            base = _find_memory_owner(source)
+            if repetition_of_node[base.node] == repetition_of_node[node] - 1:
+                yield base
+
+
+def _find_memory_owner(value: Value) -> Value:
+    """Return the value that owns the memory of `value`; `value` itself unless it is a view."""
+    node: Node = value.node
+    while not node.is_leaf and op_of(node).is_view:
+        value = node.inputs[0]
+        node = value.node
+    return value

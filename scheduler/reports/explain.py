@@ -1,0 +1,376 @@
+"""The plan report: cost, memory, and for each timeline entry its devices, its time and its reason."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from ...backends.capabilities import SupportsTransports
+from ...graph.attrs import quote_node_name
+from ...graph.graph import assign_names
+from ...graph.layer_folding import find_repetitions
+from ...graph.node import Node, Value
+from ...ops import REGISTRY
+from ...ops.collectives import find_collective_number
+from ..costs.hardware import find_viewed_node
+from ..costs.timeline import COMPUTE, TimelineEntry, count_collective_bytes
+from ..ir.execution_plan import Plan
+from ..ir.formatting import format_bytes, format_devices, format_seconds, format_table
+from ..ir.layout import Local, Shard
+from ..lowering.device_plan import Lane
+from ..pipelining.stage_times import count_pipeline_stages, estimate_pipeline_speedup, format_stage_count
+from .critical_path import find_critical_path
+from .pass_dumps import format_node_reference, format_program
+from .placement_hints import PlacementHint, find_hints
+from .weight_balance import find_imbalance
+
+
+def explain_plan(plan: Plan, *, steps: bool = False) -> str:
+    """Return the report of a plan: summary, reasons, memory, weight balance and timeline.
+
+    With `steps`, the instructions of each device follow.
+    """
+    lines = [format_summary(plan), *(f"  {reason}" for reason in format_reason_lines(plan))]
+    lines += ["", *format_memory_table(plan), ""]
+    if uneven := find_imbalance(plan):
+        lines += [*uneven.format_lines(), ""]
+    lines += format_timeline_table(plan)
+    if steps:
+        for device_plan in plan.lanes:
+            lines += ["", f"{device_plan.device}: {format_program(device_plan.program)}"]
+    return "\n".join(lines)
+
+
+def format_summary(plan: Plan) -> str:
+    """Return nodes, steps, collectives by kind, arithmetic and time in one line."""
+    views = sum(not n.is_leaf and REGISTRY[n.op].is_view for n in plan.graph.nodes)
+    longest = max(len(device_plan.program.instructions) for device_plan in plan.lanes)
+    counts: dict[str, int] = {}
+    for stage in plan.stages:
+        if stage.op != COMPUTE:
+            name = "copy" if stage.op == "send" else stage.op
+            counts[name] = counts.get(name, 0) + 1
+    collectives = ", ".join(f"{n} {op}" for op, n in sorted(counts.items())) or "no collectives"
+    where = format_devices([str(device_plan.device) for device_plan in plan.lanes])
+    simulated = " (simulated)" if plan.lanes[0].backend.name == "simulated" else ""
+    idle = f"{format_devices(plan.spare)} left free; " if plan.spare else ""
+    if len(plan.lanes) > 1 and len(plan.stages) == 1 and not _is_partitioned(plan):
+        idle += f"each of {len(plan.lanes)} devices does all; "
+    return (
+        f"{idle}{len(plan.graph.nodes)} nodes, {views} of them views; {longest} steps on {where}{simulated}; "
+        f"{collectives}; {plan.flops() / 1e6:.1f} MFLOP; {format_seconds(plan.cost.total)} a run estimated, "
+        f"{format_seconds(plan.cost.collectives)} of it in collectives; speeds: {plan.hardware.source}"
+    )
+
+
+def _is_partitioned(plan: Plan) -> bool:
+    """Return whether devices have different parts of a weight, a state or an output."""
+    return any(isinstance(layout, Shard | Local) for layout in (*plan.leaves.values(), *plan.outputs.values()))
+
+
+def format_reason_lines(plan: Plan) -> list[str]:
+    """Return the lines about the search, which are the plan's reasons, and about its results."""
+    return [
+        *plan.reasons,
+        *format_cost_correction_lines(plan),
+        *format_placement_lines(plan),
+        *format_transport_lines(plan),
+        *format_critical_path_lines(plan),
+        *format_overlap_lines(plan),
+        *format_pipelining_lines(plan),
+        *stand_in_lines(plan),
+    ]
+
+
+def format_cost_correction_lines(plan: Plan) -> list[str]:
+    """Return a line with the time of the plan.
+
+    It differs from the search's times, because the programs contain copies that the search does not see.
+    """
+    if not plan.cuts:
+        return []
+    return [f"with all that the programs copy: {format_seconds(plan.cost.total)}, {plan.cost.meetings} collectives"]
+
+
+def format_placement_lines(plan: Plan) -> list[str]:
+    """Return a line for each reason why nodes run on one device alone."""
+    lines = []
+    for placed in plan.placed:
+        first, *others = (f"%{name if name.isdecimal() else quote_node_name(name)}" for name in placed.nodes)
+        node_range = (
+            first if not others else f"{first}, {others[0]}" if len(others) == 1 else f"{first} to {others[-1]}"
+        )
+        count = f"{len(placed.nodes)} node{'s' if others else ''}"
+        lines.append(f"{plan.lanes[placed.device].device} alone runs {count} ({node_range}): {placed.because}")
+    return lines
+
+
+def format_transport_lines(plan: Plan) -> list[str]:
+    """Return how the devices of each backend exchange data, if the backend has several transports."""
+    kinds: dict[type, list[Lane]] = {}
+    for device_plan in plan.lanes:
+        kinds.setdefault(type(device_plan.backend), []).append(device_plan)
+    lines = []
+    for device_plans in kinds.values():
+        devices, backend = [device_plan.device for device_plan in device_plans], device_plans[0].backend
+        if isinstance(backend, SupportsTransports) and len(devices) > 1:
+            how = (
+                backend.describe_transport(devices)
+                if len(kinds) == 1
+                else "through memory of the host, as devices of several kinds do"
+            )
+            lines.append(f"{format_devices(list(map(str, devices)))} meet {how}")
+    return lines
+
+
+def format_critical_path_lines(plan: Plan) -> list[str]:
+    """Return the shares of devices and collectives on the critical path, for several devices."""
+    if len(plan.lanes) == 1 or not plan.cost.total:
+        return []
+    seconds: dict[str, float] = defaultdict(float)
+    for link in find_critical_path(plan.stages, len(plan.lanes)):
+        name = "collectives" if link.device is None else f"work of {plan.lanes[link.device].device}"
+        seconds[name] += link.stage.seconds
+    ranked = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    shares = (f"{seconds[name] / plan.cost.total:.0%} {name}" for name in ranked)
+    return [f"the time of a run is {', '.join(shares)}"]
+
+
+def format_overlap_lines(plan: Plan) -> list[str]:
+    """Return the time saved by computation during collectives."""
+    if not (hidden := plan.cost.hidden):
+        return []
+    device_plans = {id(device_plan.program): device_plan for device_plan in plan.lanes}.values()
+    steps = [
+        device_plan.program.instructions[at]
+        for device_plan in device_plans
+        for at in device_plan.overlapped_instructions
+    ]
+    count = len({find_collective_number(i.op, i.attrs) for i in steps})
+    return [f"devices compute beside {count} of {plan.cost.meetings} collectives, which saves {format_seconds(hidden)}"]
+
+
+def format_pipelining_lines(plan: Plan) -> list[str]:
+    """Return the speedup of pipelined runs."""
+    times, through = estimate_pipeline_speedup(plan), format_stage_count(count_pipeline_stages(plan), len(plan.lanes))
+    if times < 1.01:
+        return []
+    return [f"runs that follow each other through {through} are {times:.2f} times as fast as one by one"]
+
+
+def stand_in_lines(plan: Plan) -> list[str]:
+    """Return a line for each kind of device with ops that have no compiled kernel, so that NumPy computes them."""
+    nodes: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for device_plan, costs in zip(plan.lanes, plan.prices, strict=True):
+        for position in costs.stand_ins:
+            instruction = device_plan.program.instructions[position]
+            nodes[device_plan.device.kind][instruction.op].add(instruction.index)
+    lines = []
+    for kind, by_op in nodes.items():
+        counts = ", ".join(f"{op} ({len(numbers)})" for op, numbers in sorted(by_op.items()))
+        lines.append(f"{kind} has no compiled kernel for these nodes, which NumPy computes: {counts}")
+    return lines
+
+
+def format_memory_table(plan: Plan) -> list[str]:
+    """Return the bytes on each device by kind, and the free memory.
+
+    The saved bytes for the undo of a failed run are a part of the compute memory.
+    """
+    rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "to undo", "free after")]
+    for device_plan in plan.lanes:
+        bytes_by_kind = device_plan.memory()
+        free = "-"
+        if device_plan.device.memory is not None:
+            own = (device_plan.device.kind, device_plan.device.index)
+            parts = [other for other in plan.lanes if (other.device.kind, other.device.index) == own]
+            left = device_plan.device.memory - sum(sum(part.memory().values()) for part in parts)
+            free = format_bytes(left) if left >= 0 else f"{format_bytes(-left)} short"
+        kinds = ("weight", "state", "constant", "arena")
+        sizes = (*(bytes_by_kind[k] for k in kinds), device_plan.program.undo_bytes)
+        rows.append((str(device_plan.device), *(format_bytes(n) if n else "-" for n in sizes), free))
+    return format_table(rows, "lrrrrrr")
+
+
+def format_timeline_table(plan: Plan) -> list[str]:
+    """Return one row per timeline entry; repeated sequences of entries, such as layers, are shown once and counted."""
+    reasons, advice = TimelineReasons(plan), find_hints(plan)
+    rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
+    table: list[tuple[str, ...]] = []
+    for number, stage in enumerate(plan.stages):
+        phrases = [reasons.explain_entry(stage), *(f"hint: {hint}" for hint in reasons.select_hints(stage, advice))]
+        table.append(_format_timeline_row(plan, number, stage, "; ".join(phrases)))
+    table_rows: list[tuple[str, ...]] = []
+    notes: dict[int, str] = {}
+    for start, length, times in find_repetitions([_make_row_key(row) for row in table]):
+        table_rows += table[start : start + length]
+        if times > 1:
+            last = start + length * times - 1
+            notes[len(table_rows)] = f"     … these {length} stages {times - 1} times more, to stage {last}"
+    lines = format_table([*rows, *table_rows], "rlrrrrrl")
+    for at in sorted(notes, reverse=True):
+        lines.insert(at + 1, notes[at])
+    return lines
+
+
+def _format_timeline_row(plan: Plan, number: int, stage: TimelineEntry, because: str) -> tuple[str, ...]:
+    """Return the table row of one timeline entry."""
+    where = format_devices([str(plan.lanes[d].device) for d in stage.devices])
+    if stage.op == "send":
+        where = " -> ".join(
+            str(plan.lanes[d].device) for d in sorted(stage.devices, key=lambda d: d != stage.sending_device)
+        )
+    if stage.op != COMPUTE:
+        where = f"{'copy' if stage.op == 'send' else stage.op} {where}"
+    reads, moved = (format_bytes(n) if n else "-" for n in (stage.bytes_read, stage.bytes_sent))
+    uncut = "-" if stage.unsharded_seconds is None else format_seconds(stage.unsharded_seconds)
+    if stage.is_overlapped:
+        because = f"beside the meeting before it; {because}"
+    return str(number), where, str(stage.instruction_count), reads, moved, format_seconds(stage.seconds), uncut, because
+
+
+def _make_row_key(row: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the common part of the rows of two layers: all cells, without numbers in names."""
+    return (*row[1:-1], re.sub(r"\d+", "N", row[-1]))
+
+
+class TimelineReasons:
+    """The reasons for timeline entries, read from the graphs of the devices and the layouts of their leaves."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.pin_reasons = _list_pin_reasons(plan)
+        self.shapes_by_name = {
+            name: [spec.shape for spec in node.specs] for node, name in assign_names(plan.graph).items()
+        }
+
+    def explain_entry(self, stage: TimelineEntry) -> str:
+        """Return the reason for a timeline entry."""
+        nodes = self._list_nodes(stage)
+        if stage.op == COMPUTE:
+            return self._explain_work(nodes, stage.devices)
+        return self._explain_collective(self.plan.lanes[stage.sending_device], stage, nodes[0])
+
+    def select_hints(self, stage: TimelineEntry, advice: Mapping[str, PlacementHint]) -> list[PlacementHint]:
+        """Return the hints of `advice` about weights that an entry reads."""
+        read = (
+            (find_viewed_node(s).name for n in self._list_nodes(stage) for s in n.inputs) if stage.op == COMPUTE else ()
+        )
+        return list(dict.fromkeys(advice[name] for name in read if name in advice))
+
+    def _list_nodes(self, stage: TimelineEntry) -> list[Node]:
+        """Return the nodes that an entry computes, from the graph of its first device."""
+        device_plan = self.plan.lanes[stage.sending_device]
+        instructions = device_plan.program.instructions[
+            stage.first_instruction : stage.first_instruction + stage.instruction_count
+        ]
+        return [device_plan.graph.nodes[i.index] for i in instructions if i.index >= 0]
+
+    def _explain_work(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
+        """Return the reason for work: the largest pinned leaf and the largest sharded leaf that the entry reads."""
+        because = {name: why for name, (device, why) in self.pin_reasons.items() if device in devices}
+        leaves = {find_viewed_node(s).name: find_viewed_node(s) for n in nodes for s in n.inputs}
+        stored_leaves = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
+        special = [n for n in stored_leaves if isinstance(self.plan.leaves[n.name], Shard | Local)]
+        if not special:
+            why = [because[n.name] for n in nodes if n.name in because]
+            return f"placed here: {why[0]}" if why else self._explain_unsharded_work(nodes)
+        sharded_leaves = [n for n in special if isinstance(self.plan.leaves[n.name], Shard)]
+        local = [n for n in special if n not in sharded_leaves]
+        phrases = []
+        if local:
+            largest_leaf, others = _find_largest_leaf(local)
+            phrases.append(
+                f"%{largest_leaf.label}{others} placed here: {because.get(largest_leaf.name, 'nothing else reads it')}"
+            )
+        if sharded_leaves:
+            largest_leaf, others = _find_largest_leaf(sharded_leaves)
+            phrases.append(f"%{largest_leaf.label}{others} cut on axis {self._find_shard_axis(largest_leaf)}")
+        return "; ".join(phrases)
+
+    def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
+        """Return the reason for work that reads no sharded weight; it may read a part of a replicated one."""
+        read = [(s, find_viewed_node(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
+        stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
+        if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
+            return f"a part of %{part[0].label}, which is whole on each device"
+        if stored:
+            return "its weights are whole on each device"
+        for s, _ in read:
+            if s.shape != self.shapes_by_name.get(s.node.name, [s.shape] * (s.index + 1))[s.index]:
+                return f"{format_value_name(s)} lies in shards, with which each device goes on"
+        return "what it reads is whole on each device"
+
+    def _explain_collective(self, device_plan: Lane, stage: TimelineEntry, node: Node) -> str:
+        """Return the reason for a collective or a message."""
+        if stage.op == "send":
+            to = self.plan.lanes[next(d for d in stage.devices if d != stage.sending_device)].device
+            return f"{format_value_name(node.inputs[0])} is made on {device_plan.device} and read on {to}"
+        source = node.inputs[0]
+        sharded_leaf = self._find_nearest_sharded_leaf(source.node)
+        because = (
+            ""
+            if sharded_leaf is None
+            else f": %{sharded_leaf.label} is cut on axis {self._find_shard_axis(sharded_leaf)}"
+        )
+        if stage.op == "all_gather":
+            return f"{format_value_name(source)} lies in shards and is read whole{because}"
+        whose = ", of which each keeps its own rows" if stage.op == "reduce_scatter" else ""
+        machines = self._describe_multi_machine_sum(device_plan, stage)
+        return f"{format_value_name(source)} is a sum over the devices{whose}{because}{machines}"
+
+    def _describe_multi_machine_sum(self, device_plan: Lane, stage: TimelineEntry) -> str:
+        """Return how a sum over several machines is computed, if it is first computed within each machine."""
+        cost = self.plan.hardware.estimate_collective(
+            stage.op, count_collective_bytes(device_plan.program.instructions[stage.first_instruction]), stage.devices
+        )
+        if not (cost.inside_machine_seconds and cost.across_machines_seconds):
+            return ""
+        over = f"{cost.machine_count} x {len(stage.devices) // cost.machine_count}"
+        inside, across = map(format_seconds, (cost.inside_machine_seconds, cost.across_machines_seconds))
+        return f"; {stage.op} over {over}: {inside} inside, {across} across"
+
+    def _find_shard_axis(self, leaf: Node) -> int:
+        """Return the axis on which a leaf is sharded."""
+        layout = self.plan.leaves[leaf.name]
+        assert isinstance(layout, Shard)
+        return layout.axis
+
+    def _find_nearest_sharded_leaf(self, node: Node) -> Node | None:
+        """Return the nearest sharded weight or state from which a value is computed."""
+        queue, seen = [node], {node}
+        for here in queue:
+            leaves = [s.node for s in here.inputs if s.node.is_leaf]
+            for leaf in leaves:
+                if isinstance(self.plan.leaves.get(leaf.name), Shard):
+                    return leaf
+            fresh = [s.node for s in here.inputs if s.node not in seen and not s.node.is_leaf]
+            queue += fresh
+            seen.update(fresh)
+            if len(seen) > 1000:
+                break
+        return None
+
+
+def _find_largest_leaf(leaves: Sequence[Node]) -> tuple[Node, str]:
+    """Return the leaf with the most bytes, and a text with the count of the others."""
+    return max(leaves, key=lambda n: n.specs[0].nbytes), f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
+
+
+def format_value_name(value: Value) -> str:
+    """Return a value of a device's graph by its name in a dump of the user's graph."""
+    return format_node_reference(value.node.name or value.node.op) + (
+        f"#{value.index}" if len(value.node.specs) > 1 else ""
+    )
+
+
+def _list_pin_reasons(plan: Plan) -> dict[str, tuple[int, str]]:
+    """Return the pinned device and the reason for nodes by name, and for the weights and states that they read."""
+    pins_by_name = {name: (placed.device, placed.because) for placed in plan.placed for name in placed.nodes}
+    reasons = dict(pins_by_name)
+    for node, name in assign_names(plan.graph).items() if pins_by_name else ():
+        for leaf in map(find_viewed_node, node.inputs):
+            if name in pins_by_name:
+                reasons.setdefault(leaf.name, pins_by_name[name])
+    return reasons

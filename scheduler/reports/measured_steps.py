@@ -1,0 +1,138 @@
+"""The measured times of a plan's steps, from a trace of this plan or of a plan with the same steps and other shapes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ...graph.errors import PlanError
+from ..ir.execution_plan import Plan
+from ..runtime.trace import Trace
+from .perfetto_trace import (
+    FIRST_DEVICE_PROCESS,
+    MICROSECONDS_PER_SECOND,
+    TRACE_FORMAT,
+    format_result_spec,
+    format_trace,
+)
+
+MAX_TRACE_BYTES = 1 << 30
+"""Maximum bytes of an unpacked trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One instruction in the traced runs.
+
+    `seconds` is its share of the median time of its kernel. The kernel runs `steps_in_kernel` instructions, and
+    their estimates determine the shares.
+    """
+
+    kernel: str
+    seconds: float
+    steps_in_kernel: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPlan:
+    """The measured steps of a plan, for each device by position; None for an instruction without a kernel."""
+
+    label: str
+    run_count: int
+    median_run_seconds: float
+    """Seconds of the median run."""
+    has_equal_shapes: bool
+    """Whether all shapes equal the plan's shapes. They may differ, for example with a shorter context."""
+    steps_by_device: tuple[tuple[MeasuredStep | None, ...], ...]
+
+
+def read_measurements(plan: Plan, trace: Trace | str | Path) -> MeasuredPlan:
+    """Return the measured times of `plan` from a trace or a trace file.
+
+    Raises:
+        PlanError: If the file is not a trace, or has no run of a plan with the same steps.
+        OSError: If the file cannot be read.
+    """
+    if isinstance(trace, Trace):
+        return _match_trace(plan, json.loads("".join(format_trace(trace))))
+    try:
+        return _match_trace(plan, _read_trace_file(trace))
+    except PlanError as why:
+        raise PlanError(f"{trace}: {why}") from None
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
+        raise PlanError(f"{trace}: is no trace of hocket; write one with `hocket run --trace`") from None
+
+
+def _read_trace_file(path: str | Path) -> Any:
+    """Read the JSON document of a trace file, gzipped or not."""
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    try:
+        with gzip.open(path, "rb") if packed else open(path, "rb") as file:
+            data = file.read(MAX_TRACE_BYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise PlanError("is damaged: it does not unpack") from None
+    if len(data) > MAX_TRACE_BYTES:
+        raise PlanError(f"has more than {MAX_TRACE_BYTES} bytes; trace fewer runs")
+    return json.loads(data)
+
+
+def _match_trace(plan: Plan, document: Mapping[str, Any]) -> MeasuredPlan:
+    """Match a trace document with a plan and return the measured times of the plan's steps.
+
+    The document may have several plans; the plan with the most equal shapes is taken.
+    """
+    about = document["otherData"]
+    if about["format"] != TRACE_FORMAT:
+        raise PlanError(f"is a trace in the format {about['format']!s:.40}; this version reads {TRACE_FORMAT}")
+    known = [_compute_shape_match_share(plan, other["steps"]) for other in about["plans"]]
+    if not any(known):
+        raise PlanError(f"none of its {len(known)} plans has the steps of this one; trace the same devices and split")
+    number = known.index(best := max(known))
+    events = [e for e in document["traceEvents"] if e["ph"] == "X" and e["args"]["plan"] == number]
+    runs = [_read_duration(e) for e in events if e["cat"] == "run"]
+    taken: dict[tuple[int, tuple[int, ...]], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for e in events:
+        if e["cat"] != "run":
+            key = int(e["pid"]) - FIRST_DEVICE_PROCESS, tuple(map(int, e["args"]["steps"]))
+            taken[key][str(e["args"]["kernel"])].append(_read_duration(e))
+    devices: list[list[MeasuredStep | None]] = [
+        [None] * len(device_plan.program.instructions) for device_plan in plan.lanes
+    ]
+    for (device, steps), kernels in taken.items():
+        seconds = sum(median(each) * len(each) for each in kernels.values()) / len(runs) / MICROSECONDS_PER_SECOND
+        costs = [plan.prices[device].cost_of(step).seconds for step in steps]
+        for step, cost in zip(steps, costs, strict=True):
+            share = cost / sum(costs) if sum(costs) else 1 / len(steps)
+            devices[device][step] = MeasuredStep(" ".join(kernels), seconds * share, len(steps))
+    exact = best == 1.0
+    label = str(about["plans"][number]["label"])
+    return MeasuredPlan(label, len(runs), median(runs) / MICROSECONDS_PER_SECOND, exact, tuple(map(tuple, devices)))
+
+
+def _read_duration(event: Mapping[str, Any]) -> float:
+    """Return the duration of an event in microseconds."""
+    lasted = float(event["dur"])
+    if not 0 <= lasted < math.inf:
+        raise ValueError("a time must be finite")
+    return lasted
+
+
+def _compute_shape_match_share(plan: Plan, steps: Sequence[Sequence[Sequence[str]]]) -> float:
+    """Return the share of steps with equal shapes; 0 if the steps differ."""
+    own = [
+        [(i.op, i.node, format_result_spec(i)) for i in device_plan.program.instructions] for device_plan in plan.lanes
+    ]
+    theirs = [[(op, node, spec) for op, node, spec in program] for program in steps]
+    if [[s[:2] for s in program] for program in own] != [[s[:2] for s in program] for program in theirs]:
+        return 0.0
+    pairs = [(a, b) for mine, other in zip(own, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
+    return (1 + sum(a == b for a, b in pairs)) / (1 + len(pairs))

@@ -1,0 +1,166 @@
+"""Placement hints: a flag ``--place`` for a weight, the bytes that it saves, and the time that it costs.
+
+Only weights that are replicated and lie at the ends of a graph are considered. Their readers run before or after all
+other nodes, so the cost model of the plan predicts the time if one device runs them alone.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from ...graph.graph import assign_names
+from ...graph.node import Node, Value
+from ...ops import op_of
+from ..costs.hardware import WorkCounter, find_viewed_node
+from ..costs.timeline import InstructionCosts
+from ..ir.execution_plan import Plan
+from ..ir.formatting import format_bytes, format_devices, format_seconds
+from ..ir.layout import Replicate
+from ..lowering.device_plan import Lane, find_first_devices_with_same_program
+from ..sharding.pins import find_user_pins, pin_neighbours_of_pinned_nodes
+from .value_layouts import format_value_layouts
+
+MIN_SAVED_SHARE = 0.01
+"""Minimum share of a device's bytes that a hint must save."""
+MAX_PATTERN_CHARACTERS = 80
+"""Maximum characters of a pattern."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacementHint:
+    """The effect of ``--place`` with this pattern and device: saved bytes by device, and extra seconds of a run."""
+
+    placement_rule: str
+    saved_bytes_by_device: Mapping[str, int]
+    extra_seconds: float
+
+    def __str__(self) -> str:
+        """Return the hint as text: ``--place 'token_embd=cpu:0' saves 28.7 MiB on cpu:1, costs 762 us a run``."""
+        devices: dict[int, list[str]] = defaultdict(list)
+        for device, nbytes in self.saved_bytes_by_device.items():
+            devices[nbytes].append(device)
+        phrases = [f"saves {format_bytes(n)} on {format_devices(where)}" for n, where in devices.items()]
+        phrases.append(
+            f"{'saves' if self.extra_seconds < 0 else 'costs'} {format_seconds(abs(self.extra_seconds))} a run"
+        )
+        return f"--place {shlex.quote(self.placement_rule)} {', '.join(phrases)}"
+
+
+def find_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, PlacementHint]:
+    """Return the best hint for each weight that has one, by name.
+
+    A hint saves a larger share of a device's bytes than it adds to the time of a run. `layouts` are the value
+    layouts of the plan, if the caller has them.
+    """
+    if len(plan.lanes) == 1:
+        return {}
+    moves = _PlacementChange(plan, format_value_layouts(plan) if layouts is None else layouts)
+    whole = [v.node for v in plan.graph.weights if isinstance(plan.leaves[v.node.name], Replicate)]
+    options = {leaf.name: list(moves.find_leaf_hints(leaf)) for leaf in whole}
+    return {name: min(own, key=lambda hint: hint.extra_seconds) for name, own in options.items() if own}
+
+
+class _PlacementChange:
+    """The changes of a plan if a weight lies on one device alone."""
+
+    def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
+        self.plan, self.layouts, self.work_counts = plan, layouts, WorkCounter()
+        self.name_by_node = assign_names(plan.graph)
+        self.users = plan.graph.users()
+        self.devices = [str(device_plan.device) for device_plan in plan.lanes]
+        self.stored_bytes = [max(1, sum(device_plan.memory().values())) for device_plan in plan.lanes]
+        self.weight_bytes = [
+            {b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"} for device_plan in plan.lanes
+        ]
+        first_equal = find_first_devices_with_same_program(plan.lanes)
+        runs = {first: _list_node_times(plan.lanes[first], plan.prices[first]) for first in set(first_equal)}
+        self.node_times = [runs[first] for first in first_equal]
+
+    def find_leaf_hints(self, leaf: Node) -> Iterator[PlacementHint]:
+        """Yield a hint for each device on which the weight may lie with a gain."""
+        if self._compute_largest_share([leaf]) < MIN_SAVED_SHARE or (pattern := self._make_pattern(leaf.name)) is None:
+            return
+        first = self.devices[0]  # the nodes are the same for every device
+        moved = pin_neighbours_of_pinned_nodes(
+            self.plan.graph, find_user_pins(self.plan.graph, [(pattern, first)], self.devices)
+        ).keys()
+        elsewhere = self._find_unneeded_nodes(moved)
+        left = [n for n in self.plan.graph.nodes if n in elsewhere and n.op == "weight"]
+        for to, device in enumerate(self.devices):
+            seconds = self._estimate_extra_seconds(moved, elsewhere, to)
+            if seconds is not None and self._compute_largest_share(left) >= seconds / max(self.plan.cost.total, 1e-12):
+                others = (d for d in range(len(self.devices)) if d != to)
+                saved = {self.devices[d]: sum(self.weight_bytes[d].get(n.name, 0) for n in left) for d in others}
+                yield PlacementHint(f"{pattern}={device}", saved, seconds)
+
+    def _make_pattern(self, name: str) -> str | None:
+        """Return a regular expression that finds only this name; None if it is too long to type."""
+        word = re.escape(name)
+        pattern = word if sum(name in other for other in self.name_by_node.values()) == 1 else f"^{word}$"
+        return pattern if len(pattern) <= MAX_PATTERN_CHARACTERS and pattern.isprintable() else None
+
+    def _compute_largest_share(self, leaves: Sequence[Node]) -> float:
+        """Return the share of the weights in a device's bytes, on the device with the largest share."""
+        return max(
+            sum(own.get(n.name, 0) for n in leaves) / stored_bytes
+            for own, stored_bytes in zip(self.weight_bytes, self.stored_bytes, strict=True)
+        )
+
+    def _find_unneeded_nodes(self, moved: Set[Node]) -> Set[Node]:
+        """Return the nodes that other devices do not need if one device computes `moved`.
+
+        They are `moved` and the replicated nodes that have no other readers.
+        """
+        ends = {v.node for v in (*self.plan.graph.outputs.values(), *self.plan.graph.updates.values())}
+        elsewhere = set(moved)
+        for node in reversed(self.plan.graph.nodes):
+            readers = [user for v in node.results for user in self.users[v]]
+            if self.layouts[node] == "R" and node not in ends and readers and elsewhere.issuperset(readers):
+                elsewhere.add(node)
+        return elsewhere
+
+    def _estimate_extra_seconds(self, moved: Set[Node], elsewhere: Set[Node], to: int) -> float | None:
+        """Return the maximum additional seconds of a run if one device alone computes `moved`.
+
+        That device sends the values that other devices read, and the other devices skip all nodes in `elsewhere`. It
+        is None if other devices read a moved node that depends on computed values, or if a moved node reads a value
+        that is not replicated.
+        """
+        seconds = 0.0
+        fed: set[Node] = set()
+        for node in (n for n in self.plan.graph.nodes if n in elsewhere and not n.is_leaf and not op_of(n).is_view):
+            sources = {find_viewed_node(s) for s in node.inputs} - elsewhere
+            computed = {n for n in sources if n.op not in ("weight", "input", "constant")}
+            if computed or not fed.isdisjoint(find_viewed_node(s) for s in node.inputs):
+                fed.add(node)
+            is_read = any(u not in elsewhere for v in node.results for u in self._list_computing_readers(v))
+            if node in moved and ((is_read and node in fed) or any(self.layouts[n] != "R" for n in computed)):
+                return None
+            name = self.name_by_node[node]
+            _, launches = self.node_times[to].get(name, (0.0, 1.0))
+            seconds += self.plan.speeds[to].compute_seconds(*self.work_counts.count_work(node), launches=launches)
+            seconds -= max(own.get(name, (0.0, 1.0))[0] for own in self.node_times)
+            seconds += (
+                self.plan.hardware.collective_seconds(sum(v.spec.nbytes for v in node.results)) if is_read else 0.0
+            )
+        return seconds
+
+    def _list_computing_readers(self, value: Value) -> Iterator[Node]:
+        """Yield the nodes that compute with a value or with views of it."""
+        values = [value]
+        for here in values:
+            for user in self.users[here]:
+                if op_of(user).is_view:
+                    values += user.results
+                else:
+                    yield user
+
+
+def _list_node_times(device_plan: Lane, prices: InstructionCosts) -> dict[str, tuple[float, float]]:
+    """Return the seconds and the launches of each node of a device."""
+    instructions = device_plan.program.instructions
+    return {i.node: (prices.cost_of(at).seconds, prices.launch_counts[at]) for at, i in enumerate(instructions)}

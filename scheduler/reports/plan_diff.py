@@ -1,0 +1,88 @@
+"""The difference between two plans, as lines for people."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from ...graph.errors import PlanError
+from ...graph.validation import instance_of, validate_arguments
+from ...ops.collectives import COLLECTIVES
+from ..ir.execution_plan import Plan
+from ..ir.formatting import format_bytes, format_seconds
+
+
+@validate_arguments(PlanError, before=instance_of(Plan), after=instance_of(Plan))
+def diff_plans(before: Plan, after: Plan) -> tuple[str, ...]:
+    """Return lines about leaves, collectives, memory and time; no lines if both plans do the same.
+
+    Names that differ only in numbers, such as layer names, share one line if they changed in the same way.
+    """
+    lines = [*_diff_leaves(before, after), *_diff_collectives(before, after), *_diff_memory(before, after)]
+    if (was := format_seconds(before.cost.total)) != (now := format_seconds(after.cost.total)):
+        lines.append(f"time: {was} -> {now}")
+    if not lines and before.digest() != after.digest():
+        lines.append("the graphs or programs differ, but neither layouts, collectives, memory nor time")
+    return tuple(lines)
+
+
+def group_names(names: Iterable[str]) -> list[str]:
+    """Group names that differ only in numbers: ``%blk.*.ffn_up.weight (80)``."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[re.sub(r"\d+", "*", name)].append(name)
+    return [f"%{members[0]}" if len(members) == 1 else f"%{g} ({len(members)})" for g, members in groups.items()]
+
+
+def _diff_leaves(before: Plan, after: Plan) -> list[str]:
+    """Return lines about leaves with another layout, or in only one plan."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in dict.fromkeys((*before.leaves, *after.leaves)):
+        was, now = (str(p.leaves[name]) if name in p.leaves else "absent" for p in (before, after))
+        if was != now or before.leaves.get(name) != after.leaves.get(name):
+            groups[was, now].append(name)
+    return [
+        f"layout: {group_name}: {was} -> {now}"
+        for (was, now), found in groups.items()
+        for group_name in group_names(found)
+    ]
+
+
+def _count_collectives(plan: Plan) -> dict[tuple[str, str], int]:
+    """Return how often each collective runs, by op and name; a message counts once, at its sender."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for number, device_plan in enumerate(plan.lanes):
+        for i in device_plan.program.instructions:
+            if i.op == "send" or (i.op in COLLECTIVES and i.op != "receive" and number == 0):
+                counts[i.op, i.node] += 1
+    return counts
+
+
+def _diff_collectives(before: Plan, after: Plan) -> list[str]:
+    was, now = _count_collectives(before), _count_collectives(after)
+    return [*_format_one_sided("removed", was, now), *_format_one_sided("added", now, was)]
+
+
+def _format_one_sided(
+    word: str, here: Mapping[tuple[str, str], int], there: Mapping[tuple[str, str], int]
+) -> list[str]:
+    """Return lines about collectives that run more often `here` than `there`, grouped by op."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for (op, name), count in here.items():
+        groups[op] += [name] * max(0, count - there.get((op, name), 0))
+    return [f"{word}: {len(n)} {op}: {', '.join(group_names(n))}" for op, n in groups.items() if n]
+
+
+def _diff_memory(before: Plan, after: Plan) -> list[str]:
+    """Return lines about bytes that changed, by device and kind."""
+    was, now = ({str(device_plan.device): device_plan.memory() for device_plan in p.lanes} for p in (before, after))
+    lines = []
+    for device in dict.fromkeys((*was, *now)):
+        if device not in was or device not in now:
+            lines.append(f"memory: {device}: {'no longer used' if device in was else 'used now'}")
+            continue
+        changed = {kind: (n, now[device][kind]) for kind, n in was[device].items() if n != now[device][kind]}
+        changes_text = ", ".join(f"{kind} {format_bytes(a)} -> {format_bytes(b)}" for kind, (a, b) in changed.items())
+        lines += [f"memory: {device}: {changes_text}"] if changes_text else []
+    return lines

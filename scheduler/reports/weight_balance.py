@@ -1,0 +1,239 @@
+"""The weight balance of a plan: how far a device is from its share of the weights, and which weights are the cause.
+
+The excess of a weight on a device is the stored bytes minus the device's share of the weight. Over all weights, the
+sum of the excess is the difference, to the byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...graph.attrs import quote_node_name
+from ...graph.node import Node, Value
+from ...graph.spec import Spec
+from ..ir.execution_plan import Plan
+from ..ir.formatting import format_bytes, format_devices, format_seconds
+from ..ir.layout import Local, Shard, compute_local_shape
+from ..sharding.axes import Factor
+from ..sharding.cost import AssignmentCost
+from ..sharding.factor_layouts import FactorShard
+from ..sharding.factors import Factors
+from ..sharding.propagation import ShardingAssignment, propagate_layouts
+from ..sharding.search.greedy_search import factors_from_positions, find_conflicting_leaf, group_factors
+
+BALANCE_TOLERANCE = 0.02
+"""The relative deviation from its share up to which a device is balanced."""
+MAX_LISTED_CAUSES = 4
+"""Maximum causes that are listed one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImbalanceCause:
+    """Weights that are unbalanced for one reason.
+
+    `nbytes` is their size on the fullest device; `excess_bytes` is the part of it above the device's share.
+    """
+
+    weights: tuple[str, ...]
+    nbytes: int
+    excess_bytes: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBalance:
+    """The bytes of weights on each device, its share of all weights (even, or as requested), and the causes.
+
+    The causes explain the excess of the fullest device.
+    """
+
+    device_names: tuple[str, ...]
+    stored_bytes: tuple[int, ...]
+    share_bytes: tuple[float, ...]
+    is_requested: bool
+    causes: tuple[ImbalanceCause, ...]
+
+    def format_lines(self) -> list[str]:
+        """Return ``cpu:0 holds 3.1 KiB of weights, 55% more than an even share, 2.0 KiB:`` and a line per cause."""
+        devices_by_amounts: dict[tuple[int, float], list[str]] = defaultdict(list)
+        for device, stored_bytes, share in zip(self.device_names, self.stored_bytes, self.share_bytes, strict=True):
+            devices_by_amounts[stored_bytes, share].append(device)
+        heads = [_format_headline(names, *amounts, self.is_requested) for amounts, names in devices_by_amounts.items()]
+        first, rest = self.causes[:MAX_LISTED_CAUSES], self.causes[MAX_LISTED_CAUSES:]
+        rows = [
+            (cause.excess_bytes, f"{_format_weights(cause.weights)} ({format_bytes(cause.nbytes)}) {cause.reason}")
+            for cause in first
+        ]
+        if rest:
+            count, nbytes = sum(len(cause.weights) for cause in rest), sum(cause.nbytes for cause in rest)
+            rows.append((sum(cause.excess_bytes for cause in rest), f"{count} other weights ({format_bytes(nbytes)})"))
+        sized = [("-" if over < 0 else "+") + format_bytes(abs(over)) for over, _ in rows]
+        width = max(map(len, sized), default=0)
+        cause_lines = (f"  {size:>{width}}  {text}" for size, (_, text) in zip(sized, rows, strict=True))
+        return [f"{'; '.join(heads)}:", *cause_lines]
+
+
+def find_imbalance(plan: Plan) -> WeightBalance | None:
+    """Return the weight balance if a device is off its share by more than `BALANCE_TOLERANCE`; else None."""
+    own = [{b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"} for device_plan in plan.lanes]
+    once = {
+        v.node.name: _compute_unsharded_bytes(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own])
+        for v in plan.graph.weights
+    }
+    asked = plan.shares if sum(plan.shares) else (1.0,) * len(own)
+    parts = [part / sum(asked) for part in asked]
+    stored_bytes, total = [sum(sizes.values()) for sizes in own], sum(once.values())
+    shares = [part * total for part in parts]
+    if all(abs(h - s) <= BALANCE_TOLERANCE * s for h, s in zip(stored_bytes, shares, strict=True)):
+        return None
+    fullest = max(range(len(own)), key=lambda d: stored_bytes[d] / max(shares[d], 1.0))
+    over = {name: own[fullest].get(name, 0) - parts[fullest] * size for name, size in once.items()}
+    causes = _find_causes(plan, fullest, own[fullest], {name: extra for name, extra in over.items() if extra})
+    devices = tuple(str(device_plan.device) for device_plan in plan.lanes)
+    return WeightBalance(devices, tuple(stored_bytes), tuple(shares), bool(sum(plan.shares)), tuple(causes))
+
+
+def _compute_unsharded_bytes(plan: Plan, leaf: Node, own: Sequence[int]) -> int:
+    """Return the bytes of a complete weight as the first device with a part stores it; 0 without such a device."""
+    device_plan = next((device_plan for device_plan, nbytes in zip(plan.lanes, own, strict=True) if nbytes), None)
+    return 0 if device_plan is None else device_plan.backend.storage_spec(leaf.specs[0], "weight").nbytes
+
+
+def _find_causes(plan: Plan, fullest: int, own: Mapping[str, int], over: Mapping[str, float]) -> list[ImbalanceCause]:
+    """Return the reasons for the excess of the fullest device, largest excess first."""
+    reasons = _ImbalanceReasons(plan, fullest)
+    grouped: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(over, key=lambda name: -own.get(name, 0)):
+        grouped[reasons.explain_weight(name)].append(name)
+    causes = [
+        ImbalanceCause(tuple(names), sum(own.get(n, 0) for n in names), sum(over[n] for n in names), why)
+        for why, names in grouped.items()
+    ]
+    return sorted(causes, key=lambda cause: -cause.excess_bytes)
+
+
+class _ImbalanceReasons:
+    """Reasons why a weight exceeds a device's share, from the layouts of a plan and the factors of its graph."""
+
+    def __init__(self, plan: Plan, device: int) -> None:
+        self.plan, self.device = plan, device
+        self.leaves = {v.node.name: v for v in plan.graph.weights}
+        self.users = plan.graph.users()
+        self.factors = Factors(plan.graph)
+        self.sharded_factors = factors_from_positions(plan.graph, self.factors, plan.cuts)
+        self.factors_by_class = group_factors(plan.graph, self.factors)
+        self.class_of = {factor: name for name, members in self.factors_by_class.items() for factor in members}
+        self.costs = AssignmentCost(plan.graph, len(plan.lanes), plan.hardware)
+        self._assignment_by_factors: dict[frozenset[Factor], ShardingAssignment] = {}
+
+    def explain_weight(self, name: str) -> str:
+        """Return the reason for one weight."""
+        layout = self.plan.leaves[name]
+        if isinstance(layout, Shard):
+            return f"cut along {self._describe_shards(name, layout)}{self._describe_wider_dtype(name, layout)}"
+        if isinstance(layout, Local):
+            return self._describe_placement(layout.devices)
+        return f"whole on each device: {self._describe_replicated(self.leaves[name])}"
+
+    def _describe_placement(self, devices: Sequence[int]) -> str:
+        """Return why weights are complete on some devices."""
+        if self.device not in devices:
+            return "whole on other devices"
+        where = format_devices([str(self.plan.lanes[d].device) for d in devices])
+        reasons = "; ".join(dict.fromkeys(p.because for p in self.plan.placed if p.device == self.device))
+        return f"whole on {where}{' alone' if len(devices) == 1 else ''}{reasons and ': ' + reasons}"
+
+    def _describe_shards(self, name: str, layout: Shard) -> str:
+        """Return ``axis 0, 4 kv heads on 3 devices: 2, 1 and 1``."""
+        size = self.leaves[name].shape[layout.axis]
+        lengths = [layout.count_entries(d) for d in range(len(layout.index_ranges))]
+        if sum(lengths) > size:
+            return f"axis {layout.axis}, a part of which is whole on several devices"
+        own = self.factors.axes_of(self.leaves[name])[layout.axis]
+        factor, word = next((f for segment in own for f in segment if f in self.sharded_factors), None), "entries"
+        if factor is not None and all(n * factor.size % size == 0 for n in lengths):
+            word = self.factors.describe_factor(factor) or "pieces"
+            size, lengths = factor.size, [n * factor.size // size for n in lengths]
+        counts = [str(n) for n in lengths]
+        return f"axis {layout.axis}, {size} {word} on {len(counts)} devices: {', '.join(counts[:-1])} and {counts[-1]}"
+
+    def _describe_wider_dtype(self, name: str, layout: Shard) -> str:
+        """Return ``, stored as f32`` if a device stores its shard in another dtype than the whole weight."""
+        leaf, backend = self.leaves[name], self.plan.lanes[self.device].backend
+        local = Spec(compute_local_shape(leaf.shape, layout, self.device), leaf.dtype)
+        as_stored = backend.storage_spec(local, "weight").dtype
+        return "" if as_stored is backend.storage_spec(leaf.spec, "weight").dtype else f", stored as {as_stored}"
+
+    def _describe_replicated(self, weight: Value) -> str:
+        """Return why a weight is replicated: the cost of sharding it by each class of its factors."""
+        own = self.factors.factors_of(weight)
+        if not own.isdisjoint(self.sharded_factors):
+            return self._describe_whole_reader(weight, self._propagate_sharding(self.sharded_factors))
+        options = dict.fromkeys(
+            self.class_of[f] for axis in self._list_factors_by_axis(weight) for f in axis if f in self.class_of
+        )
+        estimates = [self._estimate_sharding(weight, name) for name in options]
+        return min(estimates, key=lambda option: option[0])[1] if estimates else "no axis of it can be cut"
+
+    def _list_factors_by_axis(self, weight: Value) -> list[list[Factor]]:
+        """Return the factors of each axis of a weight."""
+        return [[f for segment in segments for f in segment] for segments in self.factors.axes_of(weight)]
+
+    def _estimate_sharding(self, weight: Value, name: str) -> tuple[float, str]:
+        """Return the additional seconds of a run if a weight is sharded by this class, and a text about it.
+
+        The seconds are infinite if the weight cannot be sharded so.
+        """
+        chosen = self.sharded_factors.union(self.factors_by_class[name])
+        axis = next(a for a, factors in enumerate(self._list_factors_by_axis(weight)) if not chosen.isdisjoint(factors))
+        if (twice := find_conflicting_leaf(self.plan.graph, self.factors, chosen)) is not None:
+            return math.inf, f"a cut along axis {axis} would cut {_format_weights([twice.node.name])} twice"
+        then = self._propagate_sharding(chosen)
+        if not isinstance(then.produced_layouts[weight], FactorShard):
+            return math.inf, self._describe_whole_reader(weight, then)
+        now = self.costs.estimate_run_time(self._propagate_sharding(self.sharded_factors))
+        cost = self.costs.estimate_run_time(then)
+        longer, oftener = cost.total - now.total, cost.meetings - now.meetings
+        comparison = (
+            f"{'longer' if longer >= 0 else 'shorter'}, with {abs(oftener)} {'more' if oftener >= 0 else 'fewer'}"
+        )
+        return (
+            longer,
+            f"a cut along axis {axis} would make a run {format_seconds(abs(longer))} {comparison} collectives",
+        )
+
+    def _propagate_sharding(self, chosen: frozenset[Factor]) -> ShardingAssignment:
+        """Return the sharding assignment if the factors `chosen` are sharded."""
+        if chosen not in self._assignment_by_factors:
+            self._assignment_by_factors[chosen] = propagate_layouts(self.plan.graph, self.factors, chosen)
+        return self._assignment_by_factors[chosen]
+
+    def _describe_whole_reader(self, weight: Value, assignment: ShardingAssignment) -> str:
+        """Return a text about the reader that needs all of a weight.
+
+        Without such a reader, a flag or an earlier plan has decided.
+        """
+        reader = next(
+            (user for user in self.users[weight] if not isinstance(assignment.node_layouts[user], FactorShard)), None
+        )
+        return "it was to lie so" if reader is None else f"{reader.op} reads it whole"
+
+
+def _format_headline(devices: Sequence[str], stored_bytes: int, share: float, is_asked: bool) -> str:
+    """Return the text about devices with equal bytes: their bytes and their share."""
+    verb, each = ("holds", "") if len(devices) == 1 else ("hold", " each")
+    off = (
+        f"{abs(stored_bytes / share - 1):.0%} {'more' if stored_bytes > share else 'less'} than"
+        if share
+        else "all of it beyond"
+    )
+    kind = "the share asked for" if is_asked else "an even share"
+    amount = f"{format_devices(devices)} {verb} {format_bytes(stored_bytes)} of weights{each}"
+    return f"{amount}, {off} {kind}, {format_bytes(share)}"
+
+
+def _format_weights(weights: Sequence[str]) -> str:
+    return f"%{quote_node_name(weights[0])}" + (f" and {len(weights) - 1} more" if len(weights) > 1 else "")

@@ -1,0 +1,242 @@
+"""A plan bound to its memory: inputs are copied in, programs compiled for the local devices, and outputs read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from ...backends.base import Array, Comm, Program
+from ...backends.capabilities import SupportsBatchedWrites, SupportsReturnedOutputs
+from ...distributed.rank_group import RankGroup
+from ...distributed.thread_group import ThreadGroup
+from ...graph.array_checks import as_array_for_spec
+from ...graph.attrs import quote_node_name
+from ...graph.dtypes import DType
+from ...graph.errors import BackendError, PlanError, StepError
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import ANY, TEXT, mapping_of, require
+from ...ops.quantisation import decode_array, encode_array
+from ..ir.execution_plan import Plan
+from ..ir.layout import Local, Shard
+from ..lowering.device_plan import find_collective_groups
+from .communicators import CollectiveGroups, SingleDeviceComm, make_local_communicator_group
+from .state_view import LocalShard, assemble_value
+from .store import Store
+
+MAX_RANK_WAIT_SECONDS, MAX_RANK_SLOWDOWN = 6.0, 20.0
+"""Maximum seconds of a wait for another process, plus this factor times the predicted seconds of a run."""
+INPUTS_KIND = mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays")
+
+
+@dataclass(frozen=True, slots=True)
+class InputSlots:
+    """The input places of a device's program: the names and stored dtypes, and a function that writes arrays there."""
+
+    stored_inputs: tuple[tuple[str, DType], ...]
+    write_arrays: Callable[[Sequence[Array]], None]
+
+
+class BoundPlan:
+    """A plan over the weights and states of a store; `local_devices` are the numbers of the devices of this process."""
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self.plan, self.device_placement = plan, store.between
+        self.input_specs = {v.node.name: v.spec for v in plan.graph.inputs}
+        self.output_shapes = {name: v.shape for name, v in plan.graph.outputs.items()}
+        self._buffers, self._loaded_bytes = store.buffers(plan), store.loaded_bytes
+        self.local_devices = tuple(self._buffers)
+        self.output_shards: dict[str, dict[int, LocalShard]] = {name: {} for name in self.output_shapes}
+        for number in self.local_devices:
+            for name in plan.lanes[number].program.outputs.keys() & self.output_shards.keys():  # others are messages
+                t = plan.lanes[number].program.outputs[name]
+                self.output_shards[name][number] = LocalShard(self.view_tensor(number, t), t.dtype)
+
+    def view_tensor(self, number: int, tensor: Any) -> Any:
+        """Return the array of a tensor of a device's program, in place."""
+        return self.plan.lanes[number].backend.view(self._buffers[number][tensor.buffer], tensor)
+
+    # ------------------------------------------------------------------------------------------------- inputs
+
+    def make_input_slots(self, number: int) -> InputSlots:
+        """Return the input slots of a device's program."""
+        device_plan, buffers = self.plan.lanes[number], self._buffers[number]
+        tensors = [*device_plan.program.inputs.values()]
+        stored_inputs = tuple((name, t.dtype) for name, t in device_plan.program.inputs.items())
+        if isinstance(device_plan.backend, SupportsBatchedWrites):
+            return InputSlots(stored_inputs, device_plan.backend.make_writer(buffers, tensors))
+        views = [self.view_tensor(number, t) for t in tensors]
+
+        def write(arrays: Sequence[Array]) -> None:
+            for view, array in zip(views, arrays, strict=True):
+                view[...] = array
+
+        return InputSlots(stored_inputs, write)
+
+    def as_input_arrays(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        """Return the inputs of a run as arrays.
+
+        Raises `PlanError` for an input that is missing, unknown or does not fit.
+        """
+        if type(inputs) is not dict or not inputs.keys() <= self.input_specs.keys():
+            require(PlanError, "run", "inputs", inputs, INPUTS_KIND)
+            for name in inputs.keys() - self.input_specs.keys():
+                raise PlanError(
+                    f"there is no input %{quote_node_name(name):.60}; inputs: {', '.join(self.input_specs) or 'none'}"
+                )
+        arrays = {}
+        for name, spec in self.input_specs.items():
+            if name not in inputs:
+                raise PlanError(f"input %{name}: {spec} is missing")
+            arrays[name] = as_array_for_spec(f"input %{name}", inputs[name], spec)
+        return arrays
+
+    def require_equal_inputs(self, inputs_by_run: Iterable[Mapping[str, Array]]) -> None:
+        """Raise `RanksError` unless all processes have the same inputs."""
+        if self.device_placement.spans_ranks:
+            check = 0
+            for array in (array for arrays in inputs_by_run for array in arrays.values()):
+                check = crc32(np.ascontiguousarray(array).data, check)
+            self.device_placement.world.require_agreement(
+                "run", f"inputs {check:08x}", "run the same inputs on all ranks", MAX_RANK_WAIT_SECONDS
+            )
+
+    def write_inputs(self, arrays: Mapping[str, Array], inlets: Iterable[InputSlots]) -> None:
+        """Copy the inputs to the input slots of the programs."""
+        for inlet in inlets:
+            inlet.write_arrays(
+                [self._as_stored_array(name, arrays[name], dtype) for name, dtype in inlet.stored_inputs]
+            )
+
+    def _as_stored_array(self, name: str, array: Array, dtype: DType) -> Array:
+        """Return an input in the dtype in which it is stored."""
+        ready = array.dtype is dtype.storage and dtype is not DType.BF16
+        return array if ready else encode_array(decode_array(array, self.input_specs[name].dtype), dtype)
+
+    # ------------------------------------------------------------------------------------------------ outputs
+
+    def find_output_device(self, name: str) -> int | None:
+        """Return the device that has all of an output; None if the output must be assembled."""
+        layout = self.plan.outputs[name]
+        if self.device_placement.spans_ranks or isinstance(layout, Shard):
+            return None
+        return layout.devices[0] if isinstance(layout, Local) else 0
+
+    def make_output_runner(self, number: int, replay: Callable[[], Any]) -> Callable[[], Mapping[str, Array]]:
+        """Return a function that runs a device's program and returns the outputs that only this device returns.
+
+        These outputs are chosen once, because a token may take less than 1 ms.
+        """
+        parts = {
+            name: self.output_shards[name][number]
+            for name in self.output_shapes
+            if self.find_output_device(name) == number
+        }
+        if isinstance(replay, SupportsReturnedOutputs) and not any(part.dtype is DType.BF16 for part in parts.values()):
+            give = replay.make_runner_with_outputs([self.plan.lanes[number].program.outputs[name] for name in parts])
+            return lambda: dict(zip(parts, give(), strict=True))
+
+        def run() -> Mapping[str, Array]:
+            replay()
+            return {name: part.copy_to_host() for name, part in parts.items()}
+
+        return run
+
+    def decode_output_shards(self, name: str) -> dict[int, Array]:
+        """Return each local device's shard of an output, as numbers."""
+        return {number: part.decode() for number, part in self.output_shards[name].items()}
+
+    def assemble_output(self, name: str, parts: Mapping[int, Array]) -> Array:
+        """Assemble an output from the shards of the local devices and of other processes."""
+        return assemble_value(self.output_shapes[name], self.plan.outputs[name], parts, self.device_placement)
+
+    # ----------------------------------------------------------------------------------------------- programs
+
+    def make_communicator_group(
+        self, timeout: float, wire: DType, *, follow: bool = False
+    ) -> ThreadGroup | CollectiveGroups | RankGroup:
+        """Make the communicator group of the devices, in this process or between several.
+
+        Another process is waited for little longer than the whole run should take. In pipelined runs only collective
+        groups share a signal pad. Messages go through host memory there, because a device may send one before its
+        last one is received.
+
+        Args:
+            timeout: Maximum seconds of a wait.
+            wire: The dtype of a transfer.
+            follow: Whether runs are pipelined.
+        """
+        device_plans, world = self.plan.lanes, self.device_placement.world
+        devices, groups = (
+            [device_plan.device for device_plan in device_plans],
+            find_collective_groups([device_plan.program for device_plan in device_plans]),
+        )
+        shares = not follow or len(set(groups)) > 1
+        same_backend_devices = (
+            devices if shares and len({type(device_plan.backend) for device_plan in device_plans}) == 1 else []
+        )
+        if world.size == 1:
+            return make_local_communicator_group(groups, timeout, devices=same_backend_devices, wire=wire)
+        patience = min(timeout, MAX_RANK_WAIT_SECONDS + MAX_RANK_SLOWDOWN * self.plan.cost.total)
+        world.require_agreement("plan", self.plan.digest(), "give all ranks the same model and flags")
+        self._loaded_bytes.require_equal_digests()
+        rank_group = RankGroup(self.device_placement, devices, patience, wire, groups, shares=shares)
+        if rank_group.is_apart:
+            return rank_group
+        local_groups = CollectiveGroups(
+            groups, patience, devices=same_backend_devices, wire=wire, message_group=rank_group
+        )
+        world.register_wake(local_groups.abort)
+        return local_groups
+
+    def compile_programs(
+        self, communicator_group: ThreadGroup | CollectiveGroups | RankGroup
+    ) -> dict[int, Callable[[], Any]]:
+        """Compile the programs of the local devices with their communicators, and return a runner for each."""
+        device_plans = self.plan.lanes
+        replays = {
+            n: self.compile_program(
+                n,
+                device_plans[n].program,
+                communicator_group.member(n) if len(device_plans) > 1 else SingleDeviceComm(),
+            )
+            for n in self.local_devices
+        }
+        self.device_placement.world.all_gather_bytes(
+            b""
+        )  # a barrier: compilation takes longer than a rank waits for a run
+        return replays
+
+    def compile_program(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:
+        """Compile a program for device `number` and return its runner."""
+        device_plan = self.plan.lanes[number]
+        return device_plan.backend.compile(program, self._buffers[number], device_plan.device, comm)
+
+    def roll_back(self, number: int, finished: int | frozenset[int] | None) -> None:
+        """Roll back a run of a device.
+
+        `finished` is the number or the set of finished instructions; None if it is unknown.
+        """
+        program = self.plan.lanes[number].program
+        if program.undo and finished is None:
+            raise BackendError("it does not say how far it came")
+        self.run_program(number, program.build_undo_program(finished or 0))
+
+    def run_program(self, number: int, program: Program) -> None:
+        """Run a program without collectives on one device, once."""
+        self.compile_program(number, program, SingleDeviceComm())()
+
+
+def find_finished_instructions(error: BaseException | None, whole: int) -> int | frozenset[int] | None:
+    """Return the number or the set of instructions that a device has finished; None if it is unknown.
+
+    Args:
+        error: The error with which the run ended, if any.
+        whole: Number of instructions of the program.
+    """
+    if error is None:
+        return whole
+    return error.finished_instructions if isinstance(error, StepError) else None

@@ -1,0 +1,283 @@
+"""The executor of a plan: one thread per device copies inputs, runs the programs and reads outputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ...backends.base import Array
+from ...backends.capabilities import SupportsTiming, TimedKernel
+from ...distributed import SINGLE_PROCESS, RanksError, World
+from ...distributed.mpi_link import MpiLink
+from ...distributed.presence import format_reason
+from ...graph.attrs import quote_node_name
+from ...graph.dtypes import DType
+from ...graph.errors import BackendError, PlanError
+from ...graph.validation import (
+    TEXT,
+    ArgumentKind,
+    did_you_mean,
+    instance_of,
+    integer_between,
+    number_between,
+    require,
+    validate_arguments,
+)
+from ..ir.execution_plan import Plan
+from ..ir.layout import Replicate
+from .bound_plan import BoundPlan, find_finished_instructions
+from .device_locks import DeviceLock
+from .device_threads import DeviceThreads
+from .interrupts import DeferredInterrupts
+from .store import Store
+from .trace import MAX_TRACED_RUNS, Trace
+
+MAX_TIMEOUT_SECONDS = 1e9
+TRANSFER_DTYPE_KIND = ArgumentKind("DType.F32 or DType.BF16", lambda v: v is DType.F32 or v is DType.BF16)
+
+
+class Executor:
+    """One plan bound to its memory.
+
+    If a device fails, all devices stop, and the states are restored to their values before the run. The error names
+    the node and the device. An interrupt waits for the end of a run; a second one stops it. The states of a device
+    are then lost if the device cannot say which instructions it has finished.
+
+    Several threads may share an executor: runs wait for each other, and for runs of all executors with the same
+    store or backends. For parallel runs, plan and load once per thread. While `trace` is set, runs are timed step by
+    step and added to it under `label`.
+
+    Args:
+        plan: The plan to run.
+        store: Weights and states of the plan's devices.
+        timeout: Maximum seconds that a collective waits; after that it is an error.
+        wire: Dtype of large sums between devices with separate memories (`Comm.wire`), float32 or bfloat16.
+        label: The name of runs in traces.
+    """
+
+    plan: Plan
+    store: Store
+    label: str
+
+    @validate_arguments(
+        PlanError,
+        plan=instance_of(Plan),
+        store=instance_of(Store),
+        timeout=number_between(0, MAX_TIMEOUT_SECONDS),
+        wire=TRANSFER_DTYPE_KIND,
+        label=TEXT,
+    )
+    def __init__(
+        self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32, label: str = "run"
+    ) -> None:
+        self.plan, self.store, self.label = plan, store, label
+        self.trace: Trace | None = None
+        store.require_devices(plan)
+        self._device_lock = DeviceLock(
+            (*store.backends, *(plan.lanes[number].backend for number in store.between.local_devices))
+        )
+        with self._device_lock:
+            self._bound_plan = BoundPlan(plan, store)
+            self._input_slots = [*map(self._bound_plan.make_input_slots, self._bound_plan.local_devices)]
+            communicator_group = self._bound_plan.make_communicator_group(timeout, wire)
+            self._program_runners = self._bound_plan.compile_programs(communicator_group)
+            self._output_runners = {
+                number: self._bound_plan.make_output_runner(number, replay)
+                for number, replay in self._program_runners.items()
+            }
+            self._output_devices = {name: self._bound_plan.find_output_device(name) for name in plan.graph.outputs}
+        devices = [device_plan.device for device_plan in plan.lanes]
+        self._device_threads = DeviceThreads(devices, self._bound_plan.local_devices, communicator_group, timeout)
+        self._timed_runners = {
+            number: cast(SupportsTiming, replay).run_timed
+            for number, replay in self._program_runners.items()
+            if isinstance(replay, SupportsTiming)
+        }
+        self._untimed_device = next(
+            (devices[number] for number in self._program_runners if number not in self._timed_runners), None
+        )
+
+    def __repr__(self) -> str:
+        return f"Executor({self.plan!r})"
+
+    @validate_arguments(PlanError)
+    def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        """Run the plan once and return the outputs by name, as new host arrays. States advance.
+
+        Raises `PlanError` for an input that is missing, unknown or does not fit, and `BackendError` if a device
+        fails.
+        """
+        with self._device_lock:
+            self._write_inputs(inputs)
+            outputs_by_device = self._run_or_trace(self._output_runners)
+            return {
+                name: self._read_output(name, number, outputs_by_device)
+                for name, number in self._output_devices.items()
+            }
+
+    def _read_output(
+        self, name: str, number: int | None, outputs_by_device: Mapping[int, Mapping[str, Array]]
+    ) -> Array:
+        """Return one output.
+
+        Args:
+            name: Name of the output.
+            number: The device that has all of it; None if it must be assembled.
+            outputs_by_device: Outputs that devices have returned already, by device number.
+        """
+        if number is None:
+            return self._bound_plan.assemble_output(name, self._bound_plan.decode_output_shards(name))
+        return (
+            outputs_by_device[number][name]
+            if outputs_by_device
+            else self._bound_plan.output_shards[name][number].copy_to_host()
+        )
+
+    @validate_arguments(PlanError, name=TEXT)
+    def copies(self, name: str) -> list[Array]:
+        """Return an output of the last run from each local device that has all of it, else the assembled output.
+
+        Raises `PlanError` for an unknown output.
+        """
+        if name not in self._output_devices:
+            raise PlanError(
+                f"there is no output {quote_node_name(name):.60}; outputs: {', '.join(self._output_devices)}"
+            )
+        parts = self._bound_plan.decode_output_shards(name)
+        if isinstance(self.plan.outputs[name], Replicate):
+            return [np.array(part) for part in parts.values()]
+        return [self._bound_plan.assemble_output(name, parts)]
+
+    def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
+        """Copy the inputs to all devices."""
+        with self._device_lock:
+            self._write_inputs(inputs)
+
+    def _write_inputs(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
+        arrays = self._bound_plan.as_input_arrays(inputs)
+        self._bound_plan.write_inputs(arrays, self._input_slots)
+        self._bound_plan.require_equal_inputs([arrays])
+
+    def replay(self) -> None:
+        """Run the programs on the bound inputs; an interrupt waits for the end of the run.
+
+        Raises `BackendError` if a device fails.
+        """
+        with self._device_lock:
+            self._run_or_trace(self._program_runners)
+
+    def _run_or_trace(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
+        """Run this work of all local devices and return its results by device number.
+
+        If a trace is set, time the programs instead and return nothing.
+        """
+        with DeferredInterrupts():
+            trace = self.trace
+            if trace is not None and len(trace.noted) < MAX_TRACED_RUNS:
+                self._require_timing()
+                start = time.monotonic()
+                steps = self._run_local_devices(self._timed_runners)
+                in_order = tuple(steps.get(number, ()) for number in range(len(self.plan.lanes)))
+                trace.noted.append((self.plan, self.label, start, time.monotonic(), in_order))
+                return {}
+            if trace is not None:
+                trace.left_out += 1
+            return self._run_local_devices(works)
+
+    def _require_timing(self) -> None:
+        """Raise `PlanError` if a backend cannot time its steps."""
+        if self._untimed_device is not None:
+            raise PlanError(f"device {self._untimed_device} cannot time its steps; its backend compiles no `Measures`")
+
+    def _run_local_devices(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
+        """Run all devices of this process; roll back and raise if one fails."""
+        results = self._device_threads.run_devices(works)
+        if self._device_threads.failures:
+            try:
+                self._device_threads.roll_back_and_raise(self._roll_back)
+            except BackendError as why:
+                if self.store.between.world.failure is not None:  # signal pads say only that a device failed
+                    raise RanksError(str(self.store.between.world.failure)) from why
+                raise
+        return results
+
+    def _roll_back(self, number: int, error: BaseException | None) -> None:
+        finished = find_finished_instructions(error, len(self.plan.lanes[number].program.instructions))
+        self._bound_plan.roll_back(number, finished)
+
+    def kernels(self, device: int = 0) -> list[str]:
+        """Return the kernels that a run calls on one device of the plan, in order.
+
+        Ops stand for kernels if the backend has no kernel names, or if the device belongs to another process. Raises
+        `PlanError` for an unknown device number.
+        """
+        require(PlanError, "kernels", "device", device, integer_between(0, len(self.plan.lanes) - 1))
+        compiled = self._program_runners.get(device)
+        ops = [i.op for i in self.plan.lanes[device].program.instructions]
+        return compiled.kernels() if isinstance(compiled, SupportsTiming) else ops
+
+    def measure(self) -> Sequence[Sequence[TimedKernel]]:
+        """Run on the bound inputs and return the timed steps of each device.
+
+        Raises `PlanError` if a backend cannot time its steps.
+        """
+        with self.tracing() as trace:
+            self.replay()
+        return trace.runs[-1].steps
+
+    @contextmanager
+    def tracing(self) -> Iterator[Trace]:
+        """Add every run in this context to a new trace, with the steps of this process's devices.
+
+        Raises `PlanError` if a backend cannot time its steps.
+        """
+        self._require_timing()
+        before, self.trace = self.trace, Trace()
+        try:
+            yield self.trace
+        finally:
+            self.trace = before
+
+
+@validate_arguments(PlanError, plan=instance_of(Plan), weights=instance_of(Mapping))
+def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) -> Executor:
+    """Bind `weights` and make `plan` ready to run.
+
+    The plan states the thread count (`hocket.plan`). If its devices belong to several processes (``cpu:0@1``), each
+    process calls this function and every later `run` with the same plan, weights and inputs. All processes get the
+    same outputs.
+
+    Args:
+        plan: The plan.
+        weights: Arrays by name, in the dtypes that the graph declares.
+        comm: The communicator of several processes, such as mpi4py's ``MPI.COMM_WORLD``.
+
+    Raises:
+        PlanError: If a weight is missing or does not fit.
+        BackendError: If a device fails, if plans differ between processes, or if another process has failed.
+    """
+    world = SINGLE_PROCESS if comm is None else World(MpiLink(comm))
+    try:
+        return _bind_and_compile(plan, weights, world)
+    except BaseException as why:
+        world.fail(format_reason(why))
+        raise
+
+
+def _bind_and_compile(plan: Plan, weights: Mapping[str, npt.ArrayLike], world: World) -> Executor:
+    """Bind all weights of the plan to a new store, and make an executor."""
+    store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes], world)
+    for value in plan.graph.weights:
+        name, spec = value.node.name, value.spec
+        if name not in weights:
+            hint = did_you_mean(name, weights)
+            raise PlanError(
+                f"weight %{quote_node_name(name)}: {spec} is not bound; pass it when loading the plan{hint}"
+            )
+        store.bind(name, weights[name], spec, plan.leaves[name])
+    return Executor(plan, store)

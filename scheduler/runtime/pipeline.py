@@ -1,0 +1,297 @@
+"""Pipelined runs of plans: runs follow each other through the devices, so that all devices are busy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from queue import SimpleQueue
+from threading import Condition
+from typing import NamedTuple, Self
+
+import numpy.typing as npt
+
+from ...backends.base import Array
+from ...graph.dtypes import DType
+from ...graph.errors import PlanError
+from ..ir.execution_plan import Plan
+from ..pipelining.stage_times import build_pipeline_order
+from .bound_plan import BoundPlan, find_finished_instructions
+from .device_locks import DeviceLock
+from .device_threads import DeviceThreads
+from .interrupts import DeferredInterrupts
+from .store import Store
+from .undo_log import Journal, Saved
+
+RunRequest = tuple["PipelinedPlan", Mapping[str, npt.ArrayLike]]
+"""A requested run: its plan and its inputs by name."""
+
+
+class PipelinedPlan:
+    """One plan bound to its memory for pipelined runs; apart from that it is like an `Executor`.
+
+    A device begins its part of the next run without waiting for the end of the last run.
+
+    Args:
+        plan: The plan.
+        store: Weights and states of the plan's devices.
+        timeout: Maximum seconds that a collective waits.
+        wire: Dtype of large sums between devices with separate memories.
+        staying: States that a rollback of finished runs does not restore, because later runs do not read the new
+            entries. An example is a KV cache behind the end of its sequence.
+    """
+
+    plan: Plan
+    store: Store
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        *,
+        timeout: float = 60.0,
+        wire: DType = DType.F32,
+        staying: Container[str] = frozenset(),
+    ) -> None:
+        self.plan, self.store = plan, store
+        self.verified_orders: set[tuple[PipelinedPlan, ...]] = set()
+        """Sequences of these plans that are verified to follow each other through the devices."""
+        store.require_devices(plan)
+        self._device_lock = DeviceLock(
+            (*store.backends, *(plan.lanes[number].backend for number in store.between.local_devices))
+        )
+        with self._device_lock:
+            self._bound_plan = bound = BoundPlan(plan, store)
+            self._communicator_group = bound.make_communicator_group(timeout, wire, follow=True)
+            replays = bound.compile_programs(self._communicator_group)
+            self._device_stages = {
+                number: _DeviceStage(bound, number, replays[number], staying) for number in bound.local_devices
+            }
+        self._device_threads = DeviceThreads(
+            [device_plan.device for device_plan in plan.lanes], bound.local_devices, self._communicator_group, timeout
+        )
+
+
+def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:
+    """Run several requests in a pipeline and return the outputs of each run by name.
+
+    The runs may be of several plans, over one store or several. If a device fails or an interrupt comes, states are
+    restored to their values before the first run.
+
+    Raises:
+        PlanError: If inputs do not fit, or if a collective joins all devices.
+        BackendError: If a device fails.
+    """
+    if not runs:
+        return []
+    with PipelinedRuns(runs[0][0], together=True) as pipeline:
+        pipeline.enqueue(runs)
+        return [pipeline.wait_for_outputs() for _ in runs]
+
+
+class PipelinedRuns:
+    """A context in which runs follow each other through the devices of the plan `first`.
+
+    All stores must have the same devices. Each device begins the next run when it has finished the last run and
+    saved its undo data. Runs with outputs returned by `wait_for_outputs` are final. All other runs are rolled back
+    at the end. With `together`, returned runs are rolled back too if the context fails.
+    """
+
+    def __init__(self, first: PipelinedPlan, *, together: bool = False) -> None:
+        self._leading_plan, self._is_all_or_nothing = first, together
+        self._device_threads, self._exit_stack = first._device_threads, ExitStack()
+        self._workers = {number: _DeviceWorker(number) for number in first._bound_plan.local_devices}
+        self._pending_runs: deque[_PipelinedRun] = deque()
+        self._used_plans: dict[PipelinedPlan, None] = {}
+        self._progress = Condition()
+
+    def __enter__(self) -> Self:
+        self._exit_stack.enter_context(self._leading_plan._device_lock)
+        interrupts = self._exit_stack.enter_context(DeferredInterrupts())
+        self._device_threads.rendezvous = self
+        works = {n: partial(device.run_queue, interrupts, self._on_device_done) for n, device in self._workers.items()}
+        self._workers_done = self._exit_stack.enter_context(ThreadPoolExecutor(1, "hocket")).submit(
+            self._device_threads.run_devices, works
+        )
+        self._workers_done.add_done_callback(self._notify_progress)
+        return self
+
+    def enqueue(self, runs: Sequence[RunRequest]) -> None:
+        """Append runs to the pending ones.
+
+        Raises `PlanError` as `run_pipelined`, before any of the runs begins. Raises it also for a run over a store
+        with a pending run, unless all runs are rolled back together.
+        """
+        arrays_of_runs = [pipeline._bound_plan.as_input_arrays(inputs) for pipeline, inputs in runs]
+        following = [*(run.pipeline for run in self._pending_runs), *(pipeline for pipeline, _ in runs)]
+        if not self._is_all_or_nothing and len({pipeline.store for pipeline in following}) < len(following):
+            raise PlanError("a run over the same store is under way; begin the next when that has ended")
+        if (whole := tuple(following)) not in self._leading_plan.verified_orders:
+            build_pipeline_order([pipeline.plan for pipeline in following])
+            self._leading_plan.verified_orders.add(whole)
+        self._leading_plan._bound_plan.require_equal_inputs(arrays_of_runs)
+        for (pipeline, _), arrays in zip(runs, arrays_of_runs, strict=True):
+            self._used_plans[pipeline] = None
+            run = _PipelinedRun(pipeline, arrays)
+            self._pending_runs.append(run)
+            for device in self._workers.values():
+                device.queued_runs.put(run)
+
+    def wait_for_all(self) -> None:
+        """Wait until the devices have finished all pending runs, or one device has failed."""
+        with self._progress:
+            self._progress.wait_for(
+                lambda: self._is_done_on_all_devices(self._pending_runs) or self._workers_done.done()
+            )
+
+    def wait_for_outputs(self) -> dict[str, Array]:
+        """Wait for the first pending run and return its outputs by name. Raises the error of a device."""
+        run = self._pending_runs[0]
+        with self._progress:
+            self._progress.wait_for(lambda: self._is_done_on_all_devices([run]) or self._workers_done.done())
+        if not self._is_done_on_all_devices([run]):
+            self._workers_done.result()
+            raise self._device_threads.failures[0][1]
+        outputs = {
+            name: run.pipeline._bound_plan.assemble_output(name, run.list_output_shards(name))
+            for name in run.pipeline._bound_plan.output_shapes
+        }
+        run.is_final = not self._is_all_or_nothing
+        self._pending_runs.popleft()
+        return outputs
+
+    def __exit__(self, kind: object, why: BaseException | None, trace: object) -> None:
+        with self._exit_stack:
+            if isinstance(why, KeyboardInterrupt) and not self._device_threads.failures:  # a second interrupt
+                self._device_threads.abort_run(None, why)
+            self._stop_workers()
+            if self._device_threads.failures:
+                self._device_threads.roll_back_and_raise(self._roll_back)
+            if self._pending_runs or (why is not None and self._is_all_or_nothing):
+                self._device_threads.roll_back(
+                    self._roll_back, why or PlanError("runs that nobody waited for are taken back")
+                )
+
+    def _stop_workers(self) -> None:
+        """Wait until all devices have finished or stopped. Raises `BackendError` if a device does not stop."""
+        for device in self._workers.values():
+            device.queued_runs.put(None)
+        while True:
+            try:
+                self._workers_done.result()
+                return
+            except KeyboardInterrupt as why:
+                self._device_threads.abort_run(None, why)
+
+    def _is_done_on_all_devices(self, runs: Iterable[_PipelinedRun]) -> bool:
+        """Return whether all devices of this process have finished these runs."""
+        return all(len(run.outputs_by_device) == len(self._workers) for run in runs)
+
+    def _roll_back(self, number: int, error: BaseException | None) -> None:
+        self._workers[number].roll_back(error)
+
+    def _on_device_done(self, run: _PipelinedRun, number: int, outputs: Mapping[str, Array]) -> None:
+        """Record that a device has finished its part of a run and saved its undo data."""
+        with self._progress:
+            run.outputs_by_device[number] = outputs
+            self._progress.notify()
+
+    def _notify_progress(self, _: object) -> None:
+        with self._progress:
+            self._progress.notify()
+
+    def abort(self, why: str) -> None:
+        """Wake all waiting threads, because a device failed."""
+        for device in self._workers.values():
+            device.is_stopped = True
+            device.queued_runs.put(None)
+        for pipeline in list(self._used_plans):  # devices begin no later runs
+            pipeline._communicator_group.abort(why)
+
+    def clear(self) -> None:
+        """Forget pending messages and failures when all devices have ended."""
+        for pipeline in self._used_plans:
+            pipeline._communicator_group.clear()
+
+
+class _PipelinedRun:
+    """A pending run: its inputs, the outputs of each device that has finished, and whether it is final."""
+
+    def __init__(self, pipeline: PipelinedPlan, input_arrays: Mapping[str, Array]) -> None:
+        self.pipeline, self.input_arrays, self.is_final = pipeline, input_arrays, False
+        self.outputs_by_device: dict[int, Mapping[str, Array]] = {}
+
+    def list_output_shards(self, name: str) -> dict[int, Array]:
+        """Return each local device's shard of an output."""
+        return {number: own[name] for number, own in self.outputs_by_device.items() if name in own}
+
+
+class _SavedRun(NamedTuple):
+    """The undo data of one device for a finished run, without the states that earlier runs restore."""
+
+    run: _PipelinedRun
+    restored_states: frozenset[str]
+    undo_data: Saved
+
+
+class _DeviceStage:
+    """One device's part of a plan."""
+
+    def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
+        self.bound_plan, self.number, self.run_program = bound, number, replay
+        self.input_slots, self.undo_log = [bound.make_input_slots(number)], Journal(bound, number, staying)
+        self.output_shards = {name: parts[number] for name, parts in bound.output_shards.items() if number in parts}
+        self.instruction_count = len(bound.plan.lanes[number].program.instructions)
+
+
+class _DeviceWorker:
+    """The worker of one device with its queue of runs; None ends the queue."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.is_stopped = number, False
+        self.queued_runs: SimpleQueue[_PipelinedRun | None] = SimpleQueue()
+        self._saved_runs: list[_SavedRun] = []
+        self._current_run: _PipelinedRun | None = None
+        self._has_finished_program = False
+
+    def run_queue(
+        self, interrupts: DeferredInterrupts, tell: Callable[[_PipelinedRun, int, Mapping[str, Array]], None]
+    ) -> None:
+        """Run the queued runs. An interrupt takes effect after the current run. Raises the error of a device."""
+        while (run := self.queued_runs.get()) is not None and not self.is_stopped:
+            if interrupts.is_interrupt_pending:
+                raise KeyboardInterrupt
+            stage = run.pipeline._device_stages[self.number]
+            stage.bound_plan.write_inputs(run.input_arrays, stage.input_slots)
+            self._current_run = run
+            stage.run_program()
+            self._has_finished_program = True
+            outputs = {name: part.copy_to_host() for name, part in stage.output_shards.items()}
+            self._save_for_undo(run)
+            self._current_run, self._has_finished_program = None, False
+            tell(run, self.number, outputs)
+
+    def roll_back(self, error: BaseException | None) -> None:
+        """Roll back all runs that are not final, after the device has stopped, with its error if it failed."""
+        if self._current_run is not None:
+            stage = self._current_run.pipeline._device_stages[self.number]
+            stage.bound_plan.roll_back(
+                self.number,
+                find_finished_instructions(None if self._has_finished_program else error, stage.instruction_count),
+            )
+        for run, behind, saved in reversed([saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]):
+            run.pipeline._device_stages[self.number].undo_log.undo(saved, behind)
+
+    def _save_for_undo(self, run: _PipelinedRun) -> None:
+        """Save the undo data of a finished run, without states that earlier runs over its store restore."""
+        self._saved_runs = [saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]
+        same = [
+            saved_run.run.pipeline
+            for saved_run in self._saved_runs
+            if saved_run.run.pipeline.store is run.pipeline.store
+        ]
+        journal = run.pipeline._device_stages[self.number].undo_log
+        behind = journal.behind(pipeline._device_stages[self.number].undo_log for pipeline in same)
+        self._saved_runs.append(_SavedRun(run, behind, journal.save_undo_data(behind)))

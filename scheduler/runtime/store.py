@@ -1,0 +1,413 @@
+"""The memory that outlives plans: weights and states of a group of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+
+from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
+from ...backends.capabilities import PacksWeights, SupportsPiecewiseLoading, SupportsZeroCopyWeights
+from ...distributed import SINGLE_PROCESS, World
+from ...distributed.rank_group import DevicePlacement
+from ...graph.array_checks import as_array_for_spec, as_block_bytes
+from ...graph.attrs import quote_node_name
+from ...graph.errors import PlanError
+from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
+from ...graph.node import constant_array
+from ...graph.spec import Spec
+from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, integer_between, validate_arguments
+from ...ops.quantisation import encode_array
+from ..ir.execution_plan import Plan
+from ..ir.formatting import format_bytes
+from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape
+from ..lowering.device_plan import DEVICES_KIND, Devices, Lane
+from .device_locks import DeviceLock
+from .packed_weight_files import PackedWeightFiles, WeightOrigin
+from .shared_buffers import Arena, WeightCopies
+from .state_view import LocalShard, StateView, slice_for_device
+from .weight_digests import LoadedWeightDigests, compute_digest
+
+NATURAL, POSITIVE = integer_between(0), integer_between(1)
+PART_ALIGNMENT = 16
+"""The bytes to which the parts of a state are aligned, so that kernels read them as they read a buffer."""
+
+
+class Store:
+    """Weights and states of a group of devices, shared by all plans on them; states begin as zeros.
+
+    With several processes, a store has the devices of its own process ``world.rank``; all processes make the same
+    calls in the same order. `nread` is the number of weight bytes that these devices have received. Packed weights
+    are written to the files `packed`, if given, and are mapped from there the next time. Raises `BackendError` if
+    device memory is full, and `PlanError` for a device of a missing process.
+    """
+
+    @validate_arguments(PlanError, group=DEVICES_KIND)
+    def __init__(self, group: Devices, world: World = SINGLE_PROCESS, packed: PackedWeightFiles | None = None) -> None:
+        self.group: tuple[tuple[Backend, Device], ...] = tuple(group)
+        self.backends: tuple[Backend, ...] = tuple(backend for backend, _ in self.group)
+        self.turn: DeviceLock = DeviceLock(self.backends)
+        self.between: DevicePlacement = DevicePlacement(world, [_find_rank(device, world) for _, device in group])
+        self.nread: int = 0
+        self.loaded_bytes: LoadedWeightDigests = LoadedWeightDigests(world, self.between.ranks)
+        self._packed_files = packed
+        self._device_buffers = {number: _DeviceBuffers(*self.group[number]) for number in self.between.local_devices}
+        self._layouts: dict[str, tuple[Spec, Layout]] = {}
+        self._states: dict[str, None] = {}
+
+    def __repr__(self) -> str:
+        stored_bytes = sum(sum(device.values()) for device in self.nbytes())
+        return f"Store({', '.join(str(device) for _, device in self.group)}, {format_bytes(stored_bytes)})"
+
+    @validate_arguments(
+        PlanError,
+        name=TEXT,
+        spec=instance_of(Spec),
+        layout=instance_of(Replicate, Shard, Local, description="a layout of a leaf"),
+    )
+    def bind(
+        self,
+        name: str,
+        data: npt.ArrayLike,
+        spec: Spec,
+        layout: Layout = REPLICATE,
+        origin: WeightOrigin | None = None,
+        release: Callable[[], object] = lambda: None,
+        copies: WeightCopies | None = None,
+    ) -> None:
+        """Load a weight; each device loads its shard.
+
+        Args:
+            name: Name of the weight.
+            data: The weight as a file has it: numbers, or bytes ``[..., row bytes]`` if quantised.
+            spec: Shape and dtype of the weight. Raises `PlanError` unless the data fit.
+            layout: Layout of the weight on the devices.
+            origin: The source of the weight; without it, packed bytes are not kept.
+            release: Called after each piece that was read, so that its pages may be dropped.
+            copies: Copies that stores share; with them, devices read the memory of `data` itself if they can.
+        """
+        what = f"weight %{quote_node_name(name):.{MAX_MESSAGE_CHARACTERS}}"
+        stored = _as_file_array(what, data, spec)
+        if why := _find_layout_error(spec, layout, len(self.group)):
+            raise PlanError(f"{what}: {spec}: {why}; plan for the devices of this store")
+        with self.turn:
+            self._layouts[name] = (spec, layout)
+            for number, device in self._device_buffers.items():
+                if isinstance(layout, Local) and number not in layout.devices:
+                    continue
+                shape = compute_local_shape(spec.shape, layout, number)
+                declared_buffer = BufferSpec("weight", name, 0, Spec(shape, spec.dtype))
+
+                def share(number: int = number) -> Array:
+                    part = slice_for_device(stored, spec, layout, number)
+                    self.nread += part.nbytes
+                    return part
+
+                place = None
+                if self._packed_files is not None and origin is not None:
+                    which = f"{layout.axis} {layout.index_ranges[number]}" if isinstance(layout, Shard) else "whole"
+                    place = PackedFileKey(self._packed_files, origin, f"{spec} {which}")
+                if copies is not None:
+                    runs = (layout.axis, layout.index_ranges[number]) if isinstance(layout, Shard) else None
+                    digest = device.share_weight(declared_buffer, share, runs, copies)
+                else:
+                    digest = device.load_weight(declared_buffer, share, release, place)
+                if self.loaded_bytes.is_own_rank_checked:
+                    self.loaded_bytes.add_digest(name, layout, number, digest)
+            for number in self.loaded_bytes.list_other_devices(layout):
+                other = partial(slice_for_device, stored, spec, layout, number)
+                self.loaded_bytes.add_digest(name, layout, number, lambda other=other: compute_digest(other(), release))  # type: ignore[misc]
+
+    def beside(self) -> Store:
+        """Return a store with the same weights and with its own states."""
+        other = Store(self.group, self.between.world, self._packed_files)
+        for number, mine in self._device_buffers.items():
+            theirs = other._device_buffers[number]
+            theirs.buffer_by_leaf.update(
+                {key: entry for key, entry in mine.buffer_by_leaf.items() if key[0] == "weight"}
+            )
+        weights = {name for name in self._layouts if name not in self._states}
+        other._layouts.update({name: layout for name, layout in self._layouts.items() if name in weights})
+        return other
+
+    def in_turn(self) -> Store:
+        """Return a store `beside` this one that also shares the arena; plans on both must not run at the same time."""
+        other = self.beside()
+        for number, mine in self._device_buffers.items():
+            other._device_buffers[number].arena = mine.arena
+        return other
+
+    @validate_arguments(PlanError, first=NATURAL, count=POSITIVE, total=POSITIVE)
+    def view_sequences(self, first: int, count: int, total: int) -> Store:
+        """Return a store in turn with this one whose states are those of `count` sequences, from sequence `first` on.
+
+        Every present state of this store must have `total` equal parts along its first axis, one per sequence. The new
+        store reads and writes the same memory.
+
+        Raises:
+            PlanError: A state has no such parts, is sharded along its first axis, or a part begins at an address that
+                kernels cannot use.
+        """
+        if first + count > total:
+            raise PlanError(f"view_sequences: sequences {first} to {first + count - 1} are not all among {total}")
+        other = self.in_turn()
+        for name in self._states:
+            spec, layout = self._layouts[name]
+            if spec.shape[0] % total or (isinstance(layout, Shard) and layout.axis == 0):
+                raise PlanError(f"state %{name}: {spec} {layout} has no equal parts for {total} sequences")
+            part = _resize_first_axis(spec, count, total)
+            other._layouts[name], other._states[name] = (part, layout), None
+            for number, device in self._device_buffers.items():
+                if ("state", name) in device.buffer_by_leaf:
+                    theirs = device.view_parts("state", name, first, count, total)
+                    other._device_buffers[number].buffer_by_leaf["state", name] = theirs
+        return other
+
+    @validate_arguments(PlanError, name=TEXT, source=NATURAL, target=NATURAL, count=NATURAL)
+    def copy_state_rows(self, name: str, source: int, target: int, count: int) -> None:
+        """Copy `count` rows of a state, within the memory of each device.
+
+        Raises:
+            PlanError: The rows overlap or are not in the state, or the state is sharded along its first axis.
+        """
+        state = self.state(name)
+        rows = state.shape[0]
+        if abs(source - target) < count or max(source, target) + count > rows:
+            raise PlanError(f"copy_state_rows: {count} rows from {source} and {target}; need two parts of {rows} rows")
+        if isinstance(state.layout, Shard) and state.layout.axis == 0:
+            raise PlanError(f"copy_state_rows: %{quote_node_name(name):.60} is sharded along its rows")
+        with self.turn:
+            for part in state.parts.values():
+                part.memory_view[target : target + count] = part.memory_view[source : source + count]
+
+    @validate_arguments(PlanError, name=TEXT)
+    def state(self, name: str) -> StateView:
+        """Return a state over all devices; index and assign it as one array to reset, save or restore it."""
+        if name not in self.states:
+            raise PlanError(
+                f"there is no state %{quote_node_name(name):.60} yet; states appear with the first plan that has them"
+            )
+        spec, layout = self._layouts[name]
+        parts = {
+            n: d.view_shard("state", name)
+            for n, d in self._device_buffers.items()
+            if ("state", name) in d.buffer_by_leaf
+        }
+        return StateView(name, spec, layout, parts, self.turn, self.between)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of the states."""
+        return tuple(self._states)
+
+    def nbytes(self) -> list[dict[str, int]]:
+        """Return the bytes in use on each device of this process, by kind."""
+        return [d.compute_bytes_by_kind() for d in self._device_buffers.values()]
+
+    @validate_arguments(PlanError, plan=instance_of(Plan))
+    def require_devices(self, plan: Plan) -> None:
+        """Raise `PlanError` unless `plan` is for the devices of this store."""
+        theirs, own = (", ".join(str(d) for _, d in group) for group in (plan.group, self.group))
+        if theirs != own:
+            raise PlanError(
+                f"the plan is for {theirs:.{2 * MAX_MESSAGE_CHARACTERS}}, "
+                f"and the store for {own:.{2 * MAX_MESSAGE_CHARACTERS}}; make a store for it"
+            )
+
+    @validate_arguments(PlanError, plan=instance_of(Plan))
+    def buffers(self, plan: Plan) -> dict[int, list[Any]]:
+        """Return the program buffers of each device of this process; missing buffers are allocated.
+
+        Raises `PlanError` if a weight was never bound, or if a leaf has another layout than in an earlier plan.
+        """
+        self.require_devices(plan)
+        for leaf in (*plan.graph.weights, *plan.graph.states):
+            name, planned_entry = leaf.node.name, (leaf.spec, plan.leaves[leaf.node.name])
+            if leaf.node.op == "state":
+                self._layouts.setdefault(name, planned_entry)
+                self._states.setdefault(name)
+            if self._layouts.get(name, planned_entry) != planned_entry:
+                stored_entry = self._layouts[name]
+                raise PlanError(
+                    f"%{name} is {stored_entry[0]} {stored_entry[1]} in the store "
+                    f"but {planned_entry[0]} {planned_entry[1]} in the plan"
+                )
+        return {
+            number: device.list_program_buffers(plan.lanes[number]) for number, device in self._device_buffers.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFileKey:
+    """The key of the packed file of one device's shard of a weight."""
+
+    packed_files: PackedWeightFiles
+    origin: WeightOrigin
+    share_text: str
+
+
+class _DeviceBuffers:
+    """The buffers of one device by (kind, name), and its arena."""
+
+    def __init__(self, backend: Backend, device: Device) -> None:
+        self.backend, self.device = backend, device
+        self.splitting_backend: SupportsPiecewiseLoading | None = (
+            backend if isinstance(backend, SupportsPiecewiseLoading) else None
+        )
+        self.buffer_by_leaf: dict[tuple[str, str], tuple[BufferSpec, Any]] = {}
+        self.arena = Arena()
+
+    def load_weight(
+        self,
+        declared_buffer: BufferSpec,
+        data: Callable[[], Array],
+        release: Callable[[], object],
+        place: PackedFileKey | None = None,
+    ) -> Callable[[], bytes]:
+        """Load a weight and return the function that computes its digest; `release` is called after each loaded piece.
+
+        `data` reads the weight, unless a packed file at `place` has it.
+        """
+        assert declared_buffer.declared_spec is not None
+        stored = self.backend.storage_spec(declared_buffer.declared_spec, declared_buffer.kind)
+        spec = BufferSpec(
+            declared_buffer.kind, declared_buffer.name, stored.nbytes, declared_buffer.declared_spec, stored
+        )
+        packing = (
+            self.backend.compute_packing_id()
+            if stored.dtype.is_quantised and isinstance(self.backend, PacksWeights)
+            else None
+        )
+        if place is None or packing is None:
+            buffer, part = self.backend.alloc(spec.nbytes, self.device, lasting=True), data()
+            self._load_in_slices(buffer, declared_buffer.declared_spec, part, release)
+            self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
+            return lambda: compute_digest(part, release)
+        mapped_weight = place.packed_files.map_existing_file(place.origin, packing, place.share_text, spec.nbytes)
+        if mapped_weight is None:
+            packed, part = self.backend.alloc(spec.nbytes, self.device), data()
+            self._load_in_slices(packed, declared_buffer.declared_spec, part, release)
+            mapped_weight = place.packed_files.write_and_map(
+                place.origin, packing, place.share_text, packed, compute_digest(part, release)
+            )
+        buffer, digest = mapped_weight
+        self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
+        return lambda: digest
+
+    def share_weight(
+        self, declared_buffer: BufferSpec, data: Callable[[], Array], share: object, copies: WeightCopies
+    ) -> Callable[[], bytes]:
+        """Bind a weight to its source memory if the backend reads it, else to a shared copy; return its digest."""
+        assert declared_buffer.declared_spec is not None
+        declared = declared_buffer.declared_spec
+        stored = self.backend.storage_spec(declared, declared_buffer.kind)
+        spec = BufferSpec(declared_buffer.kind, declared_buffer.name, stored.nbytes, declared, stored)
+        buffer = None
+        if copies.is_source_lasting and isinstance(self.backend, SupportsZeroCopyWeights):
+            buffer = self.backend.as_buffer(data(), declared)
+        if buffer is None:
+            buffer = copies.load_copy(
+                (type(self.backend), self.device, declared, stored, share),
+                lambda: self.backend.alloc(spec.nbytes, self.device),
+                lambda copy: self._load_in_slices(copy, declared, data(), lambda: None),
+            )
+        self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
+        return lambda: compute_digest(data())
+
+    def _load_in_slices(self, buffer: Any, declared: Spec, data: Array, release: Callable[[], object]) -> None:
+        whole = (data, declared, buffer)
+        for weight_slice in self.splitting_backend.split_weight(*whole) if self.splitting_backend else (whole,):
+            self.backend.load(*weight_slice)
+            release()
+
+    def view_shard(self, kind: str, name: str) -> LocalShard:
+        spec, buffer = self.buffer_by_leaf[kind, name]
+        assert spec.stored_spec is not None
+        shape, dtype = spec.stored_spec.shape, spec.stored_spec.dtype
+        return LocalShard(self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), dtype)), dtype)
+
+    def view_parts(self, kind: str, name: str, first: int, count: int, total: int) -> tuple[BufferSpec, Any]:
+        """Return the specification and the buffer of parts `first` to `first + count` of `total` parts of a buffer."""
+        spec, buffer = self.buffer_by_leaf[kind, name]
+        assert spec.declared_spec is not None
+        assert spec.stored_spec is not None
+        part_bytes = spec.nbytes // total
+        if spec.nbytes % total or first * part_bytes % PART_ALIGNMENT:
+            raise PlanError(f"{kind} %{name}: a part of {part_bytes} bytes is no multiple of {PART_ALIGNMENT} bytes")
+        declared, stored = (_resize_first_axis(one, count, total) for one in (spec.declared_spec, spec.stored_spec))
+        view = buffer[first * part_bytes : (first + count) * part_bytes]
+        return BufferSpec(kind, name, count * part_bytes, declared, stored), view
+
+    def compute_bytes_by_kind(self) -> dict[str, int]:
+        total = {"weight": 0, "state": 0, "arena": self.arena.nbytes}
+        for (kind, _), (spec, _) in self.buffer_by_leaf.items():
+            total[kind] += spec.nbytes
+        return total
+
+    def list_program_buffers(self, device_plan: Lane) -> list[Any]:
+        return [self._find_or_allocate_buffer(spec, device_plan.graph) for spec in device_plan.program.buffers]
+
+    def _find_or_allocate_buffer(self, spec: BufferSpec, graph: Graph) -> Any:
+        if spec.kind == "arena":
+            return self.arena.grow_buffer(spec.nbytes, lambda: self.backend.alloc(spec.nbytes, self.device))
+        if spec.kind == "constant":
+            assert spec.declared_spec is not None
+            (node,) = (n for n in graph.nodes if n.op == "constant" and n.name == spec.name)
+            buffer = self.backend.alloc(spec.nbytes, self.device)
+            self.backend.load(constant_array(node), spec.declared_spec, buffer)
+            return buffer
+        key = (spec.kind, spec.name)
+        if key not in self.buffer_by_leaf:
+            if spec.kind == "weight":
+                raise PlanError(
+                    f"weight %{spec.name}: {spec.declared_spec} is not bound; pass it when loading the plan"
+                )
+            self.buffer_by_leaf[key] = (spec, self.backend.alloc(spec.nbytes, self.device, lasting=True))
+        known_spec, buffer = self.buffer_by_leaf[key]
+        if known_spec != spec:
+            raise PlanError(
+                f"{spec.kind} %{spec.name} is {known_spec.declared_spec} in the store "
+                f"but {spec.declared_spec} in the plan"
+            )
+        return buffer
+
+
+def _resize_first_axis(spec: Spec, count: int, total: int) -> Spec:
+    """Return the spec of `count` of the `total` equal parts along the first axis."""
+    return Spec((spec.shape[0] // total * count, *spec.shape[1:]), spec.dtype)
+
+
+def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
+    """Return why a value cannot have this layout on `count` devices; an empty text if it can."""
+    if isinstance(layout, Local) and not all(0 <= number < count for number in layout.devices):
+        return f"its layout names a device that is none of {count}"
+    if isinstance(layout, Shard):
+        if len(layout.index_ranges) != count:
+            return f"its layout is for {len(layout.index_ranges)} devices, and {count} are there"
+        size = spec.shape[layout.axis] if 0 <= layout.axis < len(spec.shape) else -1
+        if any(start < 0 or n < 0 or start + n > size for runs in layout.index_ranges for start, n in runs):
+            return "its layout is a layout of another shape"
+    return ""
+
+
+def _as_file_array(what: str, data: npt.ArrayLike, spec: Spec) -> Array:
+    """Return the weight of a caller as an array in the form of a file."""
+    if spec.dtype.is_quantised:
+        return as_block_bytes(what, data, spec)
+    array = as_array_for_spec(what, data, spec)
+    return array if array.dtype == spec.dtype.storage else encode_array(array, spec.dtype)
+
+
+def _find_rank(device: Device, world: World) -> int:
+    """Return the rank of the process of a device."""
+    if device.rank is None and world.size > 1:
+        raise PlanError(f"device {device}: say of which of {world.size} processes, as {device}@0")
+    if (device.rank or 0) >= world.size:
+        raise PlanError(
+            f"device {device} is one of process {device.rank}, but the last one is {world.size - 1}; "
+            f"start more, as mpiexec -n {(device.rank or 0) + 1} hocket ..."
+        )
+    return device.rank or 0

@@ -1,0 +1,78 @@
+"""Traces: a list of runs, each with the times of every device's instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...backends.capabilities import TimedKernel
+from ...graph.errors import PlanError
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import instance_of, integer_between, validate_constructor
+from ..ir.execution_plan import Plan
+
+if TYPE_CHECKING:
+    from ...view import Page
+
+MAX_TRACED_RUNS = 2000
+"""Maximum runs of a trace. With a model of a thousand instructions, the file then has some hundred megabytes."""
+
+
+class TracedRun(NamedTuple):
+    """One traced run of `plan`, from `start` to `end` in seconds of `time.monotonic`.
+
+    `steps` has for each device its timed kernels in order.
+    """
+
+    plan: Plan
+    label: str
+    start: float
+    end: float
+    steps: Sequence[Sequence[TimedKernel]]
+
+
+@validate_constructor(PlanError, left_out=integer_between(0), noted=instance_of(list))
+@dataclass(slots=True)
+class Trace:
+    """Runs in the order of execution, at most `MAX_TRACED_RUNS`. `left_out` counts the later runs, which are not timed.
+
+    Executors append to `noted` at the end of a run, because each line of Python then delays the next run.
+    """
+
+    left_out: int = 0
+    noted: list[tuple[Plan, str, float, float, Sequence[Iterable[TimedKernel]]]] = field(default_factory=list)
+    _runs: list[TracedRun] = field(default_factory=list, init=False)
+
+    @property
+    def runs(self) -> Sequence[TracedRun]:
+        """The runs. The first read after a run asks the backends for its steps."""
+        for plan, label, start, end, steps in self.noted[len(self._runs) :]:
+            self._runs.append(TracedRun(plan, label, start, end, [list(own) for own in steps]))
+        return self._runs
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace as JSON for Perfetto or Chrome; ``hocket view --trace`` reads it too.
+
+        A name that ends in ``.gz`` makes a gzip file. Raises `OSError`.
+        """
+        from ..reports.perfetto_trace import write_trace
+
+        write_trace(self, path)
+
+    def view(self, *, title: str = "trace") -> Page:
+        """Return a page of the plan with the most runs and the measured times of its steps.
+
+        Raises `PlanError` if the trace has no run.
+        """
+        from ...view import view_plan
+
+        if not self.runs:
+            raise PlanError("the trace has no run; run a plan in its context")
+        plans = [run.plan for run in self.runs]
+        return view_plan(max(plans, key=plans.count), trace=self, title=title)
+
+    def _repr_html_(self) -> str:
+        """Return the page that a notebook shows."""
+        return self.view()._repr_html_()

@@ -1,0 +1,1 @@
+"""Plans and programs as plain data and JSON, and back."""

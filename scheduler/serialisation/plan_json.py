@@ -1,0 +1,293 @@
+"""Plans as JSON: written, read back, and reduced to a digest that ranks compare.
+
+A plan that is read back is verified like a new plan, because the file may be damaged or tampered with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any
+
+from ...backends.base import Backend, Device, find_device
+from ...graph.errors import BackendError, GraphError, PlanError
+from ...graph.export import from_json as graph_from_json
+from ...graph.export import to_json as graph_to_json
+from ...graph.graph import assign_names
+from ...graph.node import Node
+from ...graph.spec import Spec
+from ...graph.validation import TEXT, instance_of, validate_arguments
+from ...ops import verify
+from ..costs.device_catalogue import DATA_SHEETS, DataSheet
+from ..costs.hardware import BUILT_IN_SOURCE, Hardware
+from ..costs.simulated_devices import SIMULATED_BACKEND_NAME, SimulatedBackend, build_simulated_backend
+from ..ir.execution_plan import PinnedNodes, Plan
+from ..ir.layout import Layout, Local, Shard, compute_local_shape
+from ..lowering.device_plan import Lane, find_first_devices_with_same_program
+from ..verifier.plan_verifier import verify_plan
+from .program_data import (
+    layout_from_data,
+    layout_to_data,
+    program_from_data,
+    program_to_data,
+    require_count,
+    require_text,
+)
+
+PLAN_JSON_FORMAT = "hocket-plan-3"
+"""The name and the version of the format."""
+
+
+@validate_arguments(PlanError, plan=instance_of(Plan))
+def plan_to_json(plan: Plan) -> str:
+    """Return a plan as one JSON object, which `plan_from_json` reads.
+
+    Devices with equal programs share one program in it.
+    """
+    document = _executed_to_data(plan)
+    document["reasons"] = list(plan.reasons)
+    document["placed"] = [asdict(placed) for placed in plan.placed]
+    document["hardware"] = asdict(plan.hardware)
+    document["shares"] = list(plan.shares)
+    document["spare"] = list(plan.spare)
+    document["host"] = None if plan.host is None else asdict(plan.host)
+    document["cost"] = asdict(plan.cost)
+    kinds = {
+        device_plan.device.kind: device_plan.backend.data_sheet
+        for device_plan in plan.lanes
+        if isinstance(device_plan.backend, SimulatedBackend)
+    }
+    if unknown := {kind: asdict(machine) for kind, machine in kinds.items() if DATA_SHEETS.get(kind) != machine}:
+        document["machines"] = unknown
+    document["memory"] = [
+        {"device": str(device_plan.device), **device_plan.memory(), "capacity": device_plan.device.memory}
+        for device_plan in plan.lanes
+    ]
+    return json.dumps(document, allow_nan=False)
+
+
+def compute_plan_digest(plan: Plan) -> str:
+    """Return the SHA-256 of the canonical JSON of everything that runs.
+
+    Reasons, predictions and memory sizes are excluded.
+    """
+    text = json.dumps(_executed_to_data(plan), allow_nan=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@validate_arguments(PlanError, text=TEXT)
+def plan_from_json(text: str) -> Plan:
+    """Build the plan that `plan_to_json` wrote, for the same kinds of devices, and verify it.
+
+    Raises `PlanError` for any other text, and `BackendError` if a device is missing.
+    """
+    try:
+        document = json.loads(text)
+        if document["format"] != PLAN_JSON_FORMAT:
+            raise PlanError(f"format is {document['format']!r:.60}; this reads {PLAN_JSON_FORMAT}")
+        plan = _plan_from_document(document)
+        _verify_plan_form(plan)
+        verify_plan(plan)
+        return plan
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, RecursionError) as why:
+        raise PlanError(
+            f"not a plan in JSON ({type(why).__name__}: {_format_one_line(why)}); write one with --json"
+        ) from None
+    except GraphError as why:
+        raise PlanError(f"not a plan in JSON: its graph is illegal: {_format_one_line(why)}") from None
+
+
+def _format_one_line(why: Exception) -> str:
+    return " ".join(str(why).split())[:200]
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def _executed_to_data(plan: Plan) -> dict[str, Any]:
+    """Return everything that runs, as plain data.
+
+    The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
+    numbers of unnamed nodes.
+    """
+    first_equal = find_first_devices_with_same_program(plan.lanes)
+    own = {first: place for place, first in enumerate(dict.fromkeys(first_equal))}
+    programs = [
+        {"graph": json.loads(graph_to_json(plan.lanes[first].graph)), **program_to_data(plan.lanes[first].program)}
+        for first in own
+    ]
+    return {
+        "format": PLAN_JSON_FORMAT,
+        "graph": json.loads(graph_to_json(plan.graph)),
+        "lanes": [
+            {
+                "backend": device_plan.backend.name,
+                "kind": device_plan.device.kind,
+                "index": device_plan.device.index,
+                **({} if device_plan.device.part is None else {"part": device_plan.device.part}),
+                "program": own[first],
+            }
+            for device_plan, first in zip(plan.lanes, first_equal, strict=True)
+        ],
+        "programs": programs,
+        "leaves": {name: layout_to_data(layout) for name, layout in plan.leaves.items()},
+        "outputs": {name: layout_to_data(layout) for name, layout in plan.outputs.items()},
+        "cuts": sorted(map(list, plan.cuts)),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def _plan_from_document(document: dict[str, Any]) -> Plan:
+    """Build a plan from its JSON document without verifying it."""
+    graph = graph_from_json(json.dumps(document["graph"]))
+    graphs = [graph_from_json(json.dumps(entry["graph"])) for entry in document["programs"]]
+    programs = [program_from_data(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
+    device_plans = []
+    for entry in document["lanes"]:
+        backend, device = _device_from_data(entry, document.get("machines", {}))
+        number = require_count(entry["program"])
+        device_plans.append(Lane(device, backend, graphs[number], programs[number]))
+    return Plan(
+        graph,
+        tuple(device_plans),
+        MappingProxyType({name: layout_from_data(v) for name, v in document["leaves"].items()}),
+        MappingProxyType({name: layout_from_data(v) for name, v in document["outputs"].items()}),
+        frozenset(
+            (require_text(n), require_count(a), require_count(s), require_count(i)) for n, a, s, i in document["cuts"]
+        ),
+        tuple(map(require_text, document["reasons"])),
+        _hardware_from_data(document["hardware"]),
+        tuple(
+            PinnedNodes(require_count(p["device"]), require_text(p["because"]), tuple(map(require_text, p["nodes"])))
+            for p in document["placed"]
+        ),
+        None if document["host"] is None else _hardware_from_data(document["host"]),
+        tuple(map(_require_nonnegative, document["shares"])),
+        tuple(map(require_text, document["spare"])),
+    )
+
+
+def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
+    """Return the backend and the device of a JSON entry; a simulated backend needs its machine."""
+    kind, index = require_text(entry["kind"]), require_count(entry["index"])
+    if entry["backend"] == SIMULATED_BACKEND_NAME:
+        absent = build_simulated_backend(kind, _machine_from_data(machines[kind]) if kind in machines else None)
+        return absent, absent.device(index)
+    backend, device = find_device(
+        str(Device(kind, index, part=require_count(entry["part"]) if "part" in entry else None))
+    )
+    if backend.name != entry["backend"]:
+        raise BackendError(f"the plan is for backend {entry['backend']!r:.60}, but {device} is of {backend.name!r}")
+    return backend, device
+
+
+def _machine_from_data(entry: Mapping[str, Any]) -> DataSheet:
+    words: dict[str, Any] = {key: require_text(entry[key]) for key in ("link", "capability", "backend", "like")}
+    figures: dict[str, Any] = {key: _require_nonnegative(entry[key]) for key in ("flops", "bandwidth", "launch")}
+    return DataSheet(**words, **figures, memory=require_count(entry["memory"]))
+
+
+def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
+    figures: dict[str, Any] = {
+        key: _figures_from_data(value) for key, value in entry.items() if key not in ("machine", "source")
+    }
+    source = require_text(entry.get("source", BUILT_IN_SOURCE))
+    hardware = Hardware(**figures, machine=require_count(entry.get("machine", 0)), source=source)
+    if not hardware.is_valid:
+        raise ValueError(f"hardware has a speed of zero: {hardware}")
+    return hardware
+
+
+def _figures_from_data(value: Any) -> Any:
+    """Return one number, or one number for each op."""
+    return (
+        {op: _require_nonnegative(speed) for op, speed in value.items()}
+        if isinstance(value, dict)
+        else _require_nonnegative(value)
+    )
+
+
+def _require_nonnegative(value: Any) -> float:
+    """Return a finite number from zero on: a time, a share, or a speed."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r:.60} is no finite number from zero on")
+    return float(value)
+
+
+# ----------------------------------------------------------------------------------------------------------- checking
+
+
+def _verify_plan_form(plan: Plan) -> None:
+    """Raise `PlanError` or `GraphError` unless the plan has the form that its verifier presupposes."""
+    verify(plan.graph)
+    _require_condition(bool(plan.lanes), "it has no devices")
+    _require_condition(
+        len({str(device_plan.device) for device_plan in plan.lanes}) == len(plan.lanes), "it names a device twice"
+    )
+    done: set[int] = set()
+    for device_plan in plan.lanes:
+        if id(device_plan.graph) not in done:
+            done.add(id(device_plan.graph))
+            if device_plan.graph.nodes:  # a device may have no work
+                verify(device_plan.graph)
+            _verify_stored_buffers(device_plan)
+    _require_condition(
+        set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves"
+    )
+    _require_condition(set(plan.outputs) == set(plan.graph.outputs), "its layouts are of other outputs")
+    _require_condition(len(plan.shares) in (0, len(plan.lanes)), "it has shares for other devices")
+    node_names = set(assign_names(plan.graph).values())
+    for placed in plan.placed:
+        known = placed.device < len(plan.lanes) and node_names.issuperset(placed.nodes)
+        _require_condition(known, "it places nodes or names devices that there are not")
+    for leaf in (n for n in plan.graph.nodes if n.is_leaf):
+        _verify_leaf_shapes(plan, leaf)
+    for name, value in plan.graph.outputs.items():
+        _verify_layout(f"output {name!r:.60}", value.shape, plan.outputs[name], len(plan.lanes))
+
+
+def _require_condition(condition: bool, why: str) -> None:
+    if not condition:
+        raise PlanError(f"not a plan in JSON: {why}")
+
+
+def _verify_stored_buffers(device_plan: Lane) -> None:
+    """Require that this machine's backend stores leaves as the buffers state."""
+    for buffer in device_plan.program.buffers:
+        if buffer.declared_spec is not None:
+            stored = device_plan.backend.storage_spec(buffer.declared_spec, buffer.kind)
+            same = buffer.stored_spec == stored and buffer.nbytes == stored.nbytes
+            _require_condition(same, f"%{buffer.name!r:.60} is not stored as {device_plan.device} stores it")
+
+
+def _verify_leaf_shapes(plan: Plan, leaf: Node) -> None:
+    """Require that the devices have the shapes that the layout states."""
+    layout, spec = plan.leaves[leaf.name], leaf.specs[0]
+    _verify_layout(f"%{leaf.label}", spec.shape, layout, len(plan.lanes))
+    for number, device_plan in enumerate(plan.lanes):
+        for own in (n for n in device_plan.graph.nodes if n.name == leaf.name and n.op == leaf.op):
+            expected_spec = Spec(compute_local_shape(spec.shape, layout, number), spec.dtype)
+            _require_condition(
+                own.specs[0] == expected_spec,
+                f"%{leaf.label} is {own.specs[0]} on {device_plan.device}, need {expected_spec}",
+            )
+
+
+def _verify_layout(what: str, shape: tuple[int, ...], layout: Layout, devices: int) -> None:
+    """Require that a layout names existing axes, entries and devices."""
+    if isinstance(layout, Shard):
+        _require_condition(
+            layout.axis < len(shape) and len(layout.index_ranges) == devices, f"{what} is cut where it has no axis"
+        )
+        ends = [offset + n for runs in layout.index_ranges for offset, n in runs]
+        _require_condition(max(ends, default=0) <= shape[layout.axis], f"{what} is cut outside its axis")
+    if isinstance(layout, Local):
+        _require_condition(
+            bool(layout.devices) and max(layout.devices) < devices, f"{what} lies on a device there is not"
+        )

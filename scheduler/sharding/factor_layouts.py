@@ -1,0 +1,94 @@
+"""Factor layouts: the layouts of values while factors are chosen, and the conversions between them.
+
+Factor layouts are the layouts of `scheduler.ir.layout` with a factor in place of index ranges. The ranges follow once
+the shard ranges of the factor are known.
+
+- `Replicate`: every device has the whole value.
+- `FactorShard`: every device has the entries of its indices of `factor`.
+- `Partial`: every device has a partial sum.
+- `RoutedPartial`: a partial sum in which each entry is zero on all devices except one.
+- `Local`: the listed devices have the whole value.
+- `FixedShard`: every device has the entries that an earlier plan gave it, which no factor of this graph describes. Only
+  weights and states have this layout.
+
+A value is produced in one layout and read in another. These pairs need one conversion:
+
+- `Replicate` to `FactorShard` or `FixedShard`: each device takes a slice.
+- `Replicate` to `Partial`: one device keeps the value, and all others have zeros.
+- `FactorShard` to `Replicate`: all-gather.
+- `FactorShard` to another `FactorShard`: all-to-all.
+- `Partial` or `RoutedPartial` to `Replicate`: all-reduce.
+- `Partial` or `RoutedPartial` to `FactorShard`: reduce-scatter.
+- `Local` to `Replicate` or to another device: messages.
+- `FixedShard` to `Replicate`: all-gather.
+
+All other pairs are converted to `Replicate` first. `RoutedPartial` is never the target of a conversion: a device could
+not know where its partial sum has to be zero.
+
+>>> f, g = Factor(8), Factor(6)
+>>> find_conversion_path(FactorShard(f), FactorShard(f)), find_conversion_path(FactorShard(f), FactorShard(g))
+((), (FactorShard(factor=6),))
+>>> find_conversion_path(FactorShard(f), PARTIAL)
+(Replicate(), Partial())
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...graph.node import Value
+from ..ir.layout import PARTIAL, REPLICATE, Local, Partial, Replicate, Shard
+from .axes import Factor
+
+
+@dataclass(frozen=True, slots=True)
+class FactorShard:
+    """The layout in which each device has the entries of its indices of `factor`."""
+
+    factor: Factor
+    is_partial = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPartial:
+    """A partial sum in which each entry comes from one device and is zero on all others.
+
+    The device is the one with the table row that `index_operand` names for the entry. `factor` has the rows of the
+    table. The first axes of the value are the axes of `index_operand`.
+    """
+
+    factor: Factor
+    index_operand: Value
+    is_partial = True
+
+
+@dataclass(frozen=True, slots=True)
+class FixedShard:
+    """The layout in which each device has a shard that an earlier plan over the same weights and states fixed."""
+
+    layout: Shard
+    is_partial = False
+
+
+FactorLayout: TypeAlias = Replicate | FactorShard | Partial | RoutedPartial | Local | FixedShard
+"""A layout in terms of factors."""
+
+
+def find_conversion_path(source_layout: FactorLayout, target_layout: FactorLayout) -> tuple[FactorLayout, ...]:
+    """Return the layouts through which a value is converted from one layout to another, without the first.
+
+    Each conversion is one collective, message or slice. The path is empty if no conversion is needed.
+
+    Raises:
+        AssertionError: `target_layout` is a `RoutedPartial` other than `source_layout`.
+    """
+    if source_layout == target_layout or (target_layout is PARTIAL and source_layout.is_partial):
+        return ()
+    assert not isinstance(target_layout, RoutedPartial), f"{source_layout} cannot become {target_layout}"
+    if isinstance(source_layout, Local) and isinstance(target_layout, Local):
+        return () if set(target_layout.devices) <= set(source_layout.devices) else (target_layout,)
+    direct = REPLICATE in (source_layout, target_layout) or (
+        isinstance(target_layout, FactorShard) and not isinstance(source_layout, Local | FixedShard)
+    )
+    return (target_layout,) if direct else (REPLICATE, target_layout)

@@ -1,0 +1,436 @@
+"""The SPMD partitioner: emit one graph for each device, with local shapes, sliced leaves and collectives.
+
+Input is a graph with a sharding assignment and the shard ranges of its factors. Devices with equal parts share one
+graph. As in GSPMD (Xu et al., 2021), collectives convert a value between the layouts of its node and its readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ...graph.attrs import Attrs
+from ...graph.graph import Graph, assign_names
+from ...graph.node import Node, Value
+from ...graph.spec import Spec
+from ...ops import concat, fill, op_of, slice_
+from ...ops.collectives import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
+from ...ops.declaration.op import Op
+from ..ir.layout import PARTIAL, REPLICATE, Layout, Local, Shard, compute_local_shape
+from .axes import Factor
+from .factor_layouts import FactorLayout, FactorShard, FixedShard, find_conversion_path
+from .factors import Factors
+from .propagation import ShardingAssignment
+from .shard_ranges import ShardRanges, compute_axis_ranges_of_factor
+
+
+@dataclass(frozen=True, eq=False)
+class PartitionedGraphs:
+    """A graph for each device, and the layouts of the leaves and outputs of the original graph.
+
+    `source_nodes` maps, for each device, the nodes of its graph to the original nodes.
+    """
+
+    graphs: tuple[Graph, ...]
+    source_nodes: tuple[Mapping[Node, Node], ...]
+    leaves: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+
+
+def partition_graph(
+    graph: Graph,
+    factors: Factors,
+    assignment: ShardingAssignment,
+    shard_ranges: ShardRanges,
+    *,
+    first_sequence_number: int = 0,
+    replicated_outputs: Container[Value] = frozenset(),
+) -> PartitionedGraphs:
+    """Emit the graph of every device; with one device it is the graph itself.
+
+    Args:
+        graph: The graph to partition.
+        factors: The factors of `graph`.
+        assignment: The layout of each value, and the conversions.
+        shard_ranges: The shard ranges of the factors.
+        first_sequence_number: The sequence number of the first collective.
+        replicated_outputs: Outputs that end whole on every device.
+    """
+    layouts = _LayoutTable(graph, factors, assignment, shard_ranges, first_sequence_number)
+    ends = {
+        name: REPLICATE if v in replicated_outputs else _choose_output_layout(assignment.produced_layouts[v])
+        for name, v in graph.outputs.items()
+    }
+    outputs = {name: layouts.layout_of(v, ends[name]) for name, v in graph.outputs.items()}
+    emitted: dict[Hashable, tuple[Graph, Mapping[Node, Node]]] = {}
+    for key in (keys := [_build_device_key(d, assignment, shard_ranges) for d in range(len(shard_ranges))]):
+        if key not in emitted:
+            device = _DeviceEmitter(keys.index(key), layouts)
+            emitted[key] = device.emit_graph(graph, ends), device.source_nodes
+    graphs = tuple(emitted[key][0] for key in keys)
+    leaves = {
+        n.name: layouts.layout_of(n.results[0], assignment.produced_layouts[n.results[0]])
+        for n in graph.nodes
+        if n.is_leaf
+    }
+    leaves.update(_find_unread_replicas(graph, graphs, leaves, assignment.fixed_leaves))
+    return PartitionedGraphs(graphs, tuple(emitted[key][1] for key in keys), leaves, outputs)
+
+
+def _choose_output_layout(layout: FactorLayout) -> FactorLayout:
+    """Return the layout in which an output ends: `Replicate` for a partial sum, else its produced layout."""
+    return REPLICATE if layout.is_partial else layout
+
+
+def _build_device_key(device: int, assignment: ShardingAssignment, shard_ranges: ShardRanges) -> Hashable:
+    """Return a key that devices share if their graphs are equal.
+
+    Devices with equal keys have equally long ranges of each factor, and no node depends on the device number.
+    """
+    for c in assignment.conversions:
+        if isinstance(c.target_layout, FactorShard | Local) or isinstance(c.source_layout, Local):
+            return device
+    if assignment.index_operands or any(isinstance(by, Local) for by in assignment.node_layouts.values()):
+        return device
+    if any(isinstance(layout, FixedShard) for layout in assignment.produced_layouts.values()):
+        return device
+    return device == 0, *(
+        high - low for low, high in (shard_ranges.ranges_of(f)[device] for f in assignment.sharded_factors)
+    )
+
+
+def _find_unread_replicas(
+    graph: Graph, graphs: Sequence[Graph], leaf_layouts: Mapping[str, Layout], fixed_values: Container[Value]
+) -> dict[str, Layout]:
+    """Return layouts for replicated weights and states that, because of pins, only some devices read: on these only."""
+    read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
+    homes: dict[str, Layout] = {}
+    for node in graph.nodes:
+        if (
+            node.op in ("weight", "state")
+            and leaf_layouts[node.name] is REPLICATE
+            and node.results[0] not in fixed_values
+        ):
+            where = tuple(d for d, names in enumerate(read) if node.name in names)
+            if 0 < len(where) < len(graphs):
+                homes[node.name] = Local(where)
+    return homes
+
+
+def make_unused_name(name: str, taken_names: Container[str]) -> str:
+    """Return `name`, with tildes appended until it is not in `taken_names`."""
+    while name in taken_names:
+        name += "~"
+    return name
+
+
+def keep_unused_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph:
+    """Return `graph` with extra outputs for collectives that the device must call although nothing reads them."""
+    there, missing = set(graph.nodes), {}
+    for number, value in reversed(list(enumerate(collectives))):  # the last first, as it may read earlier ones
+        if value.node not in there:
+            missing[make_unused_name(f"met.{number}", graph.outputs)] = value
+            stack = [value.node]
+            while stack:
+                there.add(node := stack.pop())
+                stack += [s.node for s in node.inputs if s.node not in there]
+    return Graph({**graph.outputs, **missing}, graph.updates) if missing else graph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ValueInLayout:
+    """A value in one of its layouts. Each form exists once, so that dictionaries find it by identity."""
+
+    value: Value
+    layout: FactorLayout
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeTemplate:
+    """The part of a node that all devices share: op, attributes before localisation, and operand forms."""
+
+    op: Op[Any]
+    attrs: Attrs
+    operand_forms: tuple[_ValueInLayout | None, ...]
+
+
+class _LayoutTable:
+    """The layouts of all values, and the sequence numbers of all collectives and messages, for all devices."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        factors: Factors,
+        assignment: ShardingAssignment,
+        shard_ranges: ShardRanges,
+        first_sequence_number: int,
+    ) -> None:
+        self.graph, self.factors, self.assignment, self.shard_ranges = graph, factors, assignment, shard_ranges
+        self.node_names = assign_names(graph)  # the names in a dump of the user's graph
+        self.sequence_numbers: dict[tuple[Value, FactorLayout], int] = {}
+        self.message_numbers: dict[Value, dict[int, int]] = {}
+        count = first_sequence_number
+        for conversion in (c for c in assignment.conversions if not c.needs_no_communication):
+            value, before, after = conversion.value, conversion.source_layout, conversion.target_layout
+            if not isinstance(before, Local):
+                self.sequence_numbers[value, after] = count
+                count += 1
+                continue
+            message_numbers = self.message_numbers.setdefault(value, {})  # receivers of a local value, each once
+            for device in after.devices if isinstance(after, Local) else range(len(shard_ranges)):
+                if device not in before.devices and device not in message_numbers:
+                    message_numbers[device] = count
+                    count += 1
+        self._cached_shards: dict[tuple[Value, Factor], Shard] = {}
+        self._cached_forms: dict[tuple[Value, FactorLayout], _ValueInLayout] = {}
+        self._cached_shapes: dict[_ValueInLayout, tuple[tuple[int, ...], ...]] = {}
+        self.produced_forms = {
+            value: self.intern_value_form(value, state) for value, state in assignment.produced_layouts.items()
+        }
+        self.node_templates = {node: self._build_template(node) for node in graph.nodes if not node.is_leaf}
+
+    def intern_value_form(self, value: Value, factor_layout: FactorLayout) -> _ValueInLayout:
+        """Return the interned pair of a value and its layout on a device.
+
+        A local value is complete on its device. A partial sum gets the layout in which its node produces it.
+        """
+        if isinstance(factor_layout, Local):
+            factor_layout = REPLICATE  # whole on that device
+        elif factor_layout is PARTIAL and self.assignment.produced_layouts[value].is_partial:
+            factor_layout = self.assignment.produced_layouts[value]
+        return self._cached_forms.setdefault((value, factor_layout), _ValueInLayout(value, factor_layout))
+
+    def _build_template(self, node: Node) -> _NodeTemplate:
+        """Return the op, the attributes and the operand forms of a node."""
+        declared, wants = op_of(node), iter(self.assignment.operand_layouts[node])
+        reads = tuple([None if s is None else self.intern_value_form(s, next(wants)) for s in node.src])
+        return _NodeTemplate(declared, declared.normalise_attributes(node.attrs), reads)
+
+    def shape_on_device(self, form: _ValueInLayout, device: int) -> tuple[int, ...]:
+        """Return the shape of the part of a value that `device` has."""
+        if form not in self._cached_shapes:
+            layout = self.layout_of(form.value, form.layout)
+            self._cached_shapes[form] = tuple(
+                compute_local_shape(form.value.shape, layout, d) for d in range(len(self.shard_ranges))
+            )
+        return self._cached_shapes[form][device]
+
+    def layout_of(self, value: Value, factor_layout: FactorLayout) -> Layout:
+        """Return the layout of `value` with index ranges in place of factors."""
+        if isinstance(factor_layout, Local):
+            return factor_layout
+        if isinstance(factor_layout, FixedShard):
+            return factor_layout.layout
+        if not isinstance(factor_layout, FactorShard):
+            return PARTIAL if factor_layout.is_partial else REPLICATE
+        if (value, factor_layout.factor) not in self._cached_shards:  # cached, as every device asks at every use
+            self._cached_shards[value, factor_layout.factor] = self._build_shard(value, factor_layout.factor)
+        return self._cached_shards[value, factor_layout.factor]
+
+    def _build_shard(self, value: Value, factor: Factor) -> Shard:
+        """Return the axis of `value` that has `factor`, and the entries of each device, as a layout."""
+        for axis, segments in enumerate(self.factors.axes_of(value)):
+            if any(factor in s for s in segments):
+                ranges = self.shard_ranges.ranges_of(factor)
+                return Shard(
+                    axis, tuple(compute_axis_ranges_of_factor(segments, factor, low, high) for low, high in ranges)
+                )
+        raise AssertionError(f"{value!r} does not have the factor {factor}")
+
+
+class _DeviceEmitter:
+    """Emits the graph of one device."""
+
+    def __init__(self, device: int, layouts: _LayoutTable) -> None:
+        self.device_number, self.layouts = device, layouts
+        self.local_values: dict[_ValueInLayout, Value] = {}
+        self.source_nodes: dict[Node, Node] = {}
+        self.collective_values: list[Value] = []
+
+    def emit_graph(self, graph: Graph, output_layouts: Mapping[str, FactorLayout]) -> Graph:
+        """Return the graph of the device.
+
+        Args:
+            graph: The graph of the user.
+            output_layouts: The layout in which each output ends.
+        """
+        layouts, assignment = self.layouts, self.layouts.assignment
+        for node in graph.nodes:
+            by = assignment.produced_layouts[node.results[0]] if node.is_leaf else assignment.node_layouts[node]
+            if self._is_on_other_device(by):
+                for source in node.inputs:
+                    self._join_collective_for_other_device(source)
+            elif node.is_leaf:
+                self._store_and_send_value(node.results[0], self._emit_leaf(node))
+            else:
+                for value, new in zip(node.results, self._emit_node(node), strict=True):
+                    self._store_and_send_value(value, new)
+        updated = {
+            old: new
+            for old, new in graph.updates.items()
+            if not self._is_on_other_device(assignment.produced_layouts[old])
+        }
+        for old, new in graph.updates.items():
+            if old not in updated:
+                self._join_collective_for_other_device(new)
+        outputs = {
+            name: self._find_or_convert_value(layouts.intern_value_form(v, output_layouts[name]))
+            for name, v in graph.outputs.items()
+            if not self._is_on_other_device(output_layouts[name])
+        }
+        updates = {
+            self._find_or_convert_value(layouts.produced_forms[old]): self._find_or_convert_value(
+                layouts.intern_value_form(new, assignment.produced_layouts[old])
+            )
+            for old, new in updated.items()
+        }
+        for old in graph.states:  # an unread state of an earlier plan stays on the device
+            if (
+                old in assignment.fixed_leaves
+                and assignment.produced_layouts[old] is REPLICATE
+                and old not in graph.updates
+            ):
+                updates[self.local_values[layouts.produced_forms[old]]] = self.local_values[layouts.produced_forms[old]]
+        return keep_unused_collectives(Graph(outputs, updates), self.collective_values)
+
+    def _is_on_other_device(self, layout: FactorLayout) -> bool:
+        """Return whether only other devices have a value with this layout."""
+        return isinstance(layout, Local) and self.device_number not in layout.devices
+
+    def _join_collective_for_other_device(self, operand: Value) -> None:
+        """Emit this device's part of the collective that makes an operand whole for a node of another device."""
+        layout = self.layouts.assignment.produced_layouts[operand]
+        if layout.is_partial or isinstance(layout, FactorShard | FixedShard):
+            self._convert_to_replicated(operand)
+
+    def _store_and_send_value(self, value: Value, local_value: Value) -> None:
+        """Store the local part of a value; if only this device has the value, send it to all devices that read it."""
+        self.local_values[self.layouts.produced_forms[value]] = local_value
+        layout = self.layouts.assignment.produced_layouts[value]
+        if isinstance(layout, Local) and self.device_number == layout.devices[0]:
+            for to, number in self.layouts.message_numbers.get(value, {}).items():
+                self.collective_values.append(
+                    send(local_value, to=to, sequence=number, name=f"{self.layouts.node_names[value.node]}.to.{to}")
+                )
+
+    def _emit_leaf(self, node: Node) -> Value:
+        """Return the leaf with the shape of the part that the device has."""
+        value = node.results[0]
+        shape = self.layouts.shape_on_device(self.layouts.produced_forms[value], self.device_number)
+        return Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name).results[0]
+
+    def _emit_node(self, node: Node) -> Sequence[Value]:
+        """Return the results of a node on the local parts of its operands."""
+        layouts, assignment, work = self.layouts, self.layouts.assignment, self.layouts.node_templates[node]
+        src = [None if form is None else self._find_or_convert_value(form) for form in work.operand_forms]
+        results, attrs, by = node.results, work.attrs, assignment.node_layouts[node]
+        if work.op.localise is not None and isinstance(assignment.produced_layouts[results[0]], FactorShard):
+            first, want = node.inputs[0], assignment.operand_layouts[node][0]
+            count = partial(self._count_local_entries, layouts.layout_of(first, want))
+            shape = layouts.shape_on_device(layouts.produced_forms[results[0]], self.device_number)
+            attrs = {**attrs, **work.op.localise(attrs, shape, count)}
+        if isinstance(by, FactorShard) and by.factor is layouts.factors.roles_of(node).indexed_factor:
+            low, _ = layouts.shard_ranges.ranges_of(by.factor)[self.device_number]
+            attrs = {**attrs, "first": low, "total": by.factor.size}
+        built = work.op.build_node(src, attrs, layouts.node_names[node], is_normalised=attrs is work.attrs)
+        self.source_nodes[built] = node
+        new_values = built.results
+        for value, new in zip(results, new_values, strict=True):
+            assert new.shape == layouts.shape_on_device(layouts.produced_forms[value], self.device_number), (
+                f"{node!r} on {self.device_number} gave {new!r}"
+            )
+        return new_values
+
+    def _count_local_entries(self, layout: Layout, axis: int, end_entry: int) -> int:
+        """Return how many of the entries before `end_entry` of an axis the device has."""
+        return (
+            layout.count_entries_before(self.device_number, end_entry)
+            if isinstance(layout, Shard) and layout.axis == axis
+            else end_entry
+        )
+
+    # ---------------------------------------------------------------------------------------------- conversions
+
+    def _find_or_convert_value(self, form: _ValueInLayout) -> Value:
+        """Return a value in a layout; the first call emits the conversion."""
+        if (there := self.local_values.get(form)) is None:
+            there = self.local_values[form] = self._convert_to_layout(form.value, form.layout)
+        return there
+
+    def _convert_to_replicated(self, value: Value) -> Value:
+        """Return the whole value, converted if needed."""
+        return self._find_or_convert_value(self.layouts.intern_value_form(value, REPLICATE))
+
+    def _convert_to_layout(self, value: Value, target_layout: FactorLayout) -> Value:
+        """Emit the conversion of a value to a layout in which the device does not have it yet."""
+        source_layout = self.layouts.assignment.produced_layouts[value]
+        if isinstance(source_layout, Local) and target_layout is REPLICATE:
+            return self._emit_receive(value, source_layout)
+        if len(find_conversion_path(source_layout, target_layout)) > 1:
+            self._convert_to_replicated(value)
+        if source_layout is REPLICATE or self.layouts.intern_value_form(value, REPLICATE) in self.local_values:
+            return (
+                self._emit_partial_on_first_device(value)
+                if target_layout is PARTIAL
+                else self._emit_slices(value, target_layout)
+            )
+        new = self._emit_collective(value, source_layout, target_layout)
+        self.collective_values.append(new)
+        return new
+
+    def _emit_receive(self, value: Value, layout: Local) -> Value:
+        """Emit a message that receives a value from the device that has it."""
+        source, number = layout.devices[0], self.layouts.message_numbers[value][self.device_number]
+        name = f"{self.layouts.node_names[value.node]}.from.{source}"
+        new = receive(shape=value.shape, dtype=value.dtype, source=source, sequence=number, name=name)
+        self.collective_values.append(new)
+        return new
+
+    def _emit_collective(self, value: Value, source_layout: FactorLayout, target_layout: FactorLayout) -> Value:
+        """Emit the collective that converts a value from one layout to another."""
+        mine = self.local_values[self.layouts.produced_forms[value]]
+        number, label = self.layouts.sequence_numbers[value, target_layout], self.layouts.node_names[value.node]
+        before, after = self.layouts.layout_of(value, source_layout), self.layouts.layout_of(value, target_layout)
+        if source_layout.is_partial and target_layout is REPLICATE:
+            return all_reduce(mine, sequence=number, name=f"{label}.sum")
+        if isinstance(before, Shard) and target_layout is REPLICATE:
+            return all_gather(mine, axis=before.axis, runs=before.index_ranges, sequence=number, name=f"{label}.whole")
+        assert isinstance(after, Shard)
+        shard_attributes = {
+            "axis": after.axis,
+            "runs": after.index_ranges,
+            "rank": self.device_number,
+            "sequence": number,
+        }
+        if source_layout.is_partial:
+            return reduce_scatter(mine, **shard_attributes, name=f"{label}.part")
+        assert isinstance(before, Shard)
+        return all_to_all(
+            mine, old_axis=before.axis, old_runs=before.index_ranges, **shard_attributes, name=f"{label}.recut"
+        )
+
+    def _emit_slices(self, value: Value, target_layout: FactorLayout) -> Value:
+        """Return the shard of a whole value that the device needs, as a concatenation of slices."""
+        layout = self.layouts.layout_of(value, target_layout)
+        assert isinstance(layout, Shard)
+        whole = self._convert_to_replicated(value)
+        name = f"{self.layouts.node_names[value.node]}.share"
+        slices = [
+            slice_(whole, axis=layout.axis, start=offset, stop=offset + n, name=name)
+            for offset, n in layout.index_ranges[self.device_number] or [(0, 0)]
+        ]
+        joined = slices[0]
+        for next_slice in slices[1:]:
+            joined = concat(joined, next_slice, axis=layout.axis, name=name)
+        return joined
+
+    def _emit_partial_on_first_device(self, value: Value) -> Value:
+        """Return a whole value as a partial sum: device 0 has the value, all others have zeros."""
+        whole = self._convert_to_replicated(value)
+        return (
+            whole
+            if self.device_number == 0
+            else fill(whole, value=0.0, name=f"{self.layouts.node_names[value.node]}.zero")
+        )

@@ -1,0 +1,124 @@
+"""Sequence parallelism: after a sum over all devices, each device computes only its rows.
+
+After an all-reduce, every device has the whole sum, adds the residual and computes the norm of all rows. A
+reduce-scatter gives each device its rows of the sum instead. The all-gather follows where all rows are needed. Both
+together send the bytes of the all-reduce (Korthikanti et al., 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...graph.graph import Graph
+from ...graph.node import Value
+from ..costs.hardware import Hardware
+from ..ir.layout import REPLICATE
+from .axes import Factor
+from .cost import AssignmentCost, choose_conversion_collective
+from .early_sums import find_early_sums
+from .factors import Factors
+from .pins import Pins
+from .propagation import LayoutConversion, ShardingAssignment, propagate_layouts
+
+MIN_GAIN = 0.03
+"""The least share of the predicted time that sharded rows must save; predictions are not more exact."""
+
+
+@dataclass(frozen=True)
+class SequenceParallelChooser:
+    """The choice of replicated or sharded rows between sums, for a graph with chosen factors on equal devices.
+
+    - `chosen_factors`: the factors that are sharded in any case.
+    - `pins`: nodes on one device, and leaves with a fixed layout.
+    - `replicated_values`: values that end whole on every device.
+    """
+
+    graph: Graph
+    factors: Factors
+    chosen_factors: frozenset[Factor]
+    pins: Pins
+    device_count: int
+    hardware: Hardware
+    replicated_values: Collection[Value] = ()
+
+    @cached_property
+    def replicated_assignment(self) -> ShardingAssignment:
+        """The assignment in which every device computes all rows after a sum."""
+        return self._propagate_with_early_sums()
+
+    def choose_fastest_assignment(self) -> ShardingAssignment:
+        """Return the assignment with replicated rows, or with sharded rows where that is predicted to be faster.
+
+        Sharded rows must save at least the share `MIN_GAIN` of the time.
+        """
+        if not (candidates := list_row_factors(self.replicated_assignment, self.factors, self.device_count)):
+            return self.replicated_assignment
+        costs = AssignmentCost(self.graph, self.device_count, self.hardware)
+        best, best_seconds = (
+            self.replicated_assignment,
+            costs.estimate_run_time(self.replicated_assignment).total * (1 - MIN_GAIN),
+        )
+        for rows in candidates:
+            assignment = self._propagate_with_early_sums(rows)
+            if (seconds := costs.estimate_run_time(assignment).total) < best_seconds:
+                best, best_seconds = assignment, seconds
+        return best
+
+    def shard_rows_if_saving(self, row_factor: Factor, min_saving_seconds: float) -> ShardingAssignment | None:
+        """Return the assignment with sharded rows if it saves enough seconds of kernels, else None.
+
+        Where sums overlap with compute, only compute seconds can be saved.
+
+        Args:
+            row_factor: The factor of the rows.
+            min_saving_seconds: The seconds of kernels that sharded rows must save, at least.
+        """
+        assignment, costs = (
+            self._propagate_with_early_sums(row_factor),
+            AssignmentCost(self.graph, self.device_count, self.hardware),
+        )
+        before, after = costs.estimate_run_time(self.replicated_assignment), costs.estimate_run_time(assignment)
+        return assignment if before.compute - after.compute > min_saving_seconds else None
+
+    def _propagate_with_early_sums(self, row_factor: Factor | None = None) -> ShardingAssignment:
+        """Return the assignment, with early sums where they cost no more; rows are sharded by `row_factor`, if there is
+        one.
+        """
+        early = frozenset[Value]()
+        while True:
+            assignment = propagate_layouts(
+                self.graph, self.factors, self.chosen_factors, self.pins, self.replicated_values, row_factor, early
+            )
+            found = {c.value for c, _ in find_early_sums(assignment, self._estimate_collective_seconds, row_factor)}
+            if found <= early:
+                return assignment
+            early |= found
+
+    def _estimate_collective_seconds(self, conversion: LayoutConversion) -> float:
+        """Return the seconds of the collective of a layout conversion."""
+        return self.hardware.estimate_collective(
+            *choose_conversion_collective(conversion), range(self.device_count)
+        ).seconds
+
+
+def list_row_factors(assignment: ShardingAssignment, factors: Factors, device_count: int) -> list[Factor]:
+    """Return the row factors of sums that end whole, which sequence parallelism may shard.
+
+    Args:
+        assignment: An assignment with whole rows.
+        factors: The factors of its graph.
+        device_count: The number of devices; a row factor has at least as many indices, and no weight or state has it.
+    """
+    sums = [c.value for c in assignment.conversions if c.source_layout.is_partial and c.target_layout is REPLICATE]
+    every = dict.fromkeys(f for value in sums for axis in factors.axes_of(value) for part in axis for f in part)
+    if not (enough := [f for f in every if f.can_be_sharded and f.size >= device_count > 1]):
+        return []
+    stored = {
+        f
+        for value in assignment.produced_layouts
+        if value.node.op in ("weight", "state")
+        for f in factors.factors_of(value)
+    }
+    return [f for f in enough if f not in stored]

@@ -1,0 +1,189 @@
+"""The verifier of pipeline orders: each run must find the same memory as a run alone.
+
+A pipeline order lists for each device its actions: `put` writes the inputs of a run, `run` executes its program,
+`keep` retains its results. The verifier simulates the actions of all devices. For each device it records:
+
+- the run that has its inputs, results and saves in the arena;
+- the run after which the states are;
+- the next message or collective of the device's group.
+
+No message is buffered in this model: the sender waits for the receiver. So the order is right for every number of
+buffered messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ....backends.base import Program
+from ....ops.collectives import POINT_TO_POINT_OPS, as_integer
+from ...ir.pipeline_actions import PipelineAction, PipelineOrder
+from .collective_order import CollectiveCall, list_collective_calls
+
+NEXT_ACTION = {"put": "run", "run": "keep", "keep": "put"}
+"""The action that must follow each action before the memory of a device is used again."""
+CallsWithParticipants = Sequence[Sequence[tuple[CollectiveCall, tuple[int, ...]]]]
+"""The collective calls of each device with their participants; for a message these are the sender and the receiver."""
+
+
+class PendingCollective(NamedTuple):
+    """The next collective that a device will call: the run, the call of its program, and the participants."""
+
+    run: int
+    call: CollectiveCall
+    participants: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.call} in run {self.run}"
+
+
+def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], order: PipelineOrder) -> Iterator[str]:
+    """Yield all faults of a pipeline order as text.
+
+    Args:
+        programs_by_run: For each run the program of each device.
+        order: For each device its actions, in order.
+    """
+    known = [tuple(map(id, run)) for run in programs_by_run]
+    calls_by_programs = {
+        key: _list_calls_with_participants(run) for key, run in dict(zip(known, programs_by_run, strict=True)).items()
+    }
+    complaints = [why for own in calls_by_programs.values() for why in _find_all_device_call_faults(own)]
+    wrong = next((len(each) for each in programs_by_run if len(each) != len(order)), len(order))
+    if wrong != len(order):
+        complaints.append(f"the programs are for {wrong} devices, but the order is for {len(order)}")
+    complaints += [
+        why
+        for device, actions in enumerate(order)
+        for why in _find_action_order_faults(device, actions, len(programs_by_run))
+    ]
+    yield from complaints
+    if not complaints:
+        yield from _find_collective_order_faults(
+            [
+                [
+                    PendingCollective(action.run, call, participants)
+                    for action in actions
+                    if action.action == "run"
+                    for call, participants in calls_by_programs[known[action.run]][device]
+                ]
+                for device, actions in enumerate(order)
+            ]
+        )
+
+
+def find_all_device_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
+    """Yield a fault for the first collective in which all devices participate; such runs cannot be pipelined."""
+    return _find_all_device_call_faults(_list_calls_with_participants(programs))
+
+
+def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParticipants:
+    """Return the collective calls of each device, in program order, each with the numbers of its participants."""
+    calls_by_device = [list_collective_calls(device, program) for device, program in enumerate(programs)]
+    members: dict[int, dict[int, None]] = {}
+    for a in (a for calls in calls_by_device for a in calls if a.op not in POINT_TO_POINT_OPS):
+        members.setdefault(a.sequence, {})[a.device] = None
+    participants = {sequence: tuple(own) for sequence, own in members.items()}
+    return [
+        [(a, _list_sender_and_receiver(a) if a.op in POINT_TO_POINT_OPS else participants[a.sequence]) for a in calls]
+        for calls in calls_by_device
+    ]
+
+
+def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
+    """Return the numbers of the sender and of the receiver of a message."""
+    if message.op == "send":
+        return message.device, as_integer(message.attributes["to"])
+    return as_integer(message.attributes["source"]), message.device
+
+
+def _find_all_device_call_faults(calls_by_device: CallsWithParticipants) -> Iterator[str]:
+    """Yield a fault for the first collective in which all devices participate."""
+    every = (
+        a
+        for calls in calls_by_device
+        for a, participants in calls
+        if a.op not in POINT_TO_POINT_OPS and len(participants) == len(calls_by_device)
+    )
+    if a := next(every, None):
+        yield (
+            f"{a} joins all devices; pipelined runs need stages that exchange messages, or collective "
+            "groups of some devices"
+        )
+
+
+def _find_action_order_faults(device: int, actions: Sequence[PipelineAction], run_count: int) -> Iterator[str]:
+    """Yield the actions of one device that find the wrong content in its arena or its states.
+
+    The actions of a run must be `put`, `run`, `keep`, without an action of another run between them, because the
+    arena has room for one run. Runs must be executed in order, because each run reads the states that the run before
+    it left.
+    """
+    current_run, follows, state = -1, "put", 0
+    for what, run in actions:
+        where = f"device {device}: {what} {run}"
+        if what != follows:
+            yield (
+                f"{where}: "
+                + {
+                    "put": f"the arena has no inputs after those of run {current_run}",
+                    "run": f"the arena has inputs of run {current_run}, which has not begun yet",
+                    "keep": f"the arena has results of run {current_run}, which are not retained yet",
+                }[follows]
+            )
+        elif what != "put" and run != current_run:
+            yield f"{where}: the arena belongs to run {current_run}"
+        if what == "run":
+            if run != state:
+                yield f"{where}: the states are from before run {state}"
+            state = run + 1
+        current_run, follows = run, NEXT_ACTION[what]
+    if follows != "put":
+        yield f"device {device}: run {current_run} begins, but its results are not retained"
+    if state != run_count:
+        yield f"device {device}: it executes {state} of {run_count} runs"
+
+
+def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingCollective]]) -> Iterator[str]:
+    """Simulate the collectives of all devices; yield the first mismatch, or the calls that wait for each other.
+
+    A collective happens when all participants have reached it. A mismatch is a participant that calls another
+    collective, or the collective of another run.
+    """
+    at = [0] * len(calls_by_device)
+
+    def next_of(device: int) -> PendingCollective | None:
+        return calls_by_device[device][at[device]] if at[device] < len(calls_by_device[device]) else None
+
+    moved = True
+    while moved:
+        moved = False
+        for device in range(len(calls_by_device)):
+            if (mine := next_of(device)) is None or mine.participants[0] != device:
+                continue
+            others = [
+                other
+                for d in mine.participants
+                if (other := next_of(d)) is not None and other.participants == mine.participants
+            ]
+            if len(others) < len(mine.participants):
+                continue
+            if strange := [
+                other
+                for other in others
+                if (other.run, _make_collective_key(other)) != (mine.run, _make_collective_key(mine))
+            ]:
+                yield f"{strange[0]} does not match {mine}"
+                return
+            for d in mine.participants:
+                at[d] += 1
+            moved = True
+    waiting = [str(coming) for device in range(len(calls_by_device)) if (coming := next_of(device)) is not None]
+    if waiting:
+        yield f"devices wait for each other: {'; '.join(waiting)}"
+
+
+def _make_collective_key(pending: PendingCollective) -> tuple[object, int]:
+    """Return the op and sequence number on which all participants must agree; sends and receives count as one op."""
+    return pending.call.op in POINT_TO_POINT_OPS or pending.call.op, pending.call.sequence

@@ -1,0 +1,231 @@
+"""The content of the bytes of a device's buffers, recorded write by write, for the verifier of programs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ....backends.base import ALIGNMENT, Backend, Program, Tensor, contiguous_strides
+from ....graph.attrs import Attr
+from ....graph.dtypes import DType
+from ....graph.node import Node, Value
+from ....graph.spec import MAX_SIZE
+from ....ops import REGISTRY, op_of
+from ....ops.registry import find_storage_kind
+
+
+class BufferContents:
+    """The value that each byte range of each buffer holds at the current instruction.
+
+    For each buffer, `starts` and `ranges` have disjoint ranges in order, as starts and (end, value).
+    `overwritten_values` collects the values that lost bytes, until a caller clears the list. `arena_end` is the end
+    of the last value in the arena, which is buffer 0.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.starts: list[list[int]] = [[] for _ in program.buffers]
+        self.ranges: list[list[tuple[int, object]]] = [[] for _ in program.buffers]
+        self.overwritten_values: list[object] = []
+        self.arena_end = 0
+
+    def record_write(self, extent: tuple[int, int, int], value: object) -> None:
+        """Record that a byte range holds `value` from now on, and add the values that it overwrites to
+        `overwritten_values`.
+
+        Args:
+            extent: The buffer number, the first byte and the end byte.
+            value: The written value; None for unknown content.
+        """
+        buffer, start, end = extent
+        if start >= end:
+            return
+        if buffer == 0:
+            self.arena_end = max(self.arena_end, end)
+        starts, ranges = self.starts[buffer], self.ranges[buffer]
+        first = bisect_right(starts, start)
+        if first and ranges[first - 1][0] > start:
+            first -= 1
+        last = bisect_left(starts, end, first)
+        new: list[tuple[int, tuple[int, object]]] = [(start, (end, value))]
+        self.overwritten_values += [content for _, content in ranges[first:last]]
+        if first < last:  # the rest of an overwritten value is invalid
+            if starts[first] < start:
+                new.insert(0, (starts[first], (start, None)))
+            if ranges[last - 1][0] > end:
+                new.append((end, (ranges[last - 1][0], None)))
+        starts[first:last] = [at for at, _ in new]
+        ranges[first:last] = [content for _, content in new]
+
+    def find_content(self, extent: tuple[int, int, int]) -> tuple[int, object]:
+        """Return the first byte and the value of the content that has all bytes of `extent`; (start, None) for mixed
+        content.
+        """
+        buffer, start, end = extent
+        at = bisect_right(self.starts[buffer], start) - 1
+        if at < 0 or self.ranges[buffer][at][0] < end:
+            return start, None
+        return self.starts[buffer][at], self.ranges[buffer][at][1]
+
+    def check_bounds(self, tensor: Tensor) -> str | None:
+        """Return why a tensor is not within its buffer, or None if it is."""
+        if not 0 <= tensor.buffer < len(self.program.buffers):
+            return f"{tensor} is in no buffer of the program"
+        if not _has_valid_strides(tensor.shape, tensor.strides):
+            return f"shape {list(tensor.shape)} with strides {list(tensor.strides)} is not a valid tensor"
+        _, start, end = compute_byte_extent(tensor)
+        if not 0 <= start <= end <= self.program.buffers[tensor.buffer].nbytes:
+            return f"{tensor} is outside its buffer of {self.program.buffers[tensor.buffer].nbytes} bytes"
+        return None
+
+    def check_tensor_holds_view(self, tensor: Tensor, view: ViewedValue) -> str | None:
+        """Return why the bytes of a tensor do not hold a certain view of a value, or None if they do.
+
+        Args:
+            tensor: The tensor that an instruction reads.
+            view: The base value that must be in memory, with the offset, the shape and the strides of the view.
+        """
+        if (tensor.shape, tensor.strides) != (view.shape, view.strides) or tensor.dtype is not view.dtype:
+            return f"{tensor} is not {view.dtype}{list(view.shape)} with strides {list(view.strides)}"
+        if why := self.check_bounds(tensor):
+            return why
+        extent = compute_byte_extent(tensor)
+        if extent[1] == extent[2]:
+            return None
+        start, content = self.find_content(extent)
+        if content != view.base:
+            return f"reads {view.base!r} from {tensor}, which holds {format_content(content)}"
+        if tensor.offset != view.compute_start_byte(start):
+            return f"reads other entries of {view.base!r} than its view has: {tensor}"
+        return None
+
+
+class ViewedValue(NamedTuple):
+    """A value as a view of its base value: offset and strides count elements of the stored dtype."""
+
+    base: Value
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+
+    def compute_start_byte(self, base_start_byte: int) -> int:
+        """Return the first byte of the view in its buffer.
+
+        Args:
+            base_start_byte: The byte at which the base value begins.
+        """
+        return base_start_byte + self.offset * self.dtype.block_bytes // self.dtype.block
+
+
+class ViewTable:
+    """The views of a graph's values, computed with the functions with which the ops declare their views."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.view_by_value: dict[Value, ViewedValue] = {}
+
+    def resolve_view(self, value: Value) -> ViewedValue:
+        """Return a value as a view of the value that owns its memory; intermediate views are cached."""
+        if (known := self.view_by_value.get(value)) is not None:
+            return known
+        chain = [value]
+        while chain[-1] not in self.view_by_value and not chain[-1].node.is_leaf and op_of(chain[-1].node).is_view:
+            chain.append(chain[-1].node.inputs[0])
+        base = chain.pop()
+        if base not in self.view_by_value:
+            self.view_by_value[base] = ViewedValue(
+                base, 0, base.shape, contiguous_strides(base.shape), find_stored_dtype(self.backend, base)
+            )
+        for seen in reversed(chain):
+            self.view_by_value[seen] = _apply_view(seen.node, self.view_by_value[seen.node.inputs[0]])
+        return self.view_by_value[value]
+
+
+def _apply_view(node: Node, source_view: ViewedValue) -> ViewedValue:
+    """Return the result of a view node as a view of the base of its source."""
+    shift, shape, strides = _compute_view_geometry(
+        node.op, tuple(node.attrs.items()), source_view.shape, source_view.strides
+    )
+    return ViewedValue(source_view.base, source_view.offset + shift, shape, strides, source_view.dtype)
+
+
+@lru_cache(maxsize=1 << 14)  # every layer and device asks
+def _compute_view_geometry(
+    op: str, attrs: tuple[tuple[str, Attr], ...], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return the offset of a view from its source, its shape and its strides, in elements.
+
+    They are computed on an array of single bytes that is never read.
+    """
+    as_view = REGISTRY[op].as_view
+    assert as_view is not None
+    bytes_of = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), shape, strides)
+    view = as_view(bytes_of, **dict(attrs))
+    shift = view.__array_interface__["data"][0] - bytes_of.__array_interface__["data"][0] if view.size else 0
+    return shift, view.shape, view.strides
+
+
+def find_stored_dtype(backend: Backend, value: Value) -> DType:
+    """Return the dtype in which a backend stores a value that is not a view."""
+    return backend.storage_spec(value.spec, find_storage_kind(value)).dtype
+
+
+def check_scratch(contents: BufferContents, scratch: Tensor | None, needed_bytes: int) -> str | None:
+    """Return why the scratch of an instruction is not an aligned byte row in the arena, or None if it is.
+
+    Args:
+        contents: The buffers of the program.
+        scratch: The scratch tensor of the instruction, None without scratch.
+        needed_bytes: The scratch bytes that the backend needs for the node.
+    """
+    if scratch is None:
+        return f"needs {needed_bytes} bytes of scratch" if needed_bytes else None
+    if len(scratch.shape) != 1 or scratch != Tensor(0, scratch.offset, scratch.shape, (1,), DType.I8):
+        return f"its scratch is {scratch}, need a one-dimensional byte tensor in the arena"
+    if scratch.shape[0] != needed_bytes or scratch.offset % ALIGNMENT:
+        return f"its scratch is {scratch}, need {needed_bytes} bytes at a multiple of {ALIGNMENT}"
+    why = contents.check_bounds(scratch)
+    return why and f"its scratch: {why}"
+
+
+def format_content(content: object) -> str:
+    """Format the content of a byte range for a message; None stands for unknown or mixed content."""
+    return "something else" if content is None else repr(content)
+
+
+def compute_byte_extent(tensor: Tensor) -> tuple[int, int, int]:
+    """Return (buffer number, first byte, end byte) of all bytes that a tensor's strides can reach."""
+    reach = _compute_reachable_bytes(tensor.shape, tensor.strides, tensor.dtype)
+    return tensor.buffer, tensor.offset, tensor.offset + reach
+
+
+@lru_cache(maxsize=1 << 14)  # every layer and device asks
+def _compute_reachable_bytes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> int:
+    """Return the number of bytes from the first element to the end of the last element that the strides can reach."""
+    if 0 in shape:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return (last // dtype.block + 1) * dtype.block_bytes
+
+
+@lru_cache(maxsize=1 << 14)
+def _has_valid_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether a tensor has a stride for each axis, and sizes and strides from 0 to ``MAX_SIZE // 16``."""
+    return len(shape) == len(strides) and all(0 <= n <= MAX_SIZE // 16 for n in (*shape, *strides))
+
+
+def has_common_bytes(extent: tuple[int, int, int], other_extent: tuple[int, int, int]) -> bool:
+    """Return whether two extents (buffer number, first byte, end byte) have at least one byte in common."""
+    return extent[0] == other_extent[0] and max(extent[1], other_extent[1]) < min(extent[2], other_extent[2])
+
+
+def is_dense(tensor: Tensor | ViewedValue) -> bool:
+    """Return whether the elements are consecutive in row-major order; the stride of an axis of size 1 is ignored."""
+    dense = contiguous_strides(tensor.shape)
+    if tensor.strides == dense or 0 in tensor.shape:
+        return True
+    return all(n == 1 or step == d for n, step, d in zip(tensor.shape, tensor.strides, dense, strict=True))

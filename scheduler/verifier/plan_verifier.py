@@ -1,0 +1,378 @@
+"""The verifier of whole plans. It shares no code with the planner.
+
+From the graphs of the devices and the declarations of ops, it derives which values of the user's graph each device
+has, and which entries of them. It verifies that:
+
+- each node of a device is a node of the user's graph on the entries of its operands;
+- partial sums are operands of linear ops only, and are then reduced once, each term once;
+- all devices execute collectives in one order, without deadlock;
+- leaves are complete, and outputs and states end as the plan says;
+- a node that is pinned to a device is computed only there, and each node on a device that supports it;
+- the program of each device runs its graph (`verify_program`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import numpy as np
+
+from ...backends.capabilities import find_device_class
+from ...graph.attrs import quote_node_name
+from ...graph.errors import GraphError, PlanError
+from ...graph.graph import assign_names
+from ...graph.node import Node, Value
+from ...ops import REGISTRY, op_of, verify
+from ...ops.collectives import COLLECTIVES
+from ..ir.execution_plan import Lane, Plan
+from ..ir.layout import Layout, Local, Partial, Shard
+from .communication.collective_order import find_collective_faults
+from .memory.program_verifier import find_program_faults
+from .memory.rollback_verifier import list_save_and_restore_nodes
+from .program_equality import is_equal_to_proven_program, make_equality_candidate_key
+from .record_checks import find_leaf_faults, find_record_faults
+from .repeats.carried_values import CarriedValueTrace
+from .repeats.induction import (
+    find_name_faults,
+    find_repeated_graph_faults,
+    find_repetition_faults,
+    find_shortened_graph,
+    make_short_plan,
+)
+from .values.device_values import ValueTrace
+from .values.facts import Fact
+from .values.index_sets import IndexRanges, concatenate_indices, format_index, list_entries, make_full_index
+from .values.value_numbering import ValueNumbering
+
+
+def verify_plan(plan: Plan) -> None:
+    """Raise `PlanError` with the first fault of `plan`; return if it has none."""
+    for why in find_plan_faults(plan):
+        raise PlanError(f"plan for {', '.join(str(device_plan.device) for device_plan in plan.lanes)}: {why}")
+
+
+def find_plan_faults(plan: Plan) -> Iterator[str]:
+    """Yield all faults of `plan` as text; nothing if it is correct.
+
+    A plan with repeated layers is proven by its short plan (`repeating`).
+    """
+    of = find_shortened_graph(plan)
+    if of is None:
+        yield from _find_faults_of_unrepeated_plan(plan, ValueTrace)
+        return
+    if complaints := [*find_record_faults(plan)] or [*find_repeated_graph_faults(plan, of)]:
+        yield from complaints
+        return  # the proof of the short plan holds for the long plan only without these faults
+    short = make_short_plan(plan, of)
+    complaints = [*find_name_faults(short, of)] or [
+        *_find_faults_of_unrepeated_plan(short, partial(CarriedValueTrace, shortened=of))
+    ]
+    yield from complaints or find_repetition_faults(short, of)
+
+
+def _find_faults_of_unrepeated_plan(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
+    """Yield all faults of a plan, instruction by instruction, without regard to repetitions.
+
+    Args:
+        plan: The plan.
+        make_trace: Makes the value trace of all devices, from the value numbering, the device graphs and the leaf
+            facts.
+    """
+    sound = True
+    for why in find_record_faults(plan):
+        sound = False
+        yield why
+    seen: dict[tuple[object, ...], tuple[list[str], list[Node]]] = {}  # equal devices share one program
+    proven: dict[tuple[object, ...], list[Lane]] = {}
+    unable: dict[tuple[object, ...], list[tuple[Node, str]]] = {}
+    for number, device_plan in enumerate(plan.lanes):
+        key = (type(device_plan.backend), id(device_plan.graph), id(device_plan.program))
+        if key not in seen:
+            complaints = list(_find_device_program_faults(device_plan, proven))
+            added = [] if complaints else list(list_save_and_restore_nodes(device_plan.graph, device_plan.program))
+            seen[key] = complaints, [*filter(_is_computation, device_plan.graph.nodes), *added]
+        complaints, nodes = seen[key]
+        for why in complaints:
+            sound = False
+            yield f"device {number}: {why}"
+        grade = (
+            key,
+            find_device_class(device_plan.backend, device_plan.device),
+        )  # devices that share a program may support different ops
+        if grade not in unable:
+            answers = [(node, device_plan.backend.supports(node, device_plan.device)) for node in nodes]
+            unable[grade] = [(node, answer.reason) for node, answer in answers if not answer.ok]
+        for node, why in unable[grade]:
+            sound = False
+            yield f"device {number}: {node!r} cannot run on {device_plan.device}: {why}"
+    for why in find_collective_faults([device_plan.program for device_plan in plan.lanes]):
+        sound = False
+        yield why
+    if sound:  # with a fault, the programs do not run the graphs
+        complaints = list(find_leaf_faults(plan))
+        yield from complaints or _PlanCheck(plan, make_trace).find_faults()
+
+
+def _is_computation(node: Node) -> bool:
+    """Return whether a node runs a kernel: it is neither a leaf nor a view, and its op is known."""
+    return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
+
+
+def _find_device_program_faults(
+    device_plan: Lane, proven_device_plans: dict[tuple[object, ...], list[Lane]]
+) -> Iterator[str]:
+    """Yield the faults of a device's graph and program; a pair that equals a proven one is not checked again.
+
+    Args:
+        device_plan: The graph and the program of the device.
+        proven_device_plans: The device plans without faults so far, by a key that equal ones share. A correct one is
+            added.
+    """
+    try:
+        if device_plan.graph.roots():  # a device may have no work
+            verify(device_plan.graph)
+    except GraphError as why:
+        yield f"its graph is illegal: {why}"
+        return
+    key = (
+        type(device_plan.backend),
+        device_plan.backend.name,
+        make_equality_candidate_key(device_plan.graph, device_plan.program),
+    )
+    others = proven_device_plans.setdefault(key, [])
+    if not any(
+        is_equal_to_proven_program(device_plan.graph, device_plan.program, other.graph, other.program)
+        for other in others
+    ):
+        complaints = list(find_program_faults(device_plan.graph, device_plan.program, device_plan.backend))
+        yield from complaints
+        if not complaints:
+            others.append(device_plan)
+
+
+def _is_read_from_device(layout: Layout, device: int, device_entries: tuple[IndexRanges, ...]) -> bool:
+    """Return whether a value with this layout is read from `device`, between runs or by a later plan.
+
+    A `Local` value is read from its first device, a replicated value from device 0, and a shard from each device with
+    entries.
+    """
+    if isinstance(layout, Shard):
+        return 0 not in map(len, device_entries)
+    return device == (layout.devices[0] if isinstance(layout, Local) else 0)
+
+
+def _has_all_entries_elsewhere(layout: Layout, device: int) -> bool:
+    """Return whether a device has no entries of a sharded value, and other devices have all of them."""
+    return isinstance(layout, Shard) and not layout.index_ranges[device] and any(layout.index_ranges)
+
+
+class _PlanCheck:
+    """Compares the values of all devices with the user's graph.
+
+    Args:
+        plan: The plan.
+        make_trace: Makes the value trace of all devices.
+    """
+
+    def __init__(self, plan: Plan, make_trace: Callable[..., ValueTrace]) -> None:
+        self.plan, self.device_count, self.make_trace = plan, len(plan.lanes), make_trace
+        self.numbering = ValueNumbering(plan.graph)
+
+    def find_faults(self) -> Iterator[str]:
+        """Yield layout faults of leaves and faults of device values; else faults of outputs, updates and pins."""
+        leaves: dict[tuple[int, str], Fact] = {}
+        for node in self.plan.graph.nodes:
+            if node.is_leaf and node.op != "constant":
+                yield from self._record_leaf_facts(node, leaves)
+        trace = self.make_trace(self.numbering, [device_plan.graph for device_plan in self.plan.lanes], leaves)
+        faults = list(trace.find_faults())
+        for why in faults or (
+            *self._find_output_faults(trace),
+            *self._find_update_faults(trace),
+            *self._find_placement_faults(trace),
+        ):
+            yield why + trace.search_limit_note
+
+    def _find_placement_faults(self, trace: ValueTrace) -> Iterator[str]:
+        """Yield pinned nodes that are computed on another device than their own, or not at all.
+
+        Nodes with the same value number may run on the device of either.
+        """
+        known = {name: node for node, name in assign_names(self.plan.graph).items()}
+        allowed: dict[int, set[int]] = {}
+        pin_by_number: dict[int, tuple[str, int]] = {}
+        for placed in self.plan.placed:
+            if not 0 <= placed.device < self.device_count:
+                yield f"nodes are pinned to device {placed.device} of {self.device_count}"
+            for name in placed.nodes:
+                if name not in known:
+                    yield f"node %{quote_node_name(name)} is pinned, but the graph does not have it"
+                    continue
+                number = self.numbering.number_by_value[known.pop(name).results[0]]
+                allowed.setdefault(number, set()).add(placed.device)
+                pin_by_number[number] = (name, placed.device)
+        for node in (n for n in known.values() if not n.is_leaf):  # not pinned
+            allowed.pop(self.numbering.number_by_value[node.results[0]], None)
+        for numbers, where in trace.computing_devices.items():
+            if numbers <= allowed.keys() and (strange := where.difference(*(allowed[n] for n in numbers))):
+                name, device = pin_by_number[min(numbers)]
+                yield (
+                    f"%{quote_node_name(name)} is pinned to device {device}, but computed on devices {sorted(strange)}"
+                )
+        for number, devices in allowed.items():
+            value = self.numbering.value_by_number[number]
+            is_computed = value.spec.size and not value.node.is_leaf and not op_of(value.node).is_view
+            if is_computed and devices.isdisjoint(trace.complete_devices.get(number, ())):
+                name, device = pin_by_number[number]
+                yield f"%{quote_node_name(name)} is pinned to device {device}, but not computed there"
+
+    # ---------------------------------------------------------------------------------------------------- layouts
+
+    def _list_device_entries(self, value: Value, layout: Layout | None) -> list[tuple[IndexRanges, ...] | None] | str:
+        """Return for each device its entries of `value` (None without any), or text about the fault of the layout."""
+        full = tuple(map(make_full_index, value.shape))
+        if isinstance(layout, Local):
+            if not layout.devices or not all(0 <= d < self.device_count for d in layout.devices):
+                return f"is on devices {list(layout.devices)} of {self.device_count}"
+            return [full if d in layout.devices else None for d in range(self.device_count)]
+        if isinstance(layout, Shard):
+            if why := self._check_shard_covers_value(value, layout):
+                return why
+            entries_of: list[tuple[IndexRanges, ...] | None] = []
+            for runs in layout.index_ranges:
+                entries_of.append((*full[: layout.axis], concatenate_indices([runs]), *full[layout.axis + 1 :]))
+            return entries_of
+        if layout is None or isinstance(layout, Partial):
+            return f"has the layout {layout}"
+        return [full] * self.device_count
+
+    def _check_shard_covers_value(self, value: Value, layout: Shard) -> str | None:
+        """Return why a sharded layout is malformed or does not have all entries of `value`; None if it is correct."""
+        if not 0 <= layout.axis < len(value.shape) or len(layout.index_ranges) != self.device_count:
+            return f"is sharded along axis {layout.axis} for {len(layout.index_ranges)} devices"
+        n, dtype = value.shape[layout.axis], value.dtype
+        if any(len(run) != 2 for runs in layout.index_ranges for run in runs):
+            return "has index ranges that are not pairs of offset and length"
+        if any(start < 0 or k < 0 or start + k > n for runs in layout.index_ranges for start, k in runs):
+            return f"has index ranges outside its {n} entries"
+        in_blocks = dtype.is_quantised and layout.axis == len(value.shape) - 1
+        if in_blocks and any(part % dtype.block for runs in layout.index_ranges for run in runs for part in run):
+            return f"is split inside quantisation blocks of {dtype.block}"
+        have = np.zeros(n, bool)
+        for runs in layout.index_ranges:
+            have[list_entries(concatenate_indices([runs]))] = True
+        missing = int(n - have.sum())
+        return f"has {missing} of {n} entries on no device" if missing else None
+
+    def _record_leaf_facts(self, node: Node, leaf_facts: dict[tuple[int, str], Fact]) -> Iterator[str]:
+        """Add the fact about a leaf on each device to `leaf_facts`, by device number and leaf name; yield faults of its
+        layout.
+        """
+        value, layout = node.results[0], self.plan.leaves.get(node.name)
+        axes = self._list_device_entries(value, layout)
+        if isinstance(axes, str):
+            yield f"{node.op} %{node.label} {axes}"
+            return
+        if node.op == "input" and (isinstance(layout, Shard) or any(a != axes[0] for a in axes)):
+            yield f"input %{node.label} must be whole on every device, but its layout is {layout}"
+            return
+        number = self.numbering.number_by_value[value]
+        # Devices with the same entries share one fact.
+        fact_by_entries = {a: Fact(number, a) for a in {*axes} if a is not None}
+        leaf_facts.update({(d, node.name): fact_by_entries[a] for d, a in enumerate(axes) if a is not None})
+
+    # ------------------------------------------------------------------------------------------------------- ends
+
+    def _find_output_faults(self, trace: ValueTrace) -> Iterator[str]:
+        """Yield outputs that are missing or wrong on a device, and device outputs that the graph does not have."""
+        for name, value in self.plan.graph.outputs.items():
+            axes = self._list_device_entries(value, self.plan.outputs.get(name))
+            if isinstance(axes, str):
+                yield f"output {name!r} {axes}"
+                continue
+            for device, expected_entries in enumerate(axes):
+                local = self.plan.lanes[device].graph.outputs.get(name)
+                if (
+                    expected_entries is not None
+                    and local is None
+                    and not _has_all_entries_elsewhere(self.plan.outputs[name], device)
+                ):
+                    yield f"output {name!r} is missing on device {device}"
+                elif expected_entries is not None and local is not None:
+                    yield from self._find_end_value_faults(
+                        trace, device, local, value, expected_entries, f"output {name!r}"
+                    )
+        for device, device_plan in enumerate(self.plan.lanes):
+            strange = {name: v for name, v in device_plan.graph.outputs.items() if name not in self.plan.graph.outputs}
+            if strange:
+                used = {s for node in device_plan.graph.nodes for s in node.inputs}
+                used |= {v for name, v in device_plan.graph.outputs.items() if name not in strange}
+            for name, local in strange.items():
+                if local.node.op not in COLLECTIVES or local in used:  # not an end for other devices
+                    yield f"device {device} has an output {name!r}, which the graph does not have"
+
+    def _find_update_faults(self, trace: ValueTrace) -> Iterator[str]:
+        """Yield states that a device updates wrongly or not at all, and states that a device must have but does not."""
+        updates_by_name = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
+        entries_by_state = {
+            s: self._list_device_entries(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states
+        }
+        for device, device_plan in enumerate(self.plan.lanes):
+            updates: Mapping[str, Value] = {s.node.name: v for s, v in device_plan.graph.updates.items()}
+            state_names = {v.node.name for v in device_plan.graph.states}
+            for state, axes in entries_by_state.items():
+                name = state.node.name
+                mine = None if isinstance(axes, str) else axes[device]
+                new = updates_by_name.get(name, (state, state))[1]
+                changes = self.numbering.number_by_value[new] != self.numbering.number_by_value[state]
+                if mine is None:
+                    if name in updates:
+                        yield f"device {device} updates state %{quote_node_name(name)}, which it does not have"
+                elif name in updates:
+                    yield from self._find_end_value_faults(
+                        trace, device, updates[name], new, mine, f"state %{quote_node_name(name)}"
+                    )
+                elif changes and 0 not in map(len, mine):
+                    yield f"device {device} does not update its part of state %{quote_node_name(name)}"
+                if (
+                    mine is not None
+                    and name not in state_names
+                    and _is_read_from_device(self.plan.leaves[name], device, mine)
+                ):
+                    label = f"%{quote_node_name(name)}"
+                    yield f"device {device} does not have state {label}, which is read from this device between runs"
+
+    def _find_end_value_faults(
+        self,
+        trace: ValueTrace,
+        device: int,
+        device_value: Value,
+        graph_value: Value,
+        expected_entries: tuple[IndexRanges, ...],
+        subject: str,
+    ) -> Iterator[str]:
+        """Yield a fault if a device value at the end is not the required entries of a graph value.
+
+        Args:
+            trace: The facts of all device values.
+            device: Number of the device.
+            device_value: The value on the device.
+            graph_value: The value of the user's graph.
+            expected_entries: The entries of `graph_value` that the device must have.
+            subject: The subject of the message, such as ``output 'y'``.
+        """
+        facts = trace.find_facts(device, device_value)
+        if not any(self.numbering.is_complete_fact_of(h, graph_value, expected_entries) for h in facts):
+            number = self.numbering.number_by_value[graph_value]
+            others = [
+                "a partial sum that no all-reduce completes"
+                if h.partial_sum
+                else f"entries {[format_index(i) for i in h.axes]}"
+                for h in facts
+                if h.value_number == number
+            ]
+            yield (
+                f"{subject} on device {device} should be entries {[format_index(i) for i in expected_entries]} "
+                f"of {graph_value!r} and is {others[0] if others else 'another value'}"
+            )

@@ -1,0 +1,1 @@
+"""Proofs by induction: a proof for few repetitions of a layer holds for many."""

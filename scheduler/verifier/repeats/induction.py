@@ -1,0 +1,236 @@
+"""The verifier of plans with repeated layers: the proof of a short plan also holds for the deep plan.
+
+The short plan is proven like any other plan. The rest is an induction over the repetitions. Before each repetition:
+
+1. the memory of a device has the same layout;
+2. each location has the same graph value, shifted by the repetition index;
+3. all partial sums are complete.
+
+So a repetition may follow any other, and the proof of its kind holds for each equal repetition.
+
+- `find_repeated_graph_faults`: the deep graph is the short graph with more repetitions.
+- `find_repetition_faults`: reads, writes and saves of each device's repetitions (`runs`), and equal collectives.
+- `CarriedValueTrace` of `carrying`: the values of all devices that are carried from repetition to repetition.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from ....graph.graph import Graph
+from ....graph.node import Node
+from ....graph.repeated_runs import PREAMBLE, ShortenedGraph
+from ...ir.execution_plan import Lane, Plan
+from ...ir.layout import Layout
+from .repeatable_runs import DeviceRepetitions, find_device_repetition_faults
+
+NUMBERED_NAME = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
+"""Names of device nodes: the number of a node of the short graph, and an ending if they convert it."""
+
+
+def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
+    """Return the shortened graph that all device plans of a plan unroll, or None.
+
+    With None, the verifier checks each instruction of the plan.
+    """
+    shorts = [device_plan.short for device_plan in plan.lanes]
+    first = shorts[0] if shorts else None
+    return (
+        first.shortened_graph
+        if first is not None and all(s is not None and s.shortened_graph is first.shortened_graph for s in shorts)
+        else None
+    )
+
+
+def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
+    """Return the plan of the short graph: the short programs of the devices and the layouts of the short leaves."""
+    device_plans = [
+        Lane(device_plan.device, device_plan.backend, device_plan.short.graph, device_plan.short.program)
+        for device_plan in plan.lanes
+        if device_plan.short is not None
+    ]
+    shift = (shortened.deep_repetitions.count - shortened.short_count) * shortened.deep_repetitions.length
+    leaves: dict[str, Layout] = {}
+    for number, node in enumerate(shortened.short_nodes):
+        if node.is_leaf:
+            long = shortened.deep_nodes[
+                number + (shift if shortened.short_repetitions.repetition_of(number) == shortened.short_count else 0)
+            ]
+            leaves[node.name] = plan.leaves[long.name]
+    return replace(plan, graph=shortened.short_graph, lanes=tuple(device_plans), leaves=leaves, cuts=frozenset())
+
+
+def find_repeated_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
+    """Yield the differences between the plan's graph and the short graph with more repetitions.
+
+    The function compares nodes, operands, and the layouts of leaves and outputs in each repetition.
+    """
+    runs, left_out = (
+        shortened.deep_repetitions,
+        (shortened.deep_repetitions.count - shortened.short_count) * shortened.deep_repetitions.length,
+    )
+    sizes = len(shortened.deep_graph.nodes), len(shortened.short_graph.nodes)
+    if plan.graph is not shortened.deep_graph or plan.placed:
+        yield "its device plans repeat parts of another graph, or nodes are pinned"
+        return
+    room = sizes[0] - runs.start - runs.count * runs.length
+    if (
+        min(runs.start, runs.length - 1, shortened.short_count - 1, left_out, room) < 0
+        or sizes[0] != sizes[1] + left_out
+    ):
+        yield (
+            f"its device plans repeat {shortened.short_count} kinds of {runs}, "
+            f"which the graph of {sizes[0]} nodes does not have"
+        )
+        return
+    place = {node: at for nodes in (shortened.deep_nodes, shortened.short_nodes) for at, node in enumerate(nodes)}
+    for number, node in enumerate(shortened.deep_nodes):
+        run = runs.repetition_of(number)
+        kind = _find_repetition_kind(shortened, run)
+        short = shortened.short_nodes[number - (run - kind) * runs.length]
+        if (node.op, node.attrs, node.specs) != (short.op, short.attrs, short.specs) or short.name != str(place[short]):
+            yield f"{node!r} of repetition {run} differs from {short!r}"
+            return
+        reads = [
+            None if s is None else (_find_representative_node(shortened, place[s.node], run, kind), s.index)
+            for s in node.src
+        ]
+        if reads != [None if s is None else (place[s.node], s.index) for s in short.src]:
+            yield f"{node!r} of repetition {run} reads other values than {short!r}"
+            return
+        if (
+            node.is_leaf
+            and plan.leaves[node.name]
+            != plan.leaves[shortened.deep_nodes[_find_first_equivalent_node(shortened, number, run)].name]
+        ):
+            yield (
+                f"{node.op} %{node.label} of repetition {run} has another layout than in another repetition of its kind"
+            )
+    yield from _find_output_and_update_faults(shortened, place)
+
+
+def _find_repetition_kind(shortened: ShortenedGraph, repetition: int) -> int:
+    """Return the kind of a repetition of the deep graph: the repetition of the short graph that stands for it."""
+    return (
+        PREAMBLE
+        if repetition == PREAMBLE
+        else shortened.short_count
+        if repetition == shortened.deep_repetitions.count
+        else repetition % shortened.short_count
+    )
+
+
+def _find_first_equivalent_node(shortened: ShortenedGraph, node_number: int, repetition: int) -> int:
+    """Return the number of the node that corresponds to a deep node in the first repetition of the same kind."""
+    return (
+        node_number
+        if repetition in (PREAMBLE, shortened.deep_repetitions.count)
+        else node_number - (repetition - repetition % shortened.short_count) * shortened.deep_repetitions.length
+    )
+
+
+def _find_representative_node(
+    shortened: ShortenedGraph, source_number: int, reader_repetition: int, reader_kind: int
+) -> int | None:
+    """Return the number of the short node that stands for a deep node, as seen by a reader in some repetition.
+
+    Args:
+        shortened: The shortened graph.
+        source_number: The number of the deep node that is read.
+        reader_repetition: The repetition of the reader.
+        reader_kind: The kind of this repetition.
+
+    Returns:
+        The number of the short node; None if the repetition may not read the deep node.
+    """
+    there, length = shortened.deep_repetitions.repetition_of(source_number), shortened.deep_repetitions.length
+    if there == reader_repetition:
+        return source_number - (reader_repetition - reader_kind) * length
+    carried = (
+        shortened.deep_repetitions.position_if_carried(source_number, reader_repetition)
+        if reader_repetition != PREAMBLE
+        else None
+    )
+    if carried is not None and there == reader_repetition - 1:
+        return shortened.short_repetitions.first_node_of(reader_kind - 1) + carried
+    lasts = there == PREAMBLE and shortened.deep_repetitions.position_if_carried(source_number, 0) is None
+    return source_number if lasts else None
+
+
+def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: Mapping[Node, int]) -> Iterator[str]:
+    """Yield outputs that belong to a repetition, and states that change differently in repetitions of one kind."""
+
+    def changes(graph: Graph) -> dict[int, set[tuple[int, int, int]]]:
+        runs = shortened.deep_repetitions if graph is shortened.deep_graph else shortened.short_repetitions
+        found = defaultdict[int, set[tuple[int, int, int]]](set)
+        for old, new in graph.updates.items():
+            first = runs.first_node_of(runs.repetition_of(position_by_node[old.node]))
+            found[runs.repetition_of(position_by_node[old.node])].add(
+                (position_by_node[old.node] - first, position_by_node[new.node] - first, new.index)
+            )
+        return found
+
+    long, short = changes(shortened.deep_graph), changes(shortened.short_graph)
+    for run in {*long, *(r for r, kind in shortened.repetitions_with_kind if kind in short)}:
+        if long[run] != short[_find_repetition_kind(shortened, run)]:
+            yield f"states of repetition {run} change differently from those of its kind"
+    if shortened.deep_graph.outputs.keys() != shortened.short_graph.outputs.keys():
+        yield "the short graph has other outputs"
+        return
+    for name, value in shortened.deep_graph.outputs.items():
+        run, short_value = (
+            shortened.deep_repetitions.repetition_of(position_by_node[value.node]),
+            shortened.short_graph.outputs[name],
+        )
+        if 0 <= run < shortened.deep_repetitions.count:
+            yield f"output {name!r} belongs to repetition {run}"
+        elif (
+            _find_representative_node(
+                shortened, position_by_node[value.node], run, _find_repetition_kind(shortened, run)
+            )
+            != position_by_node[short_value.node]
+            or value.index != short_value.index
+        ):
+            yield f"output {name!r} of the short graph is another value"
+
+
+def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
+    """Yield device nodes without the number of a short node as their name; the number assigns them to a repetition."""
+    for device, device_plan in enumerate(short_plan.lanes):
+        for node in device_plan.graph.nodes:
+            named = NUMBERED_NAME.fullmatch(node.name)
+            if named is None or int(named[1]) >= len(shortened.short_graph.nodes):
+                yield f"device {device}: {node!r} does not have the number of a short graph node as its name"
+
+
+def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
+    """Yield why the repetitions of a proven short plan cannot be repeated, and devices with other collectives.
+
+    Args:
+        short_plan: The proven plan of the short graph.
+        shortened: The shortened graph.
+    """
+    faults_by_program: dict[tuple[object, ...], list[str]] = {}
+    collective_numbers = [
+        DeviceRepetitions(device_plan.graph, shortened).list_collectives_with_repetition()
+        for device_plan in short_plan.lanes[:1]
+    ]
+    for device, device_plan in enumerate(short_plan.lanes):
+        key = type(device_plan.backend), device_plan.backend.name, id(device_plan.graph), id(device_plan.program)
+        if key not in faults_by_program:
+            faults_by_program[key] = list(
+                find_device_repetition_faults(device_plan.graph, device_plan.program, device_plan.backend, shortened)
+            )
+            if (
+                DeviceRepetitions(device_plan.graph, shortened).list_collectives_with_repetition()
+                != collective_numbers[0]
+            ):
+                faults_by_program[key].append("its collectives are in other repetitions than those of device 0")
+        yield from (f"device {device}: {why}" for why in faults_by_program[key])
+    for (number, run), (following, later) in pairwise(collective_numbers[0]):
+        if following != number + 1 or later < run:
+            yield f"collective {following} of repetition {later} follows collective {number} of repetition {run}"

@@ -1,0 +1,1 @@
+"""The graph value, the entries and the partial sum that each value of a device equals."""

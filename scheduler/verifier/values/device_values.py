@@ -1,0 +1,435 @@
+"""The value trace: for each device value, the graph value that it equals, the entries, and the partial sum.
+
+All devices are traced together, operands first. A device's node must be one of two things:
+
+- a local version of a node of the user's graph, on the entries of its operands;
+- a conversion that keeps the value (`held`).
+
+A value may have several facts: a slice of the graph may also be a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import TypeAlias
+
+from ....graph.graph import Graph, topological_order
+from ....graph.node import Node, Value
+from ....ops import REGISTRY
+from ....ops.collectives import COLLECTIVES, as_index_ranges, as_integer
+from .facts import CONVERSION_OPS, Fact, clear_axis_entries, infer_conversion_facts, slice_collective_fact
+from .index_sets import (
+    IndexRanges,
+    concatenate_indices,
+    count_entries,
+    format_index,
+    is_full_index,
+    make_full_index,
+    merge_scattered_entries,
+)
+from .op_instances import OpInstance, make_op_instance
+from .partial_sum_rules import propagate_partial_sum
+from .partial_sums import EMPTY_SUM, OptionalPartialSum, check_sum_is_complete
+from .restricted_ops import infer_result_entries
+from .value_numbering import ValueNumbering
+
+MAX_COMBINATIONS_PER_VALUE = 64
+"""Maximum operand combinations for one node, per value of the user's graph. A fault after this limit says so."""
+
+
+DeviceNode: TypeAlias = tuple[int, Node]
+"""A device number and a node of its graph. Devices may share node objects."""
+_FollowedNode: TypeAlias = tuple[list[list[Fact]], list[set[int]]]
+"""The facts of each result of a node, and the sets of devices to which each device with such a node is added."""
+
+
+class ValueTrace:
+    """Derives the facts of all values of all devices; `find_faults` yields the nodes that are not in the user's graph.
+
+    After `find_faults`:
+
+    - `facts_by_node` has for each device the facts of each result of each node.
+    - `computing_devices` maps a set of value numbers that a node may compute to the devices with such a node. A
+      product with a slice of a weight, for example, is a part of the whole product.
+    - `complete_devices` maps a value number to the devices that compute all of its entries.
+    - `search_limit_note` is the end of a message, if a search was stopped.
+
+    Args:
+        numbering: The numbered values of the user's graph.
+        graphs: The graph of each device.
+        leaf_facts: The fact about each leaf except constants, by device number and leaf name.
+    """
+
+    def __init__(
+        self, numbering: ValueNumbering, graphs: Sequence[Graph], leaf_facts: Mapping[tuple[int, str], Fact]
+    ) -> None:
+        self.numbering, self.graphs, self.leaf_facts = numbering, graphs, leaf_facts
+        self.facts_by_node: list[dict[Node, list[list[Fact]]]] = [{} for _ in graphs]
+        self.computing_devices: dict[frozenset[int], set[int]] = {}
+        self.complete_devices: dict[int, set[int]] = {}
+        self.max_combinations = MAX_COMBINATIONS_PER_VALUE * len(numbering.value_by_number)
+        self.search_limit_note = ""
+        self._interned_facts: dict[tuple[Fact, ...], list[Fact]] = {}
+        self._instance_by_node: dict[Node, tuple[int, OpInstance]] = {}
+        self._instance_numbers: dict[tuple[str, OpInstance], tuple[int, OpInstance]] = {}
+        self._followed_nodes: dict[tuple[int, ...], _FollowedNode] = {}
+        self._facts_by_number: dict[int, dict[int | None, list[Fact]]] = {}
+        self._complete_sums: dict[tuple[int, ...], Sequence[OptionalPartialSum]] = {}
+        self.collective_groups: dict[object, dict[int, Node]] = {}
+        self.missing_participants: dict[object, set[DeviceNode]] = {}
+        for device, graph in enumerate(graphs):
+            for node in graph.nodes:
+                if node.op in COLLECTIVES and node.op != "receive":
+                    self.collective_groups.setdefault(_make_collective_key(device, node), {})[device] = node
+                    self.missing_participants.setdefault(_make_collective_key(device, node), set()).add((device, node))
+
+    def find_facts(self, device: int, value: Value) -> list[Fact]:
+        """Return the facts about a device value; an empty list if its node has a fault or was not reached."""
+        results = self.facts_by_node[device].get(value.node)
+        return results[value.index] if results else []
+
+    def find_faults(self) -> Iterator[str]:
+        """Derive the facts of all device values, and yield the nodes that are not in the user's graph."""
+        orders = {graph: _order_nodes(graph) for graph in set(self.graphs)}
+        ahead = [list(reversed(orders[graph])) for graph in self.graphs]
+        moved = True
+        while moved:
+            moved = False
+            for device, nodes in enumerate(ahead):  # each device continues until it must wait
+                while nodes and self._mark_reached_by_device(device, nodes[-1]):
+                    yield from self._record_node_facts(device, nodes.pop())
+                    moved = True
+        if any(ahead):
+            yield "devices wait for each other in a circle"
+
+    def _mark_reached_by_device(self, device: int, node: Node) -> bool:
+        """Record that the device has reached `node`, and return whether all participants of a collective have reached
+        it.
+
+        A node that is no collective is always ready.
+        """
+        if node.op not in COLLECTIVES:
+            return True
+        missing = self.missing_participants.get(_make_collective_key(device, node), set())
+        missing.discard((device, node))
+        return not missing
+
+    # ------------------------------------------------------------------------------------------------ one device
+
+    def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
+        """Record the facts of one device's node; yield a fault if the user's graph has no such node."""
+        if node.is_leaf:
+            yield from self._record_leaf_facts(device, node)
+            return
+        if node.op == "receive":
+            for source, sender in self.collective_groups.get(_make_collective_key(device, node), {}).items():
+                if sender.specs != node.specs:
+                    yield f"device {device}: {node!r} receives {sender!r}"
+                self.facts_by_node[device][node] = [self.find_facts(source, sender.results[0])]
+            return
+        if node.op in COLLECTIVES and node.op != "send":
+            if members := self.collective_groups.pop(
+                _make_collective_key(device, node), None
+            ):  # the last one infers all results
+                yield from self._record_collective_facts(members)
+            return
+        device_facts = self.facts_by_node[device]
+        known = [[] if s is None else self.find_facts(device, s) for s in node.src]
+        if not all(known) and any(s is not None and not k for s, k in zip(node.src, known, strict=True)):
+            return  # a source has a fault that was yielded before
+        number, mine = self._intern_op_instance(node)
+        key = (number, *map(id, filter(None, known)))  # equal nodes on equal facts have equal results
+        if (done := self._followed_nodes.get(key)) is None:
+            reasons: list[str] = []
+            results, computed, complete = self._infer_node_facts(node, mine, known, reasons)
+            if not results[0]:
+                why = "; ".join(dict.fromkeys(reasons)) or "the graph has no such node with these operands"
+                yield f"device {device}: {node!r} is not a node of the graph: {why}"
+                return
+            done = self._followed_nodes[key] = (
+                [self._intern_facts(result_facts) for result_facts in results],
+                [
+                    *([self.computing_devices.setdefault(computed, set())] if computed else ()),
+                    *(self.complete_devices.setdefault(n, set()) for n in complete),
+                ],
+            )
+        device_facts[node], devices = done
+        for those in devices:
+            those.add(device)
+
+    def _intern_op_instance(self, node: Node) -> tuple[int, OpInstance]:
+        """Return the attributes and specs of a node, and a number that all nodes with equal op, attributes and specs
+        share.
+        """
+        if node not in self._instance_by_node:
+            mine = make_op_instance(node)
+            self._instance_by_node[node] = self._instance_numbers.setdefault(
+                (node.op, mine), (len(self._instance_numbers), mine)
+            )
+        return self._instance_by_node[node]
+
+    def _infer_node_facts(
+        self, node: Node, instance: OpInstance, operand_facts: Sequence[list[Fact]], reasons: list[str]
+    ) -> tuple[list[list[Fact]], frozenset[int], set[int]]:
+        """Infer the facts of each result of a device's node; `reasons` receives the reasons why graph nodes do not
+        match.
+
+        Returns:
+            The facts of each result, empty without a match; the value numbers that the node computes, without copies;
+            the value numbers that the node computes with all entries.
+        """
+        results: list[list[Fact]] = [[] for _ in node.specs]
+        computed, complete = set[int](), set[int]()
+        for pair in self._list_conversion_operands(operand_facts) if node.op in CONVERSION_OPS else ():
+            self._add_new_facts(results[0], infer_conversion_facts(node, pair))
+        for operands in self._list_operand_combinations(node, operand_facts):
+            is_copy = REGISTRY[node.op].is_view or bool(infer_conversion_facts(node, operands))
+            for match in self._infer_facts_for_operands(node.op, instance, operands, reasons):
+                if not is_copy:
+                    computed.add(match[0].value_number)
+                complete |= {fact.value_number for fact in match if self._is_complete_value(fact)}
+                for facts, fact in zip(results, match, strict=True):
+                    self._add_new_facts(facts, [fact])
+        return results, frozenset(computed), complete
+
+    @staticmethod
+    def _list_conversion_operands(operand_facts: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
+        """Yield the operand facts of a conversion: of its only operand, or of two operands with parts of one value."""
+        if len(operand_facts) == 1:
+            yield from ((fact,) for fact in operand_facts[0])
+        elif len(operand_facts) == 2:
+            yield from ((a, b) for a, b in product(*operand_facts) if a.value_number == b.value_number)
+
+    def _list_operand_combinations(
+        self, node: Node, operand_facts: Sequence[list[Fact]]
+    ) -> Iterator[tuple[Fact | None, ...]]:
+        """Yield one fact for each operand, in all combinations for which the user's graph has a node with this op.
+
+        At most `max_combinations` are yielded; then `search_limit_note` is set.
+        """
+        left_out: dict[int | None, list[None]] = {None: [None]}
+        choices = [
+            self._group_facts_by_value_number(k) if s is not None else left_out
+            for s, k in zip(node.src, operand_facts, strict=True)
+        ]
+        tried = 0
+        for sources in self.numbering.find_operand_numbers(node.op, choices):
+            for operands in product(*(c[n] for n, c in zip(sources, choices, strict=True))):
+                tried += 1
+                if tried > self.max_combinations:
+                    self.search_limit_note = (
+                        f"; the search for the graph node of %{node.label} ended after "
+                        f"{self.max_combinations} combinations"
+                    )
+                    return
+                yield operands
+
+    def _is_complete_value(self, fact: Fact) -> bool:
+        """Return whether a fact states that a device value has all entries and all terms of a graph value."""
+        shape = self.numbering.value_by_number[fact.value_number].shape
+        digits = self.numbering.digits_by_number[fact.value_number]
+        return fact.partial_sum is None and all(map(is_full_index, fact.axes, digits, shape))
+
+    def _intern_facts(self, facts: list[Fact]) -> list[Fact]:
+        """Return one shared list for equal lists of facts, so that the results of equal nodes are inferred once."""
+        return self._interned_facts.setdefault(tuple(facts), facts)
+
+    def _group_facts_by_value_number(self, facts: list[Fact]) -> dict[int | None, list[Fact]]:
+        """Return the facts of an operand by value number. The argument must be a list that `_intern_facts` returned."""
+        if (numbered := self._facts_by_number.get(id(facts))) is None:
+            numbered = self._facts_by_number[id(facts)] = {}
+            for fact in facts:
+                numbered.setdefault(fact.value_number, []).append(fact)
+        return numbered
+
+    @staticmethod
+    def _add_new_facts(facts: list[Fact], new_facts: Sequence[Fact]) -> None:
+        """Add to `facts` each of `new_facts` that is not in it."""
+        facts += [h for h in new_facts if h not in facts]
+
+    def _record_leaf_facts(self, device: int, node: Node) -> Iterator[str]:
+        """Record the fact of a leaf; yield a fault if the leaf is not bound, or its shape differs from the bound
+        entries.
+        """
+        fact = self.leaf_facts.get((device, node.name))
+        if node.op == "constant":
+            theirs = self.numbering.leaf_by_name.get((node.op, node.name))
+            if theirs is None or theirs.attrs != node.attrs or theirs.specs != node.specs:
+                yield f"device {device}: constant %{node.label} differs from the constant of the graph"
+                return
+            fact = Fact(
+                self.numbering.number_by_value[theirs.results[0]], tuple(map(make_full_index, node.specs[0].shape))
+            )
+        if fact is None:
+            yield f"device {device}: {node.op} %{node.label} is not bound"
+        elif tuple(map(count_entries, fact.axes)) != node.specs[0].shape:
+            yield f"device {device}: {node!r}, but it is bound to entries {[format_index(i) for i in fact.axes]}"
+        else:
+            self.facts_by_node[device][node] = [self._intern_facts([fact])]
+
+    def _infer_facts_for_operands(
+        self, op: str, instance: OpInstance, operand_facts: Sequence[Fact | None], reasons: list[str]
+    ) -> Iterator[list[Fact]]:
+        """Yield the facts of all results of a device's node for each graph node that matches one fact per operand.
+
+        `reasons` receives the reasons why a graph node does not match.
+        """
+        meaning = self.numbering
+        key = (op, tuple(None if o is None else o.value_number for o in operand_facts))
+        axes = tuple(None if o is None else meaning.attach_digits(o.value_number, o.axes) for o in operand_facts)
+        readers = meaning.consumers.get(key)
+        for user, numbers in readers.find_candidate_consumers(instance, axes) if readers is not None else ():
+            if [s.dtype for s in user.results] != [s.dtype for s in instance.results]:
+                reasons.append(f"the results have other dtypes than {user.results}")
+                continue
+            restricted_result = infer_result_entries(op, user, instance, axes)
+            if isinstance(restricted_result, str):
+                reasons.append(restricted_result)
+                continue
+            try:
+                operand_sums = [None if o is None else o.partial_sum for o in operand_facts]
+                result_sum = propagate_partial_sum(op, user, operand_sums, restricted_result, key[1])
+            except ValueError as why:
+                reasons.append(str(why))
+                continue
+            for partial_sum in (
+                (EMPTY_SUM, result_sum) if restricted_result.is_empty_sum and result_sum is None else (result_sum,)
+            ):
+                yield [
+                    Fact(number, tuple(i for i, _ in result), partial_sum)
+                    for number, result in zip(numbers, restricted_result.axes, strict=True)
+                ]
+
+    # ------------------------------------------------------------------------ all devices of one collective group
+
+    def _record_collective_facts(self, node_by_device: Mapping[int, Node]) -> Iterator[str]:
+        """Record the facts of a collective's results on all devices; yield a fault if the operands do not fit."""
+        one = next(iter(node_by_device.values()))
+        if len({n.op for n in node_by_device.values()}) > 1:
+            yield f"not every device calls {one!r}"
+            return
+        devices = sorted(node_by_device)
+        nodes = [node_by_device[d] for d in devices]
+        known = [self.find_facts(d, n.inputs[0]) for d, n in zip(devices, nodes, strict=True)]
+        if not all(known):
+            return
+        reasons, has_match = list[str](), False
+        after: list[list[Fact]] = [[] for _ in nodes]
+        for first in known[0]:
+            choices = [[first], *(self._group_facts_by_value_number(k).get(first.value_number, []) for k in known[1:])]
+            for device_facts in self._list_device_combinations(nodes, choices):
+                results = self._infer_collective_results(nodes, device_facts)
+                if isinstance(results, str):
+                    reasons.append(results)
+                    continue
+                has_match = True
+                for facts, fact in zip(after, results, strict=True):
+                    self._add_new_facts(facts, [fact])
+                break  # other facts of the other devices give the same results
+        for device, node, results_there in zip(devices, nodes, after, strict=True):
+            self.facts_by_node[device][node] = [self._intern_facts(results_there)]
+        if not has_match:
+            yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices have different values'}"
+
+    def _list_device_combinations(
+        self, nodes: Sequence[Node], facts_by_device: Sequence[list[Fact]]
+    ) -> Iterator[tuple[Fact, ...]]:
+        """Yield one fact for each device, in all combinations that fit the only fact of the first device.
+
+        A device without a fitting fact takes part with any fact, so that a fault is found. At most `max_combinations`
+        are yielded; then `search_limit_note` is set.
+        """
+        (first,), attrs = facts_by_device[0], nodes[0].attrs
+        sums = nodes[0].op in ("all_reduce", "reduce_scatter")
+        axis = -1 if sums else as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
+        runs = () if sums else as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+        fitting: list[list[Fact]] = []
+        for device, facts in enumerate(facts_by_device):
+            expected_axes = list(first.axes)
+            if device < len(runs) and axis < len(expected_axes):
+                expected_axes[axis] = concatenate_indices([runs[device]])
+            fitting_facts = [
+                h
+                for h in facts
+                if self.numbering.has_equal_entries(first.value_number, expected_axes, h.axes)
+                and (sums or h.partial_sum is None)
+            ]
+            fitting.append(fitting_facts or facts[:1])
+        for tried, device_facts in enumerate(product(*fitting)):
+            if tried == self.max_combinations:
+                self.search_limit_note = (
+                    f"; the search for the operands of {nodes[0]!r} ended after {self.max_combinations} combinations"
+                )
+                return
+            yield device_facts
+
+    def _infer_collective_results(self, nodes: Sequence[Node], device_facts: Sequence[Fact]) -> list[Fact] | str:
+        """Return the fact of each device after a collective, or the reason why the collective is wrong."""
+        first, attrs = device_facts[0], nodes[0].attrs
+        if nodes[0].op in ("all_reduce", "reduce_scatter"):
+            if not all(self.numbering.has_equal_entries(first.value_number, first.axes, h.axes) for h in device_facts):
+                return "the devices have different entries"
+            if why := check_sum_is_complete([h.partial_sum for h in device_facts], self._complete_sums):
+                return why
+            whole_axes = first.axes
+        else:
+            axis = as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
+            runs = as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+            gathered = self._concatenate_shards(device_facts, axis, runs)
+            if isinstance(gathered, str):
+                return gathered
+            whole_axes = gathered
+        if nodes[0].op in ("all_reduce", "all_gather"):
+            results = [Fact(first.value_number, whole_axes)] * len(nodes)
+        else:
+            results = [slice_collective_fact(first.value_number, whole_axes, d, n) for d, n in enumerate(nodes)]
+        for node, fact in zip(nodes, results, strict=True):
+            if tuple(map(count_entries, fact.axes)) != node.specs[0].shape:
+                return f"{node!r} gives entries {[format_index(i) for i in fact.axes]}"
+        return results
+
+    def _concatenate_shards(
+        self, device_facts: Sequence[Fact], axis: int, ranges_by_device: Sequence[IndexRanges]
+    ) -> tuple[IndexRanges, ...] | str:
+        """Return the entries of the whole value that devices have as shards of `axis`, or why the shards do not fit.
+
+        `ranges_by_device` has the positions of each device's entries in the whole value.
+        """
+        number, axes = device_facts[0].value_number, device_facts[0].axes
+        if any(h.partial_sum is not None for h in device_facts):
+            return "it is a partial sum that no all-reduce completes"
+        if len(ranges_by_device) != len(device_facts):
+            return f"index ranges are given for {len(ranges_by_device)} devices"
+        for fact in device_facts:
+            if not self.numbering.has_equal_entries(
+                number, (*axes[:axis], (), *axes[axis + 1 :]), clear_axis_entries(fact.axes, axis)
+            ):
+                return "the devices have different entries of another axis"
+        for device, (fact, own) in enumerate(zip(device_facts, ranges_by_device, strict=True)):
+            if count_entries(fact.axes[axis]) != count_entries(own):
+                return (
+                    f"device {device} has {count_entries(fact.axes[axis])} entries for {count_entries(own)} positions"
+                )
+        index = merge_scattered_entries(
+            tuple(concatenate_indices([r]) for r in ranges_by_device), tuple(h.axes[axis] for h in device_facts)
+        )
+        n = self.numbering.value_by_number[number].shape[axis]
+        if index is None:
+            return f"the index ranges leave positions of axis {axis} empty, or put two entries at one position"
+        is_all = is_full_index(index, self.numbering.digits_by_number[number][axis], n)
+        return (*axes[:axis], make_full_index(n) if is_all else index, *axes[axis + 1 :])
+
+
+def _make_collective_key(device: int, node: Node) -> object:
+    """Return the key that all participants share: the sequence number, and for a message also sender and receiver."""
+    number = as_integer(node.attrs["sequence"])
+    if node.op == "send":
+        return device, node.attrs["to"], number
+    return (node.attrs["source"], device, number) if node.op == "receive" else number
+
+
+def _order_nodes(graph: Graph) -> tuple[Node, ...]:
+    """Return the nodes of a graph, operands first, with collectives in the order of their sequence numbers."""
+    collectives = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: as_integer(n.attrs["sequence"]))
+    return topological_order(map(Value, (*collectives, *graph.nodes)))

@@ -1,0 +1,93 @@
+"""Facts about device values, and the facts about results of conversions.
+
+A conversion is a node that the planner added: a copy, a message, a slice, a concatenation, or zeros. The user's graph
+need not have such a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....graph.node import Node
+from ....ops.collectives import as_index_ranges, as_integer
+from .index_sets import IndexRanges, concatenate_indices, has_duplicates, select_entries_at_positions, slice_index
+from .partial_sums import NO_TERMS, OptionalPartialSum
+
+CONVERSION_OPS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
+"""Ops that can keep the value, as `infer_conversion_facts` decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A proven statement about a device value: it is some entries of a value of the user's graph, or a partial sum of
+    them.
+
+    - `value_number`: the number of the graph value in `ValueNumbering`.
+    - `axes`: for each axis, the entries of the graph value that the device value has, in memory order.
+    - `partial_sum`: the terms that the device value has, if the values of all devices must be added; None for a
+      complete value.
+    """
+
+    value_number: int
+    axes: tuple[IndexRanges, ...]
+    partial_sum: OptionalPartialSum = None
+
+
+def clear_axis_entries(axes: tuple[IndexRanges, ...], axis: int) -> tuple[IndexRanges, ...]:
+    """Return the entries of a value with an empty index in place of one axis, to compare all other axes."""
+    return (*axes[:axis], (), *axes[axis + 1 :])
+
+
+def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[Fact]:
+    """Return the fact about the result of a conversion as a list of one, or an empty list if the node is no conversion.
+
+    The conversions and their results are:
+
+    - A copy or a message has the fact of its operand.
+    - A slice has fewer entries of the same graph value.
+    - A concatenation has the entries of two shards of one graph value.
+    - Zeros are a partial sum without terms.
+
+    Args:
+        node: The device's node.
+        operands: The fact about each operand, None for a missing operand.
+    """
+    first, attrs = operands[0] if operands else None, node.attrs
+    if first is None or node.op not in CONVERSION_OPS:
+        return []
+    if node.op in ("cont", "send"):
+        return [first]
+    if (node.op == "scale" and attrs["scale"] == attrs["bias"] == 0) or (node.op == "fill" and attrs["value"] == 0):
+        return [Fact(first.value_number, first.axes, NO_TERMS)]
+    if node.op not in ("slice", "concat"):
+        return []
+    axis = as_integer(attrs["axis"]) % len(first.axes)
+    if node.op == "slice":
+        index = slice_index(first.axes[axis], as_integer(attrs["start"]), as_integer(attrs["stop"]))
+        return [Fact(first.value_number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.partial_sum)]
+    second = operands[1]
+    assert second is not None
+    same = first.value_number == second.value_number and first.partial_sum == second.partial_sum
+    if not same or clear_axis_entries(first.axes, axis) != clear_axis_entries(second.axes, axis):
+        return []
+    index = concatenate_indices([first.axes[axis], second.axes[axis]])
+    if has_duplicates(
+        index
+    ):  # no shard has an entry twice; without this rule the number of facts would grow without end
+        return []
+    return [Fact(first.value_number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.partial_sum)]
+
+
+def slice_collective_fact(value_number: int, whole_axes: tuple[IndexRanges, ...], device: int, node: Node) -> Fact:
+    """Return the fact about the part of a whole value that a device receives from a scattering collective.
+
+    Args:
+        value_number: The number of the graph value.
+        whole_axes: The entries of the value before it is scattered.
+        device: The position of the device in the collective group.
+        node: The collective's node; its attributes are the axis and the ranges of each device.
+    """
+    axis, own = as_integer(node.attrs["axis"]), as_index_ranges(node.attrs["runs"])[device]
+    index = select_entries_at_positions(whole_axes[axis], concatenate_indices([own]))
+    return Fact(value_number, (*whole_axes[:axis], index, *whole_axes[axis + 1 :]))

@@ -1,0 +1,114 @@
+"""The nodes of the user's graph with one op and equal operands, found by the attributes of a device's node.
+
+A value may have thousands of readers. A device's node is compared only with nodes of the same attributes. Slices are
+compared only if they contain the first entry of the device's slice.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, islice
+
+from ....ops import REGISTRY
+from ....ops.collectives import as_integer
+from .index_sets import slice_index
+from .op_instances import AttrItems, OpInstance, ValueEntries
+from .restricted_ops import list_attrs_that_may_differ
+
+Consumer = tuple[OpInstance, tuple[int, ...]]
+"""A node of the user's graph and the numbers of its results."""
+MAX_EXAMPLES = 4
+"""Maximum nodes with other attributes that serve as examples in the text of a fault."""
+
+
+class ConsumerTable:
+    """The nodes of the user's graph that have one op and the same operands, in the order in which they were added."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._groups: dict[AttrItems, _ConsumerGroup] = {}
+
+    def add_consumer(self, graph_node: OpInstance, result_numbers: tuple[int, ...]) -> None:
+        """Add a node of the user's graph with the value numbers of its results."""
+        self._groups.setdefault(self._list_nonlocal_attrs(graph_node), _ConsumerGroup(self._op)).consumers.append(
+            (graph_node, result_numbers)
+        )
+
+    def find_candidate_consumers(
+        self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
+    ) -> Iterator[Consumer]:
+        """Yield the nodes of the user's graph that a device's node may be a local version of.
+
+        If no node has its attributes, `MAX_EXAMPLES` other nodes follow, from which the caller explains the fault. A
+        device's node without entries may be a local version of any node.
+
+        Args:
+            device_node: The device's node.
+            operand_entries: Entries of each operand that the device has.
+        """
+        group = self._groups.get(self._list_nonlocal_attrs(device_node))
+        if group is not None:
+            yield from group.find_candidate_consumers(device_node, operand_entries)
+            return
+        others = (reader for group in self._groups.values() for reader in group.consumers)
+        yield from others if all(s.size == 0 for s in device_node.results) else islice(others, MAX_EXAMPLES)
+
+    def _list_nonlocal_attrs(self, node: OpInstance) -> AttrItems:
+        """Return the attributes of a node that its local version on a device must have too, sorted by name."""
+        local = list_attrs_that_may_differ(REGISTRY[self._op])
+        return tuple(sorted(item for item in node.attrs if item[0] not in local))
+
+
+class _ConsumerGroup:
+    """Nodes of the user's graph that differ only in attributes that a local version may change, such as sizes."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self.consumers: list[Consumer] = []
+
+    def find_candidate_consumers(
+        self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
+    ) -> Iterator[Consumer]:
+        """Yield the nodes of the group that a device's node may be; of many slices only the ones with its first entry.
+
+        Args:
+            device_node: The device's node.
+            operand_entries: Entries of each operand that the device has.
+        """
+        (operand, *_) = operand_entries or (None,)
+        if (
+            self._op != "slice"
+            or operand is None
+            or len(self.consumers) <= MAX_EXAMPLES
+            or not device_node.results[0].size
+        ):
+            yield from self.consumers
+            return
+        attrs = device_node.attrs_by_name
+        index, _ = operand[as_integer(attrs["axis"]) % len(operand)]
+        entries = slice_index(index, as_integer(attrs["start"]), as_integer(attrs["stop"]))
+        if not entries:
+            yield from self.consumers[:MAX_EXAMPLES]
+            return
+        starts, ends, order = self._sorted_slices
+        first, found = entries[0][0], list[int]()
+        for at in range(bisect_right(starts, first) - 1, -1, -1):
+            if ends[at] <= first:  # no earlier slice reaches `first`
+                break
+            found.append(order[at])
+        yield from (self.consumers[at] for at in sorted(found) or range(MAX_EXAMPLES))
+
+    @cached_property
+    def _sorted_slices(self) -> tuple[list[int], list[int], list[int]]:
+        """The slices of the group, sorted by their starts, for a search by position.
+
+        Returns:
+            The starts; for each slice the largest end of it and all earlier ones; the positions in `consumers`.
+        """
+        spans = [
+            (as_integer(a["start"]), as_integer(a["stop"])) for a in (user.attrs_by_name for user, _ in self.consumers)
+        ]
+        order = sorted(range(len(spans)), key=spans.__getitem__)
+        return [spans[i][0] for i in order], list(accumulate((spans[i][1] for i in order), max)), order

@@ -1,0 +1,71 @@
+"""The argument and result types of `infer_result_entries`: a node without its identity, and entries of its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ....graph.attrs import Attr, Attrs
+from ....graph.node import Node
+from ....graph.spec import Spec
+from .index_sets import IgnoredDigits, IndexRanges
+from .partial_sums import OptionalPartialSum
+
+AxisEntries: TypeAlias = tuple[IndexRanges, IgnoredDigits]
+"""The local entries of an axis, and the digits on which the value does not depend."""
+ValueEntries: TypeAlias = tuple[AxisEntries, ...]
+"""The local entries of all axes of a value."""
+AttrItems: TypeAlias = tuple[tuple[str, Attr], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpInstance:
+    """The attributes and the operand and result specs of a node of the user's graph or of a device's graph.
+
+    Equal nodes have equal instances, so results are computed once for all of them.
+    """
+
+    attrs: AttrItems
+    src: tuple[Spec | None, ...]
+    results: tuple[Spec, ...]
+
+    @property
+    def attrs_by_name(self) -> Attrs:
+        """The attributes as a dictionary."""
+        return dict(self.attrs)
+
+
+def make_op_instance(node: Node) -> OpInstance:
+    """Return the attributes and specs of a node as an `OpInstance`."""
+    return OpInstance(tuple(node.attrs.items()), tuple(None if s is None else s.spec for s in node.src), node.specs)
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """The rows of a lookup table that a device has.
+
+    - `table_operand`: the name of the operand that is the table. It has `row_count` rows in the user's graph.
+    - `index_operand`: the name of the operand with the row numbers.
+    - `local_rows`: the rows that the device has.
+    """
+
+    table_operand: str
+    index_operand: str
+    local_rows: IndexRanges
+    row_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestrictedResult:
+    """The results of a device's node, stated as entries of the results of a node of the user's graph.
+
+    - `axes`: the entries of each result.
+    - `partial_sum`: the terms of the contraction that the results have; None if they have all terms.
+    - `table_rows`: the rows that the device has of a lookup table; None if it has all rows.
+    - `is_empty_sum`: whether the contracted axis has size 0, so that the sum has no terms on any device.
+    """
+
+    axes: tuple[ValueEntries, ...]
+    partial_sum: OptionalPartialSum
+    table_rows: TableRows | None = None
+    is_empty_sum: bool = False

@@ -1,0 +1,182 @@
+"""The rules that derive the partial sum of a node's result from the partial sums of its operands.
+
+A partial sum of a value is the part of its terms that a device has. The rules use op declarations only: linear
+operands, operands in which zeros give zeros, and lookups in tables with some local rows. The verifier takes nothing
+from the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....ops import REGISTRY
+from ....ops.declaration.op import Op
+from .op_instances import OpInstance, RestrictedResult
+from .partial_sums import NO_TERMS, OptionalPartialSum, PartialSum, make_linear_sum
+
+OperandValueNumbers = tuple[int | None, ...]
+"""For each operand the number of its value."""
+
+
+def propagate_partial_sum(
+    op: str,
+    graph_node: OpInstance,
+    operand_sums: Sequence[OptionalPartialSum],
+    restricted_result: RestrictedResult,
+    operand_numbers: OperandValueNumbers,
+) -> OptionalPartialSum:
+    """Return the partial sum of the results of a device's node, None if they are complete.
+
+    1. A lookup in a table with some local rows has the terms of these rows.
+    2. With complete operands, the node's own contraction gives the partial sum.
+    3. Zeros in operands that give zeros are a partial sum without terms.
+    4. A routed partial sum stays routed if the result is zero at the same indices.
+    5. A partial sum of linear operands stays a partial sum.
+
+    Args:
+        op: Name of the op.
+        graph_node: The matching node of the user's graph.
+        operand_sums: Partial sum of each operand; None for a complete operand.
+        restricted_result: Entries of the results, their contraction terms, and local table rows.
+        operand_numbers: Value number of each operand; None for a missing operand.
+
+    Raises:
+        ValueError: The node needs complete operands, or sums over shards itself.
+    """
+    declared = REGISTRY[op]
+    sums_by_operand = {n: o for n, o in zip(declared.operand_names, operand_sums, strict=False) if o is not None}
+    if restricted_result.table_rows is not None:
+        return _infer_lookup_sum(declared, graph_node, sums_by_operand, restricted_result, operand_numbers)
+    if not sums_by_operand:
+        return restricted_result.partial_sum
+    if restricted_result.partial_sum is not None:
+        raise ValueError(
+            f"operands {', '.join(sorted(sums_by_operand))} are partial sums that no all-reduce "
+            "completes, and the node sums over shards itself"
+        )
+    attrs = graph_node.attrs_by_name
+    empty = {n for n, o in sums_by_operand.items() if o is NO_TERMS}
+    if any(empty >= set(joint.split("+")) for joint in declared.zero_preserving_operands(attrs)):
+        return NO_TERMS
+    if (routed := _propagate_routing(declared, graph_node, sums_by_operand)) is not None:
+        return routed
+    for joint in declared.linear_operands(attrs):
+        if set(sums_by_operand) <= set(joint.split("+")):
+            return make_linear_sum(
+                joint, [sums_by_operand.get(n) for n in _list_present_operands(declared, graph_node, joint)]
+            )
+    raise ValueError(
+        f"{op} is not linear in {' and '.join(sorted(sums_by_operand))}, a partial sum that no all-reduce completes"
+    )
+
+
+def _list_present_operands(declared: Op[Any], graph_node: OpInstance, joint: str) -> list[str]:
+    """Return the names of a joint ("a+b") that the node has as operands, in operand order."""
+    here = [n for n, s in zip(declared.operand_names, graph_node.src, strict=False) if s is not None]
+    return [n for n in here if n in joint.split("+")]
+
+
+def _propagate_routing(
+    declared: Op[Any], graph_node: OpInstance, sums_by_operand: Mapping[str, OptionalPartialSum]
+) -> PartialSum | None:
+    """Return the routed partial sum that all given operands share if the result has it too; else None.
+
+    The result has it if two conditions hold:
+
+    - Zeros in these operands give zeros in the result.
+    - The leading axes of the result and of each operand are the same, so each entry comes from the same looked-up
+      row.
+    """
+    first = next(iter(sums_by_operand.values()))
+    if (
+        first is None
+        or any(o != first for o in sums_by_operand.values())
+        or not all(_has_same_routing(declared, graph_node, n, first) for n in sums_by_operand)
+    ):
+        return None
+    return (
+        first
+        if any(
+            set(sums_by_operand) >= set(j.split("+"))
+            for j in declared.zero_preserving_operands(graph_node.attrs_by_name)
+        )
+        else None
+    )
+
+
+def _has_same_routing(declared: Op[Any], graph_node: OpInstance, operand: str, partial_sum: PartialSum) -> bool:
+    """Return whether each routed entry of the result needs only the entry of `operand` at the same leading index."""
+    if partial_sum.routing is None:
+        return False
+    return declared.keeps_leading_axes(
+        graph_node.src,
+        graph_node.results[0],
+        graph_node.attrs_by_name,
+        declared.operand_names.index(operand),
+        partial_sum.routing[1],
+    )
+
+
+def _infer_lookup_sum(
+    declared: Op[Any],
+    graph_node: OpInstance,
+    sums_by_operand: Mapping[str, OptionalPartialSum],
+    restricted_result: RestrictedResult,
+    operand_numbers: OperandValueNumbers,
+) -> OptionalPartialSum:
+    """Return the partial sum of a lookup in a table if the device has only some rows of the table.
+
+    The device has the terms of result entries that look up a local row. Operands that the op adds to the looked-up
+    rows may be partial sums too. All other operands must be complete, or be routed by the same rows.
+
+    Raises:
+        ValueError: The node also sums over shards, or an operand is a partial sum that must be complete.
+    """
+    rows = restricted_result.table_rows
+    assert rows is not None
+    if restricted_result.partial_sum is not None:
+        raise ValueError(f"the node sums over shards, and the device has only some rows of {rows.table_operand}")
+    at = declared.operand_names.index(rows.index_operand)
+    number, numbers = operand_numbers[at], graph_node.src[at]
+    assert number is not None
+    assert numbers is not None
+    if sums_by_operand.get(rows.table_operand) is not None or sums_by_operand.get(rows.index_operand) is not None:
+        raise ValueError(
+            f"{rows.table_operand} or {rows.index_operand} is a partial sum that no all-reduce "
+            "completes, and the device has only some rows"
+        )
+    rank = len(numbers.shape)
+    keeps_leading_axes = declared.keeps_leading_axes(
+        graph_node.src, graph_node.results[0], graph_node.attrs_by_name, at, rank
+    )
+    own = (
+        PartialSum(
+            "terms", (rows.local_rows,), (rows.row_count,), routing=(number, rank) if keeps_leading_axes else None
+        )
+        if rows.local_rows
+        else NO_TERMS
+    )
+    joint = next(j for j in declared.linear_operands(graph_node.attrs_by_name) if rows.table_operand in j.split("+"))
+    added = [n for n in _list_present_operands(declared, graph_node, joint) if n != rows.table_operand]
+    for name, operand_sum in sums_by_operand.items():
+        if (
+            name not in added
+            and own is not NO_TERMS
+            and not (operand_sum == own and _has_same_routing(declared, graph_node, name, own))
+        ):
+            raise ValueError(
+                f"{name} is a partial sum over other terms than the rows of {rows.table_operand} on this device"
+            )
+    if all(
+        sums_by_operand.get(n) == own and (own is NO_TERMS or _has_same_routing(declared, graph_node, n, own))
+        for n in added
+    ):
+        return own
+    return make_linear_sum(
+        joint,
+        [
+            own if n == rows.table_operand else sums_by_operand.get(n)
+            for n in _list_present_operands(declared, graph_node, joint)
+        ],
+    )

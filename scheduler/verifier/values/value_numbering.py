@@ -1,0 +1,168 @@
+"""Value numbering of the user's graph: values that are computed alike, and copies, share a number.
+
+Two nodes are computed alike if they have the same op, attributes and specs, and operands with the same numbers. This
+is global value numbering, as in the GVN pass of LLVM.
+
+Example: `b` repeats `a`, and `c` copies it, so all three have one number. A device may compute any of them in place
+of the others.
+
+>>> from ...graph.node import input
+>>> from ...ops import cont, neg
+>>> x = input("x", (3,))
+>>> a, b = neg(x), neg(x)
+>>> c = cont(a)
+>>> numbering = ValueNumbering(Graph({"a": a, "b": b, "c": c}))
+>>> [numbering.number_by_value[value] for value in (x, a, b, c)]
+[0, 1, 1, 1]
+
+For each number, `digits_by_number` has the ignored digits of each axis (`indices`). `consumers` has for each op and
+list of operand numbers the nodes with these operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from typing import TypeAlias
+
+from ....graph.attrs import attribute_key
+from ....graph.graph import Graph
+from ....graph.node import Node, Value
+from .facts import Fact
+from .index_sets import IgnoredDigits, IndexRanges, find_equivalent_index, make_full_index
+from .node_matching import ConsumerTable
+from .op_instances import OpInstance, RestrictedResult, ValueEntries, make_op_instance
+from .restricted_ops import infer_result_entries
+
+Key: TypeAlias = tuple[object, ...]
+
+
+class ValueNumbering:
+    """The values of the user's graph by number; values that are computed alike, and copies, share a number.
+
+    - `value_by_number`: for each number the first value that has it.
+    - `number_by_value`: the number of each value.
+    - `digits_by_number`: for each number the ignored digits of each axis.
+    - `consumers`: for an op and operand numbers, the nodes that have these operands.
+    - `leaf_by_name`: leaves by op and name.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.value_by_number: list[Value] = []
+        self.digits_by_number: list[tuple[IgnoredDigits, ...]] = []
+        self.number_by_value: dict[Value, int] = {}
+        self.consumers: dict[Key, ConsumerTable] = {}
+        self._operand_numbers: dict[Key, list[tuple[int | None, ...]]] = {}
+        self.leaf_by_name: dict[tuple[str, str], Node] = {}
+        self._numbers_by_key: dict[Key, tuple[int, ...]] = {}
+        for node in graph.nodes:
+            if node.is_leaf:
+                self.leaf_by_name[node.op, node.name] = node
+            numbers = self._number_results(node)
+            self.number_by_value.update(zip(node.results, numbers, strict=True))
+
+    def _number_results(self, node: Node) -> tuple[int, ...]:
+        """Return the numbers of the results of a node; a node that no earlier node equals gets new numbers."""
+        if node.op == "cont":
+            return (self.number_by_value[node.inputs[0]],)
+        sources = tuple(None if s is None else self.number_by_value[s] for s in node.src)
+        key = (node.op, attribute_key(node.attrs), sources, node.specs, node.name if node.is_leaf else "")
+        if key not in self._numbers_by_key:
+            numbers = tuple(range(len(self.value_by_number), len(self.value_by_number) + len(node.specs)))
+            self._numbers_by_key[key] = numbers
+            self.value_by_number += node.results
+            if node.is_leaf:
+                self.digits_by_number.append(((),) * len(node.specs[0].shape))
+            else:
+                here = make_op_instance(node)
+                self.digits_by_number += self._infer_digits(node.op, here, sources)
+                if (node.op, sources) not in self.consumers:
+                    self.consumers[node.op, sources] = ConsumerTable(node.op)
+                    for place in enumerate(sources):
+                        self._operand_numbers.setdefault((node.op, place), []).append(sources)
+                self.consumers[node.op, sources].add_consumer(here, numbers)
+        return self._numbers_by_key[key]
+
+    def find_operand_numbers(
+        self, op: str, allowed_numbers: Sequence[Collection[int | None]]
+    ) -> Iterator[tuple[int | None, ...]]:
+        """Yield the operand numbers of all nodes that have the op `op` and allowed operands only.
+
+        Only the nodes of the operand with the fewest nodes are compared.
+
+        Args:
+            op: Name of the op.
+            allowed_numbers: For each operand the allowed numbers; ``{None}`` for an operand that must be missing.
+        """
+        if not allowed_numbers and (op, ()) in self.consumers:
+            yield ()
+        none: list[tuple[int | None, ...]] = []
+        found = [
+            [self._operand_numbers.get((op, (i, n)), none) for n in numbers]
+            for i, numbers in enumerate(allowed_numbers)
+        ]
+        fewest = min(found, key=lambda lists: sum(map(len, lists)), default=[])
+        for sources in chain.from_iterable(fewest):
+            if len(sources) == len(allowed_numbers) and all(
+                n in c for n, c in zip(sources, allowed_numbers, strict=True)
+            ):
+                yield sources
+
+    def _infer_digits(
+        self, op: str, instance: OpInstance, operand_numbers: Sequence[int | None]
+    ) -> list[tuple[IgnoredDigits, ...]]:
+        """Return the ignored digits of each axis of each result of a node, from the digits of its operands.
+
+        Args:
+            op: Name of the op.
+            instance: The attributes and specs of the node.
+            operand_numbers: The number of each operand; None for a missing operand.
+        """
+        axes = tuple(
+            None if s is None or number is None else self.attach_digits(number, tuple(map(make_full_index, s.shape)))
+            for s, number in zip(instance.src, operand_numbers, strict=True)
+        )
+        restricted_result = infer_result_entries(op, instance, instance, axes)
+        if isinstance(restricted_result, RestrictedResult):
+            return [tuple(digits for _, digits in result) for result in restricted_result.axes]
+        return [((),) * len(r.shape) for r in instance.results]
+
+    def attach_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
+        """Return the entries of each axis of a value, paired with the ignored digits of the axis.
+
+        Args:
+            value_number: The number of the graph value.
+            indices: The entries of each axis that a device has.
+        """
+        return tuple(zip(indices, self.digits_by_number[value_number], strict=True))
+
+    def is_complete_fact_of(self, fact: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
+        """Return whether a fact states that a device value is these entries of a graph value, and no partial sum.
+
+        Args:
+            fact: The fact about the device value.
+            value: The graph value.
+            indices: The required entries of each axis; ignored digits may differ.
+        """
+        number = self.number_by_value[value]
+        return (
+            fact.value_number == number
+            and fact.partial_sum is None
+            and self.has_equal_entries(number, fact.axes, indices)
+        )
+
+    def has_equal_entries(
+        self, value_number: int, indices: Sequence[IndexRanges], other_indices: Sequence[IndexRanges]
+    ) -> bool:
+        """Return whether two lists of entries of one value are equal on each axis, where ignored digits may differ.
+
+        Args:
+            value_number: The number of the graph value.
+            indices: Entries of each axis.
+            other_indices: Entries of each axis to compare with.
+        """
+        digits = self.digits_by_number[value_number]
+        return all(
+            find_equivalent_index(a, d, b, d) is not None
+            for a, b, d in zip(indices, other_indices, digits, strict=True)
+        )

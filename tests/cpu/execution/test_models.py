@@ -1,0 +1,33 @@
+"""Whole models on the CPU backend, which rounds activations to 8 bits before products with quantised weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
+
+from ...given.models.goldens import FLOAT_CACHES, INDEX, allowed_nmse, golden, nmse, path_of
+
+GROUPS = {
+    "one": DeviceGroup(threads=1, **FLOAT_CACHES),
+    "two threads": DeviceGroup(threads=2, **FLOAT_CACHES),
+    "tensor": DeviceGroup(("cpu:0", "cpu:1", "cpu:2"), "tensor", threads=1, **FLOAT_CACHES),
+    "layer": DeviceGroup(("cpu:0", "cpu:1"), "layer", threads=2, **FLOAT_CACHES),
+}
+
+
+@pytest.mark.long(cases=1)
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("name", INDEX)
+def test_a_model_has_the_logits_of_llama_cpp_up_to_what_8_bits_cost(name, group):
+    """In one batch, and half of it token by token."""
+    tokens, want = golden(name)
+    session = Session(open_model(path_of(name)), on=group)
+    batch = session.evaluate([tokens], every_position=True)[0]
+    session.reset(0)
+    parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
+    stepped = np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
+    for logits in (batch, stepped):
+        assert nmse(logits, want) <= allowed_nmse(name)

@@ -1,0 +1,190 @@
+"""Documentation that is generated, or that names things, stays true."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket import ops
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.cpu.execution import program_binding
+from hocket.backends.kernel_tables import merge_tables
+from hocket.frontends import models
+from hocket.frontends.commands.shared_flags import EXACT_HELP
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.models.inputs.family import FamilyTraits
+from hocket.ops.page import build_page
+from hocket.scheduler.planning import planner
+
+from ..given.models.goldens import ROOT, allowed_nmse, golden, nmse, open_fixture
+
+DOCS = ROOT / "docs"
+
+
+def test_the_op_reference_is_up_to_date():
+    assert (DOCS / "ops.md").read_text("utf-8") == build_page(), "run python -m hocket.ops.page > docs/ops.md"
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("write_*.py")), ids=lambda p: p.stem)
+def test_a_page_that_is_written_from_the_code_is_up_to_date(path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # no number of a machine's may show
+    writer = runpy.run_path(str(path))
+    written = writer["pages"]() if "pages" in writer else {writer["PAGE"]: writer["page"]()}
+    assert written
+    for page_path, text in written.items():
+        assert page_path.read_text("utf-8") == text, f"run python docs/{path.name}"
+
+
+def test_a_page_with_another_text_than_the_stored_fact_is_found():
+    insert_facts = runpy.run_path(str(DOCS / "write_facts.py"))["insert_facts"]
+    page = "on <!--fact:gpus-->one\nH100<!--/fact-->."
+    assert insert_facts(page, {"gpus": "one H100"}) == page
+    assert insert_facts(page, {"gpus": "two H100"}) == "on <!--fact:gpus-->two H100<!--/fact-->."
+    with pytest.raises(KeyError):
+        insert_facts(page, {})
+
+
+def test_docstrings_and_help_state_how_equal_devices_are():
+    facts = runpy.run_path(str(DOCS / "write_facts.py"))["STORED_FACTS"]
+    texts = [str(hocket.Model.__doc__), str(DeviceGroup.__doc__), EXACT_HELP]
+    for name in ("equality", "equality-exact"):
+        assert all(facts[name]["text"] in " ".join(text.split()) for text in texts), name
+
+
+def test_everything_public_is_on_the_page_of_python():
+    headings = re.findall(r"^### `hocket\.(\w+)`$", (DOCS / "python.md").read_text("utf-8"), re.MULTILINE)
+    names = {name for name in dir(hocket) if not name.startswith("_")}  # before a name brings its module with it
+    assert {*headings} == {name for name in names if not isinstance(getattr(hocket, name), ModuleType)}
+
+
+def test_the_worked_example_of_the_map_is_what_the_passes_make():
+    """Each line of a block stands in the golden that the block names, in that order."""
+    text = (DOCS / "architecture.md").read_text("utf-8")
+    blocks = re.findall(r'```text title="(\S+)"\n(.*?)```', text, re.DOTALL)
+    assert len(blocks) > 5
+    for name, block in blocks:
+        golden = iter((DOCS.parent / "tests/goldens/passes/hybrid" / name).read_text("utf-8").splitlines())
+        for line in block.splitlines():
+            assert any(line == written[: len(line)] for written in golden), f"{name}: {line}"
+
+
+KINDS_OF_CHANGES = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+AREAS = {"chat", "command line", "conformance", "CPU", "CUDA", "embeddings", "files", "generation", "GGUF", "grammars"}
+AREAS |= {"docs", "graphs", "ONNX", "planner", "Python", "PyTorch", "ranks", "view"}
+
+
+def test_changes_since_the_last_version_have_a_kind_an_area_and_one_sentence():
+    """The form of Keep a Changelog; a kind without changes says `Nothing.`"""
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    (version, newest), *_ = re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", text, re.MULTILINE)
+    assert re.match(r"Unreleased|\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d$", version)
+    sections = re.findall(r"^### (.*)\n\n((?:(?!### ).*\n)*)", newest, re.MULTILINE)
+    assert [kind for kind, _ in sections] == KINDS_OF_CHANGES
+    for _, section in sections:
+        entries = [" ".join(entry.split()) for entry in re.split(r"^- ", section, flags=re.MULTILINE)]
+        assert entries == ["Nothing."] or (not entries.pop(0) and entries)
+        for entry in entries[entries == ["Nothing."] :]:
+            match = re.fullmatch(r"([\w ]+): [A-Z`[](?:[^.]|\.(?! [A-Z]))*\.", entry)
+            assert match, entry
+            assert match[1] in AREAS, entry
+
+
+PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/*/*.md"), *ROOT.glob("examples/*.md")])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_links_of_a_page_lead_somewhere(path):
+    for target, anchor in LINK.findall(without_code(path)):
+        place = path.parent / target if target else path
+        assert place.exists(), target
+        assert not anchor or anchor in anchors(place), f"{target}#{anchor}"
+
+
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def without_code(path: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```$|`[^`\n]*`", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the link targets of a page: the anchors of its headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_op_of_the_guide_can_be_declared_as_it_is_written():
+    code = re.search(r"```python\n(.*?)```", (DOCS / "add-an-op.md").read_text("utf-8"), re.DOTALL)[1]
+    space: dict[str, object] = {}
+    lines = [line.removeprefix("   ") for line in code.splitlines()]
+    head = [
+        "from hocket.ops.declaration.op import Array, op",
+        "from hocket.ops.declaration.samples import expand_template",
+        "import numpy as np",
+    ]
+    exec(compile("\n".join([*head, *lines]), "add-an-op.md", "exec"), space)
+    centre = space["centre"]
+    assert isinstance(centre, ops.Op)
+    assert centre.samples[0] == "x=f32[7]"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_cpu_kernel_of_the_guide_works_as_it_is_written(threads, monkeypatch):
+    text = (DOCS / "add-a-cpu-kernel.md").read_text("utf-8")
+    code = [textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+    space: dict[str, object] = {"__name__": "guide"}
+    exec(compile("\n".join(code), "add-a-cpu-kernel.md", "exec"), space)
+    others = {name: bind for name, bind in program_binding.BINDINGS.items() if name not in space["BINDINGS"]}
+    monkeypatch.setattr(program_binding, "BINDINGS", merge_tables(others, space["BINDINGS"]))
+    x = hocket.input("x", (301, 77))
+    graph, backend = hocket.Graph({"y": ops.leaky_relu(x, negative_slope=0.1)}), CpuBackend(threads)
+    run = hocket.load(planner.plan_for_group(graph, [(backend, backend.device(0))]), {})
+    assert run.kernels() == ["guide.leaky"]
+    array = np.random.default_rng(1).standard_normal((301, 77)).astype(np.float32)
+    expected = np.where(array > 0, array, array * np.float32(0.1))
+    assert np.array_equal(run.run({"x": array})["y"], expected)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_files_that_a_page_names_exist(path):
+    folders = "backends|benchmarks|conformance|examples|frontends|graph|kernels|ops|distributed|scheduler|tests|view"
+    named = re.findall(rf"(?<=`)(?:{folders})/[\w./-]+(?=`)", path.read_text("utf-8"))
+    missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists()]
+    assert not [name for name in missing if "NAME" not in name]
+
+
+def test_the_split_mode_of_the_guide_works_as_it_is_written(monkeypatch):
+    monkeypatch.setattr(planner, "SPLIT_MODES", dict(planner.SPLIT_MODES))
+    code = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-split.md").read_text("utf-8"), re.DOTALL)
+    space: dict[str, object] = {"print": lambda *_: None}
+    exec(compile("\n".join(code), "add-a-split.md", "exec"), space)
+    new_plan = space["plan"]
+    assert isinstance(new_plan, hocket.Plan)
+    assert {name: str(layout) for name, layout in new_plan.leaves.items()} == {"x": "R", "w": "S0(128|128)"}
+
+
+def test_the_row_of_the_guide_gives_the_logits_of_llama_cpp_and_another_does_not(monkeypatch):
+    row = re.search(r'"qwen3": (FamilyTraits\(.*?\)),\n', (DOCS / "add-a-model.md").read_text("utf-8"))[1]
+    written = eval(row, {"FamilyTraits": FamilyTraits})
+    tokens, want = golden("qwen3")
+    for family, is_right in ((written, True), (replace(written, qk_norm="after"), False)):
+        monkeypatch.setattr(models, "ARCHITECTURES", {"qwen3": family})
+        session = Session(models.load_model(open_fixture("qwen3")), on=DeviceGroup(exact=True))
+        got = session.evaluate([tokens], every_position=True)[0]
+        assert (nmse(got, want) <= allowed_nmse("qwen3")) == is_right
+
+
+def test_the_graphs_on_the_page_of_formats_are_read():
+    text = (ROOT / "docs" / "formats.md").read_text("utf-8")
+    (dumped,), (as_json,) = re.findall(r"```\n(%x.*?)```", text, re.S), re.findall(r"```json\n(.*?)```", text, re.S)
+    for graph in (hocket.parse(dumped), hocket.from_json(as_json)):
+        hocket.verify(graph)
+        assert list(graph.outputs) == ["y"]

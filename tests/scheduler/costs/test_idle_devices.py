@@ -1,0 +1,70 @@
+"""A device with waiting neighbours has more of the shared resources, and plans are priced so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hocket.backends.base import find_device
+from hocket.graph import DType
+from hocket.scheduler import plan_for_group
+from hocket.scheduler.costs.hardware import Hardware
+from hocket.scheduler.costs.timeline import COMPUTE, TimelineEntry, is_sequential
+from hocket.scheduler.measurement.probe_graphs import build_matmul_graph
+from hocket.scheduler.pipelining.stage_times import estimate_pipeline_speedup
+from hocket.scheduler.planning.workload import Workload
+
+from ...given.graphs.layered import decoder
+
+SHARED = Hardware(flops=1e9, bandwidth=1e9, launch=0.0, link_bandwidth=1e12, link_latency=1e-9)
+GROUP = [find_device("numpy:0"), find_device("numpy:1")]
+
+
+@pytest.mark.parametrize("rows", [1, 256])  # bound by memory, and bound by arithmetic
+def test_two_devices_that_share_one_processor_are_left_for_one_that_has_all_of_it(rows):
+    graph = build_matmul_graph(DType.F32, 4, rows)
+    apart = plan_for_group(graph, GROUP, hardware=SHARED)
+    assert len(apart.lanes) == 2
+    worthless = replace(SHARED, alone_flops=2.0, alone_bandwidth=2.0)
+    whole = plan_for_group(graph, GROUP, hardware=worthless)
+    assert len(whole.lanes) == 1
+    one = plan_for_group(graph, GROUP[:1], hardware=SHARED)
+    assert whole.cost.total == pytest.approx(one.cost.total / 2, rel=1e-6)
+    quarrel = replace(SHARED, alone_flops=1.2, alone_bandwidth=1.2)
+    assert len(plan_for_group(graph, GROUP, hardware=quarrel).lanes) == 2
+
+
+def test_a_workload_is_scored_by_the_device_that_has_all_to_itself():
+    graph = decoder(4)
+    use = Workload(lambda sequences, tokens: graph, (), new_tokens=8)
+    taken = {
+        times: plan_for_group(
+            graph, GROUP, use=use, hardware=replace(SHARED, alone_flops=times, alone_bandwidth=times), split_mode="auto"
+        )
+        for times in (1.0, 2.0)
+    }
+    assert [len(plan.lanes) for plan in taken.values()] == [2, 1]
+
+
+def test_layers_in_turn_take_what_a_device_takes_alone_and_gain_less_where_runs_follow_each_other():
+    graph = build_matmul_graph(DType.F32, 4, 1)
+    plain = plan_for_group(graph, GROUP, hardware=SHARED, split_mode="layer")
+    shared = plan_for_group(graph, GROUP, hardware=replace(SHARED, alone_bandwidth=2.0), split_mode="layer")
+    assert shared.cost.total == pytest.approx(plain.cost.total / 2, rel=1e-3)
+    assert estimate_pipeline_speedup(plain) == pytest.approx(2.0, rel=0.01)
+    assert estimate_pipeline_speedup(shared) == pytest.approx(1.0, rel=0.01)
+
+
+def test_devices_that_work_at_once_are_not_alone():
+    def make_stages(*devices: tuple[int, ...]) -> list[TimelineEntry]:
+        return [TimelineEntry(COMPUTE, of, 0, 1, 0.0, 0.0, 1.0) for of in devices]
+
+    reduction = TimelineEntry("all_reduce", (0, 1), 1, 1, 0.0, 0.0, 1.0)
+    send = replace(reduction, op="send")
+    assert is_sequential([*make_stages((0,)), send, *make_stages((1,))], 2)
+    assert not is_sequential([*make_stages((0, 1)), reduction, *make_stages((0, 1))], 2)
+    assert not is_sequential(make_stages((0,), (1,)), 2)
+    graph = build_matmul_graph(DType.F32, 4, 1)
+    plan = plan_for_group(graph, GROUP, hardware=replace(SHARED, alone_bandwidth=2.0), split_mode="tensor")
+    assert plan.cost == plan_for_group(graph, GROUP, hardware=SHARED, split_mode="tensor").cost
