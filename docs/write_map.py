@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "modules.md"
-FOLDERS = ("graph", "ops", "backends", "scheduler", "distributed", "view", "frontends", "conformance")
+FOLDERS = ("graph", "ops", "backends", "scheduler", "distributed", "view", "frontends", "server", "conformance")
 HEAD = """# Modules
 
 `python docs/write_map.py` writes this page from the first sentence of each module. [Architecture](architecture.md)

@@ -101,7 +101,6 @@ _LAZY_NAMES = {
     "verify_program": ".verifier.memory.program_verifier",
 }
 """The module of each name that is imported at first use. A plan that the plan cache has needs no planner."""
-globals().pop("plan")  # removes the module `plan`, so that the name gives the function
 
 
 _OLD_NAMES = {
