@@ -76,7 +76,7 @@ def test_a_folder_without_folders_is_one_room_and_others_have_a_room_for_each_mo
         "ops.norms": "ops",
         "ops": "ops",
         "backends.base": "backends.base",
-        "backends.cpu.compilation.kernel_args": "backends.cpu",
+        "backends.cpu.words": "backends.cpu",
     }
     assert {module: graph.room_of(module) for module in folders} == folders
 

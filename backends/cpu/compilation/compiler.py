@@ -213,7 +213,7 @@ def _cache_file_name(definition: Kernel, besides: bytes = b"") -> str:
 
 
 def _is_builtin(body: KernelBody) -> bool:
-    return body.__module__.startswith(f"{__package__}.")
+    return body.__module__.startswith(f"{__package__.rpartition('.')[0]}.")
 
 
 @cache
