@@ -36,10 +36,16 @@ PLAN_SOURCE_FOLDERS = (
     "ops",
     "ops/*",
     "backends",
+    "backends/fusion",
+    "backends/host",
     "backends/cpu",
+    "backends/cpu/compilation",
+    "backends/cpu/execution",
+    "backends/cpu/steps",
     "backends/numpy",
     "scheduler",
     "scheduler/*",
+    "scheduler/*/*",
 )
 """Folders of the package that have the source on which plans depend."""
 
