@@ -1,7 +1,8 @@
-"""Points of an op, which are operand specs and attributes, derived from the samples of the op.
+"""More cases of an op, grown from the samples in its declaration.
 
-A sample is legal. Each change of one property (a dimension, the leading axes, a dtype, an attribute, an optional
-operand) gives another point if the op accepts it. The algorithm knows no op by name.
+A point is the operand specs and attributes of one call, by name. Each sample is a legal point. Each change of one
+property gives another point if the op accepts it. The properties are a dimension, the leading axes, a dtype, an
+attribute and an optional operand. The algorithm knows no op by name.
 """
 
 from __future__ import annotations
@@ -24,28 +25,38 @@ from ...ops.declaration.signature import DimensionRole, DimensionSizes, LeadingA
 from .case import Case, make_case
 
 Point: TypeAlias = Mapping[str, "Spec | Attr"]
+"""Operand specs and attributes of one call of an op, by name."""
 
 DIMENSION_SIZES = (1, 2, 3, 5, 8, 17, 31, 64, 67, 130, 256, 513, 1031, 4099)
 """Sizes of a named dimension: one, primes, powers of two and their neighbours."""
 LEADING_AXES: tuple[tuple[int, ...], ...] = ((), (1,), (3,), (4,), (2, 3), (1, 7), (6, 1), (2, 1, 3))
+"""Leading axes of grown points."""
 ELEMENTWISE: tuple[tuple[int, ...], ...] = (
     *((), (1,), (2,), (7,), (31,), (64,), (129,), (1031,), (5, 1), (1, 130), (17, 67), (257, 33), (4, 256)),
     *((2, 3, 5), (1, 1, 7), (3, 1, 64), (2, 3, 4, 5), (1, 5, 1, 9), (2, 3, 2, 3, 4), (4, 6, 8)),
 )
+"""Leading axes of grown points of elementwise ops, which have no other axes."""
 ROWS = 4099
-"""A prime row count above every tile and thread block, so that a fault may touch one row only."""
+"""A prime row count above every tile and thread block, so that a fault may affect one row only."""
 MAX_ELEMENTS = 1 << 18
+"""Maximum elements of an operand or a result."""
 FEW_ELEMENTS = 1 << 13
+"""Maximum elements of an operand for which every layout and metamorphic check is tested.
+
+Operands of grown points have at most four times as many.
+"""
 MAX_TOKENS = 600
 """Maximum tokens, since a recurrence processes them one by one."""
 MAX_POINTS = 160
+"""Maximum cases of an op beyond its samples."""
 MIXED_POINTS = 6
+"""Points per sample in which all dimensions change at once."""
 MAX_BASE_SAMPLES = 12
-"""Samples from which others are grown."""
+"""Maximum samples of an op from which further points are grown."""
 
 
 def grow_points(op: Op) -> tuple[Case, ...]:
-    """Return the samples of `op`, then at most `MAX_POINTS` other points, without duplicates."""
+    """Return the samples of `op` as cases, then at most `MAX_POINTS` distinct cases that are grown from the samples."""
     bases = [parse_case(text) for text in op.samples]
     samples = dict.fromkeys(make_case(op, parts) for parts in bases)
     grown: dict[Case, None] = {}
@@ -64,15 +75,15 @@ def grow_points(op: Op) -> tuple[Case, ...]:
 
 
 def _spread_out(items: Sequence[Point], limit: int) -> Sequence[Point]:
-    """Return at most `limit` of the items, evenly spaced."""
+    """Select at most `limit` of the items, evenly spaced."""
     step = max(1.0, len(items) / limit)
     return [items[int(i * step)] for i in range(min(len(items), limit))]
 
 
 def _order_by_novelty(cases: Sequence[Case]) -> Iterator[Case]:
-    """Return all cases: first each case with a new dtype, attribute or size, then the rest in a shuffled order.
+    """Yield all cases: first each case with a new dtype, attribute or size, then the rest in a fixed shuffled order.
 
-    Empty cases come last, because they hardly test a dtype.
+    Empty cases come last in each part, because they hardly test a dtype.
     """
     shuffled = sorted(cases, key=lambda c: (c.is_empty, crc32(c.text.encode())))
     seen: set[object] = set()
@@ -90,6 +101,7 @@ def _order_by_novelty(cases: Sequence[Case]) -> Iterator[Case]:
 
 
 def _grow_sample(op: Op, parts: Point, bases: Sequence[Point]) -> Iterator[Point]:
+    """Yield all points that differ from sample `parts` in one property, or in all dimensions at once."""
     yield from _dims_of(op, parts)
     yield from _change_all_dimensions(op, parts)
     yield from _leading_of(op, parts)
@@ -99,7 +111,7 @@ def _grow_sample(op: Op, parts: Point, bases: Sequence[Point]) -> Iterator[Point
 
 
 def is_legal(op: Op, parts: Point, max_elements: int = MAX_ELEMENTS) -> bool:
-    """Return whether the op accepts these operands and attributes, and none has more than `max_elements` elements."""
+    """Return whether `op` accepts the point `parts`, and no operand or result has more than `max_elements` elements."""
     specs = [parts.get(name) for name in op.operand_names]
     while specs and specs[-1] is None:
         specs.pop()
@@ -114,7 +126,7 @@ def is_legal(op: Op, parts: Point, max_elements: int = MAX_ELEMENTS) -> bool:
 
 
 def _ranges_hold(op: Op, parts: Point, attrs: Mapping[str, Attr]) -> bool:
-    """Return whether operands with row numbers have rows to number, and enough distinct ones."""
+    """Return whether each table has enough rows for the row numbers that its index operand needs."""
     signature = op.signature_for(attrs)
     sizes = op.resolve_sizes([_spec(parts, o.name) for o in signature.operands], attrs).by_name
     for name, legal_values in op.ranges.items():
@@ -128,9 +140,9 @@ def _ranges_hold(op: Op, parts: Point, attrs: Mapping[str, Attr]) -> bool:
 
 
 def distinct_axes(op: Op, attrs: Mapping[str, Attr], name: str) -> int:
-    """Return the number of last axes of an operand within which its row numbers must differ.
+    """Return the number of last axes of operand `name` within which its row numbers must differ; 0 if they may repeat.
 
-    These are its named axes; each index of a leading axis has rows of its own.
+    These are the named axes of the operand. Each index of a leading axis has its own set of row numbers.
     """
     if name not in op.ranges or not op.ranges[name].distinct:
         return 0
@@ -143,6 +155,7 @@ def _spec(parts: Point, name: str) -> Spec | None:
 
 
 def sizes_of(op: Op, parts: Point) -> tuple[Mapping[str, Attr], DimensionSizes, Sequence[Operand]] | None:
+    """Return attributes with defaults, dimension sizes and operand signatures of a point; None if it is illegal."""
     try:
         attrs = op.normalise_attributes({k: v for k, v in parts.items() if not isinstance(v, Spec)})
         signature = op.signature_for(attrs)
@@ -154,7 +167,16 @@ def sizes_of(op: Op, parts: Point) -> tuple[Mapping[str, Attr], DimensionSizes, 
 def rebuild_point(
     op: Op, parts: Point, named: Mapping[str, int], leading: tuple[int, ...], tiles: str = "keep"
 ) -> Point:
-    """Return `parts` with other dimensions; operands keep the broadcast of their leading axes, or have `tiles`."""
+    """Return the point `parts` with other dimension sizes and other leading axes.
+
+    Args:
+        op: the op of the point.
+        parts: the point to change.
+        named: new sizes of all dimensions by name.
+        leading: new leading axes.
+        tiles: leading axes of operands that broadcast: ``keep`` their broadcast, ``whole`` (no broadcast), ``none``,
+            ``one`` (axes of size 1), ``last`` (the last axis only) or ``part`` (divisors of the sizes).
+    """
     known = sizes_of(op, parts)
     assert known is not None
     changed: dict[str, Spec | Attr] = dict(parts)
@@ -175,6 +197,7 @@ def rebuild_point(
 def _leading_for(
     operand: Operand, mine: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], tiles: str
 ) -> tuple[int, ...]:
+    """Return the new leading axes of one operand; `tiles` is explained in `resize_point`."""
     if operand.leading is LeadingAxes.NONE:
         return ()
     if operand.leading in (LeadingAxes.EQUAL, LeadingAxes.CONTRACTED):
@@ -196,6 +219,7 @@ def _leading_for(
 
 
 def _dims_of(op: Op, parts: Point) -> Iterator[Point]:
+    """Yield points in which one dimension has another size."""
     known = sizes_of(op, parts)
     if known is None:
         return
@@ -211,7 +235,7 @@ def _dims_of(op: Op, parts: Point) -> Iterator[Point]:
 
 
 def coupled_names(operands: Sequence[Operand]) -> set[str]:
-    """Return dimensions that must not become 2, unless a sample has that size.
+    """Return the coupled dimensions, which must not become 2, unless a sample has that size.
 
     Two numbers minus their mean are equal except for the sign. A norm of them then shows the rounding of the mean,
     which no perturbation of the operands explains.
@@ -220,7 +244,7 @@ def coupled_names(operands: Sequence[Operand]) -> set[str]:
 
 
 def _change_all_dimensions(op: Op, parts: Point) -> Iterator[Point]:
-    """Yield points in which all dimensions and the leading axes change at once."""
+    """Yield points in which all dimensions and the leading axes change at once, to random sizes."""
     known = sizes_of(op, parts)
     if known is None:
         return
@@ -238,7 +262,7 @@ def _change_all_dimensions(op: Op, parts: Point) -> Iterator[Point]:
 
 
 def _block_steps(operands: Sequence[Operand], parts: Point, name: str) -> tuple[int, ...]:
-    """Return the unit of a dimension: the block size if an operand is quantised along it."""
+    """Return the unit of dimension `name` as a tuple of one: a multiple of the quantisation block sizes along it."""
     unit = 1
     for operand in operands:
         spec = _spec(parts, operand.name)
@@ -248,10 +272,12 @@ def _block_steps(operands: Sequence[Operand], parts: Point, name: str) -> tuple[
 
 
 def _elements(parts: Point) -> int:
+    """Return the element count of the largest operand."""
     return max((s.size for s in parts.values() if isinstance(s, Spec)), default=0)
 
 
 def _leading_of(op: Op, parts: Point) -> Iterator[Point]:
+    """Yield points with other leading axes, and with other broadcasts of the operands over them."""
     known = sizes_of(op, parts)
     if known is None or all(o.leading is LeadingAxes.NONE for o in known[2]):
         return
@@ -265,7 +291,7 @@ def _leading_of(op: Op, parts: Point) -> Iterator[Point]:
 
 
 def _dtypes_of(op: Op, parts: Point) -> Iterator[Point]:
-    """Yield points with one operand in another dtype, or all operands of one dtype in another."""
+    """Yield points with one operand in another dtype, and points with all operands that allow a dtype in that dtype."""
     known = sizes_of(op, parts)
     if known is None:
         return
@@ -280,6 +306,7 @@ def _dtypes_of(op: Op, parts: Point) -> Iterator[Point]:
 
 
 def _with_dtype(op: Op, parts: Point, group: Sequence[Operand], dtype: DType) -> Iterator[Point]:
+    """Yield the point with the operands of `group` in `dtype`, with longer rows if quantisation blocks need them."""
     changed: dict[str, Spec | Attr] = dict(parts)
     for operand in group:
         spec = _spec(parts, operand.name)
@@ -303,7 +330,7 @@ def _with_dtype(op: Op, parts: Point, group: Sequence[Operand], dtype: DType) ->
 
 
 def _attrs_of(op: Op, parts: Point, bases: Sequence[Point]) -> Iterator[Point]:
-    """Yield points with each attribute at every value of the samples and at its default."""
+    """Yield points with each attribute at every value that occurs in the samples, and at its default."""
     for name in (*op.required_attributes, *op.defaults):
         values = [b[name] for b in bases if name in b]
         values += [op.defaults[name]] if name in op.defaults else []
@@ -316,6 +343,7 @@ def _attrs_of(op: Op, parts: Point, bases: Sequence[Point]) -> Iterator[Point]:
 
 
 def _without_optional(op: Op, parts: Point) -> Iterator[Point]:
+    """Yield points that lack one optional operand."""
     known = sizes_of(op, parts)
     for operand in known[2] if known else ():
         if operand.optional and operand.name in parts:
@@ -325,7 +353,7 @@ def _without_optional(op: Op, parts: Point) -> Iterator[Point]:
 
 
 def _add_many_rows(op: Op, parts: Point) -> Point | None:
-    """Return the sample with many leading entries, or None if it would be too large."""
+    """Return the sample with `ROWS` entries along its leading axes, or None if that is illegal or too large."""
     known = sizes_of(op, parts)
     if known is None or 0 in known[1].leading or 0 in known[1].by_name.values():
         return None
