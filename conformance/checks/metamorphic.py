@@ -31,7 +31,7 @@ AxisEntries = tuple[int, Array]
 
 @dataclass(frozen=True, slots=True)
 class PartialCase:
-    """One of several partial runs of a case, with the operand entries that it reads and the result entries that it writes.
+    """One of several partial runs of a case, with the operand entries it reads and the result entries it writes.
 
     `reads` has an axis and its entries by operand. `writes` has the same for each result. A result without entries is
     equal in all parts, or is the result of the last part. `carried_results` maps an operand to the index of a result of
