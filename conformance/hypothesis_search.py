@@ -23,7 +23,7 @@ DEFAULT_EXAMPLES = 50
 
 
 def explore_op(
-    op: Op, backend: Backend, device: Device, seed: int, examples: int = DEFAULT_EXAMPLES
+    op: Op, backend: Backend, device: Device, seed: int, max_examples: int = DEFAULT_EXAMPLES
 ) -> Iterator[Result]:
     """Run cases of an op with random shapes, and yield their results; of failing cases, only the smallest found.
 
@@ -32,7 +32,7 @@ def explore_op(
         backend: the backend under test.
         device: a device of the backend.
         seed: seed of Hypothesis.
-        examples: maximum number of cases.
+        max_examples: maximum number of cases.
     """
     from hypothesis import HealthCheck, Phase, given, settings, strategies
     from hypothesis import seed as seeded
@@ -45,7 +45,7 @@ def explore_op(
 
     @seeded(seed)
     @settings(
-        max_examples=examples,
+        max_examples=max_examples,
         deadline=None,
         database=None,
         report_multiple_bugs=False,

@@ -81,12 +81,12 @@ def _permuted_layout(spec: Spec) -> OperandLayout | None:
     return OperandLayout(leaf, lambda value: ops.permute(value, axes=axes), lambda units: np.transpose(units, axes))
 
 
-def _broadcast_layout(spec: Spec, distinct: int) -> OperandLayout | None:
+def _broadcast_layout(spec: Spec, distinct_axes: int) -> OperandLayout | None:
     """Return a layout with stride 0 along the first axis longer than 1, or None if the operand cannot have it.
 
-    An axis of quantisation blocks and the last `distinct` axes cannot have stride 0.
+    An axis of quantisation blocks and the last `distinct_axes` axes cannot have stride 0.
     """
-    usable = len(spec.shape) - max(distinct, spec.dtype.is_quantised)
+    usable = len(spec.shape) - max(distinct_axes, spec.dtype.is_quantised)
     axis = next((a for a in range(usable) if spec.shape[a] > 1), None)
     if axis is None:
         return None
@@ -94,26 +94,26 @@ def _broadcast_layout(spec: Spec, distinct: int) -> OperandLayout | None:
     return OperandLayout(leaf, lambda value: ops.broadcast(value, shape=spec.shape), lambda units: units, axis)
 
 
-def find_layout(spec: Spec, layout: str, distinct: int = 0) -> OperandLayout | None:
+def find_layout(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayout | None:
     """Return the layout of an operand that has the name `layout` (see `LAYOUTS`); None if the operand cannot have it.
 
     Args:
         spec: spec of the operand.
         layout: name of the layout.
-        distinct: number of last axes within which entries must differ, so that they do not share memory.
+        distinct_axes: number of last axes within which entries must differ, so that they do not share memory.
     """
     if layout in ("contiguous", "inplace", "twin"):
         return _contiguous_layout(spec)
     if 0 in spec.shape and layout == "broadcast":
         return None
     if layout == "broadcast":
-        return _broadcast_layout(spec, distinct)
+        return _broadcast_layout(spec, distinct_axes)
     return {"offset": _offset_layout, "sliced": _gapped_layout, "permuted": _permuted_layout}[layout](spec)
 
 
-def layout_or_contiguous(spec: Spec, layout: str, distinct: int = 0) -> OperandLayout:
+def layout_or_contiguous(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayout:
     """Return the layout with the name `layout`, or the contiguous layout if the operand cannot have it."""
-    return find_layout(spec, layout, distinct) or _contiguous_layout(spec)
+    return find_layout(spec, layout, distinct_axes) or _contiguous_layout(spec)
 
 
 def aliasable_operands(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:
@@ -138,11 +138,11 @@ def unit_shape(spec: Spec) -> tuple[int, ...]:
     return (*spec.shape[:-1], spec.shape[-1] // spec.dtype.block)
 
 
-def fill_leaf(units: Array, placed: OperandLayout, filler: Array) -> Array:
+def fill_leaf(units: Array, layout: OperandLayout, filler: Array) -> Array:
     """Return the array of a leaf: `units` in the region of the operand, `filler` in all other entries."""
-    leaf = np.empty(unit_shape(placed.leaf), units.dtype)
+    leaf = np.empty(unit_shape(layout.leaf), units.dtype)
     leaf[...] = filler
-    if placed.broadcast_axis is not None:
-        return np.take(units, [0], axis=placed.broadcast_axis) if math.prod(units.shape) else leaf
-    placed.region(leaf)[...] = units
+    if layout.broadcast_axis is not None:
+        return np.take(units, [0], axis=layout.broadcast_axis) if math.prod(units.shape) else leaf
+    layout.region(leaf)[...] = units
     return leaf

@@ -149,25 +149,25 @@ class GuardedProgram:
             data = inputs[name]
             view[...] = encode_array(data, tensor.dtype)
 
-    def leaf_bytes(self, raw: Array) -> dict[str, bytes]:
+    def leaf_bytes(self, arena_copy: Array) -> dict[str, bytes]:
         """Read the bytes of each input leaf from a copy of the arena."""
         leaves = {}
         for name, tensor in self.program.inputs.items():
             start, end = byte_extent(tensor)
-            leaves[name] = raw[start:end].tobytes()
+            leaves[name] = arena_copy[start:end].tobytes()
         return leaves
 
     def arena_bytes(self) -> Array:
         """Copy the arena with its guard zones to host memory."""
         return to_host(self._bytes[self.arena])
 
-    def find_stray_write(self, raw: Array) -> str | None:
+    def find_stray_write(self, arena_copy: Array) -> str | None:
         """Find a write outside of all values, and return its description, or None.
 
         Args:
-            raw: a copy of the arena.
+            arena_copy: a copy of the arena.
         """
-        wrong = np.flatnonzero((raw.view(np.uint8) != self._byte) & self._free)
+        wrong = np.flatnonzero((arena_copy.view(np.uint8) != self._byte) & self._free)
         if wrong.size:
             at = int(wrong[0])
             past = min((at - end for _, end in self.regions if end <= at), default=None)

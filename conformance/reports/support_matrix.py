@@ -34,7 +34,7 @@ class SupportRow:
     stand_ins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def cell(self, device: str) -> str:
-        """Return the matrix cell of a device: ``all``, ``none`` or the supported dtypes, and the dtypes that use NumPy."""
+        """Return the matrix cell of a device: ``all``, ``none`` or the supported dtypes, and a note about NumPy."""
         reasons = self.support.get(device, {})
         good = [d for d in self.dtypes if not reasons.get(d, "unknown")]
         supported = "all" if len(good) == len(self.dtypes) else ", ".join(good) or "none"
@@ -104,15 +104,15 @@ def _unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
     return unsupported_reason(build_case_graph(case), backend, device)
 
 
-def matrix_text(rows: Sequence[SupportRow], form: str) -> str:
+def matrix_text(rows: Sequence[SupportRow], text_format: str) -> str:
     """Return the support matrix as text.
 
     Args:
         rows: rows of the matrix.
-        form: format of the text: ``md`` (Markdown), ``json`` or ``html``.
+        text_format: format of the text: ``md`` (Markdown), ``json`` or ``html``.
     """
     devices = list(rows[0].support) if rows else []
-    if form == "json":
+    if text_format == "json":
         entries = [
             {"op": r.op, "tier": _tier(r), "dtypes": list(r.dtypes), "support": {d: r.cell(d) for d in devices}}
             for r in rows
@@ -120,7 +120,7 @@ def matrix_text(rows: Sequence[SupportRow], form: str) -> str:
         return json.dumps(entries, indent=1) + "\n"
     head = ["op", "tier", "meaning", *devices]
     body = [[r.op, _tier(r), REGISTRY[r.op].documentation.splitlines()[0], *map(r.cell, devices)] for r in rows]
-    if form == "md":
+    if text_format == "md":
         lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in body)]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
     table = "".join(
