@@ -174,7 +174,7 @@ def rebuild_point(
         point: the point to change.
         new_sizes: new sizes of all dimensions by name.
         leading: new leading axes.
-        broadcast: leading axes of operands that broadcast: ``keep`` their broadcast, ``whole`` (no broadcast), ``none``,
+        broadcast: leading axes of operands that broadcast: ``keep`` theirs, ``whole`` (no broadcast), ``none``,
             ``one`` (axes of size 1), ``last`` (the last axis only) or ``part`` (divisors of the sizes).
     """
     known = sizes_of(op, point)
