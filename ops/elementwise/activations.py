@@ -37,7 +37,7 @@ def silu(x: Array) -> Array:
 
 @op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
 def softplus(x: Array) -> Array:
-    """Compute the softplus function ``log(1 + exp(x))``, which is `x` itself for large `x`. ggml: ``UNARY_OP_SOFTPLUS``."""
+    """Compute the softplus ``log(1 + exp(x))``, which is `x` itself for large `x`. ggml: ``UNARY_OP_SOFTPLUS``."""
     return np.logaddexp(0.0, x)
 
 
@@ -131,9 +131,10 @@ def gelu(x: Array) -> Array:
     is_required=False,
 )
 def gelu_erf(x: Array) -> Array:
-    """Compute the exact Gaussian error linear unit (GELU) ``0.5 x (1 + erf(x / sqrt(2)))``. ggml: ``UNARY_OP_GELU_ERF``.
+    """Compute the exact Gaussian error linear unit (GELU) ``0.5 x (1 + erf(x / sqrt(2)))``.
 
-    Hendrycks and Gimpel, 2016. The reference uses erfc, which stays exact for negative `x`.
+    ggml: ``UNARY_OP_GELU_ERF``; Hendrycks and Gimpel, 2016. The reference uses erfc, which stays exact for negative
+    `x`.
     """
     return 0.5 * x * erfc(x * -math.sqrt(0.5))
 

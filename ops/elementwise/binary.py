@@ -1,7 +1,7 @@
 """Elementwise arithmetic, scaling, clamping, casts and copies.
 
-As in ggml, the operand `b` of a binary op is repeated as tiles to the shape of `a`: entry i of an axis of `a` meets
-entry ``i mod size`` of the same axis of `b`.
+As in ggml, the operand `b` of a binary op is repeated as tiles to the shape of `a`. Entry i of an axis of `a` is
+combined with entry ``i mod size`` of the same axis of `b`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def take_smaller(a: Array, b: Array) -> Array:
 def add(a: Array, b: Array) -> Array:
     """Add `b` to `a` elementwise; `b` is repeated as tiles to the shape of `a`. ggml: ``ADD``.
 
-    Entry i of an axis of `a` meets entry ``i mod size`` of the same axis of `b`.
+    Entry i of an axis of `a` is combined with entry ``i mod size`` of the same axis of `b`.
     """
     return a + tile_to_shape(b, a.shape)
 
@@ -133,7 +133,7 @@ def _infer_cast(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def round_to_dtype(x: Array, dtype: DType) -> Array:
-    """Round numbers to values of `dtype`, and return them as float64; for an integer dtype, truncate them to that dtype."""
+    """Round numbers to values of a float `dtype`, as float64; for an integer dtype, truncate them to that dtype."""
     if dtype is DType.BF16:
         bits = np.asarray(x, np.float32, order="C").view(np.uint32)  # ascontiguousarray would make rank 0 rank 1
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
@@ -151,7 +151,7 @@ def round_to_dtype(x: Array, dtype: DType) -> Array:
     compare="exact",
 )
 def cast(x: Array, *, dtype: DType) -> Array:
-    """Convert the numbers to another dtype, rounded to nearest, ties to even. ggml: ``CPY`` to a tensor of that type."""
+    """Convert the numbers to another dtype, rounded to nearest even. ggml: ``CPY`` to a tensor of that type."""
     return round_to_dtype(x, dtype)
 
 

@@ -83,7 +83,7 @@ def geglu_erf(gate: Array, up: Array) -> Array:
     is_required=False,
 )
 def geglu_quick(gate: Array, up: Array) -> Array:
-    """Compute the gated unit ``gelu_quick(gate) * up``, GELU in its sigmoid approximation. ggml: ``GLU_OP_GEGLU_QUICK``."""
+    """Compute the gated unit ``gelu_quick(gate) * up``, with the sigmoid GELU. ggml: ``GLU_OP_GEGLU_QUICK``."""
     return np.asarray(gelu_quick.reference(gate) * up)
 
 
@@ -120,9 +120,9 @@ def _check_limit(limit: float, **_: object) -> str | None:
     errors=(*GATED_ERRORS, ("gate=f32[4], up=f32[4], limit=-1.0", "must not be negative")),
 )
 def swiglu_oai(gate: Array, up: Array, *, alpha: float = 1.702, limit: float = 7.0) -> Array:
-    """Compute the gated unit of gpt-oss, ``g * sigmoid(alpha g) * (clip(up, -limit, limit) + 1)`` for ``g = min(gate, limit)``.
+    """Compute the clamped SwiGLU of gpt-oss: ``g * sigmoid(alpha g) * (clip(up, -limit, limit) + 1)``.
 
-    `gate` is clamped from above only. ggml: ``GLU_OP_SWIGLU_OAI``; gpt-oss.
+    ``g = min(gate, limit)``: the gate is clamped from above only. ggml: ``GLU_OP_SWIGLU_OAI``; gpt-oss.
     """
     g = np.minimum(gate, limit)
     return g * logistic(alpha * g) * (np.clip(up, -limit, limit) + 1.0)

@@ -87,10 +87,10 @@ def fill(x: Array, *, value: float) -> Array:
     is_required=False,
 )
 def timestep_embedding(timesteps: Array, *, dim: int, max_period: int = 10000) -> Array:
-    """Compute the sinusoidal embedding of timesteps: `dim` cosines and sines for each timestep. ggml: ``TIMESTEP_EMBEDDING``.
+    """Compute the sinusoidal embedding of timesteps: `dim` cosines and sines for each timestep.
 
     The first half has the cosines of ``t max_period^(-j / h)`` for j below ``h = dim // 2``, the second half their
-    sines. If `dim` is odd, a 0 follows. Nichol and Dhariwal, GLIDE, 2021.
+    sines. If `dim` is odd, a 0 follows. ggml: ``TIMESTEP_EMBEDDING``; Nichol and Dhariwal, GLIDE, 2021.
     """
     half = dim // 2
     angle = timesteps[..., None] * np.exp(-math.log(max_period) * np.arange(half) / max(1, half))

@@ -332,9 +332,9 @@ def ceil(x: Array) -> Array:
     infinite=("x",),
 )
 def round_(x: Array) -> Array:
-    """Round to the nearest integer, halves away from zero; a zero result keeps the sign of `x`. ggml: ``UNARY_OP_ROUND``.
+    """Round to the nearest integer, halves away from zero; a zero keeps the sign of `x`. ggml: ``UNARY_OP_ROUND``.
 
-    NumPy rounds halves to even.
+    In contrast, NumPy rounds halves to even.
     """
     size = np.abs(x)
     whole = np.trunc(size)
