@@ -49,7 +49,10 @@ def _check_attention(mask_heads: str, kv_heads: int, query_heads: int, m: int | 
 
 
 def _unsharded_head_dimensions(attrs: Attrs) -> tuple[str, ...]:
-    """Return the head dimensions if results depend on the index of a head, as ALiBi slopes and tiled masks do; else none."""
+    """Return the head dimensions, which must not be sharded, if ALiBi or tiled masks depend on the index of a head.
+
+    Otherwise the result is empty.
+    """
     return ("kv_heads", "query_heads") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
 
 

@@ -84,11 +84,12 @@ def rope(
     original_context: int = 0,
     offset: int = 0,
 ) -> Array:
-    """Apply rotary position embedding: rotate pairs of elements by ``pos * base^(-2i/n_dims) * freq_scale / factors[i]``.
+    """Apply rotary position embedding: rotate pairs of elements of each head by angles that grow with the position.
 
-    Pairs are neighbours (2i, 2i+1) in mode ``normal`` and halves (i, i + n_dims/2) in mode ``neox``, counted from
-    `offset`. `n_dims` elements are rotated. `ext_factor` > 0 mixes in unscaled angles and scales the magnitude (YaRN:
-    Peng et al., 2023). ggml: ``ROPE``; Su et al., 2021.
+    The angle of pair i is ``pos * base^(-2i/n_dims) * freq_scale / factors[i]``. Pairs are neighbours (2i, 2i+1) in
+    mode ``normal`` and halves (i, i + n_dims/2) in mode ``neox``, counted from `offset`. `n_dims` elements are rotated.
+    `ext_factor` > 0 mixes in unscaled angles and scales the magnitude (YaRN: Peng et al., 2023). ggml: ``ROPE``; Su et
+    al., 2021.
     """
     half = n_dims // 2
     attrs: Attrs = {
@@ -256,7 +257,7 @@ def compute_frequencies(half: int, attrs: Attrs, index: Array | None = None) -> 
 
 
 def _compute_yarn_ramp(count: int, half: int, base: float, attrs: Attrs) -> Array:
-    """Compute the YaRN weight of the unscaled angle of each pair: 1 for fast pairs, 0 for slow pairs, linear between them."""
+    """Compute the YaRN weight of the unscaled angle per pair: 1 for fast pairs, 0 for slow pairs, linear between."""
     context, fast, slow = (float(float_attribute(attrs, k)) for k in ("original_context", "beta_fast", "beta_slow"))
 
     def pair(rotations: float) -> float:

@@ -49,7 +49,10 @@ def to_local_rows(ids: Array, first: int, count: int, total: int, subject: str) 
 
 
 def check_row_range(first: int, total: int, count: int) -> str | None:
-    """Return a problem if `count` rows from `first` on do not fit in `total` rows, otherwise None; `total` 0 means all rows."""
+    """Return a problem if `count` rows from `first` on do not fit in `total` rows, otherwise None.
+
+    If `total` is 0, `first` must be 0, too: the table is complete.
+    """
     if total == first == 0 or (total > 0 and 0 <= first <= total - count):
         return None
     return f"rows {first} to {first + count} are no part of {total}"
