@@ -29,7 +29,9 @@ CHANNEL_DECAY_CHUNK_TOKENS = 16
 
 
 def build_chunked_delta_rule(operands: Mapping[str, Value], attrs: Attrs) -> tuple[Value, ...]:
-    """Build the graph of ``gated_delta_net`` in chunks of tokens, and return its two results; with snapshots, a chunk is one token.
+    """Build the gated delta rule from basic ops, one chunk of tokens after the other, and return its two results.
+
+    With snapshots, a chunk is one token.
 
     Args:
         operands: operands of ``gated_delta_net`` by name, without a pool of states.

@@ -110,9 +110,9 @@ def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
 def reduce_scatter(
     x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], ...], rank: int, sequence: int
 ) -> Array:
-    """Sum `x` over all devices, and return the own shard of the sum along `axis`. MPI (MPI Forum, 1994): ``Reduce_scatter``.
+    """Sum `x` over all devices, and give each device its shard of the sum along `axis`.
 
-    Device d has the index ranges ``runs[d]``; `rank` is this device.
+    Device d has the index ranges ``runs[d]``; `rank` is this device. MPI (MPI Forum, 1994): ``Reduce_scatter``.
     """
     return np.array(x)
 
@@ -156,7 +156,10 @@ def all_to_all(
     errors=(("x=f32[3], to=1", "sequence is missing"), ("x=f32[3], sequence=1", "to is missing")),
 )
 def send(x: Array, *, to: int, sequence: int) -> Array:
-    """Send `x` to device `to` of the group, which receives it under the same `sequence`. MPI (MPI Forum, 1994): ``Isend``."""
+    """Send `x` to device `to` of the group, which receives it under the same `sequence`.
+
+    MPI (MPI Forum, 1994): ``Isend``.
+    """
     return np.array(x)
 
 

@@ -51,7 +51,7 @@ _HEADS: Mapping[str, str] = {"tiled": "(value_heads key_heads)", "interleaved": 
 
 
 def _build_delta_signatures(heads: str) -> dict[str, str]:
-    """Return the signatures of `gated_delta_net` by the layout of the state; `heads` is the dimension of value heads."""
+    """Return the signatures of `gated_delta_net` by layout of the state; `heads` is the dimension of value heads."""
     operands = (
         f"q[..., *t, key_heads, *d], k[..., *t, key_heads, *d], v[..., *t, {heads}, e], g[..., *t, {heads}, 1|*d],"
         f" beta[..., *t, {heads}]"

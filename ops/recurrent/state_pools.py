@@ -32,7 +32,9 @@ SLOT_RANGES: Mapping[str, LegalRange] = {
 
 
 def build_state_signatures(operands: str, out: str, state: str) -> dict[str, str]:
-    """Return the signatures of a recurrence for each `pool` and number of snapshots, by the key of `choose_state_signature`.
+    """Return the signatures of a recurrence by key: one for each `pool`, with one state or several snapshots.
+
+    `choose_state_signature_key` returns the key.
 
     Args:
         operands: operands before the state, with ``...`` for leading axes.
@@ -65,7 +67,10 @@ def choose_state_signature(attrs: Mapping[str, Attr]) -> str:
 
 
 def state_inplace_pairs(attrs: Mapping[str, Attr]) -> tuple[tuple[int, str], ...]:
-    """Return pairs (result index, operand): the new state may overwrite the old one, except a pool that is only read."""
+    """Return pairs (result index, operand) in which the result may overwrite the operand: the new and the old state.
+
+    There is no pair if the pool is only read.
+    """
     return () if attrs.get("pool") == "read" else ((1, "state"),)
 
 
@@ -75,7 +80,9 @@ def state_overwritten_entries(attrs: Mapping[str, Attr]) -> tuple[str, int] | No
 
 
 def check_state(snapshots: int, saved: int | None = None, **_: object) -> str | None:
-    """Return a problem if the number of snapshots is below 1 or differs from the rows per sequence in `slots_out`, else None.
+    """Return a problem with the number of snapshots, or None.
+
+    The number is at least 1 and equals the rows per sequence in `slots_out`.
 
     Args:
         snapshots: number of states to return per sequence.
@@ -89,7 +96,7 @@ def check_state(snapshots: int, saved: int | None = None, **_: object) -> str | 
 
 
 def make_state_byte_counter(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]:
-    """Return a function that counts the bytes that a recurrence moves; of a pool, only rows with a number in the slots count.
+    """Return a function that counts the bytes of one run of a recurrence; of a pool, only the rows in the slots count.
 
     Args:
         index: index of the state operand.

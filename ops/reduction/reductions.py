@@ -143,7 +143,7 @@ _SMALL = {"x": LegalRange(-2.0, 2.0)}
 def reduce(x: Array, *, kind: str) -> Array:
     """Reduce each row to its max, min, sum or prod (`kind`), as an axis of size 1, in the dtype of `x`.
 
-    For floats, use `sum_rows` if partial sums are permitted. NumPy (Harris et al., 2020).
+    For floats, `sum_rows` is the op that permits partial sums. NumPy (Harris et al., 2020).
     """
     return np.asarray(REDUCTIONS[kind].reduce(x, axis=-1, keepdims=True))
 

@@ -44,9 +44,9 @@ def argsort(x: Array, *, descending: bool = False) -> Array:
     is_required=False,
 )
 def top_k(x: Array, *, k: int) -> Array:
-    """Return the indices of the `k` largest entries of each row, largest first, equal entries in order. ggml: ``TOP_K``.
+    """Return the indices of the `k` largest entries of each row, largest first. ggml: ``TOP_K``.
 
-    In ggml the order is undefined, and its CPU backend swaps the first two indices. A backend may return any order;
-    tests compare sets.
+    Equal entries keep their order. In ggml the order is undefined, and its CPU backend swaps the first two indices. A
+    backend may return any order; tests compare sets.
     """
     return np.argsort(-x, axis=-1, kind="stable")[..., :k]
