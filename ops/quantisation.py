@@ -77,7 +77,7 @@ def f32_to_bf16(values: F32) -> npt.NDArray[np.uint16]:
 
 
 def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Decode an array in the storage format of `dtype` to numbers: quantised blocks as bytes, or bits of bf16 as uint16.
+    """Decode an array in the storage format of `dtype` to numbers: bytes of quantised blocks, or uint16 bits of bf16.
 
     An array of another dtype than ``dtype.storage`` has numbers already and is returned as it is.
     """

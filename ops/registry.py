@@ -133,8 +133,8 @@ def find_storage_kind(value: Value) -> str:
     """Return the storage kind of a value, from which a backend derives the storage dtype.
 
     Returns:
-        For a leaf its op: ``input``, ``weight``, ``state`` or ``constant``. ``state``, too, for a state with entries that
-        an op replaced, because the op may replace them in place. ``value`` for all other values.
+        For a leaf its op: ``input``, ``weight``, ``state`` or ``constant``. Also ``state`` for a state with entries
+        that an op replaced, because the op may replace them in place. ``value`` for all other values.
     """
     node = value.node
     if node.is_leaf:

@@ -48,7 +48,7 @@ def build_call_signature(
 
 
 def widen_annotation(annotation: str) -> str:
-    """Return the annotation that callers see: sequences in place of tuples, and dtypes or their names in place of dtypes."""
+    """Return the annotation for callers: sequences in place of tuples, names of dtypes in place of dtypes."""
     return re.sub(r"tuple\[(\w+), \.\.\.\]", r"Sequence[\1]", re.sub(r"\bDType\b", "DTypeLike", annotation))
 
 
