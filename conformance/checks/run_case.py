@@ -150,7 +150,7 @@ def _run_in_shards(
 
 
 def _run_check(case: Case, backend: Backend, device: Device) -> ArrayDifference:
-    """Run a case on a device, and return the difference from the expected results."""
+    """Run a case on a device, and compare its results with the expected results."""
     runnable_case = prepare_case(case)
     got, masks = runnable_case.results(backend, device)
     if (
@@ -284,7 +284,7 @@ def _require_untouched(built: CaseGraph, guarded: GuardedProgram, when: str) -> 
 
 
 def _replay(guarded: GuardedProgram, when: str) -> None:
-    """Run the program once, and raise `_WrongResult` if it wrote outside of all values."""
+    """Replay the program once, and raise `_WrongResult` if it wrote to a guard zone."""
     guarded.replay()
     if stray := guarded.find_stray_write(guarded.arena_bytes()):
         raise _Wrong(f"in {when}, {stray}")

@@ -54,7 +54,7 @@ class ErrorBudget:
 
     @property
     def row(self) -> Array:
-        """The permitted root mean square error of a row, as one share for each element."""
+        """The maximum root mean square (RMS) error of a row, as one share for each element."""
         return self.rounding + ROW_FACTOR * self.arithmetic
 
 

@@ -39,7 +39,7 @@ def zero_operands(case: Case, units: Mapping[str, Array]) -> tuple[dict[str, Arr
 
 
 def _over(mask: Array, rank: int) -> Array:
-    """Return the mask of leading axes with further axes of size 1, for broadcasting over an array of rank `rank`."""
+    """Append axes of size 1 to a mask of leading axes, so that the mask broadcasts over an array of rank `rank`."""
     return mask.reshape(mask.shape + (1,) * (rank - mask.ndim))
 
 

@@ -136,7 +136,7 @@ class Signature:
 
     @property
     def indexed_dimension(self) -> tuple[Operand, Dimension] | None:
-        """The operand with an indexed dimension, and that dimension, which is its first one; None without such an operand."""
+        """The operand with an indexed dimension, and this dimension, which is its first one; otherwise None."""
         return next(((o, o.dims[0]) for o in self.operands if o.dims and o.dims[0].index), None)
 
     def keeps_leading_axes(
