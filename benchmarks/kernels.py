@@ -1,9 +1,4 @@
-"""Measure each kernel of the CPU backend as a share of the machine's limits, which are measured just before.
-
-Run ``python benchmarks/kernels.py``. A product for one token reads copies of its weight that together exceed the cache.
-Times are taken inside the compiled loop, on the first thread. Kernels that read little (norms, one token of a delta
-net) stay in the cache, so they may exceed the memory limit.
-"""
+"""Measure each kernel of the CPU backend as a share of the machine's limits, which are measured just before."""
 
 from __future__ import annotations
 
@@ -34,7 +29,7 @@ CONTEXT_TOKENS = 1024
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """The limits of `threads` threads.
+    """The measured limits of this machine with `threads` threads.
 
     `bandwidth` is in bytes/s from memory. `multiply`, `dot` and `tiles` are operations/s of float32, of 8-bit dot
     products, and of bfloat16 tiles (0 without AMX).
@@ -52,9 +47,9 @@ class MachineLimits:
 
 
 class MeasuredMachine:
-    """A number of threads of this machine.
+    """This machine with a number of threads, and all measurements of its limits.
 
-    Its limits change with the load of other users, so they are measured repeatedly.
+    The limits change with the load of other users, so they are measured repeatedly.
     """
 
     def __init__(self, threads: int) -> None:
@@ -150,8 +145,8 @@ def make_norm_case(tokens: int) -> KernelCase:
     return KernelCase(f"{tokens}×{COLUMNS}", ("norms.",), "rms_norm", build, 8)
 
 
-def selective_scan(heads: int, channels: int, columns: int, rates: int, tokens: int) -> KernelCase:
-    """Return the case of Mamba 1 (one channel per head, a rate per column) or Mamba 2 (one rate per head)."""
+def make_selective_scan_case(heads: int, channels: int, columns: int, rates: int, tokens: int) -> KernelCase:
+    """Make the case of a selective scan: Mamba 1 (one channel per head, a rate per column) or Mamba 2 (one rate per head)."""
 
     def build(i: int) -> Value:
         x, dt = input(f"x{i}", (1, tokens, heads, channels)), input(f"dt{i}", (1, tokens, heads))
@@ -163,7 +158,8 @@ def selective_scan(heads: int, channels: int, columns: int, rates: int, tokens: 
     return KernelCase(title, ("selective_scan.",), "ssm_scan", build)
 
 
-def gated_linear_attention(tokens: int) -> KernelCase:
+def make_linear_attention_case(tokens: int) -> KernelCase:
+    """Make the case of gated linear attention."""
     heads, size = 16, 64
 
     def build(i: int) -> Value:
@@ -173,14 +169,18 @@ def gated_linear_attention(tokens: int) -> KernelCase:
     return KernelCase(f"{heads} heads of {size}, {tokens} tokens", ("scans.",), "gated_linear_attn", build)
 
 
-def running_sums() -> KernelCase:
+def make_cumsum_case() -> KernelCase:
+    """Make the case of running sums along rows."""
+
     def build(i: int) -> Value:
         return ops.cumsum(input(f"x{i}", (512, 4096)))
 
     return KernelCase("512×4096", ("reductions.",), "cumsum", build)
 
 
-def sliding_windows() -> KernelCase:
+def make_window_case() -> KernelCase:
+    """Make the case of sliding windows of a 3 × 3 convolution."""
+
     def build(i: int) -> Value:
         padding = {"left": (1, 1), "right": (1, 1)}
         return ops.windows(input(f"x{i}", (1, 64, 64, 64)), size=(3, 3), stride=(1, 1), dilation=(1, 1), **padding)
@@ -198,11 +198,11 @@ def make_kernel_cases(cold: int) -> Iterator[KernelCase]:
         yield make_attention_case(tokens)
         yield make_delta_net_case(tokens)
         yield make_norm_case(tokens)
-        yield selective_scan(1024, 1, 16, 16, tokens)
-        yield selective_scan(48, 64, 128, 1, tokens)
-        yield gated_linear_attention(tokens)
-    yield running_sums()
-    yield sliding_windows()
+        yield make_selective_scan_case(1024, 1, 16, 16, tokens)
+        yield make_selective_scan_case(48, 64, 128, 1, tokens)
+        yield make_linear_attention_case(tokens)
+    yield make_cumsum_case()
+    yield make_window_case()
 
 
 def measure_case(case: KernelCase, limits: MachineLimits, repeats: int, seed: int = 5) -> Iterator[dict[str, object]]:
