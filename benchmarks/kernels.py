@@ -146,7 +146,7 @@ def make_norm_case(tokens: int) -> KernelCase:
 
 
 def make_selective_scan_case(heads: int, channels: int, columns: int, rates: int, tokens: int) -> KernelCase:
-    """Make the case of a selective scan: Mamba 1 (one channel per head, a rate per column) or Mamba 2 (one rate per head)."""
+    """Make the case of a selective scan: Mamba 1 (1 channel per head, a rate per column) or 2 (a rate per head)."""
 
     def build(i: int) -> Value:
         x, dt = input(f"x{i}", (1, tokens, heads, channels)), input(f"dt{i}", (1, tokens, heads))

@@ -54,11 +54,9 @@ def format_comparison_rows(path: str) -> Iterator[tuple[str, ...]]:
     for machine in MACHINES:
         for name, tokens in STEPS.items():
             graph, _ = read_step_graph(path, context=CONTEXT_TOKENS, tokens=tokens)
-            one_by_one, has_overlap = (plan_with_overlap(graph, machine, has_overlap=does) for does in (False, True))
-            before, after = one_by_one.cost, has_overlap.cost
-            chunks = [
-                word for why in has_overlap.reasons if "chunks" in why for word in why.split() if word.isdecimal()
-            ]
+            one_by_one, overlapped = (plan_with_overlap(graph, machine, has_overlap=does) for does in (False, True))
+            before, after = one_by_one.cost, overlapped.cost
+            chunks = [word for why in overlapped.reasons if "chunks" in why for word in why.split() if word.isdecimal()]
             yield (
                 machine,
                 name,
