@@ -23,7 +23,7 @@ class AxisLink:
 
 
 def link_axes(axes: dict[int, int] | range) -> tuple[AxisLink, ...]:
-    """Link single axes of operand 0 to axes of the result.
+    """Link single axes of the first operand to axes of the result.
 
     Args:
         axes: the result axis by operand axis, or the axes that keep their number.

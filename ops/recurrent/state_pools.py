@@ -34,7 +34,7 @@ SLOT_RANGES: Mapping[str, LegalRange] = {
 def build_state_signatures(operands: str, out: str, state: str) -> dict[str, str]:
     """Return the signatures of a recurrence by key: one for each `pool`, with one state or several snapshots.
 
-    `choose_state_signature_key` returns the key.
+    `choose_recurrence_signature_key` returns the key.
 
     Args:
         operands: operands before the state, with ``...`` for leading axes.
