@@ -23,7 +23,7 @@ from .grow_shapes import distinct_axes
 from .operand_layouts import Array, aliasable_operands, layout_or_contiguous, unit_shape
 
 LARGE_MAGNITUDES: Mapping[DType, float] = {DType.F16: 2e3}
-"""Largest magnitude of kind ``large``, for other dtypes 1e4: squares and sums of such numbers are still finite."""
+"""Standard deviation of numbers of kind ``large``; 1e4 for other dtypes. Squares and sums of them are still finite."""
 
 
 NAN_SHARE = 0.1

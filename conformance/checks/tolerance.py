@@ -37,7 +37,7 @@ SUBNORMAL_STEP: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.BF16: 2.0**-
 F32_SUBNORMAL_STEP = 2.0**-149
 """The distance between subnormal float32 numbers."""
 SIGN_SAMPLES = 16
-"""Number of runs with perturbed operands that look for an infinity of unstable sign; each run finds half of them."""
+"""Runs with perturbed operands that look for infinities of unstable sign; each finds half of the remaining ones."""
 
 
 @dataclass(frozen=True, slots=True)
