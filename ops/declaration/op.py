@@ -43,7 +43,7 @@ InferSpec: TypeAlias = Callable[[OperandSpecs, Attrs], Spec]
 @validate_constructor(GraphError)
 @dataclass(frozen=True, eq=False, repr=False)
 class Op(Generic[R]):
-    """A declared op. A call builds a node; `reference` computes the result in float64.
+    """An op: a computation with a signature and a float64 reference function. A call builds a graph node.
 
     Fields for the planner:
 
@@ -68,7 +68,7 @@ class Op(Generic[R]):
       backend writes the other factor as a sum of 16-bit terms, or because float32 rounds it to 0.
     * `is_required`: whether each backend must support the op.
 
-    `kernels` has the bindings that an op of another package brings, by backend.
+    `kernels` has the kernel bindings of an op of another package, by backend.
     """
 
     name: str
@@ -384,7 +384,7 @@ def op(
     is_required: bool = True,
     kernels: Mapping[str, str] = MappingProxyType({}),
 ) -> _OpDecorator:
-    """Declare an op above its float64 reference.
+    """Return a decorator that declares an op: it makes the op of the float64 reference function.
 
     Keyword-only parameters of the reference are the attributes of the op. The fields of `Op` explain the arguments that
     are not listed here.
