@@ -1,4 +1,4 @@
-"""The command ``hocket``, also ``python -m hocket``: settings of the process that must precede the import of NumPy.
+"""The command ``hocket``, also ``python -m hocket``: process settings that must precede the import of NumPy.
 
 A program that imports hocket, or calls `hocket.cli.main`, keeps its own settings.
 """
@@ -16,7 +16,7 @@ The default of OpenBLAS is 2**26 cycles. Threads are idle at first, so that take
 
 
 def main() -> int:
-    """Run the command that the process was started for, and return its exit code."""
+    """Run the command ``hocket`` with the words of this process, and return its exit code."""
     gc.set_threshold(GC_THRESHOLD_OBJECTS)  # objects of a command stay; searching them took a tenth of the start time
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", BLAS_IDLE_CYCLES_LOG2)
     from .cli import main as command

@@ -33,7 +33,10 @@ SHARED_FLAGS_HELP = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
+    """Run one command of ``hocket``, and return its exit code.
+
+    Args:
+        argv: command-line words; by default the words of the process.
 
     Raises:
         SystemExit: The command line is wrong.
@@ -56,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_with_reported_errors(words: Sequence[str]) -> int:
-    """Run the command, and print an error that bad input causes as one line."""
+    """Run the command, and report an error that bad input causes as one line on stderr, with exit code 2."""
     encoding = getattr(sys.stdout, "encoding", None)  # none if a test or an embedding program collects the text
     if encoding and encoding.lower().replace("-", "") != "utf8":
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # typeshed has TextIO, which lacks it
@@ -73,6 +76,7 @@ def _run_with_reported_errors(words: Sequence[str]) -> int:
 
 
 def _run_command(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
+    """Parse the command line, and run the command in this process, which may be one of several ranks."""
     parser = build_parser(words)
     asked = _find_command(words)
     if asked is not None and words[0] != asked and words[0] not in TOP_LEVEL_FLAGS:
@@ -100,7 +104,7 @@ def _run_command(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
 
 
 def build_parser(words: Sequence[str]) -> CommandParser:
-    """Build the parser with all subcommands.
+    """Build the parser of ``hocket`` with all subcommands.
 
     Only the command in `words` has its flags, and only its module is imported.
     """
@@ -124,12 +128,12 @@ def build_parser(words: Sequence[str]) -> CommandParser:
 
 
 def _find_command(words: Sequence[str]) -> str | None:
-    """Return the first word that is no flag, which names the command, or None."""
+    """Find the first word that is no flag, which names the command; None without such a word."""
     return next((word for word in words if not word.startswith("-")), None)
 
 
 def _describe_error(error: Exception) -> str:
-    """Return an error as one line with a remedy."""
+    """Describe an error in one line with a remedy."""
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"
     return describe_os_error(error) if isinstance(error, OSError) else as_flags(str(error))

@@ -51,7 +51,7 @@ from hocket.graph.errors import BackendError
 
 @dataclass(frozen=True)
 class BenchmarkPart:
-    """A part of the benchmark.
+    """One part of the benchmark, such as the conformance cases.
 
     Its share of the remaining time is `weight` relative to the parts that follow. One case may take `limit` seconds.
     """
@@ -83,7 +83,7 @@ PARTS = {
 
 
 def run_part(part: BenchmarkPart, bench: BenchmarkDevice, first: int = 0) -> Iterator[ResultRow]:
-    """Yield the rows of all cases of a part from index `first` on, and stop after a case that raised.
+    """Run all cases of a part from index `first` on, and yield their rows; stop after a case that raised.
 
     A case that raised may have broken the device. Rows with ``begins``, ``fails`` and ``ends`` report the progress.
     """
@@ -168,7 +168,7 @@ class PartWorker:
 
 
 def run_part_in_processes(name: str, words: list[str], until: float) -> Iterator[ResultRow]:
-    """Yield the rows of a part until the time `until`, with a new process after each case that failed."""
+    """Run a part until the time `until`, with a new process after each case that failed, and yield its rows."""
     following: int | None = 0
     while following is not None:
         following = yield from run_part_in_process(name, words, until, following)
@@ -177,7 +177,7 @@ def run_part_in_processes(name: str, words: list[str], until: float) -> Iterator
 def run_part_in_process(
     name: str, words: list[str], until: float, first: int
 ) -> Generator[ResultRow, None, int | None]:
-    """Yield the rows of one process; return the index of the case for the next process, or None.
+    """Run a part in one process, and yield its rows; return the index of the case for the next process, or None.
 
     Args:
         name: The name of the part.

@@ -1,11 +1,11 @@
-"""The conformance kit: does a backend compute each op correctly, for every dtype, layout and kind of input?
+"""The conformance kit: check that a backend computes each op correctly, for every dtype, layout and kind of input.
 
     hocket check --backend NAME                            python -m hocket.conformance --backend NAME
     pytest --pyargs hocket.conformance --backend NAME      the same cases, one test each
 
-Cases come from the registry of ops alone. Each case is a line of text that reproduces it. A case runs three times on
-guarded memory, and its results are compared row by row with the float64 reference. Metamorphic checks need no
-reference: the results of shards make the whole result, and tokens in turn make the batch.
+All cases are derived from the registry of ops. Each case is a line of text that reproduces it. A case runs three times
+on guarded memory, and its results are compared row by row with the float64 reference. Metamorphic checks need no
+reference: the joined results of shards equal the whole result, and the results of tokens in turn equal the batch.
 """
 
 from .cases.case import Case

@@ -1,4 +1,4 @@
-"""``python -m hocket.conformance``: the same as ``hocket check``."""
+"""``python -m hocket.conformance``: the same command as ``hocket check``."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The command line of the kit: ``hocket check``.
+"""The command line of the conformance kit: ``hocket check``.
 
-Results go to stdout, progress to stderr.  Exit codes: 0 everything passed, 1 something failed, 2 wrong usage.
+Results go to stdout, progress to stderr. Exit codes: 0 everything passed, 1 something failed, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from .suite import Suite, run_suite
 
 
 def parser(prog: str = "hocket check") -> argparse.ArgumentParser:
-    """The options; `fill` adds them to a parser of another command."""
+    """Build the parser of ``hocket check``."""
     options = CommandParser(prog, description="Check that a backend computes what the ops mean.")
     add_arguments(options)
     return options
 
 
 def add_arguments(command_parser: argparse.ArgumentParser) -> None:
+    """Add the options of the kit to a parser."""
     what = command_parser.add_argument_group("cases")
     what.add_argument(
         "--backend", default="cpu", metavar="NAME", help="a backend or device: cpu, cuda:1 (default: cpu)"
@@ -98,12 +99,12 @@ def add_arguments(command_parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run ``hocket check`` with command-line words, and return the exit code."""
     return run(parser().parse_args(None if argv is None else list(argv)))
 
 
 def run(args: argparse.Namespace) -> int:
-    """`main` for options that are parsed already."""
+    """Run ``hocket check`` with parsed options, and return the exit code; an error is one line on stderr."""
     try:
         if args.compare:
             return _compare(*args.compare)
@@ -126,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _suite(args: argparse.Namespace) -> Suite:
+    """Return the suite that the options describe."""
     return Suite(
         backend=args.backend,
         op=args.op,
@@ -140,6 +142,7 @@ def _suite(args: argparse.Namespace) -> Suite:
 
 
 def _check(suite: Suite, args: argparse.Namespace) -> int:
+    """Run the cases of a suite with a progress bar, write the reports, and return the exit code."""
     from tqdm import tqdm
 
     suite.expected_failures()
@@ -180,6 +183,7 @@ def _check(suite: Suite, args: argparse.Namespace) -> int:
 
 
 def _perf(suite: Suite) -> int:
+    """Print the speed of each case with cold buffers, and its fraction of the limit of the device."""
     from .reports import op_speed
 
     backend, device = find_device(suite.backend)
@@ -197,7 +201,7 @@ def _perf(suite: Suite) -> int:
 
 
 def _counters(suite: Suite) -> int:
-    """1 if a kernel costs more than it may."""
+    """Print the memory access counters of CUDA kernels; return 1 if a kernel exceeds its access budget, else 0."""
     from ..backends.cupy.emulation.access_budget import format_access_table, list_violations
     from .reports.emulator_checks import collect_counters
 
@@ -209,7 +213,10 @@ def _counters(suite: Suite) -> int:
 
 
 def _order(suite: Suite) -> int:
-    """1 if two threads touch the same bytes in no order."""
+    """Print the races in CUDA kernels; return 1 if there are any, else 0.
+
+    A race is an unordered pair of conflicting accesses of two threads to the same bytes.
+    """
     from .reports.emulator_checks import find_races
 
     texts = _emulated_cases(suite, "the order of accesses is")
@@ -219,22 +226,29 @@ def _order(suite: Suite) -> int:
     return _print_faults(lines)
 
 
-def _emulated_cases(suite: Suite, what: str) -> Sequence[str]:
-    """Return the texts of the given cases, or of the cases of the main path."""
+def _emulated_cases(suite: Suite, subject: str) -> Sequence[str]:
+    """Return the texts of the selected cases, or of the main path if none are selected.
+
+    Args:
+        suite: the suite, which must have the backend ``cuda-emulated``.
+        subject: subject and verb of the error message for another backend.
+    """
     from ..backends.cupy.emulation.access_budget import MAIN_PATH_CASES
 
     if suite.backend.partition(":")[0] != "cuda-emulated":
-        raise BackendError(f"{what} of cuda-emulated, not of {suite.backend}; give --backend cuda-emulated")
+        raise BackendError(f"{subject} of cuda-emulated, not of {suite.backend}; give --backend cuda-emulated")
     return [str(case) for case in suite.cases()] if suite.texts or suite.op else MAIN_PATH_CASES
 
 
 def _print_faults(faults: Sequence[str]) -> int:
+    """Print each fault on a line of stderr, and return 1 if there are any, else 0."""
     for why in faults:
         print(f"hocket check: {why}", file=sys.stderr)
     return 1 if faults else 0
 
 
 def _compare(one: Path, two: Path) -> int:
+    """Print the changes between two JSON reports; return 1 if a case fails now, else 0."""
     changes = compare_records(one, two)
     for change in changes:
         print(json.dumps({"case": change.case, "before": change.before, "after": change.after}, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""The cases of an op: its points under every layout and every kind of input; in full, or as a covering choice."""
+"""All cases of an op, in every layout and with every input kind, or a covering selection of them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from .checks.metamorphic import check_names
 
 Operands: TypeAlias = tuple[tuple[str, Spec], ...]
 PAIRS_OF_LAYOUT = 12
-"""Points, at most, at which every layout meets every kind of input."""
+"""Maximum points of an op at which every layout is combined with every input kind."""
 QUICK_ELEMENTS = 1 << 15
+"""Operand elements above which the quick run prefers other cases."""
 MAX_QUICK_CASES = 400
-"""Cases of one op in the quick run."""
+"""Maximum cases of one op in the quick run."""
 
 
 def layouts_for(case: Case) -> tuple[str, ...]:
-    """The layouts that make a difference to `case`."""
+    """Return the operand layouts that make a difference for `case`, ``contiguous`` first."""
     op, attrs, layouts = case.op_declaration, case.attributes_with_defaults, ["contiguous"]
     for layout in ("offset", "sliced", "permuted", "broadcast"):
         if any(find_layout(s, layout, distinct_axes(op, attrs, name)) is not None for name, s in case.operands):
@@ -44,7 +45,11 @@ def layouts_for(case: Case) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def full_cases(op: Op) -> tuple[Case, ...]:
-    """All cases of one op, each once, in a fixed order."""
+    """Return all cases of one op, each once, in a fixed order.
+
+    Each point is tested in every layout and with every input kind. Small points are tested with every metamorphic
+    check.
+    """
     cases: dict[Case, None] = {}
     crossed = 0
     for point in grow_points(op):
@@ -82,14 +87,17 @@ def quick_cases(op: Op) -> tuple[Case, ...]:
 
 
 def _order(case: Case) -> tuple[int, int, int]:
-    """Return a sort key: small cases first, then cases with all operands, then a fixed shuffled order."""
+    """Return the sort key of a case for the quick selection.
+
+    Cases of moderate size come first, then cases with all operands, then a fixed shuffled order.
+    """
     size = sum(s.size for _, s in case.operands)
     return (size > QUICK_ELEMENTS) + 2 * (size <= 4 or case.is_empty), -len(case.operands), crc32(case.text.encode())
 
 
 @lru_cache(maxsize=1024)
 def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]) -> tuple[tuple[object, ...], ...]:
-    """Return the dtypes, the attributes as text, and the operand names of a point."""
+    """Return the operand dtypes, attribute values and operand names of a point as traits."""
     traits: list[tuple[object, ...]] = [("dtype", k, s.dtype) for k, s in operands]
     traits += [("attr", *attr) for attr in attrs]
     traits += [("default", k) for k in op.defaults if k not in dict(attrs)]
@@ -97,26 +105,27 @@ def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]) -> t
 
 
 def _traits_of(case: Case) -> tuple[tuple[object, ...], ...]:
+    """Return the operand dtypes, attribute values and operand names of a case as traits."""
     attrs = tuple((k, format_attribute(v)) for k, v in case.attrs)
     return _traits(case.op_declaration, case.operands, attrs)
 
 
 def _single_traits(case: Case) -> set[object]:
-    """Return the single traits of a case; for a metamorphic check only its name."""
+    """Return the single traits of a case, which the quick run covers first; for a metamorphic check only its name."""
     if case.check != "reference":
         return {("check", case.check)}
     return {*_traits_of(case), *_shapes(case.operands), (case.layout, case.inputs)}
 
 
 def _by_layout(case: Case) -> set[object]:
-    """Return the cells of the support matrix: layout, operand and dtype."""
+    """Return the combinations of layout, operand and dtype of a case; none for a metamorphic check."""
     if case.check != "reference":
         return set()
     return {(case.layout, ("dtype", k, s.dtype)) for k, s in case.operands}
 
 
 def _trait_pairs(case: Case) -> set[object]:
-    """Return the pairs of traits of a case."""
+    """Return the pairs of traits of a case, which the quick run covers last."""
     traits = _traits_of(case)
     attrs = [t for t in traits if t[0] in ("attr", "default")]
     if case.check != "reference":
@@ -128,7 +137,10 @@ def _trait_pairs(case: Case) -> set[object]:
 
 @lru_cache(maxsize=1024)
 def _shapes(operands: Operands) -> tuple[tuple[object, ...], ...]:
-    """Traits of the shapes: their ranks, axes of size 0 and 1, odd sizes, many rows; how operands compare."""
+    """Return the traits of the operand shapes.
+
+    These are ranks, axes of size 0 and 1, odd lengths and many rows, and the comparison of the shapes of two operands.
+    """
     traits: list[tuple[object, ...]] = []
     for name, spec in operands:
         shape = spec.shape
@@ -149,7 +161,14 @@ def _shapes(operands: Operands) -> tuple[tuple[object, ...], ...]:
 def select_cases(
     pattern: str = "", *, full: bool = False, seed: int = 0, only: Sequence[str] | None = None
 ) -> Iterator[Case]:
-    """Yield the cases of all ops with a name that `pattern` matches completely, or of the ops in `only`."""
+    """Yield the quick or all cases of the ops with a name that `pattern` matches completely.
+
+    Args:
+        pattern: regular expression of op names; the empty text matches all ops.
+        full: yield all cases, not only the quick ones.
+        seed: seed of all random numbers.
+        only: names of ops, in place of the pattern.
+    """
     for name, op in REGISTRY.items():
         is_selected = name in only if only is not None else not pattern or re.fullmatch(pattern, name)
         if is_selected:

@@ -1,4 +1,4 @@
-"""Random shapes: hypothesis chooses them, and shrinks a failing one."""
+"""A search for failing cases of random shapes, which Hypothesis chooses and shrinks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ if TYPE_CHECKING:
     from hypothesis.strategies import DataObject
 
 DEFAULT_EXAMPLES = 50
+"""Default number of cases per op."""
 
 
 def explore_op(
-    op: Op, backend: Backend, device: Device, seed: int, examples: int = DEFAULT_EXAMPLES
+    op: Op, backend: Backend, device: Device, seed: int, max_examples: int = DEFAULT_EXAMPLES
 ) -> Iterator[Result]:
-    """Results of up to `examples` legal cases of random shapes; if one fails, the last is a smallest that does."""
+    """Run cases of an op with random shapes, and yield their results; of failing cases, only the smallest found.
+
+    Args:
+        op: the op under test.
+        backend: the backend under test.
+        device: a device of the backend.
+        seed: seed of Hypothesis.
+        max_examples: maximum number of cases.
+    """
     from hypothesis import HealthCheck, Phase, given, settings, strategies
     from hypothesis import seed as seeded
 
@@ -36,7 +45,7 @@ def explore_op(
 
     @seeded(seed)
     @settings(
-        max_examples=examples,
+        max_examples=max_examples,
         deadline=None,
         database=None,
         report_multiple_bugs=False,
@@ -60,7 +69,7 @@ def explore_op(
 
 
 def _draw_case(op: Op, bases: Sequence[Point], data: DataObject) -> Case:
-    """A sample in other dimensions, layout and input kind."""
+    """Draw a sample of the op with random dimensions, layout and input kind."""
     from hypothesis import assume, strategies
 
     size = strategies.integers(0, 40) | strategies.sampled_from((63, 65, 127, 129, 255, 257))

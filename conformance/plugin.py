@@ -1,7 +1,7 @@
-"""The kit as a pytest plugin: ``pytest --pyargs hocket.conformance --backend NAME``.
+"""The conformance kit as a pytest plugin: ``pytest --pyargs hocket.conformance --backend NAME``.
 
-It is an entry point of the group ``pytest11``, because options must be known before any test file is found.  The
-imports are inside the functions, so that it costs other test runs nothing.
+The plugin is an entry point of the group ``pytest11``, because options must be known before any test file is found.
+Imports are inside the functions, so that the plugin does not slow down other test runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from .suite import Suite
 
 FIXTURE = "conformance_case"
+"""The name of the fixture that has the case of a test."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the kit to pytest."""
     group = parser.getgroup("hocket", "conformance of hocket backends")
     group.addoption("--backend", default="cpu", help="the backend or device under test (default: cpu)")
     group.addoption("--conformance-op", default="", metavar="REGEX", help="only ops whose whole name matches")
@@ -36,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def suite_of(config: pytest.Config) -> Suite:
-    """Return the suite of the options of a pytest run."""
+    """Return the suite that the options of a pytest run describe."""
     from .cases.model_cases import case_texts
     from .suite import Suite
 
@@ -52,6 +54,7 @@ def suite_of(config: pytest.Config) -> Suite:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one test for each case of the suite."""
     if FIXTURE in metafunc.fixturenames:
         from ..backends import find_device
         from ..graph.errors import HocketError
@@ -72,7 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def case_runner(request: pytest.FixtureRequest) -> Callable[[Case], None]:
-    """Return a function that runs one case and passes, fails or skips the test."""
+    """Return a function that runs one case, and then passes, fails or skips the test."""
     from ..backends import find_device
     from .checks.run_case import Outcome, run_case
     from .reports.expected_failures import ExpectedFailures, apply_requirement, read_expected

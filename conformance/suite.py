@@ -1,4 +1,4 @@
-"""A whole run: which cases, on which backend, in how many processes."""
+"""A whole run of the conformance kit: the cases, the backend and the number of processes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ from .generate_cases import select_cases
 from .reports.expected_failures import ExpectedFailures, apply_requirement, read_expected
 
 CASES_PER_TASK = 64
-"""Cases handed to a process at a time."""
+"""Cases that a process receives at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """The settings of a run: a backend (``cpu`` or ``cpu:1``), and ops by regular expression or cases by text."""
+    """The settings of a run of the conformance kit.
+
+    The backend has the form ``cpu`` or ``cpu:1``. `op` is a regular expression of op names. `texts` are the texts of
+    single cases, in place of ops. `require` is the tier of ops that must be supported: ``MUST``, ``SHOULD`` or the
+    empty text. `xfail` is a file of expected failures. `thorough` adds random shapes. `jobs` is the number of
+    processes.
+    """
 
     backend: str = "cpu"
     op: str = ""
@@ -35,7 +41,7 @@ class Suite:
     jobs: int = 1
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases of the suite.
+        """Yield the cases of the suite: the given texts, or the generated cases of the matching ops.
 
         Raises:
             GraphError: a text describes no case.
@@ -50,13 +56,22 @@ class Suite:
         yield from select_cases(self.op, full=self.full or self.thorough, seed=self.seed)
 
     def expected_failures(self) -> ExpectedFailures:
-        """The failures that are expected of the backend.  Raises `BackendError` for their file and for the backend:
-        both are asked before any case is chosen, which takes seconds."""
+        """Read the file of expected failures, if there is one, and check that the backend exists.
+
+        A run calls this before it generates cases, which takes seconds.
+
+        Raises:
+            BackendError: the file cannot be read, or the backend is unknown.
+        """
         find_device(self.backend)
         return read_expected(self.xfail) if self.xfail else ExpectedFailures()
 
     def ops(self) -> list[str]:
-        """Names of the ops that `op` matches."""
+        """Return the names of the ops that the regular expression `op` matches completely.
+
+        Raises:
+            BackendError: the pattern is wrong, or matches no op.
+        """
         try:
             matching = [name for name in REGISTRY if not self.op or re.fullmatch(self.op, name)]
         except re.error as why:
@@ -69,10 +84,15 @@ class Suite:
 def run_suite(
     suite: Suite, on_result: Callable[[Result], None] = lambda result: None, selected: Sequence[Case] | None = None
 ) -> list[Result]:
-    """Run the cases of `suite`, or only `selected` ones; call `on_result` with each result.
+    """Run the cases of `suite`, or only the `selected` ones, and return their results in order.
+
+    Args:
+        suite: settings of the run.
+        on_result: called with each result as soon as it is known.
+        selected: cases to run, in place of the cases of the suite.
 
     Raises:
-        BackendError: the backend is unknown.
+        BackendError: the backend is unknown, or the file of expected failures cannot be read.
     """
     expected = suite.expected_failures()
     chosen = list(suite.cases()) if selected is None else selected
@@ -86,6 +106,7 @@ def run_suite(
 
 
 def _serial(suite: Suite, cases: Sequence[Case]) -> Iterator[Result]:
+    """Run cases in this process, and yield their results in order."""
     backend, device = find_device(suite.backend)
     for number, case in enumerate(cases, 1):
         yield run_case(case, backend, device)
@@ -97,6 +118,7 @@ def _serial(suite: Suite, cases: Sequence[Case]) -> Iterator[Result]:
 
 
 def _explore_op(name: str, suite: Suite) -> list[Result]:
+    """Return the results of random shapes of one op."""
     from .hypothesis_search import explore_op  # imports hypothesis
 
     backend, device = find_device(suite.backend)
@@ -104,7 +126,7 @@ def _explore_op(name: str, suite: Suite) -> list[Result]:
 
 
 def _parallel(suite: Suite, cases: Sequence[Case], jobs: int) -> Iterator[Result]:
-    """The same results in the same order, by processes that each open the backend themselves."""
+    """Run cases in `jobs` processes, each with its own backend, and yield their results in order."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
@@ -118,5 +140,6 @@ def _parallel(suite: Suite, cases: Sequence[Case], jobs: int) -> Iterator[Result
 
 
 def _run_chunk(chunk: tuple[str, Sequence[Case]]) -> list[Result]:
+    """Run one chunk of cases in a worker process; the chunk has the backend name and the cases."""
     backend, device = find_device(chunk[0])
     return [run_case(case, backend, device) for case in chunk[1]]

@@ -1,4 +1,4 @@
-"""One test for each case. The fixtures come from the plugin.
+"""One test for each case of the conformance kit. The fixtures come from `conformance.plugin`.
 
 The file imports nothing of hocket, because pytest gives it another package name in a checkout.
 """

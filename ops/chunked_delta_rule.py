@@ -1,4 +1,4 @@
-"""The gated delta rule in basic ops: chunks of tokens at once, with a state from chunk to chunk.
+"""The gated delta rule as a graph of basic ops: chunks of tokens at once, with a state that passes from chunk to chunk.
 
 `G_r` is the sum of log decays of a chunk up to token r. The update of the state by token r solves a triangular system:
 ``u_r = beta_r (v_r - e^{G_r} S k_r - sum_{s<r} e^{G_r - G_s} (k_r k_s) u_s)``. Yang et al., 2024.
@@ -23,13 +23,20 @@ from .movement.views import permute, reshape, slice_, transpose
 from .reduction.reductions import cumsum, sum_rows
 
 DELTA_CHUNK_TOKENS = 64
-"""Tokens of a chunk with one decay per head."""
+"""Tokens of a chunk if there is one decay per head."""
 CHANNEL_DECAY_CHUNK_TOKENS = 16
-"""Tokens of a chunk with decays per key channel; each pair of tokens then has one decay per channel."""
+"""Tokens of a chunk if there are decays per key channel; each pair of tokens then has one decay per channel."""
 
 
 def build_chunked_delta_rule(operands: Mapping[str, Value], attrs: Attrs) -> tuple[Value, ...]:
-    """Build the results of ``gated_delta_net`` without a pool; with snapshots, a chunk is one token."""
+    """Build the gated delta rule from basic ops, one chunk of tokens after the other, and return its two results.
+
+    With snapshots, a chunk is one token.
+
+    Args:
+        operands: operands of ``gated_delta_net`` by name, without a pool of states.
+        attrs: attributes of ``gated_delta_net``.
+    """
     q, k, v, g, beta, state = (operands[name] for name in ("q", "k", "v", "g", "beta", "state"))
     *leading, tokens, heads, width = v.shape
     size, snapshots = q.shape[-1], attrs["snapshots"]
@@ -75,7 +82,13 @@ def build_chunked_delta_rule(operands: Mapping[str, Value], attrs: Attrs) -> tup
 
 
 def _repeat_key_heads(x: Value, heads: int, *, tiled: bool) -> Value:
-    """Return keys [..., key heads, d] repeated to [..., heads, d], for `heads` value heads."""
+    """Repeat keys [..., key heads, d] to [..., heads, d], so that each value head has its own key head.
+
+    Args:
+        x: keys or queries.
+        heads: number of value heads.
+        tiled: value head j has key head ``j mod key heads``; otherwise neighbours share a key head.
+    """
     *leading, key_heads, size = x.shape
     if tiled or key_heads == heads:
         return repeat(x, shape=(*leading, heads, size))
@@ -85,7 +98,11 @@ def _repeat_key_heads(x: Value, heads: int, *, tiled: bool) -> Value:
 
 
 def _pairwise_decay(decay_sums: Value) -> Value:
-    """Return the decay from token s to token r, 0 for later s: [M, 1 or size, r, s]."""
+    """Build the decay from token s to token r of each chunk [M, 1 or size, r, s], 0 for later s.
+
+    Args:
+        decay_sums: running sums of log decays [M, 1 or size, tokens]; M counts the chunks of all heads.
+    """
     m, n, tokens = decay_sums.shape
     ends = repeat(reshape(decay_sums, shape=(m, n, tokens, 1)), shape=(m, n, tokens, tokens))
     # Entries above the diagonal could overflow: they are zeroed before the exponential and after it.
@@ -94,7 +111,13 @@ def _pairwise_decay(decay_sums: Value) -> Value:
 
 
 def _decayed_products(x: Value, y: Value, decay: Value) -> Value:
-    """Return decayed products of tokens r of ``x`` and s of ``y`` [M, tokens, size]: [M, r, s]."""
+    """Build the products of tokens r of `x` and s of `y`, weighted by their decay: [M, r, s].
+
+    Args:
+        x: rows [M, tokens, size].
+        y: rows [M, tokens, size].
+        decay: decay of each pair of tokens [M, 1 or size, r, s].
+    """
     m, tokens, size = x.shape
     if decay.shape[1] == 1:
         return mul(mul_mat(y, x), reshape(decay, shape=(m, tokens, tokens)))
@@ -104,14 +127,20 @@ def _decayed_products(x: Value, y: Value, decay: Value) -> Value:
 
 
 def _slice_chunk(x: Value, n: int, count: int) -> Value:
-    """Return chunk n of all heads: [heads, tokens, ...]."""
+    """Return chunk n of all heads [heads, tokens, ...], if each head has `count` chunks."""
     m, *rest = x.shape
     grouped = reshape(x, shape=(m // count, count, *rest))
     return reshape(slice_(grouped, axis=1, start=n, stop=n + 1), shape=(m // count, *rest))
 
 
 def _stack_snapshots(states: list[Value], state: Value, snapshots: int) -> Value:
-    """Return the last state, or `snapshots` states, newest first, with zeros before the first token."""
+    """Return the last state, or the last `snapshots` states, newest first, with zeros before the first token.
+
+    Args:
+        states: states after each chunk.
+        state: the first state, which has the shape of a state.
+        snapshots: number of states to return.
+    """
     *leading, heads, width, size = state.shape
     if snapshots == 1:
         return reshape(states[-1], shape=state.shape)

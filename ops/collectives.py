@@ -1,4 +1,4 @@
-"""Collectives of a device group. On a group of one device, each is the identity on its operand.
+"""Collectives of a device group, as ops. On a group of one device, each is the identity on its operand.
 
 They are nodes of the graph of one device. `sequence` numbers the collectives of a group: all devices call them in this
 order, and a difference is an error, not a hang.
@@ -28,7 +28,7 @@ DeviceIndexRanges = tuple[tuple[tuple[int, int], ...], ...]
     signed_zeros=False,
 )
 def all_reduce(x: Array, *, sequence: int) -> Array:
-    """The sum of `x` over all devices of the group, equal bits on each. MPI (MPI Forum, 1994): ``Allreduce``."""
+    """Sum `x` over all devices of the group, with equal bits on each device. MPI (MPI Forum, 1994): ``Allreduce``."""
     return np.array(x)
 
 
@@ -42,7 +42,7 @@ def _infer_all_gather(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _axis_length(runs: DeviceIndexRanges) -> int:
-    """Return the length of the complete axis."""
+    """Return the length of the complete axis that the index ranges of all devices cover."""
     return max((offset + n for device in runs for offset, n in device), default=0)
 
 
@@ -65,9 +65,9 @@ def as_index_ranges(value: Attr) -> DeviceIndexRanges:
     errors=(("x=f32[3], axis=0, runs=(((0,3),),)", "sequence is missing"), ("x=f32[3], axis=0, sequence=0", "runs is")),
 )
 def all_gather(x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], ...], sequence: int) -> Array:
-    """The complete value of shards along `axis`; ``runs[d]`` are the index ranges (offset, length) of device d.
+    """Join the shards of all devices along `axis` to the complete value. MPI (MPI Forum, 1994): ``Allgatherv``.
 
-    MPI (MPI Forum, 1994): ``Allgatherv``.
+    ``runs[d]`` are the index ranges (offset, length) of device d.
     """
     return np.array(x)
 
@@ -84,7 +84,11 @@ def _infer_reduce_scatter(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
-    """Return the index ranges of device `rank` itself, each as (offset, length)."""
+    """Return the index ranges of the device `rank`, which has the node, each as (offset, length).
+
+    Raises:
+        SignatureMismatch: `runs` has no such device.
+    """
     runs, rank = as_index_ranges(attrs["runs"]), as_integer(attrs["rank"])
     if not 0 <= rank < len(runs):
         raise SignatureMismatch(f"rank is {rank}, but runs are given for {len(runs)} devices")
@@ -106,9 +110,9 @@ def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
 def reduce_scatter(
     x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], ...], rank: int, sequence: int
 ) -> Array:
-    """The shard along `axis` of the sum of `x` over all devices; device d has the index ranges ``runs[d]``.
+    """Sum `x` over all devices, and give each device its shard of the sum along `axis`.
 
-    MPI (MPI Forum, 1994): ``Reduce_scatter``.
+    Device d has the index ranges ``runs[d]``; `rank` is this device. MPI (MPI Forum, 1994): ``Reduce_scatter``.
     """
     return np.array(x)
 
@@ -138,9 +142,9 @@ def all_to_all(
     rank: int,
     sequence: int,
 ) -> Array:
-    """A value with shards `old_runs` along `old_axis`, exchanged for shards `runs` along `axis`.
+    """Exchange shards `old_runs` along `old_axis` for shards `runs` along `axis`. MPI (MPI Forum, 1994): ``Alltoallv``.
 
-    MPI (MPI Forum, 1994): ``Alltoallv``.
+    Both have the index ranges (offset, length) of each device. `rank` is this device.
     """
     return np.array(x)
 
@@ -152,7 +156,10 @@ def all_to_all(
     errors=(("x=f32[3], to=1", "sequence is missing"), ("x=f32[3], sequence=1", "to is missing")),
 )
 def send(x: Array, *, to: int, sequence: int) -> Array:
-    """`x`, which device `to` of the group receives under the same `sequence`. MPI (MPI Forum, 1994): ``Isend``."""
+    """Send `x` to device `to` of the group, which receives it under the same `sequence`.
+
+    MPI (MPI Forum, 1994): ``Isend``.
+    """
     return np.array(x)
 
 
@@ -173,16 +180,19 @@ def _infer_receive(specs: OperandSpecs, attrs: Attrs) -> Spec:
     ),
 )
 def receive(*, shape: tuple[int, ...], dtype: DType, source: int, sequence: int) -> Array:
-    """The value from device `source` under `sequence`; zeros without a sender. MPI (MPI Forum, 1994): ``Recv``."""
+    """Receive the value that device `source` sends under the same `sequence`. MPI (MPI Forum, 1994): ``Recv``.
+
+    Without a sender, as in a reference run, the result is zeros.
+    """
     return np.zeros(shape)
 
 
 COLLECTIVES = frozenset(o.name for o in (all_reduce, all_gather, reduce_scatter, all_to_all, send, receive))
-"""All ops of this module; a program has them in the order of their `sequence`."""
+"""Names of all ops of this module; a program has them in the order of their `sequence`."""
 POINT_TO_POINT_OPS = frozenset(o.name for o in (send, receive))
-"""Collectives between two devices; all others need the whole group."""
+"""Names of collectives between two devices; all others need the whole group."""
 
 
 def find_collective_number(op_name: str, attrs: Attrs) -> int | None:
-    """Return the number of a collective; None for other ops."""
+    """Return the sequence number of a collective within its device group, or None for other ops."""
     return as_integer(attrs["sequence"]) if op_name in COLLECTIVES else None

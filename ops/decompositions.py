@@ -34,11 +34,12 @@ _PAIRS: Mapping[str, Op[Value]] = {
 
 
 def _decompose_gated_unit(activation: Op[Value]) -> Decomposition:
+    """Return the decomposition of a gated unit: the activation of the gate, times the up projection."""
     return lambda operands, attrs: (mul(activation(operands["gate"]), operands["up"]),)
 
 
 def _decompose_fused_glu(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
-    """Decompose a gated unit on one operand: the op with two operands, on its halves."""
+    """Decompose `glu` on one operand into the gated unit of two operands, applied to the two halves."""
     x, pair = operands["x"], _PAIRS[str(attrs["kind"])]
     n = x.shape[-1] // 2
     first, second = (slice_(x, axis=-1, start=i * n, stop=(i + 1) * n) for i in range(2))
@@ -48,7 +49,7 @@ def _decompose_fused_glu(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
 
 
 def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
-    """Decompose attention into two matrix products and a softmax; in all of them, key heads serve neighbours."""
+    """Decompose attention into two matrix products and a softmax; neighbouring query heads share a key/value head."""
     q, k, v = operands["q"], operands["k"], operands["v"]
     rank = len(q.shape)
     heads_first = (*range(rank - 3), rank - 2, rank - 3, rank - 1)
@@ -63,7 +64,7 @@ def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
 
 
 def _decompose_cached_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
-    """Compute attention token by token over a cache that is written in two steps."""
+    """Decompose attention into one call of `attention` per token, over a KV cache that is written in two steps."""
     q, k, v, mask = operands["q"], operands["k"], operands["v"], operands.get("mask")
     keys, values = _write_cache_in_two_steps(k, "k"), _write_cache_in_two_steps(v, "v")
     settings: dict[str, Any] = dict(attrs)
@@ -79,7 +80,12 @@ def _decompose_cached_attention(operands: Operands, attrs: Attrs) -> tuple[Value
 
 
 def _write_cache_in_two_steps(x: Value, name: str) -> Value:
-    """Return `x` [..., s, h, d] as a cache of zeros with its rows set, the later half first."""
+    """Write `x` [..., s, h, d] into a cache of zeros in two steps, the later half of the rows first.
+
+    Args:
+        x: keys or values.
+        name: name prefix of the constants with row numbers.
+    """
     flat = reshape(x, shape=(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
     cache, cells = scale(flat, scale=0.0), x.shape[-3]
     for half, start, stop in (("late", cells // 2, cells), ("early", 0, cells // 2)):
@@ -104,7 +110,10 @@ DECOMPOSITIONS: Mapping[str, Mapping[str, Decomposition]] = MappingProxyType(
 
 
 def select_decompositions(op: str, operands: Mapping[str, object], attrs: Attrs) -> tuple[str, ...]:
-    """Return the names of applicable decompositions; masks per head and state pools have none."""
+    """Return the names of the decompositions of `op` that apply to a call.
+
+    An op with a mask per head or with a pool of states has none.
+    """
     if attrs.get("mask_heads", "one") != "one" or attrs.get("pool", "none") != "none":
         return ()
     return tuple(DECOMPOSITIONS.get(op, {}))

@@ -22,6 +22,7 @@ from .movement.views import broadcast, reshape, slice_, transpose
 from .registry import REGISTRY
 
 NUMBER_CHECK = number_between(-(2.0**127), 2.0**127)
+"""The numbers that operators accept in place of values."""
 VALUE_WITH_NUMBER: Mapping[str, Callable[[Value, float], Value]] = MappingProxyType(
     {
         "+": lambda x, n: scale(x, scale=1.0, bias=n),
@@ -30,6 +31,7 @@ VALUE_WITH_NUMBER: Mapping[str, Callable[[Value, float], Value]] = MappingProxyT
         "/": lambda x, n: scale(x, scale=1.0 / n),
     }
 )
+"""Builders of ``value sign number`` by sign."""
 NUMBER_WITH_VALUE: Mapping[str, Callable[[float, Value], Value]] = MappingProxyType(
     {
         "+": lambda n, x: scale(x, scale=1.0, bias=n),
@@ -38,12 +40,24 @@ NUMBER_WITH_VALUE: Mapping[str, Callable[[float, Value], Value]] = MappingProxyT
         "/": lambda n, x: div(fill(x, value=n), x),
     }
 )
+"""Builders of ``number sign value`` by sign."""
 VALUE_WITH_VALUE: Mapping[str, Op[Value]] = MappingProxyType({"+": add, "-": sub, "*": mul, "/": div})
+"""Ops of ``value sign value`` by sign."""
 POWERS: Mapping[float, Callable[[Value], Value]] = MappingProxyType({2.0: sqr, 0.5: sqrt})
+"""Ops of ``value ** exponent`` by exponent."""
 
 
 def apply_operator(sign: str, left: Any, right: Any) -> Value:
-    """Build ``left sign right`` elementwise; at least one side is a value, the other a value or a number."""
+    """Build the elementwise op of ``left sign right``, with the broadcasting of NumPy.
+
+    Args:
+        sign: ``+``, ``-``, ``*`` or ``/``.
+        left: a value or a number.
+        right: a value or a number; at least one side is a value.
+
+    Raises:
+        GraphError: an operand is neither, the shapes do not broadcast, or a value is divided by 0.
+    """
     for other in (left, right):
         if not isinstance(other, Value) and not NUMBER_CHECK.accepts(other):
             raise GraphError(
@@ -62,20 +76,24 @@ def apply_operator(sign: str, left: Any, right: Any) -> Value:
 
 
 def describe_missing_attribute(x: Value, name: str) -> str:
-    """Return the message for an attribute that values do not have."""
+    """Return the error message for an attribute that a value does not have, with a hint at an op or a similar name."""
     hint = f"; write ops.{name}(x, ...)" if name in REGISTRY else did_you_mean(name, (*dir(x), *REGISTRY))
     return f"a Value has no attribute {name!r:.60}{hint}"
 
 
 def build_power(x: Value, exponent: Any) -> Value:
-    """Build ``x ** exponent``; the exponent is 2 or 0.5."""
+    """Build ``x ** exponent``; the exponent must be 2 or 0.5."""
     if not NUMBER_CHECK.accepts(exponent) or float(exponent) not in POWERS:
         raise GraphError(f"{x!r} ** {format_value(exponent)}: the exponent must be 2 or 0.5")
     return POWERS[float(exponent)](x)
 
 
 def build_matmul(x: Any, w: Any) -> Value:
-    """Build ``x @ w`` as NumPy's `matmul`; for ``x @ w.T`` that is ``mul_mat(w, x)``."""
+    """Build ``x @ w`` as NumPy's `matmul`; ``x @ w.T`` becomes ``mul_mat(w, x)``.
+
+    Raises:
+        GraphError: an operand is no value of rank 1 or more, or the shapes do not fit.
+    """
     for other in (x, w):
         if not isinstance(other, Value) or not other.shape:
             raise GraphError(
@@ -92,13 +110,19 @@ def build_matmul(x: Any, w: Any) -> Value:
 
 
 def build_transpose(x: Value) -> Value:
-    """Exchange the last two axes; of a transposed value, return its operand."""
+    """Exchange the last two axes; for a value that is a transposition already, return its operand."""
     first = x.node.src[0] if x.node.op == "transpose" else None
     return transpose(x) if first is None else first
 
 
 def apply_index(x: Value, index: Any) -> Value:
-    """Build ``x[index]``: integers, slices of step 1, ``...`` and None as in NumPy, or a value with row numbers."""
+    """Build the ops of ``x[index]``.
+
+    An index has integers, slices of step 1, ``...`` and None as in NumPy, or is a value with row numbers.
+
+    Raises:
+        GraphError: an entry has another form, or is outside of its axis.
+    """
     if isinstance(index, Value):
         return get_rows(x, index)
     entries = _complete_index(x, index if isinstance(index, tuple) else (index,))
@@ -117,7 +141,7 @@ def apply_index(x: Value, index: Any) -> Value:
 
 
 def _complete_index(x: Value, entries: Sequence[Any]) -> list[Any]:
-    """Return the entries of an index with a slice for each axis without an entry."""
+    """Complete an index: replace ``...`` and absent entries by a full slice for each axis without an entry."""
     named = sum(e is not None and e is not ... for e in entries)
     if named > len(x.shape):
         raise GraphError(f"{x!r}[{format_value(tuple(entries))}]: {named} entries for {len(x.shape)} axes")
@@ -129,7 +153,7 @@ def _complete_index(x: Value, entries: Sequence[Any]) -> list[Any]:
 
 
 def _resolve_axis_entry(x: Value, axis: int, entry: Any) -> tuple[int, int, bool]:
-    """Return start and stop of an entry on an axis, and whether the result has the axis."""
+    """Return the start and stop of an index entry on an axis, and whether the result keeps the axis."""
     size = x.shape[axis]
     try:
         if isinstance(entry, slice):
@@ -147,6 +171,7 @@ def _resolve_axis_entry(x: Value, axis: int, entry: Any) -> tuple[int, int, bool
 
 
 def _broadcast_shape(what: str, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape to which two shapes broadcast."""
     try:
         return tuple(np.broadcast_shapes(one, two))
     except ValueError:

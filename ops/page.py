@@ -1,4 +1,4 @@
-"""The op reference, written from the registry: ``python -m hocket.ops.page > docs/ops.md``."""
+"""The op reference page, written from the registry: ``python -m hocket.ops.page > docs/ops.md``."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ A signature names the axes of operands and results:
 
 
 def build_page() -> str:
-    """Return the op reference as Markdown."""
+    """Return the reference page of all ops as Markdown."""
     return HEAD + "".join("\n" + "\n".join(format_op(op)) + "\n" for _, op in sorted(REGISTRY.items()))
 
 
 def format_op(op: Op[Any]) -> Iterator[str]:
-    """Yield the lines about one op."""
+    """Yield the lines of the section about one op: docstring, signatures, attributes and properties."""
     yield f"## {op.name}"
     yield ""
     yield op.documentation.replace("``", "`")
@@ -49,7 +49,7 @@ def format_op(op: Op[Any]) -> Iterator[str]:
 
 
 def format_list_item(text: str) -> str:
-    """Return an item of a list, wrapped at 120 columns."""
+    """Return `text` as an item of a Markdown list, wrapped at 120 columns."""
     return fill(text, 120, initial_indent="* ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -58,6 +58,7 @@ def _format_default(defaults: Attrs, name: str) -> str:
 
 
 def _format_properties(op: Op[Any]) -> Iterator[str]:
+    """Yield the properties of an op as phrases: its tier, and the operands in which it is linear or in place."""
     yield "MUST" if op.is_required else "SHOULD"
     if op.is_view:
         yield "a view: it moves no element"

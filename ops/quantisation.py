@@ -55,14 +55,14 @@ def dequantise(raw: np.ndarray, dtype: DType) -> F32:
 
 
 def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> F32:
-    """Return the exact values of bfloat16 bits: uint16 [...] to float32 [...]."""
+    """Convert bfloat16 bits to their exact float32 values: uint16 [...] to float32 [...]."""
     wide = bits.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
 
 
 def f32_to_bf16(values: F32) -> npt.NDArray[np.uint16]:
-    """Return the nearest bfloat16 bits, ties to even: float32 [...] to uint16 [...].
+    """Round float32 values to the nearest bfloat16, ties to even, and return its bits: float32 [...] to uint16 [...].
 
     NaN becomes quiet NaN (``ggml_compute_fp32_to_bf16`` in ggml-impl.h); values beyond the range become infinite.
     """
@@ -77,7 +77,7 @@ def f32_to_bf16(values: F32) -> npt.NDArray[np.uint16]:
 
 
 def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Return the numbers of an array in storage form: bytes of blocks, or bits of bf16 as uint16.
+    """Decode an array in the storage format of `dtype` to numbers: bytes of quantised blocks, or uint16 bits of bf16.
 
     An array of another dtype than ``dtype.storage`` has numbers already and is returned as it is.
     """
@@ -89,10 +89,10 @@ def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def encode_array(numbers: np.ndarray, dtype: DType) -> np.ndarray:
-    """Return numbers in storage form, rounded: the inverse of `decode_array`, with bytes [..., row bytes] for blocks.
+    """Encode numbers in the storage format of `dtype`, rounded: the inverse of `decode_array`.
 
-    The largest number of a block determines its scale, so a second rounding changes nothing. Sources:
-    ``quantize_row_q8_0_ref`` and ``quantize_row_q4_0_ref`` of ggml-quants.c.
+    Quantised blocks become bytes [..., row bytes]. The largest number of a block determines its scale, so a second
+    rounding changes nothing. Sources: ``quantize_row_q8_0_ref`` and ``quantize_row_q4_0_ref`` of ggml-quants.c.
     """
     if dtype.is_quantised:
         blocks = np.ascontiguousarray(numbers, np.float32).reshape(-1, dtype.block)
@@ -104,6 +104,7 @@ def encode_array(numbers: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def _as_bytes(raw: np.ndarray, dtype: DType) -> U8:
+    """Return stored elements as uint8 rows [..., row bytes]."""
     if raw.ndim == 0 or raw.dtype not in (np.dtype(np.uint8), dtype.storage):
         raise GraphError(f"dequantise({dtype}): got {raw.dtype}{list(raw.shape)}; pass uint8 rows or {dtype.storage}")
     if raw.dtype != np.uint8:
@@ -117,6 +118,7 @@ def _as_bytes(raw: np.ndarray, dtype: DType) -> U8:
 
 
 def _expand_blocks(bytes_: U8, dtype: DType) -> F32:
+    """Return the float32 values of elements of a dtype without blocks."""
     if bytes_.strides[-1] != 1:
         bytes_ = np.ascontiguousarray(bytes_)
     stored = bytes_.view(dtype.storage)
@@ -127,7 +129,7 @@ def _expand_blocks(bytes_: U8, dtype: DType) -> F32:
 
 
 def _expand_with_gguf(bytes_: U8, dtype: DType) -> F32:
-    """Expand rare types (IQ1 to IQ3, ternary) with the ``gguf`` package, one chunk at a time."""
+    """Dequantise rare dtypes (IQ1 to IQ3, ternary) with the ``gguf`` package, one chunk at a time."""
     import gguf  # its import takes as long as the import of hocket
 
     stored = np.ascontiguousarray(bytes_).reshape(-1)
@@ -145,7 +147,7 @@ def _expand_with_gguf(bytes_: U8, dtype: DType) -> F32:
 
 
 def load_code_book(dtype: DType) -> F32:
-    """Return the code book of an IQ1, IQ2 or IQ3 type from the ``gguf`` package: [entries, 4 or 8 columns]."""
+    """Load the code book of an IQ1, IQ2 or IQ3 dtype from the ``gguf`` package: [entries, 4 or 8 columns]."""
     import gguf
 
     known = getattr(gguf.quants, dtype.name)
@@ -158,6 +160,7 @@ def _make_record_dtype(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dt
 
 
 D, DMIN = ("d", "<f2"), ("dmin", "<f2")
+"""Fields of records: the scale and the minimum of a block, float16."""
 
 BLOCK_LAYOUTS = {
     DType.Q4_0: _make_record_dtype(D, ("qs", "u1", 16)),
@@ -186,6 +189,7 @@ BLOCK_LAYOUTS = {
     DType.Q1_0: _make_record_dtype(D, ("qs", "u1", 16)),
     DType.Q2_0: _make_record_dtype(D, ("qs", "u1", 16)),
 }
+"""The NumPy record of a quantised block by dtype; the field names are the names in ggml."""
 
 IQ4_NL_CODE_BOOK = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 """The 4-bit code book ``kvalues_iq4nl`` of ggml."""
@@ -194,9 +198,9 @@ FP4_VALUES_TIMES_2 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -
 
 
 def _compute_e4m3_halves() -> F32:
-    """Return half of each float of 8 bits with 4 exponent and 3 fraction bits; the sign is ignored, NaN gives 0.
+    """Return half of the value of each 8-bit float with 4 exponent bits and 3 fraction bits (E4M3), float32 [256].
 
-    Source: ``ue4m3_to_fp32`` of ggml.
+    The sign is ignored, and NaN gives 0. Source: ``ue4m3_to_fp32`` of ggml.
     """
     bits = np.arange(256, dtype=np.uint32)
     halves = ((bits & 127) << 20).view(np.float32) * np.float32(2.0**119)
@@ -205,15 +209,16 @@ def _compute_e4m3_halves() -> F32:
 
 
 HALF_OF_E4M3 = _compute_e4m3_halves()
+"""Half of the value of each E4M3 byte."""
 
 
 def _as_column(values: np.ndarray) -> F32:
-    """Return float32 [n, ..., 1] from one number per block or per part of a block."""
+    """Return one number per block, or per part of a block, as a float32 column [n, ..., 1]."""
     return values.astype(np.float32)[..., None]
 
 
 def _unpack_4_bits(qs: U8, width: int) -> U8:
-    """Return the low, then the high halves of each `width` bytes: [n, m] to [n, m / width, 2, width]."""
+    """Unpack 4-bit numbers: of each `width` bytes the low, then the high halves: [n, m] to [n, m / width, 2, width]."""
     packed = np.ascontiguousarray(qs).reshape(len(qs), -1, width)
     out = np.empty((len(qs), packed.shape[1], 2, width), np.uint8)
     np.bitwise_and(packed, 15, out=out[:, :, 0])
@@ -222,26 +227,26 @@ def _unpack_4_bits(qs: U8, width: int) -> U8:
 
 
 def _unpack_2_bits(qs: U8) -> U8:
-    """Return the four 2-bit fields of each 32 bytes, lowest first: [n, 64] to [n, 2, 4, 32]."""
+    """Unpack the four 2-bit numbers of each of 32 bytes, lowest bits first: [n, 64] to [n, 2, 4, 32]."""
     packed = np.ascontiguousarray(qs).reshape(len(qs), 2, 1, 32)
     return (packed >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & np.uint8(3)
 
 
 def _unpack_bit_planes(qh: U8) -> U8:
-    """Return bit i of 32 bytes as row i: [n, 32] to [n, 8, 32] of 0 or 1."""
+    """Unpack bit i of 32 bytes into row i: [n, 32] to [n, 8, 32] of 0 or 1."""
     packed = np.ascontiguousarray(qh)[:, None, :]
     return (packed >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
 
 
 def _unpack_fifth_bits(qh: U8) -> U8:
-    """Return 16 where the bit of an element is set, otherwise 0: [n, 4] to [n, 32]."""
+    """Unpack the fifth bit of each element: 16 where the bit is set, otherwise 0: [n, 4] to [n, 32]."""
     bits = np.unpackbits(np.ascontiguousarray(qh), axis=1, bitorder="little")
     bits <<= 4
     return bits
 
 
 def _unpack_scales_and_minima(packed: U8) -> tuple[U8, U8]:
-    """Return the 6-bit scales and minima of Q4_K and Q5_K: [n, 12] to two [n, 8] (``get_scale_min_k4`` of ggml)."""
+    """Unpack the 6-bit scales and minima of Q4_K and Q5_K: [n, 12] to two [n, 8] (``get_scale_min_k4`` of ggml)."""
     low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
     minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=1)
@@ -249,14 +254,14 @@ def _unpack_scales_and_minima(packed: U8) -> tuple[U8, U8]:
 
 
 def _multiply_scale(q: np.ndarray, scale: F32, out: F32) -> None:
-    """Write ``scale * q`` to `out`, with `scale` [n, parts, 1] or [n, 1]."""
+    """Write ``q * scale`` to `out`; `scale` is [n, parts, 1] or [n, 1]."""
     out[...] = q.reshape(out.shape)
     parts = out.reshape(*scale.shape[:-1], -1)
     parts *= scale
 
 
 def _multiply_scale_subtract_minimum(q: np.ndarray, scale: F32, minimum: F32, out: F32) -> None:
-    """Write ``scale * q - minimum`` to `out`, rounded after each operation as in the scalar loops of ggml."""
+    """Write ``q * scale - minimum`` to `out`, rounded after each operation as in the scalar loops of ggml."""
     _multiply_scale(q, scale, out)
     parts = out.reshape(*minimum.shape[:-1], -1)
     parts -= minimum
@@ -341,13 +346,13 @@ def _expand_nvfp4(b: np.ndarray, out: F32) -> None:
 
 
 def _expand_q1_0(b: np.ndarray, out: F32) -> None:
-    """Write one sign per element times the scale."""
+    """Expand Q1_0 blocks, which have one sign per element: write plus or minus the scale."""
     d = _as_column(b["d"])
     out[...] = np.where(np.unpackbits(np.ascontiguousarray(b["qs"]), axis=1, bitorder="little"), d, -d)
 
 
 def _expand_q2_0(b: np.ndarray, out: F32) -> None:
-    """Write -1, 0, 1 or 2 times the scale; four neighbours share a byte."""
+    """Expand Q2_0 blocks, which have four neighbours per byte: write -1, 0, 1 or 2 times the scale."""
     q = (b["qs"][..., None] >> np.array([0, 2, 4, 6], np.uint8)) & np.uint8(3)
     _multiply_scale(q.view(np.int8) - np.int8(1), _as_column(b["d"]), out)
 
@@ -370,6 +375,7 @@ EXPANDERS: dict[DType, ExpandBlocks] = {
     DType.Q1_0: _expand_q1_0,
     DType.Q2_0: _expand_q2_0,
 }
+"""The function from block records to numbers by dtype."""
 
 
 def _safe_reciprocal(scale: F32) -> F32:
@@ -378,6 +384,7 @@ def _safe_reciprocal(scale: F32) -> F32:
 
 
 def _build_blocks(dtype: DType, scale: F32, qs: np.ndarray) -> np.ndarray:
+    """Build block records with one scale and the codes `qs` of each block."""
     blocks = np.empty(len(scale), BLOCK_LAYOUTS[dtype])
     blocks["d"], blocks["qs"] = scale[:, 0], qs
     return blocks

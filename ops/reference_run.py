@@ -17,14 +17,16 @@ from .registry import op_of
 
 
 def as_reference_array(array: npt.ArrayLike) -> Array:
-    """Return `array` as an operand of a reference: integers unchanged, other numbers in float64."""
+    """Return `array` in the dtype of reference operands: integers unchanged, other numbers in float64."""
     array = as_number_array("array", array, GraphError)
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
 
 
 @validate_arguments(GraphError, graph=instance_of(Graph), bindings=instance_of(Mapping))
 def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return the outputs and the new states of a graph, each by name, in float64 or integers.
+    """Run the reference function of each node of a graph; return the outputs and the new states, each by name.
+
+    Arrays are float64 or integers.
 
     Args:
         graph: any verified graph.
@@ -51,6 +53,7 @@ def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[
 
 
 def _bind_leaf(node: Node, bindings: Mapping[str, npt.ArrayLike]) -> Array:
+    """Return the array of a leaf: its constant, its binding, or zeros for a missing state."""
     if node.op == "constant":
         return as_reference_array(constant_array(node))
     spec = node.specs[0]

@@ -30,6 +30,7 @@ _MODULES = (
 )
 
 BUILTIN_OPS = {op.name: op for module in _MODULES for op in vars(module).values() if isinstance(op, Op)}
+"""The ops of hocket by name."""
 ENTRY_POINT_GROUP = "hocket.ops"
 """The entry-point group of ops of other packages; the name of an entry is the name of its op."""
 
@@ -69,7 +70,11 @@ class Registry(Mapping[str, Op[Any]]):
             raise GraphError(f"register: there is an op {op.name!r} already; give this one another name")
 
     def _import_installed_ops(self) -> None:
-        """Import the ops of installed packages, once."""
+        """Import the ops of installed packages at the first call; later calls do nothing.
+
+        Raises:
+            GraphError: an op cannot be imported.
+        """
         if self._has_imported:
             return
         self._has_imported = True
@@ -83,6 +88,7 @@ class Registry(Mapping[str, Op[Any]]):
 
 
 REGISTRY = Registry(BUILTIN_OPS)
+"""The registry of all ops."""
 
 
 @validate_arguments(GraphError, op=instance_of(Op))
@@ -124,11 +130,11 @@ def find_inplace_operand(result: Value) -> Value | None:
 
 
 def find_storage_kind(value: Value) -> str:
-    """Return the kind of a value, from which a backend derives its storage dtype.
+    """Return the storage kind of a value, from which a backend derives the storage dtype.
 
     Returns:
-        The op of a leaf: ``input``, ``weight``, ``state`` or ``constant``. ``state`` also for a state with entries that
-        an op replaced, because the op may do so in place. ``value`` for all other values.
+        For a leaf its op: ``input``, ``weight``, ``state`` or ``constant``. Also ``state`` for a state with entries
+        that an op replaced, because the op may replace them in place. ``value`` for all other values.
     """
     node = value.node
     if node.is_leaf:
@@ -148,7 +154,7 @@ def find_storage_kind(value: Value) -> str:
 
 
 def ops_are_declared(graph: Graph) -> Iterator[str]:
-    """Yield a problem for each node with an unknown op; leaves are exempt."""
+    """Yield a problem for each node with an op that is not in the registry; leaves are exempt."""
     unknown = {op for op in {n.op for n in graph.nodes} if op not in REGISTRY and op not in LEAF_OPS}
     for node in graph.nodes if unknown else ():
         if node.op in unknown:
@@ -174,9 +180,14 @@ def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
 
 
 OP_RULES: tuple[GraphRule, ...] = (*GRAPH_RULES, ops_are_declared, specs_follow_from_operands)
+"""All rules of graphs and of ops."""
 
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def verify(graph: Graph) -> None:
-    """Raise `GraphError` unless `graph` obeys all rules of graphs and of its ops."""
+    """Verify that `graph` obeys all rules of graphs and of its ops.
+
+    Raises:
+        GraphError: the graph breaks a rule.
+    """
     verify_rules(graph, OP_RULES)

@@ -15,6 +15,7 @@ from .declaration.call_signature import format_parameters
 from .declaration.op import Op
 
 WIDTH = 120
+"""Columns of a line."""
 HEAD = '''"""All ops with their types and docstrings, written from the registry by `python -m hocket.ops.stubs`."""
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from ..graph.node import Value
 
 
 def build_stub() -> str:
-    """Return the stub of `hocket.ops`: the exports of its ``__init__.py``, with ops as functions."""
+    """Return the type stub of `hocket.ops`: the exports of its ``__init__.py``, with ops as functions."""
     package = import_module(__package__)
     tree = ast.parse(Path(str(package.__file__)).read_bytes())
     others, ops = [], {}
@@ -41,7 +42,7 @@ def build_stub() -> str:
 
 
 def format_stub(name: str, op: Op[Any]) -> Iterator[str]:
-    """Yield one op as a function with its docstring, formatted as by ruff."""
+    """Yield the stub of one op as text: a function with its docstring, formatted as by ruff."""
     signature = inspect.signature(op)
     listed, end = list(format_parameters(signature)), f") -> {signature.return_annotation}:"
     joined = ", ".join(listed)

@@ -1,4 +1,4 @@
-"""The text format of graphs, without attributes that equal the defaults of their op."""
+"""The text format of graphs, in which attributes that equal the defaults of their op are left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dump(graph: Graph) -> str:
 
 @validate_arguments(GraphError, text=TEXT)
 def parse(text: str) -> Graph:
-    """Return the graph of a text from `dump`, with or without default attributes.
+    """Parse a graph from the text of `dump`, with or without default attributes.
 
     `verify` checks whether ops exist and fit.
 
@@ -42,7 +42,7 @@ def select_non_default_attributes(node: Node) -> Attrs:
 
 
 def add_default_attributes(op: str, attrs: Attrs) -> Attrs:
-    """Return `attrs` with the defaults of the op, in declared order."""
+    """Return `attrs` with the defaults of the op added, in declared order."""
     if op not in REGISTRY:
         return attrs
     declared = REGISTRY[op]
@@ -55,5 +55,5 @@ def add_default_attributes(op: str, attrs: Attrs) -> Attrs:
 
 
 def _is_same_value(one: object, two: object) -> bool:
-    """Return whether values and types are equal: 1 is not 1.0 or true."""
+    """Return whether both values and their types are equal: 1 is not 1.0 or true."""
     return type(one) is type(two) and repr(one) == repr(two)

@@ -24,34 +24,39 @@ ROWS, COLUMNS, RUNS = 512, 2048, 7
 TABLE_COLUMNS = ("op", "µs", "GB/s", "predicted µs", "ratio")
 
 
-def matrix(name: str, *shape: int, dtype: str = "f32") -> Value:
+def make_input(name: str, *shape: int, dtype: str = "f32") -> Value:
+    """Make an input with the name and the shape; the default shape is `ROWS` × `COLUMNS`."""
     return input(name, shape or (ROWS, COLUMNS), dtype)
 
 
 OP_BUILDERS: Mapping[str, Callable[[], Value]] = {
-    "sin": lambda: ops.sin(matrix("x")),
-    "arctan": lambda: ops.arctan(matrix("x")),
-    "argmax": lambda: ops.argmax(matrix("x")),
-    "sum": lambda: ops.sum(matrix("x")),
-    "roll": lambda: ops.roll(matrix("x"), shifts=(3, 5)),
-    "power": lambda: ops.power(matrix("x"), matrix("y")),
-    "count_equal": lambda: ops.count_equal(matrix("x", dtype="i32"), matrix("y", dtype="i32")),
-    "tri": lambda: ops.tri(matrix("x", ROWS, ROWS), kind="lower"),
-    "diag": lambda: ops.diag(matrix("x", ROWS)),
-    "group_norm": lambda: ops.group_norm(matrix("x", 32, 64, 64), groups=8, eps=1e-5),
-    "scatter": lambda: ops.scatter(matrix("x"), matrix("i", dtype="i32"), matrix("y")),
-    "gather": lambda: ops.gather(matrix("x"), matrix("i", dtype="i32")),
+    "sin": lambda: ops.sin(make_input("x")),
+    "arctan": lambda: ops.arctan(make_input("x")),
+    "argmax": lambda: ops.argmax(make_input("x")),
+    "sum": lambda: ops.sum(make_input("x")),
+    "roll": lambda: ops.roll(make_input("x"), shifts=(3, 5)),
+    "power": lambda: ops.power(make_input("x"), make_input("y")),
+    "count_equal": lambda: ops.count_equal(make_input("x", dtype="i32"), make_input("y", dtype="i32")),
+    "tri": lambda: ops.tri(make_input("x", ROWS, ROWS), kind="lower"),
+    "diag": lambda: ops.diag(make_input("x", ROWS)),
+    "group_norm": lambda: ops.group_norm(make_input("x", 32, 64, 64), groups=8, eps=1e-5),
+    "scatter": lambda: ops.scatter(make_input("x"), make_input("i", dtype="i32"), make_input("y")),
+    "gather": lambda: ops.gather(make_input("x"), make_input("i", dtype="i32")),
     "lightning_indexer": lambda: ops.lightning_indexer(
-        matrix("q", 128, 16, 64), matrix("k", 1024, 64), matrix("w", 128, 16), matrix("m", 128, 1024)
+        make_input("q", 128, 16, 64), make_input("k", 1024, 64), make_input("w", 128, 16), make_input("m", 128, 1024)
     ),
-    "solve_tri": lambda: ops.solve_tri(matrix("a", 16, 64, 64), matrix("b", 16, 64, 64)),
-    "timestep_embedding": lambda: ops.timestep_embedding(matrix("x", ROWS), dim=320),
-    "argsort": lambda: ops.argsort(matrix("x")),
+    "solve_tri": lambda: ops.solve_tri(make_input("a", 16, 64, 64), make_input("b", 16, 64, 64)),
+    "timestep_embedding": lambda: ops.timestep_embedding(make_input("x", ROWS), dim=320),
+    "argsort": lambda: ops.argsort(make_input("x")),
 }
 
 
-def measure(op: str, build: Callable[[], Value]) -> dict[str, object]:
-    """Return the row of an op. Raises SystemExit if it has a compiled kernel."""
+def measure_op(op: str, build: Callable[[], Value]) -> dict[str, object]:
+    """Measure an op that NumPy computes, and return its result row.
+
+    Raises:
+        SystemExit: The op has a compiled kernel.
+    """
     graph, rng = Graph({"y": build()}), np.random.default_rng(5)
     run = hocket.load(hocket.plan(graph, "cpu:0"), {})
     if STAND_IN not in run.kernels():
@@ -66,6 +71,7 @@ def measure(op: str, build: Callable[[], Value]) -> dict[str, object]:
 
 
 def format_cells(row: dict[str, object]) -> list[str]:
+    """Return the cells of a result row for the table."""
     ratio = row["seconds"] / row["predicted"]
     return [
         row["op"],
@@ -82,7 +88,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
     args = parser.parse_args()
     about = results.collect_circumstances(args.shared)
-    rows = [measure(op, build) for op, build in OP_BUILDERS.items()]
+    rows = [measure_op(op, build) for op, build in OP_BUILDERS.items()]
     print(results.format_table(TABLE_COLUMNS, list(map(format_cells, rows))), end="")
     if args.save:
         results.write_result(args.save, about, rows, results.format_table(TABLE_COLUMNS, list(map(format_cells, rows))))

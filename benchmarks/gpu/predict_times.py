@@ -84,7 +84,7 @@ DTYPES = (*packed.TILED_SOURCE_BY_DTYPE, DType.F16, DType.BF16, DType.F32)
 
 
 class LaunchPrediction(NamedTuple):
-    """The predicted seconds of a launch, and the resource that limits it."""
+    """The predicted seconds of a kernel launch, and the resource that limits it."""
 
     kernel: str
     seconds: float

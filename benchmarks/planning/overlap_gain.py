@@ -36,11 +36,13 @@ their threads execute the collective.
 """
 
 
-def plan_with_overlap(graph: Graph, machine: str, *, beside: bool) -> Plan:
-    """Plan for simulated devices that overlap compute with collectives (`beside`), or do not."""
+def plan_with_overlap(graph: Graph, machine: str, *, has_overlap: bool) -> Plan:
+    """Plan a graph for simulated devices; with `has_overlap`, they overlap compute with collectives."""
     simulation = parse_simulated_group(machine)
     with patch.object(
-        SimulatedGpu, "can_overlap_collectives", SimulatedGpu.can_overlap_collectives if beside else lambda *_: False
+        SimulatedGpu,
+        "can_overlap_collectives",
+        SimulatedGpu.can_overlap_collectives if has_overlap else lambda *_: False,
     ):
         plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph), split_mode="tensor")
         assert plan.cost  # computes the costs while the patch is active
@@ -52,9 +54,9 @@ def format_comparison_rows(path: str) -> Iterator[tuple[str, ...]]:
     for machine in MACHINES:
         for name, tokens in STEPS.items():
             graph, _ = read_step_graph(path, context=CONTEXT_TOKENS, tokens=tokens)
-            one_by_one, beside = (plan_with_overlap(graph, machine, beside=does) for does in (False, True))
-            before, after = one_by_one.cost, beside.cost
-            chunks = [word for why in beside.reasons if "chunks" in why for word in why.split() if word.isdecimal()]
+            one_by_one, overlapped = (plan_with_overlap(graph, machine, has_overlap=does) for does in (False, True))
+            before, after = one_by_one.cost, overlapped.cost
+            chunks = [word for why in overlapped.reasons if "chunks" in why for word in why.split() if word.isdecimal()]
             yield (
                 machine,
                 name,

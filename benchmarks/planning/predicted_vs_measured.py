@@ -33,7 +33,7 @@ TURNS_PER_ROUND = 5
 
 @dataclass
 class ModelRun:
-    """Steps of `token_count` tokens of a model at the end of a context."""
+    """A run of a model: steps of `token_count` tokens at the end of a context."""
 
     name: str
     session: Session

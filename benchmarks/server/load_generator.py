@@ -29,11 +29,12 @@ EMPTY_EVENTS = (b"[DONE]", b"")
 
 @dataclass(frozen=True)
 class Workload:
-    """Token counts of requests.
+    """The token counts of the requests of a workload.
 
-    - `shared`: tokens at the beginning of all prompts; `own`: mean further tokens, `spread`: their largest deviation.
+    - `shared`: tokens at the beginning of all prompts.
+    - `own`: mean further tokens of a prompt; `spread`: their largest deviation.
     - `answer`: tokens of an answer.
-    - `turns`, `turn`: further requests of a talk, and the tokens that each of them adds after the answer.
+    - `turns`: further requests of a talk; `turn`: tokens that each of them adds after the answer.
     """
 
     own: int
@@ -73,12 +74,12 @@ class Job:
 
 
 def make_jobs(workload: Workload, count: int, seed: str, vocabulary: int) -> list[Job]:
-    """Return `count` jobs; equal seeds give equal jobs.
+    """Make `count` random jobs of a workload; equal seeds give equal jobs.
 
     Args:
-        workload: The sizes.
+        workload: The token counts.
         count: Number of jobs.
-        seed: Seed of sizes and tokens.
+        seed: Seed of token counts and tokens.
         vocabulary: Number of tokens; ids at both ends are left out, because control tokens are there.
     """
     rng, ids = random.Random(seed), range(vocabulary // 8, max(vocabulary // 8 + 1, vocabulary * 3 // 4))
@@ -115,7 +116,7 @@ class Exchange:
 
     @property
     def error(self) -> str:
-        """Why there is no complete answer, or an empty text."""
+        """The reason why the answer is incomplete, or the empty text."""
         if self.failure or self.status != 200:
             return self.failure or f"status {self.status}: {b''.join(data for _, data in self.reads)[:200]!r}"
         found = [event["error"] for _, event in self.events if "error" in event]

@@ -77,8 +77,8 @@ def find_percentile(numbers: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def summarise(exchanges: Sequence[Exchange], seconds: float, *, has_late: bool) -> dict[str, object]:
-    """Return the figures of one run.
+def summarise_exchanges(exchanges: Sequence[Exchange], seconds: float, *, has_late: bool) -> dict[str, object]:
+    """Summarise all requests of one run: return its throughput, latencies and errors as a result row.
 
     Args:
         exchanges: All requests.
@@ -146,7 +146,7 @@ def measure_load(target: Target, case: LoadCase, requests: int, seed: str) -> di
     asyncio.run(work)
     seconds, own = time.perf_counter() - start, time.process_time() - own
     row: dict[str, object] = {"workload": case.workload, "load": case.load, "server": target.name}
-    row |= summarise(exchanges, seconds, has_late=is_interrupted)
+    row |= summarise_exchanges(exchanges, seconds, has_late=is_interrupted)
     row |= {"generator_cpu_seconds": own, "generator_share": own / seconds / (os.cpu_count() or 1)}
     if target.pid:
         row |= {"cpu_seconds": read_cpu_seconds(target.pid) - cpu, "memory_mib": read_memory_mib(target.pid)}

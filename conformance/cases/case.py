@@ -1,4 +1,4 @@
-"""A case: one op on operands with given shapes, layouts and values, and its text, which reproduces it."""
+"""A test case of one op: operand specs, attributes, operand layout and input kind, and the text that reproduces it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _WHOLE = re.compile(r"\s*(\w+)\((.*)\)\s*", re.DOTALL)
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A run of one op: ``mul_mat(w=q4_K[64,256], x=f32[7,256], layout=permuted, inputs=large)``.
+    """One test case of an op, such as ``mul_mat(w=q4_K[64,256], x=f32[7,256], layout=permuted, inputs=large)``.
 
-    `operands` and `attrs` are in declared order, without attributes that equal their default. `check` names the
-    comparison: ``reference``, or a metamorphic check such as ``cut-m``.  `seed` moves all random numbers; they derive
-    from the text without it.
+    `operands` and `attrs` are in declared order; attributes that equal their default are left out. `layout` and
+    `inputs` are entries of `LAYOUTS` and `INPUTS`. `check` names the comparison: ``reference``, or a metamorphic check
+    such as ``cut-m``. All random numbers derive from `seed` and from the text without the seed.
     """
 
     op: str
@@ -48,17 +48,18 @@ class Case:
 
     @property
     def op_declaration(self) -> Op:
+        """The declared op in the registry."""
         return REGISTRY[self.op]
 
     @cached_property
     def point(self) -> str:
-        """The text of operands and attributes, in the form of an op's samples."""
+        """The operands and attributes as text, in the format of the samples of an op, without layout and input kind."""
         parts = [f"{k}={s}" for k, s in self.operands] + [f"{k}={format_attribute(v)}" for k, v in self.attrs]
         return ", ".join(parts)
 
     @cached_property
     def text(self) -> str:
-        """The case without its seed."""
+        """The text of the case without its seed; ``str(case)`` adds the seed."""
         settings = [f"layout={self.layout}", f"inputs={self.inputs}"]
         settings += [] if self.check == "reference" else [f"check={self.check}"]
         return f"{self.op}({', '.join([self.point] * bool(self.point) + settings)})"
@@ -68,16 +69,17 @@ class Case:
 
     @cached_property
     def random_seed(self) -> tuple[int, int]:
-        """The seed of the generator of this case's numbers."""
+        """The seed of the random generator of this case: a CRC-32 of the text without the seed, and `seed`."""
         return crc32(self.text.encode()), self.seed
 
     @property
     def specs(self) -> Mapping[str, Spec]:
+        """The spec of each operand by name."""
         return dict(self.operands)
 
     @property
     def attributes_with_defaults(self) -> Mapping[str, Attr]:
-        """Attributes with their defaults."""
+        """All attributes by name, with the defaults of the op for attributes that the case leaves out."""
         return self.op_declaration.normalise_attributes(dict(self.attrs))
 
     @property
@@ -94,12 +96,16 @@ class Case:
 
     @property
     def signed_zeros(self) -> bool:
-        """Whether zeros have a sign and subnormal numbers are kept.  A quantised number is itself a product."""
+        """Whether zeros in a result need the right sign, and subnormal numbers may not be flushed to zero.
+
+        The op declares this need. It does not hold for quantised operands, because a dequantised number is itself a
+        product.
+        """
         return self.op_declaration.signed_zeros and not self._is_quantised
 
     @property
     def any_infinity(self) -> bool:
-        """Whether a result may be NaN or infinite in place of another value that is not finite.
+        """Whether NaN and infinities in a result may stand in place of each other.
 
         Products of quantised weights multiply codes and scales separately. Recurrences of several factors may process
         tokens in chunks, with other products. Both turn some infinities into NaN and the reverse.
@@ -109,9 +115,9 @@ class Case:
 
     @property
     def nan_for_infinity(self) -> tuple[str, ...]:
-        """The declared operands in which an infinity may act as NaN.
+        """The names of the operands in which an infinity may act as NaN, as the op declares.
 
-        A product of two float32 operands has none: backends multiply the factors as they are.
+        A product of two float32 operands has no such operand: backends multiply its factors as they are.
         """
         declared = self.op_declaration.nan_for_infinity if self.inputs == "special" else ()
         specs = self.specs
@@ -127,22 +133,31 @@ class Case:
 
     @property
     def column(self) -> str:
-        """The layout under which reports count the case; a case without elements has none."""
+        """The layout under which reports count the case; ``zero-size`` for a case without elements."""
         return "zero-size" if self.is_empty else self.layout
 
     @property
     def dtypes(self) -> str:
-        """The distinct dtypes of the operands: ``q4_K/f32``; index dtypes only if there are no others."""
+        """The distinct operand dtypes as text, such as ``q4_K/f32``; integer dtypes only if there are no others."""
         dtypes = dict.fromkeys(s.dtype.text for _, s in self.operands if not s.dtype.is_integer)
         return "/".join(dtypes or dict.fromkeys(s.dtype.text for _, s in self.operands)) or "-"
 
     def with_settings(self, **changes: object) -> Case:
-        """Return the case with other settings."""
+        """Return a copy of the case with other field values."""
         return replace(self, **changes)  # type: ignore[arg-type]  # fields by name
 
 
 def make_case(op: Op, parts: Mapping[str, Spec | Attr], **settings: object) -> Case:
-    """Return a case of `op` from operand specs and attributes in any order."""
+    """Return a case of `op` from operand specs and attributes in any order.
+
+    Args:
+        op: the op under test.
+        parts: operand specs and attributes by name.
+        settings: further fields of the case, such as `layout`.
+
+    Raises:
+        GraphError: the op has no operand or attribute of a given name.
+    """
     operands = tuple((k, s) for k in op.operand_names if isinstance(s := parts.get(k), Spec))
     known = (*op.required_attributes, *op.defaults)
     attrs = [(k, v) for k in known if k in parts and not isinstance(v := parts[k], Spec)]
@@ -154,7 +169,7 @@ def make_case(op: Op, parts: Mapping[str, Spec | Attr], **settings: object) -> C
 
 
 def parse_test_case(text: str) -> Case:
-    """Return the case with this text; missing settings have their defaults.
+    """Parse the text of a case; settings that the text lacks have their defaults.
 
     Raises:
         GraphError: the text describes no case.

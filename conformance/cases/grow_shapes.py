@@ -1,7 +1,8 @@
-"""Points of an op, which are operand specs and attributes, derived from the samples of the op.
+"""More cases of an op, grown from the samples in its declaration.
 
-A sample is legal. Each change of one property (a dimension, the leading axes, a dtype, an attribute, an optional
-operand) gives another point if the op accepts it. The algorithm knows no op by name.
+A point is the operand specs and attributes of one call, by name. Each sample is a legal point. Each change of one
+property gives another point if the op accepts it. The properties are a dimension, the leading axes, a dtype, an
+attribute and an optional operand. The algorithm knows no op by name.
 """
 
 from __future__ import annotations
@@ -24,34 +25,44 @@ from ...ops.declaration.signature import DimensionRole, DimensionSizes, LeadingA
 from .case import Case, make_case
 
 Point: TypeAlias = Mapping[str, "Spec | Attr"]
+"""Operand specs and attributes of one call of an op, by name."""
 
 DIMENSION_SIZES = (1, 2, 3, 5, 8, 17, 31, 64, 67, 130, 256, 513, 1031, 4099)
 """Sizes of a named dimension: one, primes, powers of two and their neighbours."""
 LEADING_AXES: tuple[tuple[int, ...], ...] = ((), (1,), (3,), (4,), (2, 3), (1, 7), (6, 1), (2, 1, 3))
+"""Leading axes of grown points."""
 ELEMENTWISE: tuple[tuple[int, ...], ...] = (
     *((), (1,), (2,), (7,), (31,), (64,), (129,), (1031,), (5, 1), (1, 130), (17, 67), (257, 33), (4, 256)),
     *((2, 3, 5), (1, 1, 7), (3, 1, 64), (2, 3, 4, 5), (1, 5, 1, 9), (2, 3, 2, 3, 4), (4, 6, 8)),
 )
+"""Leading axes of grown points of elementwise ops, which have no other axes."""
 ROWS = 4099
-"""A prime row count above every tile and thread block, so that a fault may touch one row only."""
+"""A prime row count above every tile and thread block, so that a fault may affect one row only."""
 MAX_ELEMENTS = 1 << 18
+"""Maximum elements of an operand or a result."""
 FEW_ELEMENTS = 1 << 13
+"""Maximum elements of an operand for which every layout and metamorphic check is tested.
+
+Operands of grown points have at most four times as many.
+"""
 MAX_TOKENS = 600
 """Maximum tokens, since a recurrence processes them one by one."""
 MAX_POINTS = 160
+"""Maximum cases of an op beyond its samples."""
 MIXED_POINTS = 6
+"""Points per sample in which all dimensions change at once."""
 MAX_BASE_SAMPLES = 12
-"""Samples from which others are grown."""
+"""Maximum samples of an op from which further points are grown."""
 
 
 def grow_points(op: Op) -> tuple[Case, ...]:
-    """Return the samples of `op`, then at most `MAX_POINTS` other points, without duplicates."""
+    """Return the samples of `op` as cases, then at most `MAX_POINTS` distinct cases that are grown from the samples."""
     bases = [parse_case(text) for text in op.samples]
-    samples = dict.fromkeys(make_case(op, parts) for parts in bases)
+    samples = dict.fromkeys(make_case(op, point) for point in bases)
     grown: dict[Case, None] = {}
-    for parts in _spread_out(bases, MAX_BASE_SAMPLES):
-        grown.update((make_case(op, p), None) for p in _grow_sample(op, parts, bases))
-    first = next((parts for parts in bases if not make_case(op, parts).is_empty), bases[0]) if bases else {}
+    for point in _spread_out(bases, MAX_BASE_SAMPLES):
+        grown.update((make_case(op, p), None) for p in _grow_sample(op, point, bases))
+    first = next((point for point in bases if not make_case(op, point).is_empty), bases[0]) if bases else {}
     for step in list(_leading_of(op, first)):
         grown.update((make_case(op, p), None) for p in _dtypes_of(op, step))
     tall = next((make_case(op, p) for p in map(partial(_add_many_rows, op), bases) if p is not None), None)
@@ -64,15 +75,15 @@ def grow_points(op: Op) -> tuple[Case, ...]:
 
 
 def _spread_out(items: Sequence[Point], limit: int) -> Sequence[Point]:
-    """Return at most `limit` of the items, evenly spaced."""
+    """Select at most `limit` of the items, evenly spaced."""
     step = max(1.0, len(items) / limit)
     return [items[int(i * step)] for i in range(min(len(items), limit))]
 
 
 def _order_by_novelty(cases: Sequence[Case]) -> Iterator[Case]:
-    """Return all cases: first each case with a new dtype, attribute or size, then the rest in a shuffled order.
+    """Yield all cases: first each case with a new dtype, attribute or size, then the rest in a fixed shuffled order.
 
-    Empty cases come last, because they hardly test a dtype.
+    Empty cases come last in each part, because they hardly test a dtype.
     """
     shuffled = sorted(cases, key=lambda c: (c.is_empty, crc32(c.text.encode())))
     seen: set[object] = set()
@@ -89,36 +100,37 @@ def _order_by_novelty(cases: Sequence[Case]) -> Iterator[Case]:
     yield from later
 
 
-def _grow_sample(op: Op, parts: Point, bases: Sequence[Point]) -> Iterator[Point]:
-    yield from _dims_of(op, parts)
-    yield from _change_all_dimensions(op, parts)
-    yield from _leading_of(op, parts)
-    yield from _dtypes_of(op, parts)
-    yield from _attrs_of(op, parts, bases)
-    yield from _without_optional(op, parts)
+def _grow_sample(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
+    """Yield all points that differ from sample `point` in one property, or in all dimensions at once."""
+    yield from _dims_of(op, point)
+    yield from _change_all_dimensions(op, point)
+    yield from _leading_of(op, point)
+    yield from _dtypes_of(op, point)
+    yield from _attrs_of(op, point, bases)
+    yield from _without_optional(op, point)
 
 
-def is_legal(op: Op, parts: Point, max_elements: int = MAX_ELEMENTS) -> bool:
-    """Return whether the op accepts these operands and attributes, and none has more than `max_elements` elements."""
-    specs = [parts.get(name) for name in op.operand_names]
+def is_legal(op: Op, point: Point, max_elements: int = MAX_ELEMENTS) -> bool:
+    """Return whether `op` accepts a point, and no operand or result has more than `max_elements` elements."""
+    specs = [point.get(name) for name in op.operand_names]
     while specs and specs[-1] is None:
         specs.pop()
     if any(isinstance(s, Spec) and (check_spec(s) or s.size > max_elements) for s in specs):
         return False
     try:
-        attrs = op.normalise_attributes({k: v for k, v in parts.items() if not isinstance(v, Spec)})
+        attrs = op.normalise_attributes({k: v for k, v in point.items() if not isinstance(v, Spec)})
         results = op.infer_results(specs, attrs)  # type: ignore[arg-type]  # None stands for an operand left out
-        return all(s.size <= max_elements for s in results) and _ranges_hold(op, parts, attrs)
+        return all(s.size <= max_elements for s in results) and _ranges_hold(op, point, attrs)
     except (SignatureMismatch, GraphError, TypeError, ValueError, KeyError, ZeroDivisionError):
         return False
 
 
-def _ranges_hold(op: Op, parts: Point, attrs: Mapping[str, Attr]) -> bool:
-    """Return whether operands with row numbers have rows to number, and enough distinct ones."""
+def _ranges_hold(op: Op, point: Point, attrs: Mapping[str, Attr]) -> bool:
+    """Return whether each table has enough rows for the row numbers that its index operand needs."""
     signature = op.signature_for(attrs)
-    sizes = op.resolve_sizes([_spec(parts, o.name) for o in signature.operands], attrs).by_name
+    sizes = op.resolve_sizes([_spec(point, o.name) for o in signature.operands], attrs).by_name
     for name, legal_values in op.ranges.items():
-        spec = _spec(parts, name)
+        spec = _spec(point, name)
         if isinstance(legal_values.high, str) and spec is not None and spec.size:
             rows = sizes.get(legal_values.high, 0)
             axes = distinct_axes(op, attrs, name)
@@ -128,58 +140,69 @@ def _ranges_hold(op: Op, parts: Point, attrs: Mapping[str, Attr]) -> bool:
 
 
 def distinct_axes(op: Op, attrs: Mapping[str, Attr], name: str) -> int:
-    """Return the number of last axes of an operand within which its row numbers must differ.
+    """Return the number of last axes of operand `name` within which its row numbers must differ; 0 if they may repeat.
 
-    These are its named axes; each index of a leading axis has rows of its own.
+    These are the named axes of the operand. Each index of a leading axis has its own set of row numbers.
     """
     if name not in op.ranges or not op.ranges[name].distinct:
         return 0
     return next(len(o.dims) for o in op.signature_for(attrs).operands if o.name == name)
 
 
-def _spec(parts: Point, name: str) -> Spec | None:
-    part = parts.get(name)
+def _spec(point: Point, name: str) -> Spec | None:
+    part = point.get(name)
     return part if isinstance(part, Spec) else None
 
 
-def sizes_of(op: Op, parts: Point) -> tuple[Mapping[str, Attr], DimensionSizes, Sequence[Operand]] | None:
+def sizes_of(op: Op, point: Point) -> tuple[Mapping[str, Attr], DimensionSizes, Sequence[Operand]] | None:
+    """Return attributes with defaults, dimension sizes and operand signatures of a point; None if it is illegal."""
     try:
-        attrs = op.normalise_attributes({k: v for k, v in parts.items() if not isinstance(v, Spec)})
+        attrs = op.normalise_attributes({k: v for k, v in point.items() if not isinstance(v, Spec)})
         signature = op.signature_for(attrs)
-        return attrs, signature.resolve_sizes([_spec(parts, o.name) for o in signature.operands]), signature.operands
+        return attrs, signature.resolve_sizes([_spec(point, o.name) for o in signature.operands]), signature.operands
     except SignatureMismatch:
         return None
 
 
 def rebuild_point(
-    op: Op, parts: Point, named: Mapping[str, int], leading: tuple[int, ...], tiles: str = "keep"
+    op: Op, point: Point, new_sizes: Mapping[str, int], leading: tuple[int, ...], broadcast: str = "keep"
 ) -> Point:
-    """Return `parts` with other dimensions; operands keep the broadcast of their leading axes, or have `tiles`."""
-    known = sizes_of(op, parts)
+    """Return a point with other dimension sizes and other leading axes.
+
+    Args:
+        op: the op of the point.
+        point: the point to change.
+        new_sizes: new sizes of all dimensions by name.
+        leading: new leading axes.
+        broadcast: leading axes of operands that broadcast: ``keep`` theirs, ``whole`` (no broadcast), ``none``,
+            ``one`` (axes of size 1), ``last`` (the last axis only) or ``part`` (divisors of the sizes).
+    """
+    known = sizes_of(op, point)
     assert known is not None
-    changed: dict[str, Spec | Attr] = dict(parts)
+    changed: dict[str, Spec | Attr] = dict(point)
     for operand in known[2]:
-        spec = _spec(parts, operand.name)
+        spec = _spec(point, operand.name)
         if spec is None:
             continue
         axes = [
-            1 if d.may_be_one and n == 1 else math.prod(int(f) if f.isdecimal() else named[f] for f in d.factors)
+            1 if d.may_be_one and n == 1 else math.prod(int(f) if f.isdecimal() else new_sizes[f] for f in d.factors)
             for d, n in zip(operand.dims, spec.shape[len(spec.shape) - len(operand.dims) :], strict=True)
         ]
         ahead = spec.shape[: len(spec.shape) - len(operand.dims)]
-        shape = (*_leading_for(operand, ahead, known[1].leading, leading, tiles), *axes)
+        shape = (*_leading_for(operand, ahead, known[1].leading, leading, broadcast), *axes)
         changed[operand.name] = Spec(shape, spec.dtype)
     return changed
 
 
 def _leading_for(
-    operand: Operand, mine: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], tiles: str
+    operand: Operand, mine: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], broadcast: str
 ) -> tuple[int, ...]:
+    """Return the new leading axes of one operand; `broadcast` is explained in `resize_point`."""
     if operand.leading is LeadingAxes.NONE:
         return ()
     if operand.leading in (LeadingAxes.EQUAL, LeadingAxes.CONTRACTED):
         return new
-    match tiles:
+    match broadcast:
         case "whole":
             return new
         case "none":
@@ -195,8 +218,9 @@ def _leading_for(
     return mine if all(n % m == 0 for n, m in zip(new[::-1], mine[::-1], strict=False) if m) else ()
 
 
-def _dims_of(op: Op, parts: Point) -> Iterator[Point]:
-    known = sizes_of(op, parts)
+def _dims_of(op: Op, point: Point) -> Iterator[Point]:
+    """Yield points in which one dimension has another size."""
+    known = sizes_of(op, point)
     if known is None:
         return
     named, leading, coupled = dict(known[1].by_name), known[1].leading, coupled_names(known[2])
@@ -204,14 +228,14 @@ def _dims_of(op: Op, parts: Point) -> Iterator[Point]:
         for size in (*DIMENSION_SIZES, 0):
             if (name == op.sequential and size > MAX_TOKENS) or (size == 2 and name in coupled):
                 continue
-            for unit in _block_steps(known[2], parts, name):
-                grown = rebuild_point(op, parts, {**named, name: -(-size // unit) * unit}, leading)
+            for unit in _block_steps(known[2], point, name):
+                grown = rebuild_point(op, point, {**named, name: -(-size // unit) * unit}, leading)
                 if is_legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
                     yield grown
 
 
 def coupled_names(operands: Sequence[Operand]) -> set[str]:
-    """Return dimensions that must not become 2, unless a sample has that size.
+    """Return the coupled dimensions, which must not become 2, unless a sample has that size.
 
     Two numbers minus their mean are equal except for the sign. A norm of them then shows the rounding of the mean,
     which no perturbation of the operands explains.
@@ -219,76 +243,79 @@ def coupled_names(operands: Sequence[Operand]) -> set[str]:
     return {f for o in operands for d in o.dims if d.role is DimensionRole.COUPLED for f in d.factors}
 
 
-def _change_all_dimensions(op: Op, parts: Point) -> Iterator[Point]:
-    """Yield points in which all dimensions and the leading axes change at once."""
-    known = sizes_of(op, parts)
+def _change_all_dimensions(op: Op, point: Point) -> Iterator[Point]:
+    """Yield points in which all dimensions and the leading axes change at once, to random sizes."""
+    known = sizes_of(op, point)
     if known is None:
         return
-    rng, coupled = np.random.default_rng(crc32(repr(sorted(parts)).encode())), coupled_names(known[2])
+    rng, coupled = np.random.default_rng(crc32(repr(sorted(point)).encode())), coupled_names(known[2])
     for _ in range(MIXED_POINTS):
         named = {}
         for name in known[1].by_name:
-            (unit,) = _block_steps(known[2], parts, name)
+            (unit,) = _block_steps(known[2], point, name)
             size = int(rng.choice((1, 3, 5, 7, 8, 13, 33) if name in coupled else (1, 2, 3, 5, 7, 8, 13, 33)))
             named[name] = -(-size // unit) * unit
         leading = LEADING_AXES[rng.integers(len(LEADING_AXES))]
-        grown = rebuild_point(op, parts, named, leading)
+        grown = rebuild_point(op, point, named, leading)
         if is_legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
             yield grown
 
 
-def _block_steps(operands: Sequence[Operand], parts: Point, name: str) -> tuple[int, ...]:
-    """Return the unit of a dimension: the block size if an operand is quantised along it."""
+def _block_steps(operands: Sequence[Operand], point: Point, name: str) -> tuple[int, ...]:
+    """Return the unit of dimension `name` as a tuple of one: a multiple of the quantisation block sizes along it."""
     unit = 1
     for operand in operands:
-        spec = _spec(parts, operand.name)
+        spec = _spec(point, operand.name)
         if spec is not None and operand.dims and operand.dims[-1].factors == (name,):
             unit = math.lcm(unit, spec.dtype.block)
     return (unit,)
 
 
-def _elements(parts: Point) -> int:
-    return max((s.size for s in parts.values() if isinstance(s, Spec)), default=0)
+def _elements(point: Point) -> int:
+    """Return the element count of the largest operand."""
+    return max((s.size for s in point.values() if isinstance(s, Spec)), default=0)
 
 
-def _leading_of(op: Op, parts: Point) -> Iterator[Point]:
-    known = sizes_of(op, parts)
+def _leading_of(op: Op, point: Point) -> Iterator[Point]:
+    """Yield points with other leading axes, and with other broadcasts of the operands over them."""
+    known = sizes_of(op, point)
     if known is None or all(o.leading is LeadingAxes.NONE for o in known[2]):
         return
     elementwise = not any(o.dims for o in known[2])
     repeats = any(o.leading in (LeadingAxes.TILED, LeadingAxes.GROUPED) for o in known[2])
     for leading in ELEMENTWISE if elementwise else LEADING_AXES:
-        for tiles in ("keep", "whole", "none", "one", "last", "part") if repeats else ("keep",):
-            grown = rebuild_point(op, parts, known[1].by_name, leading, tiles)
+        for broadcast in ("keep", "whole", "none", "one", "last", "part") if repeats else ("keep",):
+            grown = rebuild_point(op, point, known[1].by_name, leading, broadcast)
             if is_legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
                 yield grown
 
 
-def _dtypes_of(op: Op, parts: Point) -> Iterator[Point]:
-    """Yield points with one operand in another dtype, or all operands of one dtype in another."""
-    known = sizes_of(op, parts)
+def _dtypes_of(op: Op, point: Point) -> Iterator[Point]:
+    """Yield points with one operand in another dtype, and points with all operands that allow a dtype in that dtype."""
+    known = sizes_of(op, point)
     if known is None:
         return
-    present = [o for o in known[2] if _spec(parts, o.name) is not None]
+    present = [o for o in known[2] if _spec(point, o.name) is not None]
     for operand in present:
         for dtype in operand.dtypes:
-            yield from _with_dtype(op, parts, [operand], dtype)
+            yield from _with_dtype(op, point, [operand], dtype)
     for dtype in dict.fromkeys(d for o in present for d in o.dtypes):
         group = [o for o in present if dtype in o.dtypes]
         if len(group) > 1:
-            yield from _with_dtype(op, parts, group, dtype)
+            yield from _with_dtype(op, point, group, dtype)
 
 
-def _with_dtype(op: Op, parts: Point, group: Sequence[Operand], dtype: DType) -> Iterator[Point]:
-    changed: dict[str, Spec | Attr] = dict(parts)
+def _with_dtype(op: Op, point: Point, group: Sequence[Operand], dtype: DType) -> Iterator[Point]:
+    """Yield the point with the operands of `group` in `dtype`, with longer rows if quantisation blocks need them."""
+    changed: dict[str, Spec | Attr] = dict(point)
     for operand in group:
-        spec = _spec(parts, operand.name)
+        spec = _spec(point, operand.name)
         assert spec is not None
         changed[operand.name] = Spec(spec.shape, dtype)
     if is_legal(op, changed):
         yield changed
         return
-    known = sizes_of(op, parts)
+    known = sizes_of(op, point)
     last = group[0].dims[-1].factors if group[0].dims else ()
     if known is None or len(last) != 1 or dtype.block == 1:
         return
@@ -296,42 +323,43 @@ def _with_dtype(op: Op, parts: Point, group: Sequence[Operand], dtype: DType) ->
         **known[1].by_name,
         last[0]: max(dtype.block, -(-known[1].by_name.get(last[0], 1) // dtype.block) * dtype.block),
     }
-    wide = rebuild_point(op, parts, named, known[1].leading)
+    wide = rebuild_point(op, point, named, known[1].leading)
     wide = {**wide, **{o.name: Spec(wide[o.name].shape, dtype) for o in group}}  # type: ignore[union-attr]  # those of a group are present
     if is_legal(op, wide):
         yield wide
 
 
-def _attrs_of(op: Op, parts: Point, bases: Sequence[Point]) -> Iterator[Point]:
-    """Yield points with each attribute at every value of the samples and at its default."""
+def _attrs_of(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
+    """Yield points with each attribute at every value that occurs in the samples, and at its default."""
     for name in (*op.required_attributes, *op.defaults):
         values = [b[name] for b in bases if name in b]
         values += [op.defaults[name]] if name in op.defaults else []
         if any(isinstance(v, bool) for v in values):
             values += [True, False]
         for value in dict.fromkeys(values):
-            changed = {**parts, name: value}
+            changed = {**point, name: value}
             if is_legal(op, changed):
                 yield changed
 
 
-def _without_optional(op: Op, parts: Point) -> Iterator[Point]:
-    known = sizes_of(op, parts)
+def _without_optional(op: Op, point: Point) -> Iterator[Point]:
+    """Yield points that lack one optional operand."""
+    known = sizes_of(op, point)
     for operand in known[2] if known else ():
-        if operand.optional and operand.name in parts:
-            changed = {k: v for k, v in parts.items() if k != operand.name}
+        if operand.optional and operand.name in point:
+            changed = {k: v for k, v in point.items() if k != operand.name}
             if is_legal(op, changed):
                 yield changed
 
 
-def _add_many_rows(op: Op, parts: Point) -> Point | None:
-    """Return the sample with many leading entries, or None if it would be too large."""
-    known = sizes_of(op, parts)
+def _add_many_rows(op: Op, point: Point) -> Point | None:
+    """Return the sample with `ROWS` entries along its leading axes, or None if that is illegal or too large."""
+    known = sizes_of(op, point)
     if known is None or 0 in known[1].leading or 0 in known[1].by_name.values():
         return None
     for leading in ((ROWS, 3), (ROWS,), (*known[1].leading[:-1], ROWS)):
-        for tiles in ("whole", "none"):
-            grown = rebuild_point(op, parts, known[1].by_name, leading, tiles)
+        for broadcast in ("whole", "none"):
+            grown = rebuild_point(op, point, known[1].by_name, leading, broadcast)
             if is_legal(op, grown) and _elements(grown) >= ROWS:
                 return grown
     return None

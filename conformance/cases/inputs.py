@@ -1,4 +1,7 @@
-"""The values of operands: one generator for each input kind, within the legal values of the op."""
+"""The random values of operands: one generator for each input kind, within the legal values of the op.
+
+A quantised operand has random blocks for all kinds. Arrays have one entry per unit: an element or a whole block.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +23,33 @@ from .grow_shapes import distinct_axes
 from .operand_layouts import Array, aliasable_operands, layout_or_contiguous, unit_shape
 
 LARGE_MAGNITUDES: Mapping[DType, float] = {DType.F16: 2e3}
-"""Largest magnitude of kind ``large``; 1e4 for other dtypes: squares and sums of them are still finite."""
+"""Standard deviation of numbers of kind ``large``; 1e4 for other dtypes. Squares and sums of them are still finite."""
 
 
 NAN_SHARE = 0.1
-"""Share of the elements of kind ``nan`` that are NaN; most results of ops that sum over rows are numbers even so."""
+"""Fraction of NaN elements of kind ``nan``. Even for ops that sum rows, most results are then numbers."""
 SUBNORMAL: Mapping[DType, float] = {DType.F16: 6e-8}
-"""The step between the subnormal numbers that are drawn; 1e-39 for other dtypes."""
+"""The distance of the generated subnormal numbers; 1e-39 for other dtypes."""
 SUBNORMAL_STEPS = (1, 9)
-"""The subnormal numbers of kind ``special`` in steps, of either sign; kind ``denormal`` has numbers up to 90 steps."""
+"""The subnormal numbers of kind ``special`` in steps, with either sign; kind ``denormal`` has up to 90 steps."""
 
 
 class NoReference(Exception):  # noqa: N818  (an outcome, not an error)
-    """The kit has no float64 reference for this case."""
+    """The conformance kit has no float64 reference for this case."""
 
 
 def infinite_operands(op: Op) -> dict[str, tuple[float, ...]]:
-    """Return the operands that may have infinities, and the infinities of each."""
+    """Return the infinities that each operand may have: the negative one only, or both; other operands are left out."""
     return {name.lstrip("-"): (-np.inf,) if name.startswith("-") else (np.inf, -np.inf) for name in op.infinite}
 
 
 def holds_floats(spec: Spec) -> bool:
-    """Return whether an operand has entries that may be NaN, infinite, subnormal or a zero of either sign."""
+    """Return whether an operand has float entries that are not quantised, and so may be NaN or infinite."""
     return not spec.dtype.is_integer and not spec.dtype.is_quantised and spec.size > 0
 
 
 def kinds_for(case: Case) -> tuple[str, ...]:
-    """Return the input kinds that change the operands of `case`."""
+    """Return the input kinds that make a difference for the operands of `case`, ``normal`` first."""
     specs = case.specs
     if not any(s.size for s in specs.values()):
         return ("normal",)
@@ -63,7 +66,10 @@ def kinds_for(case: Case) -> tuple[str, ...]:
 
 
 def generate_operands(case: Case) -> dict[str, Array]:
-    """Return operands by name, one entry per unit: float64 values of the dtype, integers, or blocks of bytes."""
+    """Return random operands of `case` by name, with one entry per unit (an element or a whole block).
+
+    Entries are float64 values that the dtype represents, integers, or the bytes of quantised blocks.
+    """
     rng = np.random.default_rng(case.random_seed)
     op, specs = case.op_declaration, case.specs
     sizes, attrs = case.sizes, case.attributes_with_defaults
@@ -91,20 +97,23 @@ def generate_operands(case: Case) -> dict[str, Array]:
 
 
 def as_reference_array(units: Array, spec: Spec) -> Array:
-    """Return the operands of the reference: float64 or integers; quantised blocks are dequantised."""
+    """Return an operand as the reference needs it: float64 or integers; quantised blocks are dequantised."""
     if not spec.dtype.is_quantised:
         return units
     return dequantise(as_bytes(units, spec), spec.dtype).astype(np.float64)
 
 
 def as_bytes(units: Array, spec: Spec) -> Array:
-    """Return blocks in the format of a file: uint8 ``[..., row bytes]``."""
+    """Return quantised blocks as rows of bytes, as in a model file: uint8 ``[..., row bytes]``."""
     width = spec.shape[-1] // spec.dtype.block * spec.dtype.block_bytes
     return np.ascontiguousarray(units).view(np.uint8).reshape(*spec.shape[:-1], width)
 
 
 def as_stored(units: Array, spec: Spec) -> Array:
-    """Return `units` in the storage of a weight: the dtype's own (bits for bf16), or bytes of blocks."""
+    """Return an operand in the storage format of a weight.
+
+    That is the storage dtype of NumPy, uint16 bits for bf16, or rows of block bytes.
+    """
     if spec.dtype.is_quantised:
         return as_bytes(units, spec)
     if spec.dtype is DType.BF16:
@@ -114,7 +123,7 @@ def as_stored(units: Array, spec: Spec) -> Array:
 
 @cache
 def can_dequantise(dtype: DType) -> bool:
-    """Return whether the kit can dequantise blocks of this type."""
+    """Return whether the kit can dequantise blocks of this dtype."""
     try:
         dequantise(np.zeros((1, dtype.block_bytes), np.uint8), dtype)
     except GraphError:
@@ -123,7 +132,11 @@ def can_dequantise(dtype: DType) -> bool:
 
 
 def _blocks(spec: Spec, rng: np.random.Generator) -> Array:
-    """Return random blocks of moderate numbers; a block with a scale that is inf, NaN or huge is replaced."""
+    """Generate random quantised blocks; blocks that have a value of magnitude 8 or more, or NaN, are replaced.
+
+    Raises:
+        NoReference: the dtype has no dequantiser.
+    """
     dtype = spec.dtype
     if not can_dequantise(dtype):
         raise NoReference(f"there is no dequantiser for {dtype}")
@@ -145,6 +158,7 @@ def _blocks(spec: Spec, rng: np.random.Generator) -> Array:
 def _integers(
     spec: Spec, legal: LegalRange | None, differ: int, sizes: Mapping[str, int], kind: str, rng: np.random.Generator
 ) -> Array:
+    """Generate random integers of input kind `kind` within the legal values, distinct over the last `differ` axes."""
     dtype = spec.dtype.storage
     if legal is None:
         limit = {"large": np.iinfo(dtype).max, "constant": 3, "ties": 3}.get(kind, min(100, np.iinfo(dtype).max))
@@ -164,9 +178,10 @@ def _integers(
 
 
 def special_values(op: Op, operand: str, dtype: DType) -> Array:
-    """Return both infinities, both zeros, and subnormal numbers of a float dtype.
+    """Return the special values of a float operand: both infinities, both zeros and subnormal numbers.
 
-    Only the infinities if an op with sums may not have 0 there: a sum of quotients by tiny numbers is a rounding error.
+    Zeros and subnormal numbers are left out if the op has sums and 0 is no legal value of the operand. A sum of
+    quotients by tiny numbers would be a rounding error.
     """
     step = SUBNORMAL.get(dtype, 1e-39)
     rounded_dtype = DType.F32 if dtype is DType.F64 else dtype
@@ -178,7 +193,7 @@ def special_values(op: Op, operand: str, dtype: DType) -> Array:
 
 
 def _with_special(values: Array, special: Array, spec: Spec, everywhere: bool, rng: np.random.Generator) -> Array:
-    """Return `values` with special values in half of the entries, or in one entry of each row if not `everywhere`.
+    """Insert special values into half of the entries, or into one entry of each row if not `everywhere`.
 
     Every special value occurs if there are enough entries.
     """
@@ -196,6 +211,7 @@ def _with_special(values: Array, special: Array, spec: Spec, everywhere: bool, r
 def _floats(
     spec: Spec, legal: LegalRange | None, kind: str, infinite: tuple[float, ...], rng: np.random.Generator
 ) -> Array:
+    """Generate random floats of input kind `kind`, within the legal values, as float64 values of the dtype."""
     low, high = (float(legal.low), float(legal.high)) if legal else (-np.inf, np.inf)
     bounded = np.isfinite(low)
     values: Array

@@ -11,7 +11,12 @@ from .case import Case, make_case
 
 
 def cases_of_graph(graph: Graph, max_elements: int = 1 << 24) -> list[Case]:
-    """Return the distinct cases of `graph`, without views and without operands of more elements."""
+    """Return the distinct cases of the nodes of `graph`, without views and without nodes that have a larger operand.
+
+    Args:
+        graph: the graph of a model.
+        max_elements: maximum elements of an operand.
+    """
     cases: dict[Case, None] = {}
     for node in graph.nodes:
         if node.is_leaf or REGISTRY[node.op].is_view:
@@ -25,10 +30,17 @@ def cases_of_graph(graph: Graph, max_elements: int = 1 << 24) -> list[Case]:
 
 
 def cases_of_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> list[Case]:
-    """Return the cases of a GGUF model for some token counts, or of an exported PyTorch program. Weights are not read.
+    """Return the distinct cases of a GGUF model for some token counts, or of an exported PyTorch or ONNX program.
+
+    Weights are not read.
+
+    Args:
+        path: a GGUF file, or a ``.pt2`` or ``.onnx`` program.
+        tokens: token counts of the steps of a GGUF model.
+        cells: KV cache cells of the steps.
 
     Raises:
-        ModelError: the file is neither.
+        ModelError: the file is no model.
     """
     from ...frontends.gguf import open_gguf  # the only use of frontends here, and only when asked for
     from ...frontends.graph_file import ZIP_MAGIC, read_graph
@@ -49,5 +61,5 @@ def cases_of_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256
 
 
 def case_texts(cases: Iterable[str], path: Path | None) -> tuple[str, ...]:
-    """Return the texts of the given cases and of the cases of a model file."""
+    """Return the texts `cases`, followed by the texts of the cases of the model at `path`, if there is one."""
     return (*cases, *([] if path is None else [case.text for case in cases_of_model(path)]))

@@ -1,6 +1,7 @@
-"""Layouts: an operand as a view of a larger leaf. View ops build it, so that planner and kernel see real strides.
+"""Memory layouts of operands: an operand is a view of a larger leaf, so that planner and kernels see real strides.
 
-Arrays have one entry per *unit*: an element, or a whole block of a quantised type.
+View ops build the operand from the leaf. Arrays have one entry per *unit*: an element, or a whole block of a quantised
+dtype.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class OperandLayout:
-    """The layout of an operand in its leaf: the leaf's spec, the view as graph nodes, the view as an array.
+    """The memory layout of an operand as a view of a larger leaf.
 
-    All entries of the operand along `broadcast_axis` share memory.
+    `leaf` is the spec of the leaf. `view` builds the operand from the leaf. `region` returns the entries of the operand
+    in an array of the leaf. All entries of the operand along `broadcast_axis` share memory.
     """
 
     leaf: Spec
@@ -36,11 +38,12 @@ class OperandLayout:
 
 
 def _contiguous_layout(spec: Spec) -> OperandLayout:
+    """Return the layout of an operand that is a whole leaf."""
     return OperandLayout(spec, lambda leaf: leaf, lambda units: units)
 
 
 def _offset_layout(spec: Spec) -> OperandLayout:
-    """Contiguous, with an offset of one unit: the address is aligned to one element only."""
+    """Return a contiguous layout with an offset of one unit: the address is aligned to one element only."""
     block = spec.dtype.block
     leaf = Spec((spec.size + 2 * block,), spec.dtype)
 
@@ -51,7 +54,7 @@ def _offset_layout(spec: Spec) -> OperandLayout:
 
 
 def _gapped_layout(spec: Spec) -> OperandLayout | None:
-    """With a gap before the first row and after each row."""
+    """Return a layout with a gap before the first row and after each row."""
     if not spec.shape:
         return None
     block, size = spec.dtype.block, spec.shape[-1]
@@ -65,7 +68,10 @@ def _gapped_layout(spec: Spec) -> OperandLayout | None:
 
 
 def _permuted_layout(spec: Spec) -> OperandLayout | None:
-    """Axes in reverse order in memory, except for a last axis of blocks."""
+    """Return a layout with the axes in reverse order in memory; None if fewer than two axes can be reversed.
+
+    A last axis of quantisation blocks stays last.
+    """
     rank = len(spec.shape)
     block_axes = 1 if spec.dtype.is_quantised else 0
     axes = (*reversed(range(rank - block_axes)), *range(rank - block_axes, rank))
@@ -75,9 +81,12 @@ def _permuted_layout(spec: Spec) -> OperandLayout | None:
     return OperandLayout(leaf, lambda value: ops.permute(value, axes=axes), lambda units: np.transpose(units, axes))
 
 
-def _broadcast_layout(spec: Spec, distinct: int) -> OperandLayout | None:
-    """Stride 0 along the first axis longer than 1, except for an axis of blocks or of `distinct` numbers."""
-    usable = len(spec.shape) - max(distinct, spec.dtype.is_quantised)
+def _broadcast_layout(spec: Spec, distinct_axes: int) -> OperandLayout | None:
+    """Return a layout with stride 0 along the first axis longer than 1, or None if the operand cannot have it.
+
+    An axis of quantisation blocks and the last `distinct_axes` axes cannot have stride 0.
+    """
+    usable = len(spec.shape) - max(distinct_axes, spec.dtype.is_quantised)
     axis = next((a for a in range(usable) if spec.shape[a] > 1), None)
     if axis is None:
         return None
@@ -85,27 +94,33 @@ def _broadcast_layout(spec: Spec, distinct: int) -> OperandLayout | None:
     return OperandLayout(leaf, lambda value: ops.broadcast(value, shape=spec.shape), lambda units: units, axis)
 
 
-def find_layout(spec: Spec, layout: str, distinct: int = 0) -> OperandLayout | None:
-    """Return the operand with this layout; None if the layout is impossible.
+def find_layout(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayout | None:
+    """Return the layout of an operand that has the name `layout` (see `LAYOUTS`); None if the operand cannot have it.
 
-    The entries within the last `distinct` axes must differ.
+    Args:
+        spec: spec of the operand.
+        layout: name of the layout.
+        distinct_axes: number of last axes within which entries must differ, so that they do not share memory.
     """
     if layout in ("contiguous", "inplace", "twin"):
         return _contiguous_layout(spec)
     if 0 in spec.shape and layout == "broadcast":
         return None
     if layout == "broadcast":
-        return _broadcast_layout(spec, distinct)
+        return _broadcast_layout(spec, distinct_axes)
     return {"offset": _offset_layout, "sliced": _gapped_layout, "permuted": _permuted_layout}[layout](spec)
 
 
-def layout_or_contiguous(spec: Spec, layout: str, distinct: int = 0) -> OperandLayout:
-    """`placed`, contiguous where the operand has no such layout."""
-    return find_layout(spec, layout, distinct) or _contiguous_layout(spec)
+def layout_or_contiguous(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayout:
+    """Return the layout with the name `layout`, or the contiguous layout if the operand cannot have it."""
+    return find_layout(spec, layout, distinct_axes) or _contiguous_layout(spec)
 
 
 def aliasable_operands(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:
-    """An in-place operand and another that may be the very same value: of an elementwise op, alike in all respects."""
+    """Return an in-place operand of an elementwise op and another operand that may be the same value, or None.
+
+    Both operands need equal specs and equal legal values.
+    """
     if any(o.dims for o in op.signature_for(attrs).operands):
         return None
     for _, one in op.inplace_pairs(attrs):
@@ -117,17 +132,17 @@ def aliasable_operands(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple
 
 
 def unit_shape(spec: Spec) -> tuple[int, ...]:
-    """The shape of an array with one entry per unit."""
+    """Return the shape of an operand counted in units: a last axis of quantised elements is counted in blocks."""
     if not spec.dtype.is_quantised:
         return spec.shape
     return (*spec.shape[:-1], spec.shape[-1] // spec.dtype.block)
 
 
-def fill_leaf(units: Array, placed: OperandLayout, filler: Array) -> Array:
-    """The leaf's array: `units` where the operand lies, `filler` (one unit) everywhere else."""
-    leaf = np.empty(unit_shape(placed.leaf), units.dtype)
+def fill_leaf(units: Array, layout: OperandLayout, filler: Array) -> Array:
+    """Return the array of a leaf: `units` in the region of the operand, `filler` in all other entries."""
+    leaf = np.empty(unit_shape(layout.leaf), units.dtype)
     leaf[...] = filler
-    if placed.broadcast_axis is not None:
-        return np.take(units, [0], axis=placed.broadcast_axis) if math.prod(units.shape) else leaf
-    placed.region(leaf)[...] = units
+    if layout.broadcast_axis is not None:
+        return np.take(units, [0], axis=layout.broadcast_axis) if math.prod(units.shape) else leaf
+    layout.region(leaf)[...] = units
     return leaf

@@ -1,4 +1,7 @@
-"""The graph of a case: leaves, the views that lay them out, one node, and outputs that keep operands alive or not."""
+"""The graph of a case: leaves, views that give operands their layouts, one node of the op, and outputs.
+
+An operand that is also an output stays alive to the end, so that no result may overwrite it.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,14 @@ from ..cases.inputs import as_stored
 from ..cases.operand_layouts import Array, OperandLayout, aliasable_operands, fill_leaf, layout_or_contiguous
 
 LIVE_LEAF_PREFIX = "kept."
-"""Outputs of this prefix are leaves: so they live to the end and no result may take their memory."""
+"""The name prefix of outputs that are leaves. Such leaves live to the end, and no result may take their memory."""
 RESULT_PREFIX = "result."
+"""The name prefix of outputs that are results of the op."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaseGraph:
-    """A case as a graph; `operand_layouts` has the layout of each operand in its leaf."""
+    """A case as a graph with one node of the op; `operand_layouts` has the layout of each operand in its leaf."""
 
     case: Case
     graph: Graph
@@ -36,7 +40,10 @@ class CaseGraph:
     weights: frozenset[str]
 
     def leaves(self, operands: Mapping[str, Array], filler: float) -> dict[str, Array]:
-        """Return the array of each leaf; `filler` stands outside of operands."""
+        """Build the array of each leaf from its operand; entries outside of the operand are `filler`.
+
+        Integers have -1 as filler, and quantised blocks zeros.
+        """
         arrays = {}
         for name, placed in self.operand_layouts.items():
             units = operands[name]
@@ -47,13 +54,16 @@ class CaseGraph:
         return arrays
 
     def stored_weights(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
-        """The leaves that are weights, as a backend loads them."""
+        """Return the leaves that are weights, encoded in the storage format from which a backend loads them."""
         return {n: as_stored(a, self.operand_layouts[n].leaf) for n, a in leaves.items() if n in self.weights}
 
 
 def build_case_graph(case: Case) -> CaseGraph:
-    """The graph of `case`.  Operands that may be quantised are weights where they are contiguous (or blocks), and
-    cached keys and values where they have 16 bits, which backends then keep as they are."""
+    """Build the graph of `case`.
+
+    A leaf is a weight if its operand is quantised, if it may be quantised and is contiguous, or if it is a 16-bit
+    cached key or value. Backends keep cached keys and values of 16 bits as they are. All other leaves are inputs.
+    """
     op, attrs = case.op_declaration, case.attributes_with_defaults
     operands_of = op.signature_for(attrs).operands
     quantisable = {o.name for o in operands_of if {*o.dtypes} == {*FLOAT_DTYPES, *QUANTISED_DTYPES}}
@@ -85,7 +95,7 @@ def build_case_graph(case: Case) -> CaseGraph:
 
 
 def device_plan_for(graph: Graph, backend: Backend, device: Device) -> Lane:
-    """The checked program of a graph on one device, without the search over several."""
+    """Lower a graph to a program for one device, and verify both; no other device is considered."""
     verify(graph)
     lowered, program = lower_graph(graph, backend, device)
     verify_program(lowered, program, backend)

@@ -1,4 +1,4 @@
-"""A result against its reference: NaN, infinities and signs of zeros by position, then every element and every row."""
+"""Compare a result with its reference: NaN, infinities and zero signs, then the errors of elements and rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from .tolerance import MIN_NORMAL, ErrorBudget, eps_of
 
 @dataclass(frozen=True, slots=True)
 class ArrayDifference:
-    """The comparison of one case: `why` is empty if it passed; the worst row's NMSE and the worst element in units of
-    the last place, each with its limit."""
+    """The difference between a result and its reference; `why` describes the failure and is empty if the result passed.
+
+    `nmse` is the normalised mean square error of the worst row, and `ulp` the error of the worst element in units in
+    the last place. Each has its limit.
+    """
 
     why: str = ""
     nmse: float = 0.0
@@ -32,11 +35,12 @@ class ArrayDifference:
 
 
 def _largest_finite(dtype: DType) -> float:
+    """Return the largest finite number of a float dtype, as float32 for all dtypes except f16."""
     return 65504.0 if dtype is DType.F16 else float(np.finfo(np.float32).max)
 
 
 def spacing(values: Array, dtype: DType) -> Array:
-    """One unit in the last place of each value."""
+    """Return one unit in the last place (ULP) of each value in `dtype`."""
     with np.errstate(all="ignore"):
         if dtype is DType.F16:
             return np.spacing(np.minimum(np.abs(values), 6e4).astype(np.float16)).astype(np.float64)
@@ -54,16 +58,16 @@ def compare(
     signed_zeros: bool = True,
     any_infinity: bool = False,
 ) -> ArrayDifference:
-    """Compare one result with its reference.
+    """Compare one result with its reference, and return the difference with a reason if the result fails.
 
     Args:
-        got: The result, float64 or integers.
-        want: The reference, in the shape of `got`.
-        budget: The error that each element may have.
-        spec: Shape and dtype of the result.
-        op: The op, which says whether rows are sets.
-        signed_zeros: Zeros need the sign of the reference.
-        any_infinity: Infinities and NaN stand for each other.
+        got: the result, float64 or integers.
+        want: the reference, in the shape of `got`.
+        budget: the error that each element may have.
+        spec: shape and dtype of the result.
+        op: the op; its `compare` says whether rows are sets, which are sorted before the comparison.
+        signed_zeros: whether zeros need the sign of the reference.
+        any_infinity: whether infinities and NaN may stand in place of each other.
     """
     if got.shape != want.shape:
         return ArrayDifference(f"the shape is {list(got.shape)}, not {list(want.shape)}")
@@ -85,7 +89,10 @@ def compare(
 
 
 def _compare_nonfinite(got: Array, want: Array, dtype: DType) -> str:
-    """Whether NaN and infinities are where they belong.  A number too large for the dtype may be infinite."""
+    """Return a problem with the positions of NaN and infinities, or the empty text.
+
+    A number too large for the dtype may be infinite.
+    """
     for name, test in (("NaN", np.isnan), ("no NaN", lambda x: ~np.isnan(x))):
         wrong = np.flatnonzero(test(got) & ~test(want))
         if wrong.size:
@@ -97,13 +104,22 @@ def _compare_nonfinite(got: Array, want: Array, dtype: DType) -> str:
 
 
 def _zeros(got: Array, want: Array) -> str:
-    """Return a problem with the sign of zeros; the reference value may be too small for the dtype."""
+    """Return a problem with the signs of zeros, or the empty text; the reference may be too small for the dtype."""
     wrong = np.flatnonzero((got == 0) & ~np.isnan(want) & (np.signbit(got) != np.signbit(want)))
     return _where("zero with the wrong sign", wrong, got, want) if wrong.size else ""
 
 
 def _compare_errors(error: Array, want: Array, element: Array, row: Array, got: Array, dtype: DType) -> ArrayDifference:
-    """Compare errors with the budget of each element, and their mean with the budget of each row."""
+    """Check the error of each element against its budget, and the mean square error of each row against its budget.
+
+    Args:
+        error: absolute errors.
+        want: the reference.
+        element: error budget of each element.
+        row: root mean square error budget of each element's row.
+        got: the result, for the message.
+        dtype: dtype of the result.
+    """
     if not error.size:
         return ArrayDifference()
     rows = (-1, error.shape[-1]) if error.ndim else (1, 1)
@@ -130,10 +146,12 @@ def _compare_errors(error: Array, want: Array, element: Array, row: Array, got: 
 
 
 def _with_failure(found: ArrayDifference, why: str) -> ArrayDifference:
+    """Return the difference with a reason for the failure."""
     return ArrayDifference(f"{why}; {found}", found.nmse, found.nmse_limit, found.ulp, found.ulp_limit)
 
 
 def _where(what: str, wrong: Array, got: Array, want: Array, first: int | None = None) -> str:
+    """Describe the number of wrong elements, and one of them with its index, its value and the expected value."""
     at = int(wrong[0]) if first is None else first
     index = [int(i) for i in np.unravel_index(at, want.shape)] if want.ndim else []
     g, w = got.reshape(-1)[at], want.reshape(-1)[at]

@@ -1,4 +1,4 @@
-"""Fused = unfused: the graph that a composition makes of a case, on the same backend with the same inputs."""
+"""Decomposition checks: a fused op equals its decomposition into other ops on the same backend and inputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from ..cases.case import Case
 from ..cases.operand_layouts import Array
 
 CHECK_NAME = "composed"
+"""The start of the names of these checks."""
 
 
 def check_names(case: Case) -> tuple[str, ...]:
-    """The checks of this kind that apply to a case: ``composed-unfused`` and so on."""
+    """Return the names of the decomposition checks that apply to a case, such as ``composed-unfused``."""
     if any(0 in spec.shape or spec.dtype.is_quantised for _, spec in case.operands):
         return ()
     return tuple(
@@ -28,14 +29,14 @@ def check_names(case: Case) -> tuple[str, ...]:
 
 
 def decomposed_graph(case: Case) -> Graph:
-    """The composition of a case, its operands as inputs."""
+    """Build the graph of the decomposition that the check of `case` names, with the operands as inputs."""
     operands = {name: input(name, spec.shape, spec.dtype) for name, spec in case.operands}
     compose = DECOMPOSITIONS[case.op][case.check.removeprefix(f"{CHECK_NAME}-")]
     return Graph({f"result{i}": value for i, value in enumerate(compose(operands, case.attributes_with_defaults))})
 
 
 def unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
-    """Why the backend cannot run the composition; empty if it can."""
+    """Return the reason why the backend cannot run the decomposition of a case; the empty text if the backend can."""
     for node in decomposed_graph(case).nodes:
         if not node.is_leaf and not REGISTRY[node.op].is_view:
             support = backend.supports(node, device)
@@ -45,7 +46,7 @@ def unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
 
 
 def run_decomposed(case: Case, operands: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:
-    """The results of the composition."""
+    """Run the decomposition of a case on a device, and return its results as float64."""
     executor = load(plan_for_group(decomposed_graph(case), [(backend, device)], split_mode="none"), {})
     with np.errstate(all="ignore"):
         results = executor.run(dict(operands))

@@ -1,6 +1,7 @@
 """A program on guarded memory: guard zones surround each value, and unwritten memory holds poison.
 
-The backend is unchanged: it compiles and runs the same instructions, at other offsets of a larger arena.
+Poison is a byte that makes NaN or an implausible number. The backend is unchanged: it compiles and runs the same
+instructions, at other offsets of a larger arena.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ...scheduler import Lane, SingleDeviceComm
 from ..cases.operand_layouts import Array
 
 ALIGNMENT = 64
+"""Alignment of values in the arena in bytes, relative to their offset in the original program."""
 GUARD_BYTES = 1024
 """Bytes on either side of every value in the arena, and after every weight and state."""
 NAN = 0xFF
@@ -28,7 +30,7 @@ WILD_BYTE = 0x5A
 
 
 def byte_extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of `tensor` and the end of its last one."""
+    """Return the byte range of `tensor` in its buffer: the first byte, and the end of the last element."""
     if 0 in tensor.shape:
         return tensor.offset, tensor.offset
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
@@ -36,6 +38,7 @@ def byte_extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _all_tensors(program: Program) -> Iterator[Tensor]:
+    """Yield all tensors of a program: inputs, outputs, operands, results and scratch memory."""
     yield from program.inputs.values()
     yield from program.outputs.values()
     for i in program.instructions:
@@ -43,9 +46,9 @@ def _all_tensors(program: Program) -> Iterator[Tensor]:
 
 
 def add_guard_zones(program: Program) -> tuple[Program, list[tuple[int, int]]]:
-    """Return `program` with gaps between the values of its arena, and the byte ranges of the values.
+    """Return `program` with guard zones between the values of its arena, and the byte range of each value.
 
-    Values that share bytes stay together. All other bytes are guards.
+    Values that share bytes stay together. All bytes outside of the ranges are guard zones.
     """
     (arena,) = (n for n, b in enumerate(program.buffers) if b.kind == "arena")
     extents = sorted(byte_extent(t) for t in _all_tensors(program) if t.buffer == arena)
@@ -80,12 +83,12 @@ def add_guard_zones(program: Program) -> tuple[Program, list[tuple[int, int]]]:
 
 
 def to_host(array: Any) -> Array:
-    """Return a copy of a view of the backend in host memory."""
+    """Copy an array of a backend to host memory."""
     return np.array(array.get() if hasattr(array, "get") else array, order="C")
 
 
 class GuardedProgram:
-    """The program of one device, bound to guarded buffers."""
+    """The compiled program of one device on guarded buffers, which finds writes outside of all values."""
 
     def __init__(self, device_plan: Lane, weights: Mapping[str, Array]) -> None:
         self.backend: Backend = device_plan.backend
@@ -101,6 +104,7 @@ class GuardedProgram:
         self.replay = self.backend.compile(self.program, self.buffers, self.device, SingleDeviceComm())
 
     def _make_buffer(self, spec: BufferSpec, weights: Mapping[str, Array]) -> Any:
+        """Allocate a buffer, with a guard zone at its end unless it is the arena, and load its weight."""
         if spec.kind == "arena":
             return self.backend.alloc(spec.nbytes, self.device)
         buffer = self.backend.alloc(spec.nbytes + GUARD_BYTES, self.device)
@@ -110,7 +114,7 @@ class GuardedProgram:
         return buffer
 
     def _raw(self, number: int) -> Any:
-        """Return a buffer as bytes, with its guard zones."""
+        """Return a view of a whole buffer as int8 bytes, with its guard zones."""
         spec = self.program.buffers[number]
         nbytes = spec.nbytes + (0 if spec.kind == "arena" else GUARD_BYTES)
         return self.backend.view(self.buffers[number], Tensor(number, 0, (nbytes,), (1,), DType.I8))
@@ -118,12 +122,15 @@ class GuardedProgram:
     # ------------------------------------------------------------------------------------------------- one run
 
     def poison(self, byte: int) -> None:
-        """Fill the arena and its guard zones."""
+        """Fill the arena and its guard zones with `byte`."""
         self._bytes[self.arena][...] = np.frombuffer(bytes([byte]), np.int8)[0]
         self._byte = byte
 
     def poison_results(self, byte: int) -> None:
-        """Fill the results of all instructions, and keep data that a kernel saves for its next run."""
+        """Fill the results of all instructions with `byte`.
+
+        Scratch memory stays as it is, because a kernel may save data for its next run there.
+        """
         pattern = np.frombuffer(bytes([byte]), np.int8)[0]
         for instruction in self.program.instructions:
             for tensor in instruction.dst:
@@ -132,26 +139,35 @@ class GuardedProgram:
                     self._bytes[self.arena][start:end] = pattern
 
     def bind(self, inputs: Mapping[str, Array]) -> None:
-        """Write the leaves: float64 values of the declared dtype, or integers."""
+        """Write the input leaves to device memory, encoded in their dtypes.
+
+        Args:
+            inputs: arrays by name: float64 values of the declared dtype, or integers.
+        """
         for name, tensor in self.program.inputs.items():
             view = self.backend.view(self.buffers[tensor.buffer], tensor)
             data = inputs[name]
             view[...] = encode_array(data, tensor.dtype)
 
-    def leaf_bytes(self, raw: Array) -> dict[str, bytes]:
-        """Return the bytes of each input leaf in the arena `raw`."""
+    def leaf_bytes(self, arena_copy: Array) -> dict[str, bytes]:
+        """Read the bytes of each input leaf from a copy of the arena."""
         leaves = {}
         for name, tensor in self.program.inputs.items():
             start, end = byte_extent(tensor)
-            leaves[name] = raw[start:end].tobytes()
+            leaves[name] = arena_copy[start:end].tobytes()
         return leaves
 
     def arena_bytes(self) -> Array:
+        """Copy the arena with its guard zones to host memory."""
         return to_host(self._bytes[self.arena])
 
-    def find_stray_write(self, raw: Array) -> str | None:
-        """Return a description of a write outside of all values, or None."""
-        wrong = np.flatnonzero((raw.view(np.uint8) != self._byte) & self._free)
+    def find_stray_write(self, arena_copy: Array) -> str | None:
+        """Find a write outside of all values, and return its description, or None.
+
+        Args:
+            arena_copy: a copy of the arena.
+        """
+        wrong = np.flatnonzero((arena_copy.view(np.uint8) != self._byte) & self._free)
         if wrong.size:
             at = int(wrong[0])
             past = min((at - end for _, end in self.regions if end <= at), default=None)
@@ -167,11 +183,11 @@ class GuardedProgram:
         return None
 
     def outputs(self) -> dict[str, Array]:
-        """Return copies of the outputs in host memory, in the dtypes of the device."""
+        """Copy the outputs to host memory, in the storage format of the device."""
         return {name: to_host(self.backend.view(self.buffers[t.buffer], t)) for name, t in self.program.outputs.items()}
 
     def decode_outputs(self, outputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Return outputs as float64 or integers."""
+        """Return outputs in storage format as float64 or integers."""
         numbers_of = {}
         for name, array in outputs.items():
             dtype = self.program.outputs[name].dtype

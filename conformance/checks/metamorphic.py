@@ -1,13 +1,13 @@
-"""Metamorphic checks, which hold for all numbers: shards make the whole result, tokens one by one make the batch.
+"""Metamorphic checks, which need no reference: partial runs of an op, joined, equal the whole run.
 
 The signature of an op implies them:
 
 * ``cut``: a parallel dimension is split, and the results are joined.
 * ``sum``: a contracted dimension is split, and the results are added.
 * ``deal``: the rows of a lookup table are split, and the results are added.
-* Along the `sequential` dimension the op runs twice, and the second run gets the state of the first.
+* ``steps``: the op runs twice along its `sequential` dimension, and the second run gets the state of the first.
 
-Every case also checks that a replay equals the first run.
+The name of a check has the dimension, too: ``cut-m``. Every case also checks that a replay equals the first run.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from ..cases.operand_layouts import Array
 from . import decomposed
 
 AxisEntries = tuple[int, Array]
-"""An axis, and indices along it."""
+"""An axis, and the indices of some entries along it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialCase:
-    """One of several smaller runs: its case, the entries of each operand that it reads, the entries that it writes.
+    """One of several partial runs of a case, with the operand entries it reads and the result entries it writes.
 
-    A result without entries is equal in all parts, or the result of the last part. `carried_results` maps an operand
-    to the result of the part before it; `zeroed_operands` are zero.
+    `reads` has an axis and its entries by operand. `writes` has the same for each result. A result without entries is
+    equal in all parts, or is the result of the last part. `carried_results` maps an operand to the index of a result of
+    the previous part, which replaces the operand. The operands `zeroed_operands` are zero.
     """
 
     case: Case
@@ -48,7 +49,7 @@ _CHECKS = {DimensionRole.PARALLEL: "cut", DimensionRole.CONTRACTED: "sum", Dimen
 
 
 def check_names(case: Case) -> tuple[str, ...]:
-    """Return the names of the checks that apply to a point."""
+    """Return the names of the metamorphic checks that apply to a case, with its decomposition checks."""
     op, attrs = case.op_declaration, case.attributes_with_defaults
     if op.infer_spec is not None or op.localise is not None or op.is_view or not case.operands:
         return ()
@@ -71,7 +72,7 @@ def check_names(case: Case) -> tuple[str, ...]:
 
 
 def partial_cases(case: Case) -> tuple[PartialCase, ...]:
-    """Return the runs that together make `case`; empty if it cannot be split."""
+    """Split a case into the partial runs of its metamorphic check; empty if the dimension cannot be split."""
     check, _, name = case.check.partition("-")
     size = case.sizes[name]
     blocks = [s.dtype.block for n, s in case.operands if _ends_in(case, n, name)]
@@ -92,6 +93,7 @@ def partial_cases(case: Case) -> tuple[PartialCase, ...]:
 
 
 def _ends_in(case: Case, operand: str, name: str) -> bool:
+    """Return whether the last axis of an operand has dimension `name`."""
     declared = next(
         o for o in case.op_declaration.signature_for(case.attributes_with_defaults).operands if o.name == operand
     )
@@ -101,7 +103,14 @@ def _ends_in(case: Case, operand: str, name: str) -> bool:
 def _part(
     case: Case, reads: Mapping[str, Array], writes: Mapping[str, Array], carried: Mapping[str, int] | None = None
 ) -> PartialCase | None:
-    """Return the run over some entries of dimensions; None if the op refuses it."""
+    """Return the partial run over some entries of dimensions; None if the op refuses its shapes.
+
+    Args:
+        case: the whole case.
+        reads: entries of dimensions of operands, by dimension.
+        writes: entries of dimensions of results, by dimension.
+        carried: index of the result of the previous part that replaces an operand, by operand.
+    """
     op, sizes = case.op_declaration, case.sizes
     signature = op.signature_for(case.attributes_with_defaults)
     operands, places = [], {}
@@ -124,7 +133,14 @@ def _part(
 def _place(
     operand: Operand, shape: tuple[int, ...], split_entries: Mapping[str, Array], sizes: Mapping[str, int]
 ) -> AxisEntries | None:
-    """Return the axis of `operand` with a split dimension (or factor), and the indices of one part."""
+    """Find the axis of an operand or result with a split dimension, and return the axis and the entries of one part.
+
+    Args:
+        operand: the operand or result in the signature.
+        shape: shape of the whole operand.
+        split_entries: entries of each split dimension.
+        sizes: sizes of all dimensions.
+    """
     first = len(shape) - len(operand.dims)
     for axis, dim in enumerate(operand.dims, first):
         for name, entries in split_entries.items():
@@ -134,20 +150,20 @@ def _place(
 
 
 def _entries(dim: Dimension, name: str, entries: Array, sizes: Mapping[str, int]) -> Array:
-    """Return the indices of a product of factors with factor `name` in `entries`."""
+    """Return the indices along an axis, a product of factors, at which the factor `name` has one of the `entries`."""
     shape = [int(f) if f.isdecimal() else sizes[f] for f in dim.factors]
     return np.arange(math.prod(shape)).reshape(shape).take(entries, axis=dim.factors.index(name)).reshape(-1)
 
 
 def result_specs(case: Case) -> tuple[Spec, ...]:
-    """Return the specs of the results of a case."""
+    """Infer the specs of the results of a case."""
     attrs, specs = case.attributes_with_defaults, case.specs
     count = len(case.op_declaration.signature_for(attrs).operands)
     return case.op_declaration.infer_results([specs.get(n) for n in case.op_declaration.operand_names[:count]], attrs)
 
 
 def _steps(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
-    """Return two runs along a sequential dimension: with the state, with overlapping windows, or a prefix alone."""
+    """Split the sequential dimension: with a carried state, with overlapping windows, or into a prefix alone."""
     op, sizes, size = case.op_declaration, case.sizes, case.sizes[name]
     results = result_specs(case)
     derived = next((d for d in op.derived_sizes if any(d in dim.factors for dim in _result_dims(op, case))), "")
@@ -172,7 +188,7 @@ def _steps(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
 
 
 def _split_table(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
-    """Return a run over the first rows of a table, and one over the others; an added operand is added once."""
+    """Split a lookup table into its first rows and its other rows; an added operand is zero in the second part."""
     lookup, size = case.op_declaration.signature_for(case.attributes_with_defaults).indexed_dimension, case.sizes[name]
     assert lookup is not None
     if case.attributes_with_defaults["total"]:
@@ -195,13 +211,17 @@ def _split_table(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
 
 
 def _result_dims(op: Op, case: Case) -> Sequence[Dimension]:
+    """Return all dimensions of all results."""
     return [d for r in op.signature_for(case.attributes_with_defaults).results for d in r.dims]
 
 
 def join_results(
     case: Case, parts: Sequence[PartialCase], outputs: Sequence[Sequence[Array]]
 ) -> list[tuple[Array, Array]]:
-    """Return, for each result, the array that the parts make, and a mask of its written entries."""
+    """Join the results of partial runs: return each whole result, and a mask of its written entries.
+
+    The results of ``sum`` and ``deal`` checks are added. Other results are written to their entries.
+    """
     pairs = []
     for i, spec in enumerate(result_specs(case)):
         whole = np.zeros(spec.shape, outputs[0][i].dtype)

@@ -1,4 +1,4 @@
-"""Runs one case on one device. The outcome is pass, fail, unsupported, or no reference."""
+"""Run one case on one device, and compare its results with the reference. The outcome is an `Outcome`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _NO_DIFFERENCE = ArrayDifference()
 
 
 class Outcome(StrEnum):
+    """The outcome of a case; ``xfail`` is a failure that a file of expected failures lists."""
+
     PASS = "pass"
     FAIL = "fail"
     UNSUPPORTED = "unsupported"
@@ -38,7 +40,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of a case; `why` is empty if it passed."""
+    """The outcome of a case, with the difference from the reference; `why` is the reason unless the case passed."""
 
     case: Case
     outcome: Outcome
@@ -48,15 +50,23 @@ class Result:
 
 
 class _Unsupported(Exception):  # noqa: N818  (an outcome, not an error)
+    """The backend does not support a node of the case; the message is the reason."""
+
     pass
 
 
 class _Wrong(Exception):  # noqa: N818  (an outcome, not an error)
-    """The backend gave a wrong result or a wrong write; the message describes it."""
+    """The backend computed a wrong result or wrote outside of its results; the message describes the fault."""
 
 
 def run_case(case: Case, backend: Backend, device: Device) -> Result:
-    """Run `case` on `device`; an exception of the backend is a failure of the case, not of the run."""
+    """Run the check of a case on a device, and return the outcome.
+
+    An exception of the backend is a failure of the case.
+
+    Raises:
+        GraphError: the case itself is illegal.
+    """
     start = time.perf_counter()
     difference = ArrayDifference()
     try:
@@ -80,24 +90,24 @@ CHECK_TOLERANCE_FACTORS: Mapping[str, float] = {
     zero_propagation.CHECK_NAME: 1.0,
     decomposed.CHECK_NAME: 4.0,
 }
-"""Factors of the error budget, by the start of the name of a check; 2 for checks that compute parts."""
+"""Factors of the error budget by the start of the check name; 2 for other checks, which compute the result in parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnableCase:
-    """A case with its operands, as units and as numbers."""
+    """A case with its random operands: `units` as stored, with one entry per unit, and `operands` as numbers."""
 
     case: Case
     units: Mapping[str, Array]
     operands: Mapping[str, Array]
 
     def expected_result(self, backend: Backend) -> ExpectedResult:
-        """Return the expected results, with the error budget for this backend."""
+        """Compute the expected results by the reference, with the error budget for this backend."""
         slack = next((s for check, s in CHECK_TOLERANCE_FACTORS.items() if self.case.check.startswith(check)), 2.0)
         return ExpectedResult(self.case, self.operands, slack * _arithmetic(build_case_graph(self.case), backend))
 
     def results(self, backend: Backend, device: Device) -> tuple[list[Array], list[Array]]:
-        """Return the results of the device, and a mask of the written elements of each."""
+        """Run the check of the case on a device; return its results, and a mask of the written elements of each."""
         case = self.case
         if case.check.startswith(decomposed.CHECK_NAME):
             if why := decomposed.unsupported_reason(case, backend, device):
@@ -112,7 +122,7 @@ class RunnableCase:
 
 
 def prepare_case(case: Case) -> RunnableCase:
-    """Return a case with its operands.
+    """Return a case with its random operands.
 
     Raises:
         NoReference: the kit has no reference for the case.
@@ -126,7 +136,7 @@ def prepare_case(case: Case) -> RunnableCase:
 def _run_in_shards(
     case: Case, units: Mapping[str, Array], backend: Backend, device: Device
 ) -> list[tuple[Array, Array]]:
-    """Return the joined results of the parts of a case."""
+    """Run the partial cases of a metamorphic check in turn, and return their joined results, each with a mask."""
     parts = partial_cases(case)
     if not parts:
         raise GraphError(f"{case} cannot be cut so")
@@ -140,6 +150,7 @@ def _run_in_shards(
 
 
 def _run_check(case: Case, backend: Backend, device: Device) -> ArrayDifference:
+    """Run a case on a device, and compare its results with the expected results."""
     runnable_case = prepare_case(case)
     got, masks = runnable_case.results(backend, device)
     if (
@@ -151,14 +162,14 @@ def _run_check(case: Case, backend: Backend, device: Device) -> ArrayDifference:
 
 
 def _read(units: Array, place: AxisEntries, spec: Spec) -> Array:
-    """Return some entries of an axis of an operand; along an axis of blocks, whole blocks."""
+    """Return the entries `place` of an operand; along an axis of quantised blocks, the whole blocks."""
     axis, entries = place
     block = spec.dtype.block if axis == len(spec.shape) - 1 else 1
     return np.take(units, entries[::block] // block, axis=axis)
 
 
 def _compare_results(case: Case, got: list[Array], expected: ExpectedResult, masks: list[Array]) -> ArrayDifference:
-    """Return the largest difference of all results, over the elements of `masks`."""
+    """Compare all results within their masks; return the first failure, or else the largest difference."""
     specs = result_specs(case)
     budgets = expected.budgets(specs)
     worst = ArrayDifference()
@@ -180,7 +191,7 @@ def _compare_results(case: Case, got: list[Array], expected: ExpectedResult, mas
 
 
 def accept_permitted(case: Case, got: Array, expected: ExpectedResult, result: int) -> Array:
-    """Return `got` with the reference in place of NaN and infinities that the op permits there."""
+    """Return a result with the reference in place of each NaN or infinity that the op permits there."""
     want = expected.arrays[result]
     if got.dtype.kind != "f" or got.shape != want.shape:
         return got
@@ -200,9 +211,9 @@ def _arithmetic(built: CaseGraph, backend: Backend) -> float:
 
 
 def unsupported_reason(built: CaseGraph, backend: Backend, device: Device) -> str:
-    """Return the reason why the backend cannot run the node of a case; empty if it can.
+    """Return the reason why the backend cannot run the node of a case; the empty text if the backend can.
 
-    No backend runs a view: the planner turns it into strides.
+    A view is always supported, because the planner turns it into strides.
     """
     if built.case.op_declaration.is_view:
         return ""
@@ -211,10 +222,10 @@ def unsupported_reason(built: CaseGraph, backend: Backend, device: Device) -> st
 
 
 def run_three_times(case: Case, units: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:
-    """Return the results of the second of three runs of `case` on a device, as float64 or integers.
+    """Run `case` three times on guarded memory, and return the results of the second run as float64 or integers.
 
-    The first run has other inputs and leaves its scratch memory. The third run starts with other garbage and must give
-    the same bits. A write outside of the results raises.
+    The first run has other inputs and leaves its scratch memory. The third run starts with other garbage in memory and
+    must give the same bits. A write outside of the results is a fault.
     """
     built = build_case_graph(case)
     if why := unsupported_reason(built, backend, device):
@@ -236,13 +247,14 @@ def run_three_times(case: Case, units: Mapping[str, Array], backend: Backend, de
 
 
 def _reverse_operands(units: Array) -> Array:
-    """Return the same numbers in reverse order, which are legal and different."""
+    """Return the elements of an array in reverse order, which are legal values, too, for a run with other inputs."""
     return np.ascontiguousarray(units.reshape(-1)[::-1]).reshape(units.shape)
 
 
 def _three_runs(
     case: Case, built: CaseGraph, guarded: GuardedProgram, inputs: Mapping[str, Array], decoys: Mapping[str, Array]
 ) -> list[Array]:
+    """Run a bound program three times, and return the results of the second run."""
     guarded.poison(NAN)
     guarded.bind(decoys)
     _replay(guarded, "the first run")
@@ -262,7 +274,7 @@ def _three_runs(
 
 
 def _require_untouched(built: CaseGraph, guarded: GuardedProgram, when: str) -> None:
-    """Replay the program, and check that guard zones and operands are unchanged."""
+    """Replay the program, and raise `_WrongResult` if it changed a guard zone or an operand that is alive."""
     before = guarded.leaf_bytes(guarded.arena_bytes())
     _replay(guarded, when)
     after = guarded.leaf_bytes(guarded.arena_bytes())
@@ -272,13 +284,14 @@ def _require_untouched(built: CaseGraph, guarded: GuardedProgram, when: str) -> 
 
 
 def _replay(guarded: GuardedProgram, when: str) -> None:
+    """Replay the program once, and raise `_WrongResult` if it wrote to a guard zone."""
     guarded.replay()
     if stray := guarded.find_stray_write(guarded.arena_bytes()):
         raise _Wrong(f"in {when}, {stray}")
 
 
 def is_aliased(case: Case, backend: Backend, device: Device) -> bool:
-    """Return whether the planner gave a result of an in-place case the memory of its operand."""
+    """Return whether the planner gave a result the memory of its in-place operand."""
     program = device_plan_for(build_case_graph(case).graph, backend, device).program
     pairs = case.op_declaration.inplace_pairs(case.attributes_with_defaults)
     places = {f"{RESULT_PREFIX}{r}": n for r, n in pairs if n in program.inputs}

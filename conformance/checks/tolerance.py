@@ -1,4 +1,4 @@
-"""Error budgets, derived from the signature of an op and not listed by op.
+"""Error budgets of results, derived from the signature of an op and not listed by op.
 
 The expected error of one element of a result has three parts:
 
@@ -25,37 +25,41 @@ from ..cases.case import Case
 from ..cases.operand_layouts import Array
 
 ELEMENT_FACTOR = 8.0
-"""The error of an element may be this factor times the expected error of the arithmetic."""
+"""Maximum error of an element, as a multiple of the expected error of the arithmetic."""
 ROW_FACTOR = 5.0
-"""The root mean square error of a row may be this factor times the expected one."""
+"""Maximum root mean square error of a row, as a multiple of the expected error of the arithmetic."""
 F32_EPS = float(np.finfo(np.float32).eps)
+"""The distance from 1 to the next float32."""
 MIN_NORMAL = float(np.finfo(np.float32).tiny)
-"""Smaller numbers are subnormal, and a sum may lose them."""
+"""The smallest normal float32. Smaller numbers are subnormal, and a sum may lose them."""
 SUBNORMAL_STEP: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.BF16: 2.0**-133}
-"""The distance between subnormal numbers."""
+"""The distance between subnormal numbers by dtype; `F32_SUBNORMAL_STEP` for other dtypes."""
 F32_SUBNORMAL_STEP = 2.0**-149
+"""The distance between subnormal float32 numbers."""
 SIGN_SAMPLES = 16
-"""Samples of rounded operands before an infinity is known to have one sign; each finds half of the others."""
+"""Runs with perturbed operands that look for infinities of unstable sign; each finds half of the remaining ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """The error budget of each element: one rounding of the result, and the expected error of the arithmetic."""
+    """The permitted error of each element of a result: the rounding of the result and the error of the arithmetic."""
 
     rounding: Array
     arithmetic: Array
 
     @property
     def element(self) -> Array:
+        """The maximum error of each element."""
         return self.rounding + ELEMENT_FACTOR * self.arithmetic
 
     @property
     def row(self) -> Array:
+        """The maximum root mean square (RMS) error of a row, as one share for each element."""
         return self.rounding + ROW_FACTOR * self.arithmetic
 
 
 def term_count(case: Case) -> int:
-    """Return the number of terms of one element of a result."""
+    """Return the number of terms that are summed or combined in one element of a result, at least 1."""
     signature = case.op_declaration.signature_for(case.attributes_with_defaults)
     alone = (DimensionRole.PARALLEL, DimensionRole.INDEXED)
     summed = {f for d in signature.dims if d.role not in alone for f in d.factors}
@@ -68,7 +72,11 @@ def term_count(case: Case) -> int:
 
 
 class ExpectedResult:
-    """The expected results of one case, and the expected error of each element."""
+    """The results of the reference for one case, and the error that each element may have.
+
+    `arrays` has the results. `arithmetic` is the relative error of one operation. `growth` is the growth of the
+    error with the number of terms.
+    """
 
     def __init__(self, case: Case, operands: Mapping[str, Array], arithmetic: float = F32_EPS) -> None:
         self.case, self.op, self.attrs, self.operands = (
@@ -85,12 +93,17 @@ class ExpectedResult:
         self.arrays = self._run(operands, self.attrs)
 
     def _run(self, operands: Mapping[str, Array], attrs: Mapping[str, Attr]) -> tuple[Array, ...]:
+        """Run the reference without warnings about NaN and infinities."""
         count = len(self.op.signature_for(attrs).operands)
         with np.errstate(all="ignore"):
             return self.op.run_reference([operands.get(n) for n in self.op.operand_names[:count]], attrs)
 
     def budgets(self, specs: Sequence[Spec]) -> list[ErrorBudget]:
-        """Return the error budget of each result; 0 if the result has to be exact."""
+        """Compute the error budget of each result; 0 if the result has to be exact.
+
+        Args:
+            specs: specs of the results.
+        """
         nothing = [ErrorBudget(np.zeros(w.shape), np.zeros(w.shape)) for w in self.arrays]
         if self.op.compare != "close" or all(s.dtype.is_integer for s in specs):
             return nothing
@@ -107,13 +120,17 @@ class ExpectedResult:
         return budgets
 
     def find_nan_from_infinities(self, result: int) -> Array:
-        """Return which elements may be NaN because an infinity of an operand may act as NaN."""
+        """Return a mask of the elements that may be NaN because an infinity of an operand may act as NaN.
+
+        Args:
+            result: index of the result.
+        """
         names = self.case.nan_for_infinity
         damaged = {n: np.where(np.isinf(a), np.nan, a) if n in names else a for n, a in self.operands.items()}
         return np.asarray(np.isnan(self._run(damaged, self.attrs)[result]))
 
     def find_infinities_of_either_sign(self, result: int) -> Array:
-        """Return where rounding of an operand changes the sign of an infinite result, as for the sine of 1e39."""
+        """Return a mask of the infinite elements with another sign if operands are rounded, as for the sine of 1e39."""
         rng, want = np.random.default_rng(0), self.arrays[result]
         found = np.zeros(want.shape, bool)
         for _ in range(SIGN_SAMPLES):
@@ -125,9 +142,9 @@ class ExpectedResult:
         return found
 
     def _floor(self) -> float:
-        """Return the error from an intermediate number that underflows and is then multiplied.
+        """Compute the error from an intermediate number that underflows and is then multiplied by operands.
 
-        If subnormal numbers are kept, it is the rounding of a subnormal number.
+        If subnormal numbers must be kept, the error is the rounding of a subnormal number.
         """
         lost = self.growth * (F32_SUBNORMAL_STEP if self._is_gradual() else MIN_NORMAL)
         for array in self.operands.values():
@@ -141,7 +158,7 @@ class ExpectedResult:
         return self.case.signed_zeros and self.case.inputs in ("denormal", "special")
 
     def _perturbation_errors(self) -> list[Array]:
-        """Return the sum of the changes of the results from the rounding of each operand and of the attributes."""
+        """Compute the sum of the changes of each result if each operand and the attributes are perturbed."""
         total = [np.zeros(w.shape) for w in self.arrays]
         rng = np.random.default_rng(0)
         eps = self.arithmetic
@@ -162,7 +179,13 @@ class ExpectedResult:
         return total
 
     def _add_change(self, total: list[Array], moved: Sequence[Mapping[str, Array]], attrs: Mapping[str, Attr]) -> None:
-        """Add to `total` the largest change from one of the perturbed operands."""
+        """Add to `total` the largest change of each result over runs with perturbed operands.
+
+        Args:
+            total: sums of the changes by result, which are updated in place.
+            moved: perturbed operands of each run.
+            attrs: attributes of the runs.
+        """
         changes = [np.zeros(w.shape) for w in self.arrays]
         for operands in moved:
             for i, (new, old) in enumerate(zip(self._run(operands, attrs), self.arrays, strict=True)):
@@ -173,15 +196,16 @@ class ExpectedResult:
             mine += change
 
     def _contracts(self) -> bool:
+        """Return whether the signature has contracted dimensions or contracted leading axes."""
         signature = self.op.signature_for(self.attrs)
         return any(d.role is DimensionRole.CONTRACTED for d in signature.dims) or any(
             o.leading is LeadingAxes.CONTRACTED for o in signature.operands
         )
 
     def _spread_over_rows(self, change: Array, result: int) -> Array:
-        """Return changes of at least their mean over the axes within which elements depend on each other.
+        """Raise changes to their root mean square (RMS) over the axes within which elements depend on each other.
 
-        These are the last axis and the coupled axes of the signature.
+        Larger changes stay. The axes are the last axis and the coupled axes of the signature.
         """
         if self._contracts() or self.count == 1 or not change.ndim or not change.size:
             return change
@@ -193,10 +217,10 @@ class ExpectedResult:
 
 
 def _shifts(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """Return random perturbations of about one rounding, up or down."""
+    """Draw random perturbations of 0.5 to 1.5 roundings, up or down."""
     return rng.choice(np.array([-1.0, 1.0]), shape) * rng.uniform(0.5, 1.5, shape)
 
 
 def eps_of(dtype: DType) -> float:
-    """Return the distance from 1 to the next number of a float dtype."""
+    """Return the machine epsilon of a float dtype: the distance from 1 to the next number."""
     return {DType.F16: 2.0**-10, DType.BF16: 2.0**-7}.get(dtype, F32_EPS)

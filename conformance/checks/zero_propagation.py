@@ -1,4 +1,4 @@
-"""Checks that zeros give exact zeros, as an op declares in `zeros`, for random indices."""
+"""Zero checks: zeros in operands give exact zeros in the result, as an op declares in `zeros`, at random indices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ..cases.operand_layouts import Array
 from .metamorphic import result_specs
 
 CHECK_NAME = "zeros"
+"""The start of the names of these checks."""
 
 
 def check_names(case: Case) -> tuple[str, ...]:
-    """Return the names of the checks that apply to a case, such as ``zeros-gate``."""
+    """Return the names of the zero checks that apply to a case, such as ``zeros-gate``."""
     specs = case.specs
     if case.layout == "twin" or any(s.dtype.is_quantised for s in specs.values()):
         return ()
@@ -23,9 +24,9 @@ def check_names(case: Case) -> tuple[str, ...]:
 
 
 def zero_operands(case: Case, units: Mapping[str, Array]) -> tuple[dict[str, Array], Array]:
-    """Return the operands of a case, and a mask of the entries of the result that must be zero.
+    """Set random operand entries to zero; return the operands, and a mask of the result entries that must be zero.
 
-    The operands of the check are zero at some indices of the axes that they share with the result.
+    The zeros are at random indices of the leading axes that the operands share with the result.
     """
     names = case.check.removeprefix(f"{CHECK_NAME}-").split("+")
     (result,) = result_specs(case)
@@ -38,11 +39,12 @@ def zero_operands(case: Case, units: Mapping[str, Array]) -> tuple[dict[str, Arr
 
 
 def _over(mask: Array, rank: int) -> Array:
+    """Append axes of size 1 to a mask of leading axes, so that the mask broadcasts over an array of rank `rank`."""
     return mask.reshape(mask.shape + (1,) * (rank - mask.ndim))
 
 
 def _shared_leading_axes(case: Case, name: str) -> int:
-    """Return the number of first axes that an operand shares with the result."""
+    """Return the number of leading axes that operand `name` shares with the result, index by index."""
     op, (result,) = case.op_declaration, result_specs(case)
     specs = [case.specs.get(n) for n in op.operand_names]
     at, rank = op.operand_names.index(name), len(case.specs[name].shape)

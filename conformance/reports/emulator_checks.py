@@ -1,4 +1,4 @@
-"""Counters and race checks of the CUDA launches of cases in the emulator."""
+"""Access counters and race checks of the CUDA kernels of cases, in the emulator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from ..checks.run_case import Outcome, run_case
 
 
 def collect_counters(texts: Iterable[str], limits: Limits = LARGEST_LIMITS) -> list[LaunchCounters]:
-    """Return the counters of each kernel of some cases, on a device with these limits.
+    """Run cases in the emulator, and return the memory access counters of each kernel launch.
+
+    Args:
+        texts: texts of the cases.
+        limits: limits of the emulated device.
 
     Raises:
         BackendError: a result is wrong.
@@ -27,7 +31,10 @@ def collect_counters(texts: Iterable[str], limits: Limits = LARGEST_LIMITS) -> l
 
 
 def find_races(texts: Iterable[str]) -> list[str]:
-    """Return a line for each pair of unordered accesses of some cases.
+    """Run cases in the emulator, and return a line for each pair of unordered conflicting accesses.
+
+    Args:
+        texts: texts of the cases.
 
     Raises:
         BackendError: a result is wrong.
@@ -41,6 +48,7 @@ def find_races(texts: Iterable[str]) -> list[str]:
 
 
 def _run(text: str, backend: DriverBackend) -> None:
+    """Run one case on an emulated device, and raise `BackendError` if its result is wrong."""
     result = run_case(parse_test_case(text), backend, backend.device(0))
     if result.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE):
         raise BackendError(f"{text}: {result.outcome}: {result.why}")

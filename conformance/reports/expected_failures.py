@@ -1,4 +1,4 @@
-"""Failures a backend's author knows of: a text file of cases or patterns, strict in both directions."""
+"""Expected failures of a backend: a text file of cases or patterns. A listed case that passes is a failure, too."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..checks.run_case import Outcome, Result
 
 @dataclass(frozen=True, slots=True)
 class ExpectedFailures:
-    """Lines of an xfail file: a whole case, or a pattern with ``*``; after ``#`` why.
+    """The lines of a file of expected failures: a case or a pattern with ``*`` on each line, then a reason after ``#``.
 
-    >>> Expected(("mul_mat(w=q2_K*  # see our issue 7",)).expects("mul_mat(w=q2_K[6,256], x=f32[3,256])")
+    >>> ExpectedFailures(("mul_mat(w=q2_K*  # see our issue 7",)).expects("mul_mat(w=q2_K[6,256], x=f32[3,256])")
     True
     """
 
@@ -24,14 +24,16 @@ class ExpectedFailures:
     @property
     def patterns(self) -> tuple[str, ...]:
         # A bracket is a shape here, never a set of characters.
+        """The patterns of all lines, as `fnmatch` reads them."""
         bare = (line.partition("#")[0].strip() for line in self.lines)
         return tuple(b.replace("[", "[[]") for b in bare if b)
 
     def expects(self, text: str) -> bool:
+        """Return whether a line matches the text of a case."""
         return any(fnmatchcase(text, p) for p in self.patterns)
 
     def apply_expectation(self, result: Result) -> Result:
-        """A failure that was expected is an xfail; a pass that was expected to fail is a failure."""
+        """Mark a listed failing case as xfail and a listed passing case as failure; return other results unchanged."""
         if not self.expects(result.case.text):
             return result
         if result.outcome is Outcome.FAIL:
@@ -43,7 +45,11 @@ class ExpectedFailures:
 
 
 def read_expected(path: Path) -> ExpectedFailures:
-    """The file's lines.  Raises `BackendError` where it cannot be read."""
+    """Read the file of expected failures of a backend.
+
+    Raises:
+        BackendError: the file cannot be read.
+    """
     try:
         return ExpectedFailures(tuple(path.read_text("utf-8").splitlines()))
     except OSError as why:
@@ -51,7 +57,12 @@ def read_expected(path: Path) -> ExpectedFailures:
 
 
 def apply_requirement(results: Iterable[Result], tier: str) -> Iterable[Result]:
-    """`results`, unsupported cases turned into failures: of ops that must be there, or of all for ``SHOULD``."""
+    """Yield the results, with unsupported cases of required ops as failures.
+
+    Args:
+        results: results of cases.
+        tier: ``MUST`` requires the ops that every backend must support, ``SHOULD`` all ops, the empty text none.
+    """
     for result in results:
         needed = tier == "SHOULD" or (tier == "MUST" and result.case.op_declaration.is_required)
         if result.outcome is Outcome.UNSUPPORTED and needed:

@@ -22,17 +22,19 @@ MIN_TRAIT_CONTRAST = 0.25
 A reported trait also has at least half of the largest contrast.
 """
 MAX_TRAITS = 3
+"""Maximum reported traits of an op."""
 SIZE_THRESHOLDS = tuple(2**n for n in range(3, 11))
 """Sizes at which kernels change: a vector, a tile, a thread block."""
 BROADCAST_TRAITS: Mapping[LeadingAxes, str] = {
     LeadingAxes.TILED: "repeated",
     LeadingAxes.GROUPED: "used for several rows",
 }
+"""The trait of an operand that is broadcast over leading axes, by the kind of broadcast."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureTrait:
-    """A trait of `failing` failing cases and `passing` passing cases of an op."""
+    """A trait as text, with the number of failing cases and of passing cases of an op that have it."""
 
     text: str
     failing: int
@@ -41,7 +43,7 @@ class FailureTrait:
 
 @dataclass(frozen=True, slots=True)
 class OpFailures:
-    """The failures of one op, smallest first, its passed case count, and its distinguishing traits."""
+    """The failures of one op, smallest first, with the number of passed cases and the distinguishing traits."""
 
     op: str
     results: tuple[Result, ...]
@@ -49,7 +51,7 @@ class OpFailures:
     traits: tuple[FailureTrait, ...]
 
     def sentences(self) -> Iterator[str]:
-        """Yield the number of failures, then their traits."""
+        """Yield sentences about the failures: their number, then each distinguishing trait with its counts."""
         count = len(self.results)
         yield f"{count} of {count + self.passed_count} cases that ran fail"
         for trait in self.traits:
@@ -58,7 +60,7 @@ class OpFailures:
 
 
 def group_failures(results: Iterable[Result]) -> list[OpFailures]:
-    """Return the failures of each op, in the order of the results."""
+    """Group failing results by op, in the order of the results, each op with its distinguishing traits."""
     by_op: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         by_op[result.case.op].append(result)
@@ -74,15 +76,20 @@ def group_failures(results: Iterable[Result]) -> list[OpFailures]:
 
 
 def simplicity(case: Case) -> tuple[int, ...]:
-    """Return a sort key: fewest elements first, then the simplest check, layout and inputs."""
+    """Return the sort key of a failing case: fewest elements first, then the simplest check, layout and input kind."""
     plain = (case.check != "reference", LAYOUTS.index(case.layout), INPUTS.index(case.inputs))
     return (sum(s.size for _, s in case.operands), *plain, len(case.point))
 
 
 def distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[FailureTrait]:
-    """Return the traits with the largest contrast between `bad` and `good` cases, largest first.
+    """Find the traits with the largest contrast between failing and passing cases, largest first.
 
-    Of several traits of the same cases, one is returned. Without passing cases the result is empty.
+    The contrast of a trait is its fraction of the failing cases minus its fraction of the passing cases. Of several
+    traits of the same failing cases, one is returned. Without passing cases the result is empty.
+
+    Args:
+        bad: failing cases of one op.
+        good: passing cases of the op.
     """
     if not good:
         return []
@@ -101,7 +108,7 @@ def distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[Fai
 
 
 def traits(case: Case) -> Iterator[str]:
-    """Yield the traits of a case."""
+    """Yield the traits of a case as text: facts about its operands, dimensions, attributes and settings."""
     op, attrs, specs = case.op_declaration, case.attributes_with_defaults, case.specs
     operands = op.signature_for(attrs).operands
     batch = op.resolve_sizes([specs.get(o.name) for o in operands], attrs).leading
@@ -132,6 +139,7 @@ def traits(case: Case) -> Iterator[str]:
 
 
 def _size_traits(size: int) -> Iterator[str]:
+    """Yield the traits of a dimension size as text."""
     yield "is 1" if size == 1 else "is not 1"
     if size % 8:
         yield "is no multiple of 8"

@@ -1,4 +1,7 @@
-"""A run as a self-contained HTML page: total, legend, failures by op, and a matrix with links to the cases."""
+"""The report of a run as a self-contained HTML page.
+
+The page has the total, a legend, the failures by op, and a matrix with links to the cases.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ STYLE = (
     ".xfail{background:#da35}.unsupported,.no{background:#8883}:root{color-scheme:light dark}td a{color:inherit}"
     "code{white-space:pre-wrap}dd{margin:0 0 .7em 2em}dt:target{outline:2px solid #d33a}summary{cursor:pointer}"
 )
+"""The style sheet of the page."""
 MAX_OPEN_CASES = 10
-"""Cases of an op that are seen at once; the rest unfolds, since hundreds would hide the next op."""
+"""Failing cases of an op that are visible at once; the other cases unfold, since hundreds would hide the next op."""
 
 
 def html_page(results: Sequence[Result], backend: str) -> str:
-    """The page of a run."""
+    """Return the report of a run as an HTML page."""
     title, groups = f"hocket conformance: {html.escape(backend)}", group_failures(results)
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>",
@@ -48,13 +52,14 @@ def html_page(results: Sequence[Result], backend: str) -> str:
 
 
 def _legend() -> Iterator[str]:
+    """Yield the table rows that explain the signs of outcomes."""
     for outcome, sign in SIGNS.items():
         meaning = html.escape(OUTCOME_MEANINGS[outcome])
         yield f"<tr><td class={_class(outcome)}>{sign}</td><td>{outcome}</td><td>{meaning}</td></tr>"
 
 
 def _failures(group: OpFailures, backend: str) -> Iterator[str]:
-    """The section of an op; the first case of every cell of the matrix can be led to."""
+    """Yield the lines about the failures of one op; the first case of each matrix cell has an anchor."""
     yield f'<h3 id="{group.op}">{group.op}</h3><ul>'
     yield from (f"<li>{html.escape(sentence)}</li>" for sentence in group.sentences())
     yield "</ul>"
@@ -71,6 +76,7 @@ def _failures(group: OpFailures, backend: str) -> Iterator[str]:
 
 
 def _matrix(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the rows of the matrix of outcomes by op, dtypes and layout."""
     yield f"<thead><tr>{''.join(f'<th>{c}</th>' for c in ('op', 'dtype', *COLUMNS))}</tr></thead>"
     for (op, dtype), row in ranked_rows(results):
         cells = "".join(_cell(row.get(c), _place(op, dtype, c)) for c in COLUMNS)
@@ -78,6 +84,7 @@ def _matrix(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _cell(cell: Counter[Outcome] | None, place: str) -> str:
+    """Return a cell of the matrix as HTML, with a link to the first failure."""
     if not cell:
         return "<td></td>"
     worst, text = worst_outcome(cell), html.escape(cell_text(cell))
@@ -87,9 +94,10 @@ def _cell(cell: Counter[Outcome] | None, place: str) -> str:
 
 
 def _class(outcome: Outcome) -> str:
+    """Return the CSS class of an outcome."""
     return outcome.value.split()[0]
 
 
 def _place(op: str, dtypes: str, column: str) -> str:
-    """The name of a cell of the matrix within the page."""
+    """Return the anchor name of a matrix cell within the page."""
     return f"{op}-{dtypes}-{column}".replace("/", "-")

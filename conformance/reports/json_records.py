@@ -1,4 +1,4 @@
-"""Results as JSON lines, two such files compared, and the numbers of a failure as a file."""
+"""Reports as JSON lines, the comparison of two reports, and files with the arrays of failing cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..checks.run_case import Outcome, Result, prepare_case
 
 
 def result_record(result: Result, backend: str) -> dict[str, object]:
-    """One result as plain data."""
+    """Return one result as a dictionary of plain data for JSON."""
     difference = result.difference
     return {
         "case": str(result.case),
@@ -40,12 +40,16 @@ def result_record(result: Result, backend: str) -> dict[str, object]:
 
 
 def json_lines(results: Iterable[Result], backend: str) -> str:
+    """Return results as JSON, one line each."""
     return "".join(json.dumps(result_record(r, backend), ensure_ascii=False) + "\n" for r in results)
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeChange:
-    """A case with different outcomes, or errors that differ by more than a factor, in two reports."""
+    """A case with different outcomes in two reports, or with errors that differ by more than a factor.
+
+    `before` and `after` are the outcome, or the error in ULP, in each report.
+    """
 
     case: str
     before: str
@@ -53,10 +57,10 @@ class OutcomeChange:
 
 
 def read_records(path: Path) -> dict[str, dict[str, object]]:
-    """Return the records of a report by case.
+    """Read a JSON report, and return its records by case.
 
     Raises:
-        BackendError: the file is no report.
+        BackendError: the file is no report, or cannot be read.
     """
     try:
         rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
@@ -68,7 +72,18 @@ def read_records(path: Path) -> dict[str, dict[str, object]]:
 
 
 def compare_records(one: Path, two: Path, factor: float = 4.0) -> list[OutcomeChange]:
-    """Return the changes between two reports: outcomes, new and missing cases, larger and smaller errors."""
+    """Compare two JSON reports, and return the cases that changed.
+
+    Changes are other outcomes, new and missing cases, and errors that differ by more than a factor.
+
+    Args:
+        one: file of the first report.
+        two: file of the second report.
+        factor: minimum ratio of two errors that counts as a change.
+
+    Raises:
+        BackendError: a file is no report, or cannot be read.
+    """
     before, after = read_records(one), read_records(two)
     changes = []
     for case in dict.fromkeys((*before, *after)):
@@ -83,16 +98,17 @@ def compare_records(one: Path, two: Path, factor: float = 4.0) -> list[OutcomeCh
 
 
 def _outcome(row: dict[str, object] | None) -> str:
+    """Return the outcome of a record, or ``absent``."""
     return "absent" if row is None else str(row["outcome"])
 
 
 def save_failure(result: Result, folder: Path, backend: Backend, device: Device) -> Path:
-    """Write the arrays of a failure to ``<op>-<number>.npz``, and return its path.
+    """Write the arrays of a failing case to the file ``<op>-<number>.npz`` in `folder`, and return the path.
 
     The file has these entries, if they are available:
 
     * ``case`` and ``why``: text.
-    * ``operand_<name>``: in the storage of a weight.
+    * ``operand_<name>``: in the storage format of a weight.
     * ``expected_<n>``: the results of the reference, float64 or integers.
     * ``got_<n>``: the results of another run on the device.
     """
@@ -112,4 +128,5 @@ def save_failure(result: Result, folder: Path, backend: Backend, device: Device)
 
 
 def failed_results(results: Sequence[Result]) -> list[Result]:
+    """Return the failing results."""
     return [r for r in results if r.outcome is Outcome.FAIL]

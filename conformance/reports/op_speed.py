@@ -1,4 +1,4 @@
-"""The speed of an op with cold buffers, and its ratio to the limit of the machine.
+"""The speed of an op with cold buffers, and its fraction of the measured limit of the device.
 
 A case is planned once and bound to several copies of its memory, which together exceed the last-level cache and run in
 turn. The limits are measured in the same run, on the same device, through the same backend.
@@ -30,21 +30,24 @@ from ..checks.guarded_memory import GuardedProgram
 MAX_COPY_BYTES = 1 << 30
 """Maximum bytes of all copies; a large cache may then hold a part of them."""
 MAX_COPIES = 64
+"""Maximum copies of the memory of a case."""
 MAX_ELEMENTS = 1 << 21
 """Maximum elements of an operand."""
 TARGET_SECONDS = 0.2
+"""Seconds of measurement per case."""
 MIN_RUNS, MAX_RUNS = 5, 2000
+"""Minimum and maximum runs of a measurement."""
 
 
 PRODUCTS = ("mul_mat", "mul_mat_id")
-"""Ops that compute in the type of their weight: with 8-bit integers if the weight is packed."""
+"""Ops that compute in the number format of their weight: with 8-bit integers if the weight is quantised."""
 
 
 class MeasuredLimits:
-    """The measured limits of a device.
+    """The measured limits of a device: bytes per second and floating-point operations per second.
 
-    * Bytes per second: of a copy, or of a product with one row.
-    * Operations per second: of a large product, with weights of the type of a case.
+    * Bytes per second: of a copy or of a product with one row, the faster of both.
+    * Operations per second: of a large product, with weights of the dtype of a case.
     """
 
     def __init__(self, backend: Backend, device: Device) -> None:
@@ -55,20 +58,27 @@ class MeasuredLimits:
         self._flops: dict[str, float] = {}
 
     def flops(self, dtype: str) -> float:
-        """Return operations per second of a large product with weights of this type, measured on the first call."""
+        """Measure the operations per second of a large matrix product with weights of `dtype`, once per dtype."""
         if dtype not in self._flops:
             w, x = make_spec((1024, 1024), dtype), Spec((1024, 1024))
             self._flops[dtype] = self._measure(make_case(mul_mat, {"w": w, "x": x})).throughput
         return self._flops[dtype]
 
     def flops_for(self, case: Case) -> float:
-        """Operations a second that the arithmetic of a case could reach."""
+        """Return the operations per second that a case could reach, measured on a matrix product.
+
+        For a product, the weights have the dtype of the weights of the case; for other ops float32.
+        """
         return self.flops(case.operands[0][1].dtype.text if case.op in PRODUCTS else "f32")
 
 
 @dataclass(frozen=True, slots=True)
 class OpSpeed:
-    """Seconds of one run: median and interquartile range; `cold` is whether the copies exceed the cache."""
+    """The measured seconds of one run of a case, with its bytes and floating-point operations.
+
+    `median_seconds` and `interquartile_seconds` are statistics of single runs. `cold` states whether the copies of the
+    memory exceed the cache.
+    """
 
     case: Case
     median: float
@@ -79,17 +89,20 @@ class OpSpeed:
 
     @property
     def bandwidth(self) -> float:
+        """Bytes per second."""
         return self.nbytes / self.median
 
     @property
     def throughput(self) -> float:
+        """Floating-point operations per second."""
         return self.flops / self.median
 
     def share(self, limits: MeasuredLimits) -> float:
-        """Of the time the device would need at its measured limit for bytes or operations, whichever takes longer."""
+        """Return the reached fraction of the measured limits: of bytes or of operations, the larger one."""
         return max(self.bandwidth / limits.bandwidth, self.throughput / limits.flops_for(self.case))
 
     def line(self, limits: MeasuredLimits) -> str:
+        """Return the measurement as one line of text."""
         return (
             f"{self.median * 1e6:10.1f} us ±{self.spread * 1e6:8.1f}  {self.bandwidth / 1e9:8.2f} GB/s  "
             f"{self.throughput / 1e9:9.2f} GFLOP/s  {self.share(limits):5.0%}  {'cold' if self.cold else 'warm'}  "
@@ -98,7 +111,7 @@ class OpSpeed:
 
 
 def last_level_cache() -> int:
-    """Bytes of the largest cache of this machine, where the system says; else 32 MiB."""
+    """Return the bytes of the largest processor cache, at least 32 MiB, as Linux reports them."""
     sizes = [32 << 20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text("ascii").strip()
@@ -109,7 +122,11 @@ def last_level_cache() -> int:
 
 
 def measure(case: Case, backend: Backend, device: Device) -> OpSpeed:
-    """Time `case`.  Raises `BackendError` where the device does not support it."""
+    """Measure the seconds of runs of a case on a device with cold buffers.
+
+    Raises:
+        BackendError: the device does not support the case.
+    """
     support = backend.supports(build_case_graph(case).node, device)
     if not support.ok:
         raise BackendError(f"{case} cannot run on {device}: {support.reason}")
@@ -135,6 +152,7 @@ def measure(case: Case, backend: Backend, device: Device) -> OpSpeed:
 
 
 def _bind_case(device_plan: Lane, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
+    """Bind a plan to new memory with the data of a case, and return a function that runs the plan once."""
     guarded = GuardedProgram(device_plan, weights)
     guarded.poison(0)
     guarded.bind({n: leaves[n] for n in guarded.program.inputs})
@@ -142,7 +160,11 @@ def _bind_case(device_plan: Lane, weights: dict[str, Any], leaves: dict[str, Any
 
 
 def _times(runs: Sequence[Callable[[], None]]) -> list[float]:
-    """Return the seconds of single runs, over the copies in turn."""
+    """Measure the seconds of each single run; the copies run in turn.
+
+    Args:
+        runs: a function per copy that runs the case once.
+    """
     for run in runs[:2]:
         run()
     times: list[float] = []
@@ -156,7 +178,7 @@ def _times(runs: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def perf_cases(op: Op[Any]) -> list[Case]:
-    """Return one case for each combination of dtypes: a sample, with dimensions doubled in turn up to the limit."""
+    """Return one large case for each combination of operand dtypes of an op."""
     samples: dict[str, Case] = {}
     for case in grow_points(op):
         if case.dtypes not in samples and all(s.size > 1 for _, s in case.operands):
@@ -165,6 +187,7 @@ def perf_cases(op: Op[Any]) -> list[Case]:
 
 
 def _enlarge_case(op: Op[Any], case: Case) -> Case:
+    """Double the dimensions of a case in turn while operands have at most `MAX_ELEMENTS` elements."""
     parts: Point = {**case.specs, **dict(case.attrs)}
     growing = True
     while growing:

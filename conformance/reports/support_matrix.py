@@ -1,4 +1,4 @@
-"""Which op every backend says it supports, by dtype: the answer comes from the registry and the backends alone."""
+"""The support matrix: the dtypes of each op that every backend supports, from the registry and the backends alone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from ..checks.run_case import unsupported_reason
 
 @dataclass(frozen=True, slots=True)
 class SupportRow:
-    """One op: its tier, the dtypes of its samples, and for each backend the dtypes it supports or why none.
+    """The support of one op: its tier, the operand dtypes of its cases, and the supported dtypes of each device.
 
-    `support` maps a device to {dtypes: reason why not}, an empty reason meaning that it can. `stand_ins` maps a device
-    to the dtypes for which it has no compiled kernel, so that NumPy computes the op.
+    `support` has, by device and dtypes, the reason why the device does not support the op, or the empty text if it
+    does. `stand_ins` has, by device, the dtypes for which the backend has no compiled kernel, so that NumPy computes
+    the op.
     """
 
     op: str
@@ -33,7 +34,7 @@ class SupportRow:
     stand_ins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def cell(self, device: str) -> str:
-        """Return ``all``, ``none``, or the dtypes that work, and for which of them NumPy stands in."""
+        """Return the matrix cell of a device: ``all``, ``none`` or the supported dtypes, and a note about NumPy."""
         reasons = self.support.get(device, {})
         good = [d for d in self.dtypes if not reasons.get(d, "unknown")]
         supported = "all" if len(good) == len(self.dtypes) else ", ".join(good) or "none"
@@ -44,7 +45,14 @@ class SupportRow:
 
 
 def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
-    """Rows for all ops on `devices`, or on the first device of every backend that loads here."""
+    """Return the support of all ops on devices.
+
+    Args:
+        devices: names such as ``cpu:0``; by default the first device of every backend that loads on this machine.
+
+    Raises:
+        HocketError: a named device does not exist.
+    """
     loaded: dict[str, tuple[Backend, Device]] = {}
     for name in devices if devices is not None else find_registered_backends():
         try:
@@ -92,13 +100,19 @@ def _has_no_compiled_kernel(cases: Sequence[Case], backend: Backend, device: Dev
 
 
 def _unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
+    """Return the reason why a device does not support a case; the empty text if the device does."""
     return unsupported_reason(build_case_graph(case), backend, device)
 
 
-def matrix_text(rows: Sequence[SupportRow], form: str) -> str:
-    """The matrix as ``md``, ``json`` or ``html``."""
+def matrix_text(rows: Sequence[SupportRow], text_format: str) -> str:
+    """Return the support matrix as text.
+
+    Args:
+        rows: rows of the matrix.
+        text_format: format of the text: ``md`` (Markdown), ``json`` or ``html``.
+    """
     devices = list(rows[0].support) if rows else []
-    if form == "json":
+    if text_format == "json":
         entries = [
             {"op": r.op, "tier": _tier(r), "dtypes": list(r.dtypes), "support": {d: r.cell(d) for d in devices}}
             for r in rows
@@ -106,7 +120,7 @@ def matrix_text(rows: Sequence[SupportRow], form: str) -> str:
         return json.dumps(entries, indent=1) + "\n"
     head = ["op", "tier", "meaning", *devices]
     body = [[r.op, _tier(r), REGISTRY[r.op].documentation.splitlines()[0], *map(r.cell, devices)] for r in rows]
-    if form == "md":
+    if text_format == "md":
         lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in body)]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
     table = "".join(
@@ -117,4 +131,5 @@ def matrix_text(rows: Sequence[SupportRow], form: str) -> str:
 
 
 def _tier(row: SupportRow) -> str:
+    """Return ``MUST`` for an op that every backend must support, otherwise ``SHOULD``."""
     return "MUST" if row.must else "SHOULD"

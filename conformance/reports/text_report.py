@@ -12,6 +12,7 @@ from ..checks.run_case import Outcome, Result
 from .failure_traits import group_failures
 
 COLUMNS = (*LAYOUTS, "zero-size")
+"""Columns of the matrix of outcomes."""
 SIGNS: Mapping[Outcome, str] = {
     Outcome.FAIL: "FAIL",
     Outcome.XFAIL: "xfail",
@@ -19,7 +20,7 @@ SIGNS: Mapping[Outcome, str] = {
     Outcome.NO_REFERENCE: "?",
     Outcome.PASS: "ok",
 }
-"""Worst first: a cell shows the worst of its cases."""
+"""The sign of each outcome in a cell, the worst outcome first: a cell has the sign of its worst case."""
 OUTCOME_MEANINGS: Mapping[Outcome, str] = {
     Outcome.FAIL: "the backend gives something else than the op means",
     Outcome.XFAIL: "it fails, and a line of the --xfail file says so",
@@ -27,22 +28,26 @@ OUTCOME_MEANINGS: Mapping[Outcome, str] = {
     Outcome.NO_REFERENCE: "the kit does not know what the result must be",
     Outcome.PASS: "right in every case",
 }
+"""The explanation of each outcome in a legend."""
 CELLS = "A cell shows the worst outcome of its cases; 3/7 means that 3 of 7 cases have it, a lone number that all have."
+"""The explanation of a cell in a legend."""
 
 Cells = dict[tuple[str, str], dict[str, Counter[Outcome]]]
+"""The number of each outcome, by (op, dtypes) and then by layout."""
 
 
 def counts(results: Iterable[Result]) -> Counter[Outcome]:
+    """Count the results of each outcome."""
     return Counter(r.outcome for r in results)
 
 
 def reproduce(result: Result, backend: str) -> str:
-    """The one line that runs a case again."""
+    """Return the command line that runs the case of a result again."""
     return f"hocket check --backend {backend} --case '{result.case}'"
 
 
 def format_total(results: Sequence[Result], backend: str, seconds: float | None = None) -> str:
-    """A run in one line."""
+    """Return one line about a run: the number of cases and ops, the seconds, and the number of each outcome."""
     outcomes = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts(results).items()))
     ops = len({r.case.op for r in results})
     took = "" if seconds is None else f" in {seconds:.1f} s"
@@ -50,7 +55,7 @@ def format_total(results: Sequence[Result], backend: str, seconds: float | None 
 
 
 def unsupported_lines(results: Iterable[Result]) -> Iterator[str]:
-    """The ops that a backend leaves out: in whole by name, in part with how many cases."""
+    """Yield a line with unsupported ops, and a line with partly supported ops and their case counts."""
     by_op: dict[str, Counter[Outcome]] = defaultdict(Counter)
     for result in results:
         by_op[result.case.op][result.outcome] += 1
@@ -64,7 +69,14 @@ def unsupported_lines(results: Iterable[Result]) -> Iterator[str]:
 
 
 def summary(results: Sequence[Result], backend: str, seconds: float, max_failures: int = 3) -> str:
-    """Return the text report: the traits and smallest failures of each op, unsupported ops, and the total."""
+    """Return the text report: the traits and smallest failures of each op, unsupported ops, and the total.
+
+    Args:
+        results: results of the run.
+        backend: name of the backend.
+        seconds: seconds of the run.
+        max_failures: maximum failing cases in the report for each op.
+    """
     lines: list[str] = []
     for group in group_failures(results):
         first, *others = group.sentences()
@@ -83,7 +95,7 @@ def summary(results: Sequence[Result], backend: str, seconds: float, max_failure
 
 
 def outcome_matrix(results: Iterable[Result]) -> Cells:
-    """Outcomes by (op, dtypes) and layout."""
+    """Count the outcomes of each cell of the matrix: by (op, dtypes) and layout."""
     cells: Cells = defaultdict(lambda: defaultdict(Counter))
     for result in results:
         cells[result.case.op, result.case.dtypes][result.case.column][result.outcome] += 1
@@ -91,7 +103,7 @@ def outcome_matrix(results: Iterable[Result]) -> Cells:
 
 
 def ranked_rows(results: Iterable[Result]) -> list[tuple[tuple[str, str], dict[str, Counter[Outcome]]]]:
-    """Return the rows of the matrix, worst outcomes first, then in the order of the registry."""
+    """Return the rows of the matrix of outcomes, worst outcomes first, then in the order of the registry."""
     worst = list(SIGNS)
     return sorted(
         outcome_matrix(results).items(), key=lambda row: min(worst.index(o) for c in row[1].values() for o in c)
@@ -99,7 +111,7 @@ def ranked_rows(results: Iterable[Result]) -> list[tuple[tuple[str, str], dict[s
 
 
 def cell_text(cell: Counter[Outcome] | None) -> str:
-    """Return the worst outcome of a cell, with its count and the number of cases."""
+    """Return a cell of the matrix as text: the sign of the worst outcome, its count, and the number of cases."""
     if not cell:
         return ""
     worst, count = worst_outcome(cell), cell.total()
@@ -107,6 +119,7 @@ def cell_text(cell: Counter[Outcome] | None) -> str:
 
 
 def worst_outcome(cell: Counter[Outcome]) -> Outcome:
+    """Return the worst outcome in a cell."""
     return next(o for o in SIGNS if cell[o])
 
 
@@ -130,7 +143,7 @@ def markdown(results: Sequence[Result], backend: str) -> str:
 
 
 def junit(results: Sequence[Result], backend: str) -> str:
-    """JUnit XML, as CI systems read it."""
+    """Return the results as JUnit XML for CI systems."""
     outcomes = counts(results)
     skipped = (Outcome.UNSUPPORTED, Outcome.NO_REFERENCE, Outcome.XFAIL)
     suite = ElementTree.Element(

@@ -1,6 +1,6 @@
-"""Attributes of nodes, checked against the annotations of the parameters of the reference function.
+"""Node attributes, checked and converted by the type annotations of the parameters of the reference function.
 
-An annotation is a type of `ATTRIBUTE_TYPES`, or a tuple of one type: ``tuple[int, ...]``. Tuples nest.
+An annotation is a key of `ATTRIBUTE_TYPES`, or a tuple of one type: ``tuple[int, ...]``. Tuples nest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...graph.validation import format_value
 from .signature import SignatureMismatch
 
 MAX_ATTRIBUTE_CHARACTERS = 200
-"""Characters of a text attribute."""
+"""Maximum characters of a text attribute."""
 
 
 def _as_int(value: object) -> int:
@@ -63,18 +63,18 @@ ATTRIBUTE_TYPES: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingPro
         "DType": ("a DType or the name of one", _as_dtype),
     }
 )
-"""By annotation: the need as text for messages, and the conversion, which raises `TypeError`."""
+"""By annotation: the needed type as text for messages, and the conversion, which raises `TypeError`."""
 
 
 def float_attribute(attrs: Attrs, name: str) -> float:
-    """Return an attribute that `normalise_attribute` has checked to be a number."""
+    """Return an attribute that is a number, as `normalise_attribute` has checked."""
     value = attrs[name]
     assert isinstance(value, int | float), f"{name} is normalised to a number"
     return value
 
 
 def normalise_attribute(name: str, annotation: str, value: object) -> Attr:
-    """Return `value` as the type that a graph stores for `annotation`.
+    """Check the value of an attribute, and convert it to the type that a graph stores for `annotation`.
 
     Args:
         name: name of the attribute, for the message.
@@ -92,7 +92,7 @@ def normalise_attribute(name: str, annotation: str, value: object) -> Attr:
 
 
 def is_attribute_type(annotation: str) -> bool:
-    """Return whether graphs store attributes with this annotation."""
+    """Return whether graphs can store attributes with this annotation."""
     inner = annotation.removeprefix("tuple[").removesuffix(", ...]")
     return inner in ATTRIBUTE_TYPES or (inner != annotation and is_attribute_type(inner))
 

@@ -7,7 +7,7 @@ from ...graph.lazy_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AxisLink:
-    """Axes of operand `operand` and axes of the result that have the same index.
+    """A link of axes: axes of operand `operand` and axes of the result that have the same index.
 
     Several axes on one side are a product, outer axis first. `start` is the first index of the shorter side within the
     longer side: within the operand for a slice, within the result for a concatenation.
@@ -23,13 +23,22 @@ class AxisLink:
 
 
 def link_axes(axes: dict[int, int] | range) -> tuple[AxisLink, ...]:
-    """Return links of operand 0, given as result axis by operand axis, or as axes that keep their number."""
+    """Link single axes of the first operand to axes of the result.
+
+    Args:
+        axes: the result axis by operand axis, or the axes that keep their number.
+    """
     pairs = axes.items() if isinstance(axes, dict) else ((i, i) for i in axes)
     return tuple(AxisLink(0, (source,), (result,)) for source, result in pairs)
 
 
 def link_reshaped_axes(source: tuple[int, ...], result: tuple[int, ...]) -> tuple[AxisLink, ...]:
-    """Return the links of a reshape: the shortest groups of axes of both shapes with equal element counts."""
+    """Link the axes of a reshape: the shortest groups of neighbouring axes of both shapes with equal element counts.
+
+    Args:
+        source: shape of the operand.
+        result: shape of the result.
+    """
     links: list[AxisLink] = []
     i = j = 0
     while i < len(source) and j < len(result):

@@ -1,4 +1,4 @@
-"""How references repeat an operand to the shape of another one: as tiles, or each entry for its neighbours."""
+"""Repetition of an operand to the shape of another one, for references: as tiles, or each entry for its neighbours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .op import Array
 
 
 def tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:
-    """Return `b` repeated as tiles to `shape`: entry i of an axis is ``b[i % size]``."""
+    """Repeat `b` as tiles to `shape`: entry i of an axis is ``b[i % size]``."""
     if b.shape == shape:
         return b
     b = b.reshape((1,) * (len(shape) - b.ndim) + b.shape)
@@ -18,7 +18,7 @@ def tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:
 
 
 def repeat_leading_axes(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
-    """Return `w` with its leading axes repeated to `leading`: entry i of an axis is ``w[i // ratio]``.
+    """Repeat the entries of the leading axes of `w` to the shape `leading`: entry i of an axis is ``w[i // ratio]``.
 
     The last `trailing` axes of `w` stay.
     """

@@ -10,12 +10,13 @@ from ...graph.attrs import Attrs
 from .signature import Signature
 
 EMPTY = inspect.Parameter.empty
+"""The mark of a parameter without a default."""
 
 
 def build_call_signature(
     longest: Signature, min_operand_count: int, attribute_types: Mapping[str, str], defaults: Attrs
 ) -> inspect.Signature:
-    """Return the Python signature of an op.
+    """Build the Python signature of an op, from its operands and attributes.
 
     Operands come by position or by name; attributes and the name of the node come by name.
 
@@ -52,12 +53,12 @@ def widen_annotation(annotation: str) -> str:
 
 
 def format_call(signature: inspect.Signature) -> str:
-    """Return ``(parameters) -> result`` without types, on one line."""
+    """Return a signature as ``(parameters) -> result``, parameters without types, on one line."""
     return f"({', '.join(format_parameters(signature, types=False))}) -> {signature.return_annotation}"
 
 
 def format_parameters(signature: inspect.Signature, *, types: bool = True) -> Iterator[str]:
-    """Yield each parameter as text, with or without its type."""
+    """Yield each parameter of a signature as text, with or without its type."""
     by_name = False
     for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and not by_name:

@@ -1,4 +1,4 @@
-"""Keywords of `op` under their names before 0.2."""
+"""Old names of the keywords of `op`, which packages may use until version 0.3."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OLD_KEYWORDS: Mapping[str, str] = MappingProxyType(
         "must": "is_required",
     }
 )
-"""Keywords of `op` under their names before 0.2, which packages may use until 0.3."""
+"""The present name of each keyword by its name before 0.2."""
 
 
 def accept_old_keywords(function: F) -> F:
-    """Return `function` with `OLD_KEYWORDS` renamed before the call."""
+    """Return `function` as a function that also accepts the old names of keywords in `OLD_KEYWORDS`."""
 
     @wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:

@@ -43,7 +43,7 @@ InferSpec: TypeAlias = Callable[[OperandSpecs, Attrs], Spec]
 @validate_constructor(GraphError)
 @dataclass(frozen=True, eq=False, repr=False)
 class Op(Generic[R]):
-    """A declared op. A call builds a node; `reference` computes the result in float64.
+    """An op: a computation with a signature and a float64 reference function. A call builds a graph node.
 
     Fields for the planner:
 
@@ -68,7 +68,7 @@ class Op(Generic[R]):
       backend writes the other factor as a sum of 16-bit terms, or because float32 rounds it to 0.
     * `is_required`: whether each backend must support the op.
 
-    `kernels` has the bindings that an op of another package brings, by backend.
+    `kernels` has the kernel bindings of an op of another package, by backend.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Op(Generic[R]):
         return min(len(s.operands) for s in self.signatures.values())
 
     def signature_for(self, attrs: Mapping[str, Attr]) -> Signature:
-        """Return the signature for these attributes.
+        """Return the signature that applies to a call with these attributes.
 
         Raises:
             SignatureMismatch: an attribute names no signature.
@@ -161,10 +161,10 @@ class Op(Generic[R]):
         return results[0] if len(results) == 1 else results  # type: ignore[return-value]  # R follows from the reference
 
     def build_node(self, src: list[Value | None], attrs: Attrs, name: str, *, is_normalised: bool = False) -> Node:
-        """Return a new node on operands, without the absent operands at the end.
+        """Build a new node of this op on operands.
 
         Args:
-            src: operands, None for an absent one. The list is shortened in place.
+            src: operands, None for an absent one. Absent operands at the end are removed from the list in place.
             attrs: attributes by name.
             name: name of the node, or the empty text.
             is_normalised: whether `attrs` come from `normalise_attributes`.
@@ -183,7 +183,7 @@ class Op(Generic[R]):
         return Node(self.name, tuple(src), attrs, specs, name)
 
     def normalise_attributes(self, attrs: Attrs) -> Attrs:
-        """Return the attributes with defaults added, in declared order.
+        """Check the attributes, and return them with defaults added, in declared order.
 
         Raises:
             SignatureMismatch: an attribute is unknown, is missing or has another type.
@@ -205,7 +205,7 @@ class Op(Generic[R]):
         )
 
     def infer_results(self, specs: Sequence[Spec | None], attrs: Attrs) -> tuple[Spec, ...]:
-        """Return the specs of the results.
+        """Infer the specs of the results from operand specs and attributes.
 
         Raises:
             SignatureMismatch: operands and attributes do not fit.
@@ -260,7 +260,7 @@ class Op(Generic[R]):
         return self.overwrites(attrs) if callable(self.overwrites) else self.overwrites
 
     def linear_operands(self, attrs: Attrs) -> tuple[str, ...]:
-        """Return the operands through which a partial sum may pass."""
+        """Return the operands through which a partial sum may pass; ``"a+b"`` means both together."""
         return self.linear(attrs) if callable(self.linear) else self.linear
 
     def zero_preserving_operands(self, attrs: Attrs) -> tuple[str, ...]:
@@ -270,7 +270,7 @@ class Op(Generic[R]):
     def keeps_leading_axes(
         self, specs: Sequence[Spec | None], result: Spec, attrs: Attrs, operand: int, count: int
     ) -> bool:
-        """Return whether the first `count` axes of an operand are the axes of the result, index by index."""
+        """Return whether the first `count` axes of an operand are the first axes of the result, index by index."""
         source = specs[operand]
         if self.links is not None or source is None or (self.unsharded_dimensions and self.unsharded_dimensions(attrs)):
             return False
@@ -278,7 +278,7 @@ class Op(Generic[R]):
         return signature.keeps_leading_axes(signature.operands[operand], source.shape, result.shape, sizes, count)
 
     def count_flops(self, node: Node) -> int:
-        """Return the floating-point operations of one run of `node`."""
+        """Return the number of floating-point operations of one run of `node`."""
         if self.is_view:
             return 0
         if self.flop_count is None:
@@ -300,7 +300,7 @@ class Op(Generic[R]):
         )
 
     def run_reference(self, arrays: Sequence[Array | None], attrs: Attrs) -> tuple[Array, ...]:
-        """Return the results of the reference on float64 or integer arrays; None stands for an absent operand."""
+        """Run the reference on float64 or integer arrays, and return its results; None stands for an absent operand."""
         out = self.reference(*_pad_operands(arrays, len(self.operand_names)), **attrs)
         return out if isinstance(out, tuple) else (out,)
 
@@ -311,12 +311,15 @@ def _format_annotation(annotation: Any) -> str:
 
 
 def _pad_operands(items: Sequence[T | None], count: int) -> tuple[T | None, ...]:
-    """Return `items` with None for absent operands at the end."""
+    """Pad `items` at the end to `count` entries, with None for absent operands."""
     return tuple(items) + (None,) * (count - len(items))
 
 
 class _OpDecorator:
-    """The result of `op(...)`; its types make a reference with two arrays an op with two values."""
+    """The decorator that `op(...)` returns, which makes an op of a reference function.
+
+    Its types make a reference with two result arrays an op with two result values.
+    """
 
     def __init__(self, **parts: Any) -> None:
         self.parts = parts
@@ -381,7 +384,7 @@ def op(
     is_required: bool = True,
     kernels: Mapping[str, str] = MappingProxyType({}),
 ) -> _OpDecorator:
-    """Declare an op above its float64 reference.
+    """Return a decorator that declares an op: it makes the op of the float64 reference function.
 
     Keyword-only parameters of the reference are the attributes of the op. The fields of `Op` explain the arguments that
     are not listed here.

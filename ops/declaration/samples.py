@@ -12,7 +12,7 @@ from ...graph.validation import BOOL, FINITE, TEXT, validate_constructor
 @validate_constructor(GraphError, low=FINITE, high=FINITE | TEXT, distinct=BOOL)
 @dataclass(frozen=True, slots=True)
 class LegalRange:
-    """Legal values of an operand: from `low` to `high` inclusive.
+    """The legal values of an operand: from `low` to `high` inclusive.
 
     If `high` is the name of a dimension, values are less than its size. If `distinct`, no value of a row repeats.
     """
@@ -23,9 +23,9 @@ class LegalRange:
 
 
 def expand_template(template: str, **axes: tuple[object, ...]) -> tuple[str, ...]:
-    """Return `template` with each combination of the values of `axes`.
+    """Expand `template` to one text for each combination of the values of `axes`.
 
-    >>> grid("x={x}[{n},4]", x=("f32", "f16"), n=(1, 2))
+    >>> expand_template("x={x}[{n},4]", x=("f32", "f16"), n=(1, 2))
     ('x=f32[1,4]', 'x=f32[2,4]', 'x=f16[1,4]', 'x=f16[2,4]')
     """
     return tuple(template.format(**dict(zip(axes, values, strict=True))) for values in product(*axes.values()))

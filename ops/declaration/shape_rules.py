@@ -1,4 +1,4 @@
-"""Parts of shape rules that several families of ops share: specs of operands, and attributes as integers."""
+"""Checked access to operand specs and attributes, for the shape rules of several families of ops."""
 
 from __future__ import annotations
 

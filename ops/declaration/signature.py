@@ -51,10 +51,11 @@ DTYPE_CLASSES: Mapping[str, tuple[DType, ...]] = {
     "number": (*FLOAT_DTYPES, *INTEGER_DTYPES),
     "any": tuple(DType),
 }
+"""The dtypes of each word that a signature may have after ``:``."""
 
 
 class DimensionRole(Enum):
-    """How a dimension may be sharded."""
+    """The role of a dimension: how it may be sharded. The value is its sign in a signature."""
 
     PARALLEL = ""
     CONTRACTED = "+"
@@ -77,7 +78,7 @@ class Dimension:
     """One axis of an operand or a result.
 
     `factors` are names or numbers, outer factor first; there is one unless the axis is a product. `index` is the
-    operand with the row numbers of an indexed axis, otherwise empty.
+    operand with the row numbers of an indexed axis, otherwise empty. With `may_be_one`, the axis may have size 1.
     """
 
     factors: tuple[str, ...]
@@ -90,7 +91,8 @@ class Dimension:
 class Operand:
     """One operand or result of a signature.
 
-    A result has no name. A result with empty `dtypes` has the dtype of operand `dtype_of`, or of the first operand.
+    `dims` are its axes after the leading axes. A result has no name. A result with empty `dtypes` has the dtype of
+    operand `dtype_of`, or of the first operand.
     """
 
     name: str
@@ -103,25 +105,25 @@ class Operand:
 
 
 class SignatureMismatch(Exception):  # noqa: N818  (internal; `Op` raises a GraphError with the operands)
-    """Operands do not fit the signature."""
+    """Operands or attributes do not fit the signature of an op; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class DimensionSizes:
-    """Sizes of dimensions by name, and the sizes of the leading axes."""
+    """The sizes of the dimensions of a call by name, and the sizes of its leading axes."""
 
     by_name: Mapping[str, int]
     leading: tuple[int, ...]
 
     @property
     def batch(self) -> int:
-        """The product of the leading axes."""
+        """The product of the sizes of the leading axes."""
         return math.prod(self.leading)
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Operands and results of an op, and their text."""
+    """The parsed signature of an op: its operands and results, and their text."""
 
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
@@ -134,13 +136,13 @@ class Signature:
 
     @property
     def indexed_dimension(self) -> tuple[Operand, Dimension] | None:
-        """The operand with an indexed dimension, which is its first dimension, or None."""
+        """The operand with an indexed dimension, and this dimension, which is its first one; otherwise None."""
         return next(((o, o.dims[0]) for o in self.operands if o.dims and o.dims[0].index), None)
 
     def keeps_leading_axes(
         self, operand: Operand, shape: Sequence[int], result: Sequence[int], sizes: DimensionSizes, count: int
     ) -> bool:
-        """Return whether the first `count` axes of an operand are the same axes of the only result, index by index.
+        """Return whether the first `count` axes of an operand are the first axes of the only result, index by index.
 
         Args:
             operand: an operand of this signature.
@@ -153,7 +155,7 @@ class Signature:
         return len(self.results) == 1 and mine == self._index_names(self.results[0], result, sizes)[:count]
 
     def _index_names(self, operand: Operand, shape: Sequence[int], sizes: DimensionSizes) -> list[object]:
-        """Return a name for the index of each axis; axes with equal names have the same index."""
+        """Return a name for the index along each axis; axes with equal names have the same index."""
         ahead = len(shape) - len(operand.dims)
         shift = len(sizes.leading) - ahead
         indices: list[object] = []
@@ -166,7 +168,7 @@ class Signature:
         return indices
 
     def resolve_sizes(self, specs: Sequence[Spec | None]) -> DimensionSizes:
-        """Return the size of each dimension.
+        """Return the size of each dimension, from the specs of the operands.
 
         Raises:
             SignatureMismatch: an operand has another dtype or shape; the message names it.
@@ -200,7 +202,7 @@ def _compute_size(dim: Dimension, named: Mapping[str, int]) -> int:
 
 
 class _SizeSolver:
-    """Sizes of dimensions, collected from shapes of operands and checked for consistency."""
+    """A solver for the sizes of dimensions: it collects the shapes of operands and checks that they are consistent."""
 
     def __init__(self) -> None:
         self.named: dict[str, int] = {}
@@ -209,6 +211,7 @@ class _SizeSolver:
         self.leading: list[tuple[Operand, tuple[int, ...]]] = []
 
     def add(self, operand: Operand, shape: tuple[int, ...]) -> None:
+        """Add the shape of an operand."""
         extra = len(shape) - len(operand.dims)
         if extra < 0 or (extra and operand.leading is LeadingAxes.NONE):
             prefix = "at least " if operand.leading is not LeadingAxes.NONE else ""
@@ -226,6 +229,7 @@ class _SizeSolver:
                 self.equate(dim.factors[0], size, operand)
 
     def equate(self, name: str, size: int, operand: Operand) -> None:
+        """Set the size of a dimension, or check the size that it has already."""
         if name.isdecimal():
             if int(name) != size:
                 raise SignatureMismatch(f"an axis of {operand.text} is {size}; it must be {name}")
@@ -235,6 +239,7 @@ class _SizeSolver:
             self.source.setdefault(name, operand.text)
 
     def solve(self) -> DimensionSizes:
+        """Return all sizes, after the unknown factors of product axes are computed."""
         waiting = self.products
         while waiting:
             later = [p for p in waiting if not self._solve_product(*p)]
@@ -245,6 +250,7 @@ class _SizeSolver:
         return DimensionSizes(self.named, self._resolve_leading_axes())
 
     def _solve_product(self, operand: Operand, dim: Dimension, size: int) -> bool:
+        """Compute the only unknown factor of a product axis; return False if several factors are unknown."""
         unknown = [f for f in dim.factors if not f.isdecimal() and f not in self.named]
         if len(unknown) > 1:
             return False
@@ -293,6 +299,7 @@ _DIM = re.compile(
 
 
 def _tokenise(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """Split `text` into consecutive matches of `pattern`."""
     found, at = [], 0
     while at < len(text):
         match = pattern.match(text, at)
@@ -332,7 +339,7 @@ def _parse_operand(match: re.Match[str], default: tuple[DType, ...]) -> Operand:
 
 @cache
 def parse_signature(text: str) -> Signature:
-    """Return the signature that `text` declares.
+    """Parse the text of a signature.
 
     Raises:
         GraphError: the text is no signature.
@@ -346,5 +353,5 @@ def parse_signature(text: str) -> Signature:
 
 
 def merge_integer_attributes(attrs: Attrs, named: Mapping[str, int]) -> dict[str, int]:
-    """Return sizes by name and the integer attributes, which results may use as sizes, too."""
+    """Return the sizes of dimensions and the integer attributes by name, because results may use both as sizes."""
     return {**{k: v for k, v in attrs.items() if isinstance(v, int) and not isinstance(v, bool)}, **named}

@@ -1,4 +1,8 @@
-"""Elementwise arithmetic with ggml's tiling broadcast, scaling, clamping, casts and copies."""
+"""Elementwise arithmetic, scaling, clamping, casts and copies.
+
+As in ggml, the operand `b` of a binary op is repeated as tiles to the shape of `a`. Entry i of an axis of `a` is
+combined with entry ``i mod size`` of the same axis of `b`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from ..declaration.samples import LegalRange, expand_template
 from ..declaration.signature import SignatureMismatch
 
 BINARY_SIGNATURE = "a[...], b[~...] -> [...]"
+"""The signature of elementwise ops of two operands."""
 BINARY_SAMPLES = (
     *expand_template("a={a}[2,3,8], b={b}[2,3,8]", a=("f32", "f16", "bf16"), b=("f32",)),
     *expand_template("a=f32[4,6,8], b=f32[{b}]", b=("8", "6,8", "4,6,8", "1,6,8", "4,1,8", "4,6,1", "2,3,4", "1", "")),
@@ -26,30 +31,33 @@ BINARY_ERRORS = (
 
 
 def take_larger(a: Array, b: Array) -> Array:
-    """Return the larger of two numbers, or NaN if one is NaN; +0 is larger than -0. IEEE 754, 2019: ``maximum``."""
+    """Compute the elementwise maximum of IEEE 754, 2019: NaN if one number is NaN, and +0 is larger than -0."""
     return np.where((a == b) & (np.signbit(a) != np.signbit(b)), 0.0, np.maximum(a, b))
 
 
 def take_smaller(a: Array, b: Array) -> Array:
-    """Return the smaller of two numbers, or NaN if one is NaN; -0 is smaller than +0. IEEE 754, 2019: ``minimum``."""
+    """Compute the elementwise minimum of IEEE 754, 2019: NaN if one number is NaN, and -0 is smaller than +0."""
     return -take_larger(-a, -b)
 
 
 @op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
 def add(a: Array, b: Array) -> Array:
-    """``a + b``; `b` tiles into `a` (index modulo size). ggml: ``ADD``."""
+    """Add `b` to `a` elementwise; `b` is repeated as tiles to the shape of `a`. ggml: ``ADD``.
+
+    Entry i of an axis of `a` is combined with entry ``i mod size`` of the same axis of `b`.
+    """
     return a + tile_to_shape(b, a.shape)
 
 
 @op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
 def sub(a: Array, b: Array) -> Array:
-    """``a - b``; `b` tiles into `a`. ggml: ``SUB``."""
+    """Subtract `b` from `a` elementwise; `b` is repeated as tiles to the shape of `a`. ggml: ``SUB``."""
     return a - tile_to_shape(b, a.shape)
 
 
 @op(BINARY_SIGNATURE, linear=("a", "b"), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS)
 def mul(a: Array, b: Array) -> Array:
-    """``a * b`` elementwise; `b` tiles into `a`. ggml: ``MUL``."""
+    """Multiply `a` by `b` elementwise; `b` is repeated as tiles to the shape of `a`. ggml: ``MUL``."""
     return a * tile_to_shape(b, a.shape)
 
 
@@ -62,11 +70,12 @@ def mul(a: Array, b: Array) -> Array:
     ranges={"b": LegalRange(0.5, 2.0)},
 )
 def div(a: Array, b: Array) -> Array:
-    """``a / b`` elementwise; `b` tiles into `a`. ggml: ``DIV``."""
+    """Divide `a` by `b` elementwise; `b` is repeated as tiles to the shape of `a`. ggml: ``DIV``."""
     return a / tile_to_shape(b, a.shape)
 
 
 UNARY_SIGNATURE = "x[...] -> [...]"
+"""The signature of elementwise ops of one operand."""
 UNARY_SAMPLES = expand_template("x={x}[{shape}]", x=("f32", "f16", "bf16"), shape=("7", "3,64", "2,0,4", "2,3,4,5"))
 UNARY_ERRORS = (("x=i32[3]", "x is i32"), ("x=q8_0[32]", "x is q8_0"))
 
@@ -82,7 +91,10 @@ UNARY_ERRORS = (("x=i32[3]", "x is i32"), ("x=q8_0[32]", "x is q8_0"))
     errors=(("x=i32[3], scale=2.0", "x is i32"), ("x=f32[3]", "scale is missing")),
 )
 def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
-    """``x * scale + bias``. ggml: ``SCALE``. A `bias` of 0 is not added, so that a zero keeps its sign."""
+    """Multiply all elements by a number and add another: ``x * scale + bias``. ggml: ``SCALE``.
+
+    A `bias` of 0 is not added, so that a zero keeps its sign.
+    """
     return x * scale + bias if bias else x * scale
 
 
@@ -106,7 +118,7 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
     infinite=("x",),
 )
 def clamp(x: Array, *, min: float, max: float) -> Array:
-    """`x` clamped to `min` and `max`; -0 is less than +0. ggml: ``CLAMP``."""
+    """Clamp all elements to the range from `min` to `max`; -0 is less than +0. ggml: ``CLAMP``."""
     return take_smaller(take_larger(x, np.asarray(min)), np.asarray(max))
 
 
@@ -121,7 +133,7 @@ def _infer_cast(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def round_to_dtype(x: Array, dtype: DType) -> Array:
-    """Return `x` in float64, rounded to a value of `dtype`; for an integer dtype, truncated to that dtype."""
+    """Round numbers to values of a float `dtype`, as float64; for an integer dtype, truncate them to that dtype."""
     if dtype is DType.BF16:
         bits = np.asarray(x, np.float32, order="C").view(np.uint32)  # ascontiguousarray would make rank 0 rank 1
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
@@ -139,7 +151,7 @@ def round_to_dtype(x: Array, dtype: DType) -> Array:
     compare="exact",
 )
 def cast(x: Array, *, dtype: DType) -> Array:
-    """The same numbers in another dtype, rounded to nearest even. ggml: ``CPY`` to a tensor of that type."""
+    """Convert the numbers to another dtype, rounded to nearest even. ggml: ``CPY`` to a tensor of that type."""
     return round_to_dtype(x, dtype)
 
 
@@ -152,5 +164,5 @@ def cast(x: Array, *, dtype: DType) -> Array:
     infinite=("x",),
 )
 def cont(x: Array) -> Array:
-    """A contiguous copy; the planner inserts it where a kernel cannot read a view. ggml: ``CONT``."""
+    """Copy `x` to contiguous memory; the planner inserts this op where a kernel cannot read a view. ggml: ``CONT``."""
     return np.array(x)

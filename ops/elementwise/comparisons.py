@@ -1,4 +1,4 @@
-"""Comparisons and selections; truth values are 0 and 1 in f32."""
+"""Comparisons, selections, maximum, minimum and power; truth values are 0 and 1 in f32."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ COMPARISONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
         "ge": np.greater_equal,
     }
 )
+"""The NumPy function of each kind of comparison."""
 
 
 def _check_comparison(kind: str, **_: object) -> str | None:
@@ -54,9 +55,10 @@ def _check_comparison(kind: str, **_: object) -> str | None:
     is_required=False,
 )
 def compare(a: Array, b: Array, *, kind: str) -> Array:
-    """1 where a comparison is true, else 0: `kind` is eq, ne, lt, le, gt or ge; `b` tiles into `a`.
+    """Compare `a` with `b` elementwise: 1 where the comparison `kind` is true, else 0.
 
-    For a NaN, only ne is true. IEEE 754, 2019.
+    `kind` is ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``. `b` is repeated as tiles to the shape of `a`. For a NaN,
+    only ``ne`` is true. IEEE 754, 2019.
     """
     return COMPARISONS[kind](a, tile_to_shape(b, a.shape)).astype(np.float64)
 
@@ -80,7 +82,7 @@ def _infer_where(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _where_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Link the axes with the size of the result; axes of size 1 have no link."""
+    """Link the axes of each operand that have the size of the result axis; axes of size 1 have no link."""
     shape = first_spec(specs).shape
     links = []
     for operand, spec in enumerate(specs):
@@ -111,7 +113,7 @@ def _where_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     is_required=False,
 )
 def where(truth: Array, a: Array, b: Array) -> Array:
-    """`a` where `truth` is not 0, else `b`, in the dtype of `a`; both are broadcast to `truth`.
+    """Select `a` where `truth` is not 0, else `b`, in the dtype of `a`; both are broadcast to the shape of `truth`.
 
     NumPy's ``where`` (Harris et al., 2020).
     """
@@ -127,18 +129,18 @@ _SAMPLES = (
 
 @op(BINARY_SIGNATURE, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), is_required=False)
 def maximum(a: Array, b: Array) -> Array:
-    """The larger of two numbers, or NaN if one of them is NaN; +0 is larger than -0. `b` tiles into `a`.
+    """Compute the elementwise maximum; `b` is repeated as tiles to the shape of `a`.
 
-    IEEE 754, 2019.
+    The result is NaN if one of the two numbers is NaN, and +0 is larger than -0. IEEE 754, 2019.
     """
     return take_larger(a, tile_to_shape(b, a.shape))
 
 
 @op(BINARY_SIGNATURE, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), is_required=False)
 def minimum(a: Array, b: Array) -> Array:
-    """The smaller of two numbers, or NaN if one of them is NaN; -0 is smaller than +0. `b` tiles into `a`.
+    """Compute the elementwise minimum; `b` is repeated as tiles to the shape of `a`.
 
-    IEEE 754, 2019.
+    The result is NaN if one of the two numbers is NaN, and -0 is smaller than +0. IEEE 754, 2019.
     """
     return take_smaller(a, tile_to_shape(b, a.shape))
 
@@ -153,5 +155,5 @@ def minimum(a: Array, b: Array) -> Array:
     is_required=False,
 )
 def power(a: Array, b: Array) -> Array:
-    """``a ** b``; `b` tiles into `a`. IEEE 754, 2019."""
+    """Raise `a` to the power `b` elementwise; `b` is repeated as tiles to the shape of `a`. IEEE 754, 2019."""
     return np.power(a, tile_to_shape(b, a.shape))

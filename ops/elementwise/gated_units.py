@@ -1,4 +1,4 @@
-"""Gated linear units: the GLU ops of ggml on two operands, or on one operand with both halves."""
+"""Gated linear units: the GLU ops of ggml on two operands, or on one operand that has gate and up halves."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..declaration.samples import LegalRange, expand_template
 from .activations import gelu, gelu_erf, gelu_quick, logistic, rectify
 
 GATED_SIGNATURE = "gate[...], up[...] -> [...]"
+"""The signature of gated units of two operands."""
 GATED_SAMPLES = (
     *expand_template("gate={x}[{shape}], up={x}[{shape}]", x=("f32", "f16"), shape=("9", "3,64", "2,3,8")),
     "gate=bf16[5,1], up=bf16[5,1]",
@@ -35,7 +36,7 @@ GATED_ERRORS = (
     is_required=False,
 )
 def reglu(gate: Array, up: Array) -> Array:
-    """``relu(gate) * up``. ggml: ``GLU_OP_REGLU``; Shazeer, GLU variants, 2020."""
+    """Compute the gated unit ``relu(gate) * up``. ggml: ``GLU_OP_REGLU``; Shazeer, GLU variants, 2020."""
     return rectify(gate) * up
 
 
@@ -49,7 +50,10 @@ def reglu(gate: Array, up: Array) -> Array:
     errors=GATED_ERRORS,
 )
 def geglu(gate: Array, up: Array) -> Array:
-    """``gelu(gate) * up`` with the tanh approximation. ggml: ``GLU_OP_GEGLU``; Shazeer, GLU variants, 2020."""
+    """Compute the gated unit ``gelu(gate) * up``, GELU in its tanh approximation. ggml: ``GLU_OP_GEGLU``.
+
+    Shazeer, GLU variants, 2020.
+    """
     return np.asarray(gelu.reference(gate) * up)
 
 
@@ -64,7 +68,7 @@ def geglu(gate: Array, up: Array) -> Array:
     is_required=False,
 )
 def geglu_erf(gate: Array, up: Array) -> Array:
-    """``gelu_erf(gate) * up``. ggml: ``GLU_OP_GEGLU_ERF``."""
+    """Compute the gated unit ``gelu_erf(gate) * up``, with the exact GELU. ggml: ``GLU_OP_GEGLU_ERF``."""
     return np.asarray(gelu_erf.reference(gate) * up)
 
 
@@ -79,7 +83,7 @@ def geglu_erf(gate: Array, up: Array) -> Array:
     is_required=False,
 )
 def geglu_quick(gate: Array, up: Array) -> Array:
-    """``gelu_quick(gate) * up``. ggml: ``GLU_OP_GEGLU_QUICK``."""
+    """Compute the gated unit ``gelu_quick(gate) * up``, with the sigmoid GELU. ggml: ``GLU_OP_GEGLU_QUICK``."""
     return np.asarray(gelu_quick.reference(gate) * up)
 
 
@@ -93,7 +97,7 @@ def geglu_quick(gate: Array, up: Array) -> Array:
     errors=GATED_ERRORS,
 )
 def swiglu(gate: Array, up: Array) -> Array:
-    """``silu(gate) * up``. ggml: ``GLU_OP_SWIGLU``; Shazeer, GLU variants, 2020."""
+    """Compute the gated unit ``silu(gate) * up``. ggml: ``GLU_OP_SWIGLU``; Shazeer, GLU variants, 2020."""
     return gate * logistic(gate) * up
 
 
@@ -116,9 +120,9 @@ def _check_limit(limit: float, **_: object) -> str | None:
     errors=(*GATED_ERRORS, ("gate=f32[4], up=f32[4], limit=-1.0", "must not be negative")),
 )
 def swiglu_oai(gate: Array, up: Array, *, alpha: float = 1.702, limit: float = 7.0) -> Array:
-    """``g * sigmoid(alpha g) * (clip(up, -limit, limit) + 1)`` for ``g = min(gate, limit)``.
+    """Compute the clamped SwiGLU of gpt-oss: ``g * sigmoid(alpha g) * (clip(up, -limit, limit) + 1)``.
 
-    `gate` is clamped from above only. ggml: ``GLU_OP_SWIGLU_OAI``; gpt-oss.
+    ``g = min(gate, limit)``: the gate is clamped from above only. ggml: ``GLU_OP_SWIGLU_OAI``; gpt-oss.
     """
     g = np.minimum(gate, limit)
     return g * logistic(alpha * g) * (np.clip(up, -limit, limit) + 1.0)
@@ -140,7 +144,10 @@ def swiglu_oai(gate: Array, up: Array, *, alpha: float = 1.702, limit: float = 7
     is_required=False,
 )
 def swiglu_clamp(gate: Array, up: Array, *, limit: float) -> Array:
-    """``silu(min(gate, limit)) * clip(up, -limit, limit)``. ggml: ``GLU_OP_SWIGLU_CLAMP``; DeepSeek V4."""
+    """Compute the clamped SwiGLU ``silu(min(gate, limit)) * clip(up, -limit, limit)``. ggml: ``GLU_OP_SWIGLU_CLAMP``.
+
+    DeepSeek V4 has this gated unit.
+    """
     g = np.minimum(gate, limit)
     return g * logistic(g) * np.clip(up, -limit, limit)
 
@@ -148,7 +155,7 @@ def swiglu_clamp(gate: Array, up: Array, *, limit: float) -> Array:
 GLU_FUNCTIONS: Mapping[str, Callable[..., Array]] = MappingProxyType(
     {f.name: f.reference for f in (reglu, geglu, geglu_erf, geglu_quick, swiglu, swiglu_oai, swiglu_clamp)}
 )
-"""The reference on two operands by kind of `glu`."""
+"""The reference function on two operands by kind of `glu`."""
 
 _GLU_PARAMETERS: Mapping[str, tuple[str, ...]] = {"swiglu_oai": ("alpha", "limit"), "swiglu_clamp": ("limit",)}
 """Attributes that a kind reads."""
@@ -177,10 +184,10 @@ _GLU_PARAMETERS: Mapping[str, tuple[str, ...]] = {"swiglu_oai": ("alpha", "limit
     ),
 )
 def glu(x: Array, *, kind: str, swapped: bool = False, alpha: float = 1.702, limit: float = 7.0) -> Array:
-    """The gated unit `kind` of the two halves of the last axis: gate, then up; with `swapped` up, then gate.
+    """Compute the gated unit `kind` of the two halves of the last axis: first the gate, then the up projection.
 
-    ggml: ``GLU`` with one source, each kind the op of that name; `alpha` and `limit` are read by swiglu_oai and
-    swiglu_clamp only.
+    With `swapped`, the gate is the second half. ggml: ``GLU`` with one source. Each kind is the op of that name. Only
+    swiglu_oai and swiglu_clamp read `alpha` or `limit`.
     """
     first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     pair = (second, first) if swapped else (first, second)

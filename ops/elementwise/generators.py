@@ -1,4 +1,4 @@
-"""Ops with values from attributes: ranges, constants, timestep embeddings."""
+"""Ops that generate values from attributes: ranges, constants, timestep embeddings."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def _infer_arange(specs: OperandSpecs, attrs: Attrs) -> Spec:
     is_required=False,
 )
 def arange(*, start: float, stop: float, step: float = 1.0) -> Array:
-    """``start + i step`` for each i with a value before `stop`. ggml: ``ARANGE``.
+    """Return the numbers ``start + i step`` from `start` to before `stop`. ggml: ``ARANGE``.
 
-    The number of values is ``ceil((stop - start) / step)``, in float64; ggml rounds to float32.
+    Their number is ``ceil((stop - start) / step)``, in float64; ggml rounds to float32.
     """
     return start + step * np.arange(_count_steps(start, stop, step))
 
@@ -62,7 +62,7 @@ def arange(*, start: float, stop: float, step: float = 1.0) -> Array:
     errors=(("x=f32[3]", "value is missing"), ("x=i32[3], value=1.0", "x is i32")),
 )
 def fill(x: Array, *, value: float) -> Array:
-    """An array of `value` with the shape and dtype of `x`; entries of `x` are not read. ggml: ``FILL``."""
+    """Return an array filled with `value`, with the shape and dtype of `x`; `x` is not read. ggml: ``FILL``."""
     return np.full_like(x, value)
 
 
@@ -87,9 +87,10 @@ def fill(x: Array, *, value: float) -> Array:
     is_required=False,
 )
 def timestep_embedding(timesteps: Array, *, dim: int, max_period: int = 10000) -> Array:
-    """Cosines, then sines, of ``t max_period^(-j / h)`` for j below ``h = dim // 2``; a last 0 if `dim` is odd.
+    """Compute the sinusoidal embedding of timesteps: `dim` cosines and sines for each timestep.
 
-    ggml: ``TIMESTEP_EMBEDDING``; Nichol and Dhariwal, GLIDE, 2021.
+    The first half has the cosines of ``t max_period^(-j / h)`` for j below ``h = dim // 2``, the second half their
+    sines. If `dim` is odd, a 0 follows. ggml: ``TIMESTEP_EMBEDDING``; Nichol and Dhariwal, GLIDE, 2021.
     """
     half = dim // 2
     angle = timesteps[..., None] * np.exp(-math.log(max_period) * np.arange(half) / max(1, half))

@@ -1,4 +1,4 @@
-"""Integer arithmetic, which wraps around in two's complement."""
+"""Elementwise integer arithmetic, which wraps around in two's complement."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ INTEGER_OPERATIONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxy
         "shift_right": np.right_shift,
     }
 )
+"""The function of each kind of integer operation."""
 
 
 def _check_operation(kind: str, **_: object) -> str | None:
@@ -66,9 +67,10 @@ def _check_operation(kind: str, **_: object) -> str | None:
     is_required=False,
 )
 def calculate(a: Array, b: Array, *, kind: str) -> Array:
-    """Integer operation `kind`: add, sub, mul, floor_div, trunc_div, floor_mod, trunc_mod, max, min, and, or, xor,
-    shift_left, shift_right.
+    """Compute the integer operation `kind` of `a` and `b` elementwise, in the dtype of `a`.
 
-    `b` tiles into `a`; the result has the dtype of `a`. Division by 0 gives 0. NumPy (Harris et al., 2020).
+    `kind` is ``add``, ``sub``, ``mul``, ``floor_div``, ``trunc_div``, ``floor_mod``, ``trunc_mod``, ``max``, ``min``,
+    ``and``, ``or``, ``xor``, ``shift_left`` or ``shift_right``. `b` is repeated as tiles to the shape of `a`. Division
+    by 0 gives 0. NumPy (Harris et al., 2020).
     """
     return np.asarray(INTEGER_OPERATIONS[kind](a, tile_to_shape(b, a.shape))).astype(a.dtype)

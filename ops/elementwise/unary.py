@@ -13,7 +13,10 @@ from .binary import UNARY_ERRORS, UNARY_SAMPLES, UNARY_SIGNATURE
 
 
 def vectorise_scalar(function: Callable[[float], float]) -> Callable[[Array], Array]:
-    """Return a function of arrays from `function` of floats, for functions that NumPy lacks; as exact as libm."""
+    """Return a function of arrays that applies a function of floats to each element, as exactly as libm.
+
+    NumPy lacks such functions as erf.
+    """
     apply = np.frompyfunc(function, 1, 1)
 
     def apply_to_array(x: Array) -> Array:
@@ -39,7 +42,7 @@ erfc = vectorise_scalar(math.erfc)
     infinite=("x",),
 )
 def neg(x: Array) -> Array:
-    """``-x``. ggml: ``UNARY_OP_NEG``."""
+    """Return ``-x``. ggml: ``UNARY_OP_NEG``."""
     return -x
 
 
@@ -53,7 +56,7 @@ def neg(x: Array) -> Array:
     infinite=("x",),
 )
 def abs_(x: Array) -> Array:
-    """``|x|``. ggml: ``UNARY_OP_ABS``."""
+    """Return the absolute value of each element. ggml: ``UNARY_OP_ABS``."""
     return np.abs(x)
 
 
@@ -67,7 +70,7 @@ def abs_(x: Array) -> Array:
     infinite=("x",),
 )
 def sgn(x: Array) -> Array:
-    """-1, +0 or 1, by the sign of `x`. ggml: ``UNARY_OP_SGN``."""
+    """Return the sign of each element as -1, +0 or 1. ggml: ``UNARY_OP_SGN``."""
     return np.sign(x)
 
 
@@ -81,13 +84,13 @@ def sgn(x: Array) -> Array:
     infinite=("x",),
 )
 def step(x: Array) -> Array:
-    """1 where ``x > 0``, else 0. ggml: ``UNARY_OP_STEP``."""
+    """Return the step function: 1 where ``x > 0``, else 0. ggml: ``UNARY_OP_STEP``."""
     return np.where(x > 0, 1.0, 0.0)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def sqr(x: Array) -> Array:
-    """``x * x``. ggml: ``SQR``."""
+    """Square each element. ggml: ``SQR``."""
     return x * x
 
 
@@ -100,7 +103,7 @@ def sqr(x: Array) -> Array:
     is_required=False,
 )
 def sqrt(x: Array) -> Array:
-    """Square root. ggml: ``SQRT``."""
+    """Compute the square root. ggml: ``SQRT``."""
     return np.sqrt(x)
 
 
@@ -113,19 +116,19 @@ def sqrt(x: Array) -> Array:
     is_required=False,
 )
 def log(x: Array) -> Array:
-    """Natural logarithm. ggml: ``LOG``."""
+    """Compute the natural logarithm. ggml: ``LOG``."""
     return np.log(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
 def exp(x: Array) -> Array:
-    """``e ** x``. ggml: ``UNARY_OP_EXP``."""
+    """Compute the exponential function ``e ** x``. ggml: ``UNARY_OP_EXP``."""
     return np.exp(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def expm1(x: Array) -> Array:
-    """``e ** x - 1``, exact near 0, too; ggml subtracts. ggml: ``UNARY_OP_EXPM1``."""
+    """Compute ``e ** x - 1``, exact near 0, too. ggml: ``UNARY_OP_EXPM1``, which subtracts."""
     return np.expm1(x)
 
 
@@ -138,7 +141,7 @@ def expm1(x: Array) -> Array:
     is_required=False,
 )
 def sin(x: Array) -> Array:
-    """Sine of `x` in radians. ggml: ``SIN``."""
+    """Compute the sine of `x` in radians. ggml: ``SIN``."""
     return np.sin(x)
 
 
@@ -151,13 +154,13 @@ def sin(x: Array) -> Array:
     is_required=False,
 )
 def cos(x: Array) -> Array:
-    """Cosine of `x` in radians. ggml: ``COS``."""
+    """Compute the cosine of `x` in radians. ggml: ``COS``."""
     return np.cos(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def erf(x: Array) -> Array:
-    """The error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t^2)`` from 0 to `x`. ISO C, 1999."""
+    """Compute the error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t^2)`` from 0 to `x`. ISO C, 1999."""
     return error_function(x)
 
 
@@ -171,7 +174,7 @@ def erf(x: Array) -> Array:
     is_required=False,
 )
 def log1p(x: Array) -> Array:
-    """Natural logarithm of ``1 + x``, exact near 0. ISO C, 1999."""
+    """Compute the natural logarithm of ``1 + x``, exact near 0. ISO C, 1999."""
     return np.log1p(x)
 
 
@@ -185,7 +188,7 @@ def log1p(x: Array) -> Array:
     is_required=False,
 )
 def tan(x: Array) -> Array:
-    """Tangent of `x` in radians. ISO C, 1999."""
+    """Compute the tangent of `x` in radians. ISO C, 1999."""
     return np.tan(x)
 
 
@@ -199,7 +202,7 @@ def tan(x: Array) -> Array:
     is_required=False,
 )
 def arcsin(x: Array) -> Array:
-    """Inverse sine in radians. ISO C, 1999."""
+    """Compute the inverse sine in radians. ISO C, 1999."""
     return np.arcsin(x)
 
 
@@ -212,13 +215,13 @@ def arcsin(x: Array) -> Array:
     is_required=False,
 )
 def arccos(x: Array) -> Array:
-    """Inverse cosine in radians. ISO C, 1999."""
+    """Compute the inverse cosine in radians. ISO C, 1999."""
     return np.arccos(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def arctan(x: Array) -> Array:
-    """Inverse tangent in radians. ISO C, 1999."""
+    """Compute the inverse tangent in radians. ISO C, 1999."""
     return np.arctan(x)
 
 
@@ -232,7 +235,7 @@ def arctan(x: Array) -> Array:
     is_required=False,
 )
 def sinh(x: Array) -> Array:
-    """Hyperbolic sine. ISO C, 1999."""
+    """Compute the hyperbolic sine. ISO C, 1999."""
     return np.sinh(x)
 
 
@@ -245,13 +248,13 @@ def sinh(x: Array) -> Array:
     is_required=False,
 )
 def cosh(x: Array) -> Array:
-    """Hyperbolic cosine. ISO C, 1999."""
+    """Compute the hyperbolic cosine. ISO C, 1999."""
     return np.cosh(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def arcsinh(x: Array) -> Array:
-    """Inverse hyperbolic sine. ISO C, 1999."""
+    """Compute the inverse hyperbolic sine. ISO C, 1999."""
     return np.arcsinh(x)
 
 
@@ -264,7 +267,7 @@ def arcsinh(x: Array) -> Array:
     is_required=False,
 )
 def arccosh(x: Array) -> Array:
-    """Inverse hyperbolic cosine. ISO C, 1999."""
+    """Compute the inverse hyperbolic cosine. ISO C, 1999."""
     return np.arccosh(x)
 
 
@@ -278,7 +281,7 @@ def arccosh(x: Array) -> Array:
     is_required=False,
 )
 def arctanh(x: Array) -> Array:
-    """Inverse hyperbolic tangent. ISO C, 1999."""
+    """Compute the inverse hyperbolic tangent. ISO C, 1999."""
     return np.arctanh(x)
 
 
@@ -299,7 +302,7 @@ _WIDE = {"x": LegalRange(-500.0, 500.0)}
     infinite=("x",),
 )
 def floor(x: Array) -> Array:
-    """The next integer below. ggml: ``UNARY_OP_FLOOR``."""
+    """Round down to an integer. ggml: ``UNARY_OP_FLOOR``."""
     return np.floor(x)
 
 
@@ -314,7 +317,7 @@ def floor(x: Array) -> Array:
     infinite=("x",),
 )
 def ceil(x: Array) -> Array:
-    """The next integer above. ggml: ``UNARY_OP_CEIL``."""
+    """Round up to an integer. ggml: ``UNARY_OP_CEIL``."""
     return np.ceil(x)
 
 
@@ -329,9 +332,9 @@ def ceil(x: Array) -> Array:
     infinite=("x",),
 )
 def round_(x: Array) -> Array:
-    """The nearest integer, halves away from zero (not to even, as NumPy does), with the sign of `x`.
+    """Round to the nearest integer, halves away from zero; a zero keeps the sign of `x`. ggml: ``UNARY_OP_ROUND``.
 
-    ggml: ``UNARY_OP_ROUND``.
+    In contrast, NumPy rounds halves to even.
     """
     size = np.abs(x)
     whole = np.trunc(size)
@@ -349,5 +352,5 @@ def round_(x: Array) -> Array:
     infinite=("x",),
 )
 def trunc(x: Array) -> Array:
-    """The next integer towards zero. ggml: ``UNARY_OP_TRUNC``."""
+    """Round towards zero to an integer. ggml: ``UNARY_OP_TRUNC``."""
     return np.trunc(x)

@@ -1,4 +1,4 @@
-"""Attention and its mask."""
+"""Scaled dot-product attention, and its causal mask."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from ..reduction.norms import alibi_slopes, softmax_rows
     ),
 )
 def causal_mask(pos: Array, *, cells: int, window: int = 0) -> Array:
-    """0 where the token at position `pos` may attend to cache cell s (``pos - window < s <= pos``), else -inf.
+    """Build the causal attention mask: 0 where a token may attend to a KV cache cell, else -inf.
 
-    Cell s of a sequence has position s. `window` counts the token itself; 0 means no window.
-    ggml: no op, llama.cpp fills its KQ mask on the host.
+    The token at position `pos` may attend to cell s if ``pos - window < s <= pos``. Cell s of a sequence has position
+    s. `window` counts the token itself; 0 means no window. ggml: no op, llama.cpp fills its KQ mask on the host.
     """
     distance = pos[..., None].astype(np.int64) - np.arange(cells)
     seen = (distance >= 0) & ((distance < window) if window else True)
@@ -49,12 +49,15 @@ def _check_attention(mask_heads: str, kv_heads: int, query_heads: int, m: int | 
 
 
 def _unsharded_head_dimensions(attrs: Attrs) -> tuple[str, ...]:
-    """Return the head dimensions if results depend on the number of a head: for slopes and tiled masks."""
+    """Return the head dimensions, which must not be sharded, if ALiBi or tiled masks depend on the index of a head.
+
+    Otherwise the result is empty.
+    """
     return ("kv_heads", "query_heads") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
 
 
 def _visible_fraction(node: Node) -> float:
-    """Return the fraction of cells that a token attends to through a window; kernels skip the others."""
+    """Compute the fraction of KV cache cells that a token attends to through a window; kernels skip the other cells."""
     mask = node.src[3].node if len(node.src) > 3 and node.src[3] is not None else None
     if mask is None or mask.op != "causal_mask" or not mask.attrs["window"]:
         return 1.0
@@ -124,12 +127,13 @@ def attention(
     softcap: float = 0.0,
     mask_heads: str = "one",
 ) -> Array:
-    """``softmax(cap(q k scale) + slope mask) v`` per head; `query_heads` neighbours of q share a key/value head.
+    """Compute multi-head attention, ``softmax(cap(q k scale) + slope mask) v`` for each head.
 
-    `cap(x)` is ``softcap tanh(x / softcap)`` where softcap > 0. A sink adds to the denominator of its head only. A
-    row that is masked completely gives zeros. `mask_heads` states the masks of heads: ``one`` mask for all heads,
-    ``each`` head has its own, or ``tiled``: head i has mask ``i mod m``. Slopes are 1 unless `max_bias` > 0 (ALiBi:
-    Press et al., 2022). ggml: ``FLASH_ATTN_EXT``; Dao et al., 2022.
+    `query_heads` neighbouring heads of q share a key/value head. `cap(x)` is ``softcap tanh(x / softcap)`` where
+    softcap > 0. A sink adds to the denominator of its head only. A row that is masked completely gives zeros.
+    `mask_heads` states the masks of heads: ``one`` mask for all heads, ``each`` head has its own, or ``tiled``: head i
+    has mask ``i mod m``. Slopes are 1 unless `max_bias` > 0 (ALiBi: Press et al., 2022). ggml: ``FLASH_ATTN_EXT``; Dao
+    et al., 2022.
     """
     heads = q.shape[-2]
     shared = heads // k.shape[-2] if k.shape[-2] else 1

@@ -1,4 +1,4 @@
-"""Mixture of experts: products with the experts that a router chose for each token, and their biases."""
+"""Mixture of experts: products with the weights of the experts that a router chose for each token, and their biases."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..movement.sharded_tables import check_row_range, estimate_busiest_count, t
 
 
 def _count_used_bytes(table: Spec, ids: Spec, attrs: Attrs) -> int:
-    """Return the bytes of the entries of `table` that `ids` can select.
+    """Return the expected bytes of the entries of `table` that `ids` select, at most one entry for each id.
 
-    There are at most as many as ids. With a part of the experts, the busiest device counts.
+    If each device has a part of the experts, these are the bytes on the busiest device.
     """
     own, total = table.shape[0], attrs["total"]
     assert isinstance(total, int)
@@ -33,7 +33,10 @@ def _count_product_bytes(sources: Sequence[Spec | None], results: Sequence[Spec]
 
 
 def _count_product_flops(batch: int, r: int, v: int, n: int, k: int, experts: int, total: int, **_: int) -> float:
-    """Return operations for one leading index; with a part of the experts, on the busiest device."""
+    """Return the floating-point operations of `mul_mat_id` for one index of the leading axes.
+
+    If each device has a part of the experts, these are the operations on the busiest device.
+    """
     entries = batch * r * v
     return 2 * n * k * estimate_busiest_count(entries, experts, total or experts) / max(1, batch)
 
@@ -75,11 +78,11 @@ def _check_expert_range(experts: int, first: int, total: int, **_: object) -> st
     nan_for_infinity=("w",),
 )
 def mul_mat_id(w: Array, x: Array, ids: Array, *, first: int = 0, total: int = 0, exact: bool = True) -> Array:
-    """Rows of `x` times the transposed weights of chosen experts: ``out[t, i] = w[ids[t, i]] @ x[t, i mod v]``.
+    """Multiply rows of `x` by the transposed weights of chosen experts: ``out[t, i] = w[ids[t, i]] @ x[t, i mod v]``.
 
     Only chosen experts are read. An id outside the experts is an error of the run. With `total` experts in all, `w` has
-    the experts from `first` on; for other experts the result is zero. `exact` is as in `mul_mat`. ggml:
-    ``MUL_MAT_ID``; Shazeer et al., 2017.
+    the experts from `first` on; for other experts the result is zero. `exact` is as in `mul_mat`. ggml: ``MUL_MAT_ID``;
+    Shazeer et al., 2017.
     """
     chosen = to_local_rows(ids, first, len(w), total, "ids of experts")
     rows = np.tile(x, (ids.shape[-1] // x.shape[-2] if x.shape[-2] else 1, 1))
@@ -121,10 +124,9 @@ def _count_bias_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], a
     ),
 )
 def add_id(a: Array, b: Array, ids: Array, *, first: int = 0, total: int = 0) -> Array:
-    """`a` plus the rows of `b` of chosen experts: ``a[t, i] + b[ids[t, i]]``.
+    """Add to `a` the bias rows of chosen experts: ``a[t, i] + b[ids[t, i]]``. ggml: ``ADD_ID``.
 
-    With `total` experts in all, `b` has the experts from `first` on; for other experts nothing is added. ggml:
-    ``ADD_ID``.
+    With `total` experts in all, `b` has the experts from `first` on; for other experts nothing is added.
     """
     rows = to_local_rows(ids, first, len(b), total, "ids of experts")
     out = np.array(a)

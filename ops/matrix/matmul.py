@@ -1,4 +1,4 @@
-"""Matrix products."""
+"""The matrix product."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..declaration.samples import expand_template
     nan_for_infinity=("w",),
 )
 def mul_mat(w: Array, x: Array, *, ordered: bool = False, exact: bool = True) -> Array:
-    """Rows of `x` times the transposed weight, ``x @ w.T``. ggml: ``MUL_MAT``.
+    """Multiply the rows of `x` by the transposed weight: ``x @ w.T``. ggml: ``MUL_MAT``.
 
     Leading axes of `w` divide the leading axes of `x`: one weight serves neighbouring entries. With `ordered`, the
     terms of a sum are not sharded, so that its last bit does not depend on the number of devices. Without `exact`, a

@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""Rotary position embedding (RoPE): pairs of elements of a head are rotated by angles that grow with the position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template
 
 ROPE_MODES = ("normal", "neox")
+"""Modes of `rope`."""
 MULTI_MODES = ("mrope", "imrope", "vision")
+"""Modes of `rope_multi`."""
 
 
 def _check_rope(
@@ -82,11 +84,12 @@ def rope(
     original_context: int = 0,
     offset: int = 0,
 ) -> Array:
-    """Rotate pairs of `n_dims` elements by angles ``pos * base^(-2i/n_dims) * freq_scale / factors[i]``.
+    """Apply rotary position embedding: rotate pairs of elements of each head by angles that grow with the position.
 
-    Pairs are neighbours (2i, 2i+1) in mode ``normal`` and halves (i, i + n_dims/2) in mode ``neox``, counted from
-    `offset`. `ext_factor` > 0 mixes in unscaled angles and scales the magnitude (YaRN: Peng et al., 2023).
-    ggml: ``ROPE``; Su et al., 2021.
+    The angle of pair i is ``pos * base^(-2i/n_dims) * freq_scale / factors[i]``. Pairs are neighbours (2i, 2i+1) in
+    mode ``normal`` and halves (i, i + n_dims/2) in mode ``neox``, counted from `offset`. `n_dims` elements are rotated.
+    `ext_factor` > 0 mixes in unscaled angles and scales the magnitude (YaRN: Peng et al., 2023). ggml: ``ROPE``; Su et
+    al., 2021.
     """
     half = n_dims // 2
     attrs: Attrs = {
@@ -105,7 +108,7 @@ def rope(
 
 
 def pair_slices(n_dims: int, mode: str, offset: int = 0) -> tuple[slice, slice]:
-    """Return the slices of the first and of the second elements of all pairs."""
+    """Return the slices of the first and of the second elements of all pairs, along the last axis."""
     if mode == "normal":
         return slice(offset, offset + n_dims, 2), slice(offset + 1, offset + n_dims, 2)
     half = n_dims if mode == "vision" else n_dims // 2
@@ -113,7 +116,15 @@ def pair_slices(n_dims: int, mode: str, offset: int = 0) -> tuple[slice, slice]:
 
 
 def _rotate_pairs(x: Array, angle: Array, magnitude: float, low: slice, high: slice) -> Array:
-    """Return `x` with its pairs rotated by ``angle[..., t, pair]`` in radians."""
+    """Rotate the pairs of `x` by ``angle[..., t, pair]`` in radians, and multiply them by `magnitude`.
+
+    Args:
+        x: heads [..., tokens, heads, d].
+        angle: angle of each token and pair in radians.
+        magnitude: factor of rotated elements.
+        low: slice of the first elements of the pairs.
+        high: slice of the second elements of the pairs.
+    """
     angle = angle[..., None, :]
     cos, sin = np.cos(angle) * magnitude, np.sin(angle) * magnitude
     out = x.copy()
@@ -183,9 +194,10 @@ def rope_multi(
     original_context: int = 0,
     offset: int = 0,
 ) -> Array:
-    """`rope` with four positions per token: ``pos[0]`` time, 1 height, 2 width, 3 a further one.
+    """Apply rotary position embedding with four positions per token: time, height, width and a further one.
 
-    Pairs are halves, as in ``neox``. `mode` assigns a position to each pair:
+    They are ``pos[0]`` to ``pos[3]``. Pairs are halves, as in mode ``neox`` of `rope`. `mode` assigns a position to
+    each pair:
 
     * ``mrope``: the first ``sections[0]`` pairs have the time, the next ``sections[1]`` the height, and so on; after
       the last section the sections repeat.
@@ -212,7 +224,7 @@ def rope_multi(
 
 
 def position_planes(count: int, sections: tuple[int, ...], mode: str) -> tuple[Array, Array]:
-    """Return, for each of `count` pairs, the index of its position (0 to 3) and the index of its frequency."""
+    """Map each of `count` pairs to the index of its position (0 to 3) and to the index of its frequency."""
     pair = np.arange(count)
     sector = pair % sum(sections)
     ends = np.cumsum(sections)
@@ -224,7 +236,7 @@ def position_planes(count: int, sections: tuple[int, ...], mode: str) -> tuple[A
 
 
 def compute_frequencies(half: int, attrs: Attrs, index: Array | None = None) -> tuple[Array, float]:
-    """Return the angle per position of each pair, and the factor of cosine and sine.
+    """Compute the rotary frequency of each pair, and the magnitude, which is the factor of cosine and sine.
 
     Args:
         half: number of frequencies.
@@ -245,7 +257,7 @@ def compute_frequencies(half: int, attrs: Attrs, index: Array | None = None) -> 
 
 
 def _compute_yarn_ramp(count: int, half: int, base: float, attrs: Attrs) -> Array:
-    """Return the weight of the unscaled angle per pair: 1 for fast pairs, 0 for slow pairs, linear between them."""
+    """Compute the YaRN weight of the unscaled angle per pair: 1 for fast pairs, 0 for slow pairs, linear between."""
     context, fast, slow = (float(float_attribute(attrs, k)) for k in ("original_context", "beta_fast", "beta_slow"))
 
     def pair(rotations: float) -> float:

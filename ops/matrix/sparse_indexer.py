@@ -37,7 +37,7 @@ from ..declaration.samples import LegalRange, expand_template
     signed_zeros=False,
 )
 def lightning_indexer(q: Array, k: Array, weights: Array, mask: Array) -> Array:
-    """The score of each key for each query: ``sum_h weights[t, h] relu(q[t, h] . k[s]) + mask[t, s]``.
+    """Score each key for each query of sparse attention: ``sum_h weights[t, h] relu(q[t, h] . k[s]) + mask[t, s]``.
 
     All heads share one key. `weights` has the scale factors. ggml: ``LIGHTNING_INDEXER``; DeepSeek-V3.2, 2025.
     """
@@ -47,7 +47,10 @@ def lightning_indexer(q: Array, k: Array, weights: Array, mask: Array) -> Array:
 
 
 def _count_streams(mixes: int, **_: int) -> int:
-    """Return the number n of streams from a row of ``n + n + n * n`` logits: inputs, outputs, mixing."""
+    """Return the number n of residual streams from the length ``n + n + n * n`` of a row of logits.
+
+    A row has the logits of inputs, of outputs and of the mixing matrix.
+    """
     return math.isqrt(mixes + 1) - 1
 
 
@@ -79,7 +82,9 @@ def _check_comb(mixes: int, streams: int, parts: int, n_iter: int, **_: object) 
     signed_zeros=False,
 )
 def dsv4_hc_comb(mixes: Array, scale: Array, base: Array, *, n_iter: int, eps: float = 1e-6) -> Array:
-    """The mixing matrices [..., from, to] of n residual streams, nearly doubly stochastic, from the last n² logits.
+    """Compute nearly doubly stochastic mixing matrices [..., from, to] of n residual streams (hyper-connections).
+
+    The last n² entries of a row of `mixes` are the logits of its matrix.
 
     1. ``softmax(mixes scale[2] + base)`` over `to`, plus eps.
     2. Divide by the sums over `from`, plus eps.
@@ -121,7 +126,7 @@ def dsv4_hc_comb(mixes: Array, scale: Array, base: Array, *, n_iter: int, eps: f
     signed_zeros=False,
 )
 def dsv4_hc_pre(x: Array, weights: Array, *, gated: bool = False, scale: float = 1.0) -> Array:
-    """The input of a layer from n residual streams: ``scale sum_h x[h] weights[h]``.
+    """Mix n residual streams into the input of a layer (hyper-connections): ``scale sum_h x[h] weights[h]``.
 
     With `gated`, weights are logits of sigmoids, one for each element of each stream. ggml: ``DSV4_HC_PRE``.
     """
@@ -154,9 +159,9 @@ def dsv4_hc_pre(x: Array, weights: Array, *, gated: bool = False, scale: float =
     signed_zeros=False,
 )
 def dsv4_hc_post(x: Array, residual: Array, post: Array, comb: Array | None = None) -> Array:
-    """The residual streams after a layer: ``out[to] = x post[to] + sum_from residual[from] comb[from, to]``.
+    """Update the residual streams after a layer: ``out[to] = x post[to] + sum_from residual[from] comb[from, to]``.
 
-    Without `comb`, streams do not mix. ggml: ``DSV4_HC_POST``.
+    `x` is the output of the layer. Without `comb`, streams do not mix. ggml: ``DSV4_HC_POST``.
     """
     mixed = residual if comb is None else np.einsum("...fd,...ft->...td", residual, comb)
     return x[..., None, :] * post[..., :, None] + mixed

@@ -1,4 +1,4 @@
-"""Ops that rearrange entries: repeat, pad, roll, write into a region."""
+"""Ops that rearrange entries: repeat, pad, roll, and write or add to a region."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from ..declaration.signature import SignatureMismatch
 
 
 def _integer_per_axis(attrs: Attrs, name: str, spec: Spec) -> tuple[int, ...]:
-    """Return an attribute with one integer per axis of `spec`."""
+    """Return an attribute that needs one integer for each axis of `spec`.
+
+    Raises:
+        SignatureMismatch: the attribute has another number of entries.
+    """
     values = integers_attribute(attrs, name)
     if len(values) != len(spec.shape):
         raise SignatureMismatch(
@@ -71,7 +75,7 @@ def _repeat_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     infinite=("x",),
 )
 def repeat(x: Array, *, shape: tuple[int, ...]) -> Array:
-    """`x` repeated as tiles to `shape`: entry i of an axis is ``x[i % size]``. ggml: ``REPEAT``."""
+    """Repeat `x` as tiles to `shape`: entry i of an axis is ``x[i % size]``. ggml: ``REPEAT``."""
     return np.array(tile_to_shape(x, shape))
 
 
@@ -121,9 +125,10 @@ def _pad_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     infinite=("x",),
 )
 def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bool = False) -> Array:
-    """`x` with ``left[i]`` and ``right[i]`` zeros before and after axis i; with `circular`, its own entries cyclically.
+    """Pad each axis i with ``left[i]`` zeros before and ``right[i]`` zeros after its entries. ggml: ``PAD``.
 
-    ggml: ``PAD`` (ggml_pad_ext, ggml_pad_ext_circular, which count axes from the last).
+    With `circular`, the padding has the entries of the axis, cyclically. ``ggml_pad_ext`` and ``ggml_pad_ext_circular``
+    count axes from the last.
     """
     if not circular:
         out = np.zeros([a + n + b for n, a, b in zip(x.shape, left, right, strict=True)], x.dtype)
@@ -160,7 +165,7 @@ def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bo
     infinite=("x",),
 )
 def pad_reflect_1d(x: Array, *, left: int, right: int) -> Array:
-    """`x` with the last axis extended by its mirror image, without the outer entry. ggml: ``PAD_REFLECT_1D``."""
+    """Pad the last axis with its mirror image, in which the outer entry is left out. ggml: ``PAD_REFLECT_1D``."""
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(left, right)], mode="reflect") if left or right else np.array(x)
 
 
@@ -193,7 +198,7 @@ def _roll_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     infinite=("x",),
 )
 def roll(x: Array, *, shifts: tuple[int, ...]) -> Array:
-    """`x` with axis i shifted cyclically by ``shifts[i]``. ggml: ``ROLL``."""
+    """Shift each axis i cyclically by ``shifts[i]`` entries. ggml: ``ROLL``."""
     for axis, by in enumerate(shifts):
         x = np.roll(x, by, axis)
     return np.array(x)
@@ -217,7 +222,7 @@ def _infer_region(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _region_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Link the axes that `b` fills; along the other axes both operands must be complete."""
+    """Link the axes that `b` fills; along the other axes both operands must be complete on every device."""
     a, b = specs
     assert a is not None
     assert b is not None
@@ -226,7 +231,7 @@ def _region_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
 
 
 def _count_region_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
-    """Return bytes in place: `b` is read, and as many bytes are written."""
+    """Return the bytes that an in-place write to a region moves: `b` is read, and as many bytes are written."""
     return 2 * (sources[1].nbytes if sources[1] else 0)
 
 
@@ -261,9 +266,9 @@ _REGION_ERRORS = (
     infinite=("a", "b"),
 )
 def set_(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
-    """`a` with the region at `offsets` with the shape of `b` replaced by `b`.
+    """Replace the region of `a` at `offsets`, which has the shape of `b`, by `b`. ggml: ``SET``.
 
-    ggml: ``SET``, which names the region by byte strides and a byte offset.
+    ggml names the region by byte strides and a byte offset.
     """
     out = np.array(a)
     out[_region_slices(b.shape, offsets)] = b
@@ -282,9 +287,9 @@ def set_(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     is_required=False,
 )
 def acc(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
-    """`a` with `b` added to the region at `offsets` with the shape of `b`.
+    """Add `b` to the region of `a` at `offsets`, which has the shape of `b`. ggml: ``ACC``.
 
-    ggml: ``ACC``, which names the region by byte strides and a byte offset.
+    ggml names the region by byte strides and a byte offset.
     """
     out = np.array(a)
     out[_region_slices(b.shape, offsets)] += b

@@ -30,7 +30,7 @@ from .sharded_tables import require_row_numbers
     is_required=False,
 )
 def gather(x: Array, ids: Array) -> Array:
-    """Entries of each row of `x` by number: ``x[..., ids[..., i]]``. NumPy's ``take_along_axis``, 2018."""
+    """Gather entries of each row of `x` by index: ``x[..., ids[..., i]]``. NumPy's ``take_along_axis``, 2018."""
     return np.take_along_axis(x, require_row_numbers(ids, x.shape[-1], "ids"), axis=-1)
 
 
@@ -43,6 +43,7 @@ SCATTER_REDUCTIONS: Mapping[str, Callable[[Array, tuple[Array, ...], Array], Non
         "min": np.minimum.at,
     }
 )
+"""For each `reduce` of `scatter`, a function that writes entries to an array in place."""
 
 
 def _check_reduction(reduce: str, **_: object) -> str | None:
@@ -68,10 +69,10 @@ def _check_reduction(reduce: str, **_: object) -> str | None:
     is_required=False,
 )
 def scatter(into: Array, ids: Array, src: Array, *, reduce: str = "set") -> Array:
-    """`into` with entry ``ids[..., i]`` of each row replaced by entry i of `src`, or combined with it by `reduce`.
+    """Scatter entries into each row: `src` entry i replaces, or is combined with, entry ``ids[..., i]`` of `into`.
 
-    If a number repeats, ``set`` stores one of its entries; add, mul, max and min combine all of them. NumPy's
-    ``put_along_axis``, 2018.
+    `reduce` is ``set``, ``add``, ``mul``, ``max`` or ``min``. If an index repeats, ``set`` stores one of its entries;
+    the others combine all of them. NumPy's ``put_along_axis``, 2018.
     """
     out = np.array(into)
     require_row_numbers(ids, into.shape[-1], "ids")

@@ -1,4 +1,4 @@
-"""Ops that move rows: get, set, concatenate."""
+"""Ops that move rows: get rows, set rows, concatenate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _count_gather_bytes(sources: Sequence[Spec | None], results: Sequence[Spec],
     infinite=("table",),
 )
 def get_rows(table: Array, ids: Array) -> Array:
-    """Rows of `table` by number, as f32: ``table[ids]``. ggml: ``GET_ROWS``."""
+    """Gather rows of `table` by index, as f32: ``table[ids]``. ggml: ``GET_ROWS``."""
     return np.take_along_axis(table, require_row_numbers(ids, table.shape[-2], "ids")[..., None], axis=-2)
 
 
@@ -66,7 +66,7 @@ def get_rows(table: Array, ids: Array) -> Array:
     infinite=("into", "rows"),
 )
 def set_rows(into: Array, rows: Array, ids: Array) -> Array:
-    """`into` with row ``ids[i]`` replaced by row i of `rows`, in its dtype. ggml: ``SET_ROWS``.
+    """Replace row ``ids[i]`` of `into` by row i of `rows`, in the dtype of `into`. ggml: ``SET_ROWS``.
 
     If an id repeats, one of its rows is stored.
     """
@@ -116,5 +116,5 @@ def _concat_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     infinite=("a", "b"),
 )
 def concat(a: Array, b: Array, *, axis: int) -> Array:
-    """`a` followed by `b` along one axis. ggml: ``CONCAT``."""
+    """Concatenate `a` and `b` along one axis. ggml: ``CONCAT``."""
     return np.concatenate([a, b], axis=axis)

@@ -16,7 +16,7 @@ from ..declaration.op import Array
 
 
 def require_row_numbers(ids: Array, count: int, subject: str) -> Array:
-    """Return `ids` if all of them are row numbers from 0 to ``count - 1``; NumPy would accept negative ones.
+    """Return `ids`, which must be row numbers from 0 to ``count - 1``; NumPy would accept negative ones.
 
     Args:
         ids: integers of any shape.
@@ -32,17 +32,27 @@ def require_row_numbers(ids: Array, count: int, subject: str) -> Array:
 
 
 def to_local_rows(ids: Array, first: int, count: int, total: int, subject: str) -> Array:
-    """Return the local row of each id in a table with the rows `first` to ``first + count - 1``; -1 for other rows.
+    """Return the local row of each id in the shard of a table; -1 for rows of other shards.
+
+    Args:
+        ids: row numbers in the complete table.
+        first: first row of the shard.
+        count: number of rows of the shard.
+        total: number of rows of the complete table; 0 means `count`.
+        subject: name of the ids in the message, plural.
 
     Raises:
-        BackendError: an id is no row of the complete table with `total` rows (0: `count` rows).
+        BackendError: an id is no row of the complete table.
     """
     rows = require_row_numbers(ids, total or count, subject) - first
     return np.where((rows >= 0) & (rows < count), rows, -1)
 
 
 def check_row_range(first: int, total: int, count: int) -> str | None:
-    """Return a problem if `count` rows from `first` on are no part of `total` rows; `total` 0 means all rows."""
+    """Return a problem if `count` rows from `first` on do not fit in `total` rows, otherwise None.
+
+    If `total` is 0, `first` must be 0, too: the table is complete.
+    """
     if total == first == 0 or (total > 0 and 0 <= first <= total - count):
         return None
     return f"rows {first} to {first + count} are no part of {total}"
@@ -50,10 +60,14 @@ def check_row_range(first: int, total: int, count: int) -> str | None:
 
 @lru_cache(maxsize=1024)
 def estimate_busiest_count(entries: int, own: int, total: int) -> int:
-    """Return the expected number of `entries` on the busiest of the devices with `own` rows of `total` each.
+    """Estimate the number of entries on the busiest device, if rows are sharded and entries select rows at random.
 
-    All rows are equally likely. The result is the mean plus the expected excess of the largest of independent normal
-    counts (Blom, 1958).
+    The result is the mean plus the expected excess of the largest of independent normal counts (Blom, 1958).
+
+    Args:
+        entries: number of selected rows on all devices.
+        own: number of rows of each device.
+        total: number of rows of all devices.
     """
     from statistics import NormalDist  # 10 ms, which `import hocket` does not need
 

@@ -20,6 +20,10 @@ from ..declaration.signature import SignatureMismatch
 def count_windows(shape: tuple[int, ...], attrs: Mapping[str, Attr]) -> tuple[int, ...]:
     """Return the number of windows along each axis.
 
+    Args:
+        shape: shape of x: images, channels, then the axes that windows slide over.
+        attrs: attributes of `windows`.
+
     Raises:
         SignatureMismatch: attributes and shape do not fit.
     """
@@ -48,7 +52,7 @@ def _infer_windows(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _window_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Link images and channels; the axes of the windows must be complete on every device."""
+    """Link images and channels; the axes that windows slide over must be complete on every device."""
     return link_axes({0: 0, 1: 2})
 
 
@@ -88,10 +92,11 @@ def windows(
     right: tuple[int, ...],
     value: float = 0.0,
 ) -> Array:
-    """Windows of `x` [images, channels, axes ...] as [images, windows, channels, entries of a window], each row-major.
+    """Collect sliding windows of `x` (im2col), for convolutions and pooling. ggml: ``IM2COL``, ``IM2COL_3D``.
 
-    Axes are padded with `left` and `right` entries of `value`. A product with weights is a convolution; a maximum over
-    the last axis is a max pooling. ggml: ``IM2COL``, ``IM2COL_3D``.
+    `x` is [images, channels, axes ...]. The result is [images, windows, channels, entries of a window], with windows
+    and their entries in row-major order. Axes are padded with `left` and `right` entries of `value`. A product with
+    weights is a convolution; a maximum over the last axis is a max pooling.
     """
     setting = {"size": size, "stride": stride, "dilation": dilation, "left": left, "right": right}
     counts = count_windows(x.shape, setting)

@@ -26,7 +26,7 @@ from ..declaration.samples import LegalRange, expand_template
     infinite=("x",),
 )
 def diag_mask_inf(x: Array, *, n_past: int) -> Array:
-    """`x` with -inf where the column exceeds the row by more than `n_past`. ggml: ``DIAG_MASK_INF``.
+    """Mask the upper triangle: -inf where the column exceeds the row by more than `n_past`. ggml: ``DIAG_MASK_INF``.
 
     Rows are the tokens after `n_past` earlier ones; columns are the tokens that they attend to.
     """
@@ -60,9 +60,9 @@ _TRIANGLES = {
     infinite=("x",),
 )
 def tri(x: Array, *, kind: str) -> Array:
-    """A triangle of each square matrix, with zeros elsewhere.
+    """Keep one triangle of each square matrix, and set the other entries to zero. ggml: ``TRI``.
 
-    `kind` has the names of ggml; "lower" and "upper" exclude the diagonal. ggml: ``TRI``.
+    `kind` is ``upper_diag``, ``upper``, ``lower_diag`` or ``lower``; ``upper`` and ``lower`` exclude the diagonal.
     """
     return np.asarray(_TRIANGLES[kind](x))
 
@@ -76,7 +76,10 @@ def tri(x: Array, *, kind: str) -> Array:
     compare="exact",
 )
 def diag(x: Array) -> Array:
-    """Matrices with the rows of `x` on their diagonals, zeros elsewhere. ggml: ``DIAG``, without its axis of size 1."""
+    """Build square matrices with the rows of `x` on their diagonals, and zeros elsewhere. ggml: ``DIAG``.
+
+    ggml has a further axis of size 1.
+    """
     return np.where(np.eye(x.shape[-1], dtype=bool), x[..., None], 0.0)
 
 
@@ -103,7 +106,10 @@ def diag(x: Array) -> Array:
     signed_zeros=False,
 )
 def solve_tri(a: Array, b: Array) -> Array:
-    """The x of ``a x = b`` for lower triangular `a`; entries above its diagonal are not read. ggml: ``SOLVE_TRI``."""
+    """Solve the triangular system ``a x = b`` for x, with lower triangular `a`. ggml: ``SOLVE_TRI``.
+
+    Entries of `a` above its diagonal are not read.
+    """
     x = np.zeros(b.shape)
     for i in range(a.shape[-1]):
         known = np.einsum("...j,...jm->...m", a[..., i, :i], x[..., :i, :])

@@ -1,4 +1,4 @@
-"""Views: ops that move no element. Lowering applies the reference to a strided dummy and stores the strides."""
+"""View ops, which move no element. Lowering applies the reference to a strided dummy array and stores the strides."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _infer_reshape(specs: OperandSpecs, attrs: Attrs) -> Spec:
     infinite=("x",),
 )
 def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
-    """The same elements in row-major order under another shape. ggml: ``RESHAPE``."""
+    """Give the same elements another shape, in row-major order. ggml: ``RESHAPE``."""
     return x.reshape(shape)
 
 
@@ -62,7 +62,10 @@ def _infer_permute(specs: OperandSpecs, attrs: Attrs) -> Spec:
     infinite=("x",),
 )
 def permute(x: Array, *, axes: tuple[int, ...]) -> Array:
-    """Axis i of the result is axis ``axes[i]`` of `x`. ggml: ``PERMUTE`` (which counts axes from the last)."""
+    """Permute the axes: axis i of the result is axis ``axes[i]`` of `x`. ggml: ``PERMUTE``.
+
+    ggml counts axes from the last.
+    """
     return np.transpose(x, axes)
 
 
@@ -136,7 +139,7 @@ def _localise_slice(attrs: Attrs, shape: tuple[int, ...], count: Callable[[int, 
     infinite=("x",),
 )
 def slice_(x: Array, *, axis: int, start: int, stop: int) -> Array:
-    """Entries `start` to `stop` (exclusive) of one axis. ggml: ``VIEW`` (which counts bytes)."""
+    """Take the entries from `start` to before `stop` of one axis. ggml: ``VIEW``, which counts bytes."""
     return x[(slice(None),) * (axis % x.ndim) + (slice(start, stop),)]
 
 
@@ -170,5 +173,5 @@ def _broadcast_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     infinite=("x",),
 )
 def broadcast(x: Array, *, shape: tuple[int, ...]) -> Array:
-    """Repeat axes of size 1 (and new leading axes) without copying. ggml: implied by stride 0."""
+    """Repeat axes of size 1 and new leading axes to `shape` without a copy. ggml: implied by stride 0."""
     return np.broadcast_to(x, shape)

@@ -35,7 +35,7 @@ from .state_pools import (
     signed_zeros=False,
 )
 def ssm_conv(x: Array, w: Array) -> Array:
-    """Causal depthwise convolution, ``out[t, c] = sum_j w[c, j] x[t + j, c]``. ggml: ``SSM_CONV``.
+    """Apply a causal depthwise convolution over tokens: ``out[t, c] = sum_j w[c, j] x[t + j, c]``. ggml: ``SSM_CONV``.
 
     The first ``taps - 1`` rows of `x` belong to earlier tokens.
     """
@@ -51,7 +51,7 @@ _HEADS: Mapping[str, str] = {"tiled": "(value_heads key_heads)", "interleaved": 
 
 
 def _build_delta_signatures(heads: str) -> dict[str, str]:
-    """Return signatures by the layout of the state; `heads` is the dimension of value heads."""
+    """Return the signatures of `gated_delta_net` by layout of the state; `heads` is the dimension of value heads."""
     operands = (
         f"q[..., *t, key_heads, *d], k[..., *t, key_heads, *d], v[..., *t, {heads}, e], g[..., *t, {heads}, 1|*d],"
         f" beta[..., *t, {heads}]"
@@ -60,6 +60,7 @@ def _build_delta_signatures(heads: str) -> dict[str, str]:
 
 
 def _choose_delta_signature(attrs: Mapping[str, Attr]) -> str:
+    """Return the key of the signature: the order of heads, then the layout of the state."""
     heads = str(attrs["heads"])
     if heads not in _HEADS:
         raise SignatureMismatch(f"heads is {heads!r}; one of {', '.join(_HEADS)}")
@@ -154,7 +155,7 @@ def gated_delta_net(
     pool: str = "none",
     exact: bool = True,
 ) -> tuple[Array, Array]:
-    """The gated delta rule over all tokens; returns the outputs and the state after the last token.
+    """Apply the gated delta rule to all tokens in order; return the outputs and the state after the last token.
 
     Per token and value head: ``S *= exp(g)``; ``S += beta (v - S k) k^T``; ``o = S q / sqrt(d)``. `S` is [value,
     key]. `g` is a log decay per head, or per key channel (KDA). Value head j reads key head ``j mod h`` (tiled) or

@@ -73,7 +73,7 @@ def ssm_scan(
     snapshots: int = 1,
     pool: str = "none",
 ) -> tuple[Array, Array]:
-    """A selective state space model over all tokens; returns the outputs and the state after the last token.
+    """Apply a selective state space model (Mamba) to all tokens; return the outputs and the state after the last token.
 
     Per token and head, with ``dt = softplus(dt)``: ``S = exp(dt a) S + dt x b^T``; ``y = S c``. `S` is [channel,
     state]. `a` has one number per head (Mamba-2: Dao and Gu, 2024) or one per column of `S` (Mamba-1: Gu and Dao,
@@ -128,7 +128,7 @@ _WKV6 = (
     signed_zeros=False,
 )
 def rwkv_wkv6(k: Array, v: Array, r: Array, bonus: Array, decay: Array, state: Array) -> tuple[Array, Array]:
-    """The token mixing of RWKV 6; returns the outputs and the state after the last token.
+    """Apply the token mixing of RWKV 6 to all tokens; return the outputs and the state after the last token.
 
     Per token and head: ``y = (S + (bonus * k) v^T)^T r``; ``S = decay * S + k v^T``, `decay` and `bonus` per key
     channel; `S` is [key, value]. ggml: ``RWKV_WKV6`` (bonus: ``tf``, decay: ``td``); Peng et al., 2024.
@@ -169,10 +169,10 @@ _WKV7 = (
     signed_zeros=False,
 )
 def rwkv_wkv7(r: Array, decay: Array, k: Array, v: Array, a: Array, b: Array, state: Array) -> tuple[Array, Array]:
-    """The token mixing of RWKV 7, a generalised delta rule; returns the outputs and the state after the last token.
+    """Apply the token mixing of RWKV 7 to all tokens; return the outputs and the state after the last token.
 
-    Per token and head: ``S = S diag(decay) + (S a) b^T + v k^T``; ``y = S r``; `S` is [value, key].
-    ggml: ``RWKV_WKV7`` (decay: ``w``); Peng et al., 2025.
+    It is a generalised delta rule. Per token and head: ``S = S diag(decay) + (S a) b^T + v k^T``; ``y = S r``; `S` is
+    [value, key]. ggml: ``RWKV_WKV7`` (decay: ``w``); Peng et al., 2025.
     """
     out = np.empty(v.shape, np.result_type(v, state))
 
@@ -213,7 +213,7 @@ _GLA = (
     signed_zeros=False,
 )
 def gated_linear_attn(k: Array, v: Array, q: Array, g: Array, state: Array, *, scale: float) -> tuple[Array, Array]:
-    """Linear attention with a decay per key channel; returns the outputs and the state after the last token.
+    """Apply linear attention with a decay per key channel; return the outputs and the state after the last token.
 
     Per token and head: ``S = g * S + k v^T``; ``y = scale S^T q``; `S` is [key, value]. `g` is the decay
     itself, not its logarithm. ggml: ``GATED_LINEAR_ATTN``; Yang et al., 2023.

@@ -1,4 +1,4 @@
-"""The state of a recurrence: one per sequence, or rows of a pool of states.
+"""The states of a recurrence: one state per sequence, or rows of a pool of states.
 
 The attribute `pool` has three values:
 
@@ -22,15 +22,19 @@ from ..declaration.signature import SignatureMismatch
 from ..movement.sharded_tables import require_row_numbers
 
 POOL_MODES = ("none", "read", "update")
+"""Values of the attribute `pool`."""
 
 SLOT_RANGES: Mapping[str, LegalRange] = {
     "slots_in": LegalRange(0, "slots"),
     "slots_out": LegalRange(0, "slots", distinct=True),
 }
+"""Legal row numbers of a pool."""
 
 
 def build_state_signatures(operands: str, out: str, state: str) -> dict[str, str]:
-    """Return the signatures by key of `choose_state_signature`.
+    """Return the signatures of a recurrence by key: one for each `pool`, with one state or several snapshots.
+
+    `choose_recurrence_signature_key` returns the key.
 
     Args:
         operands: operands before the state, with ``...`` for leading axes.
@@ -51,7 +55,11 @@ def build_state_signatures(operands: str, out: str, state: str) -> dict[str, str
 
 
 def choose_state_signature(attrs: Mapping[str, Attr]) -> str:
-    """Return the key of the signature for the attributes `pool` and `snapshots`."""
+    """Return the key of the signature for the attributes `pool` and `snapshots`, such as ``update several``.
+
+    Raises:
+        SignatureMismatch: `pool` has no legal value.
+    """
     pool, snapshots = attrs.get("pool", "none"), attrs.get("snapshots", 1)
     if pool not in POOL_MODES:
         raise SignatureMismatch(f"pool is {pool!r}; one of {', '.join(POOL_MODES)}")
@@ -59,17 +67,27 @@ def choose_state_signature(attrs: Mapping[str, Attr]) -> str:
 
 
 def state_inplace_pairs(attrs: Mapping[str, Attr]) -> tuple[tuple[int, str], ...]:
-    """Return pairs (result, operand): the new state may overwrite the old one, except a pool that is only read."""
+    """Return pairs (result index, operand) in which the result may overwrite the operand: the new and the old state.
+
+    There is no pair if the pool is only read.
+    """
     return () if attrs.get("pool") == "read" else ((1, "state"),)
 
 
 def state_overwritten_entries(attrs: Mapping[str, Attr]) -> tuple[str, int] | None:
-    """Return the entries that an in-place result changes: of a pool, the rows `slots_out`."""
+    """Return the entries that an in-place result changes: the rows `slots_out` of a pool; None means all entries."""
     return ("slots_out", 0) if attrs.get("pool") == "update" else None
 
 
 def check_state(snapshots: int, saved: int | None = None, **_: object) -> str | None:
-    """Return a problem of the number of snapshots, or of `saved` rows per sequence in `slots_out`."""
+    """Return a problem with the number of snapshots, or None.
+
+    The number is at least 1 and equals the rows per sequence in `slots_out`.
+
+    Args:
+        snapshots: number of states to return per sequence.
+        saved: rows per sequence in `slots_out`; None without an axis of snapshots.
+    """
     if snapshots < 1:
         return f"snapshots is {snapshots}; it must be at least 1"
     if saved is not None and saved != snapshots:
@@ -78,7 +96,11 @@ def check_state(snapshots: int, saved: int | None = None, **_: object) -> str | 
 
 
 def make_state_byte_counter(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]:
-    """Return a function for the bytes of a recurrence; operand `index` is the state. Of a pool, named rows count."""
+    """Return a function that counts the bytes of one run of a recurrence; of a pool, only the rows in the slots count.
+
+    Args:
+        index: index of the state operand.
+    """
 
     def traffic(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
         state, *slots = (s for s in sources[index:] if s is not None)
@@ -98,7 +120,7 @@ def run_recurrence(
     slots_out: Array | None = None,
     snapshots: int = 1,
 ) -> Array:
-    """Run a recurrence over all tokens and return its second result, the new state.
+    """Run a recurrence over all tokens, and return the new state, which is the second result of the op.
 
     Args:
         step: ``step(t, old)`` returns the state after token t.

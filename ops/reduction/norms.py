@@ -28,7 +28,10 @@ def _check_eps(eps: float, **_: object) -> str | None:
     signed_zeros=False,
 )
 def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
-    """``x / sqrt(mean(x^2) + eps)`` over the last axis. ggml: ``RMS_NORM``; Zhang and Sennrich, 2019."""
+    """Normalise each row by its root mean square: ``x / sqrt(mean(x^2) + eps)``. ggml: ``RMS_NORM``.
+
+    Rows are the last axis. Zhang and Sennrich, 2019.
+    """
     return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) / max(1, x.shape[-1]) + eps)
 
 
@@ -42,9 +45,10 @@ def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
     signed_zeros=False,
 )
 def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
-    """``x / sqrt(sum(x^2) + eps)`` over the last axis; with `clamp` ``x / max(sqrt(sum(x^2)), eps)``.
+    """Normalise each row to length 1: ``x / sqrt(sum(x^2) + eps)``; with `clamp` ``x / max(sqrt(sum(x^2)), eps)``.
 
-    ggml's ``L2_NORM`` is the clamped form; delta nets use the other one (llama.cpp: rms_norm, then scale).
+    Rows are the last axis. ggml's ``L2_NORM`` is the clamped form; delta nets use the other one (llama.cpp: rms_norm,
+    then scale).
     """
     square = np.sum(x * x, axis=-1, keepdims=True)
     return x / (np.maximum(np.sqrt(square), eps) if clamp else np.sqrt(square + eps))
@@ -61,7 +65,10 @@ def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
     signed_zeros=False,
 )
 def norm(x: Array, *, eps: float = 1e-5) -> Array:
-    """``(x - mean) / sqrt(variance + eps)`` over the last axis. ggml: ``NORM``; Ba et al., 2016, without weights."""
+    """Normalise each row to mean 0 and variance 1 (layer norm without weights): ``(x - mean) / sqrt(variance + eps)``.
+
+    Rows are the last axis. ggml: ``NORM``; Ba et al., 2016.
+    """
     n = max(1, x.shape[-1])
     centred = x - np.sum(x, axis=-1, keepdims=True) / n
     return centred / np.sqrt(np.sum(centred * centred, axis=-1, keepdims=True) / n + eps)
@@ -88,10 +95,10 @@ def norm(x: Array, *, eps: float = 1e-5) -> Array:
     signed_zeros=False,
 )
 def group_norm(x: Array, *, groups: int, eps: float = 1e-6) -> Array:
-    """`norm` over groups of neighbouring channels and the last two axes; channels are the axis before these.
+    """Normalise groups of neighbouring channels to mean 0 and variance 1, as `norm`. ggml: ``GROUP_NORM``.
 
-    ggml: ``GROUP_NORM``. If `groups` does not divide the channels, the last groups are smaller or empty, as in ggml.
-    Wu and He, 2018.
+    A group is normalised over its channels and the last two axes; channels are the axis before these. If `groups` does
+    not divide the channels, the last groups are smaller or empty, as in ggml. Wu and He, 2018.
     """
     channels = x.shape[-3]
     run = -(-channels // groups)
@@ -104,7 +111,12 @@ def group_norm(x: Array, *, groups: int, eps: float = 1e-6) -> Array:
 
 
 def softmax_rows(scores: Array, sinks: Array | None) -> Array:
-    """Return the softmax over the last axis. A sink adds to the denominator only; a row of -inf gives zeros."""
+    """Return the softmax over the last axis; a row of -inf gives zeros.
+
+    Args:
+        scores: scores of any shape.
+        sinks: further scores, which add to the denominators only.
+    """
     top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
         top = np.maximum(top, sinks)
@@ -140,10 +152,11 @@ def softmax_rows(scores: Array, sinks: Array | None) -> Array:
 def softmax(
     x: Array, mask: Array | None = None, sinks: Array | None = None, *, scale: float = 1.0, max_bias: float = 0.0
 ) -> Array:
-    """``softmax(x * scale + slope * mask)`` over the last axis. ggml: ``SOFT_MAX_EXT``.
+    """Compute the softmax of scaled and masked scores, ``softmax(x * scale + slope * mask)``. ggml: ``SOFT_MAX_EXT``.
 
-    x: scores [..., heads, tokens, keys], at least three axes. `slope` is one factor for each head: 1, or the
-    slope of ALiBi if `max_bias` > 0 (Press et al., 2022). A row that is masked completely gives zeros.
+    x: scores [..., heads, tokens, keys], at least three axes. `slope` is one factor for each head: 1, or the slope of
+    ALiBi if `max_bias` > 0 (Press et al., 2022). A row that is masked completely gives zeros. A sink adds to the
+    denominator of its head only.
     """
     scores = x * scale
     if mask is not None:
@@ -156,7 +169,7 @@ def softmax(
 
 
 def alibi_slopes(heads: int, max_bias: float) -> Array:
-    """Return the slope of each head, float64 [heads]; ones without bias.
+    """Return the ALiBi slope of each head, float64 [heads]; ones if `max_bias` is 0.
 
     Slope i is ``2^(-max_bias (i + 1) / n)`` for n the largest power of two up to `heads`; heads from n on have the
     slopes between.

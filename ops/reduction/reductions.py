@@ -1,4 +1,4 @@
-"""Reductions and running reductions: sum, mean, count, argmax, cumsum."""
+"""Reductions and running reductions of rows (the last axis): sum, mean, count, argmax, cumsum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ERRORS = (("x=f32[]", "needs at least 1"), ("x=i32[3]", "x is i32"))
     signed_zeros=False,
 )
 def sum_rows(x: Array) -> Array:
-    """The sum of each row, as an axis of size 1. ggml: ``SUM_ROWS``."""
+    """Sum each row, as an axis of size 1. ggml: ``SUM_ROWS``."""
     return np.sum(x, axis=-1, keepdims=True)
 
 
@@ -38,7 +38,7 @@ def sum_rows(x: Array) -> Array:
     signed_zeros=False,
 )
 def mean(x: Array) -> Array:
-    """The mean of each row, as an axis of size 1; the mean of an empty row is 0. ggml: ``MEAN``."""
+    """Compute the mean of each row, as an axis of size 1; the mean of an empty row is 0. ggml: ``MEAN``."""
     return np.sum(x, axis=-1, keepdims=True) / max(1, x.shape[-1])
 
 
@@ -52,7 +52,7 @@ def mean(x: Array) -> Array:
     signed_zeros=False,
 )
 def sum_(x: Array) -> Array:
-    """The sum of all entries, a scalar. ggml: ``SUM``."""
+    """Sum all entries to a scalar. ggml: ``SUM``."""
     return np.asarray(np.sum(x))
 
 
@@ -66,7 +66,7 @@ def sum_(x: Array) -> Array:
     infinite=("x",),
 )
 def argmax(x: Array) -> Array:
-    """The index of the largest entry of each row; of equal entries, the first index. ggml: ``ARGMAX``.
+    """Return the index of the largest entry of each row; of equal entries, the first index. ggml: ``ARGMAX``.
 
     The CPU backend of ggml returns the last index of equal entries; its tests have no equal entries.
     """
@@ -86,7 +86,7 @@ def argmax(x: Array) -> Array:
     is_required=False,
 )
 def count_equal(a: Array, b: Array) -> Array:
-    """The number of indices with equal entries of `a` and `b`, a scalar. ggml: ``COUNT_EQUAL``."""
+    """Count the indices at which `a` and `b` have equal entries, as a scalar. ggml: ``COUNT_EQUAL``."""
     return np.asarray(np.sum(a == b, dtype=np.int64))
 
 
@@ -100,13 +100,14 @@ def count_equal(a: Array, b: Array) -> Array:
     signed_zeros=False,
 )
 def cumsum(x: Array) -> Array:
-    """Running sums along the last axis: entry i is the sum of entries 0 to i. ggml: ``CUMSUM``."""
+    """Compute running sums along the last axis: entry i is the sum of entries 0 to i. ggml: ``CUMSUM``."""
     return np.cumsum(x, axis=-1)
 
 
 REDUCTIONS: Mapping[str, np.ufunc] = MappingProxyType(
     {"max": np.maximum, "min": np.minimum, "sum": np.add, "prod": np.multiply}
 )
+"""The NumPy function of each kind of reduction."""
 
 
 def _check_reduction(kind: str, n: int, **_: object) -> str | None:
@@ -140,9 +141,9 @@ _SMALL = {"x": LegalRange(-2.0, 2.0)}
     signed_zeros=False,
 )
 def reduce(x: Array, *, kind: str) -> Array:
-    """The max, min, sum or prod (`kind`) of each row in the dtype of `x`, as an axis of size 1.
+    """Reduce each row to its max, min, sum or prod (`kind`), as an axis of size 1, in the dtype of `x`.
 
-    For floats, `sum_rows` permits partial sums. NumPy (Harris et al., 2020).
+    For floats, `sum_rows` is the op that permits partial sums. NumPy (Harris et al., 2020).
     """
     return np.asarray(REDUCTIONS[kind].reduce(x, axis=-1, keepdims=True))
 
@@ -158,7 +159,7 @@ def reduce(x: Array, *, kind: str) -> Array:
     signed_zeros=False,
 )
 def accumulate(x: Array, *, kind: str) -> Array:
-    """The running max, min, sum or prod (`kind`) of each row, in the dtype of `x`.
+    """Compute the running max, min, sum or prod (`kind`) of each row, in the dtype of `x`.
 
     NumPy (Harris et al., 2020).
     """
