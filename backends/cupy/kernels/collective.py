@@ -167,7 +167,7 @@ def launch_progress_mark(
 
 @dataclass(frozen=True, slots=True)
 class ProgressMark:
-    """The progress of a device: its run number, the collective's sequence number, and whether the collective has ended."""
+    """The progress of a device: its run number, its collective's number, and whether that collective has ended."""
 
     run: int
     sequence: int

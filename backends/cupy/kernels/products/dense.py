@@ -14,9 +14,9 @@ from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedSum, WeightsAndResults, pad_
 ROWS_PER_BLOCK = 16
 """Weight rows of a block. Each warp has two rows and all their columns."""
 COLUMN_SPLITS, MIN_SPLIT_COLUMNS = (8, 4, 2), 256
-"""Numbers of column parts for weights with few rows, and the fewest columns of a part. Warps share the parts."""
+"""Numbers of column parts for weights with few rows, and the minimum columns of a part. Warps share the parts."""
 SUM_ROWS_PER_BLOCK, MAX_SUM_WARPS = 2, 12
-"""Weight rows of a block that adds entries, and the most warps of it. The warps share the entries."""
+"""Weight rows of a block that adds entries, and its maximum warps. The warps share the entries."""
 TOKEN_COUNTS = (1, 2, 4)
 SOURCES = tuple(
     KernelSource(
@@ -30,7 +30,7 @@ GEMV_SOURCE_BY_DTYPE = dict(zip((DType.F32, DType.F16, DType.BF16), SOURCES, str
 
 
 def _make_weight_stride_words(w: Operand) -> list[LaunchWord]:
-    """Return the row count, and the strides between matrices and between rows."""
+    """Return launch words of a weight: its row count, and its strides between matrices and between rows."""
     steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
     return [w.shape[-2], steps[-1] if steps else 0, w.strides[-2]]
 
@@ -46,13 +46,13 @@ def launch_gemv(
     others: WeightsAndResults = (),
     more: int = 0,
 ) -> None:
-    """Multiply a few rows of x by several weights in one launch.
+    """Launch a GEMV: multiply a few rows of x by several float weights.
 
     Args:
         launches: Receives the launch.
         products: The weights and their results.
         x: Activations [entries * tokens, columns].
-        entries: Entries of the route.
+        entries: Entries of the route, each with one matrix of a weight.
         tokens: Rows of x for each entry, at most 4.
         route: The fields of the routing.
         unit: Code of the gated unit that joins two products.
@@ -95,7 +95,7 @@ def launch_gemv(
 
 
 def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedSum) -> None:
-    """Add the weighted products of each token in one launch.
+    """Launch a GEMV with float expert weights whose products are weighted and summed for each token.
 
     Args:
         launches: Receives the launch.

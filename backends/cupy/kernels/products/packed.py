@@ -21,9 +21,9 @@ BLOCK_COLUMNS = 32
 STAGE_BLOCKS, QUANTISED_BLOCKS_PER_WARP = 4, 8
 """Column blocks of a prefill stage (twice as many where warps share columns); column blocks that a warp quantises."""
 MAX_GEMV_WARPS, SHARED_ITEM_BYTES = 16, 16
-"""The most warps of a GEMV block, and the bytes of an item of x in its shared memory."""
+"""Maximum warps of a GEMV block, and the bytes of an item of x in its shared memory."""
 MAX_BLOCK_RESULTS = 2048
-"""The most results of a GEMV block."""
+"""Maximum number of results of a GEMV block."""
 SMALL_TILE, TALL_TILE, LARGE_TILE = (4, 1, 8), (4, 4, 2), (8, 4, 1)
 """Prefill tiles: groups of 8 entries, units of 32 rows, and warps that share the columns."""
 MIN_LARGE_TILE_ENTRIES, FULL_DEVICE_BLOCKS = 48, 96
@@ -60,14 +60,14 @@ SOURCES = (SHARED_SOURCE, *TILED_SOURCE_BY_DTYPE.values(), *GEMV_SOURCE_BY_DTYPE
 
 
 def _make_row_words(w: Operand) -> list[LaunchWord]:
-    """Return the column blocks and the bytes of a row."""
+    """Return the size of a packed row as launch words: its blocks of 32 columns, and its bytes."""
     assert w.is_whole_buffer
     columns = w.shape[-1]
     return [columns // BLOCK_COLUMNS, columns // w.dtype.block * w.dtype.block_bytes]
 
 
 def _quantise_activations(launches: LaunchBuilder, x: Operand) -> tuple[Operand, Operand]:
-    """Quantise activations to int8; return codes and scales."""
+    """Launch the quantisation of activations to int8, with one scale per 32 columns; return codes and scales."""
     count, step, columns = math.prod(x.shape[:-1]), compute_row_stride(x), x.shape[-1]
     per_row = columns // BLOCK_COLUMNS
     codes = launches.allocate_scratch((count, columns), DType.I8)
@@ -85,13 +85,13 @@ def _count_row_units(w: Operand) -> int:
 
 
 def _choose_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
-    """Return the rows and the column blocks that a warp processes at a time; ``Part`` in the kernel."""
+    """Choose the weight rows and the column blocks that a GEMV warp processes at a time; ``Part`` in C++."""
     rows = 16 if dtype in BLOCK_RECORD_DTYPES else 8
     return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
 
 
 def _count_shared_items(columns: int, tokens: int) -> int:
-    """Return the shared-memory items of `columns` quantised column blocks of each token; ``place`` in the kernel."""
+    """Count the shared-memory items for `columns` quantised column blocks of each token; ``place`` in C++."""
     return (3 * tokens | 1) * columns + count_blocks(columns, 8)
 
 
@@ -106,13 +106,13 @@ def launch_gemv(
     others: WeightsAndResults = (),
     more: int = 0,
 ) -> None:
-    """Multiply a few rows of x by several packed weights in one launch.
+    """Launch a GEMV: multiply a few rows of x by several packed weights.
 
     Args:
         launches: Receives the launch.
         products: The weights and their results.
         x: Activations [entries * tokens, columns].
-        entries: Entries of the route.
+        entries: Entries of the route, each with one matrix of a weight.
         tokens: Rows of x for each entry, at most 4.
         route: The fields of the routing.
         unit: Code of the gated unit that joins two products.
@@ -143,7 +143,7 @@ def launch_gemv(
 
 
 def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedSum) -> None:
-    """Add the weighted products of each token in one launch.
+    """Launch a GEMV with packed expert weights whose products are weighted and summed for each token.
 
     Args:
         launches: Receives the launch.
@@ -191,12 +191,15 @@ def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Ope
 
 
 def choose_tile_shape(w: Operand, entries: float, matrices: int) -> tuple[int, int, int]:
-    """Choose the largest tile that fills a device.
+    """Choose the largest tile shape whose tiles fill a device.
 
     Args:
-        w: The weight.
+        w: The packed weight.
         entries: Rows of x of each matrix, exactly or on average.
         matrices: The number of matrices.
+
+    Returns:
+        Groups of 8 entries, units of 32 weight rows, and warps that share the columns.
     """
 
     def fills_device(tile: tuple[int, int, int]) -> bool:
@@ -220,7 +223,7 @@ def launch_tiled(
     shape: tuple[int, int, int],
     route: list[LaunchWord],
 ) -> None:
-    """Quantise x, then multiply a table of tiles.
+    """Launch a tiled matmul with a packed weight: quantise x to int8, then multiply a table of tiles.
 
     Args:
         launches: Receives the launches.
@@ -246,7 +249,7 @@ def launch_tiled(
 
 
 def bind_packed_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Read rows of one complete packed table by number."""
+    """Bind `get_rows` on a complete packed table: dequantise the rows with these ids."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     fault = launches.add_fault(f"id {{value}} names no row of its table, which has {table.shape[0]}")
@@ -254,9 +257,9 @@ def bind_packed_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> Non
 
 
 def dequantise_weight(launches: LaunchBuilder, w: Operand) -> Operand:
-    """Dequantise a packed weight, or a view of one, to float32 in scratch.
+    """Launch the dequantisation of a packed weight, or of a view of one, to float32 in scratch memory.
 
-    All of its buffer is dequantised, for kernels that cannot read packed weights.
+    The whole buffer of the weight is dequantised, for kernels that cannot read packed weights.
     """
     assert w.declared_spec is not None
     whole = replace(w, address=w.address - w.tensor.offset, tensor=_make_dense_tensor(w.tensor, w.declared_spec.shape))
@@ -280,7 +283,15 @@ def _make_dense_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _launch_unpack(
     launches: LaunchBuilder, table: Operand, ids: Operand | None, out: Operand, fault: list[LaunchWord]
 ) -> None:
-    """Launch the dequantisation of numbered rows, or of all rows of all matrices."""
+    """Launch the dequantisation of table rows: those with the numbers `ids`, or all rows of all matrices.
+
+    Args:
+        launches: Receives the launch.
+        table: The packed weight.
+        ids: Row numbers, or `None` for all rows.
+        out: The float32 rows.
+        fault: The fields of the fault for illegal row numbers.
+    """
     columns = table.shape[-1]
     count = math.prod(out.shape[:-1])
     axes = build_iteration_axes((count,), []) if ids is None else build_iteration_axes(ids.shape, [ids])
