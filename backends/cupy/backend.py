@@ -133,7 +133,7 @@ class DriverBackend:
         return True
 
     def _trial_bind(self, node: Node, limits: Limits, strided: int | None = None) -> int:
-        """Compute the scratch bytes of a node by binding it on trial; raise `NoKernelError` if that fails."""
+        """Compute the scratch bytes of a node at placeholder addresses; raise `NoKernelError` without a kernel."""
         src, attrs = tuple(map(self._to_unbound, node.src)), tuple(node.attrs.items())
         results = tuple(self.storage_spec(value.spec, find_storage_kind(value)) for value in node.results)
         return trial_bind(node.op, src, results, attrs, limits, strided)

@@ -17,7 +17,7 @@ from .launches import LaunchBuilder
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnboundOperand:
-    """An operand without an address, for a binding on trial before memory exists.
+    """An operand without an address, for a binding at placeholder addresses before memory exists.
 
     A leaf, or a view of a leaf, also has the specs of its whole buffer. Equality is identity, so a backend makes each
     object only once.
@@ -53,7 +53,7 @@ def trial_bind(
     limits: Limits,
     strided: int | None,
 ) -> int:
-    """Compute the scratch bytes of an instruction by binding it on trial to operands at placeholder addresses.
+    """Compute the scratch bytes of an instruction by binding it to operands at placeholder addresses.
 
     Args:
         op: The name of the op.

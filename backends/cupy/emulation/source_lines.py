@@ -45,7 +45,7 @@ def find_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tuple[str, .
 
 
 def select_innermost_line(frames: Sequence[str]) -> str:
-    """Select the innermost frame in a kernel source; without one, that of the prelude, or of any file."""
+    """Select the innermost frame in a kernel source; without one, the innermost frame in the prelude or any file."""
     ours = [name for name in frames if name.partition(":")[0].endswith((".cu", ".cuh"))]
     return next(iter(select_kernel_frames(frames)), (ours or frames)[0])
 

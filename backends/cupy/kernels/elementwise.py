@@ -238,7 +238,7 @@ def _bind_cast(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _match_activation_product(
     launches: LaunchBuilder, flow: Dataflow, number: int
 ) -> tuple[Operand, Operand, BoundInstruction, Sequence[int]]:
-    """Match an activation whose result is one factor of a product.
+    """Match an activation and the product that has its result as one factor.
 
     Returns:
         The operand of the activation, the other factor, the product, and the indices of both instructions.

@@ -177,7 +177,7 @@ class LaunchTime:
 
     @property
     def total_seconds(self) -> float:
-        """The predicted seconds of the launch: those of the limiting resource and the idle seconds."""
+        """The predicted seconds of the launch: the time of the limiting resource plus the idle seconds."""
         return self.resource_seconds[self.limiting_resource] + self.idle_seconds
 
 

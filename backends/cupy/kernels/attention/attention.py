@@ -192,7 +192,7 @@ def _iterate_batches(leading: Sequence[int], operands: AttentionOperands) -> Ite
 
 
 def _slice_batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
-    """Slice one batch of an operand: `count` entries of a leading axis, `step` elements apart, after `skipped` elements."""
+    """Slice one batch of an operand: `count` entries that are `step` elements apart, after `skipped` elements."""
     t, skipped = x.tensor, x.dtype.bytes_of(skipped)
     tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
     return replace(x, address=x.address + skipped, tensor=tensor)

@@ -95,7 +95,7 @@ def launch_gemv(
 
 
 def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedSum) -> None:
-    """Launch a GEMV with float expert weights whose products are weighted and summed for each token.
+    """Launch a GEMV with float expert weights, and sum the weighted products of each token.
 
     Args:
         launches: Receives the launch.

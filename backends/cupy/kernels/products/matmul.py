@@ -182,7 +182,7 @@ def has_few_slots_per_expert(call: BoundInstruction) -> bool:
 
 
 def make_routing_fields(launches: LaunchBuilder, call: BoundInstruction) -> tuple[list[LaunchWord], list[LaunchWord]]:
-    """Return the fields of the routing: those that map slots to rows of x, and those of the C struct `Choice`."""
+    """Return the fields of the routing: the map from slots to rows of x, and the C struct `Choice`."""
     x, ids, total = call.operand(1), call.operand(2), _count_experts(call)
     require_supported(ids.is_dense, "ids of experts do not lie densely")
     flat = replace(ids, tensor=replace(ids.tensor, shape=(math.prod(ids.shape),), strides=(1,)))

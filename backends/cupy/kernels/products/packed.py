@@ -143,7 +143,7 @@ def launch_gemv(
 
 
 def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedSum) -> None:
-    """Launch a GEMV with packed expert weights whose products are weighted and summed for each token.
+    """Launch a GEMV with packed expert weights, and sum the weighted products of each token.
 
     Args:
         launches: Receives the launch.
@@ -191,7 +191,7 @@ def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Ope
 
 
 def choose_tile_shape(w: Operand, entries: float, matrices: int) -> tuple[int, int, int]:
-    """Choose the largest tile shape whose tiles fill a device.
+    """Choose the largest tile shape for which there are enough tiles to fill a device.
 
     Args:
         w: The packed weight.
@@ -283,7 +283,7 @@ def _make_dense_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _launch_unpack(
     launches: LaunchBuilder, table: Operand, ids: Operand | None, out: Operand, fault: list[LaunchWord]
 ) -> None:
-    """Launch the dequantisation of table rows: those with the numbers `ids`, or all rows of all matrices.
+    """Launch the dequantisation of table rows with the numbers `ids`, or of all rows of all matrices.
 
     Args:
         launches: Receives the launch.

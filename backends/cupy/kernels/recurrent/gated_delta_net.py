@@ -239,7 +239,7 @@ class ChunkVariant:
         return f"{kernel}<{self.size}, {CHUNK_TOKENS}, {values}, {_to_cpp(self.channels)}, {_to_cpp(self.is_exact)}>"
 
     def compute_scan_bytes(self, values: int, cluster: int = 1) -> int:
-        """Compute the shared-memory bytes of a scan block. Clusters have the stages that fit, with two mbarriers each."""
+        """Compute the shared-memory bytes of a scan block. Clusters have the stages that fit, with two mbarriers."""
         stage, sums = self.keys_bytes + self.heads_bytes + 4 * CHUNK_TOKENS * (values + 4), 12 * CHUNK_TOKENS * values
         if cluster > 1:
             stages = 4 if 4 * stage + sums <= 225 * KIB else 3
@@ -365,7 +365,7 @@ def _has_shared_memory(launches: LaunchBuilder, rule: DeltaRule, chunk: ChunkVar
 
 
 def _choose_slice_rows(launches: LaunchBuilder, rule: DeltaRule, chunk: ChunkVariant) -> int:
-    """Choose the longest slice of state rows that fits and leaves enough blocks: each slice reads all prepared values."""
+    """Choose the longest slice of state rows that fits and leaves enough blocks; each reads all prepared values."""
     possible = [n for n in SLICE_ROWS if rule.value_size % n == 0]
     fitting = [n for n in possible if launches.has_shared_bytes(chunk.compute_scan_bytes(n))] or possible
     rows_of_all = rule.sequences * rule.value_heads * rule.value_size
