@@ -73,7 +73,7 @@ def build_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> I
 
 
 def _find_size_and_stride(operand: Operand, axis: int) -> tuple[int, int]:
-    """Return the size and the stride of an operand's axis that is counted from the last axis: 0 is the last."""
+    """Return the size and the stride of an operand's axis, where `axis` counts from the end: 0 is the last axis."""
     if axis >= len(operand.shape):
         return 1, 0
     return operand.shape[-1 - axis], operand.strides[-1 - axis]

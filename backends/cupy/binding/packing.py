@@ -72,9 +72,9 @@ def _regroup_nibble_halves(blocks: BlockArray) -> U8:
 
 
 def _group_nibbles_for_codebook(nibbles: Callable[[BlockArray], U8], blocks: BlockArray) -> U8:
-    """Make each half of a 32-bit word four nibbles of adjacent bytes, so that a kernel looks up four values at once.
+    """Group the nibbles of each 32-bit word for code book lookups: first the four low nibbles, then the four high ones.
 
-    The first half has the low nibbles, the second half the high nibbles.
+    A kernel then looks up the values of four adjacent nibbles at once.
 
     Args:
         nibbles: Returns the nibbles of blocks, in the layout of `_copy_code_bytes`.

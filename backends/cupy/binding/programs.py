@@ -115,9 +115,9 @@ def list_kernel_calls(program: Program, limits: Limits) -> Iterator[KernelCall]:
 
 
 def list_fused_groups(program: Program, limits: Limits) -> list[tuple[int, ...]]:
-    """List the launch groups of a program: all instruction indices in execution order, as one tuple per fusion or launch.
+    """List the launch groups of a program in execution order, as tuples of instruction indices.
 
-    A single instruction without a fusion is a group. The program is bound to placeholder addresses.
+    A group is the instructions of a fusion, or a single instruction. The program is bound to placeholder addresses.
     """
     flow = Dataflow(program, build_reader_table(program, _make_placeholder_operands(program)))
     _bind_fusions(flow, _make_dry_run_builder(limits))

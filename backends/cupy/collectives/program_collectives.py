@@ -70,7 +70,7 @@ class ProgramCollectives:
 
         Args:
             calls: The collectives of the program.
-            record: Records the launches of the program. It calls `add_run_begin` and `add_collective`.
+            record: Records the launches of the program. It calls `add_run_begin_launches` and `add_collective`.
 
         Raises:
             BackendError: A device failed or did not arrive.

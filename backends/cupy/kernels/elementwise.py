@@ -174,7 +174,7 @@ def launch_cast(launches: LaunchBuilder, x: Operand, out: Operand, rounding: DTy
 
 
 def _pad_scalars(numbers: Sequence[float]) -> list[float]:
-    """Pad scalar arguments with zeros to the four of a kernel."""
+    """Pad scalar arguments with zeros to four scalars, the number that every kernel takes."""
     return [*map(float, numbers), 0.0, 0.0, 0.0, 0.0][:4]
 
 

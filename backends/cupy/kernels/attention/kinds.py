@@ -19,7 +19,7 @@ TERMS_BY_DTYPE = {DType.F16: 2, DType.BF16: 3}
 
 @dataclass(frozen=True, slots=True)
 class FewRowsVariant:
-    """The kernel `attend_few`, for few query rows, with the largest key and value columns that it supports.
+    """The kernel `attend_few`, for few query rows, with the sizes of keys and values that it supports.
 
     `lanes` warp lanes share a key. Each lane has `keys` groups of four columns of a key, and `values` groups of a
     value. 0 groups mean any number of columns. `cells` is the dtype of the KV cache.

@@ -105,7 +105,7 @@ def launch_gemv(
 
 
 def _compute_matrix_indices(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
-    """Compute the index of the weight matrix for each matrix of `x`: along every axis, one serves adjacent ones."""
+    """Compute the index of the weight matrix for each matrix of `x`; a weight matrix serves adjacent matrices."""
     leading = x.shape[:-2]
     sizes = (1,) * (len(leading) - len(w.shape) + 2) + w.shape[:-2]
     matrices = np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)

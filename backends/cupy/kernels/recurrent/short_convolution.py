@@ -259,7 +259,10 @@ def _fuse_delta_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class _MatchedCalls:
-    """The matched instructions of the fusion with operands that the kernel reads."""
+    """The matched instructions of a convolution and its states, which have operands of the fused kernel.
+
+    `both` joins old rows and new rows, `conv` is the convolution, `next_rows` selects the rows to keep.
+    """
 
     both: BoundInstruction
     conv: BoundInstruction
