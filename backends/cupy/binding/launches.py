@@ -134,7 +134,7 @@ class LaunchBuilder:
 
 
 class DryRunBuilder(LaunchBuilder):
-    """A launch builder whose launches have no argument words, for callers that only list kernels."""
+    """A launch builder that packs no argument words into its launches, for callers that only list kernels."""
 
     def _pack_words(self, words: Sequence[LaunchWord]) -> tuple[tuple[int, ...], tuple[AddressSpan, ...]]:
         return (), ()

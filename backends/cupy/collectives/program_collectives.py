@@ -143,7 +143,7 @@ class ProgramCollectives:
         return call.op in POINT_TO_POINT_OPS and self.comm.plan_device_count > self.comm.size
 
     def _bind_with_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
-        """Bind a library exchange whose scratch is staging memory, shared by all exchanges of the program.
+        """Bind a library exchange with staging memory as its scratch, which all exchanges of the program share.
 
         The first call of `bind` uses address 0 and measures the staging bytes. The second call uses the real address.
         Exchanges can share the memory because they run one after the other.

@@ -34,8 +34,8 @@ class BatchedCopy:
 def batch_copies(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[BatchedCopy]:
     """Group contiguous tensors that are adjacent in a buffer into batched copies of at most `max_bytes` bytes.
 
-    Tensors that are not contiguous are in no batch. A batch overwrites its arrays and the padding between two of them.
-    The padding never holds a value: each value begins at a multiple of `ALIGNMENT`, and padding ends at the next one.
+    Only contiguous tensors are in a batch. A batch overwrites its arrays and the padding between two of them. The
+    padding never holds a value: each value begins at a multiple of `ALIGNMENT`, and padding ends at the next one.
     """
     dense = (n for n, t in enumerate(tensors) if 0 < t.spec.nbytes <= max_bytes and _is_dense(t))
     inside: list[int] = []
