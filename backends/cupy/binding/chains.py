@@ -17,7 +17,7 @@ FusionBinder = Callable[[LaunchBuilder, Dataflow, int], Sequence[int]]
 
 It adds the launches of the pattern that begins with instruction `number`, and returns the indices of all its
 instructions. The launches write no value that only these instructions read, and use no scratch. The function raises
-`NoKernelError` if the pattern does not match or no kernel supports it.
+`NoKernelError` for another pattern, or without a suitable kernel.
 """
 
 
