@@ -132,11 +132,11 @@ class DriverBackend:
             return False
         return True
 
-    def _trial_bind(self, node: Node, limits: Limits, strided: int | None = None) -> int:
+    def _trial_bind(self, node: Node, limits: Limits, strided_operand: int | None = None) -> int:
         """Compute the scratch bytes of a node at placeholder addresses; raise `NoKernelError` without a kernel."""
         src, attrs = tuple(map(self._to_unbound, node.src)), tuple(node.attrs.items())
         results = tuple(self.storage_spec(value.spec, find_storage_kind(value)) for value in node.results)
-        return trial_bind(node.op, src, results, attrs, limits, strided)
+        return trial_bind(node.op, src, results, attrs, limits, strided_operand)
 
     def _to_unbound(self, value: Value | None) -> UnboundOperand | None:
         """Convert a value of a graph to an operand without an address; `None` stays `None`."""

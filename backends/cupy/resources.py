@@ -79,10 +79,12 @@ def list_architectures(source: KernelSource) -> tuple[str, ...]:
     return source.architectures or ARCHITECTURES
 
 
-def compute_resident_warps(takes: KernelResources, arch: str) -> int:
+def compute_resident_warps(resources: KernelResources, arch: str) -> int:
     """Compute the number of warps of a kernel that are resident on one multiprocessor at once."""
-    block = DEFAULT_BLOCK_THREADS if takes.threads == MAX_BLOCK_THREADS else takes.threads
-    return MULTIPROCESSORS[arch].compute_resident_blocks(block, takes.registers, takes.shared_bytes) * block // 32
+    block = DEFAULT_BLOCK_THREADS if resources.threads == MAX_BLOCK_THREADS else resources.threads
+    return (
+        MULTIPROCESSORS[arch].compute_resident_blocks(block, resources.registers, resources.shared_bytes) * block // 32
+    )
 
 
 def compile_resource_rows(source: KernelSource, arch: str) -> dict[str, tuple[ResourceRow, int]]:

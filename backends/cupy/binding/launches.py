@@ -157,18 +157,18 @@ def _make_dense_operand(address: int, shape: Sequence[int], dtype: DType, offset
     return Operand(address, Tensor(-1, offset, tuple(shape), contiguous_strides(shape), dtype))
 
 
-def compute_address_span(operand: Operand, word: int) -> AddressSpan:
+def compute_address_span(operand: Operand, word_index: int) -> AddressSpan:
     """Compute the range of addresses that a kernel may access through an operand.
 
     The range covers all elements that the strides reach. For a quantised operand it is the whole buffer.
 
     Args:
         operand: The operand.
-        word: Index of the launch word that has the operand's address.
+        word_index: Index of the launch word that has the operand's address.
     """
     region = operand.region
     begin = operand.address - operand.tensor.offset
-    return AddressSpan(word, begin + region.low, begin + region.high)
+    return AddressSpan(word_index, begin + region.low, begin + region.high)
 
 
 def count_blocks(count: int, size: int) -> int:

@@ -51,7 +51,7 @@ def trial_bind(
     results: tuple[Spec, ...],
     attrs: tuple[tuple[str, Any], ...],
     limits: Limits,
-    strided: int | None,
+    strided_operand: int | None,
 ) -> int:
     """Compute the scratch bytes of an instruction by binding it to operands at placeholder addresses.
 
@@ -61,7 +61,7 @@ def trial_bind(
         results: Specs of the results as stored.
         attrs: The attributes.
         limits: Resource limits of the device.
-        strided: Index of an operand that gets a layout with gaps, or `None` if all operands are contiguous.
+        strided_operand: Index of an operand that gets a layout with gaps, or `None` if all operands are contiguous.
 
     Returns:
         The scratch bytes.
@@ -76,7 +76,9 @@ def trial_bind(
     def operand(number: int, known: UnboundOperand) -> Operand:
         spec, packed = known.spec, known.spec.dtype.is_quantised
         strides = (
-            _make_gapped_strides(spec.shape) if number == strided and not packed else contiguous_strides(spec.shape)
+            _make_gapped_strides(spec.shape)
+            if number == strided_operand and not packed
+            else contiguous_strides(spec.shape)
         )
         offset = spec.dtype.block_bytes if packed and not known.is_whole_buffer else 0
         tensor = Tensor(number, offset, spec.shape, strides, spec.dtype)

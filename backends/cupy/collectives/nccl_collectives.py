@@ -98,11 +98,11 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
         launch_copy(launches, total, out)
 
 
-def _make_slice_binder(needs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
+def _make_slice_binder(find_pairs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
     """Return the binder of a collective as an exchange of slices between all pairs of devices.
 
     Args:
-        needs: Returns the slices that a receiver needs from a sender.
+        find_pairs: Returns the slices that a receiver needs from a sender.
         is_sum: Whether the receiver sums the slices of all senders instead of storing them.
     """
 
@@ -117,14 +117,18 @@ def _make_slice_binder(needs: TransferPairFinder, *, is_sum: bool = False) -> Ex
         require_supported(not is_sum or len(offers) <= MAX_DEVICES, "so many devices are not summed")
         own, out, me = call.operand(0), call.out, group.rank
         others = [d for d in range(len(offers)) if d != me]
-        outgoing = _pack_messages(launches, own, {d: [index for _, index in needs(call.attrs, d, me)] for d in others})
-        incoming = {d: _choose_receive_buffer(launches, out, needs(call.attrs, me, d), is_sum) for d in others}
+        outgoing = _pack_messages(
+            launches, own, {d: [index for _, index in find_pairs(call.attrs, d, me)] for d in others}
+        )
+        incoming = {d: _choose_receive_buffer(launches, out, find_pairs(call.attrs, me, d), is_sum) for d in others}
         transfers = [_make_byte_transfer("send", message, d) for d, message in outgoing.items()]
         transfers += [_make_byte_transfer("receive", message, d) for d, (message, _) in incoming.items()]
         _add_exchange(launches, call, group, ring, transfers)
         received = {d: parts for d, (_, parts) in incoming.items()}
-        received[me] = [slice_operand(own, index) for _, index in needs(call.attrs, me, me)]
-        targets = {d: [slice_operand(out, into) for into, _ in needs(call.attrs, me, d)] for d in range(len(offers))}
+        received[me] = [slice_operand(own, index) for _, index in find_pairs(call.attrs, me, me)]
+        targets = {
+            d: [slice_operand(out, into) for into, _ in find_pairs(call.attrs, me, d)] for d in range(len(offers))
+        }
         if is_sum:
             for number, target in enumerate(targets[me]):
                 launch_gather_sum(launches, [received[d][number] for d in range(len(offers))], target, group)

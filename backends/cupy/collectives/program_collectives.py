@@ -114,7 +114,9 @@ class ProgramCollectives:
         self._exchange_count = self._pushed_count = 0
         if self._group is not None:
             launches.number = 0
-            collective.launch_run_begin(launches, self._group, follows=self.comm.plan_device_count > self.comm.size)
+            collective.launch_run_begin(
+                launches, self._group, is_pipelined=self.comm.plan_device_count > self.comm.size
+            )
 
     def launch(self, launches: LaunchBuilder, call: BoundInstruction) -> bool:
         """Add a collective to the launches, as a library exchange or as kernels over peer memory.

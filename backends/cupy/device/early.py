@@ -38,14 +38,18 @@ class Config(ctypes.Structure):
     )
 
 
-def find_early_launch_library(capability: int, release: int) -> ctypes.CDLL | None:
+def find_early_launch_library(capability: int, driver_version: int) -> ctypes.CDLL | None:
     """Find the driver library for programmatic dependent launches, or `None` if device or driver has no support.
 
     Args:
         capability: Compute capability of the device, such as 90.
-        release: Version of the driver, such as 12030.
+        driver_version: Version of the driver, such as 12030.
     """
-    return open_driver_library() if capability >= MIN_EARLY_CAPABILITY and release >= MIN_EARLY_DRIVER_VERSION else None
+    return (
+        open_driver_library()
+        if capability >= MIN_EARLY_CAPABILITY and driver_version >= MIN_EARLY_DRIVER_VERSION
+        else None
+    )
 
 
 @call_once

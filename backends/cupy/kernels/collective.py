@@ -128,22 +128,22 @@ def make_collective_operands(call: BoundInstruction) -> CollectiveOperands:
     return CollectiveOperands(call.out if call.op in ("send", "receive") else call.operand(0), call.out)
 
 
-def launch_run_begin(launches: LaunchBuilder, group: PeerGroup, *, follows: bool) -> None:
-    """Launch the beginning of a run, in front of its first collective: count the run in the device's signals.
+def launch_run_begin(launches: LaunchBuilder, group: PeerGroup, *, is_pipelined: bool) -> None:
+    """Launch the beginning of a run, in front of its first collective: copy the run number to the device's signals.
 
     With pipelined runs and pushed sums, all devices then pass a barrier: the last pushed sum may still be read.
 
     Args:
         launches: Receives the launches.
         group: The collective group.
-        follows: Whether runs are pipelined.
+        is_pipelined: Whether runs are pipelined.
     """
     own, mine = (
         group.signal_pad_address + 8 * (FIRST_MEMBER_WORD + WORDS_PER_MEMBER * group.rank + RUN_NUMBER_WORD),
         group.peers[group.rank],
     )
     launches.add_launch(SOURCE["begin_run"], 1, 1, [mine.signals, own])
-    if follows and mine.inbox:
+    if is_pipelined and mine.inbox:
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*_make_group_fields(launches, -1, group), 1])
 
 
@@ -295,31 +295,33 @@ def _launch_narrow_all_reduce(
     launch_bfloat16_widening(launches, mine.transfer_buffer, call.out, group)
 
 
-def launch_bfloat16_rounding(launches: LaunchBuilder, x: Operand, wire: LaunchWord) -> None:
+def launch_bfloat16_rounding(launches: LaunchBuilder, x: Operand, rounded: LaunchWord) -> None:
     """Launch the rounding of a contiguous float32 operand to bfloat16, to nearest even.
 
     Args:
         launches: Receives the launch.
         x: The operand.
-        wire: The bfloat16 memory to write.
+        rounded: The bfloat16 memory to write.
     """
     count = math.prod(x.shape)
-    launches.add_launch(SOURCE["narrow"], count_blocks(count, COLLECTIVE_THREADS), COLLECTIVE_THREADS, [x, wire, count])
+    launches.add_launch(
+        SOURCE["narrow"], count_blocks(count, COLLECTIVE_THREADS), COLLECTIVE_THREADS, [x, rounded, count]
+    )
 
 
-def launch_bfloat16_widening(launches: LaunchBuilder, wire: LaunchWord, out: Operand, group: PeerGroup) -> None:
+def launch_bfloat16_widening(launches: LaunchBuilder, rounded: LaunchWord, out: Operand, group: PeerGroup) -> None:
     """Launch the widening of bfloat16 values to float32, which is skipped if the run has failed.
 
     Args:
         launches: Receives the launch.
-        wire: The bfloat16 memory to read.
+        rounded: The bfloat16 memory to read.
         out: The float32 result.
         group: The collective group.
     """
     count = math.prod(out.shape)
     mine = group.peers[group.rank].signals
     launches.add_launch(
-        SOURCE["widen"], count_blocks(count, COLLECTIVE_THREADS), COLLECTIVE_THREADS, [wire, out, count, mine]
+        SOURCE["widen"], count_blocks(count, COLLECTIVE_THREADS), COLLECTIVE_THREADS, [rounded, out, count, mine]
     )
 
 
@@ -329,12 +331,12 @@ def _has_one_dtype(collectives: Iterable[CollectiveOperands]) -> bool:
 
 
 def _make_gather_binder(
-    parts: Callable[[BoundInstruction], Iterable[tuple[Index, list[tuple[int, Index]]]]],
+    list_slices: Callable[[BoundInstruction], Iterable[tuple[Index, list[tuple[int, Index]]]]],
 ) -> CollectiveBinder:
     """Return the binder of a collective in which each device reads slices of other devices' operands, and sums them.
 
     Args:
-        parts: Returns pairs of a slice of the result and its partial sums: pairs of a device and an operand slice.
+        list_slices: Returns pairs: a slice of the result, and its partial sums as pairs of a device and an operand slice.
     """
 
     def bind(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
@@ -345,7 +347,7 @@ def _make_gather_binder(
         )
         words = _make_group_fields(launches, _read_sequence(call), group)
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 0])
-        for into, partial_sums in parts(call):
+        for into, partial_sums in list_slices(call):
             sources = [slice_operand(operands[device].source, index) for device, index in partial_sums]
             launch_gather_sum(launches, sources, slice_operand(call.out, into), group)
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 1])

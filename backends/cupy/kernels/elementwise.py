@@ -104,8 +104,8 @@ def launch_elementwise(
     kernel: KernelInstance,
     sources: Sequence[Operand],
     out: Operand,
-    tail: Sequence[LaunchWord],
-    *ahead: LaunchWord,
+    trailing_words: Sequence[LaunchWord],
+    *leading_words: LaunchWord,
 ) -> None:
     """Launch an elementwise kernel over the elements of `out`; the sources are broadcast to its shape.
 
@@ -114,8 +114,8 @@ def launch_elementwise(
         kernel: A kernel of an elementwise struct.
         sources: The operands.
         out: The result.
-        tail: Launch words behind the operands.
-        ahead: Launch words in front of the axes.
+        trailing_words: Launch words behind the operands.
+        leading_words: Launch words in front of the axes.
     """
     operands = [*sources, out]
     axes = build_iteration_axes(out.shape, operands)
@@ -123,7 +123,7 @@ def launch_elementwise(
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )
     walks = [word for k, o in enumerate(operands) for word in axes.make_walk_fields(k, o)]
-    words = [axes.element_count, *ahead, *axes.axes_fields, *walks, *tail]
+    words = [axes.element_count, *leading_words, *axes.axes_fields, *walks, *trailing_words]
     launches.add_launch(kernel, count_element_blocks(axes.element_count), ELEMENTWISE_THREADS, words)
 
 
@@ -173,12 +173,12 @@ def launch_cast(launches: LaunchBuilder, x: Operand, out: Operand, rounding: DTy
     launch_elementwise(launches, kernel, [x], out, [], ROUNDING_CODES.get(rounding, 0) if rounding else 0)
 
 
-def _pad_scalars(numbers: Sequence[float]) -> list[float]:
+def _pad_scalars(scalars: Sequence[float]) -> list[float]:
     """Pad scalar arguments with zeros to four scalars, the number that every kernel takes."""
-    return [*map(float, numbers), 0.0, 0.0, 0.0, 0.0][:4]
+    return [*map(float, scalars), 0.0, 0.0, 0.0, 0.0][:4]
 
 
-def launch_unary(launches: LaunchBuilder, op: str, x: Operand, out: Operand, numbers: Sequence[float] = ()) -> None:
+def launch_unary(launches: LaunchBuilder, op: str, x: Operand, out: Operand, scalars: Sequence[float] = ()) -> None:
     """Launch a unary elementwise op, such as `neg` or `silu`.
 
     Args:
@@ -186,14 +186,14 @@ def launch_unary(launches: LaunchBuilder, op: str, x: Operand, out: Operand, num
         op: The name of the op.
         x: The operand.
         out: The result.
-        numbers: Up to four scalar arguments.
+        scalars: Up to four scalar arguments.
     """
     source = as_float(launches, x)
-    launch_elementwise(launches, MAP_SOURCE[f"unary<function::{op}>"], [source], out, _pad_scalars(numbers))
+    launch_elementwise(launches, MAP_SOURCE[f"unary<function::{op}>"], [source], out, _pad_scalars(scalars))
 
 
 def launch_binary(
-    launches: LaunchBuilder, op: str, x: Operand, y: Operand, out: Operand, numbers: Sequence[float] = ()
+    launches: LaunchBuilder, op: str, x: Operand, y: Operand, out: Operand, scalars: Sequence[float] = ()
 ) -> None:
     """Launch a binary elementwise op, such as `add` or `swiglu`.
 
@@ -203,10 +203,10 @@ def launch_binary(
         x: The first operand.
         y: The second operand.
         out: The result.
-        numbers: Up to four scalar arguments.
+        scalars: Up to four scalar arguments.
     """
     sources = [as_float(launches, x), as_float(launches, y)]
-    launch_elementwise(launches, MAP_SOURCE[f"binary<function::{op}>"], sources, out, _pad_scalars(numbers))
+    launch_elementwise(launches, MAP_SOURCE[f"binary<function::{op}>"], sources, out, _pad_scalars(scalars))
 
 
 def _make_unary_binder(numbers: ScalarReader) -> OpBinder:

@@ -42,7 +42,7 @@ def _build_row_axes(x: Operand, out: Operand) -> IterationAxes:
 
 
 def _launch_row_kernel(
-    launches: LaunchBuilder, kernel: KernelInstance, x: Operand, out: Operand, value: float, threads: int = 0
+    launches: LaunchBuilder, kernel: KernelInstance, x: Operand, out: Operand, scalar: float, threads: int = 0
 ) -> None:
     """Launch a kernel with the C struct `Rows`, with one block for each row of `x`.
 
@@ -51,7 +51,7 @@ def _launch_row_kernel(
         kernel: The kernel.
         x: The operand.
         out: The result, with an equal number of rows.
-        value: The scalar argument of the kernel.
+        scalar: The scalar argument of the kernel.
         threads: Threads of a block; 0 chooses by the row length.
     """
     axes = _build_row_axes(x, out)
@@ -61,7 +61,7 @@ def _launch_row_kernel(
         *axes.axes_fields,
         *axes.make_walk_fields(0, x),
         *axes.make_walk_fields(1, out),
-        float(value),
+        float(scalar),
     ]
     launches.add_launch(kernel, axes.element_count, threads or choose_row_threads(x.shape[-1]), words)
 

@@ -94,12 +94,12 @@ def _build_access_equations(
 
 
 def _group_equivalent_locations(
-    places: Iterable[AccessLocation], confused: Iterable[Sequence[AccessLocation]]
+    places: Iterable[AccessLocation], conflicts: Iterable[Sequence[AccessLocation]]
 ) -> Iterable[Sequence[AccessLocation]]:
     """Group access locations that may be the same one.
 
     Two locations are joined if one has only the inner frames of the other. Each compiler omits outer frames of lambdas
-    and of moved code. The locations of each list in `confused` are joined too.
+    and of moved code. The locations of each list in `conflicts` are joined too.
     """
     groups = nx.Graph()
     groups.add_nodes_from(places)
@@ -109,7 +109,7 @@ def _group_equivalent_locations(
             shorter = AccessLocation(place.frames[:upto], place.is_shared, place.is_store)
             if shorter in named:
                 groups.add_edge(place, shorter)
-    for these in confused:
+    for these in conflicts:
         nx.add_path(groups, these)
     return [sorted(group) for group in nx.connected_components(groups)]
 

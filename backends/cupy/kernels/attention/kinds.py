@@ -35,9 +35,9 @@ class FewRowsVariant:
         """The possible numbers of query rows that a block processes together."""
         return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
 
-    def choose_rows_per_block(self, rows: int) -> int:
-        """Choose the number of query rows that a block processes together, for `rows` rows in all."""
-        return next((r for r in self.rows if r >= rows), self.rows[-1])
+    def choose_rows_per_block(self, row_count: int) -> int:
+        """Choose the number of query rows that a block processes together, for `row_count` rows in all."""
+        return next((r for r in self.rows if r >= row_count), self.rows[-1])
 
     def format_name(self, rows: int) -> str:
         """Format the C++ kernel name for blocks of `rows` query rows."""

@@ -43,8 +43,8 @@ def launch_gemv(
     tokens: int,
     route: list[LaunchWord],
     unit: int = NO_UNIT,
-    others: WeightsAndResults = (),
-    more: int = 0,
+    other_products: WeightsAndResults = (),
+    other_entries: int = 0,
 ) -> None:
     """Launch a GEMV: multiply a few rows of x by several float weights.
 
@@ -56,8 +56,8 @@ def launch_gemv(
         tokens: Rows of x for each entry, at most 4.
         route: The fields of the routing.
         unit: Code of the gated unit that joins two products.
-        others: Weights of additional entries, which have one row each.
-        more: The number of additional entries.
+        other_products: Weights of additional entries, which have one row each.
+        other_entries: The number of additional entries.
     """
     count = next(n for n in TOKEN_COUNTS if n >= tokens)
     w = products[0][0]
@@ -67,7 +67,7 @@ def launch_gemv(
 
     def can_split(parts: int) -> bool:
         taken = count_row_blocks(parts // 2)
-        busy = (taken[0] if unit else sum(taken)) * (entries + more)
+        busy = (taken[0] if unit else sum(taken)) * (entries + other_entries)
         return w.shape[-1] >= MIN_SPLIT_COLUMNS * parts and busy < launches.multiprocessor_count
 
     parts = next(filter(can_split, COLUMN_SPLITS), 1)
@@ -75,7 +75,7 @@ def launch_gemv(
     first = [0 if unit else n for n in accumulate(taken, initial=0)]
     fields = [
         [w, out, n, *_make_weight_stride_words(w), compute_row_stride(out)]
-        for (w, out), n in zip([*products, *others], [*first, 0], strict=False)
+        for (w, out), n in zip([*products, *other_products], [*first, 0], strict=False)
     ]
     words = [
         *pad_product_fields(fields),
@@ -91,7 +91,7 @@ def launch_gemv(
     ]
     words += NO_SUM_FIELDS
     kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{CUDA_TYPE_NAMES[w.dtype]}, {count}>"]
-    launches.add_launch(kernel, (taken[0] if unit else sum(taken), entries + more), 256, words)
+    launches.add_launch(kernel, (taken[0] if unit else sum(taken), entries + other_entries), 256, words)
 
 
 def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedSum) -> None:

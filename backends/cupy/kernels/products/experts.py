@@ -29,7 +29,7 @@ from .same_rows import as_matrix, find_gated_unit, match_gated_products
 
 @dataclass(frozen=True, slots=True)
 class _GatedUnit:
-    """The fused pattern of a gated unit: two matmuls of the same rows, and the op that multiplies gate and value.
+    """The fused pattern of a gated unit: two matmuls of the same rows, and the op that joins them, such as `swiglu`.
 
     `products` and `unit` are instruction indices. `gate` and `up` are the matmuls, `out` is the result of the unit.
     """
@@ -125,7 +125,7 @@ def _launch_expert_sum(
     down: BoundInstruction,
     total: BoundInstruction,
     out: Operand,
-    other: BoundInstruction | None = None,
+    shared_down: BoundInstruction | None = None,
     gate: Operand | None = None,
 ) -> None:
     """Launch the weighted sum of expert outputs: the down projections of chosen experts times their shares.
@@ -137,7 +137,7 @@ def _launch_expert_sum(
         down: The down projections of the chosen experts.
         total: The weighted sum of these products.
         out: The result.
-        other: The down projection of the shared expert.
+        shared_down: The down projection of the shared expert.
         gate: The logit of the shared expert's share; without it the share is 1.
     """
     w, x, ids, shares = down.operand(0), down.operand(1), down.operand(2), total.operand(1)
@@ -159,8 +159,8 @@ def _launch_expert_sum(
         out.is_dense and out.tensor.spec.size == tokens * width and tokens <= MAX_GRID_SIZE, "results are not dense"
     )
     matrix = other_x = None
-    if other is not None:
-        matrix, other_x = other.operand(0), other.operand(1)
+    if shared_down is not None:
+        matrix, other_x = shared_down.operand(0), shared_down.operand(1)
         require_supported(is_gemv_readable(matrix) and len(matrix.shape) == 2, "weights are not read so")
         require_supported(
             matrix.shape == w.shape[1:] and matrix.dtype is w.dtype, "the other expert is of another kind"

@@ -88,16 +88,16 @@ def launch_gemv(
     launches: LaunchBuilder,
     products: WeightsAndResults,
     x: Operand,
-    n: int,
+    entries: int,
     tokens: int,
     route: list[LaunchWord],
     unit: int = NO_UNIT,
-    others: WeightsAndResults = (),
-    more: int = 0,
+    other_products: WeightsAndResults = (),
+    other_entries: int = 0,
 ) -> None:
     """Launch a GEMV: multiply a few rows of x by packed or float weights; see `dense.launch_gemv`."""
     (packed if is_packed(products[0][0]) else dense).launch_gemv(
-        launches, products, x, n, tokens, route, unit, others, more
+        launches, products, x, entries, tokens, route, unit, other_products, other_entries
     )
 
 

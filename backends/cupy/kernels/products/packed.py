@@ -103,8 +103,8 @@ def launch_gemv(
     tokens: int,
     route: list[LaunchWord],
     unit: int = NO_UNIT,
-    others: WeightsAndResults = (),
-    more: int = 0,
+    other_products: WeightsAndResults = (),
+    other_entries: int = 0,
 ) -> None:
     """Launch a GEMV: multiply a few rows of x by several packed weights.
 
@@ -116,8 +116,8 @@ def launch_gemv(
         tokens: Rows of x for each entry, at most 4.
         route: The fields of the routing.
         unit: Code of the gated unit that joins two products.
-        others: Weights of additional entries, which have one row each.
-        more: The number of additional entries.
+        other_products: Weights of additional entries, which have one row each.
+        other_entries: The number of additional entries.
     """
     count, w = next(n for n in TOKEN_COUNTS if n >= tokens), products[0][0]
     rows, columns = _choose_warp_tile(w.dtype, count)
@@ -125,9 +125,9 @@ def launch_gemv(
     first, step = [0 if unit else n for n in accumulate(groups, initial=0)], 2 if unit else 1
     fields: list[list[LaunchWord]] = [
         [w, out, n, _count_row_units(w), w.shape[-2], compute_row_stride(out)]
-        for (w, out), n in zip([*products, *others], [*first, 0], strict=False)
+        for (w, out), n in zip([*products, *other_products], [*first, 0], strict=False)
     ]
-    even = count_blocks(sum(groups), max(1, launches.multiprocessor_count // max(1, entries + more)))
+    even = count_blocks(sum(groups), max(1, launches.multiprocessor_count // max(1, entries + other_entries)))
     of_block = max(step, count_blocks(min(even, MAX_BLOCK_RESULTS // (count * rows)), step) * step)
     all_chunks = max(1, count_blocks(w.shape[-1], BLOCK_COLUMNS * columns))
     of_sums = 4 * count * rows * (MAX_GEMV_WARPS + 2 * of_block)
@@ -139,7 +139,9 @@ def launch_gemv(
     words += [sum(groups), of_block, of_warp, chunks, *route, entries, *NO_SUM_FIELDS]
     kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
     shared = SHARED_ITEM_BYTES * _count_shared_items(chunks * columns, count) + of_sums
-    launches.add_launch(kernel, (count_blocks(sum(groups), of_block), entries + more), 32 * warps, words, shared)
+    launches.add_launch(
+        kernel, (count_blocks(sum(groups), of_block), entries + other_entries), 32 * warps, words, shared
+    )
 
 
 def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedSum) -> None:

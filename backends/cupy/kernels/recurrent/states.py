@@ -61,8 +61,8 @@ def _compute_merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int:
 class StateOperands:
     """The old and new states of a recurrence's sequences, with snapshots, as operands of kernels.
 
-    A snapshot is the state after one of the last tokens. Snapshot s of sequence n is row ``slots[n, s]`` of `new`, or
-    row ``n * snapshots + s`` without slots. Kernels write the first `stored_snapshots` snapshots.
+    Snapshot s is the state s tokens before the end. For sequence n, it is row ``slots[n, s]`` of `new`, or row
+    ``n * snapshots + s`` without slots. Kernels write the first `stored_snapshots` snapshots.
     """
 
     sequences: int
