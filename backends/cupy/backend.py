@@ -379,10 +379,10 @@ class RecordedProgram:
         self._read_fault()
         self.driver.view(self._fault_buffer, FAULT_RECORD)[...] = np.zeros(FAULT_RECORD.shape, np.int64)
 
-    def _take_fault(self, noted: Array) -> tuple[int, str]:
+    def _take_fault(self, fault_record: Array) -> tuple[int, str]:
         """Return the instruction index and the message of the recorded fault, and clear the fault record."""
         self._clear_fault()
-        which, value = noted.tolist()
+        which, value = fault_record.tolist()
         number, text = self._builder.faults[which - 1]
         return number, text.format(value=value)
 

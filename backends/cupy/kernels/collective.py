@@ -336,7 +336,7 @@ def _make_gather_binder(
     """Return the binder of a collective in which each device reads slices of other devices' operands, and sums them.
 
     Args:
-        list_slices: Returns pairs: a slice of the result, and its partial sums as pairs of a device and an operand slice.
+        list_slices: Returns pairs: a slice of the result, and its partial sums as (device, operand slice).
     """
 
     def bind(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
