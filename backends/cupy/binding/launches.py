@@ -1,4 +1,8 @@
-"""The launch builder, which collects launches while a kernel family binds instructions."""
+"""The launch builder, which collects launches while a kernel family binds instructions.
+
+A kernel has one argument: a C struct with 64-bit fields, the launch words. To bind an instruction means to compute the
+launch words from its operands and attributes, and to add its launches to the builder.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Binds collectives to NCCL or RCCL, which sum over all devices and send dense bytes between two devices.
 
-`all_reduce` is a sum of the library. Its order is chosen by the library and is the same on all devices. All other
-collectives are messages between pairs of devices, which are sent together:
+An exchange is a step between launches that runs a group of library transfers. `all_reduce` is a sum of the library. Its
+order is chosen by the library and is the same on all devices. All other collectives are messages between pairs of
+devices, which are sent together:
 
 1. Pack the slices for each receiver into one dense message, if they are not contiguous.
 2. Send and receive all messages as one group.

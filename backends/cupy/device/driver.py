@@ -1,4 +1,8 @@
-"""The interface of a driver of CUDA devices, real or emulated, and the plain data of launches."""
+"""The interface of a driver of CUDA devices, real or emulated, and the plain data of launches.
+
+A program is a list of steps: launches, exchanges of a collective library, and collectives that overlap with launches. A
+driver records steps once and then replays them for each run.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Collectives of devices with peer access, as launches that may wait for other devices.
 
-Each device has signals in its memory, which other devices write. `all_reduce` has two algorithms:
+Each device has signals in its memory, which other devices write. The signal pad is host memory in which devices report
+their progress. `all_reduce` has two algorithms:
 
 1. Small sums: each device pushes its partial sum into an inbox of every other device, with one barrier. Then each
    device adds all partial sums.

@@ -1,4 +1,8 @@
-"""The fields of several products of the same rows in one launch; see ``routes.cuh``."""
+"""The fields of several products of the same rows in one launch; see ``routes.cuh``.
+
+A launch computes entries: the products of one weight matrix with its rows of x. The routing maps each entry to its
+matrix and rows. With experts, an entry is a slot: a pair of a token and a chosen expert.
+"""
 
 from __future__ import annotations
 
