@@ -209,9 +209,9 @@ class DriverBackend:
 class RecordedProgram:
     """A compiled program of one device: recorded launches, and collectives with other devices, in order.
 
-    With peer access or a collective library, collectives are launches. Otherwise they use host memory, and the launches
-    between two of them are recorded together. A kernel that reads an illegal number, or waits too long, records a fault
-    and continues. The run then fails after its last instruction, so that the rollback can undo all of it.
+    With peer access or a collective library, collectives are launches. Otherwise they use host memory, between
+    recordings. A kernel that reads an illegal number, or waits too long, records a fault and continues. The run then
+    fails after its last instruction, so that the rollback can undo all of it.
     """
 
     def __init__(

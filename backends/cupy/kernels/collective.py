@@ -132,12 +132,8 @@ def make_collective_operands(call: BoundInstruction) -> CollectiveOperands:
 def launch_run_begin(launches: LaunchBuilder, group: PeerGroup, *, is_pipelined: bool) -> None:
     """Launch the beginning of a run, in front of its first collective: copy the run number to the device's signals.
 
-    With pipelined runs and pushed sums, all devices then pass a barrier: the last pushed sum may still be read.
-
-    Args:
-        launches: Receives the launches.
-        group: The collective group.
-        is_pipelined: Whether runs are pipelined.
+    With pipelined runs (`is_pipelined`) and pushed sums, all devices then pass a barrier: the last pushed sum may still
+    be read.
     """
     own, mine = (
         group.signal_pad_address + 8 * (FIRST_MEMBER_WORD + WORDS_PER_MEMBER * group.rank + RUN_NUMBER_WORD),
