@@ -55,7 +55,7 @@ NumberedCall = tuple[int, Callable[[], object]]
 
 @lru_cache(maxsize=1 << 14)  # a plan repeats the question for every layer and device
 def _infer_stored_spec(spec: Spec, kind: str, is_exact: bool) -> Spec:
-    """Infer the spec in device memory. Weights are float32 in an exact backend, which rounds nothing."""
+    """Infer the spec in device memory from a declared spec. An exact backend stores weights as float32."""
     matrix = kind in LOADED_LEAF_KINDS and len(spec.shape) >= 2 and not is_exact
     if matrix and spec.dtype in PLANE_LAYOUTS:
         return pad_packed_spec(spec)
@@ -66,7 +66,7 @@ def _infer_stored_spec(spec: Spec, kind: str, is_exact: bool) -> Spec:
 
 @lru_cache(maxsize=1 << 14)
 def _make_unbound(shape: tuple[int, ...], base: Spec, kind: str, is_base: bool, is_exact: bool) -> UnboundOperand:
-    """Return an operand without an address, with this shape, that is a view of a leaf or value of spec `base`."""
+    """Make an operand without an address: a view with this shape of a leaf or value with declared spec `base`."""
     stored = _infer_stored_spec(base, kind, is_exact)
     own = kind in ("weight", "state", "constant")
     return UnboundOperand(Spec(shape, stored.dtype), base if own else None, stored if own else None, is_base)
@@ -112,7 +112,7 @@ class DriverBackend:
         return Support(True)
 
     def scratch(self, node: Node) -> int:
-        """Return scratch bytes that are enough on each present device. Devices may choose different kernels."""
+        """Return the scratch bytes of a node: enough for each present device. Devices may choose different kernels."""
         if node.op in COLLECTIVES:
             return 0
         if not self._limits:
@@ -132,14 +132,14 @@ class DriverBackend:
             return False
         return True
 
-    def _trial_bind(self, node: Node, limits: Limits, strided: int | None = None) -> int:
-        """Bind a node at placeholder addresses and return its scratch bytes, or raise `NoKernelError`."""
+    def _trial_bind(self, node: Node, limits: Limits, strided_operand: int | None = None) -> int:
+        """Compute the scratch bytes of a node at placeholder addresses; raise `NoKernelError` without a kernel."""
         src, attrs = tuple(map(self._to_unbound, node.src)), tuple(node.attrs.items())
         results = tuple(self.storage_spec(value.spec, find_storage_kind(value)) for value in node.results)
-        return trial_bind(node.op, src, results, attrs, limits, strided)
+        return trial_bind(node.op, src, results, attrs, limits, strided_operand)
 
     def _to_unbound(self, value: Value | None) -> UnboundOperand | None:
-        """Return an operand that has no address yet."""
+        """Convert a value of a graph to an operand without an address; `None` stays `None`."""
         if value is None:
             return None
         base = value
@@ -151,7 +151,7 @@ class DriverBackend:
         return _infer_stored_spec(spec, kind, self.is_exact)
 
     def tolerance(self, node: Node) -> float | None:
-        """Return the relative error of intermediate rounding, or `None` for float32 arithmetic."""
+        """Return the relative error of a node from intermediate rounding, or `None` for float32 arithmetic."""
         is_exact = node.attrs.get("exact") is not False
         if node.op in MATMUL_OPS and self.is_exact:
             return None
@@ -196,7 +196,7 @@ class DriverBackend:
         return list_fused_groups(program, self.driver.limits(on))
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
-        """Return whether launches run during collectives. One device: if it can. Several: not through host memory."""
+        """Return whether launches can run during collectives of these devices: not if these go through the host."""
         return self.driver.can_overlap_collectives and (
             len(devices) == 1 or choose_transport(devices, self.driver).launches_collectives
         )
@@ -207,11 +207,11 @@ class DriverBackend:
 
 
 class RecordedProgram:
-    """A bound program: recorded launches and collectives with other devices, in order.
+    """A compiled program of one device: recorded launches, and collectives with other devices, in order.
 
-    With peer access or a collective library, collectives are launches. Otherwise they use host memory, and the launches
-    between two of them are recorded together. A kernel that reads an illegal number, or waits too long, records a fault
-    and continues. The run then fails after its last instruction, so that the rollback can undo all of it.
+    With peer access or a collective library, collectives are launches. Otherwise they use host memory, between
+    recordings. A kernel that reads an illegal number, or waits too long, records a fault and continues. The run then
+    fails after its last instruction, so that the rollback can undo all of it.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class RecordedProgram:
         )
 
     def _record_launches(self) -> None:
-        """Record launches up to each collective in host memory as one unit."""
+        """Record all launches of the program; launches between two collectives in host memory are one unit."""
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}
         del self._builder.faults[self._bound_fault_count :]
         self._collectives.begin(self._builder)
@@ -278,7 +278,7 @@ class RecordedProgram:
         self._record_pending_steps()
 
     def _add_collective(self, collective: CollectiveStep, overlapped: Sequence[SingleStep]) -> None:
-        """Add a collective and the launches that overlap with it, or follow it if it uses host memory."""
+        """Add a collective and the launches that overlap with it to the pending steps, or bind it in host memory."""
         self._builder.number = collective.number
         if not self._collectives.launch(self._builder, collective.bound_instruction):
             self._record_pending_steps()
@@ -292,13 +292,13 @@ class RecordedProgram:
         self._run_and_read(self._read_fault)
 
     def make_runner_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """Return a runner that reads outputs and the fault record together, so that the host waits once per run."""
+        """Return a runner that reads the outputs and the fault record together, so that the host waits once."""
         fault = replace(FAULT_RECORD, buffer=len(self._buffers))
         read = self.driver.make_reader([*self._buffers, self._fault_buffer], [fault, *tensors])
         return lambda: self._run_and_read(read)[1:]
 
     def _run_and_read(self, read: Callable[[], Sequence[Array]]) -> Sequence[Array]:
-        """Run once and return the result of `read`, which waits: the fault record, then outputs. Raises `StepError`."""
+        """Run the program once and return the arrays of `read`: the fault record, then outputs. Raises `StepError`."""
         try:
             self._collectives.check()
             self._collectives.count_run()
@@ -333,7 +333,7 @@ class RecordedProgram:
         return arrays
 
     def _make_device_lost_error(self, why: DeviceLostError) -> StepError:
-        """Return the error of a run that waited for a lost device. Its instructions ended, with undefined results."""
+        """Make the error of a run that waited for a lost device; all instructions count as ended."""
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}  # delete graphs before their communicator
         self._clear_fault()
         (node,) = (
@@ -342,7 +342,7 @@ class RecordedProgram:
         return StepError(node, str(self.on), len(self.program.instructions), str(why))
 
     def kernels(self) -> list[str]:
-        """Return the kernels that a run launches, in order. A collective appears as its op name."""
+        """Return the names of the kernels that a run launches, in order. A collective appears as its op name."""
         return [part.instruction.op if isinstance(part, CollectiveStep) else _format_step(part) for part in self._parts]
 
     def run_timed(self) -> list[TimedKernel]:
@@ -356,7 +356,7 @@ class RecordedProgram:
         return times
 
     def _make_timed_call(self, times: list[TimedKernel], call: NumberedCall) -> NumberedCall:
-        """Return the call with a timer that appends to `times`."""
+        """Return the call with a timer that appends the time of each launch or collective to `times`."""
         number, run = call
 
         def time_call() -> None:
@@ -375,19 +375,19 @@ class RecordedProgram:
         return number, partial(time_steps, self._recorded_steps[run]) if run in self._recorded_steps else time_call
 
     def _clear_fault(self) -> None:
-        """Clear the fault record, after all launches have run."""
+        """Clear the fault record after all launches have run."""
         self._read_fault()
         self.driver.view(self._fault_buffer, FAULT_RECORD)[...] = np.zeros(FAULT_RECORD.shape, np.int64)
 
-    def _take_fault(self, noted: Array) -> tuple[int, str]:
-        """Return the instruction number and the message of the first recorded fault, and clear the record."""
+    def _take_fault(self, fault_record: Array) -> tuple[int, str]:
+        """Return the instruction index and the message of the recorded fault, and clear the fault record."""
         self._clear_fault()
-        which, value = noted.tolist()
+        which, value = fault_record.tolist()
         number, text = self._builder.faults[which - 1]
         return number, text.format(value=value)
 
     def _upload_array(self, array: Array) -> Any:
-        """Copy `array` to device memory that exists as long as this program."""
+        """Upload an array to device memory that exists as long as this program, and return the buffer."""
         data = np.ascontiguousarray(array).reshape(-1).view(np.int8)
         buffer = self.driver.alloc(data.nbytes, self.on)
         self.driver.view(buffer, Tensor(-1, 0, data.shape, (1,), DType.I8))[...] = data
@@ -395,14 +395,14 @@ class RecordedProgram:
         return buffer
 
     def _upload_constant(self, array: Array) -> int:
-        """Return the device address of a constant. Equal constants share one address."""
+        """Upload a constant and return its device address. Equal constants share one address."""
         key = array.tobytes()
         if key not in self._constants:
             self._constants[key] = self.driver.address(self._upload_array(array))
         return self._constants[key]
 
     def _record_pending_steps(self) -> None:
-        """Record the steps that were bound since the last collective in host memory."""
+        """Record the pending steps, which were bound since the last collective in host memory, as one call."""
         if steps := [*self._pending_steps, *self._builder.take_launches()]:
             self._calls.append((steps[0].number, run := self.driver.record(steps, self.on)))
             self._recorded_steps[run] = flatten_steps(steps)
@@ -413,7 +413,7 @@ class RecordedProgram:
         return Operand(self.driver.address(self._buffers[t.buffer]) + t.offset, t, spec.declared_spec, spec.stored_spec)
 
     def _make_dequantised_view(self, t: Tensor) -> Any:
-        """Return the array of a tensor. Launches dequantise a packed weight to float32 on each run."""
+        """Return a view of a tensor; for a packed weight, add launches that dequantise it to float32 on each run."""
         if not t.dtype.is_quantised:
             return self.driver.view(self._buffers[t.buffer], t)
         weight = self._make_operand(t)
@@ -442,5 +442,5 @@ def _format_step(step: SingleStep) -> str:
 
 
 def _as_host_array(view: Any) -> Array:
-    """Return host memory for a view: the view itself, or a copy."""
+    """Return a view as a host array: the view itself if it is one, else a copy."""
     return view if isinstance(view, np.ndarray) else np.array(view)

@@ -70,14 +70,14 @@ def _nccl() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device buffer and the transfers between it and the host."""
+    """A buffer in device memory, and the transfers between its device and the host."""
 
     array: Any
     transfers: HostTransfers
 
 
 class CudaDriver:
-    """The CUDA devices of this machine.
+    """The driver of this machine's CUDA devices.
 
     All launches and copies of a device, or of a device part, use one stream and keep their order. With `begins_early`,
     launches in a CUDA graph begin while the previous launch runs, if the device and its driver support that.
@@ -87,7 +87,7 @@ class CudaDriver:
     install = CUPY_INSTALL_HINT
     library_name = "NCCL"
     is_hip, can_overlap_collectives = False, True
-    """`is_hip`: CuPy is built for AMD devices. `overlaps`: launches can run during a collective."""
+    """`is_hip`: CuPy is built for AMD devices. `can_overlap_collectives`: launches can run during a collective."""
 
     def __init__(self, begins_early: bool = True) -> None:
         self.begins_early = begins_early
@@ -96,7 +96,7 @@ class CudaDriver:
 
     @property
     def cupy(self) -> Any:
-        """CuPy for these devices. Raises `BackendError`."""
+        """The module CuPy for devices of this kind. Raises `BackendError` if it is missing or for other devices."""
         try:
             cupy = _cupy()
         except ImportError as why:
@@ -110,7 +110,7 @@ class CudaDriver:
         return tuple(map(self.device, range(self._count_devices())))
 
     def _count_devices(self) -> int:
-        """Return the number of devices. Raises `BackendError` if no device is usable."""
+        """Count the devices of this machine. Raises `BackendError` if no device is usable."""
         runtime = self.cupy.cuda.runtime
         try:
             return int(runtime.getDeviceCount())
@@ -126,7 +126,7 @@ class CudaDriver:
         return Device(self.kind, index, int(about["totalGlobalMem"]), about["name"].decode())
 
     def read_device_properties(self, index: int) -> Mapping[str, Any]:
-        """Read the properties of a device."""
+        """Read the properties of a device from the CUDA runtime."""
         with convert_errors(self.cupy, f"{self.kind}:{index}", "say what it is"):
             properties: Mapping[str, Any] = self.cupy.cuda.runtime.getDeviceProperties(index)
         return properties
@@ -195,7 +195,7 @@ class CudaDriver:
         return views[0].transfers.make_reader([view.array for view in views]) if views else list
 
     def can_access_peers(self, devices: Sequence[Device]) -> bool:
-        """Return whether each device can access the memory of the others; enable that access.
+        """Return whether each device can access the memory of all others; enable that access.
 
         Buffers come from cudaMalloc, so peer access covers all memory of a device. Parts of one device are not peers. A
         kernel that waits for another part may block that part's launch, because streams share queues and some launches
@@ -222,7 +222,7 @@ class CudaDriver:
         return load_nccl(self.cupy, _nccl, self.library_name)
 
     def map_host_memory(self, board: Array, is_first: bool) -> int:
-        """Return the device address of the signal pad. The first device pins it for all, while it exists."""
+        """Map the group's signal pad for devices and return its device address. The first device pins it for all."""
         runtime, address = self.cupy.cuda.runtime, int(board.ctypes.data)
         with convert_errors(self.cupy, f"{self.kind} devices", "share memory of the host"):
             if is_first:
@@ -297,7 +297,7 @@ class CudaDriver:
             yield partial(stream.wait_event, join)
 
     def stream(self, on: Device) -> Any:
-        """Return the stream of launches and copies."""
+        """Return the stream of a device's launches and copies."""
         return self._get_host_transfers(on).stream
 
     def _make_call(self, step: SingleStep, on: Device, stream: Any, is_early: bool = False) -> Callable[[], None]:
@@ -329,12 +329,12 @@ class CudaDriver:
         return module.get_function(lowered[kernel.name])
 
     def _allow_shared_bytes(self, function: Any, shared_bytes: int) -> None:
-        """Allow launches of a kernel with this number of shared-memory bytes."""
+        """Allow launches of a kernel with `shared_bytes` bytes of dynamic shared memory."""
         if shared_bytes > DEFAULT_SHARED_BYTES:
             self.cupy.cuda.driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
 
     def compile_source(self, source: KernelSource, index: int) -> tuple[bytes, Mapping[str, str]]:
-        """Compile a source for a device, or raise `BackendError`.
+        """Compile a source for a device. Raises `BackendError` if it does not compile.
 
         Returns:
             The machine code, and the mangled name of each kernel.
@@ -346,7 +346,7 @@ class CudaDriver:
         return int(self.cupy.cuda.runtime.streamQuery(self.stream(on).ptr)) != NOT_READY  # done, or failed
 
     def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
-        """Run and time `runs` with events between them in the stream, in seconds."""
+        """Run recorded runs with events between them in the stream, and return the device seconds of each."""
         events, stream = self.cupy.cuda, self.stream(on)
         with convert_errors(self.cupy, on, "time launches"), events.Device(on.index):
             marks = [events.Event() for _ in range(len(runs) + 1)]
@@ -363,13 +363,13 @@ class CudaDriver:
 
 
 def _write_views(views: Mapping[int, DeviceArray], arrays: Sequence[Array]) -> None:
-    """Write to each view the array of the same number."""
+    """Write to each view the host array with the same index."""
     for number, view in views.items():
         view[...] = arrays[number]
 
 
 class RecordedGraph:
-    """A CUDA graph and its communicators.
+    """A recorded CUDA graph with the communicators that it uses.
 
     The graph is deleted first, because a communicator waits forever at its end while a graph uses it.
     """
@@ -388,7 +388,7 @@ class RecordedGraph:
 
 @call_once
 def _load_module(driver: CudaDriver, source: KernelSource, index: int) -> tuple[Any, Mapping[str, str]]:
-    """Load the code of a source on a device; return the module and the mangled kernel names."""
+    """Compile a source and load it as a module on a device; return the module and the mangled kernel names."""
     cupy = driver.cupy
     with cupy.cuda.Device(index):
         image, lowered = driver.compile_source(source, index)
@@ -398,7 +398,7 @@ def _load_module(driver: CudaDriver, source: KernelSource, index: int) -> tuple[
 
 
 class SimulatedGpuDriver(CudaDriver):
-    """A driver of devices that may be absent. It answers only the questions of plans."""
+    """A driver of simulated devices, which may be absent. It only answers the questions of plans."""
 
     def __init__(self, of: type[CudaDriver], limits: Limits) -> None:
         super().__init__()
@@ -412,23 +412,23 @@ class SimulatedGpuDriver(CudaDriver):
 
 
 class SimulatedGpuBackend(DriverBackend):
-    """A backend for plans over devices that may be absent."""
+    """A backend of simulated devices, which may be absent, for plans only."""
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
-        """Assume peer access or a collective library between the devices."""
+        """Return whether collectives can overlap, under the assumption of peer access or a collective library."""
         return self.driver.can_overlap_collectives
 
 
 class CudaBackend(DriverBackend):
-    """Runs on CUDA devices as ``cuda:0``, ``cuda:1`` and so on."""
+    """The backend of CUDA devices: ``cuda:0``, ``cuda:1`` and so on."""
 
     def __init__(self) -> None:
         super().__init__(CudaDriver())
 
     def make_simulated_backend(self, model: str) -> DriverBackend:
-        """Return a backend for plans over devices of compute capability `model`, such as ``90``, that may be absent."""
+        """Make a simulated backend for plans on devices of compute capability `model`, such as ``90``."""
         return SimulatedGpuBackend(SimulatedGpuDriver(CudaDriver, find_limits(model)))
 
     def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return the speeds that a GPU time model predicts for kernels on this kind of GPU."""
+        """Return the kernel speeds that the GPU time model predicts for a kind of GPU, such as ``h100``."""
         return load_predicted_speeds().get(kind)

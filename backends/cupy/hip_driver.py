@@ -20,7 +20,7 @@ UNTESTED_NOTE = "has not run on a real device yet"
 
 
 class HipDriver(CudaDriver):
-    """The AMD devices of this machine."""
+    """The driver of this machine's AMD devices."""
 
     kind = "hip"
     install = f"pip install hocket[rocm], beside ROCm 7; {UNTESTED_NOTE}"
@@ -39,7 +39,7 @@ class HipDriver(CudaDriver):
         return False
 
     def _make_replay(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
-        """Return a function that runs the steps one after the other: CuPy captures no graphs on AMD devices."""
+        """Return a function that replays the steps one after the other: CuPy captures no graphs on AMD devices."""
         calls = [self._make_call(step, on, self.stream(on)) for step in flatten_steps(steps)]
 
         def replay() -> None:
@@ -61,15 +61,15 @@ class HipDriver(CudaDriver):
 
 
 class HipBackend(DriverBackend):
-    """Runs on AMD devices as ``hip:0``, ``hip:1`` and so on."""
+    """The backend of AMD devices: ``hip:0``, ``hip:1`` and so on."""
 
     def __init__(self) -> None:
         super().__init__(HipDriver())
 
     def make_simulated_backend(self, model: str) -> DriverBackend:
-        """Return a backend for plans over devices of architecture `model`, such as ``gfx942``, that may be absent."""
+        """Make a simulated backend for plans on devices of architecture `model`, such as ``gfx942``."""
         return SimulatedGpuBackend(SimulatedGpuDriver(HipDriver, HIP_LIMITS))
 
     def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return `None`: there is no time model of these GPUs."""
+        """Return `None`: the GPU time model does not predict speeds of AMD devices."""
         return None

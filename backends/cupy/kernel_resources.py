@@ -31,7 +31,7 @@ DEFAULT_BLOCK_THREADS = 256
 
 
 class ResourceRow(NamedTuple):
-    """Resources and machine code of a kernel on one architecture.
+    """Resources and machine-code statistics of one kernel on one architecture.
 
     - `registers`: 32-bit registers of a thread.
     - `shared_bytes`: declared bytes of shared memory.
@@ -54,14 +54,14 @@ class ResourceRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResourceTable:
-    """Rows by ``file: kernel`` and architecture, and the digests of the compiled sources."""
+    """The stored table: rows by ``file: kernel`` and architecture, and the digests of the compiled sources."""
 
     kernels: Mapping[str, Mapping[str, ResourceRow]]
     digests: Sequence[str]
 
 
 def read_resource_table() -> ResourceTable:
-    """Read the stored table."""
+    """Read the resource table from ``resources.json``."""
     document = json.loads(RESOURCE_FILE.read_text("utf-8"))
     rows = document["kernels"].items()
     kernels = {name: {arch: ResourceRow(*row) for arch, row in archs.items()} for name, archs in rows}
@@ -69,24 +69,26 @@ def read_resource_table() -> ResourceTable:
 
 
 def compute_source_digest(source: KernelSource) -> str:
-    """Return a digest of all project inputs that determine the code of a source."""
+    """Compute a digest of the text, kernel names and options of a source, which determine its machine code."""
     parts = (source.text, *source.names, *OPTIONS, *source.architectures)
     return f"{source.file} {hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
 
 
 def list_architectures(source: KernelSource) -> tuple[str, ...]:
-    """Return the architectures for which a source is compiled."""
+    """List the architectures for which a source is compiled."""
     return source.architectures or ARCHITECTURES
 
 
-def compute_resident_warps(takes: KernelResources, arch: str) -> int:
-    """Return the number of warps that are resident on a multiprocessor at once."""
-    block = DEFAULT_BLOCK_THREADS if takes.threads == MAX_BLOCK_THREADS else takes.threads
-    return MULTIPROCESSORS[arch].compute_resident_blocks(block, takes.registers, takes.shared_bytes) * block // 32
+def compute_resident_warps(resources: KernelResources, arch: str) -> int:
+    """Compute the number of warps of a kernel that are resident on one multiprocessor at once."""
+    block = DEFAULT_BLOCK_THREADS if resources.threads == MAX_BLOCK_THREADS else resources.threads
+    return (
+        MULTIPROCESSORS[arch].compute_resident_blocks(block, resources.registers, resources.shared_bytes) * block // 32
+    )
 
 
 def compile_resource_rows(source: KernelSource, arch: str) -> dict[str, tuple[ResourceRow, int]]:
-    """Compile a source and return the row and the spilled bytes of each kernel.
+    """Compile a source for an architecture, and return the resource row and the spilled bytes of each kernel.
 
     Raises:
         BackendError: The source does not compile, or the compiler adds waits for warpgroup products.
@@ -113,7 +115,7 @@ def compile_resource_rows(source: KernelSource, arch: str) -> dict[str, tuple[Re
 
 
 def update_resource_table() -> None:
-    """Compile the sources that changed and store their rows; fail if a kernel spills registers."""
+    """Update ``resources.json``: compile the sources that changed; fail if a kernel spills registers."""
     before = read_resource_table()
     known = [source for source in SOURCES if compute_source_digest(source) in before.digests]
     known_names = {f"{source.file}: {name}" for source in known for name in source.names}

@@ -49,7 +49,7 @@ KERNEL_FAMILIES: tuple[ModuleType, ...] = (
     attention,
     collective,
 )
-"""Kernel families. Each module defines `SOURCES`, all sources that it alone launches.
+"""The modules of kernels, by family. Each module defines `SOURCES`, all sources that it alone launches.
 
 It also defines ``BINDINGS``, a binder for each op, or ``FUSED``, fusion binders by the op of the first instruction.
 """
@@ -59,7 +59,7 @@ BINDINGS: Mapping[str, OpBinder] = merge_tables(*(getattr(family, "BINDINGS", {}
 
 
 def find_binding(op: str) -> OpBinder | None:
-    """Return the binder of an op, or `None`. An op package may bring its own kernels."""
+    """Find the binder of an op, here or in an op package; return `None` if there is none."""
     return BINDINGS.get(op) or find_op_package_binding(op, "cuda")
 
 

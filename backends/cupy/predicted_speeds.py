@@ -14,7 +14,7 @@ SPEEDS_FILE = Path(__file__).parent / "predicted.json"
 
 @cache
 def load_predicted_speeds() -> Mapping[str, PredictedSpeeds]:
-    """Return the predicted speeds of products and other ops, by kind of GPU such as ``h100``."""
+    """Load the predicted speeds of matrix products and other ops, by kind of GPU such as ``h100``."""
     by_kind = json.loads(SPEEDS_FILE.read_text("utf-8")).items()
     return {
         kind: PredictedSpeeds(KernelSpeeds(**speeds["products"]), KernelSpeeds(**speeds["ops"]))

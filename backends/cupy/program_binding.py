@@ -23,7 +23,7 @@ from .kernel_table import FUSED, find_binding
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
-    """A collective between launches."""
+    """A collective instruction of a bound program, in its position between launches."""
 
     number: int
     instruction: Instruction
@@ -31,18 +31,18 @@ class CollectiveStep:
 
     @property
     def sequence(self) -> int:
-        """The sequence number of the collective."""
+        """The sequence number of the collective, which is equal on all devices."""
         return as_integer(self.instruction.attrs["sequence"])
 
 
 def bind_program(
     flow: Dataflow, launches: LaunchBuilder, operand: Callable[[Tensor], Operand]
 ) -> Iterator[SingleStep | CollectiveStep]:
-    """Yield the launches of a program and the collectives between them, in execution order.
+    """Bind the instructions of a program; yield the launches, and the collectives between them, in execution order.
 
     Args:
         flow: The dataflow of the program.
-        launches: Receives the launches.
+        launches: The launch builder that collects the launches.
         operand: Returns the operand of a tensor.
     """
     program = flow.reader_table.program
@@ -60,7 +60,7 @@ def bind_program(
 
 
 def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int], list[SingleStep]]:
-    """Bind all fusions, group their instructions in the dataflow, and return the launches of each."""
+    """Bind all fusions of a program, group their instructions in the dataflow, and return the launches by group."""
     chains: dict[Sequence[int], list[SingleStep]] = {}
     for number in range(len(flow.reader_table.program.instructions)):
         if flow.is_ungrouped(number) and (numbers := bind_largest_fusion(flow, launches, FUSED, number)):
@@ -71,7 +71,7 @@ def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int]
 def _bind_instruction(
     flow: Dataflow, launches: LaunchBuilder, operand: Callable[[Tensor], Operand], number: int
 ) -> list[SingleStep]:
-    """Return the launches of one instruction."""
+    """Bind one instruction that belongs to no fusion, and return its launches."""
     i = flow.reader_table.program.instructions[number]
     launches.number, launches.scratch_bytes = number, 0
     launches.scratch_address = operand(i.scratch).address if i.scratch is not None else 0
@@ -87,15 +87,15 @@ def _bind_instruction(
 def bind_at_placeholders(
     program: Program, limits: Limits, processors: int = 1
 ) -> tuple[Dataflow, Sequence[SingleStep | CollectiveStep]]:
-    """Bind a program at placeholder addresses.
+    """Bind a program to operands at placeholder addresses, without device memory.
 
     Args:
         program: The program.
         limits: Resource limits of the device.
-        processors: Multiprocessors of the device.
+        processors: Number of multiprocessors of the device.
 
     Returns:
-        The dataflow, and the launches and collectives.
+        The dataflow, and the launches and collectives in execution order.
     """
     operand = _make_placeholder_operands(program)
     flow, launches = Dataflow(program, build_reader_table(program, operand)), _make_dry_run_builder(limits, processors)
@@ -103,7 +103,10 @@ def bind_at_placeholders(
 
 
 def list_kernel_calls(program: Program, limits: Limits) -> Iterator[KernelCall]:
-    """List the kernels that a program would launch. Transports of collectives are not known yet."""
+    """List the kernel calls of a program, with source location and instructions, without running the program.
+
+    The list has no kernels of collectives, because their transport is unknown before the program is loaded.
+    """
     flow, parts = bind_at_placeholders(program, limits)
     together = flow.groups_by_instruction()
     for part in parts:
@@ -112,14 +115,17 @@ def list_kernel_calls(program: Program, limits: Limits) -> Iterator[KernelCall]:
 
 
 def list_fused_groups(program: Program, limits: Limits) -> list[tuple[int, ...]]:
-    """Return the instructions in execution order at placeholder addresses, with a tuple for each fusion."""
+    """List the launch groups of a program in execution order, as tuples of instruction indices.
+
+    A group is the instructions of a fusion, or a single instruction. The program is bound to placeholder addresses.
+    """
     flow = Dataflow(program, build_reader_table(program, _make_placeholder_operands(program)))
     _bind_fusions(flow, _make_dry_run_builder(limits))
     return [*flow.list_groups()]
 
 
 def _make_placeholder_operands(program: Program) -> Callable[[Tensor], Operand]:
-    """Return a function that makes operands at placeholder addresses."""
+    """Return a function that makes the operand of a tensor at a placeholder address, different for each buffer."""
 
     @cache
     def operand(t: Tensor) -> Operand:
@@ -135,7 +141,7 @@ def _make_dry_run_builder(limits: Limits, processors: int = 1) -> DryRunBuilder:
 
 @cache
 def _find_kernel_source(kernel: KernelInstance) -> SourceLocation:
-    """Find the definition of a kernel, in its own file or in a shared header."""
+    """Find the C++ definition of a kernel in its own file or in a shared header; return its location and text."""
     head = re.compile(rf"^.*__global__[^;{{}}]*?\b{re.escape(kernel.name.partition('<')[0])}\s*\(", re.MULTILINE)
     for file in (kernel.source.file, *kernel.source.before):
         text = read_kernel_text(file)
@@ -147,7 +153,7 @@ def _find_kernel_source(kernel: KernelInstance) -> SourceLocation:
 
 
 def _format_kernel_path(file: str) -> str:
-    """Return the path of a kernel file relative to the repository."""
+    """Format the path of a kernel file relative to the repository; a file outside the kernel folder keeps its path."""
     path = find_kernel_path(file)
     return (
         f"hocket/backends/cupy/kernels/{path.relative_to(KERNEL_FOLDER).as_posix()}"

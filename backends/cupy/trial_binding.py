@@ -17,15 +17,15 @@ from .kernel_table import find_binding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnboundOperand:
-    """An operand without an address.
+    """An operand without an address, for a binding at placeholder addresses before memory exists.
 
-    A leaf, or a view of one, also has the declared and the stored spec of the whole buffer, and `is_whole_buffer`.
-    Equality is identity: a backend makes each object once.
+    A leaf, or a view of a leaf, also has the specs of its whole buffer. Equality is identity, so a backend makes each
+    object only once.
 
     Args:
-        spec: The spec as stored.
-        declared_spec: The declared spec of the buffer.
-        stored_spec: The stored spec of the buffer.
+        spec: The spec of the operand as stored.
+        declared_spec: The declared spec of the whole buffer, or `None`.
+        stored_spec: The stored spec of the whole buffer, or `None`.
         is_whole_buffer: Whether the operand is the whole buffer.
     """
 
@@ -36,7 +36,7 @@ class UnboundOperand:
 
 
 def _make_gapped_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return strides with reversed axes and gaps."""
+    """Make strides of an array that is not contiguous: axes in reversed order, with gaps between elements."""
     strides, step = [], 2
     for n in shape:
         strides.append(step)
@@ -51,17 +51,17 @@ def trial_bind(
     results: tuple[Spec, ...],
     attrs: tuple[tuple[str, Any], ...],
     limits: Limits,
-    strided: int | None,
+    strided_operand: int | None,
 ) -> int:
-    """Bind an instruction at placeholder addresses.
+    """Compute the scratch bytes of an instruction by binding it to operands at placeholder addresses.
 
     Args:
         op: The name of the op.
-        src: The operands.
+        src: The operands; `None` for an absent operand.
         results: Specs of the results as stored.
         attrs: The attributes.
         limits: Resource limits of the device.
-        strided: The number of an operand that is not contiguous, or `None`.
+        strided_operand: Index of an operand that gets a layout with gaps, or `None` if all operands are contiguous.
 
     Returns:
         The scratch bytes.
@@ -76,7 +76,9 @@ def trial_bind(
     def operand(number: int, known: UnboundOperand) -> Operand:
         spec, packed = known.spec, known.spec.dtype.is_quantised
         strides = (
-            _make_gapped_strides(spec.shape) if number == strided and not packed else contiguous_strides(spec.shape)
+            _make_gapped_strides(spec.shape)
+            if number == strided_operand and not packed
+            else contiguous_strides(spec.shape)
         )
         offset = spec.dtype.block_bytes if packed and not known.is_whole_buffer else 0
         tensor = Tensor(number, offset, spec.shape, strides, spec.dtype)

@@ -13,27 +13,27 @@ from .launch_builder import LaunchBuilder
 log = logging.getLogger("hocket.kernels")
 
 FusionBinder = Callable[[LaunchBuilder, Dataflow, int], Sequence[int]]
-"""A function that binds a fusion.
+"""A function that binds a fused pattern: instructions with a fixed dataflow that one launch computes.
 
-It appends the launches of the fused pattern that begins with instruction `number`, and returns the fused instructions.
-It writes no values that only these instructions read, and allocates no scratch. It raises `NoKernelError` for another
-pattern, or without a suitable kernel.
+It adds the launches of the pattern that begins with instruction `number`, and returns the indices of all its
+instructions. The launches write no value that only these instructions read, and use no scratch. The function raises
+`NoKernelError` for another pattern, or without a suitable kernel.
 """
 
 
 def bind_largest_fusion(
     flow: Dataflow, launches: LaunchBuilder, fused: Mapping[str, Sequence[FusionBinder]], number: int
 ) -> Sequence[int]:
-    """Bind the largest fusion that begins with instruction `number`, and append its launches.
+    """Bind the fusion with the most instructions among the fused patterns that begin with instruction `number`.
 
     Args:
-        flow: The dataflow of the program. The fused instructions are grouped there.
-        launches: Receives the launches.
-        fused: Fusion binders by op.
-        number: The first instruction.
+        flow: The dataflow of the program. The function groups the fused instructions there.
+        launches: Receives the launches of the fusion.
+        fused: Fusion binders by the op of the first instruction.
+        number: Index of the first instruction.
 
     Returns:
-        The fused instructions; empty if no pattern matches.
+        The indices of the fused instructions; empty if no pattern matches.
     """
     best: tuple[Sequence[int], list[SingleStep]] = (), []
     for bind in fused.get(flow.bound_instruction(number).op, ()):

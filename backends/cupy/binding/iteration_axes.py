@@ -13,14 +13,14 @@ from ...fusion.operands import Operand, require_supported
 from .launch_builder import LaunchWord
 
 MAX_ITERATION_AXES = 10
-"""The most axes that kernels support: twice the five axes of a value, because tiles may split each axis."""
+"""Maximum axis count in kernels: twice the five axes of a value, because a tiled operand splits each axis in two."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationAxes:
-    """Axes, outermost first, after merging.
+    """The merged axes over which a kernel iterates, outermost first, with the strides of each operand.
 
-    ``operand_strides[k]`` are the strides of operand k in elements, 0 along a repeated axis.
+    ``operand_strides[k]`` are the strides of operand `k` in elements; a stride is 0 along an axis that repeats it.
     """
 
     sizes: tuple[int, ...]
@@ -35,11 +35,11 @@ class IterationAxes:
 
     @property
     def axes_fields(self) -> list[LaunchWord]:
-        """The fields of `Axes` in a kernel's struct."""
+        """The fields of the C struct `Axes`: the axis count and the size of each axis, padded with 1."""
         return [len(self.sizes), *_pad_fields(self.sizes, 1)]
 
     def make_walk_fields(self, k: int, operand: Operand) -> list[LaunchWord]:
-        """Return the fields of `Walk` in a kernel's struct for operand k."""
+        """Return the fields of the C struct `Walk` for operand `k`: its address and its strides, padded with 0."""
         return [operand, *_pad_fields(self.operand_strides[k], 0)]
 
 
@@ -48,7 +48,13 @@ def _pad_fields(values: Sequence[int], rest: int) -> list[LaunchWord]:
 
 
 def build_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> IterationAxes:
-    """Build the axes of `shape`. Operands are repeated to it: broadcast, or as tiles (index modulo size)."""
+    """Build the merged iteration axes of `shape` for operands that are broadcast or tiled to `shape`.
+
+    Along a tiled axis, the operand's index is the index of `shape` modulo the operand's size.
+
+    Raises:
+        NoKernelError: Two operands are tiled with different sizes along one axis.
+    """
     axes: list[tuple[int, ...]] = []
     for axis, m in enumerate(reversed(shape)):
         own = [_find_size_and_stride(o, axis) for o in operands]
@@ -67,7 +73,7 @@ def build_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> I
 
 
 def _find_size_and_stride(operand: Operand, axis: int) -> tuple[int, int]:
-    """Return size and stride of an axis, counted from the last axis."""
+    """Return the size and the stride of an operand's axis, where `axis` counts from the end: 0 is the last axis."""
     if axis >= len(operand.shape):
         return 1, 0
     return operand.shape[-1 - axis], operand.strides[-1 - axis]
@@ -87,39 +93,38 @@ def _merge_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def as_row_starts(x: Operand) -> Operand:
-    """Return the start of each row of `x`, as an operand with all axes but the last."""
+    """Return a view of the row starts of `x`: the first element of each row, with all axes except the last."""
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-1], strides=x.strides[:-1]))
 
 
 def as_repeated_row_starts(x: Operand) -> Operand:
-    """Return the start of each row of `x`, repeated for each entry of the row."""
+    """Return a view of the row starts of `x` with a last axis of size 1 and stride 0, which repeats each start."""
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape[:-1], 1), strides=(*x.strides[:-1], 0)))
 
 
 def split_tiled_axes(
-    shape: Sequence[int], operands: Sequence[Operand], divides: int
+    shape: Sequence[int], operands: Sequence[Operand], tiled: int
 ) -> tuple[tuple[int, ...], list[Operand]]:
-    """Split the axes of `shape` along which one operand is smaller by an integer factor.
+    """Split the axes of `shape` along which a tiled operand is smaller than `shape` by an integer factor.
 
-    Such an axis becomes an outer axis, along which that operand advances, and an inner axis, along which it is
-    repeated.
+    Such an axis becomes two axes. The tiled operand advances along the outer axis and is repeated along the inner axis.
 
     Args:
         shape: Shape of the iteration.
-        operands: Operands with at most as many axes.
-        divides: The number of the smaller operand.
+        operands: Operands with at most as many axes as `shape`.
+        tiled: Index of the tiled operand in `operands`.
 
     Returns:
-        The new shape, and the operands with split axes.
+        The new shape, and all operands with split axes.
     """
-    ahead = len(shape) - len(operands[divides].shape)
-    sizes = (1,) * ahead + operands[divides].shape
+    ahead = len(shape) - len(operands[tiled].shape)
+    sizes = (1,) * ahead + operands[tiled].shape
     split_axes = [i for i, (n, m) in enumerate(zip(sizes, shape, strict=True)) if n not in (1, m)]
     new: list[int] = []
     for i, m in enumerate(shape):
         new += [sizes[i], m // sizes[i]] if i in split_axes else [m]
     return tuple(new), [
-        _split_operand_axes(o, shape, sizes, split_axes, own=k == divides) for k, o in enumerate(operands)
+        _split_operand_axes(o, shape, sizes, split_axes, own=k == tiled) for k, o in enumerate(operands)
     ]
 
 

@@ -1,4 +1,8 @@
-"""The launch builder, which collects launches while a kernel family binds instructions."""
+"""The launch builder, which collects launches while a kernel family binds instructions.
+
+A kernel has one argument: a C struct with 64-bit fields, the launch words. To bind an instruction means to compute the
+launch words from its operands and attributes, and to add its launches to the builder.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from ..device.device_limits import DEFAULT_SHARED_BYTES, LARGEST_LIMITS, Limits
 from ..device.driver import SINGLE_BLOCK_CLUSTER, AddressSpan, Dim3, KernelInstance, Launch, SingleStep
 
 LaunchWord = Operand | int | float
-"""A word of a launch: an operand is its address, an `int` an i64, a `float` a double."""
+"""One 64-bit field of a kernel's argument struct: an `Operand` is its address, an `int` an i64, a `float` a double."""
 SCRATCH_ALIGNMENT = 64
 MAX_DECLARED_SHARED_BYTES = 1024
 """The most shared-memory bytes that kernels declare in addition to a dynamic size above `DEFAULT_SHARED_BYTES`."""
@@ -26,21 +30,20 @@ MAX_DECLARED_SHARED_BYTES = 1024
 
 @dataclass(slots=True)
 class LaunchBuilder:
-    """The launches of a program while it is bound.
+    """Collects the launches, scratch bytes, constants and fault messages of a program during binding.
 
-    The launches, scratch bytes and constants of a binding depend only on shapes, attributes and `limits`. A binding
-    that raises `NoKernelError` adds no launch.
+    All four depend only on shapes, attributes and `limits`. A binding that raises `NoKernelError` adds no launch.
 
     Args:
         upload_array: Copies an array to device memory and returns its address.
-        scratch_address: Address of the scratch of the current instruction.
-        number: The current instruction.
-        scratch_bytes: Scratch bytes of the current instruction so far.
+        scratch_address: Address of the scratch memory of the current instruction.
+        number: Index of the current instruction in the program.
+        scratch_bytes: Scratch bytes that the current instruction has allocated so far.
         items: Launches and exchanges so far.
-        faults: Instruction and message of each fault.
-        fault_address: Address of the fault record.
+        faults: Instruction index and message of each fault.
+        fault_address: Address of the fault record, into which a kernel writes an illegal number and its fault.
         limits: Resource limits of the device.
-        multiprocessor_count: Multiprocessors of the device.
+        multiprocessor_count: Number of multiprocessors of the device.
     """
 
     upload_array: Callable[[npt.NDArray[Any]], int]
@@ -54,12 +57,12 @@ class LaunchBuilder:
     multiprocessor_count: int = 1
 
     def take_launches(self) -> tuple[SingleStep, ...]:
-        """Return the steps since the last call, and remove them."""
+        """Return the launches and exchanges that were added since the last call, and remove them from the builder."""
         items, self.items = tuple(self.items), []
         return items
 
     def has_shared_bytes(self, shared_bytes: int) -> bool:
-        """Return whether a block of the device can have this much dynamic shared memory."""
+        """Return whether a thread block of the device can allocate `shared_bytes` bytes of dynamic shared memory."""
         return (
             shared_bytes <= DEFAULT_SHARED_BYTES
             or shared_bytes + MAX_DECLARED_SHARED_BYTES <= self.limits.shared_bytes_per_block
@@ -74,18 +77,18 @@ class LaunchBuilder:
         shared_bytes: int = 0,
         cluster: Dim3 = SINGLE_BLOCK_CLUSTER,
     ) -> None:
-        """Append a launch. An empty grid adds nothing.
+        """Add a launch of a kernel for the current instruction; add nothing if the grid is empty.
 
         Args:
             kernel: The kernel.
-            grid: Blocks, along up to three axes.
-            block: Threads of a block, along up to three axes.
-            words: The fields of the kernel's struct.
-            shared_bytes: Dynamic shared memory of a block.
-            cluster: Blocks of a cluster.
+            grid: Number of thread blocks, along up to three axes.
+            block: Number of threads of a block, along up to three axes.
+            words: The fields of the kernel's argument struct.
+            shared_bytes: Bytes of dynamic shared memory of a block.
+            cluster: Number of blocks of a cluster, along three axes.
 
         Raises:
-            NoKernelError: The device has less shared memory per block.
+            NoKernelError: A block of the device has less shared memory.
         """
         require_supported(
             self.has_shared_bytes(shared_bytes),
@@ -98,7 +101,7 @@ class LaunchBuilder:
         self.items.append(Launch(kernel, shape, _as_dim3(block), shared_bytes, packed, spans, self.number, cluster))
 
     def _pack_words(self, words: Sequence[LaunchWord]) -> tuple[tuple[int, ...], tuple[AddressSpan, ...]]:
-        """Return the words as 64-bit integers, and the byte ranges of words that are addresses."""
+        """Pack launch words into 64-bit integers; also return the byte range of each word that is an address."""
         packed, spans = [], []
         for i, word in enumerate(words):
             if isinstance(word, Operand):
@@ -111,25 +114,31 @@ class LaunchBuilder:
         return tuple(packed), tuple(spans)
 
     def allocate_scratch(self, shape: Sequence[int], dtype: DType = DType.F32) -> Operand:
-        """Allocate contiguous scratch of the current instruction, with undefined contents."""
+        """Allocate a contiguous array in the scratch memory of the current instruction, with undefined contents."""
         operand = _make_dense_operand(self.scratch_address + self.scratch_bytes, shape, dtype, self.scratch_bytes)
         self.scratch_bytes += -(-operand.tensor.spec.nbytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         return operand
 
     def upload_constant(self, array: npt.NDArray[Any]) -> Operand:
-        """Return a constant array in device memory, contiguous."""
+        """Upload a constant array to device memory and return it as a contiguous operand."""
         dtype = _DTYPES[array.dtype.str.lstrip("<|")]
         data = np.ascontiguousarray(array)
         return _make_dense_operand(self.upload_array(data), data.shape, dtype, 0)
 
     def add_fault(self, text: str) -> list[LaunchWord]:
-        """Return the words of a `Fault`. `text` describes an illegal number from data as ``{value}``."""
+        """Add a fault message of the current instruction and return the fields of the kernel's `Fault` struct.
+
+        A kernel reports a fault if its data contain an illegal number, such as a row index out of range.
+
+        Args:
+            text: The message. It contains ``{value}`` for the illegal number.
+        """
         self.faults.append((self.number, text))
         return [_make_dense_operand(self.fault_address, (2,), DType.I64, 0), len(self.faults) - 1]
 
 
 class DryRunBuilder(LaunchBuilder):
-    """A launch builder without words, for callers that only list kernels."""
+    """A launch builder that packs no argument words into its launches, for callers that only list kernels."""
 
     def _pack_words(self, words: Sequence[LaunchWord]) -> tuple[tuple[int, ...], tuple[AddressSpan, ...]]:
         return (), ()
@@ -139,7 +148,7 @@ _DTYPES = {"f4": DType.F32, "f2": DType.F16, "u2": DType.BF16, "i1": DType.I8, "
 _DTYPES |= {"i8": DType.I64, "f8": DType.F64, "u1": DType.I8, "u4": DType.I32, "u8": DType.I64}
 
 OpBinder = Callable[[LaunchBuilder, BoundInstruction], None]
-"""A function that appends the launches of one instruction, or raises `NoKernelError`."""
+"""A function that adds the launches of one instruction to a launch builder, or raises `NoKernelError`."""
 
 
 def _as_dim3(shape: int | tuple[int, ...]) -> Dim3:
@@ -152,20 +161,31 @@ def _make_dense_operand(address: int, shape: Sequence[int], dtype: DType, offset
     return Operand(address, Tensor(-1, offset, tuple(shape), contiguous_strides(shape), dtype))
 
 
-def compute_address_span(operand: Operand, word: int) -> AddressSpan:
-    """Return the byte range that the strides of an operand reach, or the whole buffer of a quantised operand."""
+def compute_address_span(operand: Operand, word_index: int) -> AddressSpan:
+    """Compute the range of addresses that a kernel may access through an operand.
+
+    The range covers all elements that the strides reach. For a quantised operand it is the whole buffer.
+
+    Args:
+        operand: The operand.
+        word_index: Index of the launch word that has the operand's address.
+    """
     region = operand.region
     begin = operand.address - operand.tensor.offset
-    return AddressSpan(word, begin + region.low, begin + region.high)
+    return AddressSpan(word_index, begin + region.low, begin + region.high)
 
 
 def count_blocks(count: int, size: int) -> int:
-    """Return `count / size`, rounded up."""
+    """Count the blocks of `size` elements that cover `count` elements: `count / size`, rounded up."""
     return -(-count // size)
 
 
 def compute_row_stride(x: Operand) -> int:
-    """Return the stride between rows of a float operand in elements. Raises `NoKernelError` if it is not uniform."""
+    """Compute the stride between consecutive rows of a float32 operand, in elements.
+
+    Raises:
+        NoKernelError: The operand has another dtype, or the stride between rows is not uniform.
+    """
     is_empty = 0 in x.shape
     require_supported(x.is_float and (x.has_even_rows or is_empty), "rows do not lie evenly")
     return x.shape[-1] if is_empty else x.row_stride_bytes // 4

@@ -35,10 +35,10 @@ NIBBLE_MASK = np.uint8(15)
 
 @dataclass(frozen=True, slots=True)
 class PlaneLayout:
-    """The functions that turn blocks of a quantised dtype into planes.
+    """The planes of a quantised dtype, as functions that build one plane each from quantised blocks.
 
-    Each takes blocks, which are records of `BLOCK_LAYOUTS`, and returns a plane, uint8 [n, parts, bytes]. A block of
-    256 columns has several parts.
+    The argument is an array of `n` blocks, which are records of `BLOCK_LAYOUTS`. The result is a plane, uint8
+    [n, parts, bytes]. A super-block of 256 columns has several parts.
     """
 
     planes: tuple[Callable[[BlockArray], U8], ...]
@@ -48,7 +48,10 @@ class PlaneLayout:
 
 
 def _copy_nibbles(blocks: BlockArray) -> U8:
-    """Copy the nibbles of 32 columns in 16 bytes. The low nibbles are the first 16 columns."""
+    """Return the bytes of field `qs` unchanged, in parts of 16 bytes.
+
+    With nibbles, a part has 32 columns: the low nibbles are the first 16 columns.
+    """
     return np.ascontiguousarray(blocks["qs"]).view(np.uint8).reshape(len(blocks), -1, 16)
 
 
@@ -57,7 +60,10 @@ def _flip_nibble_signs(blocks: BlockArray) -> U8:
 
 
 def _regroup_nibble_halves(blocks: BlockArray) -> U8:
-    """Regroup nibbles of 16 columns in 8 bytes, low nibbles first, into the layout of `_copy_nibbles`."""
+    """Regroup nibbles from 16 columns in 8 bytes to 32 columns in 16 bytes, the layout of `_copy_code_bytes`.
+
+    In both layouts the low nibbles are the first half of the columns.
+    """
     q = np.ascontiguousarray(blocks["qs"]).reshape(len(blocks), -1, 2, 8)  # block of 32, half, byte
     out = np.empty((*q.shape[:2], 2, 8), np.uint8)
     np.bitwise_or(q[:, :, 0] & NIBBLE_MASK, q[:, :, 1] << 4, out=out[:, :, 0])
@@ -66,7 +72,14 @@ def _regroup_nibble_halves(blocks: BlockArray) -> U8:
 
 
 def _group_nibbles_for_codebook(nibbles: Callable[[BlockArray], U8], blocks: BlockArray) -> U8:
-    """Put the four nibbles of each half of a 32-bit word side by side, for code book lookups."""
+    """Group the nibbles of each 32-bit word for code book lookups: first the four low nibbles, then the four high ones.
+
+    A kernel then looks up the values of four adjacent nibbles at once.
+
+    Args:
+        nibbles: Returns the nibbles of blocks, in the layout of `_copy_code_bytes`.
+        blocks: The quantised blocks.
+    """
 
     def gather_nibbles(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         x = (x | x >> 4) & np.uint32(0x00FF00FF)
@@ -78,7 +91,12 @@ def _group_nibbles_for_codebook(nibbles: Callable[[BlockArray], U8], blocks: Blo
 
 
 def _make_nibble_plane(field: str, width: int) -> Callable[[BlockArray], U8]:
-    """Make a plane from nibbles of ``2 * width`` columns in `width` bytes, low nibbles first: blocks of 32 columns."""
+    """Return a function that makes a plane of nibbles in blocks of 32 columns, the layout of `_copy_code_bytes`.
+
+    Args:
+        field: The field with the nibbles: ``2 * width`` columns in `width` bytes, low nibbles first.
+        width: Bytes of a group of columns, a multiple of 32.
+    """
 
     def plane(blocks: BlockArray) -> U8:
         q = np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, width // 32, 2, 16)
@@ -91,7 +109,12 @@ def _make_nibble_plane(field: str, width: int) -> Callable[[BlockArray], U8]:
 
 
 def _make_two_bit_plane(field: str, flip: int) -> Callable[[BlockArray], U8]:
-    """Make a plane from 2-bit codes of 128 columns in 32 bytes: 8 bytes per 32 columns, by 4 x 4 transposes."""
+    """Return a function that makes a plane of 2-bit codes, with 8 bytes for each 32 columns.
+
+    Args:
+        field: The field with the codes: 128 columns in 32 bytes. They are reordered by 4 x 4 bit transposes.
+        flip: Mask that each byte is XORed with.
+    """
 
     def plane(blocks: BlockArray) -> U8:
         q = np.ascontiguousarray(blocks[field]).reshape(len(blocks), 2, 2, 2, 2, 4)  # part, half, word, t % 2, byte
@@ -107,7 +130,7 @@ def _make_two_bit_plane(field: str, flip: int) -> Callable[[BlockArray], U8]:
 
 
 def _swap_bits(x: npt.NDArray[Any], by: int, mask: int) -> npt.NDArray[Any]:
-    """Swap the bits of `mask` with the bits `by` positions higher."""
+    """Swap the bits of each number that `mask` selects with the bits that are `by` positions higher."""
     t = (x ^ x >> x.dtype.type(by)) & x.dtype.type(mask)
     return x ^ t ^ t << x.dtype.type(by)
 
@@ -116,9 +139,12 @@ def _swap_bits(x: npt.NDArray[Any], by: int, mask: int) -> npt.NDArray[Any]:
 
 
 def _make_high_bit_plane_of_32(flip: bool) -> Callable[[BlockArray], U8]:
-    """Make a plane of high bits from blocks of 32 columns, where bit i belongs to column i.
+    """Return a function that makes a plane of the fifth bits of blocks of 32 columns, where bit i belongs to column i.
 
     In the plane, column ``16 * half + 4 * t + c`` has bit ``2 * t + half`` of byte c.
+
+    Args:
+        flip: Whether all bits are inverted.
     """
     table = np.zeros((4, 256), np.uint32)
     for i in range(32):
@@ -134,7 +160,13 @@ def _make_high_bit_plane_of_32(flip: bool) -> Callable[[BlockArray], U8]:
 
 
 def _make_high_bit_plane_of_256(flip: bool) -> Callable[[BlockArray], U8]:
-    """Make a plane of high bits from 32 bytes where bit j belongs to block j: 4 bytes a block, by 8 x 8 transposes."""
+    """Return a function that makes a plane of the high bits of super-blocks of 256 columns, with 4 bytes a block.
+
+    In field `qh`, bit j of each of the 32 bytes belongs to block j. The bits are reordered by 8 x 8 transposes.
+
+    Args:
+        flip: Whether all bits are inverted.
+    """
 
     def plane(blocks: BlockArray) -> U8:
         q = np.ascontiguousarray(blocks["qh"]).reshape(len(blocks), 2, 4, 4)  # half, t, byte
@@ -152,7 +184,7 @@ def _make_high_bit_plane_of_256(flip: bool) -> Callable[[BlockArray], U8]:
 
 
 def _make_field_plane(*names: str) -> Callable[[BlockArray], U8]:
-    """Make a plane of adjacent fields, unchanged."""
+    """Return a function that makes a plane from the unchanged bytes of adjacent fields of a block."""
 
     def plane(blocks: BlockArray) -> U8:
         fields = blocks.dtype.fields
@@ -165,12 +197,12 @@ def _make_field_plane(*names: str) -> Callable[[BlockArray], U8]:
 
 
 def _make_byte_pair_plane(field: str) -> Callable[[BlockArray], U8]:
-    """Make a plane with two bytes of a field for each 32 columns."""
+    """Return a function that makes a plane from the unchanged byte pairs of a field: two bytes for each 32 columns."""
     return lambda blocks: np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 2)
 
 
 def _make_byte_range_plane(field: str, start: int, end: int) -> Callable[[BlockArray], U8]:
-    """Make a plane of the bytes from `start` to `end` of a field."""
+    """Return a function that makes a plane from the unchanged bytes `start` to `end` of a field."""
     return lambda blocks: np.ascontiguousarray(blocks[field][:, None, start:end])
 
 
@@ -223,20 +255,20 @@ PLANE_LAYOUTS: Mapping[DType, PlaneLayout] = MappingProxyType(
 
 
 def pad_packed_spec(spec: Spec) -> Spec:
-    """Return the spec of a packed weight in memory, with rows padded to complete units."""
+    """Pad the rows of a packed weight's spec to complete units of 32 rows."""
     *leading, rows, columns = spec.shape
     return Spec((*leading, -(-rows // UNIT_ROWS) * UNIT_ROWS, columns), spec.dtype)
 
 
 def pack_weight(data: U8, spec: Spec) -> U8:
-    """Pack a quantised weight.
+    """Pack a quantised weight: reorder the bytes of a file into units and planes for the CUDA kernels.
 
     Args:
         data: The bytes of the file.
         spec: Shape and dtype of the weight.
 
     Returns:
-        The bytes of the padded weight in the layout of kernels.
+        The bytes of the packed weight, with rows padded to complete units.
     """
     *leading, rows, columns = spec.shape
     width = columns // spec.dtype.block * spec.dtype.block_bytes
@@ -256,7 +288,10 @@ def pack_weight(data: U8, spec: Spec) -> U8:
 
 
 def _pack_units(rows: U8, dtype: DType, out: U8) -> None:
-    """Pack rows into units: uint8 [rows, row bytes] to [units, bytes]. The last unit may be incomplete."""
+    """Pack rows of a quantised weight into units of 32 rows: uint8 [rows, row bytes] to [units, unit bytes].
+
+    The last unit may have fewer rows. Its remaining bytes stay zero.
+    """
     count, start = len(rows), 0
     blocks = np.ascontiguousarray(rows).reshape(-1).view(BLOCK_LAYOUTS[dtype])
     for plane in PLANE_LAYOUTS[dtype].planes:

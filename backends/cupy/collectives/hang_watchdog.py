@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class DeviceLostError(BackendError):
-    """A device did not arrive at collective number `sequence`."""
+    """The error that another device did not arrive at the collective with number `sequence`."""
 
     def __init__(self, sequence: int, why: str) -> None:
         super().__init__(why)
@@ -38,22 +38,26 @@ class DeviceLostError(BackendError):
 
 
 class Membership:
-    """The library communicator of one device, which all its programs share. A lost communicator stays lost."""
+    """The membership of one device in a library group: the group's identity and the device's communicator.
+
+    All programs of the device share it. A lost communicator stays lost.
+    """
 
     def __init__(self, identity: Words, ring: Communicator) -> None:
         self.identity, self.ring, self.is_lost = identity, ring, False
 
 
 class Memberships:
-    """The library communicators of the devices of a backend, by group and rank."""
+    """The library memberships of all devices of a backend, by device and group."""
 
     def __init__(self) -> None:
         self._by_group: dict[tuple[str, ...], Membership] = {}
 
     def join(self, comm: Comm, library: CollectiveLibrary, device: Device) -> Membership:
-        """Return the communicator of the group, or join a new one if any device has none or has lost it.
+        """Find the membership of a device in a group, or join a new library group.
 
-        All devices of the group call this method.
+        The group is joined anew if any device has no membership or has lost it. All devices of the group call this
+        method.
 
         Raises:
             BackendError: The join failed, or did not end within the timeout.
@@ -73,18 +77,18 @@ class Memberships:
 
 
 class HangWatchdog:
-    """Waits for the stream of a device, and for others no longer than the group's timeout."""
+    """Waits for the stream of a device, but raises an error if another device does not arrive within the timeout."""
 
     def __init__(self, comm: Comm, driver: Driver, device: Device, membership: Membership) -> None:
         self.comm, self.driver, self.device, self.membership = comm, driver, device, membership
 
     def check(self) -> None:
-        """Raise `BackendError` if the communicator was lost in an earlier run."""
+        """Require that the group is live: raise `BackendError` if its communicator was lost in an earlier run."""
         if self.membership.is_lost:
             raise BackendError(f"{self.device}: devices were lost in an earlier run; load the model anew to go on")
 
     def wait(self) -> None:
-        """Wait until all launches on the device have ended.
+        """Wait until the device's stream has ended all launches, or a collective hangs.
 
         Raises:
             DeviceLostError: Another device did not arrive at a collective.
@@ -119,14 +123,19 @@ class HangWatchdog:
         return f"collective {mark.sequence} on device {self.comm.rank} of {self.comm.size}"
 
     def _read_mark(self, rank: int) -> ProgressMark | None:
-        """Return the last progress mark of a device in this run, or `None` before its first collective."""
+        """Read the last progress mark of a device in the current run; return `None` before its first collective."""
         board = self.comm.signal_pad
         assert board is not None
         mark = read_progress_mark(board, rank)
         return mark if mark is not None and mark.run == view_run_numbers(board)[rank] else None
 
     def _explain_hang(self, mine: ProgressMark, wait_seconds: float) -> str | None:
-        """Return the reason why the collective at mark `mine` cannot end, or `None` if there is none yet."""
+        """Explain why the collective at progress mark `mine` cannot end; return `None` as long as it may still end.
+
+        Args:
+            mine: The last progress mark of this device.
+            wait_seconds: Seconds since that mark.
+        """
         if self._has_failed:
             return "another device failed"
         if trouble := self.membership.ring.find_error():
@@ -141,9 +150,9 @@ class HangWatchdog:
         return f"{who} within {self.comm.timeout:g} s"
 
     def _abort(self) -> None:
-        """Abort all waiting collectives in the stream, without a result.
+        """Abort all waiting collectives in the device's stream, without results, and wait until the stream is idle.
 
-        The abort runs in a daemon thread, which ends when no recorded launches use the library any more.
+        The abort runs in a daemon thread. That thread ends only when no recorded launches use the library any more.
         """
         self.membership.is_lost = True
         threading.Thread(target=self.membership.ring.abort, name="hocket abort", daemon=True).start()
@@ -155,7 +164,7 @@ class HangWatchdog:
 
 
 def call_with_timeout(seconds: float, call: Callable[[], T], label: str) -> T:
-    """Run `call` in another thread, and return its result or raise its exception.
+    """Call a function in another thread; return its result or raise its exception, or raise after a timeout.
 
     Args:
         seconds: Timeout.

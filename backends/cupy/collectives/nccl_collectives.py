@@ -1,7 +1,8 @@
 """Binds collectives to NCCL or RCCL, which sum over all devices and send dense bytes between two devices.
 
-`all_reduce` is a sum of the library. Its order is chosen by the library and is the same on all devices. All other
-collectives are messages between pairs of devices, which are sent together:
+An exchange is a step between launches that runs a group of library transfers. `all_reduce` is a sum of the library. Its
+order is chosen by the library and is the same on all devices. All other collectives are messages between pairs of
+devices, which are sent together:
 
 1. Pack the slices for each receiver into one dense message, if they are not contiguous.
 2. Send and receive all messages as one group.
@@ -38,16 +39,16 @@ from ..kernels.moves import launch_copy
 REDUCIBLE_DTYPES = (DType.F32, DType.I8, DType.I32, DType.I64)
 """Dtypes that the library can sum."""
 TransferPairFinder = Callable[[Attrs, int, int], Pairs]
-"""A function of attributes, receiver and sender: pairs of a slice of the result and a slice of the sender's operand."""
+"""A function of attributes, receiver and sender: pairs of a slice of the result and a slice of sender's operand."""
 
 
 def bind_library_collective(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator
 ) -> None:
-    """Append a collective to the launches of a program.
+    """Bind a collective to a library such as NCCL, and add its exchange and its copies to the launches.
 
     Raises:
-        NoKernelError: The library cannot run the collective. All devices of the group raise it, or none.
+        NoKernelError: The library cannot run the collective. Either all devices of the group raise it, or none.
     """
     EXCHANGE_BINDERS[call.op](launches, call, group, ring)
 
@@ -55,7 +56,7 @@ def bind_library_collective(
 def _add_exchange(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator, transfers: Iterable[Transfer]
 ) -> None:
-    """Append transfers between two progress marks of this device. Empty transfers are omitted."""
+    """Add a library exchange to the launches, between two progress marks of this device; omit empty transfers."""
     if filled := tuple(t for t in transfers if t.count):
         launch_progress_mark(launches, call, group, has_results=0)
         launches.items.append(Exchange(ring, filled, launches.number))
@@ -63,7 +64,13 @@ def _add_exchange(
 
 
 def _make_byte_transfer(op: str, x: Operand, other: int) -> Transfer:
-    """Return the transfer of all bytes of a dense operand to or from device `other`."""
+    """Make the library transfer of all bytes of a dense operand to or from device `other`.
+
+    Args:
+        op: ``send`` or ``receive``.
+        x: The operand.
+        other: Rank of the other device.
+    """
     return Transfer(op, x.address, x.address, x.tensor.spec.nbytes, DType.I8, other)
 
 
@@ -92,8 +99,13 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
         launch_copy(launches, total, out)
 
 
-def _make_slice_binder(needs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
-    """Return the binder of a collective in which each device receives slices from all others, or sums them."""
+def _make_slice_binder(find_pairs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
+    """Return the binder of a collective as an exchange of slices between all pairs of devices.
+
+    Args:
+        find_pairs: Returns the slices that a receiver needs from a sender.
+        is_sum: Whether the receiver sums the slices of all senders instead of storing them.
+    """
 
     def bind_slices(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
         offers = group.list_operands(as_integer(call.attrs["sequence"]))
@@ -106,14 +118,18 @@ def _make_slice_binder(needs: TransferPairFinder, *, is_sum: bool = False) -> Ex
         require_supported(not is_sum or len(offers) <= MAX_DEVICES, "so many devices are not summed")
         own, out, me = call.operand(0), call.out, group.rank
         others = [d for d in range(len(offers)) if d != me]
-        outgoing = _pack_messages(launches, own, {d: [index for _, index in needs(call.attrs, d, me)] for d in others})
-        incoming = {d: _choose_receive_buffer(launches, out, needs(call.attrs, me, d), is_sum) for d in others}
+        outgoing = _pack_messages(
+            launches, own, {d: [index for _, index in find_pairs(call.attrs, d, me)] for d in others}
+        )
+        incoming = {d: _choose_receive_buffer(launches, out, find_pairs(call.attrs, me, d), is_sum) for d in others}
         transfers = [_make_byte_transfer("send", message, d) for d, message in outgoing.items()]
         transfers += [_make_byte_transfer("receive", message, d) for d, (message, _) in incoming.items()]
         _add_exchange(launches, call, group, ring, transfers)
         received = {d: parts for d, (_, parts) in incoming.items()}
-        received[me] = [slice_operand(own, index) for _, index in needs(call.attrs, me, me)]
-        targets = {d: [slice_operand(out, into) for into, _ in needs(call.attrs, me, d)] for d in range(len(offers))}
+        received[me] = [slice_operand(own, index) for _, index in find_pairs(call.attrs, me, me)]
+        targets = {
+            d: [slice_operand(out, into) for into, _ in find_pairs(call.attrs, me, d)] for d in range(len(offers))
+        }
         if is_sum:
             for number, target in enumerate(targets[me]):
                 launch_gather_sum(launches, [received[d][number] for d in range(len(offers))], target, group)
@@ -127,7 +143,7 @@ def _make_slice_binder(needs: TransferPairFinder, *, is_sum: bool = False) -> Ex
 
 
 def _pack_messages(launches: LaunchBuilder, x: Operand, indices: Mapping[int, Sequence[Index]]) -> dict[int, Operand]:
-    """Return the dense message for each device. Equal messages are packed once."""
+    """Pack the slices for each receiving device into one dense message; equal messages are packed once."""
     by_index: dict[str, Operand] = {}
     messages = {}
     for device, slices in indices.items():
@@ -150,10 +166,10 @@ def _pack_slices(launches: LaunchBuilder, parts: Sequence[Operand]) -> Operand:
 def _choose_receive_buffer(
     launches: LaunchBuilder, out: Operand, pairs: Pairs, is_sum: bool
 ) -> tuple[Operand, list[Operand]]:
-    """Return the dense buffer of an incoming message, and its parts.
+    """Choose the dense buffer of an incoming message; return the buffer and its parts, one for each slice.
 
-    The buffer is the slice of the result itself if that is a single dense slice and nothing is summed. Otherwise it is
-    scratch memory.
+    The buffer is the slice of the result itself if there is only one slice, which is dense and not summed. Otherwise
+    the buffer is scratch memory.
     """
     targets = [slice_operand(out, into) for into, _ in pairs]
     if len(targets) == 1 and targets[0].is_dense and not is_sum:
@@ -163,7 +179,7 @@ def _choose_receive_buffer(
 
 
 def _split_like(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
-    """Return consecutive dense parts of a dense operand, with the shapes of the operands `like`."""
+    """Split a dense operand into consecutive dense parts that have the shapes of the operands `like`."""
     parts, start = [], 0
     for x in like:
         dense = Tensor(-1, start, x.shape, contiguous_strides(x.shape), whole.dtype)
@@ -193,12 +209,15 @@ def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGr
 
 
 def _can_copy(sent: Operand) -> bool:
-    """Return whether kernels can copy an operand. Sender and receiver decide by the sent operand, which both know."""
+    """Return whether there is a kernel that copies the operand `sent`: its dtype and size are supported.
+
+    Sender and receiver both test the sent operand, so their results are equal.
+    """
     return sent.dtype in COLLECTIVE_TYPE_NAMES and math.prod(sent.shape) < MAX_ELEMENTS
 
 
 def _find_sum_pairs(attrs: Attrs, receiver: int, sender: int) -> Pairs:
-    """Return the slices that `receiver` sums: they are the same for all senders."""
+    """Find the slices that `receiver` sums in a `reduce_scatter`, which are equal for all senders."""
     assert sender < len(as_index_ranges(attrs["runs"]))
     return compute_scatter_indices({**attrs, "rank": receiver})
 

@@ -27,14 +27,19 @@ EMPTY_WORD = -1
 """The word that fills unused rows of a table."""
 
 
-def exchange_peer_addresses(comm: Comm, me: PeerAddresses, board: int, narrow_from: int | None) -> PeerGroup:
-    """Exchange the addresses of signals and operands with all devices of the group.
+def exchange_peer_addresses(
+    comm: Comm, me: PeerAddresses, signal_pad: int, min_narrow_elements: int | None
+) -> PeerGroup:
+    """Exchange the device addresses of signals, buffers and collective operands with all devices of the group.
 
     Args:
         comm: Communicator of this device.
         me: Addresses of this device.
-        board: Address of the signal pad of the group.
-        narrow_from: Elements from which sums are transferred in 16 bits; `None` for never.
+        signal_pad: Address of the group's signal pad.
+        min_narrow_elements: Minimum element count of sums that are transferred in 16 bits; `None` for no such sums.
+
+    Returns:
+        The group with the addresses of all its devices.
 
     Raises:
         BackendError: A device failed or did not arrive.
@@ -44,16 +49,16 @@ def exchange_peer_addresses(comm: Comm, me: PeerAddresses, board: int, narrow_fr
     padded = np.full((rows, mine.shape[1]), EMPTY_WORD, np.int64)
     padded[: len(mine)] = mine
     peers = tuple(map(_decode_peer, all_gather_words(comm, padded, -2)))
-    return PeerGroup(comm.rank, board, comm.timeout, peers, narrow_from)
+    return PeerGroup(comm.rank, signal_pad, comm.timeout, peers, min_narrow_elements)
 
 
 def wait_until_ready(comm: Comm) -> None:
-    """Wait until all devices are ready to run. Raises `BackendError` if one fails or does not arrive."""
+    """Wait until all devices of the group are ready to run. Raises `BackendError` if one fails or does not arrive."""
     all_gather_words(comm, np.zeros(1, np.int64), -3)
 
 
 def all_gather_words(comm: Comm, mine: Words, sequence: int) -> Words:
-    """Gather the words of all devices: an array [devices, *shape of `mine`].
+    """Gather the 64-bit words of all devices of a group: an array [devices, *shape of `mine`].
 
     All devices pass the same shape and the same negative `sequence` number.
 
@@ -66,10 +71,10 @@ def all_gather_words(comm: Comm, mine: Words, sequence: int) -> Words:
 
 
 def _encode_peer(me: PeerAddresses) -> Words:
-    """Return the table of a device.
+    """Encode the addresses of a device as a table of 64-bit words.
 
-    The first row has the addresses of the signals, the transfer buffer and the inbox. Each further row has the number
-    of a collective, its source operand and its target operand.
+    The first row has the addresses of the signals, the transfer buffer and the inbox. Each further row has the sequence
+    number of a collective, its source operand and its target operand.
     """
     table = np.full((1 + len(me.operands), 1 + 2 * OPERAND_WORDS), EMPTY_WORD, np.int64)
     table[0, :3] = me.signals, me.transfer_buffer, me.inbox
@@ -81,13 +86,13 @@ def _encode_peer(me: PeerAddresses) -> Words:
 
 
 def _encode_operand(x: Operand) -> list[int]:
-    """Return the `OPERAND_WORDS` words of an operand."""
+    """Encode an operand as `OPERAND_WORDS` words: its address, dtype, shape and strides."""
     padding = [0] * (MAX_AXES - len(x.shape))
     return [x.address, CODED_DTYPES.index(x.dtype), len(x.shape), *x.shape, *padding, *x.strides, *padding]
 
 
 def _decode_peer(table: Words) -> PeerAddresses:
-    """Return the addresses of a device from its table."""
+    """Decode the addresses of a device from its table of words."""
     first, *rows = table.tolist()
     offers = {
         r[0]: CollectiveOperands(_decode_operand(r[1 : 1 + OPERAND_WORDS]), _decode_operand(r[1 + OPERAND_WORDS :]))
@@ -99,7 +104,7 @@ def _decode_peer(table: Words) -> PeerAddresses:
 
 
 def _decode_operand(words: Sequence[int]) -> Operand:
-    """Return an operand without a node from its words."""
+    """Decode an operand from its words. The operand belongs to no buffer of this device."""
     address, dtype, rank, *rest = words
     shape, strides = tuple(rest[:rank]), tuple(rest[MAX_AXES : MAX_AXES + rank])
     return Operand(address, Tensor(-1, 0, shape, strides, CODED_DTYPES[dtype]))

@@ -29,14 +29,14 @@ from .transport import MIN_NARROW_ELEMENTS, choose_group_transport
 
 
 class ProgramCollectives:
-    """The state of a program for collectives with the other devices of its group.
+    """The collectives of one program with the other devices of its group: addresses, communicator and staging memory.
 
     Args:
         comm: Communicator of the device.
         driver: Driver of all devices of the group.
         device: The device of the program.
         upload: Copies an array to the memory of the device and keeps it while the program exists.
-        memberships: Library communicators of the backend.
+        memberships: Library memberships of the backend.
     """
 
     def __init__(
@@ -52,7 +52,10 @@ class ProgramCollectives:
         self._staging: list[tuple[int, Any]] = []
 
     def prepare(self) -> None:
-        """Allocate signals and compile kernels, before `exchange_addresses`: no device then waits for a compiler."""
+        """Prepare the exchange of addresses: allocate signals and compile the kernels of collectives.
+
+        No device then waits for a compiler during the exchange.
+        """
         assert self.comm.signal_pad is not None
         is_first = all(device.rank != self.device.rank for device in self.comm.devices[: self.comm.rank])
         self._board = self.driver.map_host_memory(self.comm.signal_pad, is_first)
@@ -63,11 +66,11 @@ class ProgramCollectives:
                 self.driver.prepare_kernel(source[name], self.device)
 
     def exchange_addresses(self, calls: Sequence[BoundInstruction], record: Callable[[], None]) -> None:
-        """Exchange the addresses of all operands with the group, then record the launches.
+        """Exchange the addresses of all collective operands with the group, then record the program's launches.
 
         Args:
             calls: The collectives of the program.
-            record: Records the launches of the program. It calls `begin` and `launch`.
+            record: Records the launches of the program. It calls `add_run_begin_launches` and `add_collective`.
 
         Raises:
             BackendError: A device failed or did not arrive.
@@ -90,34 +93,36 @@ class ProgramCollectives:
         self.is_ready = True
 
     def _allocate_transfer_buffer(self, calls: Sequence[BoundInstruction]) -> int:
-        """Return the address of a buffer for the largest sum that is transferred in 16 bits, or 0 without such sums."""
+        """Allocate the buffer of sums that are transferred in bfloat16; return its address, or 0 without such sums."""
         sums = [math.prod(call.out.shape) for call in calls if call.op == "all_reduce" and call.out.is_float]
         counts = [n for n in sums if self._min_narrow_elements is not None and n >= self._min_narrow_elements]
         return self.driver.address(self.upload(np.zeros(max(counts), np.int16))) if counts else 0
 
     def _allocate_inbox(self, calls: Sequence[BoundInstruction]) -> int:
-        """Return the address of the buffer to which other devices push partial sums, or 0 without such sums."""
+        """Allocate the inbox, to which other devices push partial sums; return its address, or 0 without such sums."""
         is_needed = any(collective.uses_push(call, self.comm.size) for call in calls)
         return self.driver.address(self.upload(np.zeros(collective.INBOX_BYTES, np.int8))) if is_needed else 0
 
     def count_run(self) -> None:
-        """Increment the run number of this device on the signal pad."""
+        """Increment the run number of this device on the group's signal pad."""
         if self.transport.launches_collectives:
             assert self.comm.signal_pad is not None
             view_run_numbers(self.comm.signal_pad)[self.comm.rank] += 1
 
     def begin(self, launches: LaunchBuilder) -> None:
-        """Append the launches at the beginning of a run."""
+        """Add the launches at the beginning of a run, before the first collective."""
         self._exchange_count = self._pushed_count = 0
         if self._group is not None:
             launches.number = 0
-            collective.launch_run_begin(launches, self._group, follows=self.comm.plan_device_count > self.comm.size)
+            collective.launch_run_begin(
+                launches, self._group, is_pipelined=self.comm.plan_device_count > self.comm.size
+            )
 
     def launch(self, launches: LaunchBuilder, call: BoundInstruction) -> bool:
-        """Append a collective if there are kernels or a library for it.
+        """Add a collective to the launches, as a library exchange or as kernels over peer memory.
 
         Returns:
-            Whether the collective was appended. All devices of the group get the same result.
+            Whether the collective was added. If not, it runs through host memory. All devices get the same result.
         """
         group, membership = self._group, self._membership
         if group is None or self._crosses_groups(call):
@@ -136,14 +141,14 @@ class ProgramCollectives:
         return True
 
     def _crosses_groups(self, call: BoundInstruction) -> bool:
-        """Return whether a message may cross device groups. Such a message goes through host memory."""
+        """Return whether a message can cross device groups. Such a message goes through host memory."""
         return call.op in POINT_TO_POINT_OPS and self.comm.plan_device_count > self.comm.size
 
     def _bind_with_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
-        """Bind an exchange with staging memory.
+        """Bind a library exchange with staging memory as its scratch, which all exchanges of the program share.
 
         The first call of `bind` uses address 0 and measures the staging bytes. The second call uses the real address.
-        All exchanges share the staging memory, because they run one after the other.
+        Exchanges can share the memory because they run one after the other.
         """
         items, faults, launches.scratch_address, launches.scratch_bytes = (
             len(launches.items),
@@ -161,12 +166,12 @@ class ProgramCollectives:
         bind()
 
     def check(self) -> None:
-        """Raise `BackendError` if the group was lost in an earlier run."""
+        """Require that the group is live: raise `BackendError` if it was lost in an earlier run."""
         if self._watchdog is not None:
             self._watchdog.check()
 
     def wait(self) -> None:
-        """Wait until all launches on the device have ended.
+        """Wait until the device's stream has ended all launches.
 
         Raises:
             DeviceLostError: Another device did not arrive at a collective.
@@ -178,15 +183,15 @@ class ProgramCollectives:
 
     @property
     def may_hang(self) -> bool:
-        """Whether the program has exchanges of the library, which may wait forever for another device.
+        """Whether the program can hang: it has library exchanges, which wait for other devices without a timeout.
 
-        Without them, the stream needs no polling.
+        A program without exchanges needs no polling of its stream.
         """
         return self._watchdog is not None and bool(self._exchange_count)
 
 
 def _compute_max_operand_bytes(call: BoundInstruction, group: collective.PeerGroup) -> int:
-    """Return the bytes of the largest operand of a collective on any device. All devices compute the same number."""
+    """Compute the bytes of the largest operand of a collective on any device. All devices get the same number."""
     sequence = as_integer(call.attrs["sequence"])
     if call.op in ("send", "receive"):
         sender = group.rank if call.op == "send" else as_integer(call.attrs["source"])

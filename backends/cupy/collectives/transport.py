@@ -19,7 +19,7 @@ It is an estimate without a measurement."""
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The transport of a device group.
+    """The transport of a device group's collectives: peer memory, a library, or host memory.
 
     Attributes:
         has_peer_access: Kernels of each device can read and write the memory of all others.
@@ -33,7 +33,7 @@ class Transport:
 
     @property
     def launches_collectives(self) -> bool:
-        """Whether some collectives are launches on the devices, without the host."""
+        """Whether collectives can run as launches on the devices, without the host."""
         return self.has_peer_access or self.library is not None
 
     def uses_library(self, nbytes: int) -> bool:
@@ -45,7 +45,7 @@ HOST_TRANSPORT = Transport()
 
 
 def choose_transport(devices: Sequence[Device], driver: Driver) -> Transport:
-    """Return the transport of `devices`, which all belong to this driver."""
+    """Choose the transport between devices, which all belong to `driver`."""
     library, far = driver.find_collective_library(devices), _explain_no_peer_access(devices)
     are_peers = not far and driver.can_access_peers(devices)
     far = far or "they do not reach each other's memory"
@@ -62,7 +62,7 @@ def choose_transport(devices: Sequence[Device], driver: Driver) -> Transport:
 
 
 def _explain_no_peer_access(devices: Sequence[Device]) -> str:
-    """Return the reason why kernels of `devices` cannot use peer memory, or "" if there is none."""
+    """Explain why kernels of `devices` cannot use peer memory; return "" if no reason is known."""
     if len(devices) > MAX_DEVICES:
         return f"they are more than {MAX_DEVICES}"
     if len({device.rank for device in devices}) > 1:
@@ -71,9 +71,9 @@ def _explain_no_peer_access(devices: Sequence[Device]) -> str:
 
 
 def choose_group_transport(comm: Comm, driver: Driver) -> Transport:
-    """Return the transport of the members of `comm`.
+    """Choose the transport between the members of a communicator.
 
-    A group of one device, and a group without a shared board, use host memory.
+    A group of one device, and a group without a signal pad, use host memory.
     """
     if comm.signal_pad is None or comm.size < 2:
         return HOST_TRANSPORT

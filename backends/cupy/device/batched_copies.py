@@ -13,7 +13,7 @@ from ...base import ALIGNMENT, Tensor, contiguous_strides
 
 @dataclass(frozen=True, slots=True)
 class BatchedArray:
-    """One array of a batch: its number among all arrays, and its byte offset in the batch."""
+    """One array of a batched copy: its index among all arrays, and its byte offset in the batch."""
 
     number: int
     offset: int
@@ -23,7 +23,7 @@ class BatchedArray:
 
 @dataclass(frozen=True, slots=True)
 class BatchedCopy:
-    """A byte range of a buffer, and the arrays in it."""
+    """One copy for several adjacent arrays: a byte range of a buffer, and the arrays in that range."""
 
     buffer: int
     offset: int
@@ -32,10 +32,10 @@ class BatchedCopy:
 
 
 def batch_copies(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[BatchedCopy]:
-    """Group the contiguous tensors into batches of at most `max_bytes` bytes. Other tensors are in no batch.
+    """Group contiguous tensors that are adjacent in a buffer into batched copies of at most `max_bytes` bytes.
 
-    A batch overwrites its arrays and the padding between two of them. The padding never holds a value, because each
-    value begins at a multiple of `ALIGNMENT` and padding ends at the next one.
+    Only contiguous tensors are in a batch. A batch overwrites its arrays and the padding between two of them. The
+    padding never holds a value: each value begins at a multiple of `ALIGNMENT`, and padding ends at the next one.
     """
     dense = (n for n, t in enumerate(tensors) if 0 < t.spec.nbytes <= max_bytes and _is_dense(t))
     inside: list[int] = []
@@ -53,7 +53,7 @@ def _is_dense(t: Tensor) -> bool:
 
 
 def _can_extend_batch(first: Tensor, last: Tensor, t: Tensor, max_bytes: int) -> bool:
-    """Return whether `t` directly follows `last` and fits into the batch that begins with `first`."""
+    """Return whether tensor `t` directly follows tensor `last` and fits into the batch that begins with `first`."""
     next_value = -(-(last.offset + last.spec.nbytes) // ALIGNMENT) * ALIGNMENT
     fits = t.offset + t.spec.nbytes - first.offset <= max_bytes
     return (t.buffer, t.offset) == (last.buffer, next_value) and fits

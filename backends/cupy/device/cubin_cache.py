@@ -13,19 +13,19 @@ from .driver import KernelSource
 
 
 class CompilerOutput(Protocol):
-    """The output of a compiler."""
+    """The output of a compiler module: machine code and mangled kernel names."""
 
     @property
     def image(self) -> bytes:
-        """Machine code."""
+        """The machine code."""
 
     @property
     def mangled_names(self) -> Mapping[str, str]:
-        """The mangled name of each requested kernel name."""
+        """The mangled name of each requested kernel, by its C++ expression."""
 
 
 class CompilerModule(Protocol):
-    """The interface of the modules `nvrtc` and `hiprtc`."""
+    """The interface of a compiler module: `nvrtc` or `hiprtc`."""
 
     @property
     def OPTIONS(self) -> tuple[str, ...]:  # noqa: N802
@@ -35,13 +35,13 @@ class CompilerModule(Protocol):
         """Return the version of the compiler library."""
 
     def compile(self, source: KernelSource, arch: str) -> CompilerOutput:
-        """Compile a source, or raise `BackendError`."""
+        """Compile a source for an architecture, or raise `BackendError`."""
 
 
 def load_or_compile_cubin(
     source: KernelSource, arch: str, compiler: CompilerModule = nvrtc
 ) -> tuple[bytes, dict[str, str]]:
-    """Load the code of a source from the cache, or compile and store it.
+    """Load the machine code of a source from the disk cache, or compile it and store it there.
 
     Args:
         source: The source.

@@ -20,13 +20,13 @@ DRIVER_LIBRARY_NAME = "libcuda.so.1"
 
 
 class Attribute(ctypes.Structure):
-    """CUlaunchAttribute. Its value has 64 bytes: the blocks of a cluster, or 1 for a permission."""
+    """The C struct CUlaunchAttribute, with a value of 64 bytes: the blocks of a cluster, or 1 for a permission."""
 
     _fields_ = (("id", ctypes.c_int64), ("value", ctypes.c_uint * 3), ("unused", ctypes.c_char * 52))
 
 
 class Config(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The C struct CUlaunchConfig: grid, block, shared memory, stream and attributes of a launch."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -38,19 +38,23 @@ class Config(ctypes.Structure):
     )
 
 
-def find_early_launch_library(capability: int, release: int) -> ctypes.CDLL | None:
-    """Return the driver library for early launches, or `None` where they are impossible.
+def find_early_launch_library(capability: int, driver_version: int) -> ctypes.CDLL | None:
+    """Find the driver library for programmatic dependent launches, or `None` if device or driver has no support.
 
     Args:
         capability: Compute capability of the device, such as 90.
-        release: Version of the driver, such as 12030.
+        driver_version: Version of the driver, such as 12030.
     """
-    return open_driver_library() if capability >= MIN_EARLY_CAPABILITY and release >= MIN_EARLY_DRIVER_VERSION else None
+    return (
+        open_driver_library()
+        if capability >= MIN_EARLY_CAPABILITY and driver_version >= MIN_EARLY_DRIVER_VERSION
+        else None
+    )
 
 
 @call_once
 def open_driver_library() -> ctypes.CDLL | None:
-    """Open the driver library; return `None` if there is none."""
+    """Open the CUDA driver library; return `None` if it is not installed."""
     try:
         return ctypes.CDLL(DRIVER_LIBRARY_NAME)
     except OSError:
@@ -58,18 +62,17 @@ def open_driver_library() -> ctypes.CDLL | None:
 
 
 def compute_early_flags(steps: Sequence[DriverStep]) -> list[bool]:
-    """Return for each step whether it may begin while the previous step runs: launches behind launches.
+    """Compute for each step whether it may be launched early: it is a launch, and the previous step is a launch.
 
-    Every kernel waits for the previous launch, so the end of a launch implies the end of all launches before it. Behind
-    a kernel without this wait no launch could begin early: the wait for a launch does not cover launches that still
-    run.
+    Every kernel waits for the previous launch, so the end of a launch implies the end of all launches before it. A
+    kernel without this wait would break that rule: the wait for it would not cover earlier launches that still run.
     """
     are_launches = [isinstance(step, Launch) for step in steps]
     return [mine and before for mine, before in zip(are_launches, [False, *are_launches], strict=False)]
 
 
 def find_launch_library(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
-    """Return the driver library if `launch_with_attributes` is needed for a launch, else `None`.
+    """Find the driver library for a launch that needs attributes: early or in clusters; `None` for other launches.
 
     Raises:
         BackendError: The library is needed and missing.
@@ -86,7 +89,7 @@ def find_launch_library(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
 def launch_with_attributes(
     library: ctypes.CDLL, function: int, launch: Launch, stream: int, parameters: int, is_early: bool
 ) -> int:
-    """Put a launch into a stream and return the driver status.
+    """Launch a kernel on a stream with attributes for clusters and early begin, and return the driver status.
 
     Args:
         library: The driver library.
@@ -94,7 +97,7 @@ def launch_with_attributes(
         launch: Grid, block, cluster and shared memory.
         stream: Handle of the stream.
         parameters: Address of the kernel parameters.
-        is_early: Allow the launch to begin while the previous launch runs.
+        is_early: Whether the launch may begin while the previous launch runs.
     """
     attributes = [Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if is_early else []
     if launch.cluster != SINGLE_BLOCK_CLUSTER:

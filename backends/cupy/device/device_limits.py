@@ -16,7 +16,7 @@ MAX_SHARED_BYTES: Mapping[str, int] = MappingProxyType(
         **{"90": 227 * KIB, "100": 227 * KIB, "103": 227 * KIB, "110": 227 * KIB, "120": 99 * KIB, "121": 99 * KIB},
     }
 )
-"""The most shared-memory bytes of a block by compute capability, declared bytes included.
+"""Maximum shared-memory bytes of a block by compute capability, declared bytes included.
 
 Source: CUDA C++ Programming Guide, technical specifications per compute capability.
 """
@@ -33,14 +33,14 @@ SCHEDULER_COUNT = 4
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessor:
-    """The most threads, blocks and shared-memory bytes that are resident at once."""
+    """Limits of one multiprocessor: the maximum threads, blocks and shared-memory bytes that are resident at once."""
 
     threads: int
     blocks: int
     shared_bytes: int
 
     def compute_resident_blocks(self, threads: int, registers: int, shared: int) -> int:
-        """Return the number of resident blocks of a kernel; 0 if one block does not fit.
+        """Compute the number of blocks of a kernel that are resident at once; 0 if one block does not fit.
 
         Args:
             threads: Threads of a block.
@@ -69,12 +69,16 @@ MULTIPROCESSORS: Mapping[str, Multiprocessor] = MappingProxyType(
         "sm_120": Multiprocessor(1536, 24, 100 * KIB),
     }
 )
-"""Limits by architecture of compiled kernels. Source: as above."""
+"""Multiprocessor limits by architecture of compiled kernels. Source: CUDA C++ Programming Guide, as above."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Shared-memory bytes of a block, declared ones included, and whether the device has warpgroup products."""
+    """Resource limits of kernels on a device.
+
+    `shared_bytes_per_block` includes declared shared memory. `has_warpgroups` means matrix products of four warps
+    (wgmma).
+    """
 
     shared_bytes_per_block: int
     has_warpgroups: bool = False
@@ -86,5 +90,5 @@ HIP_LIMITS = Limits(64 * KIB)
 
 
 def find_limits(capability: str) -> Limits:
-    """Return the limits of a compute capability. An unknown one gets the limits that all devices have."""
+    """Find the resource limits of a compute capability such as ``90``; an unknown one gets the common minimum."""
     return Limits(MAX_SHARED_BYTES.get(capability, DEFAULT_SHARED_BYTES), capability in WARPGROUP_CAPABILITIES)

@@ -36,10 +36,10 @@ ACCESS_WIDTHS = (("256", 256), ("128", 128), ("64", 64), ("U16", 16), ("S16", 16
 
 @dataclass(frozen=True, slots=True)
 class CodeStatistics:
-    """Statistics of one kernel.
+    """Instruction counts of one kernel's machine code.
 
-    `instructions` counts all instructions, `loop` the instructions of the longest inner loop, `products` matrix
-    products. `loads` is the number of global loads, by the bits that one loads for a thread.
+    `instructions` counts all instructions, `loop` the instructions of the longest inner loop, `products` the matrix
+    products. `loads` counts the global loads, by the bits that one load reads for a thread.
     """
 
     instructions: int
@@ -60,12 +60,20 @@ def find_disassembler() -> str:
 
 
 def disassemble_kernels(image: bytes) -> dict[str, CodeStatistics]:
-    """Return statistics of each kernel of a cubin, by mangled name. Raises `BackendError` if it is unreadable."""
+    """Disassemble a cubin and return the code statistics of each kernel, by mangled name.
+
+    Raises:
+        BackendError: The cubin is unreadable, or nvdisasm is not installed.
+    """
     return {name: compute_code_statistics(lines) for name, lines in split_kernels(run_disassembler(image))}
 
 
 def run_disassembler(image: bytes, *options: str) -> str:
-    """Run nvdisasm on a cubin and return its output. Raises `BackendError` if the cubin is unreadable."""
+    """Run nvdisasm on a cubin with additional command-line options, and return its output.
+
+    Raises:
+        BackendError: The cubin is unreadable, or nvdisasm is not installed.
+    """
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernels.cubin"
         file.write_bytes(image)
@@ -78,7 +86,7 @@ def run_disassembler(image: bytes, *options: str) -> str:
 
 
 def split_kernels(text: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield each kernel name with its lines of disassembly."""
+    """Split the output of nvdisasm by kernel: yield each mangled name with its lines."""
     name, lines = "", list[str]()
     for line in text.splitlines():
         if begins := KERNEL_PATTERN.match(line):
@@ -92,7 +100,7 @@ def split_kernels(text: str) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def compute_code_statistics(lines: Sequence[str]) -> CodeStatistics:
-    """Compute the statistics of these lines of one kernel."""
+    """Compute the code statistics of one kernel from its lines of disassembly."""
     labels: dict[str, int] = {}
     loops: list[tuple[int, int]] = []
     ops: list[str] = []
@@ -113,6 +121,6 @@ def compute_code_statistics(lines: Sequence[str]) -> CodeStatistics:
 
 
 def compute_access_bits(op: str) -> int:
-    """Return the bits that a load or store moves for a thread."""
+    """Compute the bits that a load or store moves for each thread, from its opcode such as ``LDG.E.128``."""
     parts = op.split(".")
     return next((bits for word, bits in ACCESS_WIDTHS if word in parts), 32)

@@ -1,4 +1,8 @@
-"""The interface of a driver of CUDA devices, real or emulated, and the plain data of launches."""
+"""The interface of a driver of CUDA devices, real or emulated, and the plain data of launches.
+
+A program is a list of steps: launches, exchanges of a collective library, and collectives that overlap with launches. A
+driver records steps once and then replays them for each run.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,12 @@ CUDA_HEADER, HIP_HEADER = "cuda.cuh", "hip.cuh"
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """A `.cu` file and the template instances that bindings request. They are compiled together, once.
+    """A CUDA source: a `.cu` file and the template instances that bindings request, which are compiled together, once.
 
     Args:
         file: A file name in the folder ``kernels`` or its subfolders, or a path.
-        names: C++ expressions such as ``unary<Neg>``.
-        before: Headers that several files share.
+        names: C++ expressions of the kernels, such as ``unary<Neg>``.
+        before: Headers in front of the file that several files share.
         instructions: The header with the device instructions.
         architectures: The architectures for which the source is compiled; empty means all.
     """
@@ -47,23 +51,23 @@ class KernelSource:
 
     @property
     def text(self) -> str:
-        """The complete C++ text, which includes no other file."""
+        """The complete C++ text of the source, headers included."""
         return "".join(f'#line 1 "{name}"\n{read_kernel_text(name)}' for name in self.files)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files of the text, in order."""
+        """The names of the files that make up the text, in order: headers first."""
         return ("types.cuh", self.instructions, "prelude.cuh", *self.before, self.file)
 
 
 @cache
 def find_kernel_files() -> Mapping[str, Path]:
-    """Return the path of each kernel file, by its unique name."""
+    """Find the path of each kernel file, by its unique file name."""
     return MappingProxyType({path.name: path for path in sorted(KERNEL_FOLDER.rglob("*.cu*"))})
 
 
 def find_kernel_path(file: str) -> Path:
-    """Return the path of a kernel file. An unknown name is a path itself."""
+    """Find the path of a kernel file by its name. An unknown name is a path itself."""
     return find_kernel_files().get(file) or Path(file)
 
 
@@ -75,14 +79,14 @@ def read_kernel_text(file: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KernelInstance:
-    """One template instance of a source."""
+    """One kernel of a source: a function or a template instance with its C++ name."""
 
     source: KernelSource
     name: str
 
     @property
     def single_kernel_source(self) -> KernelSource:
-        """The source with this kernel only, which compiles faster."""
+        """The source with only this kernel, which compiles faster."""
         return replace(self.source, names=(self.name,))
 
     def __str__(self) -> str:
@@ -91,7 +95,7 @@ class KernelInstance:
 
 @dataclass(frozen=True, slots=True)
 class AddressSpan:
-    """The index of a launch word that is an address, and the byte range that the kernel may access through it."""
+    """The byte range that a kernel may access through one launch word, and the index of that word."""
 
     word_index: int
     low: int
@@ -100,11 +104,11 @@ class AddressSpan:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a kernel.
+    """One launch of a kernel: grid, block and the words of its argument struct.
 
-    The words are the fields of the kernel's struct, 64 bits each. `number` is the instruction of the launch. `cluster`
-    is the shape of a group of blocks that run at the same time on neighbouring multiprocessors and read each other's
-    shared memory.
+    `words` are the fields of the kernel's struct, 64 bits each. `number` is the index of the instruction that the
+    launch computes. `cluster` is the shape of a cluster: blocks that run at the same time on neighbouring
+    multiprocessors and read each other's shared memory.
     """
 
     kernel: KernelInstance
@@ -121,8 +125,11 @@ class Launch:
 class Transfer:
     """The part of one device in an operation of a collective library.
 
-    ``all_reduce`` sums `source` of all devices into `target` of each device. ``send`` sends `source` to device `other`,
-    and its ``receive`` writes it to `target`. `source` and `target` are addresses; `count` is in elements of `dtype`.
+    `source` and `target` are addresses; `count` is in elements of `dtype`. `op` is one of:
+
+    - ``all_reduce``: sum `source` of all devices into `target` of each device.
+    - ``send``: send `source` to device `other`.
+    - ``receive``: receive from device `other` into `target`.
     """
 
     op: str
@@ -134,31 +141,31 @@ class Transfer:
 
 
 class Communicator(Protocol):
-    """The communicator of one device in a collective library. Its calls raise `BackendError`."""
+    """The communicator of one device in a group of a collective library. All methods raise `BackendError`."""
 
     def enqueue_transfers(self, transfers: Sequence[Transfer], stream: int) -> None:
-        """Put transfers into a stream of the device as one group: no transfer waits for another."""
+        """Enqueue transfers into a stream of the device as one group, in which no transfer waits for another."""
 
     def find_error(self) -> str | None:
-        """Return the message of an asynchronous error, or `None`."""
+        """Find an asynchronous error of the library; return its message, or `None`."""
 
     def abort(self) -> None:
-        """End all present and future waits for other devices, without results; the communicator is lost.
+        """Abort all present and future transfers of this communicator, without results; the communicator is lost.
 
         The call may return late: after all recordings that use the communicator are deleted.
         """
 
 
 class CollectiveLibrary(Protocol):
-    """A collective library, such as NCCL."""
+    """The interface of a collective library, such as NCCL."""
 
     name: str
 
     def make_unique_id(self) -> Array:
-        """Return some 64-bit words that identify a new group. One device sends them to all others."""
+        """Make the unique identifier of a new group, as 64-bit words. One device sends it to all others."""
 
     def join_group(self, identity: Array, rank: int, size: int, on: Device) -> Communicator:
-        """Become a member of a group; wait until all members have called.
+        """Join a group of devices as one member; wait until all members have joined.
 
         Args:
             identity: The words of `make_unique_id`.
@@ -173,7 +180,7 @@ class CollectiveLibrary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Transfers between launches."""
+    """A step that runs a group of library transfers between launches."""
 
     communicator: Communicator
     transfers: tuple[Transfer, ...]
@@ -185,9 +192,9 @@ SingleStep = Launch | Exchange
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOverlap:
-    """A collective and the launches that overlap with it.
+    """A step that runs a collective and independent launches at the same time.
 
-    Neither waits for the other. Both wait for all earlier steps, and all later steps wait for both.
+    Both wait for all earlier steps. All later steps wait for both.
     """
 
     collective: tuple[SingleStep, ...]
@@ -195,7 +202,7 @@ class CollectiveOverlap:
 
     @property
     def number(self) -> int:
-        """The instruction of the collective."""
+        """The index of the collective's instruction."""
         return self.collective[0].number
 
 
@@ -203,7 +210,7 @@ DriverStep = SingleStep | CollectiveOverlap
 
 
 def flatten_steps(steps: Iterable[DriverStep]) -> list[SingleStep]:
-    """Return the same steps without overlap."""
+    """Flatten steps into launches and exchanges without overlap: each collective before its overlapped launches."""
     singles: list[SingleStep] = []
     for step in steps:
         singles += (*step.collective, *step.overlapped) if isinstance(step, CollectiveOverlap) else (step,)
@@ -211,12 +218,12 @@ def flatten_steps(steps: Iterable[DriverStep]) -> list[SingleStep]:
 
 
 def has_device_parts(devices: Sequence[Device]) -> bool:
-    """Return whether some of the devices are parts of one device."""
+    """Return whether some of `devices` are parts of one physical device."""
     return len({device.index for device in devices}) < len(devices)
 
 
 class LaunchError(BackendError):
-    """A failed launch of instruction `number`."""
+    """The error that the launch of instruction `number` failed."""
 
     def __init__(self, number: int, why: str) -> None:
         super().__init__(why)
@@ -224,23 +231,26 @@ class LaunchError(BackendError):
 
 
 class Driver(Protocol):
-    """Devices of one kind, and device parts. Each of them has its own stream."""
+    """The driver interface for devices of one kind: memory, streams, kernels and recorded launches.
+
+    A device can be divided into device parts. Each device or part has its own stream.
+    """
 
     kind: str
     can_overlap_collectives: bool
-    """Whether an `CollectiveOverlap` runs during the launches that overlap with it."""
+    """Whether a `CollectiveOverlap` runs at the same time as the launches that overlap with it."""
 
     def devices(self) -> Sequence[Device]:
         """Return the present devices. Raises `BackendError` with an install hint if there can be none."""
 
     def device(self, index: int) -> Device:
-        """Return device `index`. Raises `BackendError` with a hint if it does not exist."""
+        """Return the device with this index. Raises `BackendError` with a hint if it does not exist."""
 
     def limits(self, on: Device) -> Limits:
-        """Return the resources that kernels may use on a device."""
+        """Return the resource limits of kernels on a device."""
 
     def count_multiprocessors(self, on: Device) -> int:
-        """Return the number of multiprocessors of a device."""
+        """Count the multiprocessors of a device."""
 
     def alloc(self, nbytes: int, on: Device) -> Any:
         """Allocate a zeroed buffer, aligned to at least 16 bytes. Raises `BackendError` if memory is exhausted."""
@@ -249,49 +259,49 @@ class Driver(Protocol):
         """Return the device address of a buffer."""
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:
-        """Return the array of `tensor` in `buffer`, without a copy, for indexing, assignment and copies to the host."""
+        """Return a view of `tensor` in `buffer`, without a copy, for indexing, assignment and copies to the host."""
 
     def make_writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
         """Return a function that writes one host array to each of these tensors; see `SupportsBatchedWrites`."""
 
     def make_reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """Return a function that waits for all earlier work and returns these tensors as separate host arrays."""
+        """Return a function that reads these tensors as separate host arrays, after all earlier work of the stream."""
 
     def can_access_peers(self, devices: Sequence[Device]) -> bool:
-        """Return whether kernels of each device can access the memory of the others from now on."""
+        """Return whether kernels of each device can access the memory of all others; enable that access."""
 
     def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
-        """Return a collective library for these devices, or the reason why there is none."""
+        """Find a collective library for these devices; if there is none, return the reason."""
 
     def map_host_memory(self, board: Array, is_first: bool) -> int:
-        """Return the device address of page-aligned host memory, the same for all devices of this process.
+        """Map page-aligned host memory for devices; return its device address, the same for all devices of the process.
 
         Args:
             board: The host memory.
-            is_first: No other device has called before.
+            is_first: Whether no other device has mapped the memory before.
         """
 
     def prepare_kernel(self, kernel: KernelInstance, on: Device) -> None:
-        """Compile and load a kernel ahead of time. Raises `BackendError` if it does not compile."""
+        """Prepare a kernel: compile and load it ahead of time. Raises `BackendError` if it does not compile."""
 
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
-        """Return a function that runs these steps in order on each call.
+        """Record steps and return a function that replays them in order on each call.
 
         Raises:
             BackendError: A kernel does not compile. The returned function raises `LaunchError`.
         """
 
     def is_idle(self, on: Device) -> bool:
-        """Return whether all launches have ended or failed."""
+        """Return whether the stream of a device is idle: all launches have ended or failed."""
 
     def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
-        """Run recorded `runs` one after the other and return the device seconds of each.
+        """Run recorded runs one after the other, and return the device seconds of each.
 
-        If the device ends a run before the host launches the next, the time includes the launch.
+        If the device ends a run before the host launches the next one, the time includes the launch.
         """
 
     def synchronise(self, on: Device) -> None:
-        """Wait until all launches have ended. Raises `BackendError` if one failed."""
+        """Wait until all launches on a device have ended. Raises `BackendError` if one failed."""
 
 
 if not TYPE_CHECKING:

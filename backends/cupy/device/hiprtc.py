@@ -18,7 +18,7 @@ HIPRTC_INSTALL_HINT = "install ROCm, or apt install libamdhip64-5"
 
 @call_once
 def load_hiprtc() -> ctypes.CDLL:
-    """Load the library. Raises `BackendError` if it is not installed."""
+    """Load the hiprtc library. Raises `BackendError` if it is not installed."""
     for file in LIBRARY_FILE_NAMES:
         try:
             found = ctypes.CDLL(file)
@@ -38,10 +38,14 @@ def version() -> tuple[int, int]:
 
 
 def compile(source: KernelSource, arch: str) -> CompiledCode:
-    """Compile a source in ``hip.cuh`` for `arch`, such as ``gfx90a``. Raises `BackendError` with the first error."""
+    """Compile a source with the HIP header for an architecture such as ``gfx90a``.
+
+    Raises:
+        BackendError: The source does not compile; the message has the first error.
+    """
     return _make_compiler().compile(source, arch, OPTIONS)
 
 
 def as_hip_source(source: KernelSource) -> KernelSource:
-    """Return the source with the instructions of AMD devices."""
+    """Return the kernel source with the HIP header, which has the device instructions of AMD devices."""
     return replace(source, instructions=HIP_HEADER)

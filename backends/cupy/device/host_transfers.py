@@ -18,7 +18,10 @@ STAGING_HALF_BYTES = 8 << 20
 
 
 class convert_errors:  # noqa: N801  # reads as a verb; a generator takes four times as long, several times per token
-    """Convert errors of the CUDA runtime and driver to `BackendError`, with the device and the failed action."""
+    """A context manager that converts errors of the CUDA runtime and driver to `BackendError`.
+
+    The message has the device `who` and the failed action `doing`.
+    """
 
     __slots__ = ("cupy", "doing", "who")
 
@@ -40,11 +43,11 @@ class convert_errors:  # noqa: N801  # reads as a verb; a generator takes four t
 
 
 class HostTransfers:
-    """The stream of a device, and pinned memory for copies between host and device.
+    """Copies between the host and one device through pinned memory, on the device's stream.
 
     Copies keep their order with launches. A copy to the device is asynchronous: its bytes wait in pinned memory, so the
-    caller's array is reusable at once. The host fills one half of the pinned memory, then the other half, after the
-    device has copied all of its contents.
+    caller's array is reusable at once. The pinned memory has two halves. The host fills one half while the device
+    copies the other.
     """
 
     def __init__(self, cupy: Any, kind: str, index: int) -> None:
@@ -61,17 +64,17 @@ class HostTransfers:
         self._pinned_pool = PinnedPool(cupy.cuda.alloc_pinned_memory)
 
     def allocate_zeros(self, nbytes: int) -> Any:
-        """Allocate zeroed device memory."""
+        """Allocate zeroed device memory of `nbytes` bytes."""
         with self._on_stream("set memory to zero"):
             return self.cupy.zeros(nbytes, np.uint8)
 
     def move_to_device(self, host: Array, array: Any, index: Any = ...) -> None:
-        """Assign a host array to an index of a device array.
+        """Copy a host array into an index of a device array.
 
         Args:
             host: The host array.
             array: The device array.
-            index: Its index; by default all of it.
+            index: The index in the device array; by default all of it.
         """
         with self._on_stream("copy from the host"):
             if index is ... and host.shape == array.shape and array.flags.c_contiguous:
@@ -82,7 +85,7 @@ class HostTransfers:
             array[index] = copy
 
     def move_to_host(self, array: Any) -> Array:
-        """Return the values of a device array, after all earlier work."""
+        """Copy a device array to a new host array, after all earlier work of the stream."""
         runtime = self.cupy.cuda.runtime
         with self._on_stream("copy to the host"):
             dense = self.cupy.ascontiguousarray(array)
@@ -98,7 +101,7 @@ class HostTransfers:
         return host
 
     def make_writer(self, batches: Sequence[tuple[BatchedCopy, int]]) -> Callable[[Sequence[Array]], None]:
-        """Return a function that sends batches of host arrays to these device addresses."""
+        """Return a function that copies host arrays to these device addresses, one copy per batch."""
         runtime, stream = self.cupy.cuda.runtime, self.stream.ptr
 
         def write(arrays: Sequence[Array]) -> None:
@@ -115,7 +118,7 @@ class HostTransfers:
         return write
 
     def make_reader(self, arrays: Sequence[Any]) -> Callable[[], list[Array]]:
-        """Return a function that returns the values of device arrays, after all earlier work, with a single wait."""
+        """Return a function that copies device arrays to the host, after all earlier work, with a single wait."""
         sources = [(int(a.data.ptr), int(a.nbytes), a.shape, a.dtype) for a in arrays]
         is_small = [0 < a.nbytes <= STAGING_HALF_BYTES and a.flags.c_contiguous for a in arrays]
 
@@ -134,7 +137,16 @@ class HostTransfers:
     def _start_pinned_read(
         self, source: int, nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> Array | None:
-        """Start a copy to a pinned host array and return the array, or `None` if callers hold too many arrays."""
+        """Start a copy from the device to a pinned host array; return the array without waiting.
+
+        The result is `None` if callers hold too many pinned arrays.
+
+        Args:
+            source: Device address.
+            nbytes: Bytes to copy.
+            shape: Shape of the host array.
+            dtype: Dtype of the host array.
+        """
         if (block := self._pinned_pool.find_free_block(nbytes)) is None:
             return None
         host, runtime = block.lend_array(shape, dtype), self.cupy.cuda.runtime
@@ -143,12 +155,12 @@ class HostTransfers:
 
     @contextmanager
     def _on_stream(self, doing: str) -> Iterator[None]:
-        """Select the device and its stream, and convert errors."""
+        """Make the device and its stream current, and convert CUDA errors of the action `doing` to `BackendError`."""
         with convert_errors(self.cupy, self.name, doing), self.cupy.cuda.Device(self.index), self.stream:
             yield
 
     def _move_dense_to_device(self, host: Array, array: Any) -> None:
-        """Copy a host array to a contiguous device array of the same shape."""
+        """Copy a host array to a contiguous device array of the same shape, in parts of half the pinned memory."""
         runtime, data = self.cupy.cuda.runtime, np.ascontiguousarray(host, array.dtype).reshape(-1).view(np.uint8)
         for start in range(0, data.size, STAGING_HALF_BYTES):
             part = data[start : start + STAGING_HALF_BYTES]
@@ -158,7 +170,7 @@ class HostTransfers:
             runtime.memcpyAsync(target, at, part.size, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def _reserve_staging(self, nbytes: int) -> int:
-        """Return the offset of unused bytes in pinned memory; wait for a half if needed."""
+        """Reserve bytes in pinned memory and return their offset; wait for copies of the other half if needed."""
         if self._used_bytes + nbytes > STAGING_HALF_BYTES:
             self._half_events[self._current_half].record(self.stream)
             self._current_half, self._used_bytes = 1 - self._current_half, 0

@@ -31,7 +31,7 @@ INSTALL_HINTS = {
 
 
 def load_nccl(cupy: Any, load: Callable[[], Any], name: str) -> NcclLibrary | str:
-    """Load a collective library.
+    """Load the collective library NCCL or RCCL through CuPy.
 
     Args:
         cupy: The module CuPy.
@@ -52,13 +52,13 @@ def load_nccl(cupy: Any, load: Callable[[], Any], name: str) -> NcclLibrary | st
 
 
 class NcclLibrary:
-    """The loaded library. One thread calls it for each device."""
+    """The loaded NCCL or RCCL library. One thread calls it for each device."""
 
     def __init__(self, cupy: Any, nccl: Any, name: str) -> None:
         self.cupy, self.nccl, self.name = cupy, nccl, name
 
     def make_unique_id(self) -> Array:
-        """Return the words of a new group identifier."""
+        """Make the unique identifier of a new group, with one 64-bit word per byte."""
         return np.array(self.nccl.get_unique_id(), np.int64)  # a word per byte: the sign of C's char varies
 
     def join_group(self, identity: Array, rank: int, size: int, on: Device) -> NcclCommunicator:
@@ -70,7 +70,7 @@ class NcclLibrary:
 
 
 class NcclCommunicator:
-    """A communicator. It must outlive every CUDA graph that contains its calls."""
+    """The NCCL or RCCL communicator of one device. It must outlive every CUDA graph that contains its calls."""
 
     def __init__(self, library: NcclLibrary, communicator: Any) -> None:
         self.name, self.nccl, self.communicator = library.name, library.nccl, communicator

@@ -25,10 +25,11 @@ MAX_BLOCK_THREADS, INFO_SECTION_PREFIX = 1024, ".nv.info."
 
 @dataclass(frozen=True, slots=True)
 class KernelResources:
-    """Resources of a kernel.
+    """Resources of a compiled kernel.
 
-    `registers` is the number of 32-bit registers of a thread, `spilled_bytes` their bytes in memory. `shared_bytes`
-    counts the declared shared memory, without the dynamic part of a launch. `threads` is the largest block.
+    `registers` is the number of 32-bit registers of a thread. `spilled_bytes` are the bytes of spilled registers.
+    `shared_bytes` counts the declared shared memory, without the dynamic part of a launch. `threads` is the maximum
+    block size.
     """
 
     registers: int
@@ -39,9 +40,9 @@ class KernelResources:
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """The code of a source for one architecture. Keys are the names of the source.
+    """The compiled code of a source for one architecture, with names and resources by C++ kernel name.
 
-    `serialisation_warnings` are the compiler's warnings about waits for warpgroup products that it added.
+    `serialisation_warnings` are warnings about waits for warpgroup products that the compiler added.
     """
 
     image: bytes
@@ -52,7 +53,7 @@ class Cubin:
 
 @call_once
 def load_nvrtc() -> ctypes.CDLL:
-    """Load the library from a wheel or a CUDA toolkit. Raises `BackendError` if neither is installed."""
+    """Load the NVRTC library from a wheel or a CUDA toolkit. Raises `BackendError` if neither is installed."""
     if paths := find_installed_libraries():
         path = paths[0]
         for part in path.parent.glob("libnvrtc-builtins.so.*"):  # NVRTC searches for it in system folders only
@@ -62,7 +63,7 @@ def load_nvrtc() -> ctypes.CDLL:
 
 
 def find_installed_libraries() -> list[Path]:
-    """Return the libraries of wheels and of the system, newest first. Old versions do not know new devices."""
+    """Find the installed NVRTC libraries, in wheels and in the system, newest first: old ones lack new devices."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     wheels = [p for f in folders for p in Path(f).glob("*/lib/libnvrtc.so.*") if ".alt." not in p.name]
@@ -71,7 +72,10 @@ def find_installed_libraries() -> list[Path]:
 
 
 def _parse_release(path: Path) -> tuple[int, ...]:
-    """Return the version behind ``.so``. Wheel folders have two naming schemes, and the older one would sort higher."""
+    """Parse the version of a library from its file name, after ``.so``.
+
+    Folders of wheels have two naming schemes, and the older scheme would sort higher.
+    """
     return tuple(int(part) for part in path.name.partition(".so.")[2].split(".") if part.isdecimal())
 
 
@@ -84,7 +88,7 @@ def version() -> tuple[int, int]:
 
 
 def compile(source: KernelSource, arch: str, options: Sequence[str] = OPTIONS) -> Cubin:
-    """Compile a source for `arch`, such as ``sm_90a``.
+    """Compile a source for an architecture such as ``sm_90a``.
 
     Args:
         source: The source.
@@ -111,7 +115,7 @@ _WAIT_WARNING_PATTERN = re.compile(r"\(C75\d\d\) (.*)")
 
 
 def _parse_resources(compiled: CompiledCode) -> Mapping[str, KernelResources]:
-    """Return the resources of each kernel from the log of ptxas and from the code."""
+    """Parse the resources of each kernel from the log of ptxas and from the machine code."""
     called = {low: name for name, low in compiled.mangled_names.items()}
     threads, resources = read_thread_bounds(compiled.image), {}
     for entry, stores, loads, registers, rest in _ENTRY_PATTERN.findall(compiled.log):
@@ -128,7 +132,10 @@ def _parse_resources(compiled: CompiledCode) -> Mapping[str, KernelResources]:
 
 
 def read_thread_bounds(image: bytes) -> Mapping[str, int]:
-    """Return the launch bounds of kernels by mangled name: attribute 5 in the ELF sections ``.nv.info``."""
+    """Read the maximum block size of each kernel in threads, by mangled name, from its launch bounds.
+
+    They are attribute 5 in the ELF sections ``.nv.info``. A kernel without launch bounds is missing.
+    """
     found = {}
     for name, data in _read_elf_sections(image):
         at = 0

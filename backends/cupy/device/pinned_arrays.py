@@ -16,7 +16,7 @@ MAX_BLOCKS_PER_SIZE, MAX_PINNED_BYTES = 4, 64 << 20
 
 
 class PinnedBlock:
-    """Pinned memory that one array at a time refers to."""
+    """A block of pinned host memory that is lent to one array at a time."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memoryview(memory)  # NumPy would make an array the base of all views
@@ -25,18 +25,18 @@ class PinnedBlock:
 
     @property
     def is_free(self) -> bool:
-        """Whether the lent array and all views of it are deleted. A view keeps its base array alive."""
+        """Whether the block is free: the lent array and all its views are deleted. A view keeps its base alive."""
         return self._lent_array() is None
 
     def lend_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array over the block, which is then in use until the array is deleted."""
+        """Lend the block as an array of this shape and dtype. The block is in use until the array is deleted."""
         flat = np.frombuffer(self.memory, np.uint8)
         self._lent_array = weakref.ref(flat)
         return np.ndarray(shape, dtype, flat)
 
 
 class PinnedPool:
-    """A pool of pinned blocks, which are reused when their arrays are deleted.
+    """A pool of pinned host memory blocks, which are reused after their arrays are deleted.
 
     The memory is pinned and resident, so a result needs no extra copy and causes no page faults.
     """
@@ -46,7 +46,10 @@ class PinnedPool:
         self._blocks: defaultdict[int, list[PinnedBlock]] = defaultdict(list)
 
     def find_free_block(self, nbytes: int) -> PinnedBlock | None:
-        """Return a free block of this size, or `None` if callers hold many. Such memory should not stay pinned."""
+        """Find a free block of `nbytes` bytes, or allocate one.
+
+        The result is `None` if the pool has its maximum of blocks or bytes, because callers hold many arrays.
+        """
         blocks = self._blocks[nbytes]
         for block in blocks:
             if block.is_free:

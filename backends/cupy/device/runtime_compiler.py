@@ -13,9 +13,9 @@ from .driver import KernelSource
 
 @dataclass(frozen=True, slots=True)
 class CompiledCode:
-    """Machine code, the mangled kernel names, and the log of the compiler.
+    """The result of a compilation: machine code, mangled kernel names, and the log of the compiler.
 
-    NVRTC finds every name. hiprtc of ROCm 5.2 finds no name that contains a type alias.
+    NVRTC finds all names. hiprtc of ROCm 5.2 omits names that contain a type alias.
     """
 
     image: bytes
@@ -25,9 +25,9 @@ class CompiledCode:
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A compiler library.
+    """A runtime compiler library with the calls of NVRTC: NVRTC itself or hiprtc.
 
-    `name` appears in messages. The calls of `library` begin with `prefix`; those for machine code end with
+    `name` appears in messages. All calls of `library` begin with `prefix`. The calls for machine code end with
     `code_suffix`.
     """
 
@@ -42,7 +42,7 @@ class Compiler:
         return major.value, minor.value
 
     def compile(self, source: KernelSource, arch: str, options: Sequence[str]) -> CompiledCode:
-        """Compile a source.
+        """Compile all requested kernels of a source for an architecture.
 
         Args:
             source: The source.

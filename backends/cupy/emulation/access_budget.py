@@ -13,7 +13,7 @@ from ..device.driver import find_kernel_path
 from .access_counters import AccessSite, LaunchCounters
 
 MAX_SECTOR_OVERHEAD = 1.05
-"""The largest ratio of the bytes of distinct sectors to the requested bytes of a launch."""
+"""The maximum ratio of the bytes of distinct sectors to the requested bytes of a launch."""
 MAIN_PATH_CASES = (
     "mul_mat(w=q8_0[64,1024], x=f32[1,1024])",
     "mul_mat(w=bf16[64,512], x=f32[1,512])",
@@ -41,12 +41,12 @@ MAIN_PATH_CASES = (
 
 @dataclass(frozen=True, slots=True)
 class AccessAllowance:
-    """A permitted cost above the minimum for one source line.
+    """An exception from the access budget: one source line may cost more than the minimum.
 
     Attributes:
         file: Name of the source file.
         code: Text that occurs in this line only.
-        max_ratio: Largest ratio of the cost to the minimum cost.
+        max_ratio: Maximum ratio of the cost to the minimum cost.
         reason: Reason for the cost.
     """
 
@@ -164,7 +164,10 @@ ACCESS_ALLOWANCES = (
 
 @dataclass(frozen=True, slots=True)
 class AccessRow:
-    """All accesses of one kind and width in a kernel. `worst_site` has the largest cost above the minimum."""
+    """One row of the access table: the summed accesses of one kind and width in a kernel.
+
+    `worst_site` has the largest cost above the minimum.
+    """
 
     kernel: str
     access_kind: str
@@ -175,12 +178,12 @@ class AccessRow:
 
     @property
     def cost_ratio(self) -> float:
-        """The cost relative to the minimum cost."""
+        """The ratio of the cost to the minimum cost."""
         return self.cost / self.minimum_cost
 
 
 def build_access_rows(counted: LaunchCounters) -> list[AccessRow]:
-    """Return one row per kind of access of a launch, sorted by kind."""
+    """Build the rows of a launch in the access table: one for each kind of access, sorted by kind."""
     kinds: dict[str, list[AccessSite]] = {}
     for site in counted.sites:
         kinds.setdefault(site.access_kind, []).append(site)
@@ -198,7 +201,7 @@ def build_access_rows(counted: LaunchCounters) -> list[AccessRow]:
 
 
 def list_violations(counted: LaunchCounters) -> list[str]:
-    """Return one line per violation of the access budget by a launch."""
+    """List the violations of the access budget by a launch, one line each."""
     violations = []
     if counted.sector_bytes > MAX_SECTOR_OVERHEAD * counted.requested_bytes:
         violations.append(
@@ -212,7 +215,7 @@ def list_violations(counted: LaunchCounters) -> list[str]:
 
 
 def _find_allowed_ratio(site: AccessSite) -> float:
-    """Return the largest permitted ratio of the cost of a line to its minimum cost."""
+    """Find the maximum allowed ratio of cost to minimum cost for the line of an access; 1 without an allowance."""
     file, _, line = site.source_line.partition(":")
     return max(
         (a.max_ratio for a in ACCESS_ALLOWANCES if a.file == file and a.code in _read_source_line(file, line)),
@@ -221,13 +224,13 @@ def _find_allowed_ratio(site: AccessSite) -> float:
 
 
 def _read_source_line(file: str, line: str) -> str:
-    """Return the text of a line of a kernel source, or "" if there is no such line."""
+    """Read one line of a kernel source by its number; return "" if there is no such line."""
     path = find_kernel_path(file)
     return path.read_text("utf-8").splitlines()[int(line) - 1] if path.exists() and line.isdecimal() else ""
 
 
 def format_access_table(launches: Iterable[LaunchCounters]) -> str:
-    """Return the Markdown page with the accesses of each kernel and the allowances that it uses."""
+    """Format the Markdown page with the accesses of each kernel and the allowances that it uses."""
     lines = [
         "# Memory accesses of CUDA kernels",
         "",

@@ -19,7 +19,7 @@ from .guard_pages import Bytes
 from .source_lines import find_frames, select_innermost_line
 
 MAX_SITES = 4096
-"""Distinct accesses in the code of one launch."""
+"""Maximum number of distinct accesses in the code of one launch."""
 BUFFER_ALIGNMENT = 512
 """Alignment of buffers in bytes, as a device has it."""
 
@@ -32,7 +32,7 @@ class _SiteRecord(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AccessSite:
-    """All requests of one access in the code.
+    """All requests of one memory access in the code of a launch.
 
     Attributes:
         source_line: ``file:line`` of the innermost kernel frame.
@@ -54,7 +54,7 @@ class AccessSite:
 
     @property
     def access_kind(self) -> str:
-        """The kind of access, such as ``global load of 16 bytes``."""
+        """The kind of access as a phrase, such as ``global load of 16 bytes``."""
         memory, access = "shared" if self.is_shared else "global", "store" if self.is_store else "load"
         return f"{memory} {access} of {self.nbytes} bytes"
 
@@ -85,17 +85,17 @@ class LaunchCounters:
 
     @property
     def block_threads(self) -> int:
-        """Threads of a block."""
+        """The number of threads of a block."""
         return math.prod(self.launch.block)
 
     @property
     def kernel(self) -> str:
-        """The source file and the instantiation of the kernel."""
+        """The name of the kernel, with its source file."""
         return str(self.launch.kernel)
 
 
 class CountingDriver(EmulatedDriver):
-    """A driver that counts the accesses of each launch.
+    """A driver of emulated devices that counts the memory accesses of each launch.
 
     `counters` has the counters of the last launch of each kernel, by its name. Counting takes several times as long as
     running. With `counted_run`, only the run of this number is counted.
@@ -126,7 +126,7 @@ class CountingDriver(EmulatedDriver):
 
 
 def run_counted(launch: Launch) -> LaunchCounters:
-    """Run a launch and return its access counters.
+    """Run a launch in the emulator with access counters, and return the counters.
 
     Raises:
         LaunchError: The first fault that the emulator found.
@@ -156,7 +156,7 @@ def run_counted(launch: Launch) -> LaunchCounters:
 
 
 def _merge_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ascending spans, with overlapping ones merged."""
+    """Merge overlapping spans of a list in ascending order."""
     merged: list[tuple[int, int]] = []
     for low, high in spans:
         if merged and low < merged[-1][1]:

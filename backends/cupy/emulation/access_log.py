@@ -31,7 +31,7 @@ EVENT_DTYPE = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class LoggedLaunch:
-    """A launch with the events of its threads.
+    """A launch in the access log, with the events of its threads.
 
     Attributes:
         device: Index of the device.
@@ -53,7 +53,7 @@ class LoggedLaunch:
 
     @property
     def queue_index(self) -> int:
-        """The index of the stream among the streams of all devices."""
+        """The index of the launch's stream among the streams of all devices."""
         return self.device * STREAM_COUNT + self.stream
 
 
@@ -63,7 +63,7 @@ MAIN_STREAM, SIDE_STREAM = range(STREAM_COUNT)
 
 @dataclass(frozen=True, slots=True)
 class QueuedLaunch:
-    """A launch in a stream of its device.
+    """A launch that is assigned to a stream of its device.
 
     It follows all earlier launches of its stream, and the launches of the other stream before `predecessors_end`.
     """
@@ -74,7 +74,7 @@ class QueuedLaunch:
 
 
 def queue_launches(steps: Sequence[DriverStep]) -> list[QueuedLaunch]:
-    """Return the launches of `steps` with their streams. Overlapped collectives go to the side stream."""
+    """Queue the launches of `steps` in two streams of a device. Overlapped collectives go to the side stream."""
     launches: list[QueuedLaunch] = []
     for step in steps:
         predecessors_end = len(launches)
@@ -92,7 +92,7 @@ def queue_launches(steps: Sequence[DriverStep]) -> list[QueuedLaunch]:
 
 @dataclass(frozen=True, slots=True)
 class MemorySpan:
-    """The bytes [`low`, `high`) of a device.
+    """The bytes [`low`, `high`) of a device's memory, with their owner.
 
     A buffer is written by the host before a run and read after it. Other memory belongs to a program. It was filled
     before the operand exchange.
@@ -105,7 +105,7 @@ class MemorySpan:
 
 
 class AccessLogDriver(EmulatedDriver):
-    """A driver that logs all launches since the last `take_log`, in order for each device.
+    """A driver of emulated devices that logs the memory accesses of all launches, in order for each device.
 
     With `dropped_line`, a file and a line of a kernel source, launches skip the block or warp barrier of that line.
     """
@@ -121,7 +121,7 @@ class AccessLogDriver(EmulatedDriver):
         self._lock = threading.Lock()
 
     def take_log(self) -> list[LoggedLaunch]:
-        """Return the log and clear it."""
+        """Return the launches that were logged since the last call, and clear the log."""
         with self._lock:
             log, self._log = self._log, []
         return log
@@ -135,7 +135,7 @@ class AccessLogDriver(EmulatedDriver):
 
     @property
     def memory(self) -> list[MemorySpan]:
-        """The memory of all devices."""
+        """The memory spans of all devices."""
         with self._lock:
             return [replace(m, is_buffer=m.low in self.buffers) for m in self._memory]
 
@@ -161,7 +161,16 @@ class AccessLogDriver(EmulatedDriver):
         return run
 
     def _run_logged(self, launch: Launch, code: ctypes.CDLL, order: int) -> npt.NDArray[np.void]:
-        """Run a launch and return its events. Raises `LaunchError` with the first fault that the emulator found."""
+        """Run a launch with an access log, and return its events.
+
+        Args:
+            launch: The launch.
+            code: Compiled library of its kernel.
+            order: Order of threads and blocks; see `EmulatedDriver`.
+
+        Raises:
+            LaunchError: The first fault that the emulator found.
+        """
         words = np.array(launch.words, np.uint64)
         shape = make_launch_shape(launch, words, order)
         report = Report()
@@ -179,7 +188,7 @@ class AccessLogDriver(EmulatedDriver):
 
 
 class AccessLogBackend(DriverBackend):
-    """A backend on an `AccessLogDriver`, which receives the addresses of all buffers."""
+    """A backend on an `AccessLogDriver`, which tells the driver the addresses of all buffers."""
 
     def __init__(self, driver: AccessLogDriver) -> None:
         super().__init__(driver)

@@ -1,6 +1,5 @@
-// What a kernel does to memory, access by access.  g++ calls a function here for every load and store of the kernel
-// (-fsanitize=kernel-address with calls, which needs no library).  What becomes of them is for the header that block.h
-// includes, and that includes this: counters.h or order.h.
+// Calls `note_access` for every load and store of a kernel. g++ inserts the calls (-fsanitize=kernel-address with calls,
+// which needs no library). The header that includes this one, counters.h or order.h, defines `note_access`.
 #pragma once
 
 #define HOCKET_UNSEEN __attribute__((no_sanitize("kernel-address"), noinline))
@@ -8,16 +7,16 @@
 
 namespace emulation {
 
-// Volatile, as g++ does not know that loads and stores call.
+// Volatile, because g++ does not know that loads and stores call functions that read it.
 static thread_local volatile bool is_hidden = true;
-struct Hidden {  // while one of these lives, what the emulation itself does
+struct Hidden {  // hides the accesses of the emulator itself during its lifetime
     bool was = is_hidden;
     Hidden() { is_hidden = true; }
     ~Hidden() { is_hidden = was; }
 };
 static void note_access(const void *p, size_t bytes, bool is_store, uint64_t code);
 
-// Whether it is of a thread alone: what a device has in registers, which most accesses are to.
+// Return whether an address is local to a thread: on its stack, which a device has in registers. Most accesses are.
 HOCKET_UNSEEN static inline bool is_local(uint64_t at) {
     const Worker &w = *current->worker;
     return at - (uint64_t)w.stacks < w.stack_count * STACK;
@@ -32,7 +31,7 @@ HOCKET_UNSEEN static bool in_shared(uint64_t at) {
 }
 HOCKET_UNSEEN static void count(const void *p, size_t bytes, bool is_store, uint64_t code) {
     if (is_hidden || current == nullptr || is_local((uint64_t)p)) return;
-    is_hidden = true;  // templates of the library are called there, whose own accesses come back to this
+    is_hidden = true;  // `note_access` uses library templates, and their accesses call this function too
     note_access(p, bytes, is_store, code);
     is_hidden = false;
 }

@@ -1,4 +1,4 @@
-// A block: its CUDA threads on fibers, and what is wrong with a kernel as a report.
+// Runs the CUDA threads of a block on fibers, and reports faults of the kernel.
 #pragma once
 
 #include <algorithm>
@@ -23,15 +23,15 @@ struct dim3 {
 
 namespace emulation {
 
-struct Launch {  // as emulated.py fills it in
+struct Launch {  // emulated_driver.py has the same fields
     int64_t grid[3], block[3], cluster[3];
     int64_t shared_bytes, words, order, workers;
     const void *arguments;
 };
 struct Report {
-    int64_t status;  // 0, or one of the following
+    int64_t status;  // 0: no fault; else FAULT or FAILED
     int64_t block[3], thread[3];
-    uint64_t address;  // of a fault
+    uint64_t address;  // of the memory fault
     char text[200];
 };
 enum { FAULT = 1, FAILED = 2 };
@@ -62,76 +62,76 @@ struct Thread {
     Worker *worker;
     int warp, lane, stack;
     void *stack_pointer;
-    const unsigned *generation;  // waits while this is
-    unsigned since;              // equal to that; null if it does not wait
+    const unsigned *generation;  // the thread waits while `*generation == since`; null if it does not wait
+    unsigned since;
     bool done;
-    int group;                   // of copies
-    bool has_waited;             // for some
+    int group;                   // current group of asynchronous copies
+    bool has_waited;             // for a group of copies
     std::vector<Copy> copies;
 };
-struct Meeting {  // of lanes of a warp
+struct Meeting {  // a warp operation that lanes of a warp do together
     unsigned mask, arrived, generation;
     const char *what;
     const void *place;
     void *brought[32];
 };
-struct Asynchronous {  // a product that a warp has begun
+struct Asynchronous {  // a warpgroup product that a warp has begun
     int columns, group;
     bool adds;
     float *sums[32];
-    const unsigned *registers[32];  // of the first operand, or null
+    const unsigned *registers[32];  // the first operand, or null if it is in shared memory
     uint64_t a, b;
     float (*number)(unsigned);
     uint64_t code;
 };
 struct Warp {
-    Meeting meetings[32];  // by the lowest lane of the mask
+    Meeting meetings[32];  // by the lowest lane of their mask
     std::vector<Asynchronous> products;
-    std::map<float *, std::vector<float>> sums;  // of registers that products add to, by those of lane 0
+    std::map<float *, std::vector<float>> sums;  // accumulators of products, by the registers of lane 0
     int group;
     bool is_fenced;
-    uint64_t begun;  // a digest of all operands
+    uint64_t begun;  // a digest of the operands of all products
 };
 
-struct Arrivals {  // what threads wait for: so many of them, and bytes of copies
+struct Arrivals {  // an mbarrier, or the barrier of a cluster
     Worker *owner;
-    unsigned count, pending, phase;  // phases that are over
-    int64_t bytes;
-    bool is_shown;  // to other blocks
+    unsigned count, pending, phase;  // arrivals of a phase, missing arrivals, completed phases
+    int64_t bytes;                   // missing bytes of bulk copies
+    bool is_shown;                   // whether other blocks can use it
 };
-struct Bulk {  // a copy to shared memory of blocks of a cluster, which arrives at an mbarrier of each
+struct Bulk {  // a bulk copy to shared memory of the blocks in `mask`, which arrives at an mbarrier of each block
     Thread *issuer;
     const void *from;
-    size_t to, mbarrier, bytes;  // places in shared memory
+    size_t to, mbarrier, bytes;  // offsets in shared memory, and a size
     unsigned mask, number;
     uint64_t code;
 };
 struct Cluster {  // blocks that run at the same time
     Worker *blocks;
-    unsigned size, copies;  // so many were issued in this launch
+    unsigned size, copies;  // number of blocks; number of bulk copies issued in this launch
     std::vector<Bulk> under_way;
-    Arrivals all;  // threads at the barrier of the cluster
+    Arrivals all;  // the barrier of the cluster
 };
 
-struct Worker {  // a block, and what the operating-system thread that runs it keeps for it
+struct Worker {  // a block, with the memory that its operating-system thread reuses for the next block
     Cluster *cluster;
-    unsigned rank;  // in it
-    std::map<size_t, Arrivals> mbarriers;  // by their places in shared memory
+    unsigned rank;  // index of the block in the cluster
+    std::map<size_t, Arrivals> mbarriers;  // by their offsets in shared memory
     dim3 grid, shape, block;
     unsigned threads, live, next, arrived, generation, stacks_used;
     int line;
-    uint64_t serial;  // of the block, over all launches
+    uint64_t serial;  // number of the block over all launches
     void (*enter)(const void *, const void *);
     const void *kernel, *arguments;
     void *scheduler;
-    bool failed, hasty;  // warps go on until they wait for others
+    bool failed, hasty;  // `hasty`: each warp runs until it waits for others
     Report *report;
     char *stacks, *shared;
     size_t stack_count, shared_bytes;
     std::vector<Thread> all;
     std::vector<Warp> warps;
     std::vector<int> order, idle;
-    std::vector<std::pair<char *, size_t>> declared;  // shared memory of declarations
+    std::vector<std::pair<char *, size_t>> declared;  // declared shared memory: addresses and sizes
 };
 
 static thread_local Thread *current = nullptr;  // null while no kernel runs
@@ -160,7 +160,7 @@ static void note(int status, const char *form, ...) {
     va_end(values);
     w.failed = true;
 }
-// Say what is wrong and give up the block; the fibers are left as they are.
+// Report a fault and give up the block. Its fibers are abandoned.
 template <class... Values> [[noreturn]] static void fail(const char *form, Values... values) {
     note(FAILED, form, values...);
     leave(current);
@@ -182,7 +182,7 @@ constexpr int SIGNALS[] = {SIGSEGV, SIGFPE, SIGILL};
 static struct sigaction earlier[3];
 
 static void on_signal(int number, siginfo_t *info, void *context) {
-    if (current == nullptr) {  // not a kernel: whoever was there before us
+    if (current == nullptr) {  // no kernel runs: call the earlier handler
         const struct sigaction &e = earlier[number == SIGSEGV ? 0 : number == SIGFPE ? 1 : 2];
         if (e.sa_flags & SA_SIGINFO) return e.sa_sigaction(number, info, context);
         if (e.sa_handler != SIG_DFL && e.sa_handler != SIG_IGN) return e.sa_handler(number);
@@ -193,7 +193,7 @@ static void on_signal(int number, siginfo_t *info, void *context) {
     else if (number == SIGILL) note(FAILED, "reads or writes through a misaligned pointer, or an array outside of its bounds");
     else if (info->si_code == SI_KERNEL) note(FAILED, "touches memory through a wild pointer");
     else say_fault((const char *)info->si_addr);
-    // Go on at `leave`, from the top of this fiber's stack, of which nothing is needed any more.
+    // Continue at `leave`, at the top of this fiber's stack; the contents of the stack are no longer needed.
     auto &registers = ((ucontext_t *)context)->uc_mcontext.gregs;
     registers[REG_RSP] = (greg_t)(current->worker->stacks + (current->stack + 1) * STACK - 256 - 8);
     registers[REG_RIP] = (greg_t)(void (*)())[] { leave(current); };
@@ -207,7 +207,7 @@ static void catch_faults() {
         return true;
     }();
     (void)caught;
-    stack_t stack = {};  // handlers must not run on a fiber's stack, which may be what overflowed
+    stack_t stack = {};  // handlers must not run on a fiber's stack, which may have overflowed
     sigaltstack(nullptr, &stack);
     if (stack.ss_flags & SS_DISABLE) {
         stack.ss_size = 64 << 10;
@@ -225,7 +225,7 @@ static inline void wait(const unsigned *generation, unsigned since) {
     me->since = since;
     leave(me);
 }
-// Runs threads that have not begun, until one waits: then this stack is that thread's.
+// Run threads that have not begun, one after the other, until one waits. That thread then keeps this stack.
 static void carry() {
     Worker &w = *current->worker;
     for (;;) {
@@ -279,9 +279,9 @@ static void check_warpgroups(Worker &w) {
         if (begun(i) != begun(i / 4 * 4 + (i + 1) % 4)) note(FAILED, "the four warps of a warpgroup begin different products");
 }
 static void start(Worker &w, int stack) {
-    const size_t apart = stack % 61 * 64;  // or all of them would meet in the same lines of the cache
+    const size_t apart = stack % 61 * 64;  // different offsets, so that stacks use different cache lines
     void **top = (void **)(w.stacks + (stack + 1) * STACK - apart) - 1;
-    *--top = (void *)carry;  // begins with the stack as after a call
+    *--top = (void *)carry;  // the fiber begins at `carry`, with the stack as after a call
     top -= 6;
     *(uint64_t *)(w.stacks + stack * STACK) = CANARY;
     Thread nobody = {};
@@ -299,7 +299,7 @@ static inline uint64_t random_from(uint64_t &state) {  // SplitMix64
 static void shuffle(std::vector<int> &order, uint64_t &state) {
     for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random_from(state) % i]);
 }
-// Let a thread run until it waits again; whether it could.
+// Run a thread until it waits again; return whether it was able to run.
 static bool turn(Worker &w, Thread &t) {
     if (w.failed || t.done || (t.generation && *t.generation == t.since)) return false;
     t.generation = nullptr;
@@ -326,12 +326,12 @@ static void begin_threads(Worker &w) {
         start(w, stack);
     }
 }
-// Let each thread of a block run until it waits again; whether any could.
+// Run each thread of a block until it waits again; return whether any thread was able to run.
 static bool take_turns(Worker &w) {
     bool any = false, again = false;
     for (size_t n = 0; n < w.order.size() && !w.failed; n++) {
         if (turn(w, w.all[w.order[n]])) any = again = true;
-        if (w.hasty && n % 32 == 31 && std::exchange(again, false)) n -= 32;  // this warp goes on
+        if (w.hasty && n % 32 == 31 && std::exchange(again, false)) n -= 32;  // this warp runs again
     }
     return any;
 }

@@ -1,8 +1,8 @@
-// Blocks that run at the same time, and what cluster.cuh wraps: the barrier of all their threads, mbarriers, and copies to
-// shared memory of several of them.
+// Clusters: blocks that run at the same time, and the instructions that cluster.cuh wraps: the cluster barrier, mbarriers,
+// and bulk copies to shared memory of several blocks.
 //
-// A copy is made when nobody can go on without one, so that who does not wait for it reads NaN or what was there before;
-// of hasty warps as soon as it is issued, so that nobody may still need what it overwrites.
+// A bulk copy is made when no thread can continue without it, so that a thread that does not wait reads NaN or old values.
+// For hasty warps it is made at once, so that a thread that still reads the old values gets wrong ones.
 #pragma once
 
 #include "block.h"
@@ -11,7 +11,7 @@ namespace emulation {
 
 // ------------------------------------------------------------------------------------------------------- arrivals
 
-// Take what has come off what is missing; what is wrong with that, if anything.
+// Subtract arrivals and bytes from the missing ones, and complete the phase at zero. Return an error text or null.
 static const char *arrive(Arrivals &a, unsigned arrivals, int64_t bytes) {
     if (arrivals > a.pending) return "arrives where nobody is missing";
     a.pending -= arrivals, a.bytes -= bytes;
@@ -67,7 +67,7 @@ static inline void sync_cluster() {
 
 // --------------------------------------------------------------------------------------------------------- copies
 
-// Make a copy; what is wrong with it, if anything.
+// Make a bulk copy. Return an error text or null.
 static const char *deliver(Cluster &c, const Bulk &copy) {
     Hidden mine;
     for (unsigned rank = 0; rank < c.size; rank++) {
@@ -82,7 +82,7 @@ static const char *deliver(Cluster &c, const Bulk &copy) {
     }
     return nullptr;
 }
-// Make one of the copies that are under way if it is `due`, the last first or any; whether one was made.
+// Make one of the pending bulk copies if `due`: the last issued one if `random` is 0, else any. Return whether one was made.
 static bool deliver_any(Cluster &c, bool due, uint64_t random) {
     if (!due || c.under_way.empty()) return false;
     const auto which = c.under_way.end() - 1 - random % c.under_way.size();
@@ -111,7 +111,7 @@ HOCKET_PLACED static void copy_to_blocks(void *to, const void *from, unsigned by
 
 // ------------------------------------------------------------------------------------------------------------ turns
 
-// Let a block run until it waits for others, or, if it is not hasty, some turns; whether it could.
+// Run a block for at most `turns_left` turns of its threads, or until all wait. Return whether any thread was able to run.
 static bool go_on(Worker &w, uint64_t turns_left) {
     bool any = false;
     while (!w.failed && !has_ended(w) && turns_left-- && take_turns(w)) any = true;

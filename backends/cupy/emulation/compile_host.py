@@ -29,8 +29,10 @@ ACCESS_HOOK_OPTIONS = (
     *("-g1", "-fsanitize=kernel-address", "-fno-tree-sra", "-fno-tree-vectorize"),
     *("--param", "asan-instrumentation-with-call-threshold=0", "--param", "asan-stack=0", "--param", "asan-globals=0"),
 )
-"""Options for a function call at each load and store, which keep the access width of the source. They replace
-`CHECK_OPTIONS`."""
+"""Options for a function call at each load and store, which keep the access width of the source.
+
+They replace `CHECK_OPTIONS`.
+"""
 COUNTER_OPTIONS = (*ACCESS_HOOK_OPTIONS, '-DHOCKET_SEEN="counters.h"')
 ACCESS_LOG_OPTIONS = (*ACCESS_HOOK_OPTIONS, '-DHOCKET_SEEN="order.h"')
 STDIN_OPTIONS = (f"-I{HEADER_FOLDER}", "-x", "c++", "-")
@@ -41,7 +43,7 @@ _build_lock = threading.Lock()
 
 
 def require_compiler() -> str:
-    """Return the path of g++. Raises `BackendError` if g++ is not installed."""
+    """Require g++ and return its path. Raises `BackendError` if g++ is not installed."""
     path = shutil.which("g++")
     if path is None:
         raise BackendError(
@@ -51,7 +53,7 @@ def require_compiler() -> str:
 
 
 def to_cpp(source: KernelSource) -> str:
-    """Return a kernel source as C++, with one C function for each instantiation: ``launch_0``, ``launch_1``, ..."""
+    """Convert a kernel source to host C++, with one C function for each kernel: ``launch_0``, ``launch_1``, ..."""
     entries = (
         f'extern "C" void launch_{i}(const emulation::Launch *l, emulation::Report *r)'
         f" {{ emulation::launch(&{name}, *l, *r); }}\n"
@@ -62,7 +64,7 @@ def to_cpp(source: KernelSource) -> str:
 
 @call_once
 def load_library(source: KernelSource, extra: tuple[str, ...] = CHECK_OPTIONS) -> ctypes.CDLL:
-    """Return the compiled library of a kernel source.
+    """Load the host library of a kernel source; compile the library with g++ if the cache folder does not have it.
 
     Args:
         source: Kernel source.
@@ -78,7 +80,7 @@ def load_library(source: KernelSource, extra: tuple[str, ...] = CHECK_OPTIONS) -
 
 @call_once
 def load_race_detector() -> ctypes.CDLL:
-    """Return the compiled library of the race detector."""
+    """Load the library of the race detector; compile the library if the cache folder does not have it."""
     file = HEADER_FOLDER / "disorder.cpp"
     return _load_or_rebuild(file.name, file.read_text("utf-8"), GXX_OPTIONS, STDIN_OPTIONS)
 
@@ -95,7 +97,7 @@ def _load_or_rebuild(file: str, text: str, options: tuple[str, ...], inputs: tup
 
 @call_once
 def _build_headers(extra: tuple[str, ...]) -> Path:
-    """Return the folder of the precompiled header, after compiling it if necessary."""
+    """Build the precompiled header if the cache folder does not have it, and return its folder."""
     with _build_lock:
         return _build(
             PRECOMPILED_HEADER, "", (*GXX_OPTIONS, *extra), ("-x", "c++-header", str(HEADER_FOLDER / "cuda.h"))
@@ -104,13 +106,13 @@ def _build_headers(extra: tuple[str, ...]) -> Path:
 
 @cache
 def _read_build_inputs(command: str, options: tuple[str, ...]) -> bytes:
-    """Return headers, compiler version and options as bytes: all build inputs except the source."""
+    """Read all build inputs except the source, as bytes of the cache key: headers, compiler version and options."""
     version = subprocess.run([command, "--version"], capture_output=True, check=True).stdout
     return b"\0".join((*(h.read_bytes() for h in sorted(HEADER_FOLDER.glob("*.h"))), version, repr(options).encode()))
 
 
 def _build(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> Path:
-    """Return the path of a compiled file. It is compiled first if the cache folder does not have it.
+    """Build a library or header in the cache folder if it does not exist there, and return its path.
 
     Args:
         file: Name of the source, for messages and for the name of the compiled file in the folder of the cache key.
@@ -137,7 +139,7 @@ def _build(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ..
 
 @contextmanager
 def _lock_build(folder: Path) -> Iterator[None]:
-    """Lock the lock file in a folder against other processes."""
+    """Lock a build folder against other processes, through its lock file."""
     with open(folder / LOCK_FILE, "ab") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield

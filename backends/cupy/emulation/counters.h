@@ -1,8 +1,9 @@
-// What the memory of a device would have to do for a launch.
+// Counts the memory requests of a launch, with their cost on a device.
 //
-// The n-th access of each lane of a warp from one place of the code is one request, as lanes that walk together make it.
-// Global memory answers in sectors of 32 bytes, shared memory from 32 banks of 4 bytes, a word of each in one wavefront.
-// An access of 8 or 16 bytes a lane goes by parts of a warp that differ by device: its wavefronts are the fewest possible.
+// The n-th accesses of all lanes of a warp at one place of the code form one request, as in lanes that run in lockstep.
+// Global memory serves a request in sectors of 32 bytes. Shared memory has 32 banks of 4 bytes and serves one word of
+// each bank per wavefront. Devices split requests of 8 or 16 bytes per lane in different ways, so the count of their
+// wavefronts is a lower bound.
 #pragma once
 
 #include <algorithm>
@@ -12,21 +13,21 @@
 
 namespace emulation {
 
-struct Site {  // as counted.py reads it: what one place of the code did in all requests
-    uint64_t code;  // where a call returns to
+struct Site {  // all requests of one place in the code; access_counters.py has the same fields
+    uint64_t code;  // return address of the access
     uint64_t is_shared, is_store, bytes;  // of a lane
     uint64_t requests, cost, least;       // in sectors, or in wavefronts
 };
 struct Access { uint64_t at, code; uint32_t bytes; bool is_shared, is_store; };
-struct Operand { uint64_t low, high; std::vector<uint32_t> read, written; };  // a bit a byte, a word a sector
+struct Operand { uint64_t low, high; std::vector<uint32_t> read, written; };  // one bit per byte, one word per sector
 
 static std::vector<Operand> operands;
 static std::map<std::pair<uint64_t, bool>, Site> sites;
-static std::vector<std::vector<Access>> seen[MOST_BLOCKS];  // of each thread of the blocks of a cluster
-static uint64_t asked;  // sectors that blocks want of global memory, each once a block
-static int64_t under_way;  // groups of copies of a thread, at most, while it reads shared memory; -1 if none are made
+static std::vector<std::vector<Access>> seen[MOST_BLOCKS];  // accesses of each thread, by block of a cluster
+static uint64_t asked;  // sectors of global memory that blocks request, each sector once per block
+static int64_t under_way;  // maximum groups of copies in flight while a thread reads shared memory; -1: no copies
 
-// Before the first wait is no work, whatever is read.  A group without copies is there at once, and does not count.
+// Count the groups of copies in flight. Reads before the first wait do not count, nor do groups without copies.
 HOCKET_UNSEEN static void note_under_way(const Thread &t) {
     int64_t groups = 0;
     int last = -1;
@@ -41,7 +42,7 @@ HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store
         Operand *of = nullptr;
         for (auto &o : operands)
             if (at >= o.low && at < o.high) of = &o;
-        if (of == nullptr) return;  // registers, or what a launch is given
+        if (of == nullptr) return;  // registers, or the arguments of the launch
         auto &bits = is_store ? of->written : of->read;
         for (uint64_t b = at; b < std::min(at + bytes, of->high); b++) bits[b / 32 - of->low / 32] |= 1u << b % 32;
     }
@@ -71,7 +72,7 @@ HOCKET_UNSEEN static void close_request(const Access *const *all, int lanes) {
         s.cost += most, s.least += (n + 31) / 32;
         return;
     }
-    uint64_t ends[32], begins[32], used = 0, upto = 0;  // bytes that some lane wants
+    uint64_t ends[32], begins[32], used = 0, upto = 0;  // `used`: bytes that any lane requests
     int order[32];
     for (int i = 0; i < lanes; i++) order[i] = i, begins[i] = all[i]->at, ends[i] = all[i]->at + all[i]->bytes;
     std::sort(order, order + lanes, [&](int a, int b) { return begins[a] < begins[b]; });
@@ -87,20 +88,20 @@ static inline void note_earlier() {}
 static inline void note_arrival(const void *, size_t, uint64_t) {}
 static inline void show_to_products() {}
 HOCKET_UNSEEN static void read_by_product(const void *p, size_t bytes, uint64_t code, bool again) {
-    if (again) note_under_way(*current);  // it goes on until it is waited for
+    if (again) note_under_way(*current);  // the product may read until the thread waits for it
     else count(p, bytes, false, code);
 }
 static inline void note_arrived(const Arrivals &) {}
 static inline void note_waited(const Arrivals &) {}
 static inline void note_over(const Arrivals &) {}
-// What several blocks get is asked for once; each has it written to its shared memory, where all of them have a place.
+// A bulk copy reads global memory once, and writes shared memory of each block in its mask at the same offset.
 HOCKET_UNSEEN static void note_issue(const Bulk &copy) {
     count(copy.from, copy.bytes, false, copy.code);
     for (unsigned blocks = copy.mask; blocks; blocks &= blocks - 1) count(current->worker->shared + copy.to, copy.bytes, true, copy.code);
 }
 static inline void note_delivery(const Bulk &, const Worker &, const Arrivals &) {}
 static inline bool is_dropped(const char *, int) { return false; }
-// What the threads of a block did becomes requests.
+// Turn the accesses of a block's threads into requests.
 static void close_block(const Worker &w) {
     Hidden all_of_it;
     auto &seen = emulation::seen[w.rank];
@@ -143,7 +144,7 @@ static void close_block(const Worker &w) {
 
 }  // namespace emulation
 
-// Operands as pairs of addresses; what was counted before is forgotten.
+// Clear all counters. `spans` are the address ranges of the operands.
 extern "C" HOCKET_UNSEEN void counters_begin(const uint64_t *spans, int64_t n) {
     using namespace emulation;
     operands.clear(), sites.clear(), asked = 0, under_way = -1;
@@ -154,8 +155,9 @@ extern "C" HOCKET_UNSEEN void counters_begin(const uint64_t *spans, int64_t n) {
     }
     is_hidden = false;
 }
-// `moved` gets distinct sectors in bytes and the bytes of them that the kernel wanted, of what it read and of what it wrote;
-// the bytes of sectors that differ within a block; and the groups of copies under way.
+// Write the sites to `out`, and six numbers to `moved`: bytes of distinct sectors that were read, bytes of them that were
+// requested, the same two numbers for writes, bytes of sectors that are distinct within a block, and the maximum groups of
+// copies in flight.
 extern "C" HOCKET_UNSEEN int64_t counters_end(emulation::Site *out, int64_t most, int64_t *moved) {
     using namespace emulation;
     is_hidden = true;

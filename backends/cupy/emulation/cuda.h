@@ -1,18 +1,26 @@
-// The CUDA C++ that hocket's kernels use, for g++ on x86-64: a kernel runs as it would on a device, and what a device
-// lets pass is an error here.
+// The subset of CUDA C++ that hocket's kernels use, for g++ on x86-64. A kernel runs as on a device, and errors that a
+// device ignores are reported.
 //
-// One operating-system thread runs a block, or the blocks of a cluster.  Each of its CUDA threads is a fiber, but for as
-// long as threads never wait they run one after another on one stack, so that kernels without barriers cost no switch.  A
-// wait (a barrier, a warp operation) gives the turn to the next thread; the order of turns is chosen by the caller (0
-// forward, 1 backward, each warp as far as it gets before the next, more: shuffled from that seed), since threads that
-// share memory without a barrier give other results in another order.
+// One operating-system thread runs a block, or the blocks of a cluster. Each CUDA thread is a fiber. Threads that never
+// wait run one after the other on one stack, so kernels without barriers need no switches. At a wait (a barrier, a warp
+// operation), the next thread runs. The caller chooses the order of threads, because threads that share memory without a
+// barrier give other results in another order:
 //
-// Errors end the launch with a status and a text, and never the process: barriers and warp operations that not all come
-// to, different ones that meet, masks without the caller, lanes read outside of a mask, memory that is nobody's,
-// misaligned vectors, division of integers by 0, copies or products in flight at the end.  Shared memory begins as NaN.
+// - 0: forward.
+// - 1: backward; each warp runs as far as possible before the next one.
+// - Larger numbers: shuffled, with this number as the seed.
 //
-// Not modelled: warps in lockstep, anything newer than sm_80 but products of warpgroups (warpgroup.h) and clusters of blocks
-// (cluster.h).  Stores are seen at once; order.h finds who counts on that.
+// An error ends the launch with a status and a text, and never the process. The errors are:
+//
+// - a barrier or a warp operation that some threads do not reach, or different operations at the same time
+// - a mask without the calling lane, or a read of a lane outside of the mask
+// - an access out of bounds or with wrong alignment
+// - an integer division by 0
+// - asynchronous copies or products in flight at the end
+//
+// Shared memory begins as NaN. Not modelled are warps in lockstep and features newer than sm_80, except warpgroup
+// products (warpgroup.h) and clusters (cluster.h). Other threads see stores at once; the access log of order.h serves to
+// find kernels that rely on that.
 #pragma once
 #define HOCKET_EMULATED 1
 
@@ -55,7 +63,7 @@ static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
 #define __syncthreads() emulation::barrier(__FILE__, __LINE__)
 constexpr int warpSize = 32;
 
-// Of all that lanes do together only this one orders memory.
+// Of all warp operations, only this one orders memory accesses.
 static inline void __syncwarp(unsigned mask = ~0u, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
     if (emulation::is_dropped(file, line)) return;
     emulation::meet("__syncwarp", mask, nullptr, [mask](void **) { emulation::note_together(mask); });
@@ -80,7 +88,7 @@ static inline unsigned __ballot_sync(unsigned mask, int yes) { return emulation:
 static inline int __any_sync(unsigned mask, int yes) { return emulation::vote(mask, yes != 0) != 0; }
 static inline int __all_sync(unsigned mask, int yes) { return emulation::vote(mask, yes != 0) == mask; }
 
-// Of integers only: sums of floats in any order are no results.
+// Atomic operations on integers only: a sum of floats would depend on the order of threads.
 template <class T, class Act> HOCKET_PLACED T changed(T *at, Act act) {
     emulation::Hidden mine;
     emulation::note_word("relaxed.gpu", at, sizeof(T), 0, true, (uint64_t)__builtin_return_address(0));

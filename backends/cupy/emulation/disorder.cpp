@@ -1,4 +1,5 @@
-// Finds accesses that are in no order, as order.py explains it, in the events of launches.
+// Finds conflicting accesses without a happens-before order in the events of launches; race_detector.py explains the
+// rules.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -14,15 +15,15 @@ namespace emulation {
 
 constexpr int64_t NONE = -1, ALL = INT64_MIN, BY_HOST = -1, STREAMS = 2, WARP = 32;
 
-struct Launched { int64_t device, stream, place, behind; };  // as `Ran` of ordered.py
+struct Launched { int64_t device, stream, place, behind; };  // fields of `LoggedLaunch` in access_log.py
 struct Memory { uint64_t low, high; int64_t device, is_buffer; };
 struct Found { int64_t ran, code, is_store, device; };
 
-// When an access was made: launches of a queue count from 1 (0: the host, before the run), phases of a block end with
-// barriers, parts of a thread's phase with its releases.
+// The time of an access. Launches of a queue count from 1 (0: the host before the run). A phase of a block ends with a
+// barrier. A part of a thread's phase ends with a release.
 struct Stamp { int64_t queue, launch, block, phase, thread, part; };
-using Who = std::array<int64_t, 3>;    // a queue; a queue and a block; a queue, a block and a thread
-using Until = std::array<int64_t, 3>;  // a launch, a phase, a part: as much of it as `Who` has
+using Who = std::array<int64_t, 3>;    // a queue; a queue and a block; or a queue, a block and a thread
+using Until = std::array<int64_t, 3>;  // a launch; a launch and a phase; or a launch, a phase and a part, as `Who`
 using Clock = std::map<Who, Until>;
 using Known = std::shared_ptr<const Clock>;
 
@@ -30,7 +31,7 @@ static bool covers(const Clock &known, const Who &who, const Until &until) {
     const auto found = known.find(who);
     return found != known.end() && found->second >= until;
 }
-// Whether a stamp is over for who is at `mine` and knows so much.
+// Return whether the access at stamp `s` happens before the one at `mine`, which has the clock `known`.
 static bool is_before(const Stamp &s, const Stamp &mine, const Clock &known) {
     if (s.queue == mine.queue && s.launch == mine.launch && s.block == mine.block && (s.thread == mine.thread || s.phase < mine.phase))
         return true;
@@ -56,26 +57,26 @@ static Known joined(const Known &a, const Known &b) {
 
 struct Access {
     Stamp stamp;
-    int64_t ran;  // which launch, or `BY_HOST`
+    int64_t ran;  // index of the launch, or `BY_HOST`
     uint64_t code;
     bool is_store, is_word, is_product;
 };
-struct Unit {  // who stored a few bytes last, when that was shown to products, and who loaded them since
+struct Unit {  // a few bytes: the last store, its proxy fence (`shown`), and all loads since the store
     bool is_stored = false, is_shown = false;
     Access store = {};
     Stamp shown = {};
     std::vector<Access> loads;
 };
-struct Arrivals { Clock so_far, over; };  // what those know together that have arrived
+struct Arrivals { Clock so_far, over; };  // joined clocks of threads that arrived: in this phase, in past phases
 
-struct Block {  // what is known to all its threads since their last barrier, and what some know besides
+struct Block {  // a thread block: the clock of all its threads since the last barrier, and clocks of single threads
     int64_t queue, launch, number;
-    Known known, earlier;  // and what threads learn that wait for the launches before
+    Known known, earlier;  // `earlier`: the clock that a thread gets when it waits for the launches before
     int64_t phase = 0;
     std::map<int64_t, Known> own = {};
     std::map<int64_t, int64_t> parts = {};
     std::map<int64_t, std::vector<Unit *>> unshown = {};
-    std::map<std::pair<Known, Known>, Known> learned = {};  // many threads learn the same
+    std::map<std::pair<Known, Known>, Known> learned = {};  // joined clocks, cached: many threads join the same pair
 
     const Known &of(int64_t thread) const {
         const auto found = own.find(thread);
@@ -85,7 +86,7 @@ struct Block {  // what is known to all its threads since their last barrier, an
         const auto part = parts.find(thread);
         return {queue, launch, number, phase, thread, part == parts.end() ? 0 : part->second};
     }
-    // What a thread knows and did so far; what it does from now on is not among it.
+    // Add the clock of a thread and all its accesses so far to `to`. Later accesses of the thread are in the next part.
     void tell(int64_t thread, Clock &to) {
         add(to, *of(thread));
         add(to, {queue, number, thread}, {launch, phase, parts[thread]++});
@@ -95,13 +96,13 @@ struct Block {  // what is known to all its threads since their last barrier, an
         if (!both) both = joined(of(thread), more);
         own[thread] = both;
     }
-    // To products, what a thread stored.
+    // A proxy fence: show the stores of a thread to warpgroup products.
     void show(int64_t thread) {
         for (Unit *unit : unshown[thread])
             if (unit->is_stored && unit->store.stamp.thread == thread) unit->is_shown = true, unit->shown = stamp(thread);
         unshown[thread].clear();
     }
-    // Threads of a warp.
+    // A warp barrier of these lanes: all of them get the joined clock.
     void meet(int64_t first, uint64_t lanes) {
         Clock together;
         std::set<Known> before;
@@ -121,7 +122,7 @@ struct Block {  // what is known to all its threads since their last barrier, an
         for (const auto &[thread, clock] : own) others.insert(clock);
         add(whole, others);
         add(whole, {queue, number, ALL}, {launch, phase, 0});
-        // What single threads of this block did is among that.
+        // The entry of the block covers the entries of its single threads.
         whole.erase(whole.lower_bound({queue, number, ALL + 1}), whole.upper_bound({queue, number, INT64_MAX}));
         known = std::make_shared<Clock>(std::move(whole));
         phase++;
@@ -129,7 +130,7 @@ struct Block {  // what is known to all its threads since their last barrier, an
     }
 };
 
-using Place = std::array<int64_t, 3>;  // a number of bytes, and the launch and block whose shared memory it is in, if any
+using Place = std::array<int64_t, 3>;  // index of a unit of bytes; for shared memory also its launch and block
 struct Hash {
     size_t operator()(const Place &p) const { return (p[0] * 0x9e3779b97f4a7c15 ^ p[1] * 0xc2b2ae3d27d4eb4f ^ p[2] * 0x165667b19e3779f9); }
 };
@@ -139,14 +140,14 @@ struct Run {
     std::vector<Memory> memory;
     int64_t unit;
     std::set<int64_t> devices = {};
-    std::map<int64_t, std::vector<std::pair<int64_t, Known>>> over = {};  // by queue, places of launches that ended, what they knew
+    std::map<int64_t, std::vector<std::pair<int64_t, Known>>> over = {};  // by queue: positions and clocks of ended launches
     std::map<int64_t, int64_t> running = {}, begun = {};                  // by queue
-    std::set<int64_t> waited = {};  // launches, some thread of which waited for the earlier ones
+    std::set<int64_t> waited = {};  // launches in which a thread waited for the earlier launches
     std::map<std::pair<int64_t, int64_t>, Block> blocks = {};  // by launch and number
     std::unordered_map<Place, Unit, Hash> units = {};
     std::map<std::pair<uint64_t, uint64_t>, Known> released = {};
     std::map<std::array<int64_t, 3>, Arrivals> arrivals = {};  // by launch, block and address
-    std::map<std::pair<int64_t, int64_t>, Known> issued = {};  // by launch and copy, what was known when
+    std::map<std::pair<int64_t, int64_t>, Known> issued = {};  // by launch and bulk copy: the clock at its issue
     std::map<std::array<uint64_t, 4>, std::pair<Access, Access>> pairs = {};
 
     int64_t queue_of(int64_t number) const { return launches[number].device * STREAMS + launches[number].stream; }
@@ -161,7 +162,7 @@ struct Run {
         }
         std::sort(memory.begin(), memory.end(), [](const Memory &a, const Memory &b) { return a.low < b.low; });
     }
-    // Of the launch that runs in a queue: all later ones know what its threads knew.
+    // End the launch that runs in a queue. Later launches that wait for it get the joined clock of its threads.
     void end(int64_t queue) {
         const auto found = running.find(queue);
         if (found == running.end()) return;
@@ -178,7 +179,7 @@ struct Run {
         whole.erase(whole.lower_bound({queue, ALL + 1, ALL}), whole.upper_bound({queue, INT64_MAX, INT64_MAX}));
         over[queue].push_back({launches[number].place, std::make_shared<Clock>(std::move(whole))});
     }
-    // What threads of a launch learn when they wait for those before it.
+    // Return the clock that threads of a launch get when they wait for the launches before it.
     Known earlier(int64_t number) {
         const Launched &ran = launches[number];
         Known known = over[queue_of(number)].back().second;
@@ -203,7 +204,7 @@ struct Run {
         if (found != blocks.end()) return found->second;
         return blocks.insert({{number, of}, Block{queue, begun[queue], of, over[queue].front().second, earlier(number)}}).first->second;
     }
-    // Of which device's buffers that is, if of any; shared memory is of none.
+    // Return the device that has a buffer at this place, or `NONE`. Shared memory is in no buffer.
     int64_t owner(const Place &place) const {
         if (place[1] != NONE) return NONE;
         const uint64_t at = place[0] * unit;
@@ -224,7 +225,7 @@ struct Run {
         Unit &u = made.first->second;
         if (made.second) {
             const int64_t device = owner(place);
-            if (device != NONE)  // filled by the host before the run
+            if (device != NONE)  // the host stored it before the run
                 u.is_stored = true, u.store = {{device * STREAMS, 0, 0, 0, 0, 0}, BY_HOST, 0, true, false, false};
         }
         if (u.is_stored) judge(u, mine, u.store, known);
@@ -240,8 +241,8 @@ struct Run {
     template <class Act> void each_unit(const Event &e, int64_t room, int64_t of, Act act) {
         for (int64_t u = e.at / unit; u < int64_t(e.at + e.bytes) / unit; u++) act(Place{u, room, of});
     }
-    // What a thread arrives at or waits for, which is of block `value`; and copies in bulk, of which each is a block of
-    // its own, number -1 - `value`: whoever knows it to be over has waited for its mbarrier.
+    // Process arrivals and waits at an mbarrier or cluster barrier of block `value`, and bulk copies. Each bulk copy
+    // counts as a block of its own with number -1 - `value`. A thread whose clock covers it has waited for its mbarrier.
     void in_cluster(const Event &e, int64_t number, Block &here) {
         const int64_t value = e.value, at = e.at;
         if (e.kind == ARRIVED || e.kind == WAITED || e.kind == OVER) {
@@ -264,7 +265,7 @@ struct Run {
             const Known known = issued[{number, value}];
             each_unit(e, is_store ? number : NONE, is_store ? here.number : 0, [&](const Place &place) {
                 Unit &u = touch(place, access, *known);
-                if (is_store) u.is_shown = true, u.shown = stamp;  // products see what copies in bulk bring as they do
+                if (is_store) u.is_shown = true, u.shown = stamp;  // bulk copies and products use the same proxy
             });
         }
     }
@@ -285,7 +286,7 @@ struct Run {
         const bool is_store = e.kind == STORE || e.kind == RELAXED_STORE || e.kind == RELEASE;
         const bool is_word = e.kind == RELAXED_LOAD || e.kind == RELAXED_STORE || e.kind == ACQUIRE || e.kind == RELEASE;
         Access access;
-        memset((void *)&access, 0, sizeof access);  // with what is between its fields
+        memset((void *)&access, 0, sizeof access);  // clears the padding too, for memcmp
         access.stamp = here.stamp(e.thread), access.ran = number, access.code = e.code;
         access.is_store = is_store, access.is_word = is_word, access.is_product = e.kind == BY_PRODUCT;
         const Known known = here.of(e.thread);
@@ -299,7 +300,7 @@ struct Run {
             released[{e.at, e.value}] = std::make_shared<Clock>(std::move(told));
         }
     }
-    // Everything in the memory of a device, when its streams are over.
+    // The host reads all buffers of a device after its streams have ended.
     void read_by_host() {
         std::map<int64_t, Clock> known;
         for (int64_t device : devices)
@@ -316,7 +317,7 @@ struct Run {
 
 }  // namespace emulation
 
-// Writes up to `most` pairs, of two accesses each, and for each launch whether it waited; returns how many pairs there are.
+// Write up to `most` racing pairs, as two accesses each, and for each launch whether it waited. Return the pair count.
 extern "C" int64_t find_disorder(const emulation::Event *events, const int64_t *numbers, int64_t n, const emulation::Launched *launches,
                                  int64_t n_launches, const emulation::Memory *memory, int64_t n_memory, int64_t unit,
                                  emulation::Found *found, int64_t most, int8_t *waited) {

@@ -46,7 +46,7 @@ GARBAGE_BYTE = 0x5A
 
 
 class LaunchShape(ctypes.Structure):
-    """The struct ``emulation::Launch`` of block.h."""
+    """The C struct ``emulation::Launch`` of block.h: grid, block, cluster, order and argument words of a launch."""
 
     _fields_ = (
         ("grid", ctypes.c_int64 * 3),
@@ -58,13 +58,20 @@ class LaunchShape(ctypes.Structure):
 
 
 def make_launch_shape(launch: Launch, words: npt.NDArray[np.uint64], order: int = 0, workers: int = 1) -> LaunchShape:
-    """Return the shape of a launch. It has the address of `words`, so `words` must outlive it."""
+    """Make the C struct of a launch. It has the address of `words`, so `words` must outlive it.
+
+    Args:
+        launch: The launch.
+        words: Its argument words.
+        order: Order of threads and blocks; see `EmulatedDriver`.
+        workers: CPU threads that share the launch.
+    """
     sizes = launch.grid, launch.block, launch.cluster, launch.shared_bytes
     return LaunchShape(*sizes, len(words), order, workers, words.ctypes.data)
 
 
 class Report(ctypes.Structure):
-    """The struct ``emulation::Report``: the first fault of a launch. `status` 0 means no fault."""
+    """The C struct ``emulation::Report``: the first fault of a launch. `status` 0 means no fault."""
 
     _fields_ = (
         ("status", ctypes.c_int64),
@@ -76,7 +83,7 @@ class Report(ctypes.Structure):
 
 
 class EmulatedDriver:
-    """A driver with any number of emulated devices, all on this machine.
+    """The driver of any number of emulated CUDA devices, all on the CPU of this machine.
 
     Every operand of a launch is in memory between guard pages.
 
@@ -151,7 +158,7 @@ class EmulatedDriver:
         load_library(self._to_emulated_source(kernel.source))
 
     def _to_emulated_source(self, source: KernelSource) -> KernelSource:
-        """Return a source with the instructions of these devices."""
+        """Return a kernel source with the header of instructions for these devices."""
         return source if source.instructions == self.instructions else replace(source, instructions=self.instructions)
 
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
@@ -178,7 +185,7 @@ class EmulatedDriver:
         return True
 
     def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
-        """Run and time `runs`, in seconds of the host clock."""
+        """Run recorded runs one after the other, and return the seconds of each by the host clock."""
         marks = [time.perf_counter()]
         for run in runs:
             run()
@@ -190,7 +197,7 @@ class EmulatedDriver:
 
 
 class _EmulatedLaunch:
-    """A launch with its compiled function and its guarded operands."""
+    """One launch on emulated devices, with its compiled function and its guarded operands."""
 
     def __init__(self, launch: Launch, code: ctypes.CDLL, pool: GuardedMemoryPool) -> None:
         self.launch = launch
@@ -204,7 +211,15 @@ class _EmulatedLaunch:
         )
 
     def run(self, order: int, pattern: int) -> None:
-        """Run the launch in thread order `order`. Raises `LaunchError` with the first fault that the emulator found."""
+        """Run the launch in one order of threads; check faults and the margins of operands.
+
+        Args:
+            order: Order of threads and blocks; see `EmulatedDriver`.
+            pattern: Byte that fills the margins of operands.
+
+        Raises:
+            LaunchError: The emulator found a fault. The message describes the first one.
+        """
         report = Report()
         self.shape.order = order
         for operand in self.guarded_operands:
@@ -227,7 +242,7 @@ class _EmulatedLaunch:
         return f"{self.launch.kernel}, block ({block}), thread ({thread}): {message}"
 
     def _describe_nearest_operand(self, address: int) -> str:
-        """Return the distance of an address from the nearest operand, as the end of a message."""
+        """Describe the distance of an address from the nearest operand, as the end of a message."""
         spans = [(o.guarded_address, o.guarded_address + o.high - o.low, o.low) for o in self.guarded_operands]
         spans += [(s.low, s.high, s.low) for s in self.launch.spans if s.high - s.low >= MIN_UNCOPIED_BYTES]
         nearest = min(spans, key=lambda s: max(s[0] - address, address - s[1], 0), default=None)
@@ -239,12 +254,12 @@ class _EmulatedLaunch:
         return f": {low - address} bytes before {self._format_operand(name)}"
 
     def _format_operand(self, low: int) -> str:
-        """Return the argument words that hold the operand with address `low`."""
+        """Format the indices of the launch words that hold the operand with address `low`."""
         return "word " + " and ".join(str(s.word_index) for s in self.launch.spans if s.low <= low < s.high)
 
 
 class EmulatedBackend(DriverBackend):
-    """A backend that runs CUDA kernels on the CPU, as ``cuda-emulated:0`` and any number of virtual devices."""
+    """The backend of emulated CUDA devices on the CPU: ``cuda-emulated:0`` and any number of virtual devices."""
 
     def __init__(self, order: int | None = None) -> None:
         super().__init__(EmulatedDriver(order))
@@ -264,7 +279,7 @@ class EmulatedHipDriver(EmulatedDriver):
 
 
 class EmulatedHipBackend(DriverBackend):
-    """A backend that runs HIP kernels on the CPU, as ``hip-emulated:0``, ..."""
+    """The backend of emulated AMD devices on the CPU: ``hip-emulated:0`` and any number of virtual devices."""
 
     def __init__(self, order: int | None = None) -> None:
         super().__init__(EmulatedHipDriver(order))

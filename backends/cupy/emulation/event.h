@@ -1,4 +1,4 @@
-// What a thread did, as order.h notes it and disorder.cpp reads it; ordered.py has the same fields.
+// An event of a thread: order.h writes it, disorder.cpp reads it, and access_log.py has the same fields.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ enum Kind {
     ARRIVED, OVER, WAITED, ISSUED, COPIED_FROM, COPIED_TO, COPIED,
 };
 struct Event {
-    uint64_t turn, at, code, value;  // of a word: what it is; together: the lanes of a warp, or 0 for the whole block; of
-                                     // arrivals: the block that they are of; of a copy in bulk: its number
+    uint64_t turn, at, code, value;  // `value`: the value of a word; the lanes of a warp barrier, or 0 for a block
+                                     // barrier; the block of an mbarrier; or the number of a bulk copy
     uint32_t block, thread, bytes;
     uint8_t kind, is_shared, unused[2];
 };

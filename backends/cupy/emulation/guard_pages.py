@@ -31,7 +31,7 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def allocate_guarded(nbytes: int) -> Bytes:
-    """Return `nbytes` zeroed bytes at a multiple of 16 bytes, which end less than 16 bytes before a guard zone.
+    """Allocate `nbytes` zeroed bytes, aligned to 16 bytes, which end less than 16 bytes before a guard zone.
 
     Raises:
         MemoryError: The system has no memory.
@@ -42,7 +42,7 @@ def allocate_guarded(nbytes: int) -> Bytes:
 
 
 def _map_pages(nbytes: int) -> Bytes:
-    """Return whole pages for at least `nbytes` bytes, between two guard zones that take addresses but no memory."""
+    """Map complete pages for at least `nbytes` bytes between two guard zones, which take addresses but no memory."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = size + 2 * GUARD_BYTES
     low = _libc.mmap(None, whole, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -56,13 +56,16 @@ def _map_pages(nbytes: int) -> Bytes:
 
 
 def address_of(memory: Bytes) -> int:
-    """Return the address of the first byte."""
+    """Return the address of the first byte of an array."""
     return int(memory.ctypes.data)
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedOperand:
-    """The bytes [`low`, `high`) of the program's memory, and the guarded copy that a launch uses instead."""
+    """An operand of a launch with its guarded copy, which the launch uses instead.
+
+    The operand is the bytes [`low`, `high`) of the program's memory.
+    """
 
     low: int
     high: int
@@ -70,29 +73,29 @@ class GuardedOperand:
     memory: Bytes
 
     def copy_in(self, pattern: int) -> None:
-        """Copy the operand to the guarded memory. Fill the other bytes up to the guard pages with `pattern`."""
+        """Copy the operand into the guarded memory, and fill the other bytes up to the guard pages with `pattern`."""
         ctypes.memset(address_of(self.memory), pattern, len(self.memory))
         ctypes.memmove(self.guarded_address, self.low, self.high - self.low)
 
     def has_intact_margins(self, pattern: int) -> bool:
-        """Return whether the bytes around the operand still hold `pattern`."""
+        """Return whether the bytes around the guarded copy still hold `pattern`: no store went out of bounds."""
         start = self.guarded_address - address_of(self.memory)
         before, after = self.memory[:start], self.memory[start + self.high - self.low :]
         return bool((before == pattern).all() and (after == pattern).all())
 
     def copy_back(self) -> None:
-        """Copy the operand back to the memory of the program."""
+        """Copy the guarded copy back to the memory of the program."""
         ctypes.memmove(self.low, self.guarded_address, self.high - self.low)
 
 
 class GuardedMemoryPool:
-    """Guarded memory that successive launches reuse for their operands."""
+    """A pool of guarded memory, which successive launches reuse for their operands."""
 
     def __init__(self) -> None:
         self._allocated_pages: dict[tuple[int, int], Bytes] = {}
 
     def allocate(self, number: int, nbytes: int) -> Bytes:
-        """Return guarded pages of at least `nbytes` bytes for operand `number` of a launch."""
+        """Allocate guarded pages of at least `nbytes` bytes for operand `number` of a launch, or reuse them."""
         key = (number, -(-nbytes // mmap.PAGESIZE))
         if key not in self._allocated_pages:
             self._allocated_pages[key] = _map_pages(nbytes)
@@ -100,7 +103,12 @@ class GuardedMemoryPool:
 
 
 def guard_operands(spans: Sequence[AddressSpan], pool: GuardedMemoryPool) -> list[GuardedOperand]:
-    """Return guarded memory for each operand of a launch. Overlapping operands share one range."""
+    """Allocate guarded memory for each operand of a launch. Overlapping operands share one guarded operand.
+
+    Args:
+        spans: The byte ranges of the operands.
+        pool: The pool of guarded memory.
+    """
     merged: list[list[int]] = []
     for span in sorted(spans, key=lambda s: s.low):
         if merged and span.low < merged[-1][1]:
@@ -119,7 +127,7 @@ def guard_operands(spans: Sequence[AddressSpan], pool: GuardedMemoryPool) -> lis
 
 
 def redirect_words(launch: Launch, operands: Sequence[GuardedOperand]) -> list[int]:
-    """Return the argument words of a launch, with the addresses of the guarded operands."""
+    """Redirect the launch words that are addresses to the guarded operands, and return all words."""
     words = list(launch.words)
     for span in launch.spans:
         operand = _find_operand(span, operands)

@@ -1,11 +1,11 @@
-// One launch: clusters of blocks on operating-system threads.
+// Runs one launch: its clusters of blocks, on operating-system threads.
 #pragma once
 
 #include "cluster.h"
 
 namespace emulation {
 
-// Memory that ends where nothing may be touched.
+// Allocate memory between two guard zones. It ends less than 16 bytes before the second one.
 static char *guarded(size_t bytes) {
     size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
     char *low = (char *)mmap(nullptr, pages + 2 * GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -17,8 +17,8 @@ static void forget_guarded(char *memory, size_t bytes) {
     size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
     munmap(memory + (bytes + 15) / 16 * 16 - pages - GUARD, pages + 2 * GUARD);
 }
-// Of an operating-system thread, for each block of a cluster.  A process has them once, however many libraries it loads:
-// g++ makes a variable that is inline unique.
+// The fiber stacks of an operating-system thread, for each block of a cluster. All libraries of a process share them,
+// because g++ makes inline variables unique.
 struct Stacks {
     char *low;
     size_t count;
@@ -64,7 +64,7 @@ static void prepare(Worker &w, const Launch &l, unsigned rank) {
         t.index = {i % w.shape.x, i / w.shape.x % w.shape.y, i / (w.shape.x * w.shape.y)};
     }
 }
-// Block `rank` of a cluster; as of blocks, x comes first.
+// Return the index of block `rank` of a cluster in the grid. Ranks count along x first, then y, then z.
 static dim3 block_of(const Launch &l, int64_t cluster, int64_t rank) {
     unsigned at[3];
     for (int i = 0; i < 3; i++) {

@@ -1,8 +1,8 @@
-// What a kernel does to memory that other threads may see, in an order that all devices share: order.py finds in it what
-// is in no order.
+// Logs accesses to memory that other threads can see, and synchronisations, in an order that all devices share.
+// race_detector.py finds races in the log.
 //
-// `turns` counts the releases of all devices.  An event has the number of those before it: of one that ordered it before
-// another there are fewer, as a release counts before it is seen.
+// `turns` counts the releases of all devices, and each event has the count at its time. A release increases the count
+// before another thread can acquire it, so sorting events by this count keeps each release before its acquires.
 #pragma once
 
 #include <algorithm>
@@ -16,10 +16,10 @@ namespace emulation {
 struct Span { uint64_t low, high; };
 static thread_local uint64_t *turns;
 static thread_local std::vector<Span> spans;  // the memory of devices, by address
-static thread_local const char *dropped_file;  // of a barrier that this launch goes without
+static thread_local const char *dropped_file;  // file of the barrier that this launch skips
 static thread_local int64_t dropped_line;
 static thread_local std::vector<Event> events;
-static thread_local std::map<std::pair<const Thread *, const void *>, uint64_t> last_seen;  // words, by who read them
+static thread_local std::map<std::pair<const Thread *, const void *>, uint64_t> last_seen;  // by thread and address
 
 HOCKET_UNSEEN static uint32_t number_of(const Worker &w) { return w.block.x + w.grid.x * (w.block.y + w.grid.y * w.block.z); }
 HOCKET_UNSEEN static void add(Kind kind, const void *p, size_t bytes, uint64_t code, uint64_t value, bool is_shared, const Worker *of = nullptr) {
@@ -31,11 +31,11 @@ HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store
     const uint64_t at = (uint64_t)p;
     const bool is_shared = in_shared(at);
     const auto behind = std::upper_bound(spans.begin(), spans.end(), at, [](uint64_t x, const Span &s) { return x < s.low; });
-    if (!is_shared && (behind == spans.begin() || at >= behind[-1].high)) return;  // registers, or the emulation's own
+    if (!is_shared && (behind == spans.begin() || at >= behind[-1].high)) return;  // registers, or emulator memory
     add(is_store ? STORE : LOAD, p, bytes, code, 0, is_shared);
 }
-// A load is noted once it is made, a store before.  Only those of the scope of the system reach other devices.  One that
-// reads again what it read is not noted again: threads wait so.
+// Log a load after it happens, and a store before. Only operations with system scope order accesses of other devices. A
+// repeated load of an equal value is not logged again, because threads poll words.
 HOCKET_UNSEEN static void note_word(const char *order, const void *p, size_t bytes, uint64_t value, bool is_store, uint64_t code) {
     const bool orders = strstr(order, ".sys") && strstr(order, is_store ? "release" : "acquire");
     if (!is_store) {
@@ -50,17 +50,17 @@ HOCKET_UNSEEN static void note_together(unsigned lanes) {
     Hidden mine;
     add(TOGETHER, nullptr, 0, 0, lanes, false);
 }
-// The thread has waited for the launches before.
+// Log that the thread has waited for the launches before.
 HOCKET_UNSEEN static void note_earlier() {
     Hidden mine;
     add(EARLIER, nullptr, 0, 0, 0, false);
 }
-// A copy stores when it has arrived, and when it is made.
+// Log the store of an asynchronous copy at its arrival; `copy_later` logs another one at its issue.
 HOCKET_UNSEEN static void note_arrival(const void *p, size_t bytes, uint64_t code) {
     Hidden mine;
     add(STORE, p, bytes, code, 0, true);
 }
-// A product loads at any time from its begin to the wait for it: noted at both.
+// Log the loads of a warpgroup product. They happen at any time between its begin and the wait, and are logged at both.
 HOCKET_UNSEEN static void read_by_product(const void *p, size_t bytes, uint64_t code, bool) {
     Hidden mine;
     add(BY_PRODUCT, p, bytes, code, 0, true);
@@ -70,8 +70,8 @@ HOCKET_UNSEEN static void show_to_products() {
     add(SHOWN, nullptr, 0, 0, 0, true);
 }
 static inline bool is_dropped(const char *file, int line) { return line == dropped_line && strcmp(file, dropped_file) == 0; }
-// An mbarrier, or the barrier of a cluster: who waits for it knows what those knew that have come, and that the copies
-// have arrived that it counts.
+// Log arrivals at an mbarrier or at the barrier of a cluster, and waits. A thread that waits gets the clocks of all threads
+// that arrived, and the stores of the bulk copies that the mbarrier counts.
 HOCKET_UNSEEN static void note_arrived(const Arrivals &a) {
     Hidden mine;
     add(ARRIVED, &a, 0, 0, number_of(*a.owner), true);
@@ -109,7 +109,7 @@ extern "C" HOCKET_UNSEEN int64_t order_end() {
     emulation::is_hidden = true;
     return emulation::events.size();
 }
-// The events, which are forgotten here.
+// Move the events to the caller.
 extern "C" HOCKET_UNSEEN void order_take(emulation::Event *to) {
     using namespace emulation;
     std::copy(events.begin(), events.end(), to);

@@ -43,17 +43,18 @@ from .compile_host import load_race_detector
 from .source_lines import find_lines
 
 HOST_LAUNCH = -1
-"""The launch number of accesses by the host."""
+"""The launch index of accesses by the host."""
 MAX_PAIRS = 4096
-"""The largest number of access pairs that one run reports."""
+"""The maximum number of access pairs that one run reports."""
 ACCESS_DTYPE = np.dtype([(name, np.int64) for name in ("ran", "code", "is_store", "device")])
 """The layout of an access in disorder.cpp."""
 
 
 def list_races(log: Sequence[LoggedLaunch], memory: Sequence[MemorySpan]) -> list[str]:
-    """Return the races of one run, one line per pair of source lines, and the launches that never wait.
+    """List the races of one run, one line per pair of source lines, and the kernels that never wait.
 
-    An order that is found here holds in every run with the same branches.
+    Every kernel has to wait for the launches before it. An order that is found here holds in every run with the same
+    branches.
 
     Args:
         log: The launches of all devices with their accesses.
@@ -89,19 +90,22 @@ def list_races(log: Sequence[LoggedLaunch], memory: Sequence[MemorySpan]) -> lis
 
 
 def _pointer_to(values: npt.NDArray[np.generic]) -> ctypes.c_void_p:
-    """Return the address of the data of an array, which must outlive it."""
+    """Return a C pointer to the data of an array, which must outlive the pointer."""
     return ctypes.c_void_p(values.ctypes.data)
 
 
 def _compute_unit_bytes(events: npt.NDArray[np.void]) -> int:
-    """Return the largest power of two, at most 16 bytes, that divides the begin and the end of all accesses."""
+    """Compute the granularity of accesses: the largest power of two that divides all their begins and ends.
+
+    It is at most 16 bytes.
+    """
     accesses = events[events["bytes"] > 0]
     reach = int(np.bitwise_or.reduce(accesses["at"] | accesses["bytes"], initial=np.uint64(16)))
     return reach & -reach
 
 
 def _describe_accesses(log: Sequence[LoggedLaunch], accesses: npt.NDArray[np.void]) -> list[str]:
-    """Return the kind and the source line of each access as a phrase."""
+    """Describe each access by its kind and source line, as a phrase."""
     lines: dict[tuple[int, int], str] = {}
     for number in {int(ran) for ran in accesses["ran"]} - {HOST_LAUNCH}:
         codes = sorted({int(code) for code in accesses["code"][accesses["ran"] == number]})

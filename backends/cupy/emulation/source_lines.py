@@ -19,12 +19,12 @@ class _SharedObjectInfo(ctypes.Structure):
 
 
 def find_lines(library: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
-    """Return ``file:line`` in the kernel sources for each return address in `codes`."""
+    """Find the kernel source line, ``file:line``, of each return address in `codes`."""
     return [select_innermost_line(frames) for frames in find_frames(library, codes)]
 
 
 def find_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tuple[str, ...]]:
-    """Return ``file:line`` of all inlined frames for each return address in `codes`, innermost first.
+    """Find all inlined frames, ``file:line``, of each return address in `codes`, innermost first.
 
     Raises:
         BackendError: addr2line is not installed.
@@ -45,12 +45,12 @@ def find_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tuple[str, .
 
 
 def select_innermost_line(frames: Sequence[str]) -> str:
-    """Return the innermost kernel frame. Without one, return the innermost frame of the prelude, or of any file."""
+    """Select the innermost frame in a kernel source; without one, the innermost frame in the prelude or any file."""
     ours = [name for name in frames if name.partition(":")[0].endswith((".cu", ".cuh"))]
     return next(iter(select_kernel_frames(frames)), (ours or frames)[0])
 
 
 def select_kernel_frames(frames: Sequence[str]) -> tuple[str, ...]:
-    """Return the frames in kernel sources, without the files of the prelude."""
+    """Select the frames in kernel sources, without the files of the prelude."""
     ours = (name for name in frames if name.partition(":")[0].endswith((".cu", ".cuh")))
     return tuple(name for name in ours if not name.startswith(PRELUDE_FILES))

@@ -1,4 +1,4 @@
-// What is known of a kernel's accesses where nobody asks for them: nothing.
+// Hooks that do nothing, for builds without access counters and without an access log.
 #pragma once
 
 #define HOCKET_PLACED

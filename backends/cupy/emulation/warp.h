@@ -1,4 +1,4 @@
-// What threads do together: barriers, warp operations, shared memory, and the instructions that prelude.cuh wraps.
+// Operations of several threads: barriers, warp operations, shared memory, and the instructions that cuda.cuh wraps.
 #pragma once
 
 #include "launch.h"
@@ -16,8 +16,8 @@ static inline void barrier(const char *file, int line) {
     if (++w.arrived == w.threads) w.arrived = 0, w.generation++, note_together(0);
     else wait(&w.generation, since);
 }
-// Every lane of `mask` brings a pointer; the last to come runs `act` on all of them.  All come from the same place of the
-// code, where that is given.
+// Run a warp operation: every lane of `mask` passes a pointer, and the last lane to arrive runs `act` on all pointers. If
+// `place` is given, all lanes must be at the same place of the code.
 template <class Act> inline void meet(const char *what, unsigned mask, void *brought, Act act, const void *place = nullptr) {
     Thread *me = current;
     if (!(mask >> me->lane & 1)) fail("%s with the mask %08x, in which lane %d is not", what, mask, me->lane);
@@ -64,7 +64,7 @@ static inline unsigned vote(unsigned mask, bool yes, const void *place = nullptr
 
 // ---------------------------------------------------------------------------------------------- shared memory
 
-template <class T> struct Shared {  // of one declaration and operating-system thread
+template <class T> struct Shared {  // the memory of one shared declaration, for one operating-system thread
     struct { char *memory; uint64_t serial; } of[MOST_BLOCKS];  // by rank
     T &get() {
         Worker &w = *current->worker;
@@ -82,15 +82,15 @@ template <class T> struct Shared {  // of one declaration and operating-system t
     }
 };
 
-// ------------------------------------------------------------------------------------------ what prelude.cuh wraps
+// --------------------------------------------------------------------------------------- instructions of cuda.cuh
 
-// What a kernel asks for without reading it is no access, but memory of its own.
+// Check a prefetched address: it is no access of the kernel, but must be in an operand.
 static inline void check_reach(const void *p) {
     Hidden mine;
     (void)*(const volatile char *)p;
 }
-// A copy is made only when it is waited for, so that who forgets to wait reads NaN or what was there before; of hasty
-// warps it is made at once as well, so that nobody may still read what it overwrites.
+// Issue an asynchronous copy. It is made at the wait, so that a kernel without the wait reads NaN or old values. For hasty
+// warps it is also made at once, so that a thread that still reads the old values gets wrong ones.
 HOCKET_PLACED static inline void copy_later(void *to, const void *from, int bytes) {
     if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("copies %d bytes to shared memory, which are not aligned to it", bytes);
     count(from, bytes, false, (uint64_t)__builtin_return_address(0));
@@ -109,7 +109,7 @@ static inline void wait_for_copies(int pending) {
     copies.resize(kept);
     current->has_waited = true;
 }
-// Fragments as the PTX manual draws them: g = lane / 4, t = lane % 4.
+// Matrix fragments have the layouts of the PTX manual: g = lane / 4, t = lane % 4.
 typedef float Eight __attribute__((vector_size(32)));
 struct Product { float *d; const unsigned *a, *b; };
 template <class Number> inline void multiply_16_8_16(float *d, const unsigned *a, const unsigned *b, Number number) {
@@ -132,7 +132,7 @@ template <class Number> inline void multiply_16_8_16(float *d, const unsigned *a
             for (int r = 0; r < 4; r++) ((Product *)all[lane])->d[r] += sum[lane / 4 + 8 * (r >> 1)][2 * (lane % 4) + (r & 1)];
     });
 }
-// The same of signed bytes: m16n8k32, whose sums are integers.
+// Multiply signed bytes: m16n8k32, with integer sums.
 struct IntProduct { int *d; const unsigned *a, *b; };
 static inline void multiply_16_8_32(int *d, const unsigned *a, const unsigned *b) {
     IntProduct mine{d, a, b};
@@ -154,7 +154,7 @@ static inline void multiply_16_8_32(int *d, const unsigned *a, const unsigned *b
         }
     });
 }
-// Four 8 x 8 matrices of 16-bit numbers; lane l brings the address of row l % 8 of matrix l / 8.
+// Load four 8 x 8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix l / 8.
 struct Fragment { unsigned *got; const void *row; };
 HOCKET_PLACED static inline void load_matrices(unsigned *got, const void *row, bool transposed) {
     if ((uintptr_t)row % 16) fail("ldmatrix from an address that is not aligned to 16 bytes");

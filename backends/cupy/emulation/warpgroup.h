@@ -1,14 +1,14 @@
-// What wgmma.cuh wraps: products of warpgroups, which run some time between their begin and the wait for them.
+// Warpgroup products, which wgmma.cuh wraps. They run at some time between their begin and the wait for them.
 //
-// Each warp makes its own 16 rows, when it waits, so that who overwrites an operand or does not wait has other numbers or
-// NaN; of hasty warps they are made at once, so that both operands must be there.
+// Each warp computes its own 16 rows at the wait. So a kernel that overwrites an operand too early, or does not wait, gets
+// wrong numbers or NaN. Hasty warps compute at once, so that both operands must be complete at the begin.
 #pragma once
 
 #include "warp.h"
 
 namespace emulation {
 
-// Addresses of shared memory that a launch sizes begin at no multiple of what operands need: other memory stands before.
+// The address of dynamic shared memory. It is not aligned for operands, because other memory may precede it on a device.
 constexpr unsigned SIZED_FROM = 1040;
 static inline unsigned shared_address(const void *p) {
     const Worker &w = *current->worker;
@@ -19,9 +19,8 @@ static inline unsigned shared_address(const void *p) {
 
 // ---------------------------------------------------------------------------------------------------- operands
 
-// A place of shared memory, as the PTX manual has it of an operand: so far from its begin, in the way in which its rows
-// are swizzled.
-struct Layout { unsigned first, leading, stride, mode, width; };  // `width` bytes of a row lie together
+// The decoded matrix descriptor of an operand in shared memory, as in the PTX manual: addresses, strides and swizzle mode.
+struct Layout { unsigned first, leading, stride, mode, width; };  // `width`: contiguous bytes of a row
 HOCKET_UNSEEN static Layout decoded(uint64_t operand) {
     if (operand >> 49 & 7) fail("a product has an operand with a base offset, which is not modelled");
     const auto bytes = [operand](int from) { return (unsigned)(operand >> from & 0x3fff) << 4; };
@@ -36,12 +35,12 @@ HOCKET_UNSEEN static const char *place_in(const Layout &o, unsigned from_first) 
         fail("a product reads shared memory outside of its %zu bytes", w.shared_bytes);
     return w.shared + (at - SIZED_FROM);
 }
-// Piece `half` of 8 numbers that are summed over, of a row, where these lie beside each other (K-major).
+// Return the address of 8 numbers of a row along the contraction: half `half` of 16. The operand is K-major.
 HOCKET_UNSEEN static const char *piece_of(uint64_t operand, int row, int half) {
     const Layout o = decoded(operand);
     return place_in(o, row / 8 * o.stride + row % 8 * o.width + half * (o.mode ? 16 : o.leading));
 }
-// Piece `j` of 8 columns of one of the 16 rows that are summed over, where columns lie beside each other (MN-major).
+// Return the address of columns 8 j to 8 j + 7 in one of the 16 rows of the contraction. The operand is MN-major.
 HOCKET_UNSEEN static const char *piece_across(uint64_t operand, int row, int j) {
     const Layout o = decoded(operand);
     if (!o.mode) fail("a product has an operand of columns beside each other that is not swizzled, which is not modelled");
@@ -53,7 +52,7 @@ HOCKET_UNSEEN static void read_piece(float *to, const Asynchronous &p, const cha
     memcpy(bits, piece, 16);
     for (int i = 0; i < 8; i++) to[i] = p.number(bits[i]);
 }
-// Row `row` of the 16 that a warp has of the first operand.
+// Read one of the 16 rows of the first operand that belong to the current warp.
 HOCKET_UNSEEN static void read_row(float (&to)[16], const Asynchronous &p, int row) {
     if (p.registers[0] == nullptr) {
         for (int half = 0; half < 2; half++) read_piece(to + 8 * half, p, piece_of(p.a, current->warp % 4 * 16 + row, half));
@@ -62,8 +61,8 @@ HOCKET_UNSEEN static void read_row(float (&to)[16], const Asynchronous &p, int r
     for (int k = 0; k < 16; k++)
         to[k] = p.number(p.registers[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> 16 * (k % 2) & 0xffff);
 }
-// Eight rows of a piece are one access: banks show who swizzles otherwise.  Of the second operand each warp of a group
-// reads a quarter for all.
+// Log the loads of a product. Eight rows are one request, so that a wrong swizzle causes bank conflicts. Each warp of a
+// group reads a quarter of the second operand for all four.
 static void note_reads(const Asynchronous &p, bool again) {
     Thread *me = current;
     const int quarter = me->warp % 4, part = p.columns / 4;
@@ -147,7 +146,7 @@ static inline void wait_for_products(int pending) {
             if (!current->worker->hasty) make(products[over], warp.sums[products[over].sums[0]].data());
         }
         for (size_t i = 0; i < over; i++) {
-            bool is_last = true;  // of these sums
+            bool is_last = true;  // the last product with these accumulators
             for (size_t j = i + 1; j < products.size(); j++) is_last &= products[j].sums[0] != products[i].sums[0];
             if (!is_last) continue;
             const int each = products[i].columns / 2;

@@ -1,6 +1,6 @@
-// What hip.cuh calls, of a device whose waves have 64 lanes.  Both halves of a wave run as warps of their own, each of
-// which may be ahead of the other: what reaches over to the other half is an error, or gives what nobody expects.  Lanes
-// of a wave have one program counter, so all that work together must have come to the same place of the code.
+// The wave operations of hip.cuh, for devices with waves of 64 lanes. The two halves of a wave run as separate warps, and
+// each may be ahead of the other. A shuffle across both halves is an error; a vote gets wrong values for the other half.
+// Lanes of a wave have one program counter, so all lanes of an operation must be at the same place of the code.
 #pragma once
 
 #include "warp.h"
@@ -14,7 +14,7 @@ template <class T> inline __attribute__((always_inline)) T fetched(T value, int 
     return shuffled(~0u, value, from, place);
 }
 static inline unsigned lane_of_wave() { return current->warp % 2 * 32 + current->lane; }
-// The votes of this half of the wave, and of the other one what those are not.
+// Return the votes of this half of the wave. The votes of the other half are unknown: return the complement of these.
 static inline uint64_t votes_of_wave(bool yes, const void *place) {
     const uint64_t mine = vote(~0u, yes, place), other = (uint32_t)~mine;
     return current->warp % 2 ? mine << 32 | other : other << 32 | mine;

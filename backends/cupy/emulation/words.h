@@ -1,18 +1,18 @@
-// Words that several blocks or devices read and write while they run.
+// Words for synchronisation, which several blocks or devices read and write while they run.
 #pragma once
 
 #include "block.h"
 
 namespace emulation {
 
-// A kernel that waits for another device, which runs on another thread of the operating system.
+// Yield while a kernel waits for another device, which runs on another operating-system thread.
 static inline void give_way() { sched_yield(); }
 static inline unsigned long long nanoseconds() {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
-// Words that several threads see meanwhile; the order is PTX's, such as "acquire.sys".
+// Load or store a word with a memory order and scope in PTX syntax, such as "acquire.sys".
 template <class T> HOCKET_PLACED T load_word(const char *order, const T *p) {
     Hidden mine;
     const T x = __atomic_load_n(p, __ATOMIC_ACQUIRE);
@@ -25,8 +25,8 @@ template <class T> HOCKET_PLACED void store_word(const char *order, T *p, T x) {
     __atomic_store_n(p, x, __ATOMIC_RELEASE);
 }
 
-// A word that blocks of one device count on: who gets a number has acquired what those before released, and passes it on.
-// All of these blocks run on one thread of the operating system.
+// Increment a counter of the blocks of one device and return its old value, with acquire and release order. All of these
+// blocks run on one operating-system thread.
 template <class T> HOCKET_PLACED T take_number(T *p) {
     Hidden mine;
     const uint64_t code = (uint64_t)__builtin_return_address(0);

@@ -1,6 +1,7 @@
 """Collectives of devices with peer access, as launches that may wait for other devices.
 
-Each device has signals in its memory, which other devices write. `all_reduce` has two algorithms:
+Each device has signals in its memory, which other devices write. The signal pad is host memory in which devices report
+their progress. `all_reduce` has two algorithms:
 
 1. Small sums: each device pushes its partial sum into an inbox of every other device, with one barrier. Then each
    device adds all partial sums.
@@ -66,7 +67,7 @@ BINDINGS: Mapping[str, OpBinder] = {}  # collectives also need a group: `COLLECT
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOperands:
-    """The operand and the result of a device in a collective."""
+    """The operand that a device contributes to a collective, and its result."""
 
     source: Operand
     target: Operand
@@ -74,10 +75,10 @@ class CollectiveOperands:
 
 @dataclass(frozen=True, slots=True)
 class PeerAddresses:
-    """The addresses of a device that other devices use.
+    """The device addresses that one device tells the other devices of its group.
 
-    `signals` are its signals, `transfer_buffer` is memory for 16-bit transfers and `inbox` for pushed partial sums (0:
-    none). `operands` are its operands by sequence number of the collective.
+    `signals` is the address of its signals, `transfer_buffer` of memory for 16-bit transfers and `inbox` of memory for
+    pushed partial sums (0: none). `operands` are its collective operands by sequence number of the collective.
     """
 
     signals: int
@@ -88,11 +89,11 @@ class PeerAddresses:
 
 @dataclass(frozen=True, slots=True)
 class PeerGroup:
-    """The devices of a collective group by rank, as one of them sees them.
+    """The devices of a collective group by rank, from the view of device `rank`.
 
     `signal_pad_address` is the address of the group's signal pad on the host. Float32 sums of at least
     `min_narrow_elements` values are transferred in bfloat16; `None` means no sums. `inbox_half` is the half of the
-    inboxes for the next sum.
+    inboxes for the next sum. `timeout` is in seconds.
     """
 
     rank: int
@@ -103,15 +104,15 @@ class PeerGroup:
     inbox_half: int = 0
 
     def uses_bfloat16(self, x: Operand) -> bool:
-        """Return whether the sum of operands like `x` is transferred in bfloat16."""
+        """Return whether a sum of operands with the shape of `x` uses bfloat16 for its transfers."""
         return x.is_float and self.min_narrow_elements is not None and math.prod(x.shape) >= self.min_narrow_elements
 
     def list_operands(self, sequence: int) -> list[CollectiveOperands]:
-        """Return the operands of all devices. Raises `BackendError` if a device does not have the collective."""
+        """List the operands of all devices in a collective. Raises `BackendError` if a device does not have it."""
         return [self.operands_of(device, sequence) for device in range(len(self.peers))]
 
     def operands_of(self, device: int, sequence: int) -> CollectiveOperands:
-        """Return the operands of a device. Raises `BackendError` if it does not have the collective."""
+        """Return the operands of one device in a collective; raise `BackendError` if the device does not have it."""
         if sequence not in (known := self.peers[device].operands):
             raise BackendError(
                 f"device {self.rank} is at collective {sequence}, which device {device} does not have: "
@@ -121,33 +122,34 @@ class PeerGroup:
 
 
 def make_collective_operands(call: BoundInstruction) -> CollectiveOperands:
-    """Return the operands of a call. A sender exposes its result, which stays unchanged until the run ends."""
+    """Make the collective operands of an instruction.
+
+    A sender exposes its result instead of its operand, because the result is unchanged until the run ends.
+    """
     return CollectiveOperands(call.out if call.op in ("send", "receive") else call.operand(0), call.out)
 
 
-def launch_run_begin(launches: LaunchBuilder, group: PeerGroup, *, follows: bool) -> None:
-    """Append the launches in front of the first collective of a run.
+def launch_run_begin(launches: LaunchBuilder, group: PeerGroup, *, is_pipelined: bool) -> None:
+    """Launch the beginning of a run, in front of its first collective: copy the run number to the device's signals.
 
-    With pipelined runs and pushed sums, all devices pass a barrier first: the last pushed sum may still be read.
-
-    Args:
-        launches: Receives the launches.
-        group: The collective group.
-        follows: Whether runs are pipelined.
+    With pipelined runs (`is_pipelined`) and pushed sums, all devices then pass a barrier: the last pushed sum may still
+    be read.
     """
     own, mine = (
         group.signal_pad_address + 8 * (FIRST_MEMBER_WORD + WORDS_PER_MEMBER * group.rank + RUN_NUMBER_WORD),
         group.peers[group.rank],
     )
     launches.add_launch(SOURCE["begin_run"], 1, 1, [mine.signals, own])
-    if follows and mine.inbox:
+    if is_pipelined and mine.inbox:
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*_make_group_fields(launches, -1, group), 1])
 
 
 def launch_progress_mark(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, *, has_results: int
 ) -> None:
-    """Report to the host that the device is at a collective, or has its results. `read_progress_mark` reads it.
+    """Launch a progress mark for the host: the device is at a collective, or has its results.
+
+    `read_progress_mark` reads the mark from the signal pad.
 
     Args:
         launches: Receives the launch.
@@ -162,7 +164,7 @@ def launch_progress_mark(
 
 @dataclass(frozen=True, slots=True)
 class ProgressMark:
-    """The progress of a device: the numbers of its run and collective, and whether the collective has ended."""
+    """The progress of a device: its run number, its collective's number, and whether that collective has ended."""
 
     run: int
     sequence: int
@@ -170,13 +172,13 @@ class ProgressMark:
 
 
 def read_progress_mark(board: npt.NDArray[np.int64], rank: int) -> ProgressMark | None:
-    """Return the last progress mark of device `rank`, or `None` before the first."""
+    """Read the last progress mark of device `rank` from the signal pad `board`; return `None` before the first."""
     word = int(board[FIRST_MEMBER_WORD + WORDS_PER_MEMBER * rank])
     return ProgressMark(word >> 32, ((word & 0xFFFFFFFF) >> 1) - 1, bool(word & 1)) if word else None
 
 
 def bind_peer_collective(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
-    """Append a collective.
+    """Bind a collective to kernels that access peer memory.
 
     Args:
         launches: Receives the launches.
@@ -184,7 +186,7 @@ def bind_peer_collective(launches: LaunchBuilder, call: BoundInstruction, group:
         group: The collective group.
 
     Raises:
-        NoKernelError: No kernel supports it. All devices of the group raise it, or none.
+        NoKernelError: No kernel supports it. Either all devices of the group raise it, or none.
     """
     COLLECTIVE_BINDERS[call.op](launches, call, group)
 
@@ -194,7 +196,13 @@ def _read_sequence(call: BoundInstruction) -> int:
 
 
 def _make_group_fields(launches: LaunchBuilder, sequence: int, group: PeerGroup) -> list[LaunchWord]:
-    """Return the fields of `Group` in a kernel's struct. Sequence -1 is the beginning of a run."""
+    """Return the fields of the C struct `Group`, with fault messages for late devices.
+
+    Args:
+        launches: Receives the fault messages.
+        sequence: Sequence number of the collective; -1 is the beginning of a run.
+        group: The collective group.
+    """
     size = len(group.peers)
     at = f"{'a run' if sequence < 0 else f'collective {sequence}'} on device {group.rank} of {size}"
     late = launches.add_fault(f"{at}: device {{value}} did not arrive within {group.timeout:g} s")
@@ -205,7 +213,7 @@ def _make_group_fields(launches: LaunchBuilder, sequence: int, group: PeerGroup)
 
 
 def _pad_addresses(addresses: Iterable[int]) -> list[LaunchWord]:
-    """Return addresses of all devices, padded with zeros."""
+    """Pad a list of one address per device with zeros to `MAX_DEVICES` addresses."""
     words: list[LaunchWord] = list(addresses)
     return words + [0] * (MAX_DEVICES - len(words))
 
@@ -238,17 +246,17 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
 
 
 def uses_push(call: BoundInstruction, devices: int) -> bool:
-    """Return whether devices push their partial sums of this collective to each other."""
+    """Return whether a collective is an `all_reduce` of small operands, in which devices push their partial sums."""
     return call.op == "all_reduce" and devices * _compute_inbox_slot_bytes(call.out) <= MAX_PUSHED_BYTES
 
 
 def _compute_inbox_slot_bytes(x: Operand) -> int:
-    """Return the bytes of a partial sum in an inbox."""
+    """Compute the bytes that the partial sum of one device occupies in an inbox."""
     return count_blocks(x.tensor.spec.nbytes, VECTOR_BYTES) * VECTOR_BYTES
 
 
 def _launch_push(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, words: list[LaunchWord]) -> None:
-    """Launch a sum in which each device pushes its partial sum to all others."""
+    """Launch an `all_reduce` in which each device pushes its partial sum into the inboxes of all others."""
     out = call.out
     inboxes = _pad_addresses(p.inbox + group.inbox_half * MAX_PUSHED_BYTES for p in group.peers)
     count, slot = math.prod(out.shape), _compute_inbox_slot_bytes(out) // out.dtype.storage.itemsize
@@ -266,7 +274,7 @@ def _launch_sum_parts(
     group: PeerGroup,
     words: list[LaunchWord],
 ) -> None:
-    """Launch a sum in which each device adds one part, between two barriers."""
+    """Launch an `all_reduce` in which each device sums one slice and writes it to all others, between two barriers."""
     grid = min(MAX_BLOCKS, count_blocks(count_blocks(nbytes, VECTOR_BYTES * len(group.peers)), COLLECTIVE_THREADS))
     launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 0])
     launches.add_launch(SOURCE[f"sum_parts<{dtype}>"], grid, COLLECTIVE_THREADS, summing)
@@ -276,7 +284,7 @@ def _launch_sum_parts(
 def _launch_narrow_all_reduce(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, words: list[LaunchWord]
 ) -> None:
-    """Launch a sum in bfloat16. The transfer buffers have the partial sums, and then their sum."""
+    """Launch an `all_reduce` in bfloat16. The transfer buffers hold the partial sums first, and then their sum."""
     mine, count = group.peers[group.rank], math.prod(call.out.shape)
     wires = _pad_addresses(p.transfer_buffer for p in group.peers)
     launch_bfloat16_rounding(launches, call.operand(0), mine.transfer_buffer)
@@ -284,31 +292,33 @@ def _launch_narrow_all_reduce(
     launch_bfloat16_widening(launches, mine.transfer_buffer, call.out, group)
 
 
-def launch_bfloat16_rounding(launches: LaunchBuilder, x: Operand, wire: LaunchWord) -> None:
-    """Round a contiguous float32 operand to bfloat16, to nearest even.
+def launch_bfloat16_rounding(launches: LaunchBuilder, x: Operand, rounded: LaunchWord) -> None:
+    """Launch the rounding of a contiguous float32 operand to bfloat16, to nearest even.
 
     Args:
         launches: Receives the launch.
         x: The operand.
-        wire: The bfloat16 memory.
+        rounded: The bfloat16 memory to write.
     """
     count = math.prod(x.shape)
-    launches.add_launch(SOURCE["narrow"], count_blocks(count, COLLECTIVE_THREADS), COLLECTIVE_THREADS, [x, wire, count])
+    launches.add_launch(
+        SOURCE["narrow"], count_blocks(count, COLLECTIVE_THREADS), COLLECTIVE_THREADS, [x, rounded, count]
+    )
 
 
-def launch_bfloat16_widening(launches: LaunchBuilder, wire: LaunchWord, out: Operand, group: PeerGroup) -> None:
-    """Convert bfloat16 back to float32, unless the run has failed.
+def launch_bfloat16_widening(launches: LaunchBuilder, rounded: LaunchWord, out: Operand, group: PeerGroup) -> None:
+    """Launch the widening of bfloat16 values to float32, which is skipped if the run has failed.
 
     Args:
         launches: Receives the launch.
-        wire: The bfloat16 memory.
+        rounded: The bfloat16 memory to read.
         out: The float32 result.
         group: The collective group.
     """
     count = math.prod(out.shape)
     mine = group.peers[group.rank].signals
     launches.add_launch(
-        SOURCE["widen"], count_blocks(count, COLLECTIVE_THREADS), COLLECTIVE_THREADS, [wire, out, count, mine]
+        SOURCE["widen"], count_blocks(count, COLLECTIVE_THREADS), COLLECTIVE_THREADS, [rounded, out, count, mine]
     )
 
 
@@ -318,12 +328,12 @@ def _has_one_dtype(collectives: Iterable[CollectiveOperands]) -> bool:
 
 
 def _make_gather_binder(
-    parts: Callable[[BoundInstruction], Iterable[tuple[Index, list[tuple[int, Index]]]]],
+    list_slices: Callable[[BoundInstruction], Iterable[tuple[Index, list[tuple[int, Index]]]]],
 ) -> CollectiveBinder:
-    """Return a binder of a collective in which each device reads slices of other devices.
+    """Return the binder of a collective in which each device reads slices of other devices' operands, and sums them.
 
     Args:
-        parts: Returns pairs of a slice of the result and its partial sums: pairs of a device and an operand slice.
+        list_slices: Returns pairs: a slice of the result, and its partial sums as (device, operand slice).
     """
 
     def bind(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
@@ -334,7 +344,7 @@ def _make_gather_binder(
         )
         words = _make_group_fields(launches, _read_sequence(call), group)
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 0])
-        for into, partial_sums in parts(call):
+        for into, partial_sums in list_slices(call):
             sources = [slice_operand(operands[device].source, index) for device, index in partial_sums]
             launch_gather_sum(launches, sources, slice_operand(call.out, into), group)
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 1])
@@ -343,7 +353,7 @@ def _make_gather_binder(
 
 
 def launch_gather_sum(launches: LaunchBuilder, sources: list[Operand], out: Operand, group: PeerGroup) -> None:
-    """Launch the sum of operands of any devices; a single operand is copied.
+    """Launch a sum of operands in the memory of any devices; a single operand is copied.
 
     Args:
         launches: Receives the launch.
@@ -370,7 +380,7 @@ def launch_gather_sum(launches: LaunchBuilder, sources: list[Operand], out: Oper
 
 
 def slice_operand(x: Operand, index: Index) -> Operand:
-    """Return the part of an operand at an index of slices."""
+    """Slice an operand by an index of slices, one for each axis."""
     for axis, along in enumerate(index):
         if along != slice(None):
             x = x.slice_axis(axis, along.start, along.stop - along.start)
@@ -378,12 +388,12 @@ def slice_operand(x: Operand, index: Index) -> Operand:
 
 
 def _list_gathered_slices(parts: list[Pairs]) -> list[tuple[Index, list[tuple[int, Index]]]]:
-    """List the slices that a device copies from the others, with their places in the result."""
+    """List the slices that a device gathers: a slice of the result, a device, and a slice of that device's operand."""
     return [(into, [(device, index)]) for device, pairs in enumerate(parts) for into, index in pairs]
 
 
 def _list_scattered_sums(call: BoundInstruction) -> list[tuple[Index, list[tuple[int, Index]]]]:
-    """List the slices of a reduce-scatter, each with its partial sums on all devices."""
+    """List the result slices of a `reduce_scatter`, each with its partial sums on all devices."""
     runs = call.attrs["runs"]
     assert isinstance(runs, tuple)  # one entry per device
     devices = range(len(runs))
@@ -407,7 +417,10 @@ def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGr
 
 
 def _can_copy(sent: Operand) -> bool:
-    """Return whether kernels can copy the operand. Sender and receiver both know the sent operand."""
+    """Return whether there is a kernel that copies the operand `sent`: its dtype and size are supported.
+
+    Sender and receiver both test the sent operand, so their results are equal.
+    """
     return sent.dtype in COLLECTIVE_TYPE_NAMES and math.prod(sent.shape) < MAX_ELEMENTS
 
 

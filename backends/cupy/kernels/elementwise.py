@@ -26,24 +26,24 @@ ScalarReader = Callable[[BoundInstruction], Sequence[float]]
 
 
 def _make_attribute_reader(*names: str) -> ScalarReader:
-    """Return a function that reads attributes as the scalar arguments of a kernel."""
+    """Return a function that reads these attributes of an instruction as scalar arguments of a kernel."""
     return lambda call: [float(float_attribute(call.attrs, n)) for n in names]
 
 
 def _read_scale_scalars(call: BoundInstruction) -> Sequence[float]:
-    """Return factor and bias. A missing bias is -0.0, which preserves the sign of zeros."""
+    """Read factor and bias of a `scale` instruction. A missing bias is -0.0, which preserves the sign of zeros."""
     return float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
 
 
 def _compute_xielu_scalars(call: BoundInstruction) -> Sequence[float]:
-    """Return n, p, beta and eps."""
+    """Compute the scalars n, p, beta and eps of the xIELU activation from its attributes."""
     alpha_n, alpha_p, beta, eps = _make_attribute_reader("alpha_n", "alpha_p", "beta", "eps")(call)
     softplus = [max(a, 0.0) + math.log1p(math.exp(-abs(a))) for a in (alpha_n, alpha_p)]
     return beta + softplus[0], softplus[1], beta, eps
 
 
 def _read_clamp_scalars(call: BoundInstruction) -> Sequence[float]:
-    """Return alpha and limit, or 1 for an attribute that the unit does not have."""
+    """Read the scalars `alpha` and `limit` of a clamped SwiGLU; an attribute that the op does not have is 1."""
     return [float(float_attribute(call.attrs, n)) if n in call.attrs else 1.0 for n in ("alpha", "limit")]
 
 
@@ -104,18 +104,18 @@ def launch_elementwise(
     kernel: KernelInstance,
     sources: Sequence[Operand],
     out: Operand,
-    tail: Sequence[LaunchWord],
-    *ahead: LaunchWord,
+    trailing_words: Sequence[LaunchWord],
+    *leading_words: LaunchWord,
 ) -> None:
-    """Launch an elementwise kernel over `out`. The sources are broadcast to its shape.
+    """Launch an elementwise kernel over the elements of `out`; the sources are broadcast to its shape.
 
     Args:
         launches: Receives the launch.
         kernel: A kernel of an elementwise struct.
         sources: The operands.
         out: The result.
-        tail: Words behind the operands.
-        ahead: Words in front of the axes.
+        trailing_words: Launch words behind the operands.
+        leading_words: Launch words in front of the axes.
     """
     operands = [*sources, out]
     axes = build_iteration_axes(out.shape, operands)
@@ -123,22 +123,25 @@ def launch_elementwise(
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )
     walks = [word for k, o in enumerate(operands) for word in axes.make_walk_fields(k, o)]
-    words = [axes.element_count, *ahead, *axes.axes_fields, *walks, *tail]
+    words = [axes.element_count, *leading_words, *axes.axes_fields, *walks, *trailing_words]
     launches.add_launch(kernel, count_element_blocks(axes.element_count), ELEMENTWISE_THREADS, words)
 
 
 def count_element_blocks(count: int) -> int:
-    """Return the number of blocks. ``each_element`` in ``elements.cuh`` derives the elements per thread from it."""
+    """Count the thread blocks of an elementwise launch over `count` elements.
+
+    ``each_element`` in ``elements.cuh`` derives the elements per thread from this number.
+    """
     return count_blocks(count, ELEMENTWISE_THREADS * (ELEMENTS_PER_THREAD if count > MIN_MULTI_ELEMENT_COUNT else 1))
 
 
 def as_float(launches: LaunchBuilder, x: Operand) -> Operand:
-    """Return `x` as float32: itself, or a copy in scratch."""
+    """Return `x` as float32: `x` itself, or a converted copy in scratch memory."""
     return packed.dequantise_weight(launches, x) if x.dtype in PLANE_LAYOUTS else as_type(launches, x, DType.F32)
 
 
 def as_type(launches: LaunchBuilder, x: Operand, dtype: DType) -> Operand:
-    """Return `x` in a dtype: itself, or a copy in scratch."""
+    """Return `x` in a dtype: `x` itself, or a converted copy in scratch memory."""
     if x.dtype is dtype:
         return x
     require_supported(
@@ -150,13 +153,13 @@ def as_type(launches: LaunchBuilder, x: Operand, dtype: DType) -> Operand:
 
 
 def launch_cast(launches: LaunchBuilder, x: Operand, out: Operand, rounding: DType | None = None) -> None:
-    """Convert `x` to the dtype of `out`.
+    """Launch a conversion of `x` to the dtype of `out`.
 
     Args:
         launches: Receives the launch.
         x: The operand.
         out: The result.
-        rounding: Round values to this dtype first.
+        rounding: A 16-bit dtype to which values are rounded first, or `None`.
 
     Raises:
         NoKernelError: No kernel converts between these dtypes.
@@ -170,29 +173,29 @@ def launch_cast(launches: LaunchBuilder, x: Operand, out: Operand, rounding: DTy
     launch_elementwise(launches, kernel, [x], out, [], ROUNDING_CODES.get(rounding, 0) if rounding else 0)
 
 
-def _pad_scalars(numbers: Sequence[float]) -> list[float]:
-    """Return four scalar arguments, padded with zeros."""
-    return [*map(float, numbers), 0.0, 0.0, 0.0, 0.0][:4]
+def _pad_scalars(scalars: Sequence[float]) -> list[float]:
+    """Pad scalar arguments with zeros to four scalars, the number that every kernel takes."""
+    return [*map(float, scalars), 0.0, 0.0, 0.0, 0.0][:4]
 
 
-def launch_unary(launches: LaunchBuilder, op: str, x: Operand, out: Operand, numbers: Sequence[float] = ()) -> None:
-    """Launch a unary op.
+def launch_unary(launches: LaunchBuilder, op: str, x: Operand, out: Operand, scalars: Sequence[float] = ()) -> None:
+    """Launch a unary elementwise op, such as `neg` or `silu`.
 
     Args:
         launches: Receives the launch.
         op: The name of the op.
         x: The operand.
         out: The result.
-        numbers: Up to four scalar arguments.
+        scalars: Up to four scalar arguments.
     """
     source = as_float(launches, x)
-    launch_elementwise(launches, MAP_SOURCE[f"unary<function::{op}>"], [source], out, _pad_scalars(numbers))
+    launch_elementwise(launches, MAP_SOURCE[f"unary<function::{op}>"], [source], out, _pad_scalars(scalars))
 
 
 def launch_binary(
-    launches: LaunchBuilder, op: str, x: Operand, y: Operand, out: Operand, numbers: Sequence[float] = ()
+    launches: LaunchBuilder, op: str, x: Operand, y: Operand, out: Operand, scalars: Sequence[float] = ()
 ) -> None:
-    """Launch a binary op, such as `add` or `swiglu`.
+    """Launch a binary elementwise op, such as `add` or `swiglu`.
 
     Args:
         launches: Receives the launch.
@@ -200,10 +203,10 @@ def launch_binary(
         x: The first operand.
         y: The second operand.
         out: The result.
-        numbers: Up to four scalar arguments.
+        scalars: Up to four scalar arguments.
     """
     sources = [as_float(launches, x), as_float(launches, y)]
-    launch_elementwise(launches, MAP_SOURCE[f"binary<function::{op}>"], sources, out, _pad_scalars(numbers))
+    launch_elementwise(launches, MAP_SOURCE[f"binary<function::{op}>"], sources, out, _pad_scalars(scalars))
 
 
 def _make_unary_binder(numbers: ScalarReader) -> OpBinder:
@@ -218,7 +221,7 @@ def _make_binary_binder(numbers: ScalarReader) -> OpBinder:
 
 
 def _bind_glu(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind a gated unit of the two halves of one operand."""
+    """Bind `glu`, a gated linear unit: gate and value are the two halves of the operand's last axis."""
     x, kind, n = as_float(launches, call.operand(0)), str(call.attrs["kind"]), call.out.shape[-1]
     axis = len(x.shape) - 1
     halves = [x.slice_axis(axis, 0, n), x.slice_axis(axis, n, n)]
@@ -235,10 +238,10 @@ def _bind_cast(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _match_activation_product(
     launches: LaunchBuilder, flow: Dataflow, number: int
 ) -> tuple[Operand, Operand, BoundInstruction, Sequence[int]]:
-    """Match an activation and the product that reads it.
+    """Match an activation and the product that has its result as one factor.
 
     Returns:
-        The operand of the activation, the other factor, the product, and the instructions.
+        The operand of the activation, the other factor, the product, and the indices of both instructions.
     """
     product = flow.require_readers(number)[0]
     index = 1 if flow.is_operand_of(number, product, 1) else 0

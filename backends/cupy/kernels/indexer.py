@@ -16,7 +16,7 @@ from .elementwise import ELEMENTWISE_THREADS, MAX_ELEMENTS, as_float
 from .moves import launch_copy
 
 MAX_STREAMS_PER_THREAD = 8
-"""The most streams that a thread has in registers."""
+"""Maximum number of residual streams that a thread keeps in registers."""
 KERNELS = (
     "lightning_indexer",
     "hyper_comb",
@@ -30,14 +30,14 @@ SOURCES = (SOURCE,)
 
 
 def drop_axes(x: Operand, *axes: int) -> Operand:
-    """Return `x` without some axes, at index 0 of each."""
+    """Drop axes of `x`: return a view at index 0 of each of these axes."""
     gone = {a % len(x.shape) for a in axes}
     remaining = [(n, s) for i, (n, s) in enumerate(zip(x.shape, x.strides, strict=True)) if i not in gone]
     return _with_axes(x, remaining)
 
 
 def insert_repeated_axis(x: Operand, axis: int) -> Operand:
-    """Return `x` with a new axis along which it is repeated."""
+    """Insert an axis of stride 0 into `x`, along which kernels repeat the operand."""
     axes = list(zip(x.shape, x.strides, strict=True))
     axes.insert(len(axes) + 1 + axis if axis < 0 else axis, (1, 0))
     return _with_axes(x, axes)

@@ -46,7 +46,7 @@ SOURCES = (SOURCE,)
 
 
 def launch_copy(launches: LaunchBuilder, x: Operand, out: Operand) -> None:
-    """Copy `x` to `out`, broadcast to its shape; another dtype is converted."""
+    """Launch a copy of `x` to `out`: broadcast to its shape, and converted to its dtype."""
     if x.dtype is not out.dtype:
         return launch_cast(launches, x, out)
     launch_elementwise(launches, SOURCE[f"copied<{_find_bits_type(x)}>"], [x], out, [])
@@ -71,14 +71,22 @@ def _bind_concat(launches: LaunchBuilder, call: BoundInstruction) -> None:
 # ------------------------------------------------------------------------------------------------- shifted axes
 
 
-def _launch_shifted(launches: LaunchBuilder, x: Operand, out: Operand, shifts: Sequence[int], how: int) -> None:
-    """Launch a copy with shifted indices along each axis; `how` selects the values outside of x."""
+def _launch_shifted(launches: LaunchBuilder, x: Operand, out: Operand, shifts: Sequence[int], pad_mode: int) -> None:
+    """Launch a copy of `x` with shifted indices along each axis, for padding and rolling.
+
+    Args:
+        launches: Receives the launch.
+        x: The operand.
+        out: The result.
+        shifts: For each axis, the index in `out` of index 0 of `x`.
+        pad_mode: Values outside of `x`: `PAD_ZEROS`, `PAD_CIRCULAR` or `PAD_REFLECT`.
+    """
     if x.dtype is not out.dtype:
         x = as_float(launches, x)
     count, rank = math.prod(out.shape), len(out.shape)
     require_supported(count < MAX_ELEMENTS, f"a result of {count} elements is too large for one launch")
     filled = [(*values, *([1] * (5 - rank))) for values in (out.shape, x.shape, shifts, x.strides)]
-    words: list[LaunchWord] = [count, rank, how, *(word for values in filled for word in values), x, out]
+    words: list[LaunchWord] = [count, rank, pad_mode, *(word for values in filled for word in values), x, out]
     launches.add_launch(
         SOURCE[f"shifted<{_find_bits_type(x)}>"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words
     )
@@ -103,7 +111,7 @@ def _bind_pad_reflect(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _slice_result_region(call: BoundInstruction) -> Operand:
-    """Return the part of the result at `offsets`, with the shape of the second operand."""
+    """Slice the result's region that begins at attribute `offsets` and has the shape of the second operand."""
     region = call.out
     for axis, (start, n) in enumerate(
         zip(integers_attribute(call.attrs, "offsets"), call.operand(1).shape, strict=True)
@@ -113,7 +121,7 @@ def _slice_result_region(call: BoundInstruction) -> Operand:
 
 
 def copy_unless_in_place(launches: LaunchBuilder, x: Operand, out: Operand) -> None:
-    """Copy `x` to `out`, unless they are the same memory."""
+    """Launch a copy of `x` to `out`, unless both are the same memory."""
     if x.address != out.address:
         launch_copy(launches, x, out)
 
@@ -217,8 +225,19 @@ _BAND_BY_KIND = {
 }
 
 
-def _launch_band(launches: LaunchBuilder, x: Operand, out: Operand, low: int, high: int, other: float = 0.0) -> None:
-    """Copy the entries of a band of diagonals from `low` to `high`, and set the rest to `other`."""
+def _launch_band(
+    launches: LaunchBuilder, x: Operand, out: Operand, low: int, high: int, fill_value: float = 0.0
+) -> None:
+    """Launch a copy of a band of diagonals of each matrix; entries outside of the band become `fill_value`.
+
+    Args:
+        launches: Receives the launch.
+        x: The operand [..., rows, columns].
+        out: The result.
+        low: The lowest diagonal of the band. Diagonal d has the entries with column - row = d.
+        high: The highest diagonal.
+        fill_value: The value of all other entries.
+    """
     x = as_float(launches, x)
     axes = build_iteration_axes(out.shape, [x, out])
     require_supported(
@@ -229,7 +248,7 @@ def _launch_band(launches: LaunchBuilder, x: Operand, out: Operand, low: int, hi
         *out.shape[-2:],
         low,
         high,
-        float(other),
+        float(fill_value),
         *axes.axes_fields,
         *axes.make_walk_fields(0, x),
         *axes.make_walk_fields(1, out),

@@ -43,10 +43,10 @@ SOURCES = (SOURCE,)
 
 @dataclass(frozen=True, slots=True)
 class RopeOperands:
-    """The angles of a RoPE instruction.
+    """The positions and frequencies of a RoPE instruction.
 
     `positions` has the positions of each token, `step` elements apart if a token has several. `plane` selects one of
-    them for each pair; `inverse` has the frequencies of the pairs.
+    them for each pair of columns; `inverse` has the frequencies of the pairs. Results are multiplied by `magnitude`.
     """
 
     positions: Operand
@@ -57,7 +57,7 @@ class RopeOperands:
 
     @classmethod
     def from_instruction(cls, call: BoundInstruction) -> RopeOperands:
-        """Return the angles of a `rope` or `rope_multi` instruction."""
+        """Read positions and frequencies of a `rope` or `rope_multi` instruction."""
         n_dims, positions = int(float_attribute(call.attrs, "n_dims")), call.operand(1)
         if call.op == "rope":
             inverse, magnitude = compute_frequencies(n_dims // 2, call.attrs)
@@ -77,12 +77,12 @@ class RopeOperands:
     def make_rope_fields(
         self, launches: LaunchBuilder, call: BoundInstruction, factors: Operand | None
     ) -> list[LaunchWord]:
-        """Return the fields of `Turns`.
+        """Return the fields of the C struct `Turns`, which describes the rotation of a row.
 
         Args:
             launches: Uploads the constants.
-            call: The instruction.
-            factors: Divisors of the frequencies.
+            call: The RoPE instruction.
+            factors: Divisors of the frequencies, or `None`.
         """
         pairs, neighbours = len(self.inverse), call.attrs["mode"] == "normal"
         words: list[LaunchWord] = [
@@ -101,13 +101,13 @@ class RopeOperands:
 
     @property
     def row_positions(self) -> Operand:
-        """The positions, repeated for all heads."""
+        """A view of the positions, repeated for all heads."""
         tensor = self.positions.tensor
         return replace(self.positions, tensor=replace(tensor, shape=(*tensor.shape, 1), strides=(*tensor.strides, 0)))
 
 
 def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind RoPE: copy the columns that it does not rotate, then rotate pairs."""
+    """Bind RoPE: copy the columns that it does not rotate, then rotate pairs of columns."""
     x, out, factors, operands = (
         as_float(launches, call.operand(0)),
         call.out,
@@ -143,7 +143,15 @@ def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _copy_unrotated_columns(
     launches: LaunchBuilder, x: Operand, out: Operand, offset: int, rotated_columns: int
 ) -> None:
-    """Copy the columns that RoPE does not rotate, unless the result is in place."""
+    """Copy the columns that RoPE does not rotate, unless the result is in place.
+
+    Args:
+        launches: Receives the launches.
+        x: The operand.
+        out: The result.
+        offset: The first rotated column.
+        rotated_columns: The number of rotated columns.
+    """
     axis, columns = len(x.shape) - 1, x.shape[-1]
     if x.address == out.address:
         return
@@ -178,12 +186,16 @@ def _bind_timestep_embedding(launches: LaunchBuilder, call: BoundInstruction) ->
 
 NO_ROTATION_FIELDS: Sequence[LaunchWord] = (*[0] * 5, 0.0, *[0] * 4)
 MAX_SHARED_COLUMNS = 8192
-"""The most columns of a row that a block keeps in shared memory."""
+"""Maximum column count of a row that a block keeps in shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _HeadPattern:
-    """The numbers of the instructions of a head, as far as they exist."""
+    """The fused pattern of attention heads, as instruction indices; an absent instruction is `None`.
+
+    The instructions are: RMS norm, multiplication by a weight vector, RoPE, store into a KV cache, and the save of the
+    old cache row for a rollback.
+    """
 
     norm: int | None = None
     factor: int | None = None
@@ -193,13 +205,17 @@ class _HeadPattern:
 
     @property
     def numbers(self) -> list[int]:
-        """The existing instructions in order."""
+        """The indices of the present instructions, in order."""
         chain = (self.norm, self.factor, self.rope, self.store, self.save)
         return [n for n in chain if n is not None]
 
 
 def _find_cache_store(flow: Dataflow, number: int) -> tuple[int | None, int | None]:
-    """Find the instruction that stores a result in a cache, and the instruction that saves the old row."""
+    """Find the instruction that stores a result in a KV cache, and the instruction that saves the old row.
+
+    Returns:
+        Both indices. The second is `None` without a save; both are `None` without a store.
+    """
     readers = flow.find_readers(number) or []
     if (
         len(readers) != 1
@@ -211,7 +227,7 @@ def _find_cache_store(flow: Dataflow, number: int) -> tuple[int | None, int | No
 
 
 def _find_row_save(flow: Dataflow, store: int) -> int | None:
-    """Find the instruction that saves the row that `store` overwrites."""
+    """Find the instruction that saves the cache row which `store` overwrites; return `None` if there is none."""
     save = flow.find_state_save(flow.bound_instruction(store).operand(0), store)
     return (
         save if save is not None and _is_row_save(flow.bound_instruction(save), flow.bound_instruction(store)) else None
@@ -219,7 +235,7 @@ def _find_row_save(flow: Dataflow, store: int) -> int | None:
 
 
 def _is_row_save(save: BoundInstruction, store: BoundInstruction) -> bool:
-    """Return whether `save` copies the old row that `store` will overwrite.
+    """Return whether `save` copies the old cache row that `store` overwrites.
 
     Only a single row qualifies: two of several rows may be the same.
     """
@@ -230,7 +246,10 @@ def _is_row_save(save: BoundInstruction, store: BoundInstruction) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _HeadLaunch:
-    """A launch for a head pattern, with one block per row of x: the fields of `Head`, and the accessed operands."""
+    """The data of a launch for a head pattern, with one block per row of x.
+
+    `words` are the fields of the C struct `Head`. The operands are listed for alias checks.
+    """
 
     dtype: DType
     rows: int
@@ -241,7 +260,7 @@ class _HeadLaunch:
 
 
 def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPattern) -> _HeadLaunch:
-    """Build the launch of a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
+    """Build the data of a launch for a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
     calls = {
         name: flow.bound_instruction(n) for name in _HeadPattern.__slots__ if (n := getattr(chain, name)) is not None
     }
@@ -303,7 +322,7 @@ def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPatt
 
 
 def _launch_head(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPattern) -> Sequence[int]:
-    """Launch a head pattern and return its instructions."""
+    """Launch a head pattern and return the indices of its instructions."""
     head_launch = _build_head_launch(launches, flow, chain)
     kernel = SOURCE[f"place_head<{CUDA_TYPE_NAMES[head_launch.dtype]}>"]
     threads = choose_row_threads(head_launch.columns)
@@ -312,25 +331,25 @@ def _launch_head(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPattern) -
 
 
 def _match_normed_head(flow: Dataflow, first: int) -> _HeadPattern:
-    """Match ``rms_norm(x) * w``, then RoPE, and perhaps a store."""
+    """Match a head pattern that begins with ``rms_norm(x) * w`` and RoPE; a cache store may follow."""
     chain = match_normed_rope(flow, first)
     return _HeadPattern(*chain, *_find_cache_store(flow, chain.rope))
 
 
 def _fuse_normed_head(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse RMS norm, multiplication and RoPE of a head, and a store into a cache if there is one."""
+    """Fuse RMS norm, multiplication and RoPE of heads, and the store into a KV cache if there is one."""
     return _launch_head(launches, flow, _match_normed_head(flow, first))
 
 
 def _fuse_rope_and_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse RoPE and the store into a cache."""
+    """Fuse RoPE of heads and the store into a KV cache."""
     store, save = _find_cache_store(flow, first)
     require_supported(store is not None, "it goes into no cache")
     return _launch_head(launches, flow, _HeadPattern(rope=first, store=store, save=save))
 
 
 def _match_stored_head(flow: Dataflow, store: int) -> _HeadPattern:
-    """Match the head pattern that ends in a cache store."""
+    """Match the head pattern that ends in the cache store `store`, with or without norm and RoPE."""
     require_supported(flow.bound_instruction(store).op == "set_rows", "it is no cache of rows")
     rope, save = flow.require_producer(store, 1), _find_row_save(flow, store)
     if flow.bound_instruction(rope).op not in ROPE_OPS:
@@ -346,7 +365,7 @@ def _match_stored_head(flow: Dataflow, store: int) -> _HeadPattern:
 
 
 def _fuse_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse the query head pattern of an attention and the stores of its keys and values."""
+    """Fuse the head patterns of an attention into one launch: queries, and the cache stores of keys and values."""
     query = (
         _match_normed_head(flow, first) if flow.bound_instruction(first).op == "rms_norm" else _HeadPattern(rope=first)
     )
@@ -374,7 +393,7 @@ def _fuse_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -
 
 
 def _fuse_row_save_and_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse the save of a cache row and its store."""
+    """Fuse the save of an old cache row and the store of the new row."""
     save = flow.bound_instruction(first)
     _, store = match_saved_state_update(flow, first, "set_rows")
     require_supported(_is_row_save(save, flow.bound_instruction(store)), "it saves no single row")

@@ -16,7 +16,7 @@ from ..binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stri
 from ..device.driver import KernelSource
 
 SCORES_PER_LANE = (1, 2, 4, 8, 16, 32)
-"""Possible numbers of scores of a warp lane."""
+"""Possible numbers of router scores that one warp lane holds."""
 WARP_LANES = 32
 SOURCE = KernelSource("routing.cu", tuple(f"route<{n}>" for n in SCORES_PER_LANE), ("items.cuh",))
 SOURCES = (SOURCE,)
@@ -24,7 +24,7 @@ GATING_CODES = {"softmax": 0, "sigmoid": 1}
 
 
 def _fuse_routing(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse probabilities, the choice of experts, and their shares."""
+    """Fuse expert routing of an MoE layer: the probabilities, the choice of experts, and the experts' shares."""
     chain = match_expert_routing(flow, number)
     gate, choice, last = (
         flow.bound_instruction(number),

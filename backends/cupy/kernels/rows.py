@@ -33,7 +33,7 @@ SOURCES = (SOURCE,)
 
 
 def choose_row_threads(columns: int) -> int:
-    """Return the threads of a block that processes a row of `columns` entries."""
+    """Choose the thread count of a block that processes one row of `columns` entries."""
     return min(512, max(32, count_blocks(columns, 4 * 32) * 32))
 
 
@@ -42,9 +42,18 @@ def _build_row_axes(x: Operand, out: Operand) -> IterationAxes:
 
 
 def _launch_row_kernel(
-    launches: LaunchBuilder, kernel: KernelInstance, x: Operand, out: Operand, value: float, threads: int = 0
+    launches: LaunchBuilder, kernel: KernelInstance, x: Operand, out: Operand, scalar: float, threads: int = 0
 ) -> None:
-    """Launch a kernel over `Rows`."""
+    """Launch a kernel with the C struct `Rows`, with one block for each row of `x`.
+
+    Args:
+        launches: Receives the launch.
+        kernel: The kernel.
+        x: The operand.
+        out: The result, with an equal number of rows.
+        scalar: The scalar argument of the kernel.
+        threads: Threads of a block; 0 chooses by the row length.
+    """
     axes = _build_row_axes(x, out)
     words: list[LaunchWord] = [
         x.shape[-1],
@@ -52,7 +61,7 @@ def _launch_row_kernel(
         *axes.axes_fields,
         *axes.make_walk_fields(0, x),
         *axes.make_walk_fields(1, out),
-        float(value),
+        float(scalar),
     ]
     launches.add_launch(kernel, axes.element_count, threads or choose_row_threads(x.shape[-1]), words)
 
@@ -70,7 +79,7 @@ def _bind_rms_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _launch_scaled_norm(
     launches: LaunchBuilder, x: Operand, y: Operand | None, scaled: BoundInstruction, norm: BoundInstruction, w: Operand
 ) -> None:
-    """Launch a norm of x, or of x + y, times w. `norm` reads the sum."""
+    """Launch an RMS norm of x, or of x + y, times a weight vector `w`. The instruction `norm` reads the sum."""
     out = scaled.out
     total = None if y is None else norm.operand(0)
     require_supported(
@@ -100,7 +109,7 @@ def _launch_scaled_norm(
 
 
 def _fuse_scaled_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse ``rms_norm(x) * w``."""
+    """Fuse an RMS norm and its scaling by a weight vector: ``rms_norm(x) * w``."""
     chain = match_scaled_norm(flow, number)
     norm, scaled = map(flow.bound_instruction, chain)
     _launch_scaled_norm(launches, norm.operand(0), None, scaled, norm, scaled.operand(1))
@@ -108,7 +117,7 @@ def _fuse_scaled_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> S
 
 
 def _fuse_sum_and_scaled_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse ``rms_norm(x + y) * w``, and write the sum too."""
+    """Fuse a sum, its RMS norm and a scaling, ``rms_norm(x + y) * w``; the launch also writes the sum."""
     norm, factor = match_scaled_norm(flow, flow.require_full_reader(number, "rms_norm"))
     total, scaled = flow.bound_instruction(number), flow.bound_instruction(factor)
     require_supported(len(flow.require_readers(number)) > 1, "the sum has no other reader")
@@ -132,7 +141,7 @@ def _bind_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _bind_group_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind a group norm as rows of complete groups of channels, and one row of the smaller last group."""
+    """Bind a group norm, as rows of complete groups of channels and one row of the smaller last group."""
     x, out = as_float(launches, call.operand(0)), call.out
     require_supported(x.is_dense, "the channels of x are not dense")
     *leading, channels, height, width = x.shape
@@ -149,7 +158,7 @@ def _bind_group_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _view_elements(x: Operand, skip: int, shape: Sequence[int], strides: Sequence[int]) -> Operand:
-    """Return the elements of `x` from element `skip` on, with another shape."""
+    """Return a view of the elements of `x` from element `skip` on, with this shape and these strides."""
     at = skip * x.dtype.storage.itemsize
     tensor = replace(x.tensor, offset=x.tensor.offset + at, shape=tuple(shape), strides=tuple(strides))
     return replace(x, address=x.address + at, tensor=tensor)
@@ -198,7 +207,7 @@ def _make_sum_rows_binder(factor: Callable[[int], float]) -> OpBinder:
 
 
 def _bind_sum(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind a sum in two steps, over rows and then over their sums, so that many blocks share the work."""
+    """Bind the sum of all elements in two steps, over rows and then over their sums, so that many blocks work."""
     x, out = as_float(launches, call.operand(0)), call.out
     count = math.prod(x.shape)
     columns = max((n for n in range(1, math.isqrt(count) + 1) if count % n == 0), default=0)

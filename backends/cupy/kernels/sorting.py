@@ -28,9 +28,9 @@ SOURCES = (SOURCE,)
 
 @dataclass(frozen=True, slots=True)
 class SortPass:
-    """A pass that turns each row of `columns` items into `runs` sorted runs of `items_per_run` items.
+    """One pass of a sort, which makes `runs` sorted runs of `items_per_run` items from each row of `columns` items.
 
-    It sorts parts of `length` columns, or it merges pairs of runs that have this length.
+    The pass sorts parts of `length` columns, or merges pairs of sorted runs of this length (`is_merge`).
     """
 
     columns: int
@@ -41,7 +41,7 @@ class SortPass:
 
 
 def iterate_sort_passes(columns: int, count: int) -> Iterator[SortPass]:
-    """Yield the passes that select the first `count` items of a sorted row."""
+    """Yield the sort passes that find the first `count` items of the sorted row."""
     sort_pass = _make_sort_pass(columns, 1, count)
     yield sort_pass
     while sort_pass.runs > 1:
@@ -54,13 +54,13 @@ def iterate_sort_passes(columns: int, count: int) -> Iterator[SortPass]:
 
 
 def _make_sort_pass(columns: int, unit: int, count: int) -> SortPass:
-    """Return a pass that sorts runs of complete units."""
+    """Make a pass that sorts parts of a row in shared memory; each part has complete units of `unit` items."""
     length = columns if columns <= MAX_SINGLE_BLOCK_ITEMS else ITEMS_PER_BLOCK // unit * unit
     return SortPass(columns, length, min(count, length), count_blocks(columns, length), is_merge=False)
 
 
 def _launch_sort(launches: LaunchBuilder, x: Operand, out: Operand, count: int, *, descending: bool) -> None:
-    """Launch the passes that write the numbers of the first `count` entries of each sorted row."""
+    """Launch the passes that write the column indices of the first `count` entries of each sorted row."""
     columns, rows = x.shape[-1], math.prod(x.shape[:-1])
     require_supported(x.is_dense, "rows that are sorted are not dense")
     require_supported(columns < 2**31, f"rows of {columns} entries are too long")

@@ -33,7 +33,7 @@ MISSING_ACCESS_PENALTY = 0.4
 
 
 def estimate_block_counts(blocks: Sequence[BasicBlock], sites: Iterable[AccessSite], warps: int) -> list[float]:
-    """Estimate the number of warps that run each basic block of a kernel in one launch.
+    """Estimate the number of warps that execute each basic block of a kernel in one launch.
 
     Args:
         blocks: Basic blocks of the kernel; the first one is the entry.
@@ -75,7 +75,7 @@ def estimate_block_counts(blocks: Sequence[BasicBlock], sites: Iterable[AccessSi
 def _build_access_equations(
     blocks: Sequence[BasicBlock], reached: Iterable[int], sites: Iterable[AccessSite]
 ) -> list[tuple[dict[int, float], float]]:
-    """Return one equation per group of equivalent locations: accesses of each block there, and counted accesses.
+    """Build one equation for each group of equivalent locations: the accesses of each block, and the counted ones.
 
     The unit is an access of the largest width that was counted in the group. A group that only one compiler knows
     has no equation.
@@ -94,9 +94,9 @@ def _build_access_equations(
 
 
 def _group_equivalent_locations(
-    places: Iterable[AccessLocation], confused: Iterable[Sequence[AccessLocation]]
+    places: Iterable[AccessLocation], conflicts: Iterable[Sequence[AccessLocation]]
 ) -> Iterable[Sequence[AccessLocation]]:
-    """Return groups of locations that may be the same one.
+    """Group access locations that may be the same one.
 
     Two locations are joined if one has only the inner frames of the other. Each compiler omits outer frames of lambdas
     and of moved code. The locations of each list in `conflicts` are joined too.
@@ -109,13 +109,13 @@ def _group_equivalent_locations(
             shorter = AccessLocation(place.frames[:upto], place.is_shared, place.is_store)
             if shorter in named:
                 groups.add_edge(place, shorter)
-    for these in confused:
+    for these in conflicts:
         nx.add_path(groups, these)
     return [sorted(group) for group in nx.connected_components(groups)]
 
 
 def _find_inlining_conflicts(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> Iterator[list[AccessLocation]]:
-    """Yield the locations of a block that share one inlined function of the prelude.
+    """Find the locations of a block that share one inlined function of the prelude; yield a list for each function.
 
     NVRTC records some of these accesses at the place where another call of the function was inlined.
     """
@@ -128,12 +128,12 @@ def _find_inlining_conflicts(blocks: Sequence[BasicBlock], reached: Iterable[int
 
 
 def _to_kernel_location(place: AccessLocation) -> AccessLocation:
-    """Return the location without the frames of the prelude."""
+    """Return an access location without its frames in prelude files."""
     return AccessLocation(select_kernel_frames(place.frames), place.is_shared, place.is_store)
 
 
 def _find_reachable_blocks(blocks: Sequence[BasicBlock]) -> list[int]:
-    """Return the indices of the blocks that can be reached from the first one, in ascending order."""
+    """Find the blocks that can be reached from the first one; return their indices in ascending order."""
     reached, open_ = {0}, [0]
     while open_:
         for after in blocks[open_.pop()].successors:
@@ -144,7 +144,7 @@ def _find_reachable_blocks(blocks: Sequence[BasicBlock]) -> list[int]:
 
 
 def _sum_block_bytes(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> dict[AccessLocation, dict[int, float]]:
-    """Return the bytes per warp lane that each reachable block moves, by location and block index."""
+    """Sum the bytes per warp lane that each reachable block moves, by location and block index."""
     there: dict[AccessLocation, dict[int, float]] = defaultdict(dict)
     for number in reached:
         for place, nbytes in blocks[number].access_bytes.items():
@@ -154,7 +154,7 @@ def _sum_block_bytes(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> di
 
 
 def _sum_counted_bytes(sites: Iterable[AccessSite]) -> dict[AccessLocation, tuple[float, int]]:
-    """Return the counted bytes per warp lane of all warps, and the bytes of the widest access, by location."""
+    """Sum the counted bytes per warp lane of all warps, by location; also return the bytes of the widest access."""
     counted: dict[AccessLocation, tuple[float, int]] = {}
     for site in sites:
         at = AccessLocation(select_kernel_frames(site.frames), site.is_shared, site.is_store)

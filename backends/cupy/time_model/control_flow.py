@@ -42,7 +42,7 @@ _COPY_WAIT = re.compile(r"DEPBAR\.LE SB0, 0x(\w+)")
 
 @dataclass(frozen=True, slots=True, order=True)
 class AccessLocation:
-    """A source line with a kind of access: shared or global memory, store or load."""
+    """A source line with its inlined frames, and a kind of access: shared or global memory, store or load."""
 
     frames: Frames
     is_shared: bool
@@ -54,7 +54,7 @@ ASYNC_COPIES = -1
 
 
 class MemoryDependence(NamedTuple):
-    """The registers that an instruction loads from global memory, and the registers that it uses.
+    """The registers that one instruction loads from global memory, and the registers that it uses.
 
     If a used register is still being loaded, the instruction waits for `wait_share` of the latency of a load.
     """
@@ -70,7 +70,7 @@ WARPGROUP_OPERANDS = AccessLocation(("wgmma.cuh",), is_shared=True, is_store=Fal
 
 @dataclass(slots=True)
 class BasicBlock:
-    """Instructions that run one after the other.
+    """A basic block of machine code: instructions that run one after the other, as counts.
 
     Attributes:
         instruction_count: Instructions, called functions included.
@@ -88,9 +88,9 @@ class BasicBlock:
 
 
 def build_control_flow_graphs(image: bytes) -> Mapping[str, Sequence[BasicBlock]]:
-    """Return the basic blocks of each kernel of a cubin with line information, by mangled name.
+    """Build the control-flow graph of each kernel of a cubin with line information, by mangled name.
 
-    The first block of a kernel is its entry.
+    A graph is a list of basic blocks. The first block is the entry of the kernel.
     """
     return {name: _build_blocks(list(lines)) for name, lines in split_kernels(run_disassembler(image, "-gi"))}
 
@@ -105,7 +105,7 @@ class _Instruction:
 
 
 def _parse_instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[str, int]]:
-    """Return all instructions of a kernel, and the instruction index of each label."""
+    """Parse the disassembly of a kernel: return its instructions, and the instruction index of each label."""
     ops: list[_Instruction] = []
     labels: dict[str, int] = {}
     frames: list[str] = []
@@ -147,20 +147,23 @@ def _build_blocks(lines: Sequence[str]) -> list[BasicBlock]:
 
 
 def _count_function_instructions(ops: Sequence[_Instruction], start: int) -> int:
-    """Return the number of instructions of a called function. One call may run fewer."""
+    """Count the instructions of a called function from index `start` to its return. One call may run fewer."""
     return next((i for i in range(start, len(ops)) if ops[i].op.startswith("RET")), len(ops) - 1) - start + 1
 
 
 def _find_called_function(op: _Instruction) -> str:
-    """Return the label of the function that an instruction calls, or "". A call of a local label is a branch."""
+    """Find the label of the function that an instruction calls; return "" for other instructions.
+
+    A call of a local label is a branch.
+    """
     to = _TARGET.search(op.operands) if op.op.startswith("CALL") else None
     return to[1] if to and to[1].startswith("$") else ""
 
 
 def _ends_block(op: _Instruction) -> bool:
-    """Return whether an instruction ends a basic block.
+    """Return whether an instruction is the end of a basic block.
 
-    BRA.DIV does not: it branches only if the lanes of a warp have diverged, and they never have.
+    BRA.DIV is none: it branches only if the lanes of a warp have diverged, and they never have.
     """
     if op.op.startswith("CALL"):
         return not _find_called_function(op)
@@ -168,7 +171,7 @@ def _ends_block(op: _Instruction) -> bool:
 
 
 def _find_successors(last: _Instruction, end: int, labels: Mapping[str, int]) -> Iterator[int]:
-    """Yield the indices of the instructions that may follow the last one of a block; -1 is the end."""
+    """Find the indices of the instructions that may follow the last instruction of a block; -1 is the end."""
     if not _ends_block(last):
         yield end
         return
@@ -208,7 +211,7 @@ def _add_instruction(
 
 
 def _compute_operand_bytes(shape: str, in_registers: bool) -> int:
-    """Return the bytes per warp lane that a warpgroup product such as 64x256x16 loads from shared memory.
+    """Compute the bytes per warp lane that a warpgroup product such as 64x256x16 loads from shared memory.
 
     The four warps of the group share the operands. `in_registers`: the rows are in registers and are not loaded.
     """
@@ -217,7 +220,7 @@ def _compute_operand_bytes(shape: str, in_registers: bool) -> int:
 
 
 def _find_dependence(op: _Instruction) -> MemoryDependence | None:
-    """Return the registers that an instruction loads and uses, or `None` if there are none."""
+    """Find the registers that an instruction loads from global memory and uses; return `None` if there are none."""
     if op.op.startswith("LDGSTS"):
         return MemoryDependence(frozenset({ASYNC_COPIES}), frozenset())
     if pending := _COPY_WAIT.match(op.op + op.operands):

@@ -42,7 +42,7 @@ WARPGROUP_CYCLES = 5
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """The properties of a kind of GPU that limit launches.
+    """The performance model of a kind of GPU: the properties that limit launches.
 
     Attributes:
         arch: Architecture of its machine code, such as ``sm_90a``.
@@ -66,12 +66,12 @@ class GpuModel:
 
     @property
     def limits(self) -> Limits:
-        """The limits of a thread block on this architecture."""
+        """The resource limits of kernels on this kind of GPU."""
         return find_limits(self.arch.removeprefix("sm_").removesuffix("a"))
 
     @property
     def multiprocessor(self) -> Multiprocessor:
-        """The resources of one multiprocessor."""
+        """The limits of one multiprocessor on this kind of GPU."""
         return MULTIPROCESSORS[self.arch]
 
 
@@ -88,7 +88,7 @@ GPUS: Mapping[str, GpuModel] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LaunchWork:
-    """The work of one launch.
+    """The work of one launch: its blocks, instructions, products and memory traffic.
 
     Attributes:
         block_count: Thread blocks.
@@ -119,7 +119,7 @@ class LaunchWork:
     dependent_loads: float
 
     def multiply(self, blocks: float, each: float = 1.0) -> LaunchWork:
-        """Return the work of `blocks` times the thread blocks, each with `each` times the work."""
+        """Multiply the work: `blocks` times the number of thread blocks, and `each` times the work of a block."""
         by = blocks * each
         return LaunchWork(
             round(self.block_count * blocks),
@@ -137,7 +137,7 @@ class LaunchWork:
         )
 
     def extrapolate(self, longer: LaunchWork, times: float) -> LaunchWork:
-        """Return this work plus `times` the difference between a longer launch and this one."""
+        """Extrapolate linearly: this work plus `times` the difference between a longer launch and this one."""
 
         def extend(here: float, there: float) -> float:
             return here + times * (there - here)
@@ -160,7 +160,7 @@ class LaunchWork:
 
 @dataclass(frozen=True, slots=True)
 class LaunchTime:
-    """The predicted time of a launch.
+    """The predicted time of a launch, by resource.
 
     Attributes:
         resource_seconds: Seconds that each resource would need alone, by the name of the resource.
@@ -172,22 +172,22 @@ class LaunchTime:
 
     @property
     def limiting_resource(self) -> str:
-        """The name of the resource that needs the longest time."""
+        """The name of the resource that limits the launch: it needs the longest time."""
         return max(self.resource_seconds, key=lambda part: self.resource_seconds[part])
 
     @property
     def total_seconds(self) -> float:
-        """The seconds of the launch."""
+        """The predicted seconds of the launch: the time of the limiting resource plus the idle seconds."""
         return self.resource_seconds[self.limiting_resource] + self.idle_seconds
 
 
 def estimate_launch_time(work: LaunchWork, gpu: GpuModel, cached: bool = False) -> LaunchTime:
-    """Predict the time of a launch, without the gap between two launches.
+    """Estimate the time of a launch on a GPU, without the gap between two launches.
 
     Args:
         work: Work of the launch.
         gpu: Kind of GPU.
-        cached: The operands are in the L2 cache, because the previous launch wrote them.
+        cached: Whether the operands are in the L2 cache, because the previous launch wrote them.
 
     Raises:
         ValueError: A thread block does not fit on a multiprocessor.

@@ -20,7 +20,7 @@ LINE_INFO_OPTION = "-lineinfo"
 
 
 def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
-    """Estimate the work of a launch on a GPU.
+    """Estimate the work of a launch on a GPU from access counters and machine code.
 
     Args:
         counted: Access counters of the launch in the emulator.
@@ -56,18 +56,22 @@ def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
 
 
 def _count_multiplications(shape: str) -> float:
-    """Return the multiplications of a product per warp: 16816 is 16 x 8 x 16; four warps share 64x256x16."""
+    """Count the multiplications of a matrix product per warp: 16816 is 16 x 8 x 16; four warps share 64x256x16."""
     if "x" in shape:
         return math.prod(map(int, shape.split("x"))) / 4
     return 16 * 8 * int(shape.removeprefix("168"))
 
 
 def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> float:
-    """Return how many times all warps wait for global memory.
+    """Count the waits of all warps for loads from global memory.
 
     A warp waits where it uses a register that is still being loaded. After the wait, all earlier loads have arrived.
     The set of pending registers is propagated along the control flow until it no longer grows. Blocks with 0
     executions add no loads.
+
+    Args:
+        blocks: Basic blocks of the kernel.
+        ran: Warp executions of each block.
     """
     pending_at_entry: list[frozenset[int]] = [frozenset()] * len(blocks)
     waits = [0.0] * len(blocks)
@@ -91,7 +95,7 @@ def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> 
 def _compile_with_lines(
     source: KernelSource, arch: str
 ) -> tuple[Mapping[str, Sequence[BasicBlock]], Mapping[str, nvrtc.KernelResources]]:
-    """Return the basic blocks and the resources of each kernel, by its name in the source."""
+    """Compile a source with line information; return basic blocks and resources of each kernel, by its C++ name."""
     cubin = nvrtc.compile(source, arch, (*nvrtc.OPTIONS, LINE_INFO_OPTION))
     code = build_control_flow_graphs(cubin.image)
     return {name: code[low] for name, low in cubin.mangled_names.items()}, cubin.resources

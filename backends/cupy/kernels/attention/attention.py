@@ -38,7 +38,7 @@ from .kinds import (
 from .kinds import SOURCES as SOURCES
 
 MIN_TILED_ROWS = 64
-"""Rows per key head from which tiles are worth the split of keys and values into halves."""
+"""Minimum query rows per key head for tiled variants, which first split keys and values into halves."""
 TARGET_BLOCKS, MAX_KEY_SPLITS = 512, ATTENTION_THREADS
 """Blocks that keep any device busy when blocks share keys; and the most splits: in the end a thread weighs each."""
 TARGET_WARPGROUP_BLOCKS = 96
@@ -57,8 +57,8 @@ MAX_VALUE_COLUMNS = 512
 class AttentionShape:
     """The sizes of an attention instruction.
 
-    `heads_per_key_head` query heads share one of `key_heads`. `key_count` keys have `key_columns` columns, and values
-    have `value_columns`. The mask has `mask_heads` heads.
+    `heads_per_key_head` query heads share one of `key_heads` key heads. `key_count` keys have `key_columns` columns,
+    and values have `value_columns`. The mask has `mask_heads` heads.
     """
 
     batch: int
@@ -72,34 +72,34 @@ class AttentionShape:
 
     @property
     def rows(self) -> int:
-        """Query rows of a key head."""
+        """The number of query rows for each key head: tokens times query heads per key head."""
         return self.tokens * self.heads_per_key_head
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         return self.heads_per_key_head * self.key_heads
 
-    def choose_key_splits(self, row_blocks: int, keys: int, target_blocks: int = TARGET_BLOCKS) -> int:
-        """Choose the number of blocks that share the keys.
+    def choose_key_splits(self, row_blocks: int, keys_per_step: int, target_blocks: int = TARGET_BLOCKS) -> int:
+        """Choose the number of splits of the keys, which thread blocks process at the same time.
 
         Args:
-            row_blocks: Blocks along the rows.
-            keys: Keys that a block processes at once.
-            target_blocks: Blocks that keep the device busy.
+            row_blocks: Blocks along the query rows.
+            keys_per_step: Keys that a block processes at once.
+            target_blocks: Number of blocks that keeps the device busy.
         """
         splits = count_blocks(target_blocks, max(1, self.batch * self.key_heads * row_blocks))
-        return max(1, min(MAX_KEY_SPLITS, splits, count_blocks(self.key_count, keys)))
+        return max(1, min(MAX_KEY_SPLITS, splits, count_blocks(self.key_count, keys_per_step)))
 
-    def choose_balanced_key_splits(self, row_blocks: int, keys: int) -> int:
-        """Choose the number of splits that leaves the fewest multiprocessors idle at the end.
+    def choose_balanced_key_splits(self, row_blocks: int, keys_per_step: int) -> int:
+        """Choose the number of splits of the keys that leaves the fewest multiprocessors idle at the end.
 
-        The smallest candidate gives each multiprocessor two blocks, the largest has twice as many splits.
+        The smallest candidate gives each multiprocessor two blocks. The largest has twice as many splits.
         """
         count = max(1, self.batch * self.key_heads * row_blocks)
         min_splits = max(1, 2 * TARGET_MULTIPROCESSORS // count)
         min_splits, max_splits = (
-            max(1, min(MAX_KEY_SPLITS, n * min_splits, count_blocks(self.key_count, keys))) for n in (1, 2)
+            max(1, min(MAX_KEY_SPLITS, n * min_splits, count_blocks(self.key_count, keys_per_step))) for n in (1, 2)
         )
 
         def compute_wave_overhead(splits: int) -> float:
@@ -110,7 +110,7 @@ class AttentionShape:
 
 
 def find_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
-    """Return the relative rounding error of queries and weights in the dtype of a 16-bit cache, or `None`.
+    """Find the relative error of rounding queries and weights to a 16-bit cache dtype; `None` without rounding.
 
     Only variants for many rows round them.
 
@@ -157,7 +157,7 @@ def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _add_head_axis(mask: Operand) -> Operand:
-    """Return a mask [..., t, s] as [..., t, 1, s]."""
+    """Add a head axis of size 1 to a mask [..., t, s]: return [..., t, 1, s]."""
     t = mask.tensor
     return replace(
         mask,
@@ -173,7 +173,7 @@ def _swap_axes(x: Operand, one: int, other: int) -> Operand:
 
 
 def _iterate_batches(leading: Sequence[int], operands: AttentionOperands) -> Iterator[AttentionOperands]:
-    """Yield operands with one leading axis, as often as their leading axes need."""
+    """Yield batches of the operands, each with one leading axis; there are several if the leading axes do not merge."""
     there = [o for o in operands if o is not None]
     heads = [replace(o, tensor=replace(o.tensor, shape=o.shape[:-3], strides=o.strides[:-3])) for o in there]
     axes = build_iteration_axes(leading, heads)
@@ -192,24 +192,24 @@ def _iterate_batches(leading: Sequence[int], operands: AttentionOperands) -> Ite
 
 
 def _slice_batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
-    """Return one batch of an operand, with `count` entries along its leading axis, `step` elements apart."""
+    """Slice one batch of an operand: `count` entries that are `step` elements apart, after `skipped` elements."""
     t, skipped = x.tensor, x.dtype.bytes_of(skipped)
     tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
     return replace(x, address=x.address + skipped, tensor=tensor)
 
 
 def _make_view_fields(x: Operand | None) -> list[LaunchWord]:
-    """Return the fields of a `View`."""
+    """Return the fields of the C struct `View`: address and four strides; zeros for `None`."""
     return [0] * 5 if x is None else [x, *_compute_walk_strides(x)]
 
 
 def _compute_walk_strides(x: Operand) -> list[int]:
-    """Return the strides of an operand, 0 along axes with one entry."""
+    """Compute the strides of an operand for broadcasting: 0 along axes with one entry."""
     return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
 
 
 def _is_vector_loadable(x: Operand, columns: int) -> bool:
-    """Return whether `columns` columns of any row can be loaded at once."""
+    """Return whether `columns` adjacent columns of any row can be loaded by one vector load."""
     *steps, last = _compute_walk_strides(x)
     nbytes = min(16, x.dtype.bytes_of(columns))
     aligned = x.address % nbytes == 0 and all(x.dtype.bytes_of(s) % nbytes == 0 for s in steps)
@@ -218,7 +218,7 @@ def _is_vector_loadable(x: Operand, columns: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _SplitKeysValues:
-    """Scratch for keys and values as two halves each, with one scale per row."""
+    """Scratch for keys and values that are split into two halves, with one scale per row."""
 
     k: Operand
     v: Operand
@@ -227,18 +227,18 @@ class _SplitKeysValues:
 
     @classmethod
     def allocate(cls, launches: LaunchBuilder, kind: TiledVariant, count: int) -> _SplitKeysValues:
-        """Allocate the scratch for `count` rows."""
+        """Allocate the scratch for `count` rows of keys and of values."""
         k, v = (launches.allocate_scratch((count, n)) for n in (kind.size, kind.width))
         return cls(k, v, launches.allocate_scratch((count,)), launches.allocate_scratch((count,)))
 
     @property
     def words(self) -> list[LaunchWord]:
-        """The fields of the split keys and values."""
+        """The launch words of the split keys and values."""
         return [self.k, self.v, self.k_units, self.v_units]
 
 
 class _AttentionBinder:
-    """Adds the launches of one instruction."""
+    """Binds one attention instruction: adds its launches to a launch builder."""
 
     def __init__(
         self, launches: LaunchBuilder, call: BoundInstruction, shape: AttentionShape, sinks: Operand | None
@@ -261,7 +261,7 @@ class _AttentionBinder:
         self._trailing_words: list[LaunchWord] = [scale / (cap or 1.0), cap]
 
     def add_launches(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
-        """Add the launches of the tiled variant for many rows, or of a variant for few rows."""
+        """Add the launches of the attention: a tiled variant for many query rows, another variant for few rows."""
         s, cells = self.shape, operands[1].dtype
         has_warpgroups = self.launches.limits.has_warpgroups
         kinds = (t for t in TILED_SOURCES if has_warpgroups or not t.uses_warpgroups)
@@ -274,7 +274,13 @@ class _AttentionBinder:
     def _make_argument_words(
         self, operands: AttentionOperands, splits: int, sums: list[LaunchWord]
     ) -> list[LaunchWord]:
-        """Return the fields of `Args`."""
+        """Return the fields of the C struct `Args`.
+
+        Args:
+            operands: Queries, keys, values, mask and result of one batch.
+            splits: Number of splits of the keys.
+            sums: The scratch of `_allocate_partial_sums`.
+        """
         return [
             *(w for o in operands for w in _make_view_fields(o)),
             *self._leading_words,
@@ -284,7 +290,7 @@ class _AttentionBinder:
         ]
 
     def _allocate_partial_sums(self, splits: int) -> list[LaunchWord]:
-        """Allocate scratch for the partial results of splits."""
+        """Allocate scratch for the partial results of the key splits: value sums, and pairs of softmax terms."""
         if splits == 1:
             return [0, 0]
         s = self.shape
@@ -292,7 +298,7 @@ class _AttentionBinder:
         return [self.launches.allocate_scratch((count, s.value_columns)), self.launches.allocate_scratch((count, 2))]
 
     def _launch_combine(self, batch: AttentionOperands, words: list[LaunchWord], splits: int) -> None:
-        """Launch the combination of the splits, if there are several."""
+        """Launch the combination of the partial results of key splits, if there are several splits."""
         if splits > 1:
             count = batch[4].shape[0] * self.shape.tokens * self.shape.heads
             few = count < 2 * TARGET_MULTIPROCESSORS
@@ -302,7 +308,7 @@ class _AttentionBinder:
             )
 
     def _launch_few_rows(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
-        """Launch a variant for few rows, and combine the splits of the keys."""
+        """Launch the best variant for few query rows, and the combination of the key splits."""
         s = self.shape
         cells = operands[1].dtype
         fitting = [f for f in FEW_ROWS_SOURCES if f.can_take(s.key_columns, s.value_columns, cells)]
@@ -333,10 +339,10 @@ class _AttentionBinder:
             self._launch_combine(batch, words, splits)
 
     def _launch_tiled(self, kind: TiledVariant, operands: AttentionOperands, leading: Sequence[int]) -> None:
-        """Launch a tiled variant for many rows.
+        """Launch a tiled variant for many query rows.
 
-        Before it, split float32 keys and values into halves, and find the tiles that the mask leaves visible. After it,
-        combine the splits of the keys.
+        Launches before it split float32 keys and values into halves, and find the tiles that the mask leaves visible. A
+        launch after it combines the key splits.
         """
         s, launches = self.shape, self.launches
         row_tiles, row_blocks, tiles = (
@@ -388,12 +394,20 @@ class _AttentionBinder:
             self._launch_combine(batch, words, splits)
 
     def _compute_seen_strides(self, mask: Operand, tiles: int) -> list[int]:
-        """Return the strides of visible tiles between batches and between key heads, 0 where masks are equal."""
+        """Compute the strides of the visibility table between batches and between key heads; 0 for equal masks."""
         groups = self.shape.key_heads if self.shape.mask_heads > 1 else 1
         return [tiles * groups if _compute_walk_strides(mask)[0] else 0, tiles if groups > 1 else 0]
 
     def _launch_split(self, x: Operand, columns: int, tile: int, halves: Operand, units: Operand) -> None:
-        """Launch the split of keys or values into halves and their scales. `columns` includes padding."""
+        """Launch the split of keys or values into two halves and a scale per row.
+
+        Args:
+            x: The keys or values.
+            columns: Columns of a row in scratch, with padding.
+            tile: Keys of a tile.
+            halves: Receives the halves.
+            units: Receives the scales.
+        """
         s, lanes = self.shape, 8 if columns <= 64 else 16 if columns <= 128 else 32
         count = x.shape[0] * s.key_heads * count_blocks(s.key_count, tile) * tile
         words = [

@@ -12,16 +12,17 @@ ATTENTION_HEADERS = ("cells.cuh", "attention.cuh")
 PREFILL_HEADERS = (*ATTENTION_HEADERS, "attention_powers.cuh", "attention_many.cuh")
 ATTENTION_THREADS, ATTENTION_WARPS, TILE_ROWS = 128, 4, 64
 CELL_ROWS = 16
-"""Rows of a block of `attend_cells`, and keys that a warp processes at a time."""
+"""Query rows of a block of `attend_cells`, and keys that a warp processes at a time."""
 TERMS_BY_DTYPE = {DType.F16: 2, DType.BF16: 3}
 """Terms of the cell dtype that together are as precise as float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class FewRowsVariant:
-    """`attend_few` for keys and values up to some sizes; 0 means any size.
+    """The kernel `attend_few`, for few query rows, with the sizes of keys and values that it supports.
 
-    `lanes` lanes share a key. Each has `keys` groups of four columns of a key, and `values` groups of a value.
+    `lanes` warp lanes share a key. Each lane has `keys` groups of four columns of a key, and `values` groups of a
+    value. 0 groups mean any number of columns. `cells` is the dtype of the KV cache.
     """
 
     lanes: int
@@ -31,33 +32,34 @@ class FewRowsVariant:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Possible numbers of rows that a block processes together."""
+        """The possible numbers of query rows that a block processes together."""
         return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
 
-    def choose_rows_per_block(self, rows: int) -> int:
-        """Return how many of `rows` rows a block processes together."""
-        return next((r for r in self.rows if r >= rows), self.rows[-1])
+    def choose_rows_per_block(self, row_count: int) -> int:
+        """Choose the number of query rows that a block processes together, for `row_count` rows in all."""
+        return next((r for r in self.rows if r >= row_count), self.rows[-1])
 
     def format_name(self, rows: int) -> str:
-        """Return the C++ name of the kernel for `rows` rows."""
+        """Format the C++ kernel name for blocks of `rows` query rows."""
         sizes = f"{self.lanes}, {self.keys}, {self.values}, {rows}"
         return f"attend_few<{sizes}, {str(self.keys > 0).lower()}, {CUDA_TYPE_NAMES[self.cells]}>"
 
     def make_source(self) -> KernelSource:
-        """Return the source with the kernels for all row counts."""
+        """Make the source with the kernels for all possible row counts."""
         return KernelSource("attention_few.cu", tuple(map(self.format_name, self.rows)), before=ATTENTION_HEADERS)
 
-    def can_take(self, size: int, width: int, cells: DType) -> bool:
-        """Return whether the variant supports these key columns, value columns and cell dtype."""
-        fits = size <= 4 * self.lanes * self.keys and width <= 4 * self.lanes * self.values
-        return cells is self.cells and (fits or not self.keys)
+    def can_take(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
+        """Return whether the kernel can process keys and values with these numbers of columns and this dtype."""
+        fits = key_columns <= 4 * self.lanes * self.keys and value_columns <= 4 * self.lanes * self.values
+        return cell_dtype is self.cells and (fits or not self.keys)
 
 
 @dataclass(frozen=True, slots=True)
 class TiledVariant:
-    """`attend_tiles` for keys and values of up to `size` and `width` columns, in tiles of `tile` keys.
+    """The kernel `attend_tiles`, for many query rows, with keys of `size` and values of `width` columns at most.
 
-    Queries are in registers (`has_register_queries`) or in shared memory. No block has more than 96 KiB of it.
+    The kernel processes tiles of `tile` keys. Queries are in registers (`has_register_queries`) or in shared memory. No
+    block has more than 96 KiB of shared memory.
     """
 
     size: int
@@ -67,18 +69,18 @@ class TiledVariant:
     rows: int = TILE_ROWS
     threads: int = ATTENTION_THREADS
 
-    def can_take(self, size: int, width: int, cells: DType) -> bool:
-        """Return whether the variant supports these key columns, value columns and cell dtype."""
-        return size <= self.size and width <= self.width
+    def can_take(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
+        """Return whether the kernel can process keys and values with these numbers of columns and this dtype."""
+        return key_columns <= self.size and value_columns <= self.width
 
     @property
     def uses_warpgroups(self) -> bool:
-        """Whether the variant needs a device with warpgroup products."""
+        """Whether the kernel uses warpgroup products, which only some devices have."""
         return False
 
     @property
     def visibility_rows(self) -> int:
-        """Rows of a tile of the visibility table."""
+        """The query rows of a tile in the visibility table: the table of tiles that the mask leaves visible."""
         return max(TILE_ROWS, self.rows)
 
     @property
@@ -92,7 +94,7 @@ class TiledVariant:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
+        """Bytes of dynamic shared memory of a block."""
         return 4 * (self.tile * (self.size + self.width) + (0 if self.has_register_queries else TILE_ROWS * self.size))
 
     def make_source(self) -> KernelSource:
@@ -101,7 +103,7 @@ class TiledVariant:
 
 @dataclass(frozen=True, slots=True)
 class WideVariant(TiledVariant):
-    """`attend_wide`. Queries pass through shared memory before keys and values do."""
+    """The kernel `attend_wide`, for long keys and values. Queries pass through shared memory before keys do."""
 
     rows: int = 32
     threads: int = 256
@@ -121,7 +123,7 @@ class WideVariant(TiledVariant):
 
 @dataclass(frozen=True, slots=True)
 class PipelinedVariant(TiledVariant):
-    """`attend_short` for 16-bit caches. It loads tiles of keys and values in stages, without conversion."""
+    """The kernel `attend_short`, for 16-bit KV caches. It loads tiles in pipeline stages, without conversion."""
 
     stages: int = 2
     cells: DType = DType.F16
@@ -133,8 +135,8 @@ class PipelinedVariant(TiledVariant):
     def make_source(self) -> KernelSource:
         return KernelSource(self.file, (self.name,), PREFILL_HEADERS)
 
-    def can_take(self, size: int, width: int, cells: DType) -> bool:
-        return size <= self.size and width <= self.width and cells is self.cells
+    def can_take(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
+        return key_columns <= self.size and value_columns <= self.width and cell_dtype is self.cells
 
     @property
     def name(self) -> str:
@@ -149,7 +151,10 @@ class PipelinedVariant(TiledVariant):
 
 @dataclass(frozen=True, slots=True)
 class WarpgroupVariant(PipelinedVariant):
-    """`attend_warpgroups`. Its operands in shared memory begin at a multiple of 1024."""
+    """The kernel `attend_warpgroups`, for 16-bit KV caches on devices with warpgroup products.
+
+    Its operands in shared memory begin at a multiple of 1024 bytes.
+    """
 
     @property
     def uses_warpgroups(self) -> bool:
@@ -174,7 +179,10 @@ class WarpgroupVariant(PipelinedVariant):
 
 @dataclass(frozen=True, slots=True)
 class CellVariant:
-    """`attend_cells` for keys and values of up to `size` and `width` columns. Their rows support vector loads."""
+    """The kernel `attend_cells`, for few query rows and 16-bit KV caches, on tensor cores.
+
+    Keys have at most `size` columns, values at most `width` columns. Their rows support vector loads.
+    """
 
     size: int
     width: int
@@ -186,7 +194,7 @@ class CellVariant:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
+        """Bytes of dynamic shared memory of a block."""
         queries, sums = (
             4 * TERMS_BY_DTYPE[self.cells] * CELL_ROWS * self.size,
             4 * ATTENTION_WARPS * self.width // 8 * (8 * CELL_ROWS + 4),
@@ -196,9 +204,9 @@ class CellVariant:
     def make_source(self) -> KernelSource:
         return KernelSource("attention_cells.cu", (self.name,), before=(*ATTENTION_HEADERS, "attention_powers.cuh"))
 
-    def can_take(self, size: int, width: int, cells: DType) -> bool:
-        """Return whether the variant supports these key columns, value columns and cell dtype."""
-        return size <= self.size and width <= self.width and cells is self.cells
+    def can_take(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
+        """Return whether the kernel can process keys and values with these numbers of columns and this dtype."""
+        return key_columns <= self.size and value_columns <= self.width and cell_dtype is self.cells
 
 
 _FLOAT_VARIANTS = (FewRowsVariant(8, 2, 2), FewRowsVariant(8, 4, 4), FewRowsVariant(16, 4, 4))

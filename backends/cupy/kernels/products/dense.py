@@ -14,9 +14,9 @@ from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedSum, WeightsAndResults, pad_
 ROWS_PER_BLOCK = 16
 """Weight rows of a block. Each warp has two rows and all their columns."""
 COLUMN_SPLITS, MIN_SPLIT_COLUMNS = (8, 4, 2), 256
-"""Numbers of column parts for weights with few rows, and the fewest columns of a part. Warps share the parts."""
+"""Numbers of column parts for weights with few rows, and the minimum columns of a part. Warps share the parts."""
 SUM_ROWS_PER_BLOCK, MAX_SUM_WARPS = 2, 12
-"""Weight rows of a block that adds entries, and the most warps of it. The warps share the entries."""
+"""Weight rows of a block that adds entries, and its maximum warps. The warps share the entries."""
 TOKEN_COUNTS = (1, 2, 4)
 SOURCES = tuple(
     KernelSource(
@@ -30,7 +30,7 @@ GEMV_SOURCE_BY_DTYPE = dict(zip((DType.F32, DType.F16, DType.BF16), SOURCES, str
 
 
 def _make_weight_stride_words(w: Operand) -> list[LaunchWord]:
-    """Return the row count, and the strides between matrices and between rows."""
+    """Return launch words of a weight: its row count, and its strides between matrices and between rows."""
     steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
     return [w.shape[-2], steps[-1] if steps else 0, w.strides[-2]]
 
@@ -43,21 +43,21 @@ def launch_gemv(
     tokens: int,
     route: list[LaunchWord],
     unit: int = NO_UNIT,
-    others: WeightsAndResults = (),
-    more: int = 0,
+    other_products: WeightsAndResults = (),
+    other_entries: int = 0,
 ) -> None:
-    """Multiply a few rows of x by several weights in one launch.
+    """Launch a GEMV: multiply a few rows of x by several float weights.
 
     Args:
         launches: Receives the launch.
         products: The weights and their results.
         x: Activations [entries * tokens, columns].
-        entries: Entries of the route.
+        entries: Entries of the route, each with one matrix of a weight.
         tokens: Rows of x for each entry, at most 4.
         route: The fields of the routing.
         unit: Code of the gated unit that joins two products.
-        others: Weights of additional entries, which have one row each.
-        more: The number of additional entries.
+        other_products: Weights of additional entries, which have one row each.
+        other_entries: The number of additional entries.
     """
     count = next(n for n in TOKEN_COUNTS if n >= tokens)
     w = products[0][0]
@@ -67,7 +67,7 @@ def launch_gemv(
 
     def can_split(parts: int) -> bool:
         taken = count_row_blocks(parts // 2)
-        busy = (taken[0] if unit else sum(taken)) * (entries + more)
+        busy = (taken[0] if unit else sum(taken)) * (entries + other_entries)
         return w.shape[-1] >= MIN_SPLIT_COLUMNS * parts and busy < launches.multiprocessor_count
 
     parts = next(filter(can_split, COLUMN_SPLITS), 1)
@@ -75,7 +75,7 @@ def launch_gemv(
     first = [0 if unit else n for n in accumulate(taken, initial=0)]
     fields = [
         [w, out, n, *_make_weight_stride_words(w), compute_row_stride(out)]
-        for (w, out), n in zip([*products, *others], [*first, 0], strict=False)
+        for (w, out), n in zip([*products, *other_products], [*first, 0], strict=False)
     ]
     words = [
         *pad_product_fields(fields),
@@ -91,11 +91,11 @@ def launch_gemv(
     ]
     words += NO_SUM_FIELDS
     kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{CUDA_TYPE_NAMES[w.dtype]}, {count}>"]
-    launches.add_launch(kernel, (taken[0] if unit else sum(taken), entries + more), 256, words)
+    launches.add_launch(kernel, (taken[0] if unit else sum(taken), entries + other_entries), 256, words)
 
 
 def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedSum) -> None:
-    """Add the weighted products of each token in one launch.
+    """Launch a GEMV with float expert weights, and sum the weighted products of each token.
 
     Args:
         launches: Receives the launch.

@@ -29,7 +29,10 @@ from .same_rows import as_matrix, find_gated_unit, match_gated_products
 
 @dataclass(frozen=True, slots=True)
 class _GatedUnit:
-    """Two products of the same rows and their gated unit."""
+    """The fused pattern of a gated unit: two matmuls of the same rows, and the op that joins them, such as `swiglu`.
+
+    `products` and `unit` are instruction indices. `gate` and `up` are the matmuls, `out` is the result of the unit.
+    """
 
     products: tuple[int, ...]
     unit: int
@@ -39,7 +42,7 @@ class _GatedUnit:
 
     @classmethod
     def match_gated_unit(cls, flow: Dataflow, product: int) -> _GatedUnit:
-        """Match two products and their gated unit, with equal operands; raise `NoKernelError` otherwise."""
+        """Match the gated unit of a matmul; raise `NoKernelError` if the operands of its two matmuls differ."""
         products, unit = match_gated_products(flow, product)
         gate, up = map(flow.bound_instruction, products)
         pattern = cls(products, unit, gate, up, flow.bound_instruction(unit).out)
@@ -58,12 +61,12 @@ class _GatedUnit:
 
     @property
     def instruction_numbers(self) -> list[int]:
-        """The two products and the unit."""
+        """The indices of the two matmuls and of the unit."""
         return [*self.products, self.unit]
 
     @property
     def products_and_results(self) -> WeightsAndResults:
-        """The weights with the results; the kernel writes the first result only."""
+        """The weights of both matmuls with their results; the kernel writes the first result only."""
         return [(self.gate.operand(0), as_matrix(self.out)), (self.up.operand(0), as_matrix(self.up.out))]
 
 
@@ -97,14 +100,14 @@ def _launch_gated_units(
 
 
 def _fuse_expert_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse two products with weights of chosen experts and their gated unit."""
+    """Fuse two matmuls with the weights of chosen experts and their gated unit."""
     chosen = _GatedUnit.match_gated_unit(flow, number)
     _launch_gated_units(launches, flow, chosen)
     return chosen.instruction_numbers
 
 
 def _fuse_expert_and_shared_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the gated units of the chosen experts and of the shared expert."""
+    """Fuse the gated units of the chosen experts and of the shared expert into one launch."""
     readers = [
         n for n in flow.require_readers(flow.require_producer(number, 1)) if find_gated_unit(flow, n) is not None
     ]
@@ -122,18 +125,20 @@ def _launch_expert_sum(
     down: BoundInstruction,
     total: BoundInstruction,
     out: Operand,
-    other: BoundInstruction | None = None,
+    shared_down: BoundInstruction | None = None,
     gate: Operand | None = None,
 ) -> None:
-    """Launch the sum of the products of chosen experts, times their shares, plus the product of the shared expert.
+    """Launch the weighted sum of expert outputs: the down projections of chosen experts times their shares.
+
+    The launch also adds the down projection of the shared expert, if there is one.
 
     Args:
         launches: Receives the launch.
-        down: The products of the chosen experts.
+        down: The down projections of the chosen experts.
         total: The weighted sum of these products.
         out: The result.
-        other: The product of the shared expert.
-        gate: The logit of its share; without it the share is 1.
+        shared_down: The down projection of the shared expert.
+        gate: The logit of the shared expert's share; without it the share is 1.
     """
     w, x, ids, shares = down.operand(0), down.operand(1), down.operand(2), total.operand(1)
     used, width, answers = ids.shape[-1], w.shape[-2], total.operand(0)
@@ -154,8 +159,8 @@ def _launch_expert_sum(
         out.is_dense and out.tensor.spec.size == tokens * width and tokens <= MAX_GRID_SIZE, "results are not dense"
     )
     matrix = other_x = None
-    if other is not None:
-        matrix, other_x = other.operand(0), other.operand(1)
+    if shared_down is not None:
+        matrix, other_x = shared_down.operand(0), shared_down.operand(1)
         require_supported(is_gemv_readable(matrix) and len(matrix.shape) == 2, "weights are not read so")
         require_supported(
             matrix.shape == w.shape[1:] and matrix.dtype is w.dtype, "the other expert is of another kind"
@@ -174,7 +179,7 @@ def _launch_expert_sum(
 
 
 def _fuse_expert_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the products of chosen experts and their weighted sum."""
+    """Fuse the down projections of chosen experts and their weighted sum."""
     chain = match_expert_sum(flow, number)
     down, total = map(flow.bound_instruction, chain)
     _launch_expert_sum(launches, down, total, total.out)
@@ -182,7 +187,7 @@ def _fuse_expert_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Se
 
 
 def _fuse_expert_and_shared_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the products of chosen experts and of the shared expert, and their sum."""
+    """Fuse the down projections of chosen experts and of the shared expert, and the sum of all."""
     chain = match_expert_sum_with_shared(flow, number)
     down, total, both, other = (flow.bound_instruction(n) for n in chain[:4] if n is not None)
     gate = None if chain.sigmoid is None else flow.bound_instruction(chain.sigmoid).operand(0)

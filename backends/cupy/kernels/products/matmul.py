@@ -28,50 +28,50 @@ from .routes import NO_UNIT, WeightsAndResults
 ROUTES_SOURCE = KernelSource("routes.cu", ("routes",), ("routes.cuh",))
 SOURCES = (ROUTES_SOURCE, *dense.SOURCES, *packed.SOURCES, *tiled.SOURCES)
 MAX_GEMV_ROWS = 4
-"""The most rows of x per matrix at which plain threads keep up with memory. Tensor cores multiply more rows."""
+"""Maximum rows of x per matrix for GEMV kernels, which keep up with memory. Tensor cores multiply more rows."""
 MAX_GRID_SIZE = 65535
-"""The most entries or tiles of a launch."""
+"""Maximum number of entries or tiles of a launch."""
 TiledLauncher = Callable[..., None]
 """A function that multiplies a table of tiles: x, out, tiles, route."""
 
 
 def is_packed(w: Operand) -> bool:
-    """Return whether the operand is a complete packed weight."""
+    """Return whether an operand is a complete packed weight."""
     return w.dtype in PLANE_LAYOUTS and w.is_whole_buffer
 
 
 def _as_readable_weight(launches: LaunchBuilder, w: Operand) -> Operand:
-    """Return the weight in a form that these kernels read: packed, or floats with contiguous rows."""
+    """Return a weight in a dtype that matmul kernels read: packed, or float; other weights are converted."""
     if is_packed(w):
         return w
     return w if w.dtype in dense.GEMV_SOURCE_BY_DTYPE else as_float(launches, w)
 
 
 def is_gemv_readable(w: Operand) -> bool:
-    """Return whether GEMV kernels read the weight as stored."""
+    """Return whether GEMV kernels can read the weight as stored."""
     return is_packed(w) or (w.dtype in dense.GEMV_SOURCE_BY_DTYPE and w.strides[-1] == 1)
 
 
 def _has_tensor_core_kernel(w: Operand) -> bool:
-    """Return whether tensor-core kernels multiply the weight."""
+    """Return whether there is a tensor-core kernel for the weight."""
     return is_packed(w) or w.dtype in tiled.FLOAT_DTYPES
 
 
 def _choose_tiled_launcher(
     launches: LaunchBuilder, call: BoundInstruction, w: Operand, entries: float, matrices: int, is_even: bool
 ) -> tuple[int, TiledLauncher]:
-    """Choose a tensor-core kernel.
+    """Choose the launcher of a tiled matmul on tensor cores.
 
     Args:
         launches: Receives launches that unpack the weight.
-        call: The instruction.
+        call: The matmul instruction.
         w: The weight.
         entries: Rows of x of each matrix, exactly or on average.
         matrices: The number of matrices.
         is_even: Whether each matrix has exactly `entries` rows.
 
     Returns:
-        The most entries of a tile, and the launcher.
+        The maximum entries of a tile, and the launcher.
     """
     is_exact = bool(call.attrs["exact"]) and not is_packed(w)
     if is_even and is_packed(w) and math.prod(w.shape[:-2]) == 1:
@@ -88,16 +88,16 @@ def launch_gemv(
     launches: LaunchBuilder,
     products: WeightsAndResults,
     x: Operand,
-    n: int,
+    entries: int,
     tokens: int,
     route: list[LaunchWord],
     unit: int = NO_UNIT,
-    others: WeightsAndResults = (),
-    more: int = 0,
+    other_products: WeightsAndResults = (),
+    other_entries: int = 0,
 ) -> None:
-    """Multiply a few rows of x by packed or float weights; see `dense.launch_gemv`."""
+    """Launch a GEMV: multiply a few rows of x by packed or float weights; see `dense.launch_gemv`."""
     (packed if is_packed(products[0][0]) else dense).launch_gemv(
-        launches, products, x, n, tokens, route, unit, others, more
+        launches, products, x, entries, tokens, route, unit, other_products, other_entries
     )
 
 
@@ -105,7 +105,7 @@ def launch_gemv(
 
 
 def _compute_matrix_indices(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
-    """Return the matrix index of each leading entry of `x`. Along every axis a matrix serves adjacent entries."""
+    """Compute the index of the weight matrix for each matrix of `x`; a weight matrix serves adjacent matrices."""
     leading = x.shape[:-2]
     sizes = (1,) * (len(leading) - len(w.shape) + 2) + w.shape[:-2]
     matrices = np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
@@ -143,7 +143,7 @@ def _bind_mul_mat(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _has_uniform_matrix_stride(w: Operand) -> bool:
-    """Return whether the matrices have a uniform stride."""
+    """Return whether consecutive matrices of a weight have a uniform stride."""
     axes = [(n, s) for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
     return all(outer == n * inner for (_, outer), (n, inner) in pairwise(axes))
 
@@ -172,17 +172,17 @@ def _bind_mul_mat_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _count_experts(call: BoundInstruction) -> int:
-    """Return the number of experts on all devices."""
+    """Count the experts of a `mul_mat_id` instruction on all devices."""
     return int(np.asarray(call.attrs["total"])) or call.operand(0).shape[0]
 
 
 def has_few_slots_per_expert(call: BoundInstruction) -> bool:
-    """Return whether few slots share an expert."""
+    """Return whether each expert gets few slots on average. A slot is one pair of a token and a chosen expert."""
     return math.prod(call.operand(2).shape) <= max(MAX_GEMV_ROWS, _count_experts(call) // 2)
 
 
 def make_routing_fields(launches: LaunchBuilder, call: BoundInstruction) -> tuple[list[LaunchWord], list[LaunchWord]]:
-    """Return the fields that map slots to rows of x, and the fields of `Choice`."""
+    """Return the fields of the routing: the map from slots to rows of x, and the C struct `Choice`."""
     x, ids, total = call.operand(1), call.operand(2), _count_experts(call)
     require_supported(ids.is_dense, "ids of experts do not lie densely")
     flat = replace(ids, tensor=replace(ids.tensor, shape=(math.prod(ids.shape),), strides=(1,)))

@@ -21,9 +21,9 @@ BLOCK_COLUMNS = 32
 STAGE_BLOCKS, QUANTISED_BLOCKS_PER_WARP = 4, 8
 """Column blocks of a prefill stage (twice as many where warps share columns); column blocks that a warp quantises."""
 MAX_GEMV_WARPS, SHARED_ITEM_BYTES = 16, 16
-"""The most warps of a GEMV block, and the bytes of an item of x in its shared memory."""
+"""Maximum warps of a GEMV block, and the bytes of an item of x in its shared memory."""
 MAX_BLOCK_RESULTS = 2048
-"""The most results of a GEMV block."""
+"""Maximum number of results of a GEMV block."""
 SMALL_TILE, TALL_TILE, LARGE_TILE = (4, 1, 8), (4, 4, 2), (8, 4, 1)
 """Prefill tiles: groups of 8 entries, units of 32 rows, and warps that share the columns."""
 MIN_LARGE_TILE_ENTRIES, FULL_DEVICE_BLOCKS = 48, 96
@@ -60,14 +60,14 @@ SOURCES = (SHARED_SOURCE, *TILED_SOURCE_BY_DTYPE.values(), *GEMV_SOURCE_BY_DTYPE
 
 
 def _make_row_words(w: Operand) -> list[LaunchWord]:
-    """Return the column blocks and the bytes of a row."""
+    """Return the size of a packed row as launch words: its blocks of 32 columns, and its bytes."""
     assert w.is_whole_buffer
     columns = w.shape[-1]
     return [columns // BLOCK_COLUMNS, columns // w.dtype.block * w.dtype.block_bytes]
 
 
 def _quantise_activations(launches: LaunchBuilder, x: Operand) -> tuple[Operand, Operand]:
-    """Quantise activations to int8; return codes and scales."""
+    """Launch the quantisation of activations to int8, with one scale per 32 columns; return codes and scales."""
     count, step, columns = math.prod(x.shape[:-1]), compute_row_stride(x), x.shape[-1]
     per_row = columns // BLOCK_COLUMNS
     codes = launches.allocate_scratch((count, columns), DType.I8)
@@ -85,13 +85,13 @@ def _count_row_units(w: Operand) -> int:
 
 
 def _choose_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
-    """Return the rows and the column blocks that a warp processes at a time; ``Part`` in the kernel."""
+    """Choose the weight rows and the column blocks that a GEMV warp processes at a time; ``Part`` in C++."""
     rows = 16 if dtype in BLOCK_RECORD_DTYPES else 8
     return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
 
 
 def _count_shared_items(columns: int, tokens: int) -> int:
-    """Return the shared-memory items of `columns` quantised column blocks of each token; ``place`` in the kernel."""
+    """Count the shared-memory items for `columns` quantised column blocks of each token; ``place`` in C++."""
     return (3 * tokens | 1) * columns + count_blocks(columns, 8)
 
 
@@ -103,21 +103,21 @@ def launch_gemv(
     tokens: int,
     route: list[LaunchWord],
     unit: int = NO_UNIT,
-    others: WeightsAndResults = (),
-    more: int = 0,
+    other_products: WeightsAndResults = (),
+    other_entries: int = 0,
 ) -> None:
-    """Multiply a few rows of x by several packed weights in one launch.
+    """Launch a GEMV: multiply a few rows of x by several packed weights.
 
     Args:
         launches: Receives the launch.
         products: The weights and their results.
         x: Activations [entries * tokens, columns].
-        entries: Entries of the route.
+        entries: Entries of the route, each with one matrix of a weight.
         tokens: Rows of x for each entry, at most 4.
         route: The fields of the routing.
         unit: Code of the gated unit that joins two products.
-        others: Weights of additional entries, which have one row each.
-        more: The number of additional entries.
+        other_products: Weights of additional entries, which have one row each.
+        other_entries: The number of additional entries.
     """
     count, w = next(n for n in TOKEN_COUNTS if n >= tokens), products[0][0]
     rows, columns = _choose_warp_tile(w.dtype, count)
@@ -125,9 +125,9 @@ def launch_gemv(
     first, step = [0 if unit else n for n in accumulate(groups, initial=0)], 2 if unit else 1
     fields: list[list[LaunchWord]] = [
         [w, out, n, _count_row_units(w), w.shape[-2], compute_row_stride(out)]
-        for (w, out), n in zip([*products, *others], [*first, 0], strict=False)
+        for (w, out), n in zip([*products, *other_products], [*first, 0], strict=False)
     ]
-    even = count_blocks(sum(groups), max(1, launches.multiprocessor_count // max(1, entries + more)))
+    even = count_blocks(sum(groups), max(1, launches.multiprocessor_count // max(1, entries + other_entries)))
     of_block = max(step, count_blocks(min(even, MAX_BLOCK_RESULTS // (count * rows)), step) * step)
     all_chunks = max(1, count_blocks(w.shape[-1], BLOCK_COLUMNS * columns))
     of_sums = 4 * count * rows * (MAX_GEMV_WARPS + 2 * of_block)
@@ -139,11 +139,13 @@ def launch_gemv(
     words += [sum(groups), of_block, of_warp, chunks, *route, entries, *NO_SUM_FIELDS]
     kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
     shared = SHARED_ITEM_BYTES * _count_shared_items(chunks * columns, count) + of_sums
-    launches.add_launch(kernel, (count_blocks(sum(groups), of_block), entries + more), 32 * warps, words, shared)
+    launches.add_launch(
+        kernel, (count_blocks(sum(groups), of_block), entries + other_entries), 32 * warps, words, shared
+    )
 
 
 def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedSum) -> None:
-    """Add the weighted products of each token in one launch.
+    """Launch a GEMV with packed expert weights, and sum the weighted products of each token.
 
     Args:
         launches: Receives the launch.
@@ -191,12 +193,15 @@ def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Ope
 
 
 def choose_tile_shape(w: Operand, entries: float, matrices: int) -> tuple[int, int, int]:
-    """Choose the largest tile that fills a device.
+    """Choose the largest tile shape for which there are enough tiles to fill a device.
 
     Args:
-        w: The weight.
+        w: The packed weight.
         entries: Rows of x of each matrix, exactly or on average.
         matrices: The number of matrices.
+
+    Returns:
+        Groups of 8 entries, units of 32 weight rows, and warps that share the columns.
     """
 
     def fills_device(tile: tuple[int, int, int]) -> bool:
@@ -220,7 +225,7 @@ def launch_tiled(
     shape: tuple[int, int, int],
     route: list[LaunchWord],
 ) -> None:
-    """Quantise x, then multiply a table of tiles.
+    """Launch a tiled matmul with a packed weight: quantise x to int8, then multiply a table of tiles.
 
     Args:
         launches: Receives the launches.
@@ -246,7 +251,7 @@ def launch_tiled(
 
 
 def bind_packed_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Read rows of one complete packed table by number."""
+    """Bind `get_rows` on a complete packed table: dequantise the rows with these ids."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     fault = launches.add_fault(f"id {{value}} names no row of its table, which has {table.shape[0]}")
@@ -254,9 +259,9 @@ def bind_packed_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> Non
 
 
 def dequantise_weight(launches: LaunchBuilder, w: Operand) -> Operand:
-    """Dequantise a packed weight, or a view of one, to float32 in scratch.
+    """Launch the dequantisation of a packed weight, or of a view of one, to float32 in scratch memory.
 
-    All of its buffer is dequantised, for kernels that cannot read packed weights.
+    The whole buffer of the weight is dequantised, for kernels that cannot read packed weights.
     """
     assert w.declared_spec is not None
     whole = replace(w, address=w.address - w.tensor.offset, tensor=_make_dense_tensor(w.tensor, w.declared_spec.shape))
@@ -280,7 +285,15 @@ def _make_dense_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _launch_unpack(
     launches: LaunchBuilder, table: Operand, ids: Operand | None, out: Operand, fault: list[LaunchWord]
 ) -> None:
-    """Launch the dequantisation of numbered rows, or of all rows of all matrices."""
+    """Launch the dequantisation of table rows with the numbers `ids`, or of all rows of all matrices.
+
+    Args:
+        launches: Receives the launch.
+        table: The packed weight.
+        ids: Row numbers, or `None` for all rows.
+        out: The float32 rows.
+        fault: The fields of the fault for illegal row numbers.
+    """
     columns = table.shape[-1]
     count = math.prod(out.shape[:-1])
     axes = build_iteration_axes((count,), []) if ids is None else build_iteration_axes(ids.shape, [ids])

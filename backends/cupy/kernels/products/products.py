@@ -23,9 +23,9 @@ SOURCE = KernelSource(
 )
 SOURCES = (SOURCE,)
 MAX_MATVEC_ROWS, MATVEC_ROWS = 16, 4
-"""The most rows of x that are multiplied one by one, and the number of rows of one launch block."""
+"""Maximum rows of x that are multiplied one by one, and the number of rows of one launch block."""
 MAX_THREAD_COLUMNS, MATVEC_THREADS = 64, 128
-"""The most columns of w that one thread adds where rows of w are adjacent in memory; and threads of a block."""
+"""Maximum columns of w that one thread adds where rows of w are adjacent in memory; and threads of a block."""
 TILE_X_ROWS, TILE_W_ROWS, TILE_COLUMNS = 64, 128, 16
 """Rows of x, rows of w, and columns per step of a tile."""
 TARGET_BLOCKS, MAX_K_SPLITS, MIN_K_PER_BLOCK = 192, 16, 8 * TILE_COLUMNS
@@ -34,18 +34,24 @@ MAX_MATRICES = 65535
 
 
 def as_matrix_starts(x: Operand) -> Operand:
-    """Return the start of each matrix of `x`: all axes but the last two."""
+    """Return a view of the matrix starts of `x`: the first element of each matrix, without the last two axes."""
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-2], strides=x.strides[:-2]))
 
 
 def build_matmul_axes(w: Operand, x: Operand, out: Operand) -> IterationAxes:
-    """Build the leading axes of a matmul. Each matrix of `w` serves adjacent matrices of `x`."""
+    """Build the batch axes of a matmul; each matrix of `w` serves adjacent matrices of `x`.
+
+    Args:
+        w: Weights [..., n, k].
+        x: Activations [..., m, k].
+        out: Results [..., m, n].
+    """
     heads = [as_matrix_starts(o) for o in (w, x, out)]
     return build_iteration_axes(*split_tiled_axes(x.shape[:-2], heads, divides=0))
 
 
 def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand) -> None:
-    """Multiply operands with any strides.
+    """Launch a matmul of float operands with any strides.
 
     Args:
         launches: Receives the launches.
@@ -84,7 +90,12 @@ def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: 
 
 
 def _choose_k_split(k: int, tiles: int) -> tuple[int, int]:
-    """Choose the number of blocks that share the sum over k, and the columns of each block."""
+    """Choose the split-K of a matmul: the number of blocks that share the sum over k, and the columns of each block.
+
+    Args:
+        k: Columns of the operands.
+        tiles: Result tiles of all matrices.
+    """
     splits = max(1, min(MAX_K_SPLITS, round(TARGET_BLOCKS / max(1, tiles)), k // MIN_K_PER_BLOCK))
     run = count_blocks(count_blocks(k, splits), TILE_COLUMNS) * TILE_COLUMNS
     return max(1, count_blocks(k, run)) if run else 1, run

@@ -1,4 +1,8 @@
-"""The fields of several products of the same rows in one launch; see ``routes.cuh``."""
+"""The fields of several products of the same rows in one launch; see ``routes.cuh``.
+
+A launch computes entries: the products of one weight matrix with its rows of x. The routing maps each entry to its
+matrix and rows. With experts, an entry is a slot: a pair of a token and a chosen expert.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,15 @@ NO_UNIT, SWIGLU, GEGLU = range(3)
 GATED_UNIT_CODES = {"swiglu": SWIGLU, "geglu": GEGLU}
 """Codes of gated units in matmul kernels, by op."""
 WeightsAndResults = Sequence[tuple[Operand, Operand]]
-"""Weights of one dtype and row length, with their results. The second result of a gated unit is not written."""
+"""Weights of one dtype and row length, each with its result. The second result of a gated unit is not written."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
-    """A weighted sum of the products of a token.
+    """The weighted sum of expert products for each token, as operands of one launch.
 
-    `choice` selects weights of experts; `shares` are the factors of their products. The product with `other` has the
-    factor ``sigmoid(gate)``, or 1 without a gate.
+    `choice` selects the weights of experts; `shares` are the factors of their products. The product with the further
+    weight `other` has the factor ``sigmoid(gate)``, or 1 without a gate.
     """
 
     shares: Operand
@@ -33,12 +37,12 @@ class WeightedSum:
 
     @property
     def entries(self) -> int:
-        """Products of a token."""
+        """The number of products that are summed for each token."""
         return self.shares.shape[-1] + (self.other is not None)
 
     @property
     def words(self) -> list[LaunchWord]:
-        """The fields of the sum in a kernel's struct."""
+        """The launch words of the sum in a kernel's struct."""
         x, gate = self.other_x, self.gate
         words: list[LaunchWord] = [self.shares, self.shares.shape[-1], x or 0, gate or 0]
         return [*words, 0 if x is None else compute_row_stride(x), 0 if gate is None else compute_row_stride(gate)]
@@ -48,6 +52,6 @@ NO_SUM_FIELDS: Sequence[LaunchWord] = (0,) * 6
 
 
 def pad_product_fields(fields: Sequence[Sequence[LaunchWord]]) -> list[LaunchWord]:
-    """Return the fields of all products, padded to the number that a kernel supports."""
+    """Join the fields of all products, padded with zeros to `MAX_PRODUCTS` products."""
     rest: list[LaunchWord] = [0] * (len(fields[0]) * (MAX_PRODUCTS - len(fields)))
     return [word for product in fields for word in product] + rest

@@ -19,14 +19,14 @@ from .routes import GATED_UNIT_CODES, MAX_PRODUCTS, NO_UNIT
 def _launch_same_rows(
     launches: LaunchBuilder, flow: Dataflow, numbers: Sequence[int], outs: Sequence[Operand], unit: int
 ) -> None:
-    """Launch matmuls of the same few rows.
+    """Launch several matmuls of the same few rows as one GEMV.
 
     Args:
         launches: Receives the launch.
         flow: The dataflow of the program.
-        numbers: The matmuls.
+        numbers: The indices of the matmuls.
         outs: The results that are written.
-        unit: Code of the gated unit.
+        unit: Code of the gated unit that joins two matmuls, or `NO_UNIT`.
     """
     calls = [flow.bound_instruction(n) for n in numbers]
     require_supported(all(call.op == "mul_mat" for call in calls), "something else makes a result")
@@ -53,13 +53,13 @@ def _launch_same_rows(
 
 
 def as_matrix(out: Operand) -> Operand:
-    """Return a contiguous operand as a matrix."""
+    """Return a contiguous operand as a matrix: all axes except the last are merged."""
     shape = math.prod(out.shape[:-1]), out.shape[-1]
     return replace(out, tensor=replace(out.tensor, shape=shape, strides=contiguous_strides(shape)))
 
 
 def find_gated_unit(flow: Dataflow, number: int) -> int | None:
-    """Find the gated unit that is the only reader of a product."""
+    """Find the gated unit that is the only reader of a matmul; return `None` if there is none."""
     readers = flow.find_readers(number)
     return (
         readers[0]
@@ -69,7 +69,7 @@ def find_gated_unit(flow: Dataflow, number: int) -> int | None:
 
 
 def match_gated_products(flow: Dataflow, number: int) -> tuple[tuple[int, ...], int]:
-    """Match two products and the gated unit that joins them; raise `NoKernelError` otherwise."""
+    """Match two matmuls and the gated unit that joins them; raise `NoKernelError` if the pattern differs."""
     products, unit = match_gated_unit(flow, number, GATED_UNIT_CODES)
     require_supported(
         len(products) == 2 and all(flow.is_operand_of(p, unit, k) for k, p in enumerate(products)), "a part is read"
@@ -82,7 +82,7 @@ def match_gated_products(flow: Dataflow, number: int) -> tuple[tuple[int, ...], 
 
 
 def _fuse_gated_unit(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse two products and their gated unit."""
+    """Fuse two matmuls of the same few rows and their gated unit."""
     products, unit = match_gated_products(flow, number)
     call = flow.bound_instruction(unit)
     _launch_same_rows(launches, flow, products, [call.out], GATED_UNIT_CODES[call.op])
@@ -90,7 +90,7 @@ def _fuse_gated_unit(launches: LaunchBuilder, flow: Dataflow, number: int) -> Se
 
 
 def _fuse_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse as many matmuls of the same rows as possible, except products of gated units."""
+    """Fuse as many matmuls of the same few rows as possible, except matmuls of gated units."""
     own = flow.bound_instruction(number)
     require_supported(find_gated_unit(flow, number) is None, "it belongs to a gated unit")
     chosen = [number]

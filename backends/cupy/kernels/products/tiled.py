@@ -22,7 +22,7 @@ from ..elementwise import CUDA_TYPE_NAMES
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """The weight rows and the entries of a block, and of a warp (`warp_rows`, `warp_entries`)."""
+    """The shape of a matmul tile: weight rows and entries (rows of x) of a block, and of each warp."""
 
     rows: int
     entries: int
@@ -107,7 +107,7 @@ SOURCES = (
 
 
 def _compute_shared_bytes(dtype: DType, tile: TileShape) -> int:
-    """Return the shared memory of the stages of a block: rows of weights and of terms.
+    """Compute the shared-memory bytes of a block for its pipeline stages of weight rows and activation terms.
 
     Rows have 8 additional columns, which puts them into different banks. Stages of warpgroups are swizzled, begin at a
     multiple of 1024, and are three for two terms or four for one term. Stages of clusters have two mbarriers each.
@@ -125,7 +125,7 @@ def _compute_shared_bytes(dtype: DType, tile: TileShape) -> int:
 def choose_tile_shape(
     launches: LaunchBuilder, w: Operand, entries: float, matrices: int, is_even: bool
 ) -> tuple[TileShape, int] | None:
-    """Choose a tile shape.
+    """Choose the tile shape of a prefill matmul, and the number of blocks that share the columns of a tile.
 
     Args:
         launches: Knows the limits of the device.
@@ -135,7 +135,7 @@ def choose_tile_shape(
         is_even: Whether each matrix has exactly `entries` rows.
 
     Returns:
-        The tile and the number of blocks that share its columns, or `None` where other kernels are better.
+        The tile shape and the number of blocks, or `None` if other kernels are better.
     """
 
     def has_enough_tiles(tile: TileShape, shares: int, many: int) -> bool:
@@ -169,7 +169,7 @@ def choose_tile_shape(
 
 
 def unpack_to_bf16(launches: LaunchBuilder, w: Operand, entries: int) -> Operand | None:
-    """Unpack a packed matrix to bfloat16 in scratch, or return `None` where that is slower.
+    """Launch the unpacking of a packed matrix to bfloat16 in scratch memory; return `None` if that would be slower.
 
     Args:
         launches: Receives the launch.
@@ -195,7 +195,7 @@ def unpack_to_bf16(launches: LaunchBuilder, w: Operand, entries: int) -> Operand
 
 
 def _is_cluster_faster(rows: int, entries: int) -> bool:
-    """Return whether clusters are faster than warpgroup tiles of half the width.
+    """Return whether cluster tiles are faster than warpgroup tiles, which are half as wide.
 
     They are, if clusters of several blocks are possible and their tiles have room for at most 5/4 of the entries of the
     narrower tiles.
@@ -205,17 +205,17 @@ def _is_cluster_faster(rows: int, entries: int) -> bool:
 
 
 def _choose_cluster_size(row_blocks: int) -> int:
-    """Return the best number of blocks in a cluster that leaves almost no block without rows."""
+    """Choose the largest number of blocks in a cluster that leaves almost no block without weight rows."""
     return next(size for size in CLUSTER_SIZES if 8 * (-row_blocks % size) <= row_blocks)
 
 
 def count_activation_terms(dtype: DType, tile: TileShape, is_exact: bool) -> int:
-    """Return the number of terms of x: one for packed weights, and for 16-bit weights that are not exact."""
+    """Count the 16-bit terms of each activation: one for packed weights and for inexact 16-bit weights, else two."""
     return 1 if dtype in PLANE_LAYOUTS or (tile in (WARPGROUP_TILE, CLUSTER_TILE) and not is_exact) else 2
 
 
 def find_rounding_error(dtype: DType, is_exact: bool) -> float | None:
-    """Return the relative rounding error of activations for weights of a dtype, or `None` without rounding."""
+    """Find the relative error of rounding activations for weights of a dtype; `None` without rounding."""
     if dtype in FLOAT_DTYPES and is_exact:
         return 2.0**-16
     return 2.0**-8 if dtype in PLANE_LAYOUTS else {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}.get(dtype)
@@ -224,7 +224,7 @@ def find_rounding_error(dtype: DType, is_exact: bool) -> float | None:
 def _split_activations(
     launches: LaunchBuilder, w: Operand, x: Operand, terms: int, tile: TileShape, tiles: int
 ) -> tuple[Operand, LaunchWord]:
-    """Split rows of x into terms, for clusters in the order of tiles.
+    """Launch the split of activations into 16-bit terms; for clusters, the terms are in the order of tiles.
 
     Returns:
         The terms, and the factors that undo the scales of rows (0: no scales).
@@ -254,7 +254,7 @@ def _split_activations(
 
 
 def _make_weight_stride_words(w: Operand) -> list[LaunchWord]:
-    """Return the strides between matrices and between rows."""
+    """Return launch words of a weight: its strides between matrices and between rows."""
     if w.dtype in PLANE_LAYOUTS:
         return [count_blocks(w.shape[-2], UNIT_ROWS), w.shape[-1] // w.dtype.block * w.dtype.block_bytes]
     steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
@@ -262,7 +262,7 @@ def _make_weight_stride_words(w: Operand) -> list[LaunchWord]:
 
 
 def _select_kernel(dtype: DType, tile: TileShape, terms: int) -> KernelInstance:
-    """Return the kernel for a dtype, a tile and a number of terms."""
+    """Select the tiled matmul kernel for a weight dtype, a tile shape and a number of activation terms."""
     if tile == CLUSTER_TILE:
         return CLUSTER_SOURCE_BY_DTYPE[dtype][f"clustered<{CUDA_TYPE_NAMES[dtype]}, {terms}>"]
     if tile == WARPGROUP_TILE:
@@ -286,7 +286,7 @@ def launch_tiled(
     terms: int,
     route: list[LaunchWord],
 ) -> None:
-    """Split x, multiply a table of tiles, and add the partial results of blocks that share columns.
+    """Launch a tiled matmul on tensor cores: split x into terms, multiply a table of tiles, and add partial results.
 
     Args:
         launches: Receives the launches.
@@ -295,8 +295,8 @@ def launch_tiled(
         out: Results [rows, weight rows].
         tiles: The table of tiles [tiles, 4], int32.
         tile: The tile shape.
-        shares: Blocks that share the columns of a tile.
-        terms: Terms of x.
+        shares: Number of blocks that share the columns of a tile.
+        terms: Number of terms of an activation.
         route: The fields of the routing.
     """
     taken_apart, undo = _split_activations(launches, w, x, terms, tile, tiles.shape[0])

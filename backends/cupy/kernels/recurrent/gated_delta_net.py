@@ -37,7 +37,7 @@ LANES_AND_ROWS: Mapping[int, tuple[int, int]] = MappingProxyType(
 )
 """Warp lanes that share a row of a state, and rows of a lane, by key size."""
 FALLBACK_LANES_AND_ROWS = (8, 1)
-"""The same for operands without 16-byte alignment, and for other key sizes."""
+"""Lanes and rows for operands without 16-byte alignment, and for other key sizes."""
 
 
 def _to_cpp(value: bool) -> str:
@@ -63,7 +63,7 @@ STEP_SOURCES: Mapping[int, KernelSource] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
-    """The operands of the delta rule and its output.
+    """The operands of a gated delta rule and its output.
 
     Without `has_tiled_heads`, adjacent value heads share a key head.
     """
@@ -98,12 +98,12 @@ class DeltaRule:
 
     @property
     def has_channel_decay(self) -> bool:
-        """Whether each key channel has its own decay."""
+        """Whether each key channel has its own decay, instead of one decay per head."""
         return self.g.shape[-1] != 1
 
     @property
     def value_heads_per_key_head(self) -> int:
-        """Adjacent value heads that share a key head; 0 with tiled heads."""
+        """The number of adjacent value heads that share a key head; 0 with tiled heads."""
         return 0 if self.has_tiled_heads else self.value_heads // max(self.k.shape[-2], 1)
 
     @property
@@ -112,12 +112,12 @@ class DeltaRule:
 
     @property
     def is_vector_aligned(self) -> bool:
-        """Whether every row is contiguous and begins at a multiple of 16 bytes."""
+        """Whether every row of the operands is contiguous and begins at a multiple of 16 bytes."""
         read = (self.q, self.k, self.v, *([self.g] if self.has_channel_decay else []))
         return self.value_size % 4 == 0 and all(is_vector_aligned(x) for x in read)
 
     def slice_tokens(self, start: int, count: int) -> DeltaRule:
-        """Return the operands of `count` tokens from `start`."""
+        """Slice all operands to `count` tokens from token `start` on."""
 
         def slice_operand(x: Operand, inner: int = 3) -> Operand:
             return x.slice_axis(len(x.shape) - inner, start, count)
@@ -134,14 +134,14 @@ def launch_token_steps(
     stored: int,
     saved: Operand | None = None,
 ) -> None:
-    """Process all tokens one after the other.
+    """Launch the delta rule for all tokens one after the other.
 
     Args:
         launches: Receives the launch.
         rule: The operands.
         begin: Fields of the initial states.
         carried: The states and snapshots.
-        stored: Snapshots to write.
+        stored: Number of snapshots to write.
         saved: Receives the states before the first token.
     """
     size = next((n for n in LANES_AND_ROWS if n >= rule.key_size), 0)
@@ -203,7 +203,7 @@ CHUNKS_FILE, SCAN_FILE = "gated_delta_net_chunks.cuh", "gated_delta_net_scan.cu"
 
 @dataclass(frozen=True, slots=True)
 class ChunkVariant:
-    """A variant of the chunk kernels, by key size and by decays per key channel.
+    """A variant of the chunk kernels, by key size and by decay: per key channel (`channels`) or per head.
 
     With `is_exact`, bfloat16 operands are pairs (relative error 2^-16 instead of 2^-8). `Record` in the kernel has the
     same byte counts.
@@ -228,7 +228,7 @@ class ChunkVariant:
         return f"{kernel}<{self.size}, {CHUNK_TOKENS}, {_to_cpp(self.is_exact)}>"
 
     def compute_prepare_bytes(self, together: int) -> int:
-        """Return the shared memory of a block that prepares `together` value heads."""
+        """Compute the shared-memory bytes of a block of the prepare kernel, which prepares `together` value heads."""
         square = 8 * CHUNK_TOKENS * (CHUNK_TOKENS + 4) + self.heads_bytes
         if self.channels:
             return square + 4 * CHUNK_TOKENS + 16 * CHUNK_TOKENS * (self.size + 4)
@@ -239,7 +239,7 @@ class ChunkVariant:
         return f"{kernel}<{self.size}, {CHUNK_TOKENS}, {values}, {_to_cpp(self.channels)}, {_to_cpp(self.is_exact)}>"
 
     def compute_scan_bytes(self, values: int, cluster: int = 1) -> int:
-        """Return the shared memory of a scan block. Clusters have as many stages as fit, with two mbarriers each."""
+        """Compute the shared-memory bytes of a scan block. Clusters have the stages that fit, with two mbarriers."""
         stage, sums = self.keys_bytes + self.heads_bytes + 4 * CHUNK_TOKENS * (values + 4), 12 * CHUNK_TOKENS * values
         if cluster > 1:
             stages = 4 if 4 * stage + sums <= 225 * KIB else 3
@@ -251,7 +251,7 @@ class ChunkVariant:
         return PREPARE_SOURCES[self][self.prepare_name]
 
     def select_scan_kernel(self, values: int, cluster: int) -> KernelInstance:
-        """Return the scan kernel for slices of `values` rows and `cluster` blocks."""
+        """Select the scan kernel for slices of `values` state rows and clusters of `cluster` blocks."""
         return (SCAN_SOURCES if cluster == 1 else CLUSTER_SCAN_SOURCES)[self][self.format_scan_name(values, cluster)]
 
 
@@ -282,7 +282,7 @@ CLUSTER_SCAN_SOURCES: Mapping[ChunkVariant, KernelSource] = MappingProxyType(
 
 
 def uses_chunks(rule: DeltaRule, tokens: int) -> bool:
-    """Return whether this many tokens use the chunk kernels."""
+    """Return whether the delta rule of `tokens` tokens uses the chunk kernels."""
     return (
         tokens >= MIN_CHUNKED_TOKENS[rule.has_channel_decay]
         and rule.key_size in CHUNKED_KEY_SIZES
@@ -293,17 +293,7 @@ def uses_chunks(rule: DeltaRule, tokens: int) -> bool:
 def allocate_chunk_scratch(
     launches: LaunchBuilder, rule: DeltaRule, tokens: int, chunk: ChunkVariant
 ) -> tuple[Operand, Operand]:
-    """Allocate scratch for prepared chunks.
-
-    Args:
-        launches: Allocates the scratch.
-        rule: The operands.
-        tokens: Tokens that are processed by chunks.
-        chunk: The kernel variant.
-
-    Returns:
-        Scratch for the keys, and for the heads.
-    """
+    """Allocate scratch for the prepared keys and heads of all chunks of `tokens` tokens; return both."""
     count = rule.sequences * count_blocks(tokens, CHUNK_TOKENS)
     keyed = rule.value_heads if rule.has_channel_decay else rule.k.shape[-2]
     keys = launches.allocate_scratch((count * keyed * chunk.keys_bytes,), DType.I8)
@@ -318,7 +308,7 @@ def launch_chunks(
     chunk: ChunkVariant,
     values: int | None = None,
 ) -> None:
-    """Process all tokens by chunks. The final state becomes the oldest snapshot.
+    """Launch the delta rule for all tokens by chunks. The final state becomes the oldest snapshot.
 
     Args:
         launches: Receives the launches.
@@ -357,25 +347,25 @@ def launch_chunks(
 
 
 def _choose_cluster_size(launches: LaunchBuilder, slices: int) -> int:
-    """Return the number of blocks with slices of one state that form a cluster."""
+    """Choose the number of blocks in a cluster of the scan, which all have slices of one state."""
     return next((n for n in CLUSTER_SIZES if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
 
 
 def _choose_heads_per_block(rule: DeltaRule) -> int:
-    """Return the value heads of a key head that one block prepares: all, if one block per key head fills a device."""
+    """Choose the value heads of a key head that a block prepares: all, if one block per key head fills a device."""
     filled = count_blocks(rule.tokens, CHUNK_TOKENS) * rule.k.shape[-2] * rule.sequences >= FULL_DEVICE_BLOCKS
     return rule.value_heads // rule.k.shape[-2] if filled and not rule.has_channel_decay else 1
 
 
 def _has_shared_memory(launches: LaunchBuilder, rule: DeltaRule, chunk: ChunkVariant) -> bool:
-    """Return whether the chunk kernels fit into the shared memory of the device."""
+    """Return whether blocks of both chunk kernels can fit into the shared memory of the device."""
     return launches.has_shared_bytes(
         chunk.compute_prepare_bytes(_choose_heads_per_block(rule))
     ) and launches.has_shared_bytes(chunk.compute_scan_bytes(_choose_slice_rows(launches, rule, chunk)))
 
 
 def _choose_slice_rows(launches: LaunchBuilder, rule: DeltaRule, chunk: ChunkVariant) -> int:
-    """Return the longest slice that fits and leaves enough blocks. Each slice reads the prepared values once."""
+    """Choose the longest slice of state rows that fits and leaves enough blocks; each reads all prepared values."""
     possible = [n for n in SLICE_ROWS if rule.value_size % n == 0]
     fitting = [n for n in possible if launches.has_shared_bytes(chunk.compute_scan_bytes(n))] or possible
     rows_of_all = rule.sequences * rule.value_heads * rule.value_size
@@ -389,7 +379,7 @@ def _bind_gated_delta_net(launches: LaunchBuilder, call: BoundInstruction) -> No
 
 
 def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: DeltaRule, exact: bool) -> None:
-    """Launch the delta rule with the states of an instruction.
+    """Launch the delta rule of an instruction, by chunks or by token, with its states.
 
     With snapshots, the last tokens go one by one.
 
@@ -397,7 +387,7 @@ def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: Del
         launches: Receives the launches.
         call: The instruction, with states, slots and snapshots.
         rule: The other operands.
-        exact: Use pairs of bfloat16 operands in chunks.
+        exact: Whether operands in chunks are pairs of bfloat16 numbers.
     """
     carried = bind_states(launches, call, rule.sequences, rule.tokens)
     last = carried.snapshots - 1
@@ -416,7 +406,7 @@ def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: Del
 
 
 def _fuse_state_save(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the save of a state and the delta rule that updates it in place."""
+    """Fuse the save of a state and the delta rule that updates the state in place."""
     save, writer = flow.bound_instruction(number), match_saved_state_update(flow, number, "gated_delta_net").update
     state, call = save.operand(0), flow.bound_instruction(writer)
     require_supported(call.optional_operand(6) is None, "states are in slots")

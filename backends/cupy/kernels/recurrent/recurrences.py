@@ -15,7 +15,7 @@ from .states import RECURRENT_HEADER, bind_states, is_dense, make_rows_fields
 
 VALUE_WARPS, COLUMN_WARPS = 8, 16
 ELEMENTS_PER_LANE = (1, 2, 4, 8, 0)
-"""Elements of a state row that a lane has in registers, half of its elements of a column; 0: any number, in memory."""
+"""Elements of a state row in a lane's registers, half of its elements of a column; 0: any number, in memory."""
 
 
 def _format_kernel_name(kind: str, each: int, flag: bool) -> str:
@@ -35,7 +35,7 @@ KEY_SOURCE = _make_recurrence_source("recurrence_by_key", tuple(2 * n for n in E
 
 
 def _choose_elements_per_lane(size: int) -> int:
-    """Return the registers of a lane for a row of `size` keys, or 0 if they are too many."""
+    """Choose the elements that a warp lane has in registers for a state row of `size` keys; 0 if too many."""
     return next((n for n in ELEMENTS_PER_LANE if 32 * n >= size), 0)
 
 
@@ -68,7 +68,18 @@ def _launch_by_value(
     keys: int,
     rates: int,
 ) -> None:
-    """Launch a recurrence with a warp for each value row of the state."""
+    """Launch a recurrence with a warp for each value row of the state.
+
+    Args:
+        launches: Receives the launches.
+        call: The instruction.
+        x: The values [..., tokens, heads, values].
+        walked: The fields of six operands.
+        a: Decay rates of a state space model; `None` for RWKV 7.
+        run: Adjacent heads that share the operands b and c.
+        keys: Elements of a key.
+        rates: Decay rates of a head: 1, or one for each element of a key.
+    """
     *leading, tokens, heads, values = x.shape
     carried = bind_states(launches, call, prod(leading), tokens, operand=5 if a is not None else 6)
     words = [
@@ -108,7 +119,16 @@ def _launch_by_key(
     bonus: Operand | None,
     scale: float,
 ) -> None:
-    """Launch a recurrence with a lane for each value column of the state."""
+    """Launch a recurrence with a warp lane for each value column of the state.
+
+    Args:
+        launches: Receives the launch.
+        call: The instruction.
+        walked: Keys, values, queries and decays.
+        state: The old states.
+        bonus: Factors of the current token, or `None`.
+        scale: Factor of the results.
+    """
     new, v = call.dst[1], walked[1]
     require_supported(is_dense(state) and is_dense(new), "states have to be dense")
     *leading, tokens, heads, values = v.shape

@@ -35,7 +35,7 @@ NORM_SOURCE = KernelSource(
 
 
 def _add_head_axis(x: Operand) -> Operand:
-    """Return x [..., rows, channels] as rows of one head."""
+    """Add a head axis of size 1 to x [..., rows, channels]: return [..., rows, 1, channels]."""
     t = x.tensor
     shape, strides = (*t.shape[:-1], 1, t.shape[-1]), (*t.strides[:-1], 0, t.strides[-1])
     return Operand(x.address, type(t)(t.buffer, t.offset, shape, strides, t.dtype), x.declared_spec, x.stored_spec)
@@ -59,7 +59,7 @@ def _bind_ssm_conv(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetInputs:
-    """The operands of the delta rule, which one kernel computes.
+    """The operands of the delta rule, which the kernel `delta_inputs` computes.
 
     `q`, `k`: [B, T, key heads, size]. `v`: [B, T, value heads, size]. `g`, `beta`: log decays and learning rates [B, T,
     value heads]. `next_rows`: the last rows of the convolution [B, 3, channels]. `saved_rows`: their old values, if
@@ -77,7 +77,7 @@ class DeltaNetInputs:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetWeights:
-    """The contiguous weights of a layer.
+    """The contiguous weights of a gated delta net layer, without its linear layers.
 
     `w`: the convolution [channels, 4]. `a`: -exp(A_log) [value heads]. `dt`: the bias of the steps [value heads].
     """
@@ -100,7 +100,7 @@ def launch_delta_inputs(
     ids: Operand | None = None,
     fault: Sequence[LaunchWord] = (0, 0),
 ) -> None:
-    """Launch the convolution with SiLU, norms of queries and keys, and gates.
+    """Launch the computation of the delta rule's operands: convolution, SiLU, norms of queries and keys, and gates.
 
     ``frontends/models/layers/gated_delta_net.py`` has the decomposition.
 
@@ -112,10 +112,10 @@ def launch_delta_inputs(
         valid: 0 for padding tokens [B, T].
         old: Rows before the first token [B, 3, channels]. They may be the memory of `next_rows`.
         layer: The weights.
-        inputs: The results: the inputs of the delta rule.
+        inputs: The results: the operands of the delta rule.
         eps: Epsilon of the norms.
         ids: Numbers of the rows to keep [B, 3], where 0 is the first of `old`. Without them the last rows are kept.
-        fault: The fault words for wrong numbers.
+        fault: The fields of the fault for illegal row numbers.
     """
     size = inputs.k.shape[-1]
     require_supported(size in INPUT_SIZES and inputs.v.shape[-1] == size, f"heads of {size} are not convolved together")
@@ -152,7 +152,7 @@ def launch_delta_inputs(
 
 
 def launch_gated_norm(launches: LaunchBuilder, x: Operand, z: Operand, w: Operand, out: Operand, eps: float) -> None:
-    """Launch ``rms_norm(x) * w * silu(z)`` over the last axis.
+    """Launch a gated RMS norm over the last axis: ``rms_norm(x) * w * silu(z)``.
 
     Args:
         launches: Receives the launch.
@@ -176,7 +176,7 @@ def launch_gated_norm(launches: LaunchBuilder, x: Operand, z: Operand, w: Operan
 
 @dataclass(frozen=True, slots=True)
 class _GateInstructions:
-    """The instructions that compute log decays and learning rates."""
+    """The indices of the instructions that compute log decays and learning rates; an absent copy is `None`."""
 
     shifted: int
     steps: int
@@ -210,13 +210,13 @@ def _match_gates(flow: Dataflow, rule: int) -> _GateInstructions:
 
 
 def _find_dense_copy(flow: Dataflow, reader: int) -> int | None:
-    """Find the instruction that copies an operand to contiguous memory for this reader alone."""
+    """Find the instruction that makes a contiguous copy for instruction `reader` alone, or return `None`."""
     maker = flow.require_producer(reader, 0)
     return maker if flow.bound_instruction(maker).op == "cont" and flow.find_readers(maker) == [reader] else None
 
 
 def _fuse_delta_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse all instructions between the linear layers and the delta rule, except the rule."""
+    """Fuse the instructions that compute the delta rule's operands from the linear layers, without the rule."""
     _, conv, silu, (q, k), last, save = match_short_convolution(flow, number)
     rule = next((n for n in flow.require_readers(silu) if flow.bound_instruction(n).op == "gated_delta_net"), silu)
     require_supported({*flow.require_readers(silu)} == {q, k, rule}, "the convolution is read otherwise")
@@ -259,7 +259,10 @@ def _fuse_delta_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class _MatchedCalls:
-    """The instructions with operands that the kernel reads."""
+    """The matched instructions of a convolution and its states, which have operands of the fused kernel.
+
+    `both` joins old rows and new rows, `conv` is the convolution, `next_rows` selects the rows to keep.
+    """
 
     both: BoundInstruction
     conv: BoundInstruction
@@ -275,7 +278,16 @@ def _launch_matched_inputs(
     normed: tuple[int, int, int],
     fault: Sequence[LaunchWord],
 ) -> None:
-    """Launch the fused kernel if all operands have the required layout."""
+    """Launch the kernel of a matched fusion; raise `NoKernelError` if an operand has another layout.
+
+    Args:
+        launches: Receives the launch.
+        flow: The dataflow of the program.
+        chain: The matched instructions.
+        inputs: The results.
+        normed: The indices of the activation and of the norms of queries and keys.
+        fault: The fault words for wrong row numbers.
+    """
     old, x, w, ids = chain.both.operand(0), chain.both.operand(1), chain.conv.operand(1), chain.next_rows.operand(1)
     sequences, tokens, key_heads, size = inputs.k.shape
     value_heads, channels = inputs.v.shape[-2], x.shape[-1]
@@ -331,7 +343,7 @@ def _require_disjoint(
     alpha: Operand,
     beta: Operand,
 ) -> None:
-    """Require results that overlap no operand that other threads still read.
+    """Require that results overlap no operand that other threads still read; raise `NoKernelError` otherwise.
 
     A thread may write `next_rows` over old rows, values over their inputs within `TOKENS_PER_THREAD` tokens, and gates
     over their own operands.
@@ -351,7 +363,10 @@ def _require_disjoint(
 
 
 def _as_gate_groups(x: Operand, sequences: int, tokens: int, heads: int) -> Operand:
-    """Return gates as [sequences, tokens, groups, heads of a group], contiguous or with adjacent heads per group."""
+    """Return a view of gates as [sequences, tokens, groups, heads of a group].
+
+    The gates are contiguous, with one group, or have adjacent heads in each group.
+    """
     if x.is_dense:
         return _reshape_dense(x, (sequences, tokens, 1, heads))
     shape = sequences, tokens, *x.shape[-2:]
@@ -363,13 +378,13 @@ def _as_gate_groups(x: Operand, sequences: int, tokens: int, heads: int) -> Oper
 
 
 def _reshape_dense(x: Operand, shape: tuple[int, ...]) -> Operand:
-    """Return a contiguous operand with another shape."""
+    """Reshape a contiguous operand without a copy; raise `NoKernelError` if it is not contiguous."""
     require_supported(x.is_dense and x.tensor.spec.size == prod(shape), "gates do not lie by token")
     return replace(x, tensor=replace(x.tensor, shape=shape, strides=contiguous_strides(shape)))
 
 
 def _fuse_gated_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse ``rms_norm(x) * w * silu(z)``."""
+    """Fuse a gated RMS norm: ``rms_norm(x) * w * silu(z)``."""
     factor = flow.require_sole_reader(number, "mul")
     gated = flow.require_sole_reader(factor, "mul")
     silu = flow.require_producer(gated, 1)

@@ -20,7 +20,12 @@ SHELTER_THREADS = 256
 
 
 def make_rows_fields(x: Operand, inner: int = 3) -> list[LaunchWord]:
-    """Return the fields of `Rows` for x [..., tokens, heads, elements]; with `inner` 2, x has no last axis."""
+    """Return the fields of the C struct `Rows` for x [..., tokens, heads, elements]: its address and strides.
+
+    Args:
+        x: The operand.
+        inner: Number of inner axes: 3, or 2 if x has no axis of elements.
+    """
     if 0 in x.shape:
         return [x, 0, 0, 0, 0]
     lead = len(x.shape) - inner
@@ -35,14 +40,14 @@ def is_dense(x: Operand) -> bool:
 
 
 def is_vector_aligned(x: Operand) -> bool:
-    """Return whether every row is contiguous and begins at a multiple of 16 bytes."""
+    """Return whether every row of x is contiguous and begins at a multiple of 16 bytes."""
     *outer, elements = x.strides
     even = all(step % 4 == 0 for n, step in zip(x.shape, outer, strict=False) if n > 1)
     return x.address % 16 == 0 and elements == 1 and even
 
 
 def _compute_merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the stride of several axes that are merged into one."""
+    """Compute the stride of several axes that are merged into one; raise `NoKernelError` if they do not merge."""
     step, reach = 0, 0
     for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if n == 1:
@@ -54,10 +59,10 @@ def _compute_merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StateOperands:
-    """The states of sequences: where each begins, and which snapshots are kept.
+    """The old and new states of a recurrence's sequences, with snapshots, as operands of kernels.
 
-    Snapshot s of sequence n is row ``slots[n, s]`` of `new`, or row ``n * snapshots + s``. The first `stored_snapshots`
-    are written.
+    Snapshot s is the state s tokens before the end. For sequence n, it is row ``slots[n, s]`` of `new`, or row
+    ``n * snapshots + s`` without slots. Kernels write the first `stored_snapshots` snapshots.
     """
 
     sequences: int
@@ -69,9 +74,9 @@ class StateOperands:
     fault_fields: tuple[LaunchWord, ...]
 
     def make_snapshot_fields(self, snapshot: int = 0) -> list[LaunchWord]:
-        """Return the fields of `States` from snapshot `snapshot` on.
+        """Return the fields of the C struct `States` from snapshot `snapshot` on.
 
-        Its state ``n * snapshots`` is this snapshot of sequence n; newer snapshots in front of it are left out.
+        Its state ``n * snapshots`` is this snapshot of sequence n. Newer snapshots in front of it are left out.
         """
         left = self.snapshots - snapshot
         several = self.snapshots > 1
@@ -82,24 +87,24 @@ class StateOperands:
         return [self.new, slots, self.new.shape[0]]
 
     def make_resume_fields(self, snapshot: int) -> list[LaunchWord]:
-        """Return the fields of `Beginning` to continue from a snapshot."""
+        """Return the fields of the C struct `Beginning` for a launch that resumes from a snapshot."""
         return [*self.make_snapshot_fields(snapshot), self.snapshots, 0, 0]
 
 
 def bind_states(
     launches: LaunchBuilder, call: BoundInstruction, sequences: int, tokens: int, operand: int = 5
 ) -> StateOperands:
-    """Bind the states of a recurrence and append the launches that prepare them.
+    """Bind the states of a recurrence, and add the launches that prepare them.
 
-    A pool that becomes another buffer is copied. In a pool with in-place updates, states that one sequence reads and
-    another writes are copied aside.
+    A state pool that becomes another buffer is copied. In a pool with in-place updates, states that one sequence reads
+    and another writes are copied aside.
 
     Args:
         launches: Receives the launches.
         call: The instruction. Its second result has the new states.
         sequences: The number of sequences.
         tokens: Tokens of a sequence.
-        operand: The number of the state operand. Slots follow it.
+        operand: The index of the state operand. Slots follow it.
     """
     state, new = call.operand(operand), call.dst[1]
     slots_in, slots_out = call.optional_operand(operand + 1), call.optional_operand(operand + 2)
