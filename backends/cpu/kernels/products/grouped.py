@@ -57,7 +57,7 @@ class WeightTiling:
         make_few_rows: ``(n)`` makes ``(to, group, stride, left, columns, x, l1_ahead, l2_ahead)`` for `n` activation
             rows. It stores the products of one group. `to` and `x` are results of `DotTile.row_addresses_by_slot`.
             `l1_ahead` and `l2_ahead` are the prefetch distances in bytes to the first and the second cache.
-        make_few_rows_of_two: The same for two groups, of which the second may be absent. None without registers for it.
+        make_few_rows_of_two: The same for two groups; the second may be absent. None without registers for it.
     """
 
     block_columns: int
@@ -363,7 +363,7 @@ def add_matmul_step(
     """
     w, y = call.operand(0), call.out
     columns = w.shape[-1]
-    memory = steps.scratch(f"product {blocks.scratch_bytes}", tiling.scratch_bytes * steps.threads)
+    memory = steps.scratch(f"product {tiling.scratch_bytes}", tiling.scratch_bytes * steps.threads)
     l1_ahead, l2_ahead = find_prefetch_distance(w.dtype, several=math.prod(y.shape[:-1]) > slots.expert_count)
 
     def make_thread_work(first: int, last: int, thread: int, tickets: int = 0) -> ThreadWork:

@@ -278,7 +278,7 @@ class ResultConsumers:
         """Make the target of one thread: its float32 rows and its quantised rows.
 
         Args:
-            floats: All rows as float32. None if no op reads float32.
+            floats: All rows as float32. None if only quantised rows are read.
             scratch_row: Memory of one row, which all rows use without `floats`.
             records: Quantised rows for each kind of rounding.
         """
@@ -292,7 +292,10 @@ class ResultConsumers:
     def make_targets(
         self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]], bounds: Sequence[int]
     ) -> list[QuantisedTarget | None]:
-        """Make the target of each thread for its columns, ``bounds[i]`` to ``bounds[i + 1]``; None if it has none."""
+        """Make the target of each thread for its columns, ``bounds[i]`` to ``bounds[i + 1]``.
+
+        The target of an empty range is None.
+        """
         targets: list[QuantisedTarget | None] = []
         axis, places = len(self.value.shape) - 1, self.make_scratch_rows(steps)
         for place, own, (first, last) in zip(places, records, pairwise(bounds), strict=False):

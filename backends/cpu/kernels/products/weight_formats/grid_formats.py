@@ -144,9 +144,9 @@ def split_whole_scale(row, to, lane, s):
 
 
 def _make_split_scale_bytes(at: int, count: int) -> Subroutine:
-    """Make `PackedFormat.split_scales` for file blocks that begin with a float16 and have `count` bytes of small scales.
+    """Make `PackedFormat.split_scales` for file blocks with a float16 and `count` bytes of small scales.
 
-    The bytes begin at byte `at` of the file block.
+    The float16 is at the start of the file block, the bytes begin at byte `at`.
     """
 
     def split(row, to, lane, s):
@@ -158,7 +158,7 @@ def _make_split_scale_bytes(at: int, count: int) -> Subroutine:
 
 
 def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -> Subroutine:
-    """Make `PackedFormat.load_scales` for small scales whose bits are at the top of the bytes of signs."""
+    """Make `PackedFormat.load_scales` for small scales that are stored at the top of the bytes of signs."""
 
     def scales(p, b):
         small = collect_highest_bits(load_ints(p - (UNIT_BLOCKS - b) * plane_bytes + signs))
