@@ -38,7 +38,7 @@ from .functions import BINARY, COMPARISONS, GATED, UNARY, affine, clamp, clamp_f
 from .packing import compute_thread_range
 
 HEADER_WORDS = 4
-"""Words of a walk before its operands: elements of a row, and three counts of rows, outer first."""
+"""Words of a walk (the arguments that iterate over rows) before its operands: row length, three counts of rows."""
 OPERAND_WORDS = 5
 """Words of an operand: address, bytes from row to row along three axes, bytes from element to element."""
 ELEMENT_STRIDE_WORDS = slice(HEADER_WORDS + OPERAND_WORDS - 1, None, OPERAND_WORDS)
@@ -240,8 +240,7 @@ def make_row_walk(
 ) -> list[int] | None:
     """Make the walk of a kernel over rows of `operands`, broadcast to `shape`; None if it is impossible.
 
-    A walk is arguments: axis lengths, then addresses and strides. Axes that all operands can merge become one;
-    `whole_rows` keeps the last one. `apart` allows strided elements.
+    Axes that all operands can merge become one; `whole_rows` keeps the last one. `apart` allows strided elements.
     """
     if any(n not in (1, m) for o in operands for n, m in zip(reversed(o.shape), reversed(shape), strict=False)):
         return None  # a repeated operand
@@ -348,10 +347,7 @@ def _add_gather_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
 
 
 def make_whole_row_walk(steps: StepTableBuilder, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
-    """Make the walk over whole rows of `x` and `y`, and return it with the operand for `x`; None if it is impossible.
-
-    If `x` is strided, this adds a step that copies it to dense scratch, which is the operand.
-    """
+    """Make the walk over whole rows of `x` and `y`, after a copy of a strided `x`; return it with `x` or the copy."""
     for source in (x, _make_gather_scratch(steps, x, 0)):
         walk = make_row_walk(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
         if walk is not None and walk[ELEMENT_STRIDE_WORDS][0] == 4:
@@ -362,7 +358,7 @@ def make_whole_row_walk(steps: StepTableBuilder, x: Operand, y: Operand) -> tupl
 
 
 def _make_thread_work(of: RowKernel, sources: Sequence[Operand], out: Operand) -> ThreadWork | None:
-    """Make the thread work of a kernel over rows; None if there are no elements or the operands need a copy."""
+    """Make the thread work of a kernel over rows; None for empty operands, or for operands that need a copy first."""
     operands = [*sources, out]
     if not all(o.is_float for o in operands) or not out.tensor.spec.size:
         return None
