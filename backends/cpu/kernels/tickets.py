@@ -9,7 +9,7 @@ ticket. The last ticket of each thread is behind all items:
             ...
             mine = take_work_item(tickets, item + 1)
         item += 1
-    finish_queue(tickets, mine, item, threads)
+    reset_queue(tickets, mine, item, threads)
 
 A step of many rows may be split into spans of rows with a queue each (`count_spans`). Each thread begins with the span
 of its rows in steps that are shared row by row. Then few rows come from the caches of other processors. Later the

@@ -1,7 +1,7 @@
 """Decode attention of few tokens with online softmax: SIMD lanes are keys, and each thread has heads or keys.
 
 Keys and values are read once for all heads that share them. Groups of heads walk through a cache together: memory is
-read front to back. If threads split the keys, `combine_partial_results` combines their results.
+read front to back. If threads split the keys, `merge_partial_results` merges their results.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def _make_locate_values(cells: CacheCells) -> Subroutine:
 
 
 def _make_add_values(cells: CacheCells) -> Subroutine:
-    """Make the subroutine that adds the weighted values of a range of keys to the results of all rows of a work unit."""
+    """Make the subroutine that adds the weighted values of a range of keys to the results of all rows of a unit."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
     read_cells = _select_read_cells(cells)
     add_1, add_2, add_3, add_4 = (_make_add_value_columns(read_cells, count, lines) for count in range(1, 5))

@@ -1,9 +1,9 @@
 """Prefill attention by vectors: blocks of 32 tokens times tiles of 64 keys, with online softmax. SIMD lanes are tokens.
 
 1. Copy the keys and values of a tile, so that rows are dense and padded.
-2. Compute the scores ``K Q^T`` with `add_matrix_product`.
+2. Compute the scores ``K Q^T`` with `add_8x32_matrix_product`.
 3. Update the softmax state of each token; scores become weights.
-4. Add ``P V`` to the results with `add_matrix_product`.
+4. Add ``P V`` to the results with `add_8x32_matrix_product`.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def load_mask(mask, step, count, left, scratch, lane_mask):
 
 @subroutine
 def attend_block(a, count, union, lane_mask, slope, queries, state, result, place):
-    """Compute attention of a block of tokens of one head to a tile of keys: scores, weights, results."""
+    """Attend a block of tokens of one head to a tile of keys: compute scores, weights and results."""
     keys, values, p, _, bits, fades, _, _, _ = place
     size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
     low, high = find_bit_range(union)
@@ -339,10 +339,7 @@ def attend_block(a, count, union, lane_mask, slope, queries, state, result, plac
 
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that computes attention of all tokens of a work unit to a tile of keys.
-
-    The tile is copied only if a token sees a key of the tile.
-    """
+    """Make the subroutine that attends all tokens of a unit to a tile of keys. The tile is copied if a key is visible."""
     copy_tile = _make_copy_tile(k, v)
 
     def attend_all(a, heads, start, end, s, place):

@@ -288,7 +288,7 @@ def exponentiate_key_pair(scores, x, y, to, sums, more):
 
 @cache
 def _make_softmax_job() -> Subroutine:
-    """Make ``(a, mine, job, p, weights, at, end)``: convert the scores of a job to softmax weights.
+    """Make ``(a, mine, job, p, weights, at, end)``: convert a job's scores to softmax weights.
 
     Meanwhile the subroutine runs the AMX steps `at` to `end`.
     """
@@ -331,10 +331,7 @@ def _make_softmax_job() -> Subroutine:
 
 
 def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that processes jobs in a pipeline of three stages.
-
-    Round i computes scores of job i, weights of job i - 1, and results of job i - 2.
-    """
+    """Make the pipeline of jobs: round i computes scores of job i, weights of job i - 1, and results of job i - 2."""
     run_steps, begin_steps, compute_weights = make_run_steps(), make_begin_step(), _make_softmax_job()
     list_scores, list_results = _make_list_scores(k), _make_list_results(v)
 
@@ -361,10 +358,7 @@ def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
 
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that computes attention of all tokens of a work unit to a tile of keys.
-
-    The tile is loaded only if a token sees a key of the tile.
-    """
+    """Make the subroutine that attends all tokens of a unit to a tile of keys. The tile is loaded if a key is visible."""
     load_tile, attend_jobs = _make_load_tile(k, v), _make_attend_jobs(k, v)
 
     def attend_all(a, heads, start, end, s, place):

@@ -242,7 +242,7 @@ def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
 def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
     """Make the grouped matmul kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``.
 
-    A matmul without experts is the case of one expert. Each thread has `WeightTiling.scratch_bytes_per_thread` of
+    A matmul without experts is the case of one expert. Each thread has `WeightTiling.scratch_bytes` of
     scratch. Kernel arguments in bytes: `stride` (weight row), `between` (expert), `pitch` (row of x) and `step` (row of
     y).
 

@@ -73,7 +73,7 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
     """Make the batched matmul kernel ``y[b] = x[b] @ w[b].T`` for each of `products`.
 
     `count` rows of x are multiplied with `rows` rows of w; both have `columns` columns. `w_row`, `w_column`, `x_row`
-    and `y_row` are strides in bytes. Each thread has `WeightTiling.scratch_bytes_per_thread`.
+    and `y_row` are strides in bytes. Each thread has `WeightTiling.scratch_bytes`.
 
     Args:
         name: Part of the kernel name: the layout of w.

@@ -2,9 +2,9 @@
 
 Two kernels run one after the other:
 
-1. The step sizes (`make_step_sizes_kernel`): ``size = softplus(dt)`` for each token and head, and
+1. The step sizes (`make_step_sizes_and_decays_kernel`): ``size = softplus(dt)`` for each token and head, and
    ``decay = exp(size a)`` if `a` has one number per head.
-2. The scan (`make_scan_kernel`): update rows of the state, one row per channel: ``S = decay S + (size x) b``,
+2. The scan (`make_selective_scan_kernel`): update rows of the state, one row per channel: ``S = decay S + (size x) b``,
    ``y = S . c``. A block of rows processes all tokens before the next block does, so that it stays in the first cache.
 """
 

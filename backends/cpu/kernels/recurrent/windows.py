@@ -81,7 +81,7 @@ class WindowShape:
         whole, inner = _make_padded_operands(steps.scratch(f"image {nbytes}", nbytes), x, self)
         is_filled = add_row_step(steps, (fill, FILL_ARGS, {"value": float_bits(self.padding_value)}), [], whole)
         is_copied = add_unary(steps, "copy", x, inner)
-        assert (is_filled, is_copied) == (True, True), "`_can_read` has checked the walk"
+        assert (is_filled, is_copied) == (True, True), "`_can_read_windows` has checked the walk"
         return whole
 
     def compute_window_offsets(self, image: Operand) -> Offsets:

@@ -198,4 +198,4 @@ def make_load_one_scale(blocks_per_scale: int) -> Subroutine:
 
 
 format_with_half_scales = partial(make_format, has_half_block_scales=True)
-"""`make_bit_plane_format` for a type with two scales in 32 columns."""
+"""`make_bitplane_format` for a type with two scales in 32 columns."""
