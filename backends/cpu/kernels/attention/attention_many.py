@@ -339,7 +339,10 @@ def attend_block(a, count, union, lane_mask, slope, queries, state, result, plac
 
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that attends all tokens of a unit to a tile of keys. The tile is copied if a key is visible."""
+    """Make the subroutine that attends all tokens of a unit to a tile of keys.
+
+    The tile is copied if a token sees a key.
+    """
     copy_tile = _make_copy_tile(k, v)
 
     def attend_all(a, heads, start, end, s, place):

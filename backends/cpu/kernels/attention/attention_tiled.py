@@ -358,7 +358,10 @@ def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
 
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that attends all tokens of a unit to a tile of keys. The tile is loaded if a key is visible."""
+    """Make the subroutine that attends all tokens of a unit to a tile of keys.
+
+    The tile is loaded if a token sees a key.
+    """
     load_tile, attend_jobs = _make_load_tile(k, v), _make_attend_jobs(k, v)
 
     def attend_all(a, heads, start, end, s, place):
