@@ -70,7 +70,7 @@ def load_q4_0(row, c):
 
 
 def _make_expand(nbytes: int, load: Subroutine) -> Subroutine:
-    """Make ``(row, c, n, to)``: expand columns `c` to `n` of a quantised cache row to float32.
+    """Make the subroutine that expands columns `c` to `n` of a quantised cache row to float32: ``(row, c, n, to)``.
 
     `c` and `n` are multiples of 32. `nbytes` is the bytes of a block.
     """

@@ -31,8 +31,8 @@ OTHER_FAILED, TIMED_OUT, OUT_OF_STEP = 2, 3, 4
 
 
 @subroutine
-def wait_for_all(board, participants, patience):
-    """Wait at the barrier of all devices, at most `patience` nanoseconds. Return 0 or the status of the failure."""
+def wait_for_all(board, participants, timeout_ns):
+    """Wait at the barrier of all devices, at most `timeout_ns` nanoseconds. Return 0 or the status of the failure."""
     arrived = fetch_add(board + ARRIVED_OFFSET, 1) + 1
     target = (arrived + participants - 1) // participants * participants
     looks, since = 0, 0
@@ -45,14 +45,14 @@ def wait_for_all(board, participants, patience):
             time = read_monotonic_clock()
             if since == 0:
                 since = time
-            elif time - since > patience:
+            elif time - since > timeout_ns:
                 store_shared(board + FAILED_OFFSET, 1)
                 return TIMED_OUT
     return 0
 
 
 @subroutine
-def publish_and_wait(board, rank, devices, source, target, number, patience):
+def publish_and_wait(board, rank, devices, source, target, number, timeout_ns):
     """Publish the operand and result addresses of this device, and wait for all devices.
 
     Return 0 or the status of the failure.
@@ -61,7 +61,7 @@ def publish_and_wait(board, rank, devices, source, target, number, patience):
     store_long(mine, source)
     store_long(mine + 8, target)
     store_long(mine + 16, number + 1)
-    status = wait_for_all(board, devices, patience)
+    status = wait_for_all(board, devices, timeout_ns)
     for d in range(devices):
         if status == 0 and load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 16) != number + 1:
             status = OUT_OF_STEP
@@ -69,9 +69,9 @@ def publish_and_wait(board, rank, devices, source, target, number, patience):
 
 
 @subroutine
-def wait_until_released(board, rank, devices, patience):
+def wait_until_released(board, rank, devices, timeout_ns):
     """Wait until all devices have finished with the memory of other devices. Return 0 or the status of the failure."""
-    status = wait_for_all(board, devices, patience)
+    status = wait_for_all(board, devices, timeout_ns)
     if status == 0:
         store_long(board + SLOTS_OFFSET + rank * SLOT_BYTES + 16, 0)
     return status

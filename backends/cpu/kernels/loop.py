@@ -34,11 +34,11 @@ SHARED_BYTES = 128
 
 
 @subroutine
-def back_off(looks):
-    """Wait a little after `looks` vain checks of a spin loop: spin, then yield the core, then sleep."""
-    if looks > SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP:
+def back_off(spin_count):
+    """Wait a little after `spin_count` vain checks of a spin loop: spin, then yield the core, then sleep."""
+    if spin_count > SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP:
         sleep_briefly()
-    elif looks > SPINS_BEFORE_YIELD:
+    elif spin_count > SPINS_BEFORE_YIELD:
         yield_core()
 
 

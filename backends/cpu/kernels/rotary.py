@@ -74,10 +74,10 @@ def compute_angle_tables(a, thread, threads):
 
 @cache
 def make_rotate_row(neighbours: bool) -> Subroutine:
-    """Make ``(x, y, offset, pairs, cosines, sines)``: rotate the pairs of a row by RoPE, from element `offset` on.
+    """Make the subroutine that rotates the pairs of a row by RoPE, from element `offset` on.
 
-    ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h] cos``. y may be x. A pair is adjacent elements (`neighbours`),
-    or elements `pairs` apart.
+    The subroutine is ``(x, y, offset, pairs, cosines, sines)``: ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h]
+    cos``. y may be x. A pair is adjacent elements (`neighbours`), or elements `pairs` apart.
     """
 
     def body(x, y, offset, pairs, cosines, sines):

@@ -393,8 +393,8 @@ def _make_binary_binding(name: str) -> InstructionBinder:
 def _add_number_step(
     steps: StepTableBuilder, call: BoundInstruction, name: str, first: float, second: float = 0.0
 ) -> bool:
-    of: RowKernel = (make_number_kernel(name), NUMBER_ARGS, {"first": float_bits(first), "second": float_bits(second)})
-    return add_row_step(steps, of, [call.operand(0)], call.out)
+    numbers = {"first": float_bits(first), "second": float_bits(second)}
+    return add_row_step(steps, (make_number_kernel(name), NUMBER_ARGS, numbers), [call.operand(0)], call.out)
 
 
 def _bind_scale(steps: StepTableBuilder, call: BoundInstruction) -> bool:

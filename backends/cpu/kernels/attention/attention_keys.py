@@ -57,7 +57,10 @@ def compute_transposed_keys_bytes(size: int) -> int:
 
 
 def make_quantise_query(dtype: DType) -> Subroutine:
-    """Make ``(query, size, to)``: quantise a query to 8-bit blocks with float32 scales, for keys of `dtype`."""
+    """Make the subroutine that quantises a query to 8-bit blocks with float32 scales, for keys of `dtype`.
+
+    The subroutine is ``(query, size, to)``.
+    """
     code_offset = CODE_OFFSETS[dtype]
 
     def quantise_query(query, size, to):
@@ -77,9 +80,10 @@ def make_quantise_query(dtype: DType) -> Subroutine:
 
 
 def make_transpose_keys(dtype: DType) -> Subroutine:
-    """Make ``(keys, step, last, size, to)``: transpose the codes of 16 quantised keys, so that lanes are keys.
+    """Make the subroutine that transposes the codes of 16 quantised keys, so that lanes are keys.
 
-    `last` is the index of the last key; keys behind it repeat it. `dot_query_with_16_keys` reads the result.
+    The subroutine is ``(keys, step, last, size, to)``. `last` is the index of the last key; keys behind it repeat it.
+    `dot_query_with_16_keys` reads the result.
     """
     transpose_blocks, nbytes = BLOCK_TRANSPOSERS[dtype], dtype.block_bytes
 

@@ -276,7 +276,7 @@ def load_queries(a, heads, start, end, place):
 
 
 def _make_copy_tile_rows(cells: CacheCells) -> Subroutine:
-    """Make ``(source, step, rows, size, to, wide)``: copy the rows of a tile to dense, zero-padded float32 rows."""
+    """Make the subroutine that copies tile rows to zero-padded float32: ``(source, step, rows, size, to, wide)``."""
     load_first = cells.load_first
 
     def copy_tile_rows(source, step, rows, size, to, wide):
@@ -339,10 +339,7 @@ def attend_block(a, count, union, lane_mask, slope, queries, state, result, plac
 
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that attends all tokens of a unit to a tile of keys.
-
-    The tile is copied if a token sees a key.
-    """
+    """Make the subroutine that attends all tokens of a unit to a key tile, which is copied if a token sees it."""
     copy_tile = _make_copy_tile(k, v)
 
     def attend_all(a, heads, start, end, s, place):

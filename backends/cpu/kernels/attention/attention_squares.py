@@ -110,7 +110,7 @@ def _chain_parts(before: Subroutine, after: Subroutine) -> Subroutine:
 
 @cache
 def make_begin_step() -> Subroutine:
-    """Make ``(mine, step)``: load the sums and the terms of an AMX step to registers."""
+    """Make the subroutine that loads the sums and the terms of an AMX step to registers: ``(mine, step)``."""
     unit = select_tile_operations()
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
     load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
@@ -138,11 +138,11 @@ def make_begin_step() -> Subroutine:
 
 @cache
 def make_run_steps() -> Subroutine:
-    """Make ``(mine, first, last)``: run the begun AMX steps `first` to `last`, and begin the step `last`.
+    """Make the subroutine that runs the begun AMX steps `first` to `last`, and begins the step `last`.
 
-    To begin a step means to load its operands to registers. A load waits for an earlier store with the same low 12
-    address bits, and such a store waits for all products before it. So a step begins before vector code stores anything
-    else.
+    The subroutine is ``(mine, first, last)``. To begin a step means to load its operands to registers. A load waits for
+    an earlier store with the same low 12 address bits, and such a store waits for all products before it. So a step
+    begins before vector code stores anything else.
     """
     unit, begin_step = select_tile_operations(), make_begin_step()
     store_0, store_1, store_2, store_3 = unit.store[:4]
@@ -177,9 +177,10 @@ def add_end_step(end):
 
 @cache
 def make_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
-    """Make ``(source, step, rows, size, to, wide)``: copy `count` rows to `wide` matrices for each 32 of them.
+    """Make the subroutine that copies `count` rows to matrices of bfloat16 terms, `wide` matrices for each 32 rows.
 
-    Rows are `step` bytes apart and have `size` columns. Missing numbers are zero.
+    The subroutine is ``(source, step, rows, size, to, wide)``. Rows are `step` bytes apart and have `size` columns.
+    Missing numbers are zero.
     """
     load_first, store_pair = CELLS_BY_DTYPE[dtype].load_first, store_bf16_terms(count_terms(dtype))
 
@@ -198,9 +199,10 @@ def make_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
 
 @cache
 def make_columns_to_matrices(dtype: DType, count: int) -> Subroutine:
-    """Make ``(source, step, rows, size, to, wide, between)``: transpose `count` rows to matrices of 32 columns.
+    """Make the subroutine that transposes `count` rows to matrices of bfloat16 terms, one for each 32 columns.
 
-    The matrices of 32 columns are adjacent for all rows. `between` is scratch of one matrix.
+    The subroutine is ``(source, step, rows, size, to, wide, between)``. The matrices of 32 columns are adjacent for all
+    rows. `between` is scratch of one matrix.
     """
     transpose_padded, transpose_whole, height = (
         _make_transpose_columns(dtype),

@@ -197,9 +197,9 @@ def find_visible_halves(union):
 
 
 def _make_list_scores(k: DType) -> Subroutine:
-    """Make ``(end, job, keys, scores, deep)``: append the AMX steps of a job's scores to the list at `end`.
+    """Make the subroutine that appends the AMX steps of a job's scores to the list at `end`, and returns its new end.
 
-    `deep` is the number of matrices along the head size. The result is the new end of the list.
+    The subroutine is ``(end, job, keys, scores, deep)``. `deep` is the number of matrices along the head size.
     """
     list_steps = make_list_matmul_steps(count_terms(k), QUERY_TERMS)
 
@@ -218,7 +218,7 @@ def _make_list_scores(k: DType) -> Subroutine:
 
 
 def _make_list_results(v: DType) -> Subroutine:
-    """Make ``(end, job, values, weights, wide)``: append the AMX steps of a job's results; return the list's end."""
+    """Make the subroutine that appends the AMX steps of a job's results: ``(end, job, values, weights, wide)``."""
     list_steps = make_list_matmul_steps(count_terms(v), WEIGHT_TERMS)
 
     def list_results(end, job, values, weights, wide):
@@ -288,9 +288,9 @@ def exponentiate_key_pair(scores, x, y, to, sums, more):
 
 @cache
 def _make_softmax_job() -> Subroutine:
-    """Make ``(a, mine, job, p, weights, at, end)``: convert a job's scores to softmax weights.
+    """Make the subroutine that converts a job's scores to softmax weights, and runs AMX steps meanwhile.
 
-    Meanwhile the subroutine runs the AMX steps `at` to `end`.
+    The subroutine is ``(a, mine, job, p, weights, at, end)``; the steps are `at` to `end`.
     """
     run_steps = make_run_steps()
 
@@ -358,10 +358,7 @@ def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
 
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that attends all tokens of a unit to a tile of keys.
-
-    The tile is loaded if a token sees a key.
-    """
+    """Make the subroutine that attends all tokens of a unit to a key tile, which is loaded if a token sees it."""
     load_tile, attend_jobs = _make_load_tile(k, v), _make_attend_jobs(k, v)
 
     def attend_all(a, heads, start, end, s, place):

@@ -81,10 +81,7 @@ def compute_delta_net_scratch_bytes(size):
 
 @subroutine
 def transpose_block(source, step, to, pace, rows, columns):
-    """Transpose a block of `rows` by `columns` numbers.
-
-    Source rows are `step` bytes apart, result rows `pace` bytes.
-    """
+    """Transpose a block of `rows` by `columns` numbers; rows are `step` bytes apart, result rows `pace` bytes."""
     for r in range(0, rows, LANES):
         for c in range(0, columns, LANES):
             transpose_16x16(source + r * step + 4 * c, step, to + c * pace + 4 * r, pace)
@@ -92,16 +89,16 @@ def transpose_block(source, step, to, pace, rows, columns):
 
 @subroutine
 def compute_head_address(a, first, n, t, h):
-    """Return the address of a head's vector for sequence `n`, token `t` and head `h`.
-
-    The address and the three strides are the words of `a` from number `first` on.
-    """
+    """Return the address of a head's vector; the address and three strides are the words of `a` from `first` on."""
     return load_word(a, first) + n * load_word(a, first + 1) + t * load_word(a, first + 2) + h * load_word(a, first + 3)
 
 
 @cache
 def make_one_token_part(per_channel: bool) -> Subroutine:
-    """Make ``(a, n, h, source, t, first, last, memory)``: process one token with state rows `first` to `last`."""
+    """Make the subroutine that processes one token with state rows `first` to `last`.
+
+    The subroutine is ``(a, n, h, source, t, first, last, memory)``.
+    """
 
     def process_one_token(a, n, h, source, t, first, last, memory):
         size, width = ARGS.size(a), ARGS.width(a)
@@ -142,10 +139,11 @@ def make_one_token_part(per_channel: bool) -> Subroutine:
 
 @cache
 def make_two_token_part(per_channel: bool) -> Subroutine:
-    """Make ``(a, n, h, source, t, first, last, memory)``: process two tokens with state rows `first` to `last`.
+    """Make the subroutine that processes two tokens with state rows `first` to `last`, four rows at a time.
 
-    Four rows are processed at a time. The state is read twice and written once for both tokens, because the products of
-    the second token follow from the old state. With decays f and g: ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.
+    The subroutine is ``(a, n, h, source, t, first, last, memory)``. The state is read twice and written once for both
+    tokens, because the products of the second token follow from the old state. With decays f and g: ``(S f + d k^T) g
+    k' = S (f g k') + d (g k . k')``.
     """
 
     def process_two_tokens(a, n, h, source, t, first, last, memory):
@@ -218,11 +216,11 @@ def make_two_token_part(per_channel: bool) -> Subroutine:
 
 @cache
 def make_two_token_transposed_part(per_channel: bool) -> Subroutine:
-    """Make ``(a, n, h, source, t, first, memory)``: process two tokens with a transposed block of state rows.
+    """Make the subroutine that processes two tokens with a transposed block of state rows.
 
-    Lanes are rows, so that no sum crosses lanes. A scalar decay is applied after the sums over channels. Tokens are
-    pages apart, so the operands of the next two tokens are prefetched, `out` included. A store to an absent line of
-    `out` would delay all later stores of the state.
+    The subroutine is ``(a, n, h, source, t, first, memory)``. Lanes are rows, so that no sum crosses lanes. A scalar
+    decay is applied after the sums over channels. Tokens are pages apart, so the operands of the next two tokens are
+    prefetched, `out` included. A store to an absent line of `out` would delay all later stores of the state.
     """
 
     def process_two_transposed(a, n, h, source, t, first, memory):

@@ -69,7 +69,10 @@ def make_step_sizes_kernel(per_head: bool) -> Kernel:
 
 @cache
 def make_decay_columns(per_head: bool) -> Subroutine:
-    """Make ``(size, decay, rates, column, columns)``: compute the decays of 16 columns of a state row."""
+    """Make the subroutine that computes the decays of 16 columns of a state row.
+
+    The subroutine is ``(size, decay, rates, column, columns)``.
+    """
 
     def decay_columns(size, decay, rates, column, columns):
         return decay if per_head else exp(mul(size, load_lanes(rates, column, columns, 4)))
@@ -79,9 +82,10 @@ def make_decay_columns(per_head: bool) -> Subroutine:
 
 @cache
 def make_update_row(per_head: bool) -> Subroutine:
-    """Make ``(old, new, columns, x, size, decay, rates, b, c, out)``: update one row of the state with one token.
+    """Make the subroutine that updates one row of the state with one token.
 
-    `x` is the address of the row's input, `out` the address of its output.
+    The subroutine is ``(old, new, columns, x, size, decay, rates, b, c, out)``. `x` is the address of the row's input,
+    `out` the address of its output.
     """
     decay_columns = make_decay_columns(per_head)
 

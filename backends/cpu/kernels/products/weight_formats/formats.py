@@ -119,7 +119,10 @@ def load_mxfp4_codes(row, c):
 
 
 def _make_split_scale_and_bias(nbytes: int) -> Subroutine:
-    """Make `PackedFormat.split_scales` for a scale and a bias. The biases follow the scales."""
+    """Make `PackedFormat.pack_scales` for file blocks with a float16 scale and a float16 bias.
+
+    The biases follow the scales.
+    """
 
     def split_scale_and_bias(row, to, lane, s):
         copy_f16_to_lane(row + s * nbytes, to + s * 64, lane)
@@ -271,7 +274,7 @@ def unpack_6_bits(at, j):
 
 @subroutine
 def split_k_scales(row, to, lane, s):
-    """Copy the scales and minimums of a Q4_K or Q5_K file block to their lane.
+    """Pack the scales and minimums of a Q4_K or Q5_K file block: copy them to their lane.
 
     The order is: low nibbles of 8 scales and minimums, high bits of pairs of blocks, two float16.
     """
@@ -336,7 +339,7 @@ def load_q2_k_biases(p, b):
 
 @subroutine
 def split_q3_k_scales(row, to, lane, s):
-    """Copy the 6-bit scales and the float16 of a Q3_K file block to their lane.
+    """Pack the 6-bit scales and the float16 of a Q3_K file block: copy them to their lane.
 
     Low nibbles of the scales j and j + 8 share a byte; high bits of the scales j, j + 4, j + 8 and j + 12 do so, too.
     """

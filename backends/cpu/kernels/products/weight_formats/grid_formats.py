@@ -136,15 +136,15 @@ def _make_pack_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Su
 
 @subroutine
 def split_whole_scale(row, to, lane, s):
-    """Copy the float16 scale of a file block to its lane; the small scales of the type are among the signs.
+    """Pack the float16 scale of a file block: copy it to its lane. The small scales of the type are among the signs.
 
-    It is `PackedFormat.split_scales`.
+    It is `PackedFormat.pack_scales`.
     """
     copy_f16_to_lane(row, to, lane)
 
 
 def _make_split_scale_bytes(at: int, count: int) -> Subroutine:
-    """Make `PackedFormat.split_scales` for file blocks with a float16 and `count` bytes of small scales.
+    """Make `PackedFormat.pack_scales` for file blocks with a float16 and `count` bytes of small scales.
 
     The float16 is at the start of the file block, the bytes begin at byte `at`.
     """
@@ -195,7 +195,7 @@ def load_iq1_s_scales(p, b):
 
 @subroutine
 def split_iq1_m_scales(row, to, lane, s):
-    """Copy the 16 scales of 3 bits and the float16 of an IQ1_M file block to their lane.
+    """Pack the 16 scales of 3 bits and the float16 of an IQ1_M file block: copy them to their lane.
 
     The order is: the float16 from the top of four numbers, two low bits of each scale, and the high bit of each scale.
     """
@@ -228,7 +228,7 @@ def _make_grid_format(
     plane_bytes: int,
     pack_codes: Subroutine,
     loaders: BookLoaders,
-    split_scales: Subroutine,
+    pack_scales: Subroutine,
     load_scales: Subroutine,
     zero_point: int,
     *,
@@ -239,7 +239,7 @@ def _make_grid_format(
         dtype,
         (plane_bytes, 0),
         pack_codes,
-        split_scales,
+        pack_scales,
         loaders.one,
         load_scales,
         make_zero_point_biases(load_scales, zero_point),

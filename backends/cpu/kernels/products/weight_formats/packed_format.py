@@ -79,7 +79,7 @@ def make_format(
     dtype: DType,
     plane_bits: tuple[int, ...],
     load_four_codes: Subroutine,
-    split_scales: Subroutine,
+    pack_scales: Subroutine,
     load_scales: Subroutine,
     biases: Subroutine | int,
     *,
@@ -93,7 +93,7 @@ def make_format(
         dtype: The quantised type.
         plane_bits: Bits of a code in each plane.
         load_four_codes: ``(row, c)`` returns the codes of columns `c` to c + 3 of a file row's unit, one byte each.
-        split_scales: `PackedFormat.split_scales`.
+        pack_scales: `PackedFormat.pack_scales`.
         load_scales: `PackedFormat.load_scales`.
         biases: `PackedFormat.load_biases`, or the zero point of the codes.
         load_codes: `PackedFormat.load_codes`. If absent, the codes are the bits of all planes.
@@ -105,7 +105,7 @@ def make_format(
         dtype,
         (64 * plane_bits[0], 64 * sum(plane_bits[1:])),
         make_pack_bits(load_four_codes, plane_bits),
-        split_scales,
+        pack_scales,
         load_codes or make_code_loader(plane_bits),
         load_scales,
         biases if isinstance(biases, Subroutine) else make_zero_point_biases(load_scales, zero),
@@ -135,9 +135,10 @@ def make_pack_bits(load_four_codes: Subroutine, plane_bits: tuple[int, ...]) -> 
 
 
 def _make_move_bits(load_four_codes: Subroutine, first: int, width: int) -> Subroutine:
-    """Make ``(row, c, to)``: copy bits `first` to `first` + `width` of 32 codes to one lane of a plane.
+    """Make the subroutine that copies bits of 32 codes to one lane of a plane: ``(row, c, to)``.
 
-    The first four columns become the lowest bits of the first vector.
+    The bits are `first` to `first` + `width` of a code. The first four columns become the lowest bits of the first
+    vector.
     """
     fields, mask = 8 // width, ((1 << width) - 1) * 0x01010101
 
@@ -179,7 +180,7 @@ def make_zero_point_biases(load_scales: Subroutine, zero_point: int) -> Subrouti
 
 
 def make_split_one_scale(block_bytes: int, scale_offset: int = 0) -> Subroutine:
-    """Make `PackedFormat.split_scales` for file blocks with one float16 scale at byte `scale_offset`."""
+    """Make `PackedFormat.pack_scales` for file blocks with one float16 scale at byte `scale_offset`."""
 
     def split(row, to, lane, s):
         copy_f16_to_lane(row + s * block_bytes + scale_offset, to + s * 32, lane)
