@@ -214,7 +214,10 @@ def all_reduce_through_buffers(a, thread, threads):
 
 
 def _bind_all_reduce(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add an all-reduce: through shared buffers if there are any, else through the memory of the other devices."""
+    """Add the step of an all-reduce; return False if the devices share no memory or the operands do not fit.
+
+    The sums go through shared buffers if there are any, else through the memory of the other devices.
+    """
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
     if comm is None or (comm.shared_buffers is None and (comm.signal_pad is None or comm.spans_processes)):
@@ -246,7 +249,10 @@ def _bind_all_reduce(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _bind_scatter_gather(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a reduce-scatter or an all-gather; return False if a device has several index ranges of the axis."""
+    """Add the step of a reduce-scatter or an all-gather; return False if it does not fit.
+
+    A device may have at most one index range of the axis.
+    """
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
     axis, runs = as_integer(call.attrs["axis"]), as_index_ranges(call.attrs["runs"])

@@ -66,7 +66,7 @@ def run_table(a, thread, threads, times):
 
     Return 0, or the status of the step that stopped the run. Unless `times` is 0, thread 0 writes the ticks at the
     start of each step and at the end, then the clock at the first and at the last of these. A thread may be ahead of
-    another up to the next barrier. `steps.RUN` explains why that does no harm if a thread stops.
+    another up to the next barrier. `steps.RUN_STATUS_REGION` explains why that does no harm if a thread stops.
     """
     count, shared = ARGS.steps(a), ARGS.shared(a)
     if times != 0 and thread == 0:

@@ -108,7 +108,10 @@ def _index_bytes(ids: Operand) -> int | None:
 
 
 def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the gather of rows of a plain or packed table; return False if kernels cannot read the table."""
+    """Add the step of `get_rows`, which gathers rows of a plain or packed table.
+
+    Return False if kernels cannot read the table.
+    """
     table, ids, out = call.operand(0), call.operand(1), call.out
     size = _index_bytes(ids)
     if size is None or not out.has_even_rows:
@@ -158,7 +161,7 @@ def _is_writable_table(table: Operand) -> bool:
 
 
 def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the scatter of rows into a table; return False if it does not fit.
+    """Add the steps of `set_rows`: scatter rows into a table; return False if the operands do not fit.
 
     If the table is not updated in place, a copy of the table comes first.
     """
@@ -266,7 +269,10 @@ def _add_move_step(
 
 
 def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a concatenation: copy each operand to its part of the result."""
+    """Add the steps of a concatenation, which copy each operand to its part of the result.
+
+    Return False if kernels cannot copy the operands.
+    """
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.slice_axis(axis, 0, a.shape[axis]), out.slice_axis(axis, a.shape[axis], b.shape[axis]))
@@ -296,7 +302,10 @@ def _can_widen(source: Operand, target: Operand) -> bool:
 
 
 def _bind_pad(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a padding: fill the result with zeros, then copy x to the middle."""
+    """Add the steps of a padding: fill the result with zeros, then copy x to the middle.
+
+    Return False if kernels cannot copy x, or for circular padding.
+    """
     x, out = call.operand(0), call.out
     if call.attrs["circular"]:
         return False

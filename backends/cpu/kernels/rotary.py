@@ -168,7 +168,15 @@ def make_norm_and_rotate_kernel(neighbours: bool) -> Kernel:
 
 @dataclass(frozen=True, slots=True)
 class RotationPlan:
-    """The rotation of a `rope`: its pairs, the first rotated element of a row, its cosines and sines."""
+    """The rotation of a `rope`: its pairs of elements, and the tables of their cosines and sines.
+
+    Attributes:
+        uses_neighbours: Whether a pair is two adjacent elements; otherwise they are `pair_count` elements apart.
+        pair_count: Pairs of a row.
+        first_element: The first rotated element of a row.
+        cosines: Cosines [positions, pairs].
+        sines: Sines [positions, pairs].
+    """
 
     uses_neighbours: bool
     pair_count: int
@@ -178,7 +186,7 @@ class RotationPlan:
 
 
 def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the rotation of a `rope` or `rope_multi`; return False if kernels cannot compute it."""
+    """Add the steps of a `rope` or `rope_multi`; return False if kernels cannot compute it."""
     x, y = call.operand(0), call.out
     if not x.is_float or _make_rotation_walk(x, y) is None:
         return False

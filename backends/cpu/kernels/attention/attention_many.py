@@ -253,7 +253,10 @@ def compute_scratch_layout(a, thread):
 
 @subroutine
 def load_queries(a, heads, start, end, place):
-    """Load the scaled queries of a work unit with tokens as lanes. Set states to the sink alone and results to 0."""
+    """Load the scaled queries of a work unit with tokens as lanes, and initialise their softmax states and results.
+
+    A state begins with the score of the attention sink, a result with 0.
+    """
     keys, _, _, _, _, _, queries, states, results = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), round_up(ARGS.size(a), LANES)
     for first in range(start, end, BLOCK_TOKENS):

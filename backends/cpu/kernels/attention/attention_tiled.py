@@ -146,7 +146,7 @@ def compute_scratch_layout(a, thread):
 
 @subroutine
 def load_queries(a, heads, start, end, place):
-    """Load the queries of a work unit as matrices. Set states to the sink alone."""
+    """Load the queries of a work unit as matrices, and initialise their softmax states with the attention sink."""
     _, _, _, _, _, between, _, _, queries, _, _, states = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), max(1, count_matrices(ARGS.size(a)))
     lanes = between + deep * MATRIX_BYTES

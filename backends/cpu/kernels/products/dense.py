@@ -62,7 +62,7 @@ TRANSPOSERS = {DType.F32: transpose_f32, DType.F16: transpose_f16, DType.BF16: t
 
 
 def _make_expand_rows(dtype: DType) -> Subroutine:
-    """Make `WeightTiling.expand_blocks` of float weights: transpose 16 weight rows to columns of float32."""
+    """Make the subroutine that transposes 16 float weight rows to columns of float32 (`WeightTiling.expand_blocks`)."""
     transpose, size = TRANSPOSERS[dtype], dtype.storage.itemsize
 
     def expand_rows(to, group, stride, left, columns, first, count):
@@ -73,9 +73,9 @@ def _make_expand_rows(dtype: DType) -> Subroutine:
 
 
 def _make_add_tile(tile: DotTile, groups: int) -> Subroutine:
-    """Make `WeightTiling.add_block` of float weights: add the products of one column to the sums of a tile.
+    """Make the subroutine that adds the products of one weight column and activation rows to the sums of a tile.
 
-    For column c and group g: ``acc[i, g] += w[g, :, c] * x[i, c]``.
+    It is `WeightTiling.add_block` of float weights. For column c and group g: ``acc[i, g] += w[g, :, c] * x[i, c]``.
     """
     add_outer_product, second, third = (
         tile.add_outer_product,
@@ -93,9 +93,10 @@ def _make_add_tile(tile: DotTile, groups: int) -> Subroutine:
 
 
 def _make_multiply_few(dtype: DType, row_count: int) -> Subroutine:
-    """Make `WeightTiling.make_few_rows` of float weights: multiply `row_count` activation rows with 16 weight rows.
+    """Make the subroutine that multiplies `row_count` activation rows with 16 float weight rows.
 
-    The weight rows are read in the order of memory. Each row has four independent sums.
+    It is the result of `WeightTiling.make_few_rows`. The weight rows are read in the order of memory. Each row has four
+    independent sums.
     """
     rows = make_dot_tile(row_count, 1)
     weights, size = LANE_LOADERS[dtype], dtype.storage.itemsize

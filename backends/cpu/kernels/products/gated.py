@@ -52,7 +52,7 @@ def split_gated_operands(call: BoundInstruction) -> tuple[str, Operand, Operand]
 
 
 def _bind_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a gated unit, quantised if packed matmuls read it; return False if no kernel can compute it."""
+    """Add the step of a gated unit, quantised if packed matmuls read it; return False if no kernel can compute it."""
     kind, gate, up = split_gated_operands(call)
     return kind in GATED and (_add_quantised_gated_unit(steps, call) or add_binary(steps, kind, gate, up, call.out))
 

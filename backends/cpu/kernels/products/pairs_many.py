@@ -157,7 +157,7 @@ def make_store_units(kind: str) -> Subroutine:
 
 
 def make_amx_units(dtype: DType, kind: str) -> Subroutine:
-    """Make `GatedMatmulVariant.compute_units` for AMX tiles."""
+    """Make the subroutine that computes gated units by AMX tiles (`GatedMatmulVariant.compute_units`)."""
     multiply_matrices = tiled.make_amx_multiply(make_amx_weight(dtype), make_store_units(kind), 1)
 
     def compute_units(a, mine, row, wide, chunk, stop, y, step, ahead):
@@ -173,7 +173,7 @@ def make_amx_units(dtype: DType, kind: str) -> Subroutine:
 
 
 def make_int8_units(form: PackedFormat, kind: str) -> Subroutine:
-    """Make `GatedMatmulVariant.compute_units` for int8 dot products with packed weights."""
+    """Make the subroutine that computes gated units by int8 dot products (`GatedMatmulVariant.compute_units`)."""
     blocks, unit = make_packed_tiling(form), GATED[kind]
     tile = make_dot_tile(blocks.tile_rows, 2)
     row_addresses, zeros, spill, reload = tile.row_addresses, tile.zero_sums, tile.spill, tile.reload

@@ -219,10 +219,10 @@ def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subro
 
 
 def make_multiply_few(form: PackedFormat, group_count: int, row_count: int) -> Subroutine:
-    """Make the product of `row_count` activation rows with 1 or 2 unexpanded groups of packed weights.
+    """Make the subroutine that multiplies `row_count` activation rows with 1 or 2 unexpanded groups of packed weights.
 
-    It is `WeightTiling.make_few_rows`. Codes are unpacked once for all rows and stay in registers. Each activation load
-    serves all groups, because loads take longer than products here.
+    It is the result of `WeightTiling.make_few_rows`. Codes are unpacked once for all rows and stay in registers. Each
+    activation load serves all groups, because loads take longer than products here.
     """
     rows = make_dot_tile(row_count, group_count, form.code_properties)
     nbytes, (of_first, of_second) = form.group_block_bytes, form.plane_bytes

@@ -51,7 +51,8 @@ IQ1_BOOK = CodeBook(DType.IQ1_S, (-1, 0, 1), IQ1_ZERO)
 def order_entries() -> np.ndarray:
     """Return the entries of the IQ1 code book in an order in which each bin has at most two second halves.
 
-    An entry is its number in the file.
+    An entry is its number in the file. A bin is 16 consecutive entries, a second half the levels of the last four
+    columns.
     """
     halves = IQ1_BOOK.pack_entries()[1]
     left = sorted((np.flatnonzero(halves == half) for half in np.unique(halves)), key=len)
@@ -64,7 +65,10 @@ def order_entries() -> np.ndarray:
 
 
 def _number_entries() -> np.ndarray:
-    """Return the new number of each entry of `order_iq1_entries`."""
+    """Compute the new number of each entry of `order_iq1_entries`.
+
+    The low 7 bits are the bin of the entry, the other bits its place in the bin.
+    """
     bins, places = np.divmod(np.arange(len(order_entries())), BIN_ENTRIES)
     return bins + TABLE_BYTES * (places // 8 + 2 * (places % 8))
 

@@ -223,7 +223,7 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
 
 
 def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int) -> None:
-    """Add the steps of a matmul by AMX tiles: quantise the activations, then multiply.
+    """Add the steps of a matmul by AMX tiles: quantise the activations to bfloat16 tiles, then multiply.
 
     `stride` is the bytes of a weight row.
     """

@@ -75,7 +75,7 @@ def make_amx_weight(dtype: DType) -> AmxWeight:
 
 
 def _make_expand_packed(form: PackedFormat) -> Subroutine:
-    """Make `AmxWeightType.expand_blocks` of a packed type: dequantise blocks to one bfloat16 term."""
+    """Make the subroutine that dequantises packed blocks to one bfloat16 term (`AmxWeightType.expand_blocks`)."""
     codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.group_block_bytes
     of_first, of_second = form.plane_bytes
     lines = -(-nbytes // 64)
@@ -107,7 +107,10 @@ def _expand_bf16(to, group, stride, left, first, last, n):
 
 
 def _make_expand_split(dtype: DType, terms: int) -> Subroutine:
-    """Make `AmxWeightType.expand_blocks` of float16 or float32: split rows into bfloat16 terms, then transpose."""
+    """Make the subroutine that expands float16 or float32 weights to bfloat16 terms (`AmxWeightType.expand_blocks`).
+
+    It splits rows into terms, then transposes each term.
+    """
     size = dtype.storage.itemsize
     load_16, store = load_f16 if dtype is DType.F16 else load, store_ordered_bf16_terms(terms)
 
@@ -141,7 +144,7 @@ def make_multiply_terms(weight: AmxWeight, tiles_of_x: int) -> Subroutine:
 
 
 def _make_multiply_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
-    """Make the product of one weight term and one activation term in AMX registers.
+    """Make the subroutine that multiplies one weight term and one activation term in AMX registers.
 
     Args:
         i: Byte offset of the weight term.

@@ -45,7 +45,10 @@ DT, X, B, C, OUT = STEP_SIZES.first_word("dt"), *(SCAN.first_word(name) for name
 
 @cache
 def make_step_sizes_kernel(per_head: bool) -> Kernel:
-    """Make the kernel ``sizes = softplus(dt)``, and ``decays = exp(sizes * rates)`` if rates are one `per_head`."""
+    """Make the kernel of the step sizes and decays of a selective scan.
+
+    ``sizes = softplus(dt)``, and ``decays = exp(sizes * rates)`` if rates are one `per_head`.
+    """
 
     def body(a, thread, threads):
         tokens, heads = STEP_SIZES.tokens(a), STEP_SIZES.heads(a)

@@ -83,7 +83,7 @@ def _as_words(operand: Operand) -> Operand:
 
 
 def _bind_repeat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a repeat: copy the operand with stride 0 along the repetitions.
+    """Add the step of a repeat: copy the operand with stride 0 along the repetitions.
 
     Each repeated axis of the result is split into (repetition, entry).
     """
@@ -121,7 +121,7 @@ def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _bind_arange(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add an arange: copy a constant with its numbers, which are computed once."""
+    """Add the step of an arange: copy a constant with its numbers, which are computed once."""
     y = call.out
     start, step = (np.float64(np.asarray(call.attrs[name])) for name in ("start", "step"))
     numbers = (start + step * np.arange(y.shape[0])).astype(np.float32)
