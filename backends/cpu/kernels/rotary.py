@@ -76,8 +76,8 @@ def compute_angle_tables(a, thread, threads):
 def make_rotate_row(neighbours: bool) -> Subroutine:
     """Make the subroutine that rotates the pairs of a row by RoPE, from element `offset` on.
 
-    The subroutine is ``(x, y, offset, pairs, cosines, sines)``: ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h]
-    cos``. y may be x. A pair is adjacent elements (`neighbours`), or elements `pairs` apart.
+    ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h] cos``. y may be x. The subroutine is
+    ``(x, y, offset, pairs, cosines, sines)``. A pair is adjacent elements (`neighbours`), or elements `pairs` apart.
     """
 
     def body(x, y, offset, pairs, cosines, sines):

@@ -197,9 +197,9 @@ def _select_read_cells(cells: CacheCells) -> CacheCells:
 class KeyOperations:
     """The subroutines that multiply queries with keys of one type.
 
-    ``prepare_query(query, size, to)`` writes a query of ``query_bytes(size)``. ``store_scores(a, heads, s, high,
-    queries, memory, scores, reach, lanes)`` writes the scores of all rows for 16 keys, `reach` bytes apart, and updates
-    the highest of each lane. ``scratch_bytes(size)`` is the size of `memory`.
+    ``prepare_query(query, size, to)`` writes a query of ``query_bytes(size)``.
+    ``store_scores(a, heads, s, high, queries, memory, scores, reach, lanes)`` writes the scores of all rows for 16
+    keys, `reach` bytes apart, and updates the highest of each lane. ``scratch_bytes(size)`` is the size of `memory`.
     """
 
     prepare_query: Subroutine

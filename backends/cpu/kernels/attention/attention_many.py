@@ -99,8 +99,8 @@ def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
 def copy_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
     """Copy rows times a factor to padded dense rows: ``to[r, c] = factor * source[r, c]``.
 
-    The result has `count` rows of `wide` numbers. `rows` rows of `size` numbers exist. The other numbers are ``factor *
-    otherwise``.
+    The result has `count` rows of `wide` numbers. `rows` rows of `size` numbers exist. All others are
+    ``factor * otherwise``.
     """
     for r in range(count):
         for c in range(0, wide, LANES):

@@ -263,8 +263,8 @@ class BookLoaders:
     """Loaders of weight codes that are stored as indices into a code book.
 
     Attributes:
-        one: ``(p, h) -> codes``, the codes of 32 columns at `p`.
-        two: ``(p, q) -> codes``, the codes at `p` and at `q`. The parts of the code book are loaded once for both.
+        load_one_block: ``(p, h) -> codes``, the codes of 32 columns at `p`.
+        load_two_blocks: ``(p, q) -> codes``, the codes at `p` and at `q`. Each part of the book is loaded once.
     """
 
     one: Intrinsic

@@ -164,8 +164,8 @@ def skip_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, 
 def make_multiply_unexpanded(blocks: WeightTiling) -> Subroutine:
     """Make the subroutine that multiplies expert slots with `PAIR_ROWS` rows of an unexpanded weight.
 
-    The subroutine is ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead,
-    l2_ahead)``. It processes slots `i` to `end`. The weight rows begin at `at`; `left` rows exist.
+    It processes slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is ``(i, end,
+    slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``.
     """
     multiply_one_row = make_multiply_rows(1, 1, blocks.make_few_rows(1))
     multiply_two_rows = make_multiply_rows(2, 2, blocks.make_few_rows(2))
@@ -242,9 +242,8 @@ def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
 def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
     """Make the grouped matmul kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``.
 
-    A matmul without experts is the case of one expert. Each thread has `WeightTiling.scratch_bytes` of
-    scratch. Kernel arguments in bytes: `stride` (weight row), `between` (expert), `pitch` (row of x) and `step` (row of
-    y).
+    A matmul without experts is the case of one expert. Each thread has `WeightTiling.scratch_bytes` of scratch. Kernel
+    arguments in bytes: `stride` (weight row), `between` (expert), `pitch` (row of x) and `step` (row of y).
 
     `starts` (int32) holds the slots before each expert, the slots before the remote experts, and the slots in all. The
     slots in the order of their experts follow. `used` is the slots per token, `shared` the activation rows per token.

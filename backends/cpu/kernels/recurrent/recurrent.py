@@ -142,8 +142,9 @@ def make_two_token_part(per_channel: bool) -> Subroutine:
     """Make the subroutine that processes two tokens with state rows `first` to `last`, four rows at a time.
 
     The subroutine is ``(a, n, h, source, t, first, last, memory)``. The state is read twice and written once for both
-    tokens, because the products of the second token follow from the old state. With decays f and g: ``(S f + d k^T) g
-    k' = S (f g k') + d (g k . k')``.
+    tokens, because the products of the second token follow from the old state.
+
+    With decays f and g: ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.
     """
 
     def process_two_tokens(a, n, h, source, t, first, last, memory):

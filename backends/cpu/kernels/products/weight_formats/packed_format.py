@@ -31,7 +31,7 @@ class PackedFormat:
         plane_bytes: Bytes of 32 columns of a group in the first and in the second plane of codes.
         pack_codes: ``(row, b, first, second, lane)`` copies the codes of columns 32 b to 32 b + 31 of a file row's unit
             to their lane of both planes.
-        split_scales: ``(row, to, lane, s)`` copies the scales of file block `s` to their lane.
+        pack_scales: ``(row, to, lane, s)`` copies the scales of file block `s` to their lane.
         load_codes: ``(p, h)`` loads the codes of 32 columns from both planes.
         load_scales: ``(p, b)`` loads the scales of columns 32 b to 32 b + 15, and of the 16 columns behind them.
         load_biases: ``(p, b)`` loads the biases likewise. With a zero point they are ``-zero_point * scale``.
