@@ -164,8 +164,8 @@ def skip_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, 
 def make_multiply_unexpanded(blocks: WeightTiling) -> Subroutine:
     """Make the subroutine that multiplies expert slots with `PAIR_ROWS` rows of an unexpanded weight.
 
-    It processes slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is ``(i, end,
-    slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``.
+    It processes slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is
+    ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``.
     """
     multiply_one_row = make_multiply_rows(1, 1, blocks.make_few_rows(1))
     multiply_two_rows = make_multiply_rows(2, 2, blocks.make_few_rows(2))
