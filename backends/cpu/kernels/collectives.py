@@ -1,7 +1,8 @@
 """Collectives of the devices of one machine, without the GIL.
 
 In one process, thread 0 of each device sums its part for all devices. In several processes, each device copies its
-operand to shared buffers and sums for itself.
+operand to shared buffers and sums for itself. The board is shared memory with the arrivals and the slots of all devices
+(signal pad).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ OTHER_FAILED, TIMED_OUT, OUT_OF_STEP = 2, 3, 4
 
 
 @subroutine
-def wait_for_all(board, participants, patience):
-    """Wait for all devices, at most `patience` nanoseconds. Return 0 or the status of the failure."""
+def wait_for_all(board, participants, timeout_ns):
+    """Wait at the barrier of all devices, at most `timeout_ns` nanoseconds. Return 0 or the status of the failure."""
     arrived = fetch_add(board + ARRIVED_OFFSET, 1) + 1
     target = (arrived + participants - 1) // participants * participants
     looks, since = 0, 0
@@ -44,20 +45,23 @@ def wait_for_all(board, participants, patience):
             time = read_monotonic_clock()
             if since == 0:
                 since = time
-            elif time - since > patience:
+            elif time - since > timeout_ns:
                 store_shared(board + FAILED_OFFSET, 1)
                 return TIMED_OUT
     return 0
 
 
 @subroutine
-def publish_and_wait(board, rank, devices, source, target, number, patience):
-    """Publish the operand and the result of this device, and wait for all. Return 0 or the status of the failure."""
+def publish_and_wait(board, rank, devices, source, target, number, timeout_ns):
+    """Publish the operand and result addresses of this device, and wait for all devices.
+
+    Return 0 or the status of the failure.
+    """
     mine = board + SLOTS_OFFSET + rank * SLOT_BYTES
     store_long(mine, source)
     store_long(mine + 8, target)
     store_long(mine + 16, number + 1)
-    status = wait_for_all(board, devices, patience)
+    status = wait_for_all(board, devices, timeout_ns)
     for d in range(devices):
         if status == 0 and load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 16) != number + 1:
             status = OUT_OF_STEP
@@ -65,9 +69,9 @@ def publish_and_wait(board, rank, devices, source, target, number, patience):
 
 
 @subroutine
-def wait_until_released(board, rank, devices, patience):
-    """Wait until no device accesses the memory of another device. Return 0 or the status of the failure."""
-    status = wait_for_all(board, devices, patience)
+def wait_until_released(board, rank, devices, timeout_ns):
+    """Wait until all devices have finished with the memory of other devices. Return 0 or the status of the failure."""
+    status = wait_for_all(board, devices, timeout_ns)
     if status == 0:
         store_long(board + SLOTS_OFFSET + rank * SLOT_BYTES + 16, 0)
     return status
@@ -75,7 +79,7 @@ def wait_until_released(board, rank, devices, patience):
 
 @subroutine
 def sum_operand_lanes(board, devices, at, left):
-    """Return ``sum over d of source[d]`` for up to 16 float32 at byte `at`."""
+    """Sum up to 16 float32 at byte `at` over the operands of all devices."""
     total = load_lanes_or_zero(load_long(board + SLOTS_OFFSET) + at, left)
     for d in range(1, devices):
         total = add(total, load_lanes_or_zero(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES) + at, left))
@@ -106,7 +110,10 @@ SCATTER_GATHER_ARGS = declare_args("board rank devices source target outer own w
 
 @kernel
 def reduce_scatter(a, thread, threads):
-    """Sum `own` float32, from number `first` on, over all devices, for each of `outer` rows of `whole` numbers."""
+    """Sum this device's part of each row over all devices: `own` float32 from number `first` on.
+
+    There are `outer` rows of `whole` numbers.
+    """
     board, rank, devices = SCATTER_GATHER_ARGS.board(a), SCATTER_GATHER_ARGS.rank(a), SCATTER_GATHER_ARGS.devices(a)
     source, target, own = SCATTER_GATHER_ARGS.source(a), SCATTER_GATHER_ARGS.target(a), SCATTER_GATHER_ARGS.own(a)
     status = publish_and_wait(
@@ -125,7 +132,10 @@ def reduce_scatter(a, thread, threads):
 
 @kernel
 def all_gather(a, thread, threads):
-    """Copy `own` float32 of each of `outer` rows to number `first` of that row, of `whole` numbers, on all devices."""
+    """Copy this device's part of each row to all devices: `own` float32 to number `first` of the row.
+
+    There are `outer` rows of `whole` numbers.
+    """
     board, rank, devices = SCATTER_GATHER_ARGS.board(a), SCATTER_GATHER_ARGS.rank(a), SCATTER_GATHER_ARGS.devices(a)
     source, own = SCATTER_GATHER_ARGS.source(a), SCATTER_GATHER_ARGS.own(a)
     status = publish_and_wait(
@@ -150,7 +160,7 @@ def all_gather(a, thread, threads):
 
 @subroutine
 def load_lanes_or_zero(p, left):
-    """Load up to 16 of `left` float32 at `p`, and zeros."""
+    """Load up to 16 of the `left` float32 at `p`; the lanes past them are zero."""
     if left >= LANES:
         return load(p)
     return load_first_lanes(p, left)
@@ -158,7 +168,7 @@ def load_lanes_or_zero(p, left):
 
 @subroutine
 def store_up_to_16(p, value, left):
-    """Store up to 16 of `left` float32 at `p`."""
+    """Store up to 16 lanes to the `left` float32 at `p`."""
     if left >= LANES:
         store(p, value)
     else:
@@ -170,7 +180,7 @@ SHARED_BUFFER_ARGS = declare_args("board floats buffer_elements rank devices sou
 
 @kernel
 def all_reduce_through_buffers(a, thread, threads):
-    """Sum `count` float32 over all devices, `buffer_elements` of them at a time.
+    """Sum `count` float32 over all devices through shared buffers, `buffer_elements` of them at a time.
 
     `floats` holds the first shared buffers of all devices, then the second ones. After a barrier a device may write to
     the other buffer, because every device has finished reading it.
@@ -204,7 +214,10 @@ def all_reduce_through_buffers(a, thread, threads):
 
 
 def _bind_all_reduce(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add an all-reduce: through shared buffers if there are any, else through the memory of the other devices."""
+    """Add the step of an all-reduce; return False if the devices share no memory or the operands do not fit.
+
+    The sums go through shared buffers if there are any, else through the memory of the other devices.
+    """
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
     if comm is None or (comm.shared_buffers is None and (comm.signal_pad is None or comm.spans_processes)):
@@ -236,7 +249,10 @@ def _bind_all_reduce(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _bind_scatter_gather(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a reduce-scatter or an all-gather in which each device has at most one run of the axis."""
+    """Add the step of a reduce-scatter or an all-gather; return False if it does not fit.
+
+    A device may have at most one index range of the axis.
+    """
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
     axis, runs = as_integer(call.attrs["axis"]), as_index_ranges(call.attrs["runs"])

@@ -25,10 +25,11 @@ READ_ARGS = declare_args("memory turns streams together l1_ahead l2_ahead sums")
 
 @kernel
 def read_memory(a, thread, threads):
-    """Add up memory in turns of 512 bytes; each thread reads `streams` streams at a time.
+    """Read and add up memory in turns of 512 bytes, to measure memory bandwidth.
 
-    The parts of threads are separate, or interleaved chunk by chunk if `together`. `l1_ahead` and `l2_ahead` are the
-    prefetch distances in bytes to the first and the second cache. Each thread has 64 bytes for its sums.
+    Each thread reads `streams` streams at a time. The parts of threads are separate, or interleaved chunk by chunk if
+    `together`. `l1_ahead` and `l2_ahead` are the prefetch distances in bytes to the first and the second cache. Each
+    thread has 64 bytes for its sums.
     """
     lo, hi = compute_thread_range(READ_ARGS.turns(a), thread, threads)
     l1_ahead, l2_ahead, streams = READ_ARGS.l1_ahead(a), READ_ARGS.l2_ahead(a), READ_ARGS.streams(a)
@@ -58,9 +59,9 @@ MULTIPLY_ARGS = declare_args("turns values sums")
 
 @kernel
 def multiply_floats(a, thread, threads):
-    """Compute float32 turns of `INDEPENDENT_SUMS` products and sums of two vectors.
+    """Repeat float32 multiply-adds of two vectors in registers, to measure arithmetic speed.
 
-    Each thread has 64 bytes for its sums.
+    A turn has `INDEPENDENT_SUMS` of them. Each thread has 64 bytes for its sums.
     """
     u, v = load(MULTIPLY_ARGS.values(a)), load(MULTIPLY_ARGS.values(a) + 64)
     s0, s1, s2, s3, s4, s5 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
@@ -76,7 +77,11 @@ def multiply_floats(a, thread, threads):
 
 @kernel
 def multiply_bytes(a, thread, threads):
-    """Compute int8 turns of `INDEPENDENT_SUMS` products and sums of two vectors, four products in each 32-bit lane."""
+    """Repeat int8 dot products of two vectors in registers, to measure arithmetic speed.
+
+    A turn has `INDEPENDENT_SUMS` of them. A dot product adds four products in each 32-bit lane. Each thread has 64
+    bytes for its sums.
+    """
     u, v = load_bytes(MULTIPLY_ARGS.values(a)), load_bytes(MULTIPLY_ARGS.values(a) + 64)
     s0, s1, s2, s3, s4, s5 = zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints()
     s6, s7, s8, s9, sa, sb = zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints()
@@ -97,7 +102,10 @@ INDEPENDENT_TILES = 4
 
 @cache
 def make_multiply_tiles_kernel() -> Kernel:
-    """Make the kernel of bfloat16 turns of `INDEPENDENT_TILES` tile products. Each thread has `TILE_MEMORY_BYTES`."""
+    """Make the kernel that repeats bfloat16 AMX tile products, to measure arithmetic speed.
+
+    A turn has `INDEPENDENT_TILES` of them. Each thread has `TILE_MEMORY_BYTES`.
+    """
     unit = select_tile_operations()
     configure, release, clear_0, clear_1, clear_2, clear_3 = unit.configure, unit.release, *unit.clear[:4]
     load_x, load_y, load_u, load_v = unit.load[4:]

@@ -11,13 +11,16 @@ from ..compilation.compiler import subroutine
 
 @subroutine
 def compute_thread_range(n, thread, threads):
-    """Return the range of `n` items of a thread: (first, end)."""
+    """Return the range of `n` items that a thread processes: (first, end)."""
     each = (n + threads - 1) // threads
     return min(n, each * thread), min(n, each * (thread + 1))
 
 
 def compute_even_bounds(n: int, unit: int, threads: int) -> Sequence[int]:
-    """Return the first item of each thread, and `n`: whole units, divided as evenly as possible."""
+    """Return the bounds of the items of each thread: whole units of `unit` items, divided as evenly as possible.
+
+    The result has the first item of each thread, and `n` at the end.
+    """
     each = -(-n // unit // threads) * unit
     return [min(n, each * thread) for thread in range(threads + 1)]
 

@@ -34,17 +34,17 @@ SHARED_BYTES = 128
 
 
 @subroutine
-def back_off(looks):
-    """Wait a little after `looks` vain spins: spin, then yield, then sleep."""
-    if looks > SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP:
+def back_off(spin_count):
+    """Wait a little after `spin_count` vain checks of a spin loop: spin, then yield the core, then sleep."""
+    if spin_count > SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP:
         sleep_briefly()
-    elif looks > SPINS_BEFORE_YIELD:
+    elif spin_count > SPINS_BEFORE_YIELD:
         yield_core()
 
 
 @subroutine
 def wait_at_barrier(shared, threads):
-    """Wait until all threads have arrived. Return the status of a failed thread, or 0."""
+    """Wait until all threads have arrived at the barrier. Return the status of a failed thread, or 0."""
     arrived = fetch_add(shared + ARRIVED_OFFSET, 1) + 1
     target = (arrived + threads - 1) // threads * threads
     looks = 0
@@ -62,11 +62,11 @@ ARGS = declare_args("table steps shared times")
 
 @subroutine
 def run_table(a, thread, threads, times):
-    """Run every step of this thread.
+    """Run every step of the step table of this thread, with a barrier before the steps that need one.
 
-    Unless `times` is 0, thread 0 writes the ticks at the start of each step and at the end, then the clock at the first
-    and at the last of these. A thread may be ahead of another up to the next barrier. `steps.RUN` explains why that
-    does no harm if a thread stops.
+    Return 0, or the status of the step that stopped the run. Unless `times` is 0, thread 0 writes the ticks at the
+    start of each step and at the end, then the clock at the first and at the last of these. A thread may be ahead of
+    another up to the next barrier. `steps.RUN_STATUS_REGION` explains why that does no harm if a thread stops.
     """
     count, shared = ARGS.steps(a), ARGS.shared(a)
     if times != 0 and thread == 0:
@@ -98,14 +98,14 @@ def run_table(a, thread, threads, times):
 
 @kernel
 def run(a, thread, threads):
-    """Run all steps. Return 0, or the status of the step that stopped the run."""
+    """Run all steps of the step table of this thread. Return 0, or the status of the step that stopped the run."""
     return run_table(a, thread, threads, 0)
 
 
 @kernel
 def run_timed(a, thread, threads):
-    """Run all steps and write their times (`run_table`). Return as `run` does.
+    """Run all steps of the step table of this thread and write their times, as `run_steps_of_thread` explains.
 
-    Waiting time counts for the step that waits.
+    Waiting time counts for the step that waits. The result is as in `run_step_table`.
     """
     return run_table(a, thread, threads, ARGS.times(a))

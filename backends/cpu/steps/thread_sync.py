@@ -30,15 +30,18 @@ RUN_ARGS = declare_args("loop words")
 
 
 def compute_shared_block_bytes(threads: int) -> int:
-    """Return the bytes of the shared block."""
+    """Return the bytes of the shared block of a thread pool with `threads` threads."""
     return STATES_OFFSET + CACHE_LINE_BYTES * threads
 
 
 @subroutine
-def publish_run(order, shared_block, threads):
-    """Publish a run to all other threads, and return the number of sleeping threads."""
-    store_long(shared_block + LOOP_OFFSET, RUN_ARGS.loop(order))
-    store_long(shared_block + WORDS_OFFSET, RUN_ARGS.words(order))
+def publish_run(run_args, shared_block, threads):
+    """Publish a run to all other threads of the pool, and return the number of threads that sleep.
+
+    `run_args` is the address of `RUN_ARGS`.
+    """
+    store_long(shared_block + LOOP_OFFSET, RUN_ARGS.loop(run_args))
+    store_long(shared_block + WORDS_OFFSET, RUN_ARGS.words(run_args))
     store_long(shared_block + THREADS_OFFSET, threads)
     asleep = 0
     for i in range(1, threads):
@@ -47,9 +50,9 @@ def publish_run(order, shared_block, threads):
 
 
 @subroutine
-def run_main_thread(order, shared_block, threads):
-    """Run the work of thread 0, wait for all others, and return the status of thread 0."""
-    status = call_kernel(RUN_ARGS.loop(order), RUN_ARGS.words(order), 0, threads)
+def run_main_thread(run_args, shared_block, threads):
+    """Run the work of thread 0, wait for all other threads, and return the status of thread 0."""
+    status = call_kernel(RUN_ARGS.loop(run_args), RUN_ARGS.words(run_args), 0, threads)
     looks = 0
     while load_shared(shared_block + DONE_OFFSET) < threads - 1:
         looks += 1
@@ -59,26 +62,26 @@ def run_main_thread(order, shared_block, threads):
 
 
 @kernel
-def start_run(order, shared_block, threads):
-    """Run all threads and return the status of thread 0.
+def start_run(run_args, shared_block, threads):
+    """Start a run of all threads, wait for its end, and return the status of thread 0.
 
     If threads sleep, return `THREADS_SLEEPING` before the work of thread 0. The caller wakes the threads and calls
     `continue_run`.
     """
-    if publish_run(order, shared_block, threads) > 0:
+    if publish_run(run_args, shared_block, threads) > 0:
         return THREADS_SLEEPING
-    return run_main_thread(order, shared_block, threads)
+    return run_main_thread(run_args, shared_block, threads)
 
 
 @kernel
-def continue_run(order, shared_block, threads):
-    """Go on with a run after all threads are awake, and return its status."""
-    return run_main_thread(order, shared_block, threads)
+def continue_run(run_args, shared_block, threads):
+    """Continue a run after all threads have been woken, and return the status of thread 0."""
+    return run_main_thread(run_args, shared_block, threads)
 
 
 @kernel
 def run_worker_thread(shared_block, thread, threads):
-    """Run the work of another thread for every run, until it sleeps."""
+    """Run the work of a thread other than 0 for every run, and return when the thread goes to sleep."""
     state, looks = shared_block + STATES_OFFSET + CACHE_LINE_BYTES * thread, 0
     while True:
         if load_shared(state) % ASLEEP_FLAG == WORK_FLAG:

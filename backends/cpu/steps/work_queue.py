@@ -9,7 +9,7 @@ ticket. The last ticket of each thread is behind all items:
             ...
             mine = take_work_item(tickets, item + 1)
         item += 1
-    finish_queue(tickets, mine, item, threads)
+    reset_queue(tickets, mine, item, threads)
 
 A step of many rows may be split into spans of rows with a queue each (`count_spans`). Each thread begins with the span
 of its rows in steps that are shared row by row. Then few rows come from the caches of other processors. Later the
@@ -29,36 +29,39 @@ MAX_SPANS = QUEUE_BYTES // 8
 
 @subroutine
 def take_work_item(tickets, following):
-    """Take the next item, or `following` if there is no queue (`tickets` is 0) because one thread does all items."""
+    """Take the next work item from the queue, or `following` without a queue, where one thread does all items.
+
+    `tickets` is the address of the queue, or 0 for none.
+    """
     return fetch_add(tickets, 1) if tickets != 0 else following
 
 
 @subroutine
 def finish_queue(tickets, mine, item_count, threads):
-    """Reset the queue if this thread drew the last ticket of all."""
+    """Reset the work queue to 0 if this thread took the last ticket of all threads."""
     if tickets != 0 and mine == item_count + threads - 1:
         store_shared(tickets, 0)
 
 
 @subroutine
 def count_spans(rows, min_rows, threads):
-    """Return the number of spans with at least `min_rows` rows each."""
+    """Return the number of row spans with at least `min_rows` rows each, and at most one per thread."""
     return max(1, min(threads, rows // min_rows, MAX_SPANS))
 
 
 @subroutine
 def choose_span(turn, spans, thread, threads):
-    """Return the span that a thread processes in its turn number `turn`."""
+    """Choose the row span that a thread processes in its turn number `turn`."""
     return (thread * spans // threads + turn) % spans
 
 
 @subroutine
-def compute_span_start(rows, tall, number, spans):
-    """Return the first row of span `number`, which is the end of the span before it: a multiple of `tall`."""
-    return min(rows, (rows + tall - 1) // tall * number // spans * tall)
+def compute_span_start(rows, row_multiple, span, spans):
+    """Return the first row of a row span, which is the end of the span before it: a multiple of `row_multiple`."""
+    return min(rows, (rows + row_multiple - 1) // row_multiple * span // spans * row_multiple)
 
 
 @subroutine
 def select_span_queue(tickets, span):
-    """Return the queue of a span; 0 without queues."""
+    """Return the address of the work queue of a row span; 0 without queues."""
     return tickets + 8 * span if tickets != 0 else 0

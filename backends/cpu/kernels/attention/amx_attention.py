@@ -106,7 +106,7 @@ KEYS_PER_SOFTMAX_STEP = 8
 
 
 def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread. `rows` is heads of a group times tokens of a unit."""
+    """Return the scratch bytes of a thread in prefill attention. `rows` is group heads times tokens of a unit."""
     deep, wide = max(1, math.ceil(size / MATRIX_SIZE)), math.ceil(width / MATRIX_SIZE)
     matrices, weights = TILE_HALVES * (deep + wide + 2) + deep + 2, 2 * TILE_HALVES * WEIGHT_BYTES
     lists = TILE_HALVES * (MAX_STEPS * (deep + wide) + 1) * STEP_BYTES + 64
@@ -116,13 +116,13 @@ def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
 
 @subroutine
 def count_matrices(n):
-    """Return the matrices for `n` rows or columns."""
+    """Return the number of 32 x 32 matrices for `n` rows or columns."""
     return (n + MATRIX_SIZE - 1) // MATRIX_SIZE
 
 
 @subroutine
 def compute_scratch_layout(a, thread):
-    """Return the addresses of a thread's scratch.
+    """Return the addresses of the parts of a thread's scratch.
 
     Registers; matrices of keys and values; scores and weights of two jobs; scratch matrices; bits of visible keys;
     steps; then arrays of queries, results, masks and states of every job.
@@ -146,7 +146,7 @@ def compute_scratch_layout(a, thread):
 
 @subroutine
 def load_queries(a, heads, start, end, place):
-    """Load the matrices of queries. Set states to the sink alone."""
+    """Load the queries of a work unit as matrices, and initialise their softmax states with the attention sink."""
     _, _, _, _, _, between, _, _, queries, _, _, states = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), max(1, count_matrices(ARGS.size(a)))
     lanes = between + deep * MATRIX_BYTES
@@ -174,7 +174,7 @@ def load_queries(a, heads, start, end, place):
 
 
 def _make_load_tile(k: DType, v: DType) -> Subroutine:
-    """Make the part that loads the matrices of keys and values of a tile."""
+    """Make the subroutine that loads the keys and values of a tile as matrices."""
     load_keys = make_rows_to_matrices(k, TILE_KEYS)
     load_values = make_columns_to_matrices(v, TILE_KEYS)
 
@@ -190,16 +190,16 @@ def _make_load_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def find_visible_halves(union):
-    """Return the range of halves of a tile with visible keys."""
+    """Return the range of halves of a tile that have visible keys."""
     return count_trailing_zeros(union) // MATRIX_SIZE, (
         TILE_KEYS - count_leading_zeros(union) + MATRIX_SIZE - 1
     ) // MATRIX_SIZE
 
 
 def _make_list_scores(k: DType) -> Subroutine:
-    """Make ``(end, job, keys, scores, deep)``: append the AMX products of a job's scores to the list at `end`.
+    """Make the subroutine that appends the AMX steps of a job's scores to the list at `end`, and returns its new end.
 
-    `deep` is the number of matrices along the head size. The result is the new end of the list.
+    The subroutine is ``(end, job, keys, scores, deep)``. `deep` is the number of matrices along the head size.
     """
     list_steps = make_list_matmul_steps(count_terms(k), QUERY_TERMS)
 
@@ -218,7 +218,7 @@ def _make_list_scores(k: DType) -> Subroutine:
 
 
 def _make_list_results(v: DType) -> Subroutine:
-    """Make ``(end, job, values, weights, wide)``: append the steps of the results of a job; return the list's end."""
+    """Make the subroutine that appends the AMX steps of a job's results: ``(end, job, values, weights, wide)``."""
     list_steps = make_list_matmul_steps(count_terms(v), WEIGHT_TERMS)
 
     def list_results(end, job, values, weights, wide):
@@ -238,7 +238,7 @@ def _make_list_results(v: DType) -> Subroutine:
 
 @subroutine
 def finish_key_scores(scores, n, lane_mask, cap, slope):
-    """Apply cap and mask to the scores of `n` keys in place."""
+    """Apply the soft cap and the mask to the scores of `n` keys in place."""
     for r in range(0, n * ROW_BYTES, ROW_BYTES):
         h = g = zeros()
         if lane_mask != 0:
@@ -252,7 +252,7 @@ def finish_key_scores(scores, n, lane_mask, cap, slope):
 
 @subroutine
 def compute_max_scores(scores, n, x, y):
-    """Return the maxima of `x`, `y` and the scores of `n` keys. Four chains hide the latency."""
+    """Return the maxima of `x`, `y` and the scores of `n` keys. Four independent chains hide the latency."""
     x1 = x2 = x3 = x
     y1 = y2 = y3 = y
     for r in range(scores, scores + n * ROW_BYTES, 4 * ROW_BYTES):
@@ -267,7 +267,7 @@ def compute_max_scores(scores, n, x, y):
 
 @subroutine
 def rescale_state(state, x, y, result, rows):
-    """Set new reference scores `x`, `y` and rescale the earlier sums."""
+    """Set new reference scores `x`, `y` in the softmax state, and rescale the earlier sums and results."""
     h, g = exp2(sub(load(state), x)), exp2(sub(load(state + 64), y))
     store_two(state, x, y)
     store_two(state + 128, mul(load(state + 128), h), mul(load(state + 192), g))
@@ -277,7 +277,7 @@ def rescale_state(state, x, y, result, rows):
 
 @subroutine
 def exponentiate_key_pair(scores, x, y, to, sums, more):
-    """Convert the scores of two keys to weights in pairs, and add the weights to `sums` and `more`."""
+    """Convert the scores of two keys to softmax weights in pairs, and add the weights to `sums` and `more`."""
     u, v = exp2(sub(load(scores), x)), exp2(sub(load(scores + ROW_BYTES), x))
     store_weight_terms(to, TERM_BYTES, u, v)
     sums = add(sums, add(u, v))
@@ -288,9 +288,9 @@ def exponentiate_key_pair(scores, x, y, to, sums, more):
 
 @cache
 def _make_softmax_job() -> Subroutine:
-    """Make ``(a, mine, job, p, weights, at, end)``: convert the scores of a job to weights.
+    """Make the subroutine that converts a job's scores to softmax weights, and runs AMX steps meanwhile.
 
-    Meanwhile the part runs the steps `at` to `end`.
+    The subroutine is ``(a, mine, job, p, weights, at, end)``; the steps are `at` to `end`.
     """
     run_steps = make_run_steps()
 
@@ -331,7 +331,7 @@ def _make_softmax_job() -> Subroutine:
 
 
 def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
-    """Make the part that processes jobs. Round i: scores of job i, weights of job i - 1, results of job i - 2."""
+    """Make the pipeline of jobs: round i computes scores of job i, weights of job i - 1, and results of job i - 2."""
     run_steps, begin_steps, compute_weights = make_run_steps(), make_begin_step(), _make_softmax_job()
     list_scores, list_results = _make_list_scores(k), _make_list_results(v)
 
@@ -358,7 +358,7 @@ def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
 
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
-    """Make the part that processes all tokens of a unit with a tile. The tile is loaded only if a token sees a key."""
+    """Make the subroutine that attends all tokens of a unit to a key tile, which is loaded if a token sees it."""
     load_tile, attend_jobs = _make_load_tile(k, v), _make_attend_jobs(k, v)
 
     def attend_all(a, heads, start, end, s, place):
@@ -401,7 +401,7 @@ def _make_attend_all(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def store_results(a, heads, start, end, place):
-    """Store ``results / weights`` of all tokens of a unit."""
+    """Store the attention results of all tokens of a work unit: ``results / weights``."""
     _, _, _, _, _, between, _, _, _, results, _, states = place
     width, step = ARGS.width(a), ARGS.out_step(a)
     for first in range(start, end, BLOCK_TOKENS):

@@ -54,26 +54,27 @@ EXACT_DTYPES = frozenset((DType.F16, DType.BF16, DType.Q4_0))
 
 
 def is_exact_in_tiles(k: DType, v: DType) -> bool:
-    """Return whether matrices of these keys and values are exact."""
+    """Return whether bfloat16 terms in AMX tiles represent keys and values of these types exactly."""
     return {k, v} <= EXACT_DTYPES
 
 
 def count_terms(dtype: DType) -> int:
-    """Return the terms of keys or values."""
+    """Return the number of bfloat16 terms of keys or values of a type."""
     return 1 if dtype is DType.BF16 else 2
 
 
 def compute_softmax_rounding_error(k: DType, v: DType) -> float | None:
-    """Return the relative error of softmax weights in tiles, omitted products included; None without tiles."""
+    """Return the relative error of softmax weights in AMX tiles, omitted products included; None without tiles."""
     return 2.0 ** -(8 * WEIGHT_TERMS) if target_cpu.find_tile_support() and is_exact_in_tiles(k, v) else None
 
 
 @cache
 def make_list_matmul_steps(left: int, right: int) -> Subroutine:
-    """Make ``(end, a, b, to, first, last)``: append the steps of a product of matrices of `left` and `right` terms.
+    """Make the subroutine that appends the AMX steps of a matrix product to a list of steps.
 
-    Small terms come first. Products as small as the rounding of the right side are omitted. `first` is `CLEAR_SUMS`,
-    `LOAD_SUMS`, or 0 to go on. `last` is `STORE_SUMS` or 0. The part returns the new end of the list.
+    The subroutine is ``(end, a, b, to, first, last)``, for matrices of `left` and `right` terms. Small terms come
+    first. Products as small as the rounding of the right side are omitted. `first` is `CLEAR_SUMS`, `LOAD_SUMS`, or 0
+    to go on. `last` is `STORE_SUMS` or 0. The result is the new end of the list.
     """
     pairs = [(i, j) for i in reversed(range(left)) for j in reversed(range(right)) if i + j < right]
     return reduce(
@@ -86,7 +87,7 @@ def make_list_matmul_steps(left: int, right: int) -> Subroutine:
 
 
 def _make_list_step(i: int, j: int, is_first: bool, is_last: bool) -> Subroutine:
-    """Make the part that appends one step, for terms at byte offsets `i` and `j` of the two matrices."""
+    """Make the subroutine that appends one AMX step, for terms at byte offsets `i` and `j` of the two matrices."""
 
     def list_step(end, a, b, to, first, last):
         store_long(end + STEP_LEFT, a + i)
@@ -99,7 +100,7 @@ def _make_list_step(i: int, j: int, is_first: bool, is_last: bool) -> Subroutine
 
 
 def _chain_parts(before: Subroutine, after: Subroutine) -> Subroutine:
-    """Return a part that appends the steps of `before`, then of `after`."""
+    """Chain two subroutines that append steps: `before`, then `after`."""
 
     def append_both(end, a, b, to, first, last):
         return after(before(end, a, b, to, first, last), a, b, to, first, last)
@@ -109,7 +110,7 @@ def _chain_parts(before: Subroutine, after: Subroutine) -> Subroutine:
 
 @cache
 def make_begin_step() -> Subroutine:
-    """Make ``(mine, step)``: load the sums and the terms of a step to registers."""
+    """Make the subroutine that loads the sums and the terms of an AMX step to registers: ``(mine, step)``."""
     unit = select_tile_operations()
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
     load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
@@ -137,10 +138,11 @@ def make_begin_step() -> Subroutine:
 
 @cache
 def make_run_steps() -> Subroutine:
-    """Make ``(mine, first, last)``: run the begun steps `first` to `last`, and begin the step `last`.
+    """Make the subroutine that runs the begun AMX steps `first` to `last`, and begins the step `last`.
 
-    A load waits for an earlier store with the same low 12 address bits, and such a store waits for all products before
-    it. So a step begins before vector code stores anything else.
+    The subroutine is ``(mine, first, last)``. To begin a step means to load its operands to registers. A load waits for
+    an earlier store with the same low 12 address bits, and such a store waits for all products before it. So a step
+    begins before vector code stores anything else.
     """
     unit, begin_step = select_tile_operations(), make_begin_step()
     store_0, store_1, store_2, store_3 = unit.store[:4]
@@ -167,7 +169,7 @@ def make_run_steps() -> Subroutine:
 
 @subroutine
 def add_end_step(end):
-    """Append a last step, which is begun but not run."""
+    """Append an end step to a list of AMX steps: it is begun but not run."""
     store_long(end + STEP_LEFT, load_long(end - STEP_BYTES + STEP_LEFT))
     store_long(end + STEP_RIGHT, load_long(end - STEP_BYTES + STEP_RIGHT))
     store_long(end + STEP_FLAGS, 0)
@@ -175,9 +177,10 @@ def add_end_step(end):
 
 @cache
 def make_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
-    """Make ``(source, step, rows, size, to, wide)``: copy `count` rows to `wide` matrices for each 32 of them.
+    """Make the subroutine that copies `count` rows to matrices of bfloat16 terms, `wide` matrices for each 32 rows.
 
-    Rows are `step` bytes apart and have `size` columns. Missing numbers are zero.
+    The subroutine is ``(source, step, rows, size, to, wide)``. Rows are `step` bytes apart and have `size` columns.
+    Missing numbers are zero.
     """
     load_first, store_pair = CELLS_BY_DTYPE[dtype].load_first, store_bf16_terms(count_terms(dtype))
 
@@ -196,9 +199,10 @@ def make_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
 
 @cache
 def make_columns_to_matrices(dtype: DType, count: int) -> Subroutine:
-    """Make ``(source, step, rows, size, to, wide, between)``: transpose `count` rows to matrices of 32 columns.
+    """Make the subroutine that transposes `count` rows to matrices of bfloat16 terms, one for each 32 columns.
 
-    The matrices of 32 columns are adjacent for all rows. `between` is scratch of one matrix.
+    The subroutine is ``(source, step, rows, size, to, wide, between)``. The matrices of 32 columns are adjacent for all
+    rows. `between` is scratch of one matrix.
     """
     transpose_padded, transpose_whole, height = (
         _make_transpose_columns(dtype),
@@ -223,7 +227,10 @@ def make_columns_to_matrices(dtype: DType, count: int) -> Subroutine:
 
 @cache
 def _make_transpose_columns(dtype: DType) -> Subroutine:
-    """Make ``(source, step, rows, c, size, to, between)``: transpose 16 columns from `c` on of up to 32 rows."""
+    """Make the subroutine that transposes 16 columns of up to 32 rows, with zeros for missing numbers.
+
+    The subroutine is ``(source, step, rows, c, size, to, between)``; the columns begin at `c`.
+    """
     load_first, terms = CELLS_BY_DTYPE[dtype].load_first, count_terms(dtype)
     store_pair, end = store_bf16_terms(terms), terms * TILE
 
@@ -263,7 +270,10 @@ _COLUMN_TRANSPOSERS: Mapping[DType, Subroutine] = MappingProxyType(
 
 @subroutine
 def lanes_to_matrix(rows, factor, to):
-    """Convert 32 float32 rows of 32 tokens, times a factor, to a matrix of pairs 16 rows apart."""
+    """Convert 32 float32 rows of 32 tokens, times a factor, to a matrix of queries in bfloat16 terms.
+
+    The numbers of a pair are 16 rows apart.
+    """
     for r in range(0, 16 * ROW_BYTES, ROW_BYTES):
         for group in range(2):
             at, p = to + r // 2 + group * TILE, rows + r + group * amx.TILE_ROW_BYTES

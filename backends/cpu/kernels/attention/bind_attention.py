@@ -36,7 +36,10 @@ Addresses = npt.NDArray[np.int64]
 
 
 def _compute_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
-    """Compute the addresses in `x` for all combinations of indices along `axes`. Indices wrap around at the size."""
+    """Compute the addresses in `x` for all combinations of indices along `axes`.
+
+    Indices wrap around at the size of their axis.
+    """
     addresses = np.array(x.address, np.int64)
     for axis, index in axes:
         addresses = addresses[..., None] + x.dtype.bytes_of(x.strides[axis]) * (index % x.shape[axis])
@@ -44,7 +47,10 @@ def _compute_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int6
 
 
 def _copy_if_strided(steps: StepTableBuilder, purpose: str, x: Operand) -> Operand:
-    """Return `x`, or a dense copy if the elements of its rows are strided. `purpose` names the scratch."""
+    """Copy an operand of attention if the elements of its rows are strided; otherwise return the operand.
+
+    `purpose` names the scratch.
+    """
     if x.shape[-1] == 1 or x.strides[-1] == 1 or not all(x.shape):
         return x
     memory = steps.scratch(f"attention {purpose}", x.tensor.spec.nbytes)
@@ -60,7 +66,7 @@ def _copy_if_strided(steps: StepTableBuilder, purpose: str, x: Operand) -> Opera
 
 
 def _as_element_rows(x: Operand, leading: Sequence[int]) -> Operand:
-    """Return the part of `x` at fixed leading indices, with each element as a row of its own."""
+    """Return the part of `x` at fixed leading indices as a view in which each element is a row of its own."""
     for axis, i in enumerate(leading):
         x = x.slice_axis(axis, i, 1)
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape, 1), strides=(*x.strides, 1)))
@@ -69,7 +75,10 @@ def _as_element_rows(x: Operand, leading: Sequence[int]) -> Operand:
 def _build_head_table(
     steps: StepTableBuilder, call: BoundInstruction, q: Operand, k: Operand, v: Operand, mask: Operand | None
 ) -> Addresses:
-    """Build the table [sequences..., heads, 7 words] in the layout of `scores`."""
+    """Build the table of head addresses that attention kernels read: [sequences..., heads, 7 words].
+
+    `scores` defines the seven words.
+    """
     *leading, _, heads, _ = q.shape
     keys, count = k.shape[-3], len(leading)
     outer = [(i, np.arange(n)) for i, n in enumerate(leading)]
@@ -104,53 +113,59 @@ def _float_attribute(call: BoundInstruction, name: str) -> float:
 
 
 def _choose_heads_per_unit(shared: int) -> int:
-    """Choose the heads of a unit of work. They share a key head."""
+    """Choose the number of heads that one work unit computes together; they share a key head.
+
+    `shared` is the number of query heads for each key head.
+    """
     return max(n for n in range(1, MAX_HEADS_PER_UNIT + 1) if shared % n == 0)
 
 
-def _choose_key_split(steps: StepTableBuilder, walks: int, groups: int, k: Operand, v: Operand) -> tuple[int, int]:
-    """Choose how the threads split the work of decode attention evenly.
+def _choose_key_split(
+    steps: StepTableBuilder, sequences: int, head_groups: int, k: Operand, v: Operand
+) -> tuple[int, int]:
+    """Choose how threads share the work of decode attention evenly: by groups of heads, and by ranges of keys.
 
-    Groups of heads walk together if the keys of a token are adjacent: then memory is read front to back, which
-    processors prefetch. Threads preferably share the groups rather than the keys, because then no partial results are
-    combined.
+    Groups of heads are processed together if the keys of a token are adjacent: then memory is read front to back, which
+    processors prefetch. Threads preferably share the groups rather than the keys, because then partial results need no
+    merge.
 
     Args:
         steps: The steps of the program.
-        walks: Sequences.
-        groups: Groups of heads of a sequence.
+        sequences: Sequences.
+        head_groups: Groups of heads of a sequence.
         k: The keys.
         v: The values.
 
     Returns:
-        The groups of heads that walk together, and the number of splits of the keys.
+        The groups of heads that are processed together, and the number of splits of the keys.
     """
-    max_splits = (
-        max(1, k.shape[-3] // decode_attention.KEYS_PER_CHUNK) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
-    )
-    parts = _compute_split_count(steps, walks)
+    max_splits = max(1, k.shape[-3] // decode_attention.KEYS_PER_CHUNK) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
+    parts = _compute_split_count(steps, sequences)
     if all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v)):
-        if groups % parts == 0:
-            return groups // parts, 1
+        if head_groups % parts == 0:
+            return head_groups // parts, 1
         if max_splits >= parts:
-            return groups, parts
-    return 1, min(max_splits, _compute_split_count(steps, walks * groups))
+            return head_groups, parts
+    return 1, min(max_splits, _compute_split_count(steps, sequences * head_groups))
 
 
 def _compute_split_count(steps: StepTableBuilder, units: int) -> int:
-    """Compute the number of splits of each unit with which all threads have equal work."""
+    """Compute the number of splits of each work unit with which all threads have equal work."""
     return steps.threads // math.gcd(units, steps.threads)
 
 
 def _is_readable(x: Operand | None) -> bool:
-    """Return whether kernels can read keys or values in place, or after a copy."""
+    """Return whether kernels can read keys or values, in place or after a copy."""
     return x is not None and (
         x.is_float or (x.dtype in CELLS_BY_DTYPE and x.is_dense_along(-1) and not x.has_packed_blocks)
     )
 
 
 def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add attention steps: prefill kernels from `MIN_PREFILL_TOKENS` on, else decode; False if operands do not fit."""
+    """Add attention steps: a prefill kernel from `MIN_PREFILL_TOKENS` tokens on, else a decode kernel.
+
+    Return False if the operands do not fit.
+    """
     inputs, sinks, out = call.src[:4], call.optional_operand(4), call.out
     floats = (call.operand(0), call.optional_operand(3), sinks)
     if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable, inputs[1:3])):
@@ -231,7 +246,10 @@ def _add_combine_step(
     reads: Sequence[Operand],
     scratch: Operand,
 ) -> None:
-    """Add the step that combines the partial results. Each thread does all of it if only products follow."""
+    """Add the step that merges the partial results of split keys.
+
+    Each thread merges all of them for itself if only matmuls follow.
+    """
     own = make_thread_copies(steps, call)
     if own is None:
         steps.add(

@@ -1,7 +1,7 @@
 """Decode attention of few tokens with online softmax: SIMD lanes are keys, and each thread has heads or keys.
 
 Keys and values are read once for all heads that share them. Groups of heads walk through a cache together: memory is
-read front to back. If threads split the keys, `combine_partial_results` combines their results.
+read front to back. If threads split the keys, `merge_partial_results` merges their results.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ MAX_ROWS_PER_PASS = 4 if count_vector_registers() == MANY_REGISTERS else 1
 
 
 def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread: scores, highest scores, results; then values, queries, products or keys."""
+    """Return the scratch bytes of a thread in decode attention.
+
+    The scratch holds scores, highest scores and results; then values, or queries with products or keys.
+    """
     floats = 4 * MAX_ROWS_PER_PASS * VECTOR_BYTES + rows * 4 * (-(-size // LANES) * LANES)
     blocks = quantised_keys.compute_transposed_keys_bytes(size) + rows * quantised_keys.compute_quantised_query_bytes(
         size
@@ -89,7 +92,10 @@ def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) ->
 
 
 def _make_key_products(cells: CacheCells, count: int) -> Subroutine:
-    """Make the products of `count` queries with 16 keys from key `s` on: four partial sums each at `to`."""
+    """Make the subroutine that multiplies `count` queries with 16 keys from key `s` on.
+
+    It stores four partial sums of each product at `to`.
+    """
     load_16, load_first, line = cells.load_16, cells.load_first, CACHE_LINE_BYTES // cells.nbytes
     tile = make_dot_tile(count, 1)
     row_addresses, zero_sums, spill = tile.row_addresses, tile.zero_sums, tile.spill
@@ -124,7 +130,10 @@ def _make_key_products(cells: CacheCells, count: int) -> Subroutine:
 
 
 def _make_add_value_columns(cells: CacheCells, count: int, lines: int) -> Subroutine:
-    """Make ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]`` for 64 columns."""
+    """Make the subroutine that adds weighted values of `n` keys to 64 columns of the results of `count` rows.
+
+    ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]``.
+    """
     load_16, load_first, tile = cells.load_16, cells.load_first, make_dot_tile(count, VALUE_COLUMNS // LANES)
     row_addresses, add_outer = tile.row_addresses, tile.add_outer_product
     load_rows, store_rows = tile.load_rows, tile.store_rows
@@ -153,7 +162,7 @@ def _make_add_value_columns(cells: CacheCells, count: int, lines: int) -> Subrou
 
 @subroutine
 def prefetch_rows(rows, step, count, nbytes):
-    """Prefetch `count` rows of `nbytes` bytes, `step` bytes apart."""
+    """Prefetch `count` rows of `nbytes` bytes, `step` bytes apart, to the second cache."""
     for r in range(count):
         for c in range(0, nbytes, CACHE_LINE_BYTES):
             prefetch_l2(rows + r * step + c)
@@ -161,7 +170,10 @@ def prefetch_rows(rows, step, count, nbytes):
 
 @subroutine
 def combine_group(a, unit, scratch):
-    """Merge the partial results of a group of heads and write its weighted means. `scratch` has room for one result."""
+    """Merge the partial results of a group of heads and write the attention results, which are weighted means.
+
+    `scratch` has room for one partial result.
+    """
     tokens, shared, count, width = ARGS.tokens(a), ARGS.shared(a), ARGS.chunks(a), ARGS.width(a)
     span = PARTIAL_VALUES_OFFSET + 4 * round_up(width, VALUE_COLUMNS)
     for t in range(tokens):
@@ -177,17 +189,17 @@ def combine_group(a, unit, scratch):
 
 
 def _select_read_cells(cells: CacheCells) -> CacheCells:
-    """Return the type of the values that heads read: float32 if they are expanded."""
+    """Return the row operations for the values that heads read: float32 if the values are expanded first."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
 
 @dataclass(frozen=True, slots=True)
 class KeyOperations:
-    """The operations of queries with keys of one type.
+    """The subroutines that multiply queries with keys of one type.
 
-    ``prepare_query(query, size, to)`` writes a query of ``query_bytes(size)``. ``store_scores(a, heads, s, high,
-    queries, memory, scores, reach, lanes)`` writes the scores of all rows for 16 keys, `reach` bytes apart, and updates
-    the highest of each lane. ``scratch_bytes(size)`` is the size of `memory`.
+    ``prepare_query(query, size, to)`` writes a query of ``query_bytes(size)``.
+    ``store_scores(a, heads, s, high, queries, memory, scores, reach, lanes)`` writes the scores of all rows for 16
+    keys, `reach` bytes apart, and updates the highest of each lane. ``scratch_bytes(size)`` is the size of `memory`.
     """
 
     prepare_query: Subroutine
@@ -197,7 +209,7 @@ class KeyOperations:
 
 
 def _make_float_key_operations(cells: CacheCells) -> KeyOperations:
-    """Make the operations with float keys."""
+    """Make the subroutines that multiply queries with float keys."""
     multiply_1, multiply_2, multiply_3, multiply_4 = (_make_key_products(cells, count) for count in range(1, 5))
 
     @subroutine
@@ -247,7 +259,7 @@ def _make_float_key_operations(cells: CacheCells) -> KeyOperations:
 
 
 def _make_block_key_operations(dtype: DType) -> KeyOperations:
-    """Make the operations with keys in blocks: integer dot products."""
+    """Make the subroutines that multiply queries with quantised keys, by integer dot products."""
     transpose_keys, span = quantised_keys.make_transpose_keys(dtype), CELLS_BY_DTYPE[dtype].row_bytes
 
     @subroutine
@@ -277,7 +289,10 @@ def _make_block_key_operations(dtype: DType) -> KeyOperations:
 
 
 def _make_score_keys(keys: KeyOperations) -> Subroutine:
-    """Make the scores of all rows of a walk for keys `low` to `high`, and the highest score of each lane in `lanes`."""
+    """Make the subroutine that computes the scores of all rows of a work unit for keys `low` to `high`.
+
+    It also stores the highest score of each lane in `lanes`.
+    """
     prepare_query, store_scores = keys.prepare_query, keys.store_scores
     query_bytes, scratch_bytes = keys.query_bytes, keys.scratch_bytes
 
@@ -299,7 +314,10 @@ def _make_score_keys(keys: KeyOperations) -> Subroutine:
 
 
 def _make_locate_values(cells: CacheCells) -> Subroutine:
-    """Make the part that locates 64 columns of `n` values: address, value stride, first column, end column."""
+    """Make the subroutine that locates 64 columns of `n` values; quantised values are expanded to float32 first.
+
+    The result is: address, bytes from value to value, first column, end column.
+    """
     if cells.expand_range is None:
         return subroutine(lambda values, step, n, ahead, c, width, scratch: (values, step, c, width))
     expand_range, span = cells.expand_range, cells.row_bytes
@@ -315,7 +333,7 @@ def _make_locate_values(cells: CacheCells) -> Subroutine:
 
 
 def _make_add_values(cells: CacheCells) -> Subroutine:
-    """Make the part that adds the weighted values of keys `low` to `high` to the states of all rows of a walk."""
+    """Make the subroutine that adds the weighted values of a range of keys to the results of all rows of a unit."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
     read_cells = _select_read_cells(cells)
     add_1, add_2, add_3, add_4 = (_make_add_value_columns(read_cells, count, lines) for count in range(1, 5))
@@ -355,7 +373,10 @@ def _make_add_values(cells: CacheCells) -> Subroutine:
 
 @cache
 def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
-    """Make the decode kernel for keys of type `k` and values of type `v`. A unit is a walk and a split of the keys."""
+    """Make the decode kernel for keys of type `k` and values of type `v`.
+
+    A work unit has `beside` groups of heads, and one split of the keys.
+    """
     score_keys = _make_score_keys(
         _make_block_key_operations(k) if k.is_quantised else _make_float_key_operations(CELLS_BY_DTYPE[k])
     )
@@ -413,7 +434,7 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
 
 @kernel
 def combine_partial_results(a, thread, threads):
-    """Combine the partial results of every group of heads."""
+    """Merge the partial results of every group of heads and write the attention results."""
     lo, hi = compute_thread_range(ARGS.units(a), thread, threads)
     for unit in range(lo, hi):
         combine_group(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))

@@ -33,13 +33,16 @@ PARTIAL_SUM_OFFSET, PARTIAL_VALUES_OFFSET = 4, 64
 
 
 def compute_partial_result_bytes(width: int) -> int:
-    """Return the bytes of a partial result."""
+    """Return the bytes of the partial result of a row with values of `width` elements."""
     return PARTIAL_VALUES_OFFSET + 4 * (-(-width // VALUE_COLUMNS) * VALUE_COLUMNS)
 
 
 @subroutine
 def update_online_softmax(scores, n, lanes, state, width):
-    """Replace scores of a row by weights; update its online softmax state. `lanes`: highest score of each lane."""
+    """Replace the scores of a row by softmax weights, and update the partial result of the row (online softmax).
+
+    `lanes` is the address of the highest score of each lane.
+    """
     before = load_scalar(state)
     top = max(lane_max_without_nan(load(lanes)), before)
     highest, sums = splat(top), zeros()
@@ -57,7 +60,7 @@ def update_online_softmax(scores, n, lanes, state, width):
 
 @subroutine
 def clear_partial(state, span):
-    """Clear the partial result of a row: no keys, and the lowest score."""
+    """Clear the partial result of a row: zero sums, and the lowest score."""
     for c in range(0, span, VECTOR_BYTES):
         store(state + c, zeros())
     store_scalar(state, MIN_SCORE)
@@ -80,7 +83,10 @@ def merge_partial(state, part, width):
 
 @subroutine
 def finish_row(state, sink, out, width):
-    """Write the weighted mean of a row from the merged results of all its keys."""
+    """Write the attention result of a row: the weighted mean of its values from its complete partial result.
+
+    `sink` is the score of the attention sink.
+    """
     top = max(load_scalar(state), max(sink, MIN_SCORE))
     f = exp2_scalar(load_scalar(state) - top)
     weight = f * load_scalar(state + PARTIAL_SUM_OFFSET) + exp2_scalar(sink - top)

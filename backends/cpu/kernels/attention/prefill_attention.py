@@ -1,9 +1,9 @@
 """Prefill attention by vectors: blocks of 32 tokens times tiles of 64 keys, with online softmax. SIMD lanes are tokens.
 
 1. Copy the keys and values of a tile, so that rows are dense and padded.
-2. Compute the scores ``K Q^T`` with `add_matrix_product`.
+2. Compute the scores ``K Q^T`` with `add_8x32_matrix_product`.
 3. Update the softmax state of each token; scores become weights.
-4. Add ``P V`` to the results with `add_matrix_product`.
+4. Add ``P V`` to the results with `add_8x32_matrix_product`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ JOBS_PER_TILE = 8
 
 
 def choose_tokens_per_unit(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
-    """Choose the tokens of a unit: all units get the same number, a multiple of a block.
+    """Choose the tokens of a work unit: all units get the same number, a multiple of `BLOCK_TOKENS`.
 
     At most `jobs` blocks use one copy of a key tile. Units are smaller if threads would have too few units.
     """
@@ -90,16 +90,17 @@ def choose_tokens_per_unit(jobs: int, units: int, shared: int, tokens: int, thre
 
 
 def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread. `rows` is heads of a group times tokens of a unit."""
+    """Return the scratch bytes of a thread in prefill attention. `rows` is group heads times tokens of a unit."""
     deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK_TOKENS) * BLOCK_TOKENS
     return 4 * (TILE_KEYS * (deep + wide + 2 * BLOCK_TOKENS) + 16 + BLOCK_TOKENS + rows * (deep + wide + 2))
 
 
 @subroutine
 def copy_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
-    """Copy ``to[r, c] = factor * source[r, c]`` to `count` dense rows of `wide` numbers.
+    """Copy rows times a factor to padded dense rows: ``to[r, c] = factor * source[r, c]``.
 
-    `rows` rows of `size` numbers exist. The other numbers are ``factor * otherwise``.
+    The result has `count` rows of `wide` numbers. `rows` rows of `size` numbers exist. All others are
+    ``factor * otherwise``.
     """
     for r in range(count):
         for c in range(0, wide, LANES):
@@ -115,7 +116,7 @@ def copy_padded_rows(source, step, rows, size, factor, to, count, wide, otherwis
 
 @subroutine
 def add_matrix_product(a, row, column, b, step, n, to, pace, fades):
-    """Compute ``to[j] = fades[j] * to[j] + sum over i of a[j, i] * b[i]`` for 8 rows j of 32 columns.
+    """Add a matrix product to 8 rows of 32 columns: ``to[j] = fades[j] * to[j] + sum over i of a[j, i] * b[i]``.
 
     Bytes: `row` and `column` between elements of a, `step` and `pace` between rows of b and of `to`. If `fades` is 0,
     the old `to` is not added.
@@ -196,7 +197,7 @@ def find_visible_keys(mask, step, tokens, s, keys, to):
 
 @subroutine
 def find_bit_range(bits):
-    """Return the range of visible keys of a tile, rounded outwards to multiples of eight."""
+    """Return the range of set bits (visible keys of a tile), rounded outwards to multiples of eight."""
     return count_trailing_zeros(bits) // MATRIX_ROWS * MATRIX_ROWS, (
         TILE_KEYS - count_leading_zeros(bits) + MATRIX_ROWS - 1
     ) // MATRIX_ROWS * MATRIX_ROWS
@@ -204,10 +205,10 @@ def find_bit_range(bits):
 
 @subroutine
 def apply_tile_softmax(scores, lane_mask, low, high, cap, slope, state, fades):
-    """Replace the scores of a tile by weights, update the state, and store the factors of earlier sums in `fades`.
+    """Replace the scores of a tile by softmax weights, and update the online softmax state of each token.
 
     `lane_mask` is the mask with tokens as lanes, or 0. The state holds the highest score and the sum of weights of each
-    token.
+    token. `fades` receives the factors of earlier sums.
     """
     before, other = load(state), load(state + 64)
     x, y, h, g = before, other, zeros(), zeros()
@@ -232,7 +233,7 @@ def apply_tile_softmax(scores, lane_mask, low, high, cap, slope, state, fades):
 
 @subroutine
 def compute_scratch_layout(a, thread):
-    """Return the addresses of a thread's scratch.
+    """Return the addresses of the parts of a thread's scratch.
 
     Tiles of keys, values, scores and mask; bits of visible keys; fades; then queries, states and results of every block
     and head.
@@ -252,7 +253,10 @@ def compute_scratch_layout(a, thread):
 
 @subroutine
 def load_queries(a, heads, start, end, place):
-    """Load the scaled queries with tokens as lanes. Set states to the sink alone and results to 0."""
+    """Load the scaled queries of a work unit with tokens as lanes, and initialise their softmax states and results.
+
+    A state begins with the score of the attention sink, a result with 0.
+    """
     keys, _, _, _, _, _, queries, states, results = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), round_up(ARGS.size(a), LANES)
     for first in range(start, end, BLOCK_TOKENS):
@@ -275,7 +279,7 @@ def load_queries(a, heads, start, end, place):
 
 
 def _make_copy_tile_rows(cells: CacheCells) -> Subroutine:
-    """Make ``(source, step, rows, size, to, wide)``: copy the rows of a tile to dense, zero-padded rows of `wide`."""
+    """Make the subroutine that copies tile rows to zero-padded float32: ``(source, step, rows, size, to, wide)``."""
     load_first = cells.load_first
 
     def copy_tile_rows(source, step, rows, size, to, wide):
@@ -288,7 +292,7 @@ def _make_copy_tile_rows(cells: CacheCells) -> Subroutine:
 
 
 def _make_copy_tile(k: DType, v: DType) -> Subroutine:
-    """Make the part that copies the keys and values of a tile."""
+    """Make the subroutine that copies the keys and values of a tile to dense, zero-padded float32 rows."""
     copy_keys, copy_values = _make_copy_tile_rows(CELLS_BY_DTYPE[k]), _make_copy_tile_rows(CELLS_BY_DTYPE[v])
 
     def copy_tile(a, heads, s, place):
@@ -303,7 +307,7 @@ def _make_copy_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def load_mask(mask, step, count, left, scratch, lane_mask):
-    """Load the mask of a tile with tokens as lanes. `scratch` has as many rows as the mask."""
+    """Load the mask of a tile and transpose it, so that tokens are lanes. `scratch` has as many rows as the mask."""
     copy_padded_rows(mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
     for r in range(0, TILE_KEYS, LANES):
         transpose_16x16(scratch + 4 * r, 4 * TILE_KEYS, lane_mask + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS)
@@ -317,7 +321,7 @@ def load_mask(mask, step, count, left, scratch, lane_mask):
 
 @subroutine
 def attend_block(a, count, union, lane_mask, slope, queries, state, result, place):
-    """Process a block of tokens of one head with a tile: scores, weights, results."""
+    """Attend a block of tokens of one head to a tile of keys: compute scores, weights and results."""
     keys, values, p, _, bits, fades, _, _, _ = place
     size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
     low, high = find_bit_range(union)
@@ -338,7 +342,7 @@ def attend_block(a, count, union, lane_mask, slope, queries, state, result, plac
 
 
 def _make_attend_all(k: DType, v: DType) -> Subroutine:
-    """Make the part that processes all tokens of a unit with a tile. The tile is copied only if a token sees a key."""
+    """Make the subroutine that attends all tokens of a unit to a key tile, which is copied if a token sees it."""
     copy_tile = _make_copy_tile(k, v)
 
     def attend_all(a, heads, start, end, s, place):
@@ -371,7 +375,7 @@ def _make_attend_all(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def store_results(a, heads, start, end, place):
-    """Store ``results / weights`` of all tokens of a unit."""
+    """Store the attention results of all tokens of a work unit: ``results / weights``."""
     width, states, results = ARGS.width(a), place[7], place[8]
     wide = round_up(width, BLOCK_TOKENS)
     for first in range(start, end, BLOCK_TOKENS):
@@ -396,7 +400,7 @@ def make_span_kernel(
     begin: TileOperation,
     end: TileOperation,
 ) -> Kernel:
-    """Make an attention kernel that processes some token blocks of a group of heads at a time, last blocks first.
+    """Make a prefill attention kernel. A work unit is a span of tokens in a group of heads; the last span is first.
 
     Args:
         name: The name of the kernel.

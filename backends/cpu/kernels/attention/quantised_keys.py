@@ -52,12 +52,15 @@ def compute_quantised_query_bytes(size: int) -> int:
 
 
 def compute_transposed_keys_bytes(size: int) -> int:
-    """Return the bytes of 16 keys: transposed pairs of blocks, and scales."""
+    """Return the bytes of 16 transposed keys: pairs of blocks, and scales."""
     return (size // BLOCK_ELEMENTS + 1) * (TRANSPOSED_BLOCK_BYTES + 32)
 
 
 def make_quantise_query(dtype: DType) -> Subroutine:
-    """Make ``(query, size, to)``: quantise a query to 8-bit blocks with float32 scales, for keys of `dtype`."""
+    """Make the subroutine that quantises a query to 8-bit blocks with float32 scales, for keys of `dtype`.
+
+    The subroutine is ``(query, size, to)``.
+    """
     code_offset = CODE_OFFSETS[dtype]
 
     def quantise_query(query, size, to):
@@ -77,9 +80,10 @@ def make_quantise_query(dtype: DType) -> Subroutine:
 
 
 def make_transpose_keys(dtype: DType) -> Subroutine:
-    """Make ``(keys, step, last, size, to)``: transpose 16 keys for `dot_query_keys`.
+    """Make the subroutine that transposes the codes of 16 quantised keys, so that lanes are keys.
 
-    `last` is the index of the last key; keys behind it repeat it.
+    The subroutine is ``(keys, step, last, size, to)``. `last` is the index of the last key; keys behind it repeat it.
+    `dot_query_with_16_keys` reads the result.
     """
     transpose_blocks, nbytes = BLOCK_TRANSPOSERS[dtype], dtype.block_bytes
 
@@ -99,7 +103,7 @@ def make_transpose_keys(dtype: DType) -> Subroutine:
 
 @subroutine
 def dot_query_keys(query, keys, size):
-    """Return the 16 products of a quantised query and 16 keys.
+    """Return the 16 dot products of a quantised query and 16 transposed keys.
 
     ``x[k] = sum over b of query_scale[b] * key_scale[b, k] * (q[b] . key[b, k] + correction[b])``.
     """

@@ -76,7 +76,7 @@ def exp2(x):
 
 @subroutine
 def exp2_scalar(x):
-    """Return ``2**x`` of a scalar."""
+    """Return ``2**x`` of a scalar x <= 0."""
     return lane_0(exp2(splat(x)))
 
 
@@ -94,7 +94,10 @@ def max_or_second(x, y):
 
 @subroutine
 def finish_scores(x, mask, cap, slope):
-    """Return scores from scaled products: ``slope * hidden + cap * tanh(x)``; without a cap ``slope * hidden + x``."""
+    """Apply the soft cap and the mask to scaled products of 16 lanes: ``slope * mask + cap * tanh(x)``.
+
+    Without a cap the score is ``slope * mask + x``. `slope` is the ALiBi slope of the head.
+    """
     if cap > FLOAT_ZERO:
         x = mul(tanh(x), splat(cap))
     return fma(splat(slope), mask, x)
@@ -102,7 +105,7 @@ def finish_scores(x, mask, cap, slope):
 
 @subroutine
 def load_sink_score(head):
-    """Load the sink score of a head."""
+    """Load the sink score of a head, in units of log2(e)."""
     return load_scalar(load_long(head + HEAD_SINK)) * LOG2_E
 
 
@@ -116,13 +119,13 @@ def load_mask_lanes(mask, s, keys):
 
 @subroutine
 def find_visible_lanes(mask):
-    """Return one bit for each visible key."""
+    """Return one bit for each of 16 keys that is visible by the mask."""
     return greater_bits(mask, splat(MIN_SCORE))
 
 
 @subroutine
 def find_first_visible(mask, keys):
-    """Find the first visible key, rounded down to a multiple of 16."""
+    """Find the first visible key of a mask row, rounded down to a multiple of 16."""
     s = 0
     while s < keys and find_visible_lanes(load_mask_lanes(mask, s, keys)) == 0:
         s += LANES
@@ -131,7 +134,7 @@ def find_first_visible(mask, keys):
 
 @subroutine
 def find_end_of_visible(mask, keys):
-    """Find the end of the visible keys, rounded up to a multiple of 16 or to `keys`."""
+    """Find the end of the visible keys of a mask row, rounded up to a multiple of 16 or to `keys`."""
     s = (keys + LANES - 1) // LANES * LANES
     while s > 0 and find_visible_lanes(load_mask_lanes(mask, s - LANES, keys)) == 0:
         s -= LANES

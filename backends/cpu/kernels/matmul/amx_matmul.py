@@ -49,7 +49,7 @@ SCRATCH_BYTES = SUMS_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * MAX_MATRICES * MATR
 
 
 def choose_activation_kind(call: BoundInstruction) -> int | None:
-    """Return how a product reads its activations, as a kind of `rounding`; None for float32."""
+    """Choose how a matmul reads its activations: a kind of `rounding`, or None for float32."""
     w, packed = call.operand(0), FORMATS.get(call.operand(0).dtype)
     experts = (int(np.asarray(call.attrs["total"])) or w.shape[0]) if call.op == "mul_mat_id" else 1
     if target_cpu.find_tile_support() and w.shape[-1] and w.shape[-1] % BLOCK_COLUMNS == 0:
@@ -61,24 +61,26 @@ def choose_activation_kind(call: BoundInstruction) -> int | None:
 
 @subroutine
 def compute_matrices_per_pass(columns, terms):
-    """Return the matrices of two groups that are expanded together: as many as the scratch can hold.
+    """Return the number of matrices that are expanded together: as many as the scratch can hold.
 
-    More matrices mean that activations are loaded from distant memory less often.
+    A matrix has two groups of weight rows. More matrices mean that activations are loaded from distant memory less
+    often.
     """
     return min(MAX_MATRICES, MAX_EXPANDED_TERMS // (terms * min(TERMS_PER_PASS // terms, columns // BLOCK_COLUMNS)))
 
 
-def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subroutine:
-    """Make the part that multiplies activation rows `chunk` to `stop` with two groups for each of `matrices` matrices.
+def make_amx_multiply(weight: AmxWeight, store_sums: Subroutine, first_weight_groups: int) -> Subroutine:
+    """Make the subroutine that multiplies a chunk of activation rows with weight groups by AMX tiles.
 
-    The part is ``(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``. The first
-    `each` groups of a matrix are rows at `w`, the others rows at `v`. `left` weight rows exist. Meanwhile the part
-    prefetches weight rows `ahead` bytes further on, and the next activation rows, to the second cache.
+    The subroutine is ``(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``. It
+    processes activation rows `chunk` to `stop`. Each of `matrices` matrices has two groups of weight rows. The first
+    `first_weight_groups` groups of a matrix are rows at `w`, the others rows at `v`. `left` weight rows exist.
+    Meanwhile it prefetches weight rows `ahead` bytes further on, and the next activation rows, to the second cache.
 
     Args:
         weight: The weight type.
-        emit: ``(mine, sums, rows, left, to, step)`` stores the sums of `rows` rows from the first four registers.
-        each: Groups of a matrix that belong to `w`: 2, or 1 for two weights.
+        store_sums: ``(mine, sums, rows, left, to, step)`` stores the sums of `rows` rows from the first four registers.
+        first_weight_groups: Groups of a matrix that belong to `w`: 2, or 1 for two weights.
     """
     unit, expand = select_tile_operations(), weight.expand_blocks
     multiply_one, multiply_two = make_multiply_terms(weight, 1), make_multiply_terms(weight, 2)
@@ -89,7 +91,7 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
     lines, wide = x_block // MAX_MATRICES // 64, TERMS_PER_PASS // weight.term_count
 
     def multiply_matrices(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead):
-        n, apart = columns // BLOCK_COLUMNS, each * GROUP_ROWS * stride
+        n, apart = columns // BLOCK_COLUMNS, first_weight_groups * GROUP_ROWS * stride
         passes = (n + wide - 1) // wide
         parts = passes * matrices * ((stop - chunk + PANEL_ROWS - 1) // PANEL_ROWS)
         next_w, next_v = w + ahead, v + ahead
@@ -97,7 +99,10 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
             first, last = n * number // passes, n * (number + 1) // passes
             for k in range(matrices):
                 block = mine + EXPANDED_OFFSET + k * (last - first) * w_block
-                here, there = left - k * each * GROUP_ROWS, left - (k * each + each - 1) * GROUP_ROWS
+                here, there = (
+                    left - k * first_weight_groups * GROUP_ROWS,
+                    left - (k * first_weight_groups + first_weight_groups - 1) * GROUP_ROWS,
+                )
                 expand(block, w + k * apart, stride, here, first, last, n)
                 if there > 0:
                     expand(block + TILE_BYTES, v + k * apart, stride, there, first, last, n)
@@ -134,15 +139,25 @@ def make_amx_multiply(weight: AmxWeight, emit: Subroutine, each: int) -> Subrout
                         store_2(mine, sums + 2 * TILE_BYTES, TILE_ROW_BYTES)
                         store_3(mine, sums + 3 * TILE_BYTES, TILE_ROW_BYTES)
                     else:
-                        place = to + (i - chunk) * step + k * each * TILE_ROW_BYTES
-                        emit(mine, sums, min(PANEL_ROWS, stop - i), left - k * each * GROUP_ROWS, place, step)
+                        place = to + (i - chunk) * step + k * first_weight_groups * TILE_ROW_BYTES
+                        store_sums(
+                            mine,
+                            sums,
+                            min(PANEL_ROWS, stop - i),
+                            left - k * first_weight_groups * GROUP_ROWS,
+                            place,
+                            step,
+                        )
                     sums += MATRIX_SUM_BYTES
 
     return subroutine(multiply_matrices)
 
 
 def make_store_sums() -> Subroutine:
-    """Make `emit` of a plain product, which stores the sums to rows of `to`."""
+    """Make the subroutine that stores the AMX sums of a plain matmul to rows of `to`.
+
+    It is the argument `store_sums` of `make_multiply_rows_by_amx`.
+    """
     unit = select_tile_operations()
     store_0, store_1, store_2, store_3 = unit.store[:4]
 
@@ -171,10 +186,10 @@ ARGS = declare_args("w stride rows columns x pitch count y step scratch tickets"
 
 @cache
 def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
-    """Make the kernel ``y[i] = w @ x[i]`` for `count` rows.
+    """Make the AMX kernel of a matmul of many rows: ``y[i] = w @ x[i]`` for `count` rows.
 
-    Words in bytes: `pitch` from 32 rows of activation tiles to the next, `stride` of a weight row, `step` from row to
-    row of y. Each thread has `SCRATCH_BYTES`.
+    Kernel arguments in bytes: `pitch` from 32 rows of activation tiles to the next, `stride` of a weight row, `step`
+    from row to row of y. Each thread has `SCRATCH_BYTES`.
     """
     multiply_matrices, configure = make_amx_multiply(weight, make_store_sums(), 2), select_tile_operations().configure
     release = select_tile_operations().release
@@ -215,7 +230,10 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
 
 
 def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int) -> None:
-    """Add the steps of a product. `stride` is the bytes of a weight row."""
+    """Add the steps of a matmul by AMX tiles: quantise the activations to bfloat16 tiles, then multiply.
+
+    `stride` is the bytes of a weight row.
+    """
     w, x, y = call.operand(0), call.operand(1), call.out
     weight, is_shared, columns = make_amx_weight(w.dtype), is_shared_by_threads(steps, call), w.shape[-1]
     tiled = quantise_activations(steps, x, weight.activation_kind, for_all=is_shared)[0]

@@ -55,7 +55,7 @@ ROUNDING_WORD = ARGS.first_word("rounding")
 
 @subroutine
 def gather_slot_rows(a, mine, chunk, stop):
-    """Copy the activation rows of the sorted slots `chunk` to `stop` into tiles of the thread."""
+    """Gather the activation rows of the sorted slots `chunk` to `stop` into tiles in the scratch of the thread."""
     x, pitch, used, shared = ARGS.x(a), ARGS.pitch(a), ARGS.used(a), ARGS.shared(a)
     slots, numbers = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), mine + ROW_NUMBERS_OFFSET
     for i in range(chunk, stop):
@@ -73,7 +73,10 @@ def gather_slot_rows(a, mine, chunk, stop):
 
 @subroutine
 def scatter_slot_rows(a, mine, chunk, stop, first, count):
-    """Store or quantise the results of these slots: `count` columns from column `first` on."""
+    """Scatter the result rows of the sorted slots `chunk` to `stop`: store them as float32, and quantise them.
+
+    It processes `count` columns from column `first` on.
+    """
     slots, y, step = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), ARGS.y(a), ARGS.step(a)
     results = mine + RESULTS_OFFSET
     for i in range(chunk, stop):
@@ -90,7 +93,7 @@ def scatter_slot_rows(a, mine, chunk, stop, first, count):
 
 @subroutine
 def zero_and_quantise_remote_rows(a, mine):
-    """Zero the rows of slots of remote experts, in float32 and quantised."""
+    """Zero the result rows of slots that belong to experts of other devices, as float32 and quantised."""
     starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS_OFFSET
     slots = starts + 4 * (experts + 2)
     if ARGS.step(a) != 0:
@@ -102,20 +105,24 @@ def zero_and_quantise_remote_rows(a, mine):
             quantise_block_to_targets(a, ROUNDING_WORD, load_int(slots + 4 * i), b, results)
 
 
-def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: int) -> Kernel:
-    """Make the kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``, or the gated unit of two such products.
+def make_amx_moe_kernel(name: str, weight: AmxWeight, store_sums: Subroutine, first_weight_groups: int) -> Kernel:
+    """Make the AMX kernel of an MoE matmul, or of the gated unit of two MoE matmuls.
 
-    The kernel quantises the result for its consumers. It stores float32 only if `step`, the bytes from row to row of y,
-    is not 0. `weights` are two weights, or one weight and its second group of rows. `x` are activation tiles. Each
-    thread has `compute_moe_scratch_bytes` of `scratch`. `grouped.make_matmul_kernel` explains the others.
+    ``y[i] = w[expert of slot i] @ x[row of slot i]``. The kernel quantises the result for its consumers. It stores
+    float32 only if `step`, the bytes from row to row of y, is not 0. `weights` are two weights, or one weight and its
+    second group of rows. `x` are activation tiles. Each thread has `compute_amx_moe_scratch_bytes` of `scratch`.
+    `grouped.make_grouped_matmul_kernel` explains the other arguments.
 
     Args:
         name: The name of the kernel.
         weight: The weight type.
-        emit: The epilogue of `tiled.make_amx_multiply`.
-        each: Groups of a matrix that belong to the first weight: 1 for a gated unit, else 2.
+        store_sums: The argument of `tiled.make_multiply_rows_by_amx`.
+        first_weight_groups: Groups of a matrix that belong to the first weight: 1 for a gated unit, else 2.
     """
-    multiply_matrices, configure = make_amx_multiply(weight, emit, each), select_tile_operations().configure
+    multiply_matrices, configure = (
+        make_amx_multiply(weight, store_sums, first_weight_groups),
+        select_tile_operations().configure,
+    )
     release = select_tile_operations().release
     terms = weight.term_count
 
@@ -123,7 +130,7 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: in
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         pitch, starts, tickets = ARGS.pitch(a), ARGS.starts(a), ARGS.tickets(a)
         mine = ARGS.scratch(a) + thread * (GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch)
-        wide = compute_matrices_per_pass(columns, terms) // 2 * 2 * each * GROUP_ROWS
+        wide = compute_matrices_per_pass(columns, terms) // 2 * 2 * first_weight_groups * GROUP_ROWS
         ahead, results = threads * wide * stride, mine + RESULTS_OFFSET
         configure(mine)
         item, ticket, gathered_chunk = 0, take_work_item(tickets, 0), -1
@@ -139,7 +146,9 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: in
                             gathered_chunk = chunk
                         skipped, left = expert * between + row * stride, rows - row
                         w, v = ARGS.weights(a, 0) + skipped, ARGS.weights(a, 1) + skipped
-                        matrices = (min(wide, left) + each * GROUP_ROWS - 1) // (each * GROUP_ROWS)
+                        matrices = (min(wide, left) + first_weight_groups * GROUP_ROWS - 1) // (
+                            first_weight_groups * GROUP_ROWS
+                        )
                         x, count = mine + GATHERED_OFFSET, stop - chunk
                         multiply_matrices(
                             mine,
@@ -171,13 +180,13 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, emit: Subroutine, each: in
 
 
 def compute_moe_scratch_bytes(pitch: int) -> int:
-    """Return the scratch bytes of a thread. `pitch` is the bytes of 32 activation rows."""
+    """Return the scratch bytes of a thread in an AMX MoE matmul. `pitch` is the bytes of 32 activation rows."""
     return GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch
 
 
 @cache
 def make_single_amx_moe_kernel(weight: AmxWeight) -> Kernel:
-    """Make the kernel of one MoE product."""
+    """Make the AMX kernel of an MoE matmul with a single weight."""
     return make_amx_moe_kernel(f"tiled_experts.product.{weight.dtype}", weight, make_store_sums(), 2)
 
 
@@ -185,7 +194,7 @@ def make_single_amx_moe_kernel(weight: AmxWeight) -> Kernel:
 
 
 def bind_amx_moe(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
-    """Add the steps of an MoE product of many rows."""
+    """Add the steps of an MoE matmul of many rows by AMX tiles."""
     w, y = call.operand(0), call.out
     second = w.address + GROUP_ROWS * compute_weight_strides(w)[0]
     add_amx_moe_step(
@@ -202,17 +211,17 @@ def add_amx_moe_step(
     steps: StepTableBuilder,
     kernel: Kernel,
     products: Sequence[BoundInstruction],
-    begins: Sequence[int],
+    weight_addresses: Sequence[int],
     slots: ExpertSlots,
     to: QuantisedTarget,
 ) -> None:
-    """Add the step of MoE products of the same activations.
+    """Add the step of one MoE matmul, or of a gate and an up matmul of the same activations, by AMX tiles.
 
     Args:
         steps: The steps of the program.
-        kernel: The result of `make_amx_moe_kernel`.
-        products: One product, or gate and up.
-        begins: Addresses of two weights, or of a weight and its second group.
+        kernel: The result of `make_amx_moe_matmul_kernel`.
+        products: One matmul, or gate and up.
+        weight_addresses: Addresses of two weights, or of a weight and its second group.
         slots: The slots by expert.
         to: The destination of the result rows.
     """
@@ -227,7 +236,7 @@ def add_amx_moe_step(
 
     def make_thread_work(tickets: int) -> ThreadWork:
         words = ARGS(
-            weights=begins,
+            weights=weight_addresses,
             stride=stride,
             between=between,
             rows=rows,

@@ -34,7 +34,7 @@ FLOAT32_TERMS = 3
 
 @dataclass(frozen=True, slots=True)
 class AmxWeight:
-    """A weight type for AMX tiles.
+    """A weight type for AMX tiles: how its rows expand to bfloat16 terms.
 
     Attributes:
         dtype: The type of the weight.
@@ -54,18 +54,18 @@ class AmxWeight:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of 32 columns of two groups."""
+        """Bytes of an expanded weight block: 32 columns of two groups, in all terms."""
         return self.term_count * BLOCK_BYTES
 
     @property
     def activation_block_bytes(self) -> int:
-        """Bytes of 32 columns of 32 activation rows."""
+        """Bytes of an activation block: 32 columns of 32 activation rows, in all terms."""
         return TERMS_BY_KIND[self.activation_kind] * BLOCK_BYTES
 
 
 @cache
 def make_amx_weight(dtype: DType) -> AmxWeight:
-    """Return the tile parameters of a weight type."""
+    """Make the AMX parameters of a weight type."""
     if dtype in FORMATS:
         return AmxWeight(dtype, TILED_KIND, 1, 24, _make_expand_packed(FORMATS[dtype]))
     if dtype is DType.BF16:
@@ -75,7 +75,7 @@ def make_amx_weight(dtype: DType) -> AmxWeight:
 
 
 def _make_expand_packed(form: PackedFormat) -> Subroutine:
-    """Make `AmxWeight.expand_blocks` of a packed type."""
+    """Make the subroutine that dequantises packed blocks to one bfloat16 term (`AmxWeightType.expand_blocks`)."""
     codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.group_block_bytes
     of_first, of_second = form.plane_bytes
     lines = -(-nbytes // 64)
@@ -97,14 +97,20 @@ def _make_expand_packed(form: PackedFormat) -> Subroutine:
 
 @subroutine
 def _expand_bf16(to, group, stride, left, first, last, n):
-    """Expand bfloat16: pairs of columns are adjacent already."""
+    """Expand blocks of a bfloat16 weight to AMX tiles by a transpose.
+
+    Pairs of columns are adjacent already.
+    """
     for block in range(first, last):
         transpose_f32(group + block * TILE_ROW_BYTES, stride, left, LANES, to)
         to += BLOCK_BYTES
 
 
 def _make_expand_split(dtype: DType, terms: int) -> Subroutine:
-    """Make `AmxWeight.expand_blocks` of float16 or float32: transpose, and split into terms."""
+    """Make the subroutine that expands float16 or float32 weights to bfloat16 terms (`AmxWeightType.expand_blocks`).
+
+    It splits rows into terms, then transposes each term.
+    """
     size = dtype.storage.itemsize
     load_16, store = load_f16 if dtype is DType.F16 else load, store_ordered_bf16_terms(terms)
 
@@ -122,9 +128,10 @@ def _make_expand_split(dtype: DType, terms: int) -> Subroutine:
 
 @cache
 def make_multiply_terms(weight: AmxWeight, tiles_of_x: int) -> Subroutine:
-    """Make ``(mine, x, block)``: add the products of 1 or 2 activation tiles and a weight block to four registers.
+    """Make the subroutine that multiplies activation tiles and a weight block, in all pairs of bfloat16 terms.
 
-    An activation tile has 16 rows. Small terms are added first.
+    The subroutine is ``(mine, x, block)``. Four registers hold the sums. `tiles_of_x` is 1 or 2 activation tiles of 16
+    rows. Small terms are added first.
     """
     of_x = TERMS_BY_KIND[weight.activation_kind]
     pairs = [(i, j) for i in reversed(range(weight.term_count)) for j in reversed(range(of_x)) if i + j < FLOAT32_TERMS]
@@ -137,9 +144,13 @@ def make_multiply_terms(weight: AmxWeight, tiles_of_x: int) -> Subroutine:
 
 
 def _make_multiply_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
-    """Make the product of weight term `i` and activation term `j`, both byte offsets.
+    """Make the subroutine that multiplies one weight term and one activation term in AMX registers.
 
-    The weight term is loaded if it is `new`. `both` selects two activation tiles instead of the first.
+    Args:
+        i: Byte offset of the weight term.
+        j: Byte offset of the activation term.
+        new: Whether to load the weight term.
+        both: Whether to multiply two activation tiles instead of the first.
     """
     unit = select_tile_operations()
     load_x, load_y = unit.load[4:6]
@@ -165,7 +176,7 @@ def _make_multiply_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
 
 
 def _chain_parts(before: Subroutine, after: Subroutine) -> Subroutine:
-    """Return a part that runs `before`, then `after`."""
+    """Chain two subroutines: run `before`, then `after`."""
 
     def run_both(mine, x, block):
         before(mine, x, block)

@@ -1,7 +1,7 @@
 """Products of two computed matrices: attention in separate ops, and convolutions.
 
 A table holds the addresses of each matrix of w and of its rows of x and y. So one kernel serves all kinds of
-broadcasting and transposition.
+broadcasting and transposition. To expand means to copy 16 rows of w to columns of float32 in scratch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ ARGS = declare_args("table products count rows columns w_row w_column x_row y_ro
 
 @cache
 def make_expand_rows(dtype: DType) -> Subroutine:
-    """Make ``(a, to, w, row, left, first, count)``: expand `count` columns, from `first` on, of 16 rows of w.
+    """Make the subroutine that expands columns of 16 rows of w, a matrix with dense rows.
 
-    Only `left` rows exist.
+    The subroutine is ``(a, to, w, row, left, first, count)``. It expands `count` columns from `first` on. Only `left`
+    rows exist.
     """
     expand = make_float_tiling(dtype).expand_blocks
 
@@ -46,16 +47,16 @@ def make_expand_rows(dtype: DType) -> Subroutine:
 
 @subroutine
 def expand_columns(a, to, w, row, left, first, count):
-    """Expand columns as `make_expand_rows` does, of a matrix with dense columns."""
+    """Expand columns of 16 rows of w, a matrix with dense columns. Parameters are as in `make_expand_dense_rows`."""
     for c in range(first, first + count):
         store(to + (c - first) * COLUMN_BYTES, load_lanes(w + 4 * row + c * ARGS.w_column(a), 0, left, 4))
 
 
 @subroutine
 def expand_windows(a, to, w, row, left, first, count):
-    """Expand columns as `make_expand_rows` does, of the windows of an image at `w`.
+    """Expand columns of 16 rows of w, where each row is a window of an image (convolution).
 
-    Element [i, c] lies ``windows[i] + entries[c]`` bytes behind `w`.
+    Element [i, c] lies ``windows[i] + entries[c]`` bytes behind `w`. Parameters are as in `make_expand_dense_rows`.
     """
     windows, entries = ARGS.windows(a) + 4 * row, ARGS.entries(a)
     start, offsets = load_int(windows), load_ints(windows)
@@ -69,7 +70,7 @@ def expand_windows(a, to, w, row, left, first, count):
 
 @cache
 def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> Kernel:
-    """Make the kernel ``y[b] = x[b] @ w[b].T`` for each of `products`.
+    """Make the batched matmul kernel ``y[b] = x[b] @ w[b].T`` for each of `products`.
 
     `count` rows of x are multiplied with `rows` rows of w; both have `columns` columns. `w_row`, `w_column`, `x_row`
     and `y_row` are strides in bytes. Each thread has `WeightTiling.scratch_bytes`.
@@ -77,7 +78,7 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
     Args:
         name: Part of the kernel name: the layout of w.
         dtype: The type of w.
-        expand: The expansion of w, for example `expand_columns`.
+        expand: The expansion of w, for example `expand_dense_columns`.
     """
     blocks = make_float_tiling(dtype)
     tile = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
@@ -124,7 +125,10 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
 
 
 def bind_batched_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a product of computed matrices; False if kernels cannot read them. Halves have a multiple of 16 columns."""
+    """Add a batched matmul of computed matrices; return False if kernels cannot read them.
+
+    float16 and bfloat16 matrices need a multiple of 16 columns.
+    """
     w, x, y = call.operand(0), call.operand(1), call.out
     if w.dtype not in LANE_LOADERS or not has_readable_rows(x, y):
         return False
@@ -147,7 +151,7 @@ def add_batched_matmul_step(
     reads: Sequence[Operand],
     **where: int,
 ) -> None:
-    """Add the step of a product of computed matrices.
+    """Add the step of a batched matmul of computed matrices.
 
     Args:
         steps: The steps of the program.
@@ -155,7 +159,7 @@ def add_batched_matmul_step(
         call: The `mul_mat`.
         table: The result of `compute_matrix_addresses`.
         reads: Operands that the kernel reads.
-        where: Words that locate rows and columns of w.
+        where: Kernel arguments that locate rows and columns of w.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
     size, along = make_float_tiling(w.dtype).scratch_bytes, _choose_row_axis(w, x)
@@ -184,7 +188,10 @@ def _align_leading_axes(w: Operand, x: Operand) -> tuple[int, ...]:
 
 
 def _choose_row_axis(w: Operand, x: Operand) -> int:
-    """Return the longest axis of x along which w is broadcast. One product takes all of its rows."""
+    """Choose the rows of each product: the longest axis of x along which w is broadcast.
+
+    One product takes all rows along this axis.
+    """
     leading = _align_leading_axes(w, x)
     return max((axis for axis in reversed(range(len(leading))) if leading[axis] == 1), key=x.shape.__getitem__)
 
@@ -201,7 +208,7 @@ def compute_matrix_addresses(call: BoundInstruction) -> Addresses:
 
 
 def _compute_addresses(operand: Operand, entries: Sequence[Addresses], count: int) -> Addresses:
-    """Compute `count` addresses from the indices along the first axes."""
+    """Compute `count` addresses of an operand from its strides and the indices along its first axes."""
     addresses = np.full(count, operand.address, np.int64)
     for at, stride in zip(entries, operand.strides, strict=False):
         addresses += operand.dtype.storage.itemsize * stride * at

@@ -41,19 +41,19 @@ ROWS_PER_CHUNK, MAX_LEFTOVER_ROWS, MAX_UNEXPANDED_ROWS = 512, 3, 6
 
 @subroutine
 def load_f32_lanes(p, c, n):
-    """Load 16 columns of a float32 weight row from column `c`, or as many as there are."""
+    """Load 16 columns of a float32 weight row from column `c` on, or as many of its `n` columns as are left."""
     return load_lanes(p, c, n, 4)
 
 
 @subroutine
 def load_f16_lanes(p, c, n):
-    """Load 16 columns of a float16 weight row from column `c` as float32."""
+    """Load 16 columns of a float16 weight row from column `c` on, as float32."""
     return load_f16(p + 2 * c)
 
 
 @subroutine
 def load_bf16_lanes(p, c, n):
-    """Load 16 columns of a bfloat16 weight row from column `c` as float32."""
+    """Load 16 columns of a bfloat16 weight row from column `c` on, as float32."""
     return load_bf16(p + 2 * c)
 
 
@@ -62,7 +62,7 @@ TRANSPOSERS = {DType.F32: transpose_f32, DType.F16: transpose_f16, DType.BF16: t
 
 
 def _make_expand_rows(dtype: DType) -> Subroutine:
-    """Make `WeightTiling.expand_blocks`: transpose 16 weight rows to columns of float32."""
+    """Make the subroutine that transposes 16 float weight rows to columns of float32 (`WeightTiling.expand_blocks`)."""
     transpose, size = TRANSPOSERS[dtype], dtype.storage.itemsize
 
     def expand_rows(to, group, stride, left, columns, first, count):
@@ -73,7 +73,10 @@ def _make_expand_rows(dtype: DType) -> Subroutine:
 
 
 def _make_add_tile(tile: DotTile, groups: int) -> Subroutine:
-    """Make `WeightTiling.add_block`: ``acc[i, g] += w[g, :, c] * x[i, c]`` for one column c."""
+    """Make the subroutine that adds the products of one weight column and activation rows to the sums of a tile.
+
+    It is `WeightTiling.add_block` of float weights. For column c and group g: ``acc[i, g] += w[g, :, c] * x[i, c]``.
+    """
     add_outer_product, second, third = (
         tile.add_outer_product,
         EXPANDED_COLUMNS * COLUMN_BYTES,
@@ -89,12 +92,13 @@ def _make_add_tile(tile: DotTile, groups: int) -> Subroutine:
     return subroutine(add_column if groups == 1 else add_column_of_three)
 
 
-def _make_multiply_few(dtype: DType, count: int) -> Subroutine:
-    """Make `WeightTiling.make_few_rows` of `count` activation rows, for weight rows in the order of memory.
+def _make_multiply_few(dtype: DType, row_count: int) -> Subroutine:
+    """Make the subroutine that multiplies `row_count` activation rows with 16 float weight rows.
 
-    Each row has four independent sums.
+    It is the result of `WeightTiling.make_few_rows`. The weight rows are read in the order of memory. Each row has four
+    independent sums.
     """
-    rows = make_dot_tile(count, 1)
+    rows = make_dot_tile(row_count, 1)
     weights, size = LANE_LOADERS[dtype], dtype.storage.itemsize
     zero_sums, add_inner, add_partial_inner = rows.zero_sums, rows.add_inner_product, rows.add_partial_inner_product
     add_tiles, store_lane_sums = rows.add_tiles, rows.store_lane_sums
@@ -120,7 +124,7 @@ def _make_multiply_few(dtype: DType, count: int) -> Subroutine:
 
 @cache
 def make_float_tiling(dtype: DType) -> WeightTiling:
-    """Make the tiling of a float weight type. A tile has as many rows and groups as registers can hold sums."""
+    """Make the tiling of a float weight type: a tile has as many rows and groups as registers can hold sums."""
     rows, groups = (8, 3) if count_vector_registers() == MANY_REGISTERS else (6, 1)
     expand, add = _make_expand_rows(dtype), _make_add_tile(make_dot_tile(rows, groups), groups)
     few = partial(_make_multiply_few, dtype)
@@ -142,7 +146,7 @@ def make_float_tiling(dtype: DType) -> WeightTiling:
 
 @cache
 def make_float_matmul_kernel(dtype: DType) -> Kernel:
-    """Make the product kernel of a float weight type. float16 and bfloat16 weights have a multiple of 16 columns."""
+    """Make the matmul kernel of a float weight type. float16 and bfloat16 weights need a multiple of 16 columns."""
     return make_matmul_kernel(f"dense.product.{dtype}", make_float_tiling(dtype))
 
 
@@ -153,10 +157,10 @@ COLUMN_MATMUL_ARGS = declare_args(
 
 @kernel
 def multiply_columns(a, thread, threads):
-    """Compute ``y[b, i] = w[b] @ x[b, i]`` where the columns of w are dense: `count` rows of x in each of `matrices`.
+    """Compute the batched matmul ``y[b, i] = w[b] @ x[b, i]`` with column-major w: its columns are dense in memory.
 
-    Words in bytes: ``*_between`` from matrix to matrix, ``*_row`` from row to row, `w_step` from column to column of w,
-    `x_step` from element to element of x.
+    Each of `matrices` has `count` rows of x. Kernel arguments in bytes: ``*_between`` from matrix to matrix, ``*_row``
+    from row to row, `w_step` from column to column of w, `x_step` from element to element of x.
     """
     count, rows, n = COLUMN_MATMUL_ARGS.count(a), COLUMN_MATMUL_ARGS.rows(a), COLUMN_MATMUL_ARGS.columns(a)
     lo, hi = compute_thread_range(COLUMN_MATMUL_ARGS.matrices(a) * count, thread, threads)
@@ -178,9 +182,9 @@ def multiply_columns(a, thread, threads):
 
 
 def bind_column_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a product of a w with dense columns and a matrix for each matrix of x; False if it does not fit.
+    """Add a batched matmul with column-major weights, one matrix of w per matrix of x; return False if it does not fit.
 
-    With more than `MAX_LEFTOVER_ROWS` rows of x it pays to expand the columns instead.
+    With more than `MAX_LEFTOVER_ROWS` rows of x it is faster to expand the columns instead.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
     is_batched = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= MAX_LEFTOVER_ROWS
@@ -208,5 +212,5 @@ def bind_column_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def is_readable_weight(w: Operand) -> bool:
-    """Return whether kernels can read the weight in place."""
+    """Return whether kernels can read a float weight in place, without a copy."""
     return w.dtype in LANE_LOADERS and w.strides[-1] == 1 and (w.dtype is DType.F32 or w.shape[-1] % LANES == 0)

@@ -51,10 +51,11 @@ ROUNDING_WORD = ARGS.first_word("rounding")
 
 @cache
 def make_gated_matmul_few_kernel(form: PackedFormat, kind: str) -> Kernel:
-    """Make the kernel ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])`` for packed weights.
+    """Make the kernel of a gated matmul of few rows with packed weights, which also quantises its result.
 
-    The kernel also quantises y. `weights` are gate and up. `sums` is memory for whole groups of both products, with
-    `wide` bytes per slot. `grouped.make_matmul_kernel` explains the other words.
+    ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``. `weights` are
+    gate and up. `sums` is memory for whole groups of both products, with `wide` bytes per slot.
+    `grouped.make_grouped_matmul_kernel` explains the other kernel arguments.
     """
     multiply_unexpanded, unit = make_multiply_unexpanded(make_packed_tiling(form)), GATED[kind]
 
@@ -104,11 +105,11 @@ def make_gated_matmul_few_kernel(form: PackedFormat, kind: str) -> Kernel:
 
 @dataclass(frozen=True, slots=True)
 class GatedMatmul:
-    """Two products and their gated unit.
+    """Two matmuls of the same activations, and the gated unit that combines their results.
 
     Attributes:
-        instruction_numbers: The instructions of the products and of the unit.
-        matmuls: The products.
+        instruction_numbers: The instructions of the matmuls and of the unit.
+        matmuls: The matmuls.
         unit: The gated unit.
         unit_kind: A key of `GATED`.
         weight_addresses: Addresses of the weight rows of the gate and of its other operand.
@@ -122,7 +123,7 @@ class GatedMatmul:
 
 
 def match_gated_matmul(flow: Dataflow, number: int) -> GatedMatmul:
-    """Match the gated matmul that contains this product.
+    """Match the gated matmul that contains the matmul with instruction number `number`.
 
     Raises:
         NoKernelError: There is none, or its weight rows are incomplete groups.
@@ -140,7 +141,7 @@ def match_gated_matmul(flow: Dataflow, number: int) -> GatedMatmul:
 
 
 def _fuse_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse a gated matmul of few rows with a packed weight."""
+    """Fuse a gated matmul of few rows with packed weights into one kernel."""
     pair = match_gated_matmul(flow, number)
     first = pair.matmuls[0]
     w, x, row_axes = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
@@ -151,7 +152,7 @@ def _fuse_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
 
 
 def _add_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
-    """Add the step of a gated matmul of few rows."""
+    """Add the step of a gated matmul of few rows with packed weights."""
     first, call, y = pair.matmuls[0], pair.unit, pair.unit.out
     w, x = first.operand(0), first.operand(1)
     form, (stride, between) = FORMATS[w.dtype], compute_weight_strides(w)
@@ -200,13 +201,17 @@ def _add_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
 
 
 def _has_equal_operands(product: BoundInstruction, first: BoundInstruction) -> bool:
-    """Return whether two products have the same activations, and weights of one type and shape."""
+    """Return whether two matmuls have the same activations, and weights of one type and shape."""
     w, v = product.operand(0), first.operand(0)
     return (w.dtype, w.shape, product.src[1:], product.attrs) == (v.dtype, v.shape, first.src[1:], first.attrs)
 
 
 def _find_weight_rows(unit: Operand, products: Sequence[BoundInstruction]) -> int | None:
-    """Find the first weight row of a unit operand; None for other operands, and for rows that begin within a group."""
+    """Find the address of the first weight row that computes an operand of a gated unit.
+
+    Returns:
+        None if the operand is not a result of `products`, or if its rows begin within a group of weight rows.
+    """
     for product in products:
         out, skipped = product.out, (unit.address - product.out.address) // 4
         within = unit.tensor.buffer == out.tensor.buffer and 0 <= skipped <= out.shape[-1] - unit.shape[-1]

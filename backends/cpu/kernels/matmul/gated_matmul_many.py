@@ -62,7 +62,7 @@ ROUNDING_WORD = ARGS.first_word("rounding")
 
 @dataclass(frozen=True, slots=True)
 class GatedVariant:
-    """A method to compute gated units from quantised activations and two weights.
+    """A method to compute a gated matmul of many rows: by AMX tiles or by int8 dot products.
 
     Attributes:
         compute_units: ``(a, mine, row, wide, chunk, stop, y, step, ahead)`` writes the units of up to `wide` weight
@@ -87,7 +87,7 @@ class GatedVariant:
 
 @cache
 def make_gated_variant(dtype: DType, kind: str, rounding: int) -> GatedVariant:
-    """Make the gated variant of a weight type.
+    """Make the variant of the gated matmul for a weight type and a kind of rounding.
 
     Args:
         dtype: The type of both weights.
@@ -118,14 +118,18 @@ def make_gated_variant(dtype: DType, kind: str, rounding: int) -> GatedVariant:
 
 @subroutine
 def use_one_block(columns):
-    """Return 1: `GatedVariant.block_width` where wider blocks gain nothing."""
+    """Return 1, the block width of int8 dot products, because wider blocks gain nothing there.
+
+    It is a `GatedMatmulVariant.block_width`.
+    """
     return 1
 
 
 def _make_block_width(weight: AmxWeight) -> Subroutine:
-    """Make `GatedVariant.block_width` for AMX tiles. Their matrices have 16 rows of each weight.
+    """Make the subroutine that chooses the block width for AMX tiles (`GatedMatmulVariant.block_width`).
 
-    If the activations of a chunk stay in the second cache, the width is one block: its units stay in the nearest cache.
+    A matrix of AMX tiles has 16 rows of each weight. If the activations of a chunk stay in the second cache, the width
+    is one block: its units stay in the nearest cache.
     """
     terms, x_block, tall = weight.term_count, weight.activation_block_bytes, amx_matmul.ROWS_PER_CHUNK // PANEL_ROWS
 
@@ -140,7 +144,10 @@ def _make_block_width(weight: AmxWeight) -> Subroutine:
 
 
 def make_store_units(kind: str) -> Subroutine:
-    """Make `emit` of `amx_matmul.make_amx_multiply` for alternating groups of two weights: store the gated units."""
+    """Make the subroutine that combines the AMX sums of gate and up, and stores the gated units.
+
+    It is the argument `store_sums` of `amx_matmul.make_multiply_rows_by_amx` for alternating groups of two weights.
+    """
     unit, stores = GATED[kind], select_tile_operations().store
     store_0, store_1, store_2, store_3 = stores[:4]
 
@@ -157,7 +164,7 @@ def make_store_units(kind: str) -> Subroutine:
 
 
 def make_amx_units(dtype: DType, kind: str) -> Subroutine:
-    """Make `GatedVariant.compute_units` for AMX tiles."""
+    """Make the subroutine that computes gated units by AMX tiles (`GatedMatmulVariant.compute_units`)."""
     multiply_matrices = amx_matmul.make_amx_multiply(make_amx_weight(dtype), make_store_units(kind), 1)
 
     def compute_units(a, mine, row, wide, chunk, stop, y, step, ahead):
@@ -173,7 +180,7 @@ def make_amx_units(dtype: DType, kind: str) -> Subroutine:
 
 
 def make_int8_units(form: PackedFormat, kind: str) -> Subroutine:
-    """Make `GatedVariant.compute_units` for integer dot products."""
+    """Make the subroutine that computes gated units by int8 dot products (`GatedMatmulVariant.compute_units`)."""
     blocks, unit = make_packed_tiling(form), GATED[kind]
     tile = make_dot_tile(blocks.tile_rows, 2)
     row_addresses, zeros, spill, reload = tile.row_addresses, tile.zero_sums, tile.spill, tile.reload
@@ -221,11 +228,12 @@ def make_int8_units(form: PackedFormat, kind: str) -> Subroutine:
 
 @cache
 def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Kernel:
-    """Make the kernel ``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows, quantised block by block.
+    """Make the kernel of a gated matmul of many rows, which quantises its result block by block.
 
-    The kernel stores float32 only if `step`, the bytes from row to row of y, is not 0. `weights` are gate and up with
-    `rows` rows each. Each thread has `compute_gated_scratch_bytes` of `scratch`.
-    `grouped.make_matmul_kernel` explains the other words.
+    ``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows. The kernel stores float32 only if `step`, the bytes from
+    row to row of y, is not 0. `weights` are gate and up with `rows` rows each. Each thread has
+    `compute_gated_matmul_scratch_bytes` of `scratch`. `grouped.make_grouped_matmul_kernel` explains the other
+    arguments.
 
     Args:
         dtype: The type of both weights.
@@ -278,7 +286,7 @@ def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Ker
 
 
 def compute_padded_row_bytes(variant: GatedVariant) -> int:
-    """Return the bytes from row to row of units that are not stored as float32.
+    """Return the padded bytes of a row of gated units in scratch, for units that are not stored as float32.
 
     64 extra bytes spread the rows over the sets of the nearest cache.
     """
@@ -286,12 +294,15 @@ def compute_padded_row_bytes(variant: GatedVariant) -> int:
 
 
 def compute_gated_scratch_bytes(variant: GatedVariant) -> int:
-    """Return the scratch bytes of a thread: for the units, and blocks of units for each row of a chunk."""
+    """Return the scratch bytes of a thread in a gated matmul of many rows.
+
+    They hold the scratch of the variant, and a row of units for each row of a chunk.
+    """
     return variant.unit_scratch_bytes + variant.rows_per_chunk * compute_padded_row_bytes(variant)
 
 
 def _fuse_gated_matmul_many(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse a gated matmul of many rows."""
+    """Fuse a gated matmul of many rows into one kernel."""
     pair = match_gated_matmul(flow, number)
     w, x = pair.matmuls[0].operand(0), pair.matmuls[0].operand(1)
     require_supported(

@@ -21,14 +21,17 @@ from .packed_matmul import find_result_consumers
 
 @cache
 def make_gated_moe_kernel(dtype: DType, kind: str) -> Kernel:
-    """Make the kernel ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``."""
+    """Make the AMX kernel of a gated MoE matmul of many rows.
+
+    ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``.
+    """
     return amx_moe.make_amx_moe_kernel(
         f"pairs_experts.pair.{dtype}.{kind}", make_amx_weight(dtype), make_store_units(kind), 1
     )
 
 
 def _fuse_gated_moe(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse a gated MoE matmul with activations in tiles."""
+    """Fuse a gated MoE matmul of many rows, with activations in AMX tiles, into one kernel."""
     pair = match_gated_matmul(flow, number)
     first = pair.matmuls[0]
     require_supported(

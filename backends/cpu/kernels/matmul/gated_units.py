@@ -25,7 +25,7 @@ ROUNDING_WORD = ARGS.first_word("rounding")
 
 @cache
 def make_gated_kernel(kind: str) -> Kernel:
-    """Make the kernel ``y = unit(x, z)``, which also quantises y."""
+    """Make the kernel of a gated unit, ``y = unit(x, z)``, which also quantises y."""
     function = GATED[kind]
 
     def body(a, thread, threads):
@@ -42,7 +42,7 @@ def make_gated_kernel(kind: str) -> Kernel:
 
 
 def split_gated_operands(call: BoundInstruction) -> tuple[str, Operand, Operand]:
-    """Return the kind, the gate and the other operand of a gated unit."""
+    """Split the operands of a gated unit into its kind, its gate and its other operand (up)."""
     if call.op != "glu":
         return call.op, call.operand(0), call.operand(1)
     x, axis, n = call.operand(0), len(call.out.shape) - 1, call.out.shape[-1]
@@ -52,15 +52,16 @@ def split_gated_operands(call: BoundInstruction) -> tuple[str, Operand, Operand]
 
 
 def _bind_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a gated unit, quantised if packed products read it; False if no kernel can compute it."""
+    """Add the step of a gated unit, quantised if packed matmuls read it; return False if no kernel can compute it."""
     kind, gate, up = split_gated_operands(call)
     return kind in GATED and (_add_quantised_gated_unit(steps, call) or add_binary(steps, kind, gate, up, call.out))
 
 
 def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a gated unit that quantises its result; return False if a separate step is better or all readers use float32.
+    """Add a gated unit that also quantises its result; return False if this does not apply.
 
-    Each thread computes the columns that it has of the operands. If it has none, threads share the rows.
+    It does not apply if all readers use float32, or if a separate quantisation step is better. Each thread computes the
+    columns that it has of the operands. If it has none, threads share the rows.
     """
     (kind, *sources), y, consumers = split_gated_operands(call), call.out, find_result_consumers(steps, call)
     if not consumers.quantised_tensors or any(o.shape != y.shape for o in sources):
@@ -86,7 +87,7 @@ def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -
 
 
 def _make_thread_work(sources: Sequence[Operand], to: QuantisedTarget) -> ThreadWork | None:
-    """Make the words of the gated kernel; None if it cannot walk the operands."""
+    """Make the thread work of the gated unit kernel; None if the kernel cannot iterate over the operands."""
     operands = [*sources, to.float_rows]
     walk = make_row_walk(to.float_rows.shape, operands, whole_rows=True) if all(o.is_float for o in operands) else None
     if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4, 4]:

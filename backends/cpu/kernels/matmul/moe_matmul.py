@@ -55,7 +55,10 @@ def sort_slots(a, thread, threads):
 
 @subroutine
 def to_local_expert(chosen, own, experts):
-    """Return the index of an expert on this device; `experts` for an expert of another device."""
+    """Return the index of expert `chosen` among the experts of this device; `experts` for an expert of another device.
+
+    The device has `experts` experts, from number `own` on.
+    """
     return chosen - own if own <= chosen and chosen < own + experts else experts
 
 
@@ -70,13 +73,13 @@ def _bind_mul_mat_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def sort_slots_by_expert(steps: StepTableBuilder, call: BoundInstruction) -> ExpertSlots:
-    """Return the slots of an MoE product, sorted by expert. Add a sorting step unless an earlier step did it."""
+    """Return the slots of an MoE matmul, sorted by expert. Add a sorting step unless an earlier step did it."""
     x, ids, experts = call.operand(1), call.operand(2), call.operand(0).shape[0]
     return ExpertSlots(_add_sort_step(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
 
 
 def _add_sort_step(steps: StepTableBuilder, call: BoundInstruction, ids: Operand, experts: int) -> Operand:
-    """Return the sorted slots. Add a sorting step unless an earlier step has sorted these ids."""
+    """Return the sorted slots, and add a sorting step unless an earlier step has sorted these ids."""
     own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
     key = ("slots", ids.tensor, own, experts)
     if (sorted_before := steps.find_derived(key)) is not None:

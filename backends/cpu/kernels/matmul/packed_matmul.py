@@ -50,7 +50,10 @@ EXPANDED_GROUP_BYTES = BLOCKS_PER_PASS * EXPANDED_BLOCK_BYTES
 
 
 def make_load_two_codes(form: PackedFormat) -> Subroutine:
-    """Make ``(p, h, q, k) -> (codes, codes)``: load the codes at `p` and `h`, and the codes at `q` and `k`."""
+    """Make the subroutine that loads the weight codes of two blocks: ``(p, h, q, k) -> (codes, codes)``.
+
+    `p` and `q` are addresses in the first plane of codes, `h` and `k` in the second plane.
+    """
     codes, two = form.load_codes, form.load_two_codes
     if two is None:
 
@@ -66,7 +69,7 @@ def make_load_two_codes(form: PackedFormat) -> Subroutine:
 
 
 def make_expand_group(form: PackedFormat) -> Subroutine:
-    """Make `WeightTiling.expand_blocks`: codes become bytes, scales and biases become float32."""
+    """Make `WeightTiling.expand_blocks` of packed weights: expand blocks to byte codes, float32 scales and biases."""
     scales, biases, nbytes = form.load_scales, form.load_biases, form.group_block_bytes
     of_first, of_second = form.plane_bytes
     biased, step, codes, load_two = (
@@ -106,9 +109,10 @@ def make_expand_group(form: PackedFormat) -> Subroutine:
 
 
 def make_add_block(form: PackedFormat, rows: DotTile) -> Subroutine:
-    """Make ``(acc, codes, scales, biases, r, at) -> acc`` for a block of one group.
+    """Make the subroutine that adds the products of one block of a group and activation rows.
 
-    The part adds the products of the block and the rows `r`. Byte `at` of `r` holds the records of the same columns.
+    The subroutine is ``(acc, codes, scales, biases, r, at) -> acc``. Byte `at` of the rows `r` holds the records of the
+    same columns.
     """
     add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
     add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
@@ -126,7 +130,7 @@ def make_add_block(form: PackedFormat, rows: DotTile) -> Subroutine:
 
 
 def make_add_expanded_block(form: PackedFormat, rows: DotTile) -> Subroutine:
-    """Make `WeightTiling.add_block` for tiles of one group."""
+    """Make `WeightTiling.add_block` for one group: add the products of an expanded block and activation rows."""
     add_block = make_add_block(form, rows)
 
     def add_expanded_block(acc, p, r, at):
@@ -138,7 +142,11 @@ def make_add_expanded_block(form: PackedFormat, rows: DotTile) -> Subroutine:
 
 
 def make_add_two_blocks(form: PackedFormat, rows: DotTile) -> Subroutine:
-    """Make ``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``: `make_add_block` for two groups."""
+    """Make the subroutine that adds the products of the same block of two groups and activation rows.
+
+    The subroutine is ``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``. `u` and `v` are the codes
+    of both groups. Rows `r` and byte `at` are as in `make_add_block_products`.
+    """
     add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
     add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
 
@@ -155,12 +163,12 @@ def make_add_two_blocks(form: PackedFormat, rows: DotTile) -> Subroutine:
 
 @subroutine
 def load_two_vectors(p):
-    """Return the two vectors at `p` and ``p + 64``."""
+    """Load the two adjacent vectors at `p` and ``p + 64``."""
     return load(p), load(p + 64)
 
 
 def make_add_expanded_pair(form: PackedFormat, rows: DotTile) -> Subroutine:
-    """Make `WeightTiling.add_block` for tiles of two groups."""
+    """Make `WeightTiling.add_block` for two groups: add the products of two expanded blocks and activation rows."""
     add_two_blocks = make_add_two_blocks(form, rows)
 
     def add_expanded_pair(acc, p, r, at):
@@ -182,12 +190,13 @@ def make_add_expanded_pair(form: PackedFormat, rows: DotTile) -> Subroutine:
 
 
 def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subroutine:
-    """Make ``(acc, p, h, last, b, apart, x, at) -> acc``: multiply block `b` of 1 or 2 packed groups with the rows `x`.
+    """Make the subroutine that adds the products of one block of 1 or 2 packed groups and activation rows.
 
-    If blocks of one group are loaded in twos, it also multiplies the next block.
+    The subroutine is ``(acc, p, h, last, b, apart, x, at) -> acc`` for block `b` and rows `x`. If
+    `form.blocks_per_load` is 2, one group adds the products of the next block as well.
 
-    `p` and `h` are the codes of the first group in both planes; its scales are behind `last`. Groups are `apart` bytes
-    apart.
+    `p` and `h` are the codes of the first group in both planes. The scales of that group are behind `last`. Groups are
+    `apart` bytes apart.
     """
     codes, scales, biases, load_two = form.load_codes, form.load_scales, form.load_biases, make_load_two_codes(form)
     of_first, of_second = form.plane_bytes
@@ -214,29 +223,29 @@ def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subro
     return subroutine(multiply_block)
 
 
-def make_multiply_few(form: PackedFormat, groups: int, count: int) -> Subroutine:
-    """Make the product of `count` activation rows with `groups` unexpanded groups (`WeightTiling.make_few_rows`).
+def make_multiply_few(form: PackedFormat, group_count: int, row_count: int) -> Subroutine:
+    """Make the subroutine that multiplies `row_count` activation rows with 1 or 2 unexpanded groups of packed weights.
 
-    Codes are unpacked once for all rows and stay in registers. Each activation load serves all groups, because loads
-    take longer than products here.
+    It is the result of `WeightTiling.make_few_rows`. Codes are unpacked once for all rows and stay in registers. Each
+    activation load serves all groups, because loads take longer than products here.
     """
-    rows = make_dot_tile(count, groups, form.code_properties)
+    rows = make_dot_tile(row_count, group_count, form.code_properties)
     nbytes, (of_first, of_second) = form.group_block_bytes, form.plane_bytes
-    step = form.blocks_per_load if groups == 1 else 1
-    zeros, store_rows, multiply_block = rows.zero_sums, rows.store_rows, make_multiply_block(form, groups, rows)
-    lines = groups * (nbytes // 64)
-    more = groups * (nbytes % 64 * UNIT_BLOCKS // 64)
+    step = form.blocks_per_load if group_count == 1 else 1
+    zeros, store_rows, multiply_block = rows.zero_sums, rows.store_rows, make_multiply_block(form, group_count, rows)
+    lines = group_count * (nbytes // 64)
+    more = group_count * (nbytes % 64 * UNIT_BLOCKS // 64)
 
     def multiply_few(to, group, stride, left, columns, x, l1_ahead, l2_ahead):
         n, acc, apart = columns // BLOCK_COLUMNS, zeros(), GROUP_ROWS * stride if left > GROUP_ROWS else 0
         for first in range(0, n, UNIT_BLOCKS):
-            count, passed = min(UNIT_BLOCKS, n - first), first * nbytes
+            block_count, passed = min(UNIT_BLOCKS, n - first), first * nbytes
             planes = group + passed
-            ahead = planes + (groups - 1) * passed  # prefetches start behind both groups
-            second = planes + count * of_first
-            last = second + count * of_second
+            ahead = planes + (group_count - 1) * passed  # prefetches start behind both groups
+            second = planes + block_count * of_first
+            last = second + block_count * of_second
             prefetch_lines(ahead, more, l1_ahead, l2_ahead)
-            for b in range(0, count, step):
+            for b in range(0, block_count, step):
                 prefetch_lines(ahead + 64 * (more + b * lines), step * lines, l1_ahead, l2_ahead)
                 p, h = planes + b * of_first, second + b * of_second
                 acc = multiply_block(acc, p, h, last, b, apart, x, (first + b) * RECORD_BYTES)
@@ -247,7 +256,7 @@ def make_multiply_few(form: PackedFormat, groups: int, count: int) -> Subroutine
 
 @cache
 def make_packed_tiling(form: PackedFormat) -> WeightTiling:
-    """Make the tiling of a packed weight type. A tile has as many rows and groups as registers can hold.
+    """Make the tiling of a packed weight type: a tile has as many rows and groups as registers can hold.
 
     Each load is used at least twice, because processors broadcast from memory more slowly than they multiply.
     """
@@ -275,7 +284,7 @@ def make_packed_tiling(form: PackedFormat) -> WeightTiling:
 
 @cache
 def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
-    """Make the product kernel of a packed weight type."""
+    """Make the matmul kernel of a packed weight type."""
     return make_matmul_kernel(f"products.product.{form.dtype}", make_packed_tiling(form))
 
 
@@ -283,11 +292,11 @@ def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
 
 
 def make_thread_copies(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
-    """Return one copy of a result per thread, so that each thread computes the whole result for itself.
+    """Make one copy of a result per thread, so that each thread computes the whole result for itself.
 
     Returns:
-        Scratch operands with the shape of the result. None if an op other than a product reads the result, or if it is
-        too large to be computed by every thread.
+        Scratch operands with the shape of the result. None if an op other than a matmul reads the result, or if the
+        result is too large to be computed by every thread.
     """
     y = call.out
     if steps.threads == 1 or not steps.can_repeat_per_thread([y]) or not y.is_dense:
@@ -301,7 +310,10 @@ def make_thread_copies(steps: StepTableBuilder, call: BoundInstruction) -> Seque
 
 
 def find_result_consumers(steps: StepTableBuilder, call: BoundInstruction) -> ResultConsumers:
-    """Return the consumers of a result: the quantised forms, float32, and whether threads share a product."""
+    """Find the forms in which later ops read a result: quantised for matmuls, or float32.
+
+    The result also says whether threads share one of the matmuls.
+    """
     y, readers = call.out, call.find_readers()
     if readers is None or not y.is_dense:
         return ResultConsumers(y, (), True, False)
@@ -312,7 +324,7 @@ def find_result_consumers(steps: StepTableBuilder, call: BoundInstruction) -> Re
 
 
 def _can_read_thread_copies(call: BoundInstruction, y: Operand) -> bool:
-    """Return whether a reader is a product that can read copies per thread instead of `y`."""
+    """Return whether the reader `call` is a matmul that can read a copy per thread instead of the result `y`."""
     x = call.optional_operand(1)
     if x is None or x.region != y.region or not x.is_dense or not has_matmul_kernel(call):
         return False
@@ -320,7 +332,7 @@ def _can_read_thread_copies(call: BoundInstruction, y: Operand) -> bool:
 
 
 def has_matmul_kernel(call: BoundInstruction) -> bool:
-    """Return whether `bind_matmul` can bind this product."""
+    """Return whether `bind_matmul` can bind this `mul_mat` or `mul_mat_id`."""
     if call.op not in ("mul_mat", "mul_mat_id"):
         return False
     w, x = call.operand(0), call.operand(1)
@@ -335,13 +347,13 @@ def has_matmul_kernel(call: BoundInstruction) -> bool:
 
 
 def has_readable_slots(call: BoundInstruction) -> bool:
-    """Return whether kernels can read the expert ids: dense int32."""
+    """Return whether kernels can read the expert ids of a `mul_mat_id`: dense int32."""
     x, ids = call.operand(1), call.operand(2)
     return ids.is_dense and ids.dtype is DType.I32 and bool(x.shape[-1])
 
 
 def bind_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
-    """Add the steps of a product with a weight of any type."""
+    """Add the steps of a matmul with a weight of any type, quantisation of the activations included."""
     w, x = call.operand(0), call.operand(1)
     kind = amx_matmul.choose_activation_kind(call)
     if kind is None:
@@ -374,7 +386,7 @@ def bind_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSl
 
 
 def compute_weight_strides(w: Operand) -> tuple[int, int]:
-    """Return the bytes of a weight row and of a matrix. A matrix of a packed weight has whole groups of rows."""
+    """Return the bytes of a weight row and of a weight matrix. A packed matrix has whole groups of rows."""
     if w.dtype not in FORMATS:
         *between, stride, _ = (w.dtype.storage.itemsize * s for s in w.strides)
         return stride, sum(between)

@@ -44,10 +44,10 @@ Such a product takes longer than a barrier.
 
 @dataclass(frozen=True, slots=True)
 class WeightTiling:
-    """The kernels and tile sizes of the matrix products with one weight type.
+    """The subroutines and tile sizes with which a matmul kernel processes one weight type.
 
-    A block is `block_columns` columns of a group. Byte arguments `stride`, `left`: bytes of a weight row, rows that
-    exist.
+    A block is `block_columns` columns of a group of 16 weight rows. In subroutine arguments, `stride` is the bytes of a
+    weight row, and `left` is the number of rows that exist from the group on.
 
     Attributes:
         block_columns: Columns of a block.
@@ -55,12 +55,13 @@ class WeightTiling:
         block_bytes: Bytes of an expanded block.
         blocks_per_pass: Largest number of blocks that are expanded at a time.
         rows_per_chunk: Activation rows that use the expanded blocks before the next blocks are expanded.
-        tile_rows, tile_groups: Activation rows and groups of a tile.
+        tile_rows, tile_groups: Activation rows and weight groups of a tile.
         max_leftover_rows: A last tile of at most this many rows uses the unexpanded weight.
-        max_unexpanded_rows: Products of at most this many rows use the unexpanded weight. Expanding costs more there.
+        max_unexpanded_rows: Products of at most this many rows use the unexpanded weight, because expanding costs more
+            there.
         expand_blocks: ``(to, group, stride, left, columns, first, count)`` expands blocks `first` to `first` + `count`.
         add_block: ``(acc, p, r, at) -> acc`` adds the products of the block at `p` and byte `at` of the rows `r`. The
-            block of the next group is `group_bytes` behind `p`.
+            block of the next group is `expanded_group_bytes` behind `p`.
         make_few_rows: ``(n)`` makes ``(to, group, stride, left, columns, x, l1_ahead, l2_ahead)`` for `n` activation
             rows. It stores the products of one group. `to` and `x` are results of `DotTile.row_addresses_by_slot`.
             `l1_ahead` and `l2_ahead` are the prefetch distances in bytes to the first and the second cache.
@@ -83,19 +84,22 @@ class WeightTiling:
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of the expanded blocks of one group."""
+        """Bytes of all expanded blocks of one group in one pass."""
         return self.blocks_per_pass * self.block_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of a thread: the expanded blocks, and the float32 sums of the whole tiles of a chunk."""
+        """Scratch bytes per thread: the expanded blocks, and the float32 sums of the whole tiles of a chunk."""
         tiles = -(-self.rows_per_chunk // self.tile_rows)
         return self.tile_groups * (self.group_bytes + tiles * self.tile_rows * GROUP_ROWS * 4)
 
 
 @subroutine
 def zero_remote_rows(starts, experts, y, step, n):
-    """Zero `n` elements of each row of `y` that belongs to an expert of another device."""
+    """Zero the first `n` elements of each result row of `y` that belongs to an expert of another device.
+
+    `starts` and `experts` are as in `make_grouped_matmul_kernel`; `step` is the bytes of a row of `y`.
+    """
     slots = starts + 4 * (experts + 2)
     for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
         row = y + load_int(slots + 4 * i) * step
@@ -105,7 +109,7 @@ def zero_remote_rows(starts, experts, y, step, n):
 
 @subroutine
 def prefetch_lines(p, lines, l1_ahead, l2_ahead):
-    """Prefetch `lines` cache lines at ``p + l1_ahead`` to the first cache, at ``p + l2_ahead`` to the second one."""
+    """Prefetch `lines` cache lines from `p + l1_ahead` to the first cache and from `p + l2_ahead` to the second."""
     for line in range(lines):
         prefetch(p + l1_ahead + 64 * line)
         prefetch_l2(p + l2_ahead + 64 * line)
@@ -113,7 +117,10 @@ def prefetch_lines(p, lines, l1_ahead, l2_ahead):
 
 @subroutine
 def prefetch_section(p, nbytes, parts):
-    """Prefetch one of `parts` equal parts of `nbytes` bytes at `p` to the second cache. Return the end of the part."""
+    """Prefetch one of `parts` equal sections of `nbytes` bytes to the second cache, and return the end of the section.
+
+    The section begins at `p`.
+    """
     for _ in range(nbytes // parts // 64 + 1):
         prefetch_l2(p)
         p += 64
@@ -121,30 +128,33 @@ def prefetch_section(p, nbytes, parts):
 
 
 @subroutine
-def compute_activation_row(slot, used, shared):
-    """Return the activation row of a slot: slot i of a token reads row ``i mod shared`` of the token."""
-    return slot // used * shared + slot % used % shared
+def compute_activation_row(slot, slots_per_token, rows_per_token):
+    """Return the activation row that an expert slot reads.
+
+    Slot i of a token reads row ``i mod rows_per_token`` of the token.
+    """
+    return slot // slots_per_token * rows_per_token + slot % slots_per_token % rows_per_token
 
 
-def make_multiply_rows(rows: int, min_rows: int, few: Subroutine) -> Subroutine:
-    """Make a kernel part that multiplies `rows` activation rows at once.
+def make_multiply_rows(rows_per_call: int, min_rows: int, multiply: Subroutine) -> Subroutine:
+    """Make the loop that multiplies the activation rows of the remaining slots, `rows_per_call` rows at a time.
 
     Args:
-        rows: Activation rows of one call of `few`.
-        least: Smallest number of remaining slots for which the loop goes on.
-        few: The product of these rows with one or two groups.
+        rows_per_call: Activation rows of one call of `multiply`.
+        min_rows: Smallest number of remaining slots for which the loop goes on.
+        multiply: The product of these rows with one or two groups of weight rows.
 
     Returns:
         ``(i, end, ...) -> i``: processes slots from `i` on and returns the first slot that is left.
     """
-    select_rows = make_dot_tile(rows, 1).row_addresses_by_slot
+    select_rows = make_dot_tile(rows_per_call, 1).row_addresses_by_slot
 
     def multiply_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
         while i + min_rows <= end:
             to = select_rows(slots + 4 * i, end - i, 1, 1, y, step)
             r = select_rows(slots + 4 * i, end - i, used, shared, x, pitch)
-            few(to, at, stride, left, columns, r, l1_ahead, l2_ahead)
-            i += rows
+            multiply(to, at, stride, left, columns, r, l1_ahead, l2_ahead)
+            i += rows_per_call
         return i
 
     return subroutine(multiply_rows)
@@ -152,15 +162,18 @@ def make_multiply_rows(rows: int, min_rows: int, few: Subroutine) -> Subroutine:
 
 @subroutine
 def skip_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
-    """Return `i`: the part for machines without registers for several rows of two groups."""
+    """Skip all activation rows: return `i`, the first slot that is left.
+
+    This loop replaces the loop over two groups on machines without registers for several rows of two groups.
+    """
     return i
 
 
 def make_multiply_unexpanded(blocks: WeightTiling) -> Subroutine:
-    """Make the part that multiplies slots `i` to `end` with `PAIR_ROWS` rows of an unexpanded weight.
+    """Make the subroutine that multiplies expert slots with `PAIR_ROWS` rows of an unexpanded weight.
 
-    The part is ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``.
-    The weight rows begin at `at`; `left` of them exist.
+    It processes slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is
+    ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``.
     """
     multiply_one_row = make_multiply_rows(1, 1, blocks.make_few_rows(1))
     multiply_two_rows = make_multiply_rows(2, 2, blocks.make_few_rows(2))
@@ -195,10 +208,10 @@ ARGS = declare_args(
 
 
 def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
-    """Make the part that expands the groups of a tile and multiplies them with slots `chunk` to `stop`.
+    """Make the subroutine that expands a tile of weight groups and multiplies the tile with a chunk of expert slots.
 
-    The part is ``(a, expanded, matrix, group, chunk, stop, coming)``. Meanwhile the part prefetches the groups at
-    `coming` to the second cache.
+    The subroutine is ``(a, expanded, matrix, group, chunk, stop, coming)``. It processes slots `chunk` to `stop`, and
+    prefetches the groups at `coming` to the second cache meanwhile.
     """
     tile = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
     select_rows, zeros, store_rows = tile.row_addresses_by_slot, tile.zero_sums, tile.store_rows
@@ -235,14 +248,14 @@ def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
 
 
 def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
-    """Make the kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``.
+    """Make the grouped matmul kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``.
 
-    Words in bytes: `stride` (weight row), `between` (expert), `pitch` and `step` (row of x and of y). Each thread has
-    `WeightTiling.scratch_bytes` of scratch.
+    A matmul without experts is the case of one expert. Each thread has `WeightTiling.scratch_bytes` of scratch. Kernel
+    arguments in bytes: `stride` (weight row), `between` (expert), `pitch` (row of x) and `step` (row of y).
 
     `starts` (int32) holds the slots before each expert, the slots before the remote experts, and the slots in all. The
-    slots in the order of their experts follow. `used` is the slots of a token, `shared` its activation rows. If
-    `tickets` is not 0, threads take groups of the weight from a work queue (`tickets.take_work_item`).
+    slots in the order of their experts follow. `used` is the slots per token, `shared` the activation rows per token.
+    If `tickets` is not 0, threads take groups of the weight from a work queue (`tickets.take_work_item`).
     """
     multiply_expanded, multiply_unexpanded = make_multiply_expanded(blocks), make_multiply_unexpanded(blocks)
     scratch, tall, tile_groups, many = blocks.scratch_bytes, blocks.tile_rows, blocks.tile_groups, blocks.rows_per_chunk
@@ -308,10 +321,10 @@ def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlots:
-    """The assignment of activation rows to experts.
+    """The assignment of activation rows to experts: one slot for each expert that a token uses.
 
     Attributes:
-        operand: Sorted slots in the layout of `make_matmul_kernel`.
+        operand: Sorted slots in the layout of `make_grouped_matmul_kernel`.
         expert_count: Experts on this device.
         slots_per_token: Slots of a token.
         rows_per_token: Activation rows of a token.
@@ -324,7 +337,7 @@ class ExpertSlots:
 
 
 def make_sequential_slots(steps: StepTableBuilder, x: Operand) -> ExpertSlots:
-    """Make the slots of a product in which all rows use the same weight."""
+    """Make the slots of a matmul with one expert: all rows use the same weight, in their order."""
     count = math.prod(x.shape[:-1])
     return ExpertSlots(steps.constant(np.array([0, count, count, *range(count)], np.int32)), 1, 1, 1)
 
@@ -333,59 +346,61 @@ def add_matmul_step(
     steps: StepTableBuilder,
     call: BoundInstruction,
     kernel: Kernel,
-    blocks: WeightTiling,
-    stride: int,
-    between: int,
+    tiling: WeightTiling,
+    row_stride: int,
+    expert_stride: int,
     x: Sequence[Operand],
     pitch: int,
-    to: ExpertSlots,
+    slots: ExpertSlots,
 ) -> None:
-    """Add the step of a product. Each thread computes whole tiles of weight rows, which are columns of y.
+    """Add the step of a grouped matmul, in which each thread computes whole tiles of weight rows.
+
+    Weight rows are columns of the result.
 
     Args:
         steps: The steps of the program.
         call: The `mul_mat` or `mul_mat_id`.
-        kernel: The result of `make_matmul_kernel`.
-        blocks: The tiling of the weight type.
-        stride: Bytes of a weight row.
-        between: Bytes of an expert.
+        kernel: The result of `make_grouped_matmul_kernel`.
+        tiling: The tiling of the weight type.
+        row_stride: Bytes of a weight row.
+        expert_stride: Bytes of the weight of an expert.
         x: The activations of each thread.
         pitch: Bytes from row to row of the activations.
-        to: The slots.
+        slots: The slots of the experts.
     """
     w, y = call.operand(0), call.out
     columns = w.shape[-1]
-    memory = steps.scratch(f"product {blocks.scratch_bytes}", blocks.scratch_bytes * steps.threads)
-    l1_ahead, l2_ahead = find_prefetch_distance(w.dtype, several=math.prod(y.shape[:-1]) > to.expert_count)
+    memory = steps.scratch(f"product {tiling.scratch_bytes}", tiling.scratch_bytes * steps.threads)
+    l1_ahead, l2_ahead = find_prefetch_distance(w.dtype, several=math.prod(y.shape[:-1]) > slots.expert_count)
 
     def make_thread_work(first: int, last: int, thread: int, tickets: int = 0) -> ThreadWork:
         mine, own = y.slice_axis(len(y.shape) - 1, first, last - first), x[thread]
         words = ARGS(
-            w=w.address + first * stride,
-            stride=stride,
-            between=between,
+            w=w.address + first * row_stride,
+            stride=row_stride,
+            between=expert_stride,
             rows=last - first,
             columns=columns,
             x=own.address,
             pitch=pitch,
             y=mine.address,
             step=y.row_stride_bytes,
-            starts=to.operand.address,
-            experts=to.expert_count,
-            used=to.slots_per_token,
-            shared=to.rows_per_token,
-            scratch=memory.address + thread * blocks.scratch_bytes,
+            starts=slots.operand.address,
+            experts=slots.expert_count,
+            used=slots.slots_per_token,
+            shared=slots.rows_per_token,
+            scratch=memory.address + thread * tiling.scratch_bytes,
             l1_ahead=l1_ahead,
             l2_ahead=l2_ahead,
             tickets=tickets,
         )
-        return ThreadWork(words, [w, own, to.operand], [mine])
+        return ThreadWork(words, [w, own, slots.operand], [mine])
 
     is_shared = is_shared_by_threads(steps, call)
-    if is_shared and math.prod(y.shape[:-1]) >= MIN_EVENLY_SHARED_ROWS * to.slots_per_token:
+    if is_shared and math.prod(y.shape[:-1]) >= MIN_EVENLY_SHARED_ROWS * slots.slots_per_token:
         steps.add_queued(kernel, lambda tickets: make_thread_work(0, y.shape[-1], 0, tickets))
     elif is_shared:
-        bounds = choose_thread_columns(call, blocks.tile_groups * GROUP_ROWS, steps.threads)
+        bounds = choose_thread_columns(call, tiling.tile_groups * GROUP_ROWS, steps.threads)
         parts = [
             make_thread_work(*pair, thread) if pair[0] < pair[1] else None
             for thread, pair in enumerate(pairwise(bounds))
@@ -396,14 +411,15 @@ def add_matmul_step(
 
 
 def is_shared_by_threads(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Return whether threads share a product."""
+    """Return whether threads share the work of a matmul."""
     return steps.is_shared([call.operand(0), call.operand(1)], [call.out])
 
 
 def choose_thread_columns(call: BoundInstruction, unit: int, threads: int) -> Sequence[int]:
-    """Choose the result columns of each thread: whole tiles of `unit` columns.
+    """Choose the result columns of each thread: whole tiles of `unit` columns. Return the bounds.
 
-    If all threads get the same number of whole heads, the bounds are at heads of the readers.
+    If all threads can get the same number of whole attention heads, the bounds are at heads of the ops that read the
+    result.
     """
     y = call.out
     rows, readers = y.shape[-1], call.find_readers() if threads > 1 else None

@@ -73,9 +73,10 @@ store_split_terms, SPLIT_TERMS = store_ordered_bf16_terms(TERMS_BY_KIND[SPLIT_KI
 
 @subroutine
 def quantise_block(x, record, zero):
-    """Quantise 32 values to 8-bit codes, scales and sums (`tiles.RECORD_BYTES`).
+    """Quantise 32 activations to 8-bit codes, and store codes, scales and sums in a record (`tiles.RECORD_BYTES`).
 
-    If a value is NaN, the scale of its half is NaN. If a value exceeds 3e33, products of its half are NaN.
+    `zero` is the zero point of the weight codes. If a value is NaN, the scale of its half is NaN. If a value exceeds
+    3e33, products of its half are NaN.
     """
     low, high = load(x), load(x + 64)
     scales = mul(fold_max_magnitude(low, high), splat(CODE_STEP))
@@ -105,7 +106,7 @@ ROUNDING_WORD = ARGS.first_word("rounding")
 
 @kernel
 def round_rows(a, thread, threads):
-    """Quantise rows that are `step` bytes apart."""
+    """Quantise activation rows for each target of the kernel arguments. Rows are `step` bytes apart."""
     source, step, rows, columns = ARGS.source(a), ARGS.step(a), ARGS.rows(a), ARGS.columns(a)
     lo, hi = compute_thread_range(rows, thread, threads)
     for i in range(lo, hi):
@@ -115,9 +116,9 @@ def round_rows(a, thread, threads):
 
 @subroutine
 def quantise_row(a, at, i, y, n):
-    """Quantise the `n` columns of row `i`, which begins at `y`, for each target.
+    """Quantise the `n` columns of row `i`, which begins at `y`, for each target in the kernel arguments.
 
-    `at` is the first of `QuantisedTarget.rounding_words` in `a`.
+    `at` is the first of `QuantisedTarget.rounding_words` in the arguments `a`.
     """
     for b in range(n // BLOCK_COLUMNS):
         quantise_block_to_targets(a, at, i, b, y + 4 * BLOCK_COLUMNS * b)
@@ -125,7 +126,10 @@ def quantise_row(a, at, i, y, n):
 
 @subroutine
 def quantise_block_to_targets(a, at, i, b, x):
-    """Quantise block `b` of row `i`, which begins at `x`, for each target (`quantise_row`)."""
+    """Quantise block `b` of row `i`, which begins at `x`, for each target in the kernel arguments.
+
+    Parameters are as in `quantise_row_to_targets`.
+    """
     for k in range(load_word(a, at)):
         to, pitch, kind = load_word(a, at + 1 + 3 * k), load_word(a, at + 2 + 3 * k), load_word(a, at + 3 + 3 * k)
         if kind == TILED_KIND:
@@ -145,19 +149,19 @@ def quantise_block_to_targets(a, at, i, b, x):
 
 
 def compute_quantised_bytes(rows: int, columns: int, kind: int) -> int:
-    """Return the bytes of records [rows, columns / 32] or tiles [rows / 32, columns / 32]."""
+    """Return the bytes of quantised activations: records [rows, columns / 32] or tiles [rows / 32, columns / 32]."""
     if kind in TERMS_BY_KIND:
         return -(-rows // PANEL_ROWS) * (columns // BLOCK_COLUMNS) * TERMS_BY_KIND[kind] * PANEL_ROWS * TILE_ROW_BYTES
     return rows * (columns // BLOCK_COLUMNS) * RECORD_BYTES
 
 
 def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_all: bool) -> Sequence[Operand]:
-    """Return the quantised activations of each thread. Add a step unless an earlier step has quantised them.
+    """Return the quantised activations of each thread, and add a step that quantises them unless there is one.
 
-    If all threads share the product (`for_all`), there are three methods:
+    `for_all` says that all threads share the matmul that reads them. Then there are three methods:
 
     - Each thread quantises its columns of `x`.
-    - Each thread quantises all rows for itself, if they are few.
+    - Each thread quantises all rows for itself, if the rows are few.
     - Threads share the rows.
     """
     key = ("rounded", x.tensor, kind)
@@ -190,7 +194,10 @@ def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_
 
 
 def _make_quantise_work(x: Operand, to: Operand, rows: int, kind: int, first: int, last: int) -> ThreadWork:
-    """Make the work that quantises columns `first` to `last` of `x`. A column range is allowed for one row only."""
+    """Make the thread work that quantises columns `first` to `last` of the rows of `x` to `to`.
+
+    Only a single row may have a column range.
+    """
     source, skipped = x.slice_axis(len(x.shape) - 1, first, last - first), compute_quantised_bytes(1, first, kind)
     target = to.slice_axis(0, skipped, compute_quantised_bytes(rows, last - first, kind))
     rounding = (1, target.address, compute_quantised_bytes(1, last - first, kind), kind)
@@ -205,12 +212,13 @@ def _make_quantise_work(x: Operand, to: Operand, rows: int, kind: int, first: in
 
 @dataclass(frozen=True, slots=True)
 class QuantisedTarget:
-    """The destination of result rows of one thread.
+    """The memory to which one thread writes result rows, as float32 and in quantised forms.
 
     Attributes:
         float_rows: float32 rows. If no op reads them, all rows use the memory of one row.
         writes: Operands that the thread writes.
-        thread_stride_bytes: Bytes from thread to thread of this one row; 0 if all rows are stored.
+        thread_stride_bytes: Bytes from the single row of a thread to the row of the next thread; 0 if all rows are
+            stored.
         rounding_words: The number of targets; for each target its address, row stride in bytes, and kind. For tiles the
             stride is from 32 rows to the next 32.
     """
@@ -222,19 +230,19 @@ class QuantisedTarget:
 
     @property
     def row_step_bytes(self) -> int:
-        """Bytes from row to row of float32; 0 if float32 rows are not stored."""
+        """Bytes from float32 row to float32 row; 0 if float32 rows are not stored."""
         return self.float_rows.row_stride_bytes if self.float_rows in self.writes else 0
 
 
 @dataclass(frozen=True, slots=True)
 class ResultConsumers:
-    """The forms in which later ops read a result.
+    """The forms in which later ops read a result: float32, or quantised for matmuls.
 
     Attributes:
         value: The result.
-        quantised_tensors: Tensors that packed products read quantised, each with its kind of rounding.
+        quantised_tensors: Tensors that packed matmuls read quantised, each with its kind of rounding.
         needs_floats: Whether other ops read float32.
-        is_shared_by_threads: Whether threads share one of the products.
+        is_shared_by_threads: Whether threads share one of the matmuls.
     """
 
     value: Operand
@@ -254,13 +262,14 @@ class ResultConsumers:
 
     @property
     def rounding_kinds(self) -> Sequence[int]:
-        """The distinct kinds of rounding."""
+        """The distinct kinds of rounding in which matmuls read the result."""
         return list(dict.fromkeys(kind for _, kind in self.quantised_tensors))
 
     def make_records(self, steps: StepTableBuilder, *, shared: bool) -> Sequence[Sequence[Operand]]:
-        """Return for each thread one float32 operand per kind for the quantised rows: shared memory, or its own.
+        """Make the memory of the quantised rows of each thread: one float32 operand for each kind of rounding.
 
-        The memory does not overlap a source of the result.
+        With `shared` all threads have the same memory, otherwise each thread has its own. The memory does not overlap a
+        source of the result.
         """
         records = []
         for kind in self.rounding_kinds:
@@ -271,19 +280,28 @@ class ResultConsumers:
         steps.invalidate_regions([self.value.region])
         return [[own[thread] for own in records] for thread in range(steps.threads)]
 
-    def make_target(self, floats: Operand | None, passing: Operand, records: Sequence[Operand]) -> QuantisedTarget:
-        """Make the target of one thread. Without `floats` all rows use the one row of `passing`."""
+    def make_target(self, floats: Operand | None, scratch_row: Operand, records: Sequence[Operand]) -> QuantisedTarget:
+        """Make the target of one thread: its float32 rows and its quantised rows.
+
+        Args:
+            floats: All rows as float32. None if only quantised rows are read.
+            scratch_row: Memory of one row, which all rows use without `floats`.
+            records: Quantised rows for each kind of rounding.
+        """
         rounding = [len(records)]
         for record, kind in zip(records, self.rounding_kinds, strict=True):
             rounding += [record.address, compute_quantised_bytes(1, self.columns, kind), kind]
         if floats is None:
-            return QuantisedTarget(passing, records, 4 * self.columns, rounding)
+            return QuantisedTarget(scratch_row, records, 4 * self.columns, rounding)
         return QuantisedTarget(floats, [floats, *records], 0, rounding)
 
     def make_targets(
         self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]], bounds: Sequence[int]
     ) -> list[QuantisedTarget | None]:
-        """Make the target of each thread for columns ``bounds[i]`` to ``bounds[i + 1]``; None for an empty range."""
+        """Make the target of each thread for its columns, ``bounds[i]`` to ``bounds[i + 1]``.
+
+        The target of an empty range is None.
+        """
         targets: list[QuantisedTarget | None] = []
         axis, places = len(self.value.shape) - 1, self.make_scratch_rows(steps)
         for place, own, (first, last) in zip(places, records, pairwise(bounds), strict=False):
@@ -300,7 +318,7 @@ class ResultConsumers:
         return record.slice_axis(1, skipped, width)
 
     def make_scratch_rows(self, steps: StepTableBuilder) -> Sequence[Operand]:
-        """Return for each thread the memory of one row, shaped like all rows (row stride 0)."""
+        """Make for each thread scratch memory of one float32 row, shaped like all rows (row stride 0)."""
         shape, nbytes = self.value.shape, 4 * self.columns
         memory = steps.scratch(f"row of {nbytes}", nbytes * steps.threads)
         strides = (*(0 for _ in shape[1:]), 1)
@@ -309,13 +327,13 @@ class ResultConsumers:
         ]
 
     def remember_records(self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]]) -> None:
-        """Register the quantised rows, so that products find them."""
+        """Register the quantised rows with the step table, so that matmuls find them."""
         for tensor, kind in self.quantised_tensors:
             at = self.rounding_kinds.index(kind)
             steps.register_derived(("rounded", tensor, kind), [own[at] for own in records], [self.value])
 
 
 def _as_float_operand(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
-    """Return the memory as a float32 operand with this shape and these strides."""
+    """Return memory as a float32 operand with this shape and these strides."""
     tensor = replace(memory.tensor, shape=shape, strides=strides, dtype=DType.F32)
     return Operand(memory.address, tensor)

@@ -38,14 +38,20 @@ IQ3_S_MAGNITUDES = (1, 3, 5, 7, 9, 11, 13, 15)
 
 @subroutine
 def spread_sign_fields(four):
-    """Move four fields of 7 bits to bytes, and the four bits above them to the highest bits of these bytes."""
+    """Spread four fields of 7 sign bits to the four bytes of a 32-bit number.
+
+    The four bits above the fields become the highest bits of these bytes.
+    """
     fields = four & 0x7F | four << 1 & 0x7F00 | four << 2 & 0x7F0000 | four << 3 & 0x7F000000
     return fields | four >> 21 & 0x80 | four >> 14 & 0x8000 | four >> 7 & 0x800000 | four & 0x80000000
 
 
 @subroutine
 def collect_highest_bits(v):
-    """Return the highest bits of the bytes of each lane as a number. A product moves them side by side."""
+    """Collect the highest bits of the four bytes of each 32-bit lane in a 4-bit number.
+
+    A multiplication moves the bits side by side.
+    """
     return shift_right(
         mul_int(and_int(shift_right(v, splat_int(7)), splat_int(0x01010101)), splat_int(0x10204080)), splat_int(28)
     )
@@ -53,20 +59,26 @@ def collect_highest_bits(v):
 
 @subroutine
 def odd_number(scale):
-    """Return ``2 * scale + 1`` as float32."""
+    """Return the scale factor of a small integer scale, ``2 * scale + 1``, as float32."""
     return to_float(add_int(shift_left(scale, splat_int(1)), splat_int(1)))
 
 
 @subroutine
 def pack_iq2_xxs_codes(row, b, first, second, lane):
-    """Pack four indices; signs, with the bits of the scale at the top of each byte."""
+    """Pack the IQ2_XXS codes of 32 columns: four indices, then signs.
+
+    The bits of the scale are at the top of the bytes of signs.
+    """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, spread_sign_fields(load_four(row + 6 + 8 * b)))
 
 
 @subroutine
 def pack_iq2_xs_codes(row, b, first, second, lane):
-    """Pack the low bytes of four indices; signs, with the high bit of the index at the top of each byte."""
+    """Pack the IQ2_XS codes of 32 columns: low bytes of four indices, then signs.
+
+    The high bit of each index is at the top of a byte of signs.
+    """
     for i in range(4):
         high = load_byte(row + 3 + 8 * b + 2 * i)
         store_byte(first + 4 * lane + i, load_byte(row + 2 + 8 * b + 2 * i))
@@ -82,7 +94,10 @@ def pack_iq2_s_codes(row, b, first, second, lane):
 
 @subroutine
 def pack_iq3_xxs_codes(row, b, first, second, lane):
-    """Pack eight indices; signs, with the bits of the scale at the top of each byte."""
+    """Pack the IQ3_XXS codes of 32 columns: eight indices, then signs.
+
+    The bits of the scale are at the top of the bytes of signs.
+    """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, load_four(row + 6 + 8 * b))
     store_int(first + 128 + 4 * lane, spread_sign_fields(load_four(row + 66 + 4 * b)))
@@ -96,21 +111,21 @@ def pack_iq3_s_codes(row, b, first, second, lane):
     store_byte(first + 192 + lane, load_byte(row + 66 + b))
 
 
-def _make_pack_iq1_codes(indices: int, high: int, bits: int) -> Subroutine:
-    """Make `PackedFormat.pack_codes` of an IQ1 type; the entries of its code book have new numbers.
+def _make_pack_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Subroutine:
+    """Make `PackedFormat.pack_codes` of an IQ1 type; the entries of its code book get new numbers.
 
     Args:
-        indices: The first byte of the low bytes of indices.
-        high: The first byte of the 16 bits for each block.
+        indices_offset: The first byte of the low bytes of indices.
+        high_offset: The first byte of the 16 bits for each block.
         bits: Bits from an index to the next in these 16 bits; the lowest three are the high bits of the index.
     """
     other_bits = 0xFFFF & ~sum(7 << bits * i for i in range(4))
 
     def pack(row, b, first, second, lane):
-        fields = load_byte(row + high + 2 * b) | load_byte(row + high + 1 + 2 * b) << 8
+        fields = load_byte(row + high_offset + 2 * b) | load_byte(row + high_offset + 1 + 2 * b) << 8
         changed = fields & other_bits
         for i in range(4):
-            number = renumber_entry(load_byte(row + indices + 4 * b + i) | (fields >> bits * i & 7) << 8)
+            number = renumber_entry(load_byte(row + indices_offset + 4 * b + i) | (fields >> bits * i & 7) << 8)
             store_byte(first + 4 * lane + i, number)
             changed |= number >> 8 << bits * i
         store_byte(first + 64 + 2 * lane, changed)
@@ -121,12 +136,18 @@ def _make_pack_iq1_codes(indices: int, high: int, bits: int) -> Subroutine:
 
 @subroutine
 def split_whole_scale(row, to, lane, s):
-    """Copy the float16 of a block with scales among the signs."""
+    """Pack the float16 scale of a file block: copy it to its lane. The small scales of the type are among the signs.
+
+    It is `PackedFormat.pack_scales`.
+    """
     copy_f16_to_lane(row, to, lane)
 
 
 def _make_split_scale_bytes(at: int, count: int) -> Subroutine:
-    """Make `PackedFormat.split_scales` for `count` bytes of small scales at byte `at`, and a float16 at the start."""
+    """Make `PackedFormat.pack_scales` for file blocks with a float16 and `count` bytes of small scales.
+
+    The float16 is at the start of the file block, the bytes begin at byte `at`.
+    """
 
     def split(row, to, lane, s):
         for j in range(count):
@@ -137,7 +158,7 @@ def _make_split_scale_bytes(at: int, count: int) -> Subroutine:
 
 
 def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -> Subroutine:
-    """Make `PackedFormat.load_scales` for scales at the top of the bytes of signs."""
+    """Make `PackedFormat.load_scales` for small scales that are stored at the top of the bytes of signs."""
 
     def scales(p, b):
         small = collect_highest_bits(load_ints(p - (UNIT_BLOCKS - b) * plane_bytes + signs))
@@ -149,7 +170,7 @@ def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -
 
 @subroutine
 def load_iq2_half_scales(p, b):
-    """Load both scales of a block from one byte for each row."""
+    """Load the two scales of a block of IQ2_XS or IQ2_S: one 4-bit scale for each half, from one byte for each row."""
     both, d = load_u8_lanes(p + 16 * b), mul(load_f16(p + 128), splat(0.125))
     return mul(d, odd_number(and_int(both, splat_int(15)))), mul(d, odd_number(shift_right(both, splat_int(4))))
 
@@ -163,7 +184,10 @@ def load_iq3_s_scales(p, b):
 
 @subroutine
 def load_iq1_s_scales(p, b):
-    """Load the scales from the bits below the signs; an eighth counts as one."""
+    """Load the IQ1_S scales of a block from the bits below the signs of the eighths.
+
+    The scales are divided by 8, because codes count eighths.
+    """
     small = and_int(shift_right(load_u16_lanes(p - (UNIT_BLOCKS - b) * 96 + 64), splat_int(12)), splat_int(7))
     d = mul(mul(load_f16(p), splat(0.125)), odd_number(small))
     return d, d
@@ -171,7 +195,10 @@ def load_iq1_s_scales(p, b):
 
 @subroutine
 def split_iq1_m_scales(row, to, lane, s):
-    """Split 16 scales of 3 bits: the float16 from the top of four numbers, two low bits, and the high bit of each."""
+    """Pack the 16 scales of 3 bits and the float16 of an IQ1_M file block: copy them to their lane.
+
+    The order is: the float16 from the top of four numbers, two low bits of each scale, and the high bit of each scale.
+    """
     whole, low, high = 0, 0, 0
     for j in range(4):
         four = load_byte(row + 48 + 2 * j) | load_byte(row + 49 + 2 * j) << 8
@@ -199,26 +226,26 @@ def load_iq1_m_scales(p, b):
 def _make_grid_format(
     dtype: DType,
     plane_bytes: int,
-    pack: Subroutine,
+    pack_codes: Subroutine,
     loaders: BookLoaders,
-    split: Subroutine,
-    scales: Subroutine,
-    zero: int,
+    pack_scales: Subroutine,
+    load_scales: Subroutine,
+    zero_point: int,
     *,
-    halves: bool = False,
+    has_half_block_scales: bool = False,
 ) -> PackedFormat:
-    """Make a format of codes from 0 to ``2 * zero``."""
+    """Make the packed format of a type with a code book: codes from 0 to ``2 * zero_point``."""
     return PackedFormat(
         dtype,
         (plane_bytes, 0),
-        pack,
-        split,
+        pack_codes,
+        pack_scales,
         loaders.one,
-        scales,
-        make_zero_point_biases(scales, zero),
-        zero,
-        halves,
-        2 * zero,
+        load_scales,
+        make_zero_point_biases(load_scales, zero_point),
+        zero_point,
+        has_half_block_scales,
+        2 * zero_point,
         loaders.two,
     )
 
@@ -249,7 +276,7 @@ GRID_FORMATS = (
         split_iq1_m_scales,
         load_iq1_m_scales,
         IQ1_ZERO,
-        halves=True,
+        has_half_block_scales=True,
     ),
     _make_grid_format(
         DType.IQ2_XXS,
@@ -268,7 +295,7 @@ GRID_FORMATS = (
         _make_split_scale_bytes(66, 8),
         load_iq2_half_scales,
         IQ2_XS_BOOK.zero,
-        halves=True,
+        has_half_block_scales=True,
     ),
     _make_grid_format(
         DType.IQ2_S,
@@ -278,7 +305,7 @@ GRID_FORMATS = (
         _make_split_scale_bytes(74, 8),
         load_iq2_half_scales,
         IQ2_S_BOOK.zero,
-        halves=True,
+        has_half_block_scales=True,
     ),
     _make_grid_format(
         DType.IQ3_XXS,

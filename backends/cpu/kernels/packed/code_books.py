@@ -2,13 +2,14 @@
 
 A block has 32 columns of 16 rows. Byte ``4 * row + i`` of a vector of indices has the low 8 bits of index i of the row.
 Byte i of the 32-bit lane `row` of a vector of signs has the signs of 8 columns. A code is ``zero + magnitude`` or
-``zero - magnitude``.
+``zero - magnitude``. A level is the position of a magnitude in the ascending list of magnitudes.
 
-- Processors with VBMI look indices up in registers: an entry is two bytes of small numbers, and each instruction
-  selects from 128 bytes. Then the numbers of a column are moved to its byte and, with the sign, looked up as a code.
+- Processors with VBMI look indices up in registers: an entry is two bytes of levels, and each instruction selects from
+128 bytes. Then the level of a column is moved to its byte and, with the sign, looked up as a code.
 - Other processors gather codes from a table in memory.
 
-An index has more than 8 bits if the code book has more than 256 entries. `shifted_grids` has the types IQ1.
+An index has more than 8 bits if the code book has more than 256 entries. `shifted_grids` has the types IQ1. Functions
+with the parameter `b` emit LLVM IR with that builder; byte vectors have 64 bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MOVE_FIELDS = "llvm.x86.avx512.pmultishift.qb.512"
 
 @dataclass(frozen=True, slots=True)
 class CodeBook:
-    """A code book and its codes.
+    """A code book of a quantised type: its distinct magnitudes and their codes.
 
     Attributes:
         dtype: The type that has the code book.
@@ -55,11 +56,17 @@ class CodeBook:
     zero: int
 
     def load_levels(self) -> np.ndarray:
-        """Return the number of each magnitude: [entries, columns of an entry]."""
+        """Load the levels of all entries: [entries, columns of an entry].
+
+        A level is the position of a number in `magnitudes`.
+        """
         return np.searchsorted(np.array(self.magnitudes), load_code_book(self.dtype)).astype(np.uint16)
 
     def pack_entries(self) -> np.ndarray:
-        """Return entries as two bytes: uint8 [2, entries]. Each level has 2 bits, or 4 bits with 4 columns."""
+        """Pack the levels of each entry into two bytes: uint8 [2, entries].
+
+        A level has 2 bits, or 4 bits in entries of 4 columns.
+        """
         levels = self.load_levels()
         width = 16 // levels.shape[1]
         words = (levels << width * np.arange(levels.shape[1], dtype=np.uint16)).sum(1).astype("<u2")
@@ -67,7 +74,7 @@ class CodeBook:
 
 
 def has_wide_permutes() -> bool:
-    """Return whether the processor looks bytes up in tables of 128 bytes."""
+    """Return whether the processor looks bytes up in tables of 128 bytes (AVX-512 VBMI)."""
     return bool(find_target_features().get("avx512vbmi"))
 
 
@@ -84,27 +91,28 @@ def load_at(b: Any, address: Any, offset: int, kind: ir.Type = _B) -> Any:
 
 
 def load_lanes(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
-    """Load 16 unsigned numbers, one per 32-bit lane."""
+    """Emit the load of 16 unsigned numbers, zero-extended to one 32-bit lane each."""
     return b.zext(load_at(b, address, offset, ir.VectorType(element, LANES)), _I)
 
 
 def move_fields(b: Any, x: Any, first: int, step: int) -> Any:
-    """Return in byte k of each 32-bit lane the 8 bits of the lane from bit ``first + step * k`` on."""
+    """Emit the extraction of 8-bit fields: byte k of each 32-bit lane gets the bits from ``first + step * k`` on."""
     offsets = [(32 * (row & 1) + first + step * k) % 64 for row in range(LANES) for k in range(4)]
     return simd.call_llvm(b, MOVE_FIELDS, _B, _vector(offsets), x)
 
 
 def is_set(b: Any, x: Any, bit: int) -> Any:
-    """Return whether a bit of each byte is set."""
+    """Emit the test whether bit number `bit` of each byte of `x` is set."""
     if bit == 7:
         return b.icmp_signed("<", x, bytes_of(0))
     return b.icmp_unsigned("!=", b.and_(x, bytes_of(1 << bit)), bytes_of(0))
 
 
 def look_up_bytes(b: Any, table: np.ndarray, indices: Sequence[Any], bits: Sequence[Sequence[Any]]) -> list[Any]:
-    """Look the low 7 bits of each index and its further `bits`, lowest first, up in a table of bytes.
+    """Emit the lookup of each index in a table of bytes.
 
-    All indices meet a part of the table before the next part is loaded, because loads take longest.
+    An index has 7 low bits in `indices` and further `bits`, lowest first. All indices meet a part of the table before
+    the next part is loaded, because loads take longest.
     """
     if len(table) == TABLE_BYTES:
         low, high = _vector(table[:VECTOR_BYTES]), _vector(table[VECTOR_BYTES:])
@@ -117,7 +125,10 @@ def look_up_bytes(b: Any, table: np.ndarray, indices: Sequence[Any], bits: Seque
 
 
 def complete_signs(b: Any, signs: Any) -> Any:
-    """Return bytes with bit 7 set so that the number of set bits is even; bit 7 of the operand is ignored."""
+    """Emit the parity bit of signs: set bit 7 of each byte so that the number of set bits is even.
+
+    Bit 7 of the operand is ignored.
+    """
     known = find_instruction(BIT_MATRIX_INSTRUCTIONS)
     if find_target_features().get("gfni") and known is not None:
         name, size = known
@@ -135,28 +146,34 @@ def complete_signs(b: Any, signs: Any) -> Any:
 
 
 def _make_signed_table(book: CodeBook, width: int) -> ir.Constant:
-    """Return the code of a level in the low `width` bits and the sign in the next bit; further bits are ignored."""
+    """Make the table of signed codes by level in the low `width` bits and sign in the next bit.
+
+    Further bits of an index are ignored.
+    """
     levels = [*book.magnitudes, *[0] * ((1 << width) - len(book.magnitudes))]
     codes = [*(book.zero + m for m in levels), *(book.zero - m for m in levels)]
     return _vector(codes * (VECTOR_BYTES // len(codes)))
 
 
 def _permute_signed(b: Any, book: CodeBook, level: Any, signs: Any, j: int, width: int) -> Any:
-    """Return the codes of vector `j` of a block from its levels and the signs of all vectors."""
+    """Emit the signed codes of vector `j` of a block, from the levels of the vector and the signs of all vectors."""
     sign, mask = move_fields(b, signs, 4 * j - width, 1), (1 << width) - 1
     chosen = b.or_(b.and_(level, bytes_of(mask)), b.and_(sign, bytes_of(255 - mask)))
     return simd.call_llvm(b, PERMUTE_ONE, _B, _make_signed_table(book, width), chosen)
 
 
 def move_levels_of_8(b: Any, both: Sequence[Any], low_bit: int) -> list[Any]:
-    """Return the levels of all vectors of a block from both bytes of its entries; a level begins at bit `low_bit`."""
+    """Emit the extraction of the levels of all vectors of a block, from both bytes of entries of 8 columns.
+
+    A level begins at bit `low_bit`.
+    """
     return [move_fields(b, both[j % 2], 8 * (j // 2) - low_bit, 2) for j in range(CODE_VECTORS)]
 
 
 def _permute_levels_of_8(
     b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
-    """Return the levels of all vectors of each block for entries of 8 columns."""
+    """Emit the lookup of the levels of all vectors of each block, for entries of 8 columns."""
     halves = [look_up_bytes(b, table, indices, bits) for table in book.pack_entries()]
     return [move_levels_of_8(b, both, 0) for both in zip(*halves, strict=True)]
 
@@ -164,7 +181,10 @@ def _permute_levels_of_8(
 def _permute_levels_of_4(
     b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
-    """Return the levels of all vectors of each block for entries of 4 columns, from two vectors of indices each."""
+    """Emit the lookup of the levels of all vectors of each block, for entries of 4 columns.
+
+    A block has two vectors of indices.
+    """
     halves = [look_up_bytes(b, table, indices, bits) for table in book.pack_entries()]
     vectors = []
     for first, second in zip(*halves, strict=True):
@@ -179,7 +199,7 @@ def _permute_levels_of_4(
 
 
 def find_table_address(b: Any, name: str, table: np.ndarray) -> Any:
-    """Return the address of a table of bytes in the code of the kernel."""
+    """Emit the address of a constant table of bytes, and add the table to the module of the kernel at first use."""
     symbol = f"hocket.table.{name}"
     known = b.module.globals.get(symbol)
     if known is None:
@@ -191,7 +211,14 @@ def find_table_address(b: Any, name: str, table: np.ndarray) -> Any:
 
 
 def gather_codes(b: Any, book: CodeBook, codes: np.ndarray, indices: Sequence[Any]) -> list[Any]:
-    """Return the codes of all vectors of a block: byte vectors. `indices` are 32-bit lanes, one for each entry."""
+    """Emit the gather of the codes of all vectors of a block from a table in memory, as byte vectors.
+
+    Args:
+        b: The IR builder.
+        book: The code book.
+        codes: The code of each column of each entry.
+        indices: 32-bit lanes, one vector for each entry of a row.
+    """
     table, parts = find_table_address(b, str(book.dtype), codes), codes.shape[1] // 4
     wide, every = ir.VectorType(_i64, LANES), ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1] * LANES)
     base = b.insert_element(ir.Constant(wide, ir.Undefined), table, ir.Constant(_i32, 0))
@@ -209,7 +236,7 @@ def gather_codes(b: Any, book: CodeBook, codes: np.ndarray, indices: Sequence[An
 
 
 def _negate_codes(b: Any, book: CodeBook, codes: Any, signs: Any, j: int) -> Any:
-    """Return ``2 * zero - code`` where a sign of vector `j` of a block is set."""
+    """Emit the negation of the codes that have a sign in vector `j` of a block: ``2 * zero - code``."""
     spread = b.shuffle_vector(
         signs, signs, ir.Constant(ir.VectorType(_i32, 64), [t // 4 * 4 + j // 2 for t in range(64)])
     )
@@ -219,12 +246,12 @@ def _negate_codes(b: Any, book: CodeBook, codes: Any, signs: Any, j: int) -> Any
 
 
 def byte_of_lane(b: Any, x: Any, i: int) -> Any:
-    """Return byte `i` of each 32-bit lane of a byte vector."""
+    """Emit the extraction of byte `i` of each 32-bit lane."""
     return b.and_(b.lshr(b.bitcast(x, _I), ints_of(8 * i)), ints_of(255))
 
 
 def take_high_bits(b: Any, x: Any, at: int, width: int) -> Any:
-    """Return `width` bits of each 32-bit lane from bit `at` on, as bits 8 and above."""
+    """Emit the high bits of indices: `width` bits of each 32-bit lane from bit `at` on, moved to bits 8 and above."""
     return b.shl(b.and_(b.lshr(x, ints_of(at)), ints_of((1 << width) - 1)), ints_of(8))
 
 
@@ -233,27 +260,27 @@ def take_high_bits(b: Any, x: Any, at: int, width: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BookLoaders:
-    """Loaders of codes with a code book.
+    """Loaders of weight codes that are stored as indices into a code book.
 
     Attributes:
-        one: ``(p, h) -> codes``, the codes of 32 columns at `p`.
-        two: ``(p, q) -> codes``, the codes at `p` and at `q`. The parts of the code book are loaded once for both.
+        load_one_block: ``(p, h) -> codes``, the codes of 32 columns at `p`.
+        load_two_blocks: ``(p, q) -> codes``, the codes at `p` and at `q`. Each part of the book is loaded once.
     """
 
     one: Intrinsic
     two: Intrinsic
 
 
-def make_loaders(emit: Callable[[Any, Sequence[Any]], list[list[Any]]]) -> BookLoaders:
-    """Make loaders of ``emit(b, addresses)``, which returns the vectors of codes at each address."""
+def make_loaders(emit_codes: Callable[[Any, Sequence[Any]], list[list[Any]]]) -> BookLoaders:
+    """Make code book loaders of ``emit_codes(b, addresses)``, which returns the vectors of codes at each address."""
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
     def one(b, p, h):
-        return pack_vectors(b, emit(b, [p])[0])
+        return pack_vectors(b, emit_codes(b, [p])[0])
 
     @intrinsic(TWO_CODES_TYPE, ADDRESS, ADDRESS)
     def two(b, p, q):
-        first, second = emit(b, [p, q])
+        first, second = emit_codes(b, [p, q])
         return pack_vectors(b, [*first, *second])
 
     return BookLoaders(one, two)
@@ -262,7 +289,7 @@ def make_loaders(emit: Callable[[Any, Sequence[Any]], list[list[Any]]]) -> BookL
 def make_signed_book_loaders(
     book: CodeBook, index_vectors: int, high_bits: int = 0, *, has_even_signs: bool, has_index_bits: bool = False
 ) -> BookLoaders:
-    """Make the loaders for a code book of magnitudes.
+    """Make the loaders for a code book of magnitudes, with signs stored separately.
 
     A block has the vectors of indices, a vector of signs, and the high bits of indices (a byte for each row).
 

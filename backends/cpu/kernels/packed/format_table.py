@@ -71,13 +71,19 @@ __all__ = ["BLOCK_COLUMNS", "FORMATS", "GROUP_ROWS", "UNIT_BLOCKS", "PackedForma
 
 @subroutine
 def unpack_4_bits_of_32(row, c, head, nbytes):
-    """Unpack 4 codes of a 32-column block. The low nibbles are the first 16 columns."""
+    """Unpack the 4-bit codes of four columns of a 32-column block. The low nibbles are the first 16 columns.
+
+    `head` is the bytes of a file block before the codes, `nbytes` the bytes of a file block.
+    """
     return load_four(row + c // 32 * nbytes + head + c % 16) >> c % 32 // 16 * 4 & NIBBLE_MASK
 
 
 @subroutine
 def unpack_fifth_bits(row, c, head, nbytes):
-    """Unpack the fifth bits of 4 columns from 4 bytes with a bit per column. A product moves four neighbours apart."""
+    """Unpack the fifth bits of the codes of four columns, from 4 bytes with one bit per column.
+
+    A multiplication moves four neighbours apart.
+    """
     four = load_byte(row + c // 32 * nbytes + head + c % 32 // 8) >> c % 8 & 15
     return (four * 0x204081 & BIT_MASK) << 4
 
@@ -113,7 +119,10 @@ def load_mxfp4_codes(row, c):
 
 
 def _make_split_scale_and_bias(nbytes: int) -> Subroutine:
-    """Make `PackedFormat.split_scales` for a scale and a bias. The biases follow the scales."""
+    """Make `PackedFormat.pack_scales` for file blocks with a float16 scale and a float16 bias.
+
+    The biases follow the scales.
+    """
 
     def split_scale_and_bias(row, to, lane, s):
         copy_f16_to_lane(row + s * nbytes, to + s * 64, lane)
@@ -141,7 +150,10 @@ def split_mxfp4_scales(row, to, lane, s):
 
 @subroutine
 def load_mxfp4_scales(p, b):
-    """Load ``2 ** (e - 128)``, because the code book is doubled. The two smallest scales are subnormal."""
+    """Load the MXFP4 scales of a block, ``2 ** (e - 128)``: half of each scale, because the code book is doubled.
+
+    The two smallest scales are subnormal.
+    """
     e = load_u8_lanes(p + 16 * b)
     small = bits_to_float(shift_left(splat_int(0x200000), e))
     d = where_less(to_float(e), splat(2.0), small, bits_to_float(shift_left(sub_int(e, splat_int(1)), splat_int(23))))
@@ -150,7 +162,7 @@ def load_mxfp4_scales(p, b):
 
 @subroutine
 def load_nvfp4_codes(row, c):
-    """Unpack 4 codes of 16 columns in 8 bytes. The low nibbles are the first half."""
+    """Unpack the NVFP4 codes of four columns, 16 columns in 8 bytes. The low nibbles are the first half."""
     return load_four(row + c // 64 * 36 + 4 + c % 64 // 16 * 8 + c % 8) >> c % 16 // 8 * 4 & NIBBLE_MASK
 
 
@@ -162,7 +174,10 @@ def split_nvfp4_scales(row, to, lane, s):
 
 @subroutine
 def e4m3_to_half_floats(e):
-    """Return half of each float of 8 bits (`HALF_OF_E4M3`), because the code book is doubled; NaN gives 0."""
+    """Return half of each 8-bit float E4M3 as float32, because the code book is doubled; NaN gives 0.
+
+    The values are `HALF_OF_E4M3`.
+    """
     e = and_int(e, splat_int(127))
     half = mul(bits_to_float(shift_left(e, splat_int(20))), splat(2.0**119))
     return where_less(to_float(e), splat(127.0), half, splat(0.0))
@@ -177,7 +192,11 @@ def load_nvfp4_scales(p, b):
 
 
 def _make_code_book(values: np.ndarray) -> tuple[Intrinsic, int, int]:
-    """Return the codes through a book of 16 signed values, the zero point that makes them unsigned, the top code."""
+    """Make the decoder of 4-bit codes through a book of 16 signed values.
+
+    Returns:
+        The code loader, the zero point that makes the values unsigned, and the largest code.
+    """
     zero = -int(values.min())
     return (
         make_code_loader((4,), table=make_byte_table([int(v) + zero for v in values])),
@@ -195,13 +214,16 @@ decode_fp4_codes, FP4_ZERO_POINT, FP4_MAX_CODE = _make_code_book(FP4_VALUES_TIME
 
 @subroutine
 def unpack_4_bits_of_64(row, c):
-    """Unpack 4 codes of 64 columns in 32 bytes. The low nibbles are the first half."""
+    """Unpack the 4-bit codes of four columns: 64 columns are in 32 bytes, and the low nibbles are the first half."""
     return load_four(row + c // 64 * 32 + c % 32) >> c % 64 // 32 * 4 & NIBBLE_MASK
 
 
 @subroutine
 def unpack_bits_of_256(row, c):
-    """Unpack 4 bits from 256 columns in 32 bytes, lowest bits first."""
+    """Unpack the bits of four columns from `c` on: 256 columns are in 32 bytes, lowest bits first.
+
+    The result has one bit per byte.
+    """
     return load_four(row + c % 32) >> c // 32 & BIT_MASK
 
 
@@ -227,7 +249,7 @@ def load_q5_k_codes(row, c):
 
 @subroutine
 def load_q6_k_codes(row, c):
-    """Join nibbles of 128 columns in 64 bytes and their two high bits in 32 bytes."""
+    """Unpack the Q6_K codes of four columns: nibbles of 128 columns in 64 bytes, and two high bits each in 32 bytes."""
     low = load_four(row + c // 128 * 64 + c % 64) >> c % 128 // 64 * 4 & NIBBLE_MASK
     return low | unpack_2_bits_of_128(row + 128, c) << 4
 
@@ -239,7 +261,10 @@ def load_iq4_xs_codes(row, c):
 
 @subroutine
 def unpack_6_bits(at, j):
-    """Unpack scale (`j` 0 to 7) or minimum (8 to 15) of Q4_K and Q5_K (``get_scale_min_k4`` of ggml)."""
+    """Unpack a 6-bit scale or minimum of a Q4_K or Q5_K block (``get_scale_min_k4`` of ggml).
+
+    `j` from 0 to 7 is a scale, `j` from 8 to 15 a minimum.
+    """
     half, i = j // 8 * 4, j % 8
     if i < 4:
         return load_byte(at + half + i) & 63
@@ -249,7 +274,10 @@ def unpack_6_bits(at, j):
 
 @subroutine
 def split_k_scales(row, to, lane, s):
-    """Split Q4_K and Q5_K scales: low nibbles of 8 scales and minimums; high bits of block pairs; two float16."""
+    """Pack the scales and minimums of a Q4_K or Q5_K file block: copy them to their lane.
+
+    The order is: low nibbles of 8 scales and minimums, high bits of pairs of blocks, two float16.
+    """
     for pair in range(4):
         high = 0
         for k in range(2):
@@ -264,13 +292,13 @@ def split_k_scales(row, to, lane, s):
 
 @subroutine
 def load_high_bits(at, j):
-    """Load the two high bits of the scale of block `j`, and above them the high bits of the minimum."""
+    """Load the two high bits of the Q4_K or Q5_K scale of block `j`, and above them the high bits of the minimum."""
     return shift_right(load_u8_lanes(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
 
 
 @subroutine
 def load_k_scales(p, b):
-    """Return the 6-bit scale of 32 columns times the float16 of 256 columns, of Q4_K and Q5_K."""
+    """Load the Q4_K or Q5_K scales of a block: the 6-bit scale of 32 columns times the float16 of 256 columns."""
     low, high = and_int(load_u8_lanes(p + 16 * b), splat_int(15)), and_int(load_high_bits(p, b), splat_int(3))
     d = mul(load_f16(p + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
     return d, d
@@ -278,7 +306,7 @@ def load_k_scales(p, b):
 
 @subroutine
 def load_k_biases(p, b):
-    """Return the negative 6-bit minimum times the other float16."""
+    """Load the Q4_K or Q5_K biases of a block: the negative 6-bit minimum times the second float16 of 256 columns."""
     low, four = shift_right(load_u8_lanes(p + 16 * b), splat_int(4)), splat_int(4)
     high = and_int(shift_right(load_high_bits(p, b), splat_int(2)), splat_int(3))
     m = mul(mul(load_f16(p + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
@@ -311,7 +339,10 @@ def load_q2_k_biases(p, b):
 
 @subroutine
 def split_q3_k_scales(row, to, lane, s):
-    """Split 6-bit scales. Low nibbles of blocks j, j + 8 share a byte; so do high bits of j, j + 4, j + 8, j + 12."""
+    """Pack the 6-bit scales and the float16 of a Q3_K file block: copy them to their lane.
+
+    Low nibbles of the scales j and j + 8 share a byte; high bits of the scales j, j + 4, j + 8 and j + 12 do so, too.
+    """
     for j in range(8):
         store_byte(to + 16 * j + lane, load_byte(row + 96 + j))
     for j in range(4):
@@ -321,7 +352,10 @@ def split_q3_k_scales(row, to, lane, s):
 
 @subroutine
 def load_q3_k_scales(p, b):
-    """Make both scales of a block from adjacent bytes. Subtracting 32 d after the product is exact, too."""
+    """Load both Q3_K scales of a block from adjacent bytes.
+
+    Subtracting 32 d after the multiplication with d is exact, too.
+    """
     low = shift_right(load_ints(p + 32 * (b % 4)), splat_int(b // 4 * 4))
     high = shift_right(load_ints(p + 128 + 32 * (b % 2)), splat_int(b // 2 * 2))
     high = shift_left(and_int(high, splat_int(0x03030303)), splat_int(4))
@@ -367,8 +401,8 @@ def load_iq4_xs_scales(p, b):
 
 load_one_scale = make_load_one_scale(1)
 _INTERLEAVED_BIASES = load_scales_next_to_biases, load_biases_next_to_scales
-_format_with_iq4_codes = partial(make_format, codes=decode_iq4_nl_codes, largest=IQ4_NL_MAX_CODE)
-_format_with_fp4_codes = partial(make_format, codes=decode_fp4_codes, largest=FP4_MAX_CODE)
+_format_with_iq4_codes = partial(make_format, load_codes=decode_iq4_nl_codes, max_code=IQ4_NL_MAX_CODE)
+_format_with_fp4_codes = partial(make_format, load_codes=decode_fp4_codes, max_code=FP4_MAX_CODE)
 _ALL_FORMATS = (
     make_format(DType.Q4_0, (4,), load_q4_0_codes, make_split_one_scale(18), load_one_scale, 8),
     make_format(DType.Q4_1, (4,), load_q4_1_codes, _make_split_scale_and_bias(20), *_INTERLEAVED_BIASES),
@@ -377,7 +411,13 @@ _ALL_FORMATS = (
     make_format(DType.Q8_0, (8,), load_q8_0_codes, make_split_one_scale(34), load_one_scale, 128),
     _format_with_fp4_codes(DType.MXFP4, (4,), load_mxfp4_codes, split_mxfp4_scales, load_mxfp4_scales, FP4_ZERO_POINT),
     _format_with_fp4_codes(
-        DType.NVFP4, (4,), load_nvfp4_codes, split_nvfp4_scales, load_nvfp4_scales, FP4_ZERO_POINT, halves=True
+        DType.NVFP4,
+        (4,),
+        load_nvfp4_codes,
+        split_nvfp4_scales,
+        load_nvfp4_scales,
+        FP4_ZERO_POINT,
+        has_half_block_scales=True,
     ),
     make_format(DType.Q4_K, (4,), load_q4_k_codes, split_k_scales, load_k_scales, load_k_biases),
     make_format(DType.Q5_K, (4, 1), load_q5_k_codes, split_k_scales, load_k_scales, load_k_biases),

@@ -49,7 +49,11 @@ IQ1_BOOK = CodeBook(DType.IQ1_S, (-1, 0, 1), IQ1_ZERO)
 
 @cache
 def order_entries() -> np.ndarray:
-    """Return the entries of the file in their new order, such that no bin has three second halves."""
+    """Return the entries of the IQ1 code book in an order in which each bin has at most two second halves.
+
+    An entry is its number in the file. A bin is 16 consecutive entries, a second half the levels of the last four
+    columns.
+    """
     halves = IQ1_BOOK.pack_entries()[1]
     left = sorted((np.flatnonzero(halves == half) for half in np.unique(halves)), key=len)
     order = list[int]()
@@ -61,13 +65,16 @@ def order_entries() -> np.ndarray:
 
 
 def _number_entries() -> np.ndarray:
-    """Return the new number of each entry of `order_entries`."""
+    """Compute the new number of each entry of `order_iq1_entries`.
+
+    The low 7 bits are the bin of the entry, the other bits its place in the bin.
+    """
     bins, places = np.divmod(np.arange(len(order_entries())), BIN_ENTRIES)
     return bins + TABLE_BYTES * (places // 8 + 2 * (places % 8))
 
 
 def _renumber(table: np.ndarray) -> np.ndarray:
-    """Return a table by new numbers from a table with a row for each entry of the file."""
+    """Reorder a table with a row for each IQ1 entry of the file to a table by new numbers."""
     renumbered = np.empty_like(table)
     renumbered[_number_entries()] = table[order_entries()]
     return renumbered
@@ -75,7 +82,7 @@ def _renumber(table: np.ndarray) -> np.ndarray:
 
 @intrinsic(ADDRESS, ADDRESS)
 def renumber_entry(b, number):
-    """Return the new number of an entry of the file."""
+    """Return the new number of an IQ1 entry from its number in the file."""
     numbers = np.empty(len(order_entries()), "<u2")
     numbers[order_entries()] = _number_entries()
     at = b.add(find_table_address(b, "iq1_numbers", numbers.view(np.uint8)), b.shl(number, ir.Constant(_i64, 1)))
@@ -83,7 +90,11 @@ def renumber_entry(b, number):
 
 
 def _list_second_halves() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return for each bin the second half of its first and last entries, and the place of the last half, times 16."""
+    """Return for each bin of IQ1 entries its first and its last second half, and the bound between them.
+
+    A second half is the levels of the last four columns. The bound is the place in the bin where the last second half
+    begins, times 16.
+    """
     halves = IQ1_BOOK.pack_entries()[1][order_entries()].reshape(-1, BIN_ENTRIES)
     first, last = halves[:, 0], halves[:, -1]
     bounds = (halves == first[:, None]).sum(1) % BIN_ENTRIES
@@ -92,7 +103,7 @@ def _list_second_halves() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def make_shifted_book_loaders(bits: int, *, has_one_shift: bool) -> BookLoaders:
-    """Make the loaders of an IQ1 type.
+    """Make the code book loaders of an IQ1 type, in which a shift of an eighth is added to each entry.
 
     Args:
         bits: Bits from an index to the next in the 16 bits of a row; three of them are bits of the index.

@@ -24,13 +24,14 @@ MAX_UNEXPANDED_ROWS, MAX_UNEXPANDED_ROWS_OF_SLOW_CODES = 16, 8
 
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
-    """The packed layout of one quantised type.
+    """The packed layout of one quantised weight type, with the subroutines that pack and load it.
 
     Attributes:
+        dtype: The quantised type.
         plane_bytes: Bytes of 32 columns of a group in the first and in the second plane of codes.
         pack_codes: ``(row, b, first, second, lane)`` copies the codes of columns 32 b to 32 b + 31 of a file row's unit
             to their lane of both planes.
-        split_scales: ``(row, to, lane, s)`` copies the scales of file block `s` to their lane.
+        pack_scales: ``(row, to, lane, s)`` copies the scales of file block `s` to their lane.
         load_codes: ``(p, h)`` loads the codes of 32 columns from both planes.
         load_scales: ``(p, b)`` loads the scales of columns 32 b to 32 b + 15, and of the 16 columns behind them.
         load_biases: ``(p, b)`` loads the biases likewise. With a zero point they are ``-zero_point * scale``.
@@ -57,71 +58,74 @@ class PackedFormat:
 
     @property
     def code_properties(self) -> WeightCodes:
-        """Properties of the codes for dot products."""
+        """Properties of the weight codes that dot products need.
+
+        They are the largest code, the zero point, and whether half blocks have a scale of their own.
+        """
         return WeightCodes(self.max_code, self.zero_point, self.has_half_block_scales)
 
     @property
     def blocks_per_load(self) -> int:
-        """Blocks of a group that are best loaded together."""
+        """Number of blocks of a group that are fastest to load together: 1 or 2."""
         return 1 if self.load_two_codes is None else 2
 
     @property
     def group_block_bytes(self) -> int:
-        """Bytes of 32 columns of a group, codes and scales."""
+        """Bytes of one block of a group: the codes and scales of 32 columns of 16 rows."""
         return GROUP_ROWS * BLOCK_COLUMNS * self.dtype.block_bytes // self.dtype.block
 
 
 def make_format(
     dtype: DType,
-    widths: tuple[int, ...],
-    four: Subroutine,
-    split: Subroutine,
-    scales: Subroutine,
+    plane_bits: tuple[int, ...],
+    load_four_codes: Subroutine,
+    pack_scales: Subroutine,
+    load_scales: Subroutine,
     biases: Subroutine | int,
     *,
-    codes: Intrinsic | None = None,
-    largest: int | None = None,
-    halves: bool = False,
+    load_codes: Intrinsic | None = None,
+    max_code: int | None = None,
+    has_half_block_scales: bool = False,
 ) -> PackedFormat:
-    """Make a format of codes that are split into planes of bits.
+    """Make the packed format of a type with codes that are split into planes of bits.
 
     Args:
         dtype: The quantised type.
-        widths: Bits of a code in each plane.
-        four: ``(row, c)`` returns the codes of columns `c` to c + 3 of a file row's unit, one byte each.
-        split: `PackedFormat.split_scales`.
-        scales: `PackedFormat.load_scales`.
+        plane_bits: Bits of a code in each plane.
+        load_four_codes: ``(row, c)`` returns the codes of columns `c` to c + 3 of a file row's unit, one byte each.
+        pack_scales: `PackedFormat.pack_scales`.
+        load_scales: `PackedFormat.load_scales`.
         biases: `PackedFormat.load_biases`, or the zero point of the codes.
-        codes: `PackedFormat.load_codes`. If absent, the codes are the bits of all planes.
-        largest: The largest code. If absent, all bits may be set.
-        halves: `PackedFormat.has_half_block_scales`.
+        load_codes: `PackedFormat.load_codes`. If absent, the codes are the bits of all planes.
+        max_code: The largest code. If absent, all bits may be set.
+        has_half_block_scales: `PackedFormat.has_half_block_scales`.
     """
     zero = biases if isinstance(biases, int) else 0
     return PackedFormat(
         dtype,
-        (64 * widths[0], 64 * sum(widths[1:])),
-        make_pack_bits(four, widths),
-        split,
-        codes or make_code_loader(widths),
-        scales,
-        biases if isinstance(biases, Subroutine) else make_zero_point_biases(scales, zero),
+        (64 * plane_bits[0], 64 * sum(plane_bits[1:])),
+        make_pack_bits(load_four_codes, plane_bits),
+        pack_scales,
+        load_codes or make_code_loader(plane_bits),
+        load_scales,
+        biases if isinstance(biases, Subroutine) else make_zero_point_biases(load_scales, zero),
         zero,
-        halves,
-        (1 << sum(widths)) - 1 if largest is None else largest,
+        has_half_block_scales,
+        (1 << sum(plane_bits)) - 1 if max_code is None else max_code,
         None,
-        MAX_UNEXPANDED_ROWS_OF_SLOW_CODES if halves or len(widths) > 1 else MAX_UNEXPANDED_ROWS,
+        MAX_UNEXPANDED_ROWS_OF_SLOW_CODES if has_half_block_scales or len(plane_bits) > 1 else MAX_UNEXPANDED_ROWS,
     )
 
 
-def make_pack_bits(four: Subroutine, widths: tuple[int, ...]) -> Subroutine:
-    """Make `PackedFormat.pack_codes` for codes that are split into one or two planes of bits."""
-    low_bits = _make_move_bits(four, 0, widths[0])
-    if len(widths) == 1:
+def make_pack_bits(load_four_codes: Subroutine, plane_bits: tuple[int, ...]) -> Subroutine:
+    """Make `PackedFormat.pack_codes`: split codes into one or two planes of bits."""
+    low_bits = _make_move_bits(load_four_codes, 0, plane_bits[0])
+    if len(plane_bits) == 1:
 
         def pack(row, b, first, second, lane):
             low_bits(row, b * BLOCK_COLUMNS, first + 4 * lane)
     else:
-        high_bits = _make_move_bits(four, *widths)
+        high_bits = _make_move_bits(load_four_codes, *plane_bits)
 
         def pack(row, b, first, second, lane):
             low_bits(row, b * BLOCK_COLUMNS, first + 4 * lane)
@@ -130,10 +134,11 @@ def make_pack_bits(four: Subroutine, widths: tuple[int, ...]) -> Subroutine:
     return subroutine(pack)
 
 
-def _make_move_bits(four: Subroutine, first: int, width: int) -> Subroutine:
-    """Make ``(row, c, to)``: copy bits `first` to `first` + `width` of 32 codes to one lane of a plane.
+def _make_move_bits(load_four_codes: Subroutine, first: int, width: int) -> Subroutine:
+    """Make the subroutine that copies bits of 32 codes to one lane of a plane: ``(row, c, to)``.
 
-    The first four columns become the lowest bits of the first vector.
+    The bits are `first` to `first` + `width` of a code. The first four columns become the lowest bits of the first
+    vector.
     """
     fields, mask = 8 // width, ((1 << width) - 1) * 0x01010101
 
@@ -141,7 +146,7 @@ def _make_move_bits(four: Subroutine, first: int, width: int) -> Subroutine:
         for vector in range(width):
             bits = 0
             for field in range(fields):
-                bits |= (four(row, c + 4 * (vector * fields + field)) >> first & mask) << field * width
+                bits |= (load_four_codes(row, c + 4 * (vector * fields + field)) >> first & mask) << field * width
             store_int(to + 64 * vector, bits)
 
     return subroutine(copy_bits)
@@ -149,46 +154,49 @@ def _make_move_bits(four: Subroutine, first: int, width: int) -> Subroutine:
 
 @subroutine
 def unpack_2_bits_of_128(row, c):
-    """Unpack 4 codes of 2 bits from 128 columns in 32 bytes, lowest bits first."""
+    """Unpack the 2-bit codes of four columns from `c` on: 128 columns are in 32 bytes, lowest bits first.
+
+    The result has one code per byte.
+    """
     return load_four(row + c // 128 * 32 + c % 32) >> c // 32 % 4 * 2 & CRUMB_MASK
 
 
 @subroutine
 def copy_f16_to_lane(row, to, lane):
-    """Copy a float16 to its lane of 16."""
+    """Copy the two bytes of a float16 to their lane among the 16 float16 at `to`."""
     store_byte(to + 2 * lane, load_byte(row))
     store_byte(to + 2 * lane + 1, load_byte(row + 1))
 
 
 @cache
-def make_zero_point_biases(scales: Subroutine, zero: int) -> Subroutine:
-    """Make the biases of a type with a fixed zero point: ``-zero * scale``."""
+def make_zero_point_biases(load_scales: Subroutine, zero_point: int) -> Subroutine:
+    """Make `PackedFormat.load_biases` of a type with a fixed zero point: ``-zero_point * scale``."""
 
     def biases(p, b):
-        d, e = scales(p, b)
-        return mul(d, splat(-zero)), mul(e, splat(-zero))
+        d, e = load_scales(p, b)
+        return mul(d, splat(-zero_point)), mul(e, splat(-zero_point))
 
     return subroutine(biases)
 
 
-def make_split_one_scale(nbytes: int, at: int = 0) -> Subroutine:
-    """Make `PackedFormat.split_scales` for a float16 at byte `at` of file blocks of `nbytes` bytes."""
+def make_split_one_scale(block_bytes: int, scale_offset: int = 0) -> Subroutine:
+    """Make `PackedFormat.pack_scales` for file blocks with one float16 scale at byte `scale_offset`."""
 
     def split(row, to, lane, s):
-        copy_f16_to_lane(row + s * nbytes + at, to + s * 32, lane)
+        copy_f16_to_lane(row + s * block_bytes + scale_offset, to + s * 32, lane)
 
     return subroutine(split)
 
 
-def make_load_one_scale(blocks: int) -> Subroutine:
-    """Make `PackedFormat.load_scales` for one float16 in each `blocks` blocks."""
+def make_load_one_scale(blocks_per_scale: int) -> Subroutine:
+    """Make `PackedFormat.load_scales` for one float16 scale per `blocks_per_scale` blocks."""
 
     def scales(p, b):
-        d = load_f16(p + 32 * (b // blocks))
+        d = load_f16(p + 32 * (b // blocks_per_scale))
         return d, d
 
     return subroutine(scales)
 
 
-format_with_half_scales = partial(make_format, halves=True)
-"""`make_format` for a type with two scales in 32 columns."""
+format_with_half_scales = partial(make_format, has_half_block_scales=True)
+"""`make_bitplane_format` for a type with two scales in 32 columns."""

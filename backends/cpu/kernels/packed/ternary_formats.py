@@ -1,4 +1,4 @@
-"""Packed weights of one to three values per code: TQ1_0, TQ2_0, Q1_0 and Q2_0."""
+"""Packed weights of one to three values per code: TQ1_0, TQ2_0, Q1_0 and Q2_0. A trit is a digit to base 3."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ from .packed_format import (
 
 @subroutine
 def load_q1_0_codes(row, c):
-    """Unpack 4 bits; a product moves four neighbours apart."""
+    """Unpack the Q1_0 codes of four columns: one bit per column.
+
+    A multiplication moves four neighbours apart.
+    """
     return (load_byte(row + c // 128 * 18 + 2 + c % 128 // 8) >> c % 8 & 15) * 0x204081 & BIT_MASK
 
 
 @subroutine
 def load_q2_0_codes(row, c):
-    """Unpack 4 codes of 2 bits from a byte."""
+    """Unpack the Q2_0 codes of four columns: 2 bits each, from one byte."""
     four = load_byte(row + c // 64 * 18 + 2 + c % 64 // 4)
     return (four | four << 6 | four << 12 | four << 18) & CRUMB_MASK
 
 
 @subroutine
 def first_digit_from(byte, n):
-    """Return digit `n` of a number to base 3 (`simd.trits`)."""
+    """Return trit `n` of a byte: digit `n` of a number to base 3, most significant first (`simd.trits`)."""
     for _ in range(n):
         byte = byte * 3 & 255
     return byte * 3 >> 8
@@ -43,7 +46,10 @@ def first_digit_from(byte, n):
 
 @subroutine
 def unpack_trit(row, c):
-    """Unpack column `c` of 256: 32 bytes of 5 digits, 16 bytes of 5 digits, and 4 bytes of 4 digits."""
+    """Unpack the trit of column `c` of a TQ1_0 file block of 256 columns.
+
+    A file block has 32 bytes of 5 trits, 16 bytes of 5 trits, and 4 bytes of 4 trits.
+    """
     if c < 160:
         return first_digit_from(load_byte(row + c % 32), c // 32)
     if c < 240:
@@ -53,7 +59,7 @@ def unpack_trit(row, c):
 
 @subroutine
 def replace_trit(at, n, digit):
-    """Replace digit `n` of the byte at an address."""
+    """Replace trit `n` of the packed byte at address `at` by `digit`."""
     old, number = load_byte(at), 0
     for i in range(DIGITS):
         number = number * 3 + (digit if i == n else first_digit_from(old, i))
@@ -62,7 +68,10 @@ def replace_trit(at, n, digit):
 
 @subroutine
 def pack_trits(row, b, first, second, lane):
-    """Pack 20 columns to five digits of 4 bytes, and 12 columns to bytes that rows share."""
+    """Pack the TQ1_0 codes of 32 columns into trits of one lane.
+
+    20 columns become five trits of 4 bytes each. 12 columns go to bytes that rows share.
+    """
     for k in range(4):
         number = 0
         for j in range(DIGITS):
@@ -81,7 +90,7 @@ TERNARY_FORMATS = (
         DType.TQ1_0,
         (64, SHORT_BYTES),
         pack_trits,
-        make_split_one_scale(54, at=52),
+        make_split_one_scale(54, scale_offset=52),
         load_trits,
         load_tq1_0_scales,
         make_zero_point_biases(load_tq1_0_scales, 1),
@@ -89,7 +98,9 @@ TERNARY_FORMATS = (
         False,
         2,
     ),
-    make_format(DType.TQ2_0, (2,), unpack_2_bits_of_128, make_split_one_scale(66, at=64), make_load_one_scale(8), 1),
+    make_format(
+        DType.TQ2_0, (2,), unpack_2_bits_of_128, make_split_one_scale(66, scale_offset=64), make_load_one_scale(8), 1
+    ),
     make_format(
         DType.Q1_0,
         (1,),
@@ -97,8 +108,8 @@ TERNARY_FORMATS = (
         make_split_one_scale(18),
         make_load_one_scale(4),
         1,
-        codes=make_code_loader((1,), to=1),
-        largest=2,
+        load_codes=make_code_loader((1,), to=1),
+        max_code=2,
     ),
     make_format(DType.Q2_0, (2,), load_q2_0_codes, make_split_one_scale(18), make_load_one_scale(2), 1),
 )

@@ -20,7 +20,7 @@ PACK_ARGS = declare_args("source stride target rows columns")
 
 @cache
 def make_pack_kernel(form: PackedFormat) -> Kernel:
-    """Make the kernel that packs rows at `source`, `stride` bytes each, to groups at `target`.
+    """Make the kernel that packs weight rows at `source`, `stride` bytes each, to groups at `target`.
 
     Missing rows of the last group are not written.
     """
@@ -53,7 +53,7 @@ UNPACK_ARGS = declare_args("packed stride rows columns ids target step count scr
 
 @cache
 def make_unpack_kernel(form: PackedFormat) -> Kernel:
-    """Make the kernel that unpacks `count` rows by id to float32.
+    """Make the kernel that unpacks `count` rows of a packed weight by id to float32.
 
     `ids` are int32. `stride` is the bytes of a packed row, `step` the bytes from row to row of the target. Each thread
     has 1,024 bytes of scratch. An invalid id stops the run.

@@ -81,7 +81,7 @@ def compute_delta_net_scratch_bytes(size):
 
 @subroutine
 def transpose_block(source, step, to, pace, rows, columns):
-    """Transpose a block of rows that are `step` bytes apart to columns with rows `pace` bytes apart."""
+    """Transpose a block of `rows` by `columns` numbers; rows are `step` bytes apart, result rows `pace` bytes."""
     for r in range(0, rows, LANES):
         for c in range(0, columns, LANES):
             transpose_16x16(source + r * step + 4 * c, step, to + c * pace + 4 * r, pace)
@@ -89,13 +89,16 @@ def transpose_block(source, step, to, pace, rows, columns):
 
 @subroutine
 def compute_head_address(a, first, n, t, h):
-    """Return the address of a head's vector for sequence `n` and token `t`. The words begin at number `first`."""
+    """Return the address of a head's vector; the address and three strides are the words of `a` from `first` on."""
     return load_word(a, first) + n * load_word(a, first + 1) + t * load_word(a, first + 2) + h * load_word(a, first + 3)
 
 
 @cache
 def make_one_token_part(per_channel: bool) -> Subroutine:
-    """Make ``(a, n, h, source, t, first, last, memory)``: process one token with state rows `first` to `last`."""
+    """Make the subroutine that processes one token with state rows `first` to `last`.
+
+    The subroutine is ``(a, n, h, source, t, first, last, memory)``.
+    """
 
     def process_one_token(a, n, h, source, t, first, last, memory):
         size, width = ARGS.size(a), ARGS.width(a)
@@ -136,10 +139,12 @@ def make_one_token_part(per_channel: bool) -> Subroutine:
 
 @cache
 def make_two_token_part(per_channel: bool) -> Subroutine:
-    """Make ``(a, n, h, source, t, first, last, memory)``: process two tokens with rows of the state, four at a time.
+    """Make the subroutine that processes two tokens with state rows `first` to `last`, four rows at a time.
 
-    The state is read twice and written once for both tokens, because the products of the second token follow from the
-    old state. With decays f and g: ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.
+    The subroutine is ``(a, n, h, source, t, first, last, memory)``. The state is read twice and written once for both
+    tokens, because the products of the second token follow from the old state.
+
+    With decays f and g: ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.
     """
 
     def process_two_tokens(a, n, h, source, t, first, last, memory):
@@ -212,11 +217,11 @@ def make_two_token_part(per_channel: bool) -> Subroutine:
 
 @cache
 def make_two_token_transposed_part(per_channel: bool) -> Subroutine:
-    """Make ``(a, n, h, source, t, first, memory)``: process two tokens with a transposed block of rows.
+    """Make the subroutine that processes two tokens with a transposed block of state rows.
 
-    Lanes are rows, so that no sum crosses lanes. A scalar decay is applied after the sums over channels. Tokens are
-    pages apart, so the operands of the next two tokens are prefetched, `out` included. A store to an absent line of
-    `out` would delay all later stores of the state.
+    The subroutine is ``(a, n, h, source, t, first, memory)``. Lanes are rows, so that no sum crosses lanes. A scalar
+    decay is applied after the sums over channels. Tokens are pages apart, so the operands of the next two tokens are
+    prefetched, `out` included. A store to an absent line of `out` would delay all later stores of the state.
     """
 
     def process_two_transposed(a, n, h, source, t, first, memory):
@@ -299,7 +304,7 @@ def make_two_token_transposed_part(per_channel: bool) -> Subroutine:
 
 @cache
 def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
-    """Make the kernel of the rule for `keyed` key heads of `size` elements and `heads` value heads of `width` elements.
+    """Make the gated delta rule kernel for `keyed` key heads and `heads` value heads, of `size` and `width` elements.
 
     The kernel copies the old `state` to `saved_state` (0: it is not copied) and writes the `new` state.
 
@@ -370,7 +375,7 @@ def has_delta_net_kernel(call: BoundInstruction) -> bool:
 
 
 def _add_delta_net(steps: StepTableBuilder, call: BoundInstruction, saved_state: Operand | None) -> None:
-    """Add the step. `saved_state` receives a copy of the old state."""
+    """Add the step of a gated delta rule. `saved_state` receives a copy of the old state."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     sequences = q.shape[0] if len(q.shape) == 4 else 1
@@ -403,7 +408,10 @@ def _add_delta_net(steps: StepTableBuilder, call: BoundInstruction, saved_state:
 
 
 def _fuse_save_and_delta_net(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse saving a state and the rule: each block is saved while it is in the first cache."""
+    """Fuse saving a state with the gated delta rule that updates it.
+
+    Each block of the state is saved while it is in the first cache.
+    """
     chain = match_saved_state_update(flow, number, "gated_delta_net")
     save, change = map(flow.bound_instruction, chain)
     saved_state = save.out

@@ -28,7 +28,7 @@ The other operands are dense.
 
 @cache
 def make_key_major_scan_kernel(bonus: bool) -> Kernel:
-    """Make the kernel with a state [key, value]: ``S = fading * S + k v^T``, ``out = scale * S^T r``.
+    """Make the scan kernel with a state [key, value]: ``S = fading * S + k v^T``, ``out = scale * S^T r``.
 
     With a `bonus` for the token itself: ``out = (S + bonus * k v^T)^T r`` with the old S.
     """
@@ -81,7 +81,7 @@ def make_key_major_scan_kernel(bonus: bool) -> Kernel:
 
 @kernel
 def scan_value_major(a, thread, threads):
-    """Compute with a state [value, key]: ``S = S * fading + (S read_key) write_key^T + v k^T``, ``out = S r``."""
+    """Scan tokens with a state [value, key]: ``S = S * fading + (S read_key) write_key^T + v k^T``, ``out = S r``."""
     tokens, heads, keys = BY_VALUE_ARGS.tokens(a), BY_VALUE_ARGS.heads(a), BY_VALUE_ARGS.keys(a)
     values = BY_VALUE_ARGS.values(a)
     blocks = (values + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -149,14 +149,17 @@ def scan_value_major(a, thread, threads):
 
 
 def _has_scan_kernel(call: BoundInstruction, walked: list[Operand], state: Operand, lanes: int) -> bool:
-    """Return whether kernels can read all operands: dense rows, whole vectors along `lanes`, at least one token."""
+    """Return whether scan kernels can read all operands.
+
+    They need dense rows, whole vectors along `lanes`, and at least one token.
+    """
     new, shape = call.dst[1], walked[0].shape
     dense = all(o.is_float and o.strides[-1] == 1 for o in walked) and state.is_dense and new.is_dense
     return dense and state.is_float and len(shape) in (3, 4) and shape[-3] > 0 and lanes > 0 and not lanes % LANES
 
 
 def _make_size_words(keys: Operand, values: Operand) -> dict[str, int]:
-    """Return the words of the sizes: sequences, tokens, heads, keys, values."""
+    """Make the size arguments of a scan kernel: sequences, tokens, heads, keys, values."""
     sequences = keys.shape[0] if len(keys.shape) == 4 else 1
     tokens, heads, size = keys.shape[-3:]
     return {"sequences": sequences, "tokens": tokens, "heads": heads, "keys": size, "values": values.shape[-1]}
@@ -165,7 +168,7 @@ def _make_size_words(keys: Operand, values: Operand) -> dict[str, int]:
 def _bind_key_major_scan(
     steps: StepTableBuilder, call: BoundInstruction, walked: list[Operand], bonus: Operand | None, scale: int
 ) -> bool:
-    """Add a scan with a state [key, value]; False if kernels cannot read the operands."""
+    """Add a scan with a state [key, value]; return False if kernels cannot read the operands."""
     k, v, r, fading = walked
     out, state = call.dst[0], call.operand(len(walked) + (bonus is not None))
     plain = bonus is None or (bonus.is_float and bonus.is_dense)

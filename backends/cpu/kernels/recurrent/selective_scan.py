@@ -2,9 +2,9 @@
 
 Two kernels run one after the other:
 
-1. The step sizes (`make_step_sizes_kernel`): ``size = softplus(dt)`` for each token and head, and
+1. The step sizes (`make_step_sizes_and_decays_kernel`): ``size = softplus(dt)`` for each token and head, and
    ``decay = exp(size a)`` if `a` has one number per head.
-2. The scan (`make_scan_kernel`): update rows of the state, one row per channel: ``S = decay S + (size x) b``,
+2. The scan (`make_selective_scan_kernel`): update rows of the state, one row per channel: ``S = decay S + (size x) b``,
    ``y = S . c``. A block of rows processes all tokens before the next block does, so that it stays in the first cache.
 """
 
@@ -45,7 +45,10 @@ DT, X, B, C, OUT = STEP_SIZES.first_word("dt"), *(SCAN.first_word(name) for name
 
 @cache
 def make_step_sizes_kernel(per_head: bool) -> Kernel:
-    """Return the kernel ``sizes = softplus(dt)``, and ``decays = exp(sizes * rates)`` if rates are one `per_head`."""
+    """Make the kernel of the step sizes and decays of a selective scan.
+
+    ``sizes = softplus(dt)``, and ``decays = exp(sizes * rates)`` if rates are one `per_head`.
+    """
 
     def body(a, thread, threads):
         tokens, heads = STEP_SIZES.tokens(a), STEP_SIZES.heads(a)
@@ -69,7 +72,10 @@ def make_step_sizes_kernel(per_head: bool) -> Kernel:
 
 @cache
 def make_decay_columns(per_head: bool) -> Subroutine:
-    """Return ``(size, decay, rates, column, columns)``: the decays of 16 columns of a row."""
+    """Make the subroutine that computes the decays of 16 columns of a state row.
+
+    The subroutine is ``(size, decay, rates, column, columns)``.
+    """
 
     def decay_columns(size, decay, rates, column, columns):
         return decay if per_head else exp(mul(size, load_lanes(rates, column, columns, 4)))
@@ -79,9 +85,10 @@ def make_decay_columns(per_head: bool) -> Subroutine:
 
 @cache
 def make_update_row(per_head: bool) -> Subroutine:
-    """Return ``(old, new, columns, x, size, decay, rates, b, c, out)``: one row of the state sees one token.
+    """Make the subroutine that updates one row of the state with one token.
 
-    `x` is the address of the row's input, `out` the address of its output.
+    The subroutine is ``(old, new, columns, x, size, decay, rates, b, c, out)``. `x` is the address of the row's input,
+    `out` the address of its output.
     """
     decay_columns = make_decay_columns(per_head)
 
@@ -99,7 +106,10 @@ def make_update_row(per_head: bool) -> Subroutine:
 
 @cache
 def make_update_four_rows(per_head: bool) -> Subroutine:
-    """Return the same function for four neighbouring rows of one head, which read `b` and `c` once."""
+    """Make the subroutine that updates four neighbouring state rows of one head with one token.
+
+    The rows read `b` and `c` once. Parameters are as in `make_update_state_row`.
+    """
     decay_columns = make_decay_columns(per_head)
 
     def update_four_rows(old, new, columns, x, size, decay, rates, b, c, out):
@@ -132,7 +142,7 @@ def make_update_four_rows(per_head: bool) -> Subroutine:
 
 @cache
 def make_scan_kernel(per_head: bool) -> Kernel:
-    """Return the kernel of the recurrence; rates are one number `per_head`, or one per column of the state."""
+    """Make the selective scan kernel (Mamba); rates are one number `per_head`, or one per column of the state."""
     update_row, update_four_rows = make_update_row(per_head), make_update_four_rows(per_head)
 
     def body(a, thread, threads):
@@ -179,7 +189,7 @@ def make_scan_kernel(per_head: bool) -> Kernel:
 
 
 def _has_scan_kernel(call: BoundInstruction) -> bool:
-    """Return whether the kernels of this file compute a `ssm_scan`."""
+    """Return whether the kernels of this file can compute an `ssm_scan`."""
     x, dt, rates, b, c, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     batched, tokens, snapshots = len(x.shape) == 4, x.shape[-3], call.attrs["snapshots"]

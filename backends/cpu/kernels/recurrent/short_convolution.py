@@ -83,7 +83,7 @@ TAPPED = declare_args("sequences tokens channels x x_between x_row w w_row y y_b
 
 @kernel
 def convolve_taps(a, thread, threads):
-    """Convolve with any number of taps: ``y[t, c] = sum_j w[c, j] x[t + j, c]``.
+    """Convolve tokens with any number of taps: ``y[t, c] = sum_j w[c, j] x[t + j, c]``.
 
     Each thread has `taps` vectors of scratch.
     """
@@ -107,7 +107,10 @@ def convolve_taps(a, thread, threads):
 
 
 def _bind_convolution(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add an unfused convolution with four taps; False for other shapes."""
+    """Add an unfused short convolution along tokens; return False if kernels cannot read the operands.
+
+    Four taps have a kernel of their own.
+    """
     x, w, y = call.operand(0), call.operand(1), call.out
     plain = all(o.is_float and o.strides[-1] == 1 for o in (x, y)) and w.is_float and w.is_dense_along(-1)
     taps = w.shape[-1]
@@ -138,14 +141,14 @@ def _bind_convolution(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 @subroutine
 def copy_floats(x, y, n):
-    """Copy `n` float32, a multiple of 16."""
+    """Copy `n` float32, a multiple of 16, from `x` to `y`."""
     for c in range(0, n, LANES):
         store(y + 4 * c, load(x + 4 * c))
 
 
 @subroutine
 def convolve_tokens(x, step, y, pace, first, last, w, old, size):
-    """Convolve tokens `first` to `last` of 16 channels, and apply SiLU.
+    """Convolve tokens `first` to `last` of 16 channels with four taps, and apply SiLU.
 
     `old` holds the three rows before, `size` numbers apart; it receives the last three rows.
     """
@@ -165,13 +168,16 @@ def convolve_tokens(x, step, y, pace, first, last, w, old, size):
 
 @subroutine
 def load_row_number(ids, nbytes, i):
-    """Load row number `i`, of 4 or 8 bytes."""
+    """Load the id of a row, entry `i` of `ids`, which has 4 or 8 bytes."""
     return load_int(ids + 4 * i) if nbytes == 4 else load_long(ids + 8 * i)
 
 
 @subroutine
 def save_and_update_rows(state, saved_state, old, ids, nbytes, x, step, channels, size):
-    """Save the three state rows of a head to `saved_state` and `old`, then overwrite them by the rows of `ids`."""
+    """Save the three state rows of a head, then overwrite them by the rows that `ids` names.
+
+    The old rows are copied to `saved_state` and `old`. Ids 0 to 2 are old state rows, larger ids are rows of `x`.
+    """
     for j in range(3):
         for c in range(0, 4 * size, 4 * LANES):
             row = load(state + 4 * j * channels + c)
@@ -191,12 +197,12 @@ HEAD_ARGS = declare_args(
 
 @cache
 def make_head_convolution_kernel(norm: str) -> Kernel:
-    """Make the kernel of convolution, SiLU and head norms. The state rows are saved and overwritten.
+    """Make the fused kernel of a short convolution, SiLU and head norms, which also updates its saved state.
 
-    Heads have `size` numbers. `state` is f32[sequences, 3, channels]; `saved_state` receives its copy. `w` is
-    [channels, 4]. `ids` [sequences, 3] name the rows of the next state among the rows of state and x. Normed heads
-    are not written to y. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row. Scratch
-    of a thread: 3 rows, and `TILE_TOKENS` heads.
+    The state rows are copied to `saved_state` and overwritten. Heads have `size` numbers. `state` is f32[sequences, 3,
+    channels]. `w` is [channels, 4]. `ids` [sequences, 3] name the rows of the next state among the rows of state and x.
+    Normed heads are not written to y. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to
+    row. Scratch of a thread: 3 rows, and `TILE_TOKENS` heads.
     """
     factor = NORM_FACTORS[norm]
 
@@ -319,7 +325,7 @@ def _fuse_head_convolution(flow: Dataflow, number: int) -> FusedBinding:
 
 
 def _find_column_range(x: Operand, y: Operand) -> tuple[int, int] | None:
-    """Find the column range of ``y`` [n, t, c] that a view [n, t, heads, numbers] shows; None for other views."""
+    """Find the columns of ``y`` [n, t, c] that a view [n, t, heads, numbers] shows; None for other views."""
     start = (x.address - y.address) // 4
     stop = start + x.shape[-1] * x.shape[-2] if len(x.shape) == 4 else -1
     fits = x.tensor.buffer == y.tensor.buffer and start >= 0 and stop <= y.shape[-1]
@@ -340,7 +346,7 @@ def _require_apart(
     others: Sequence[BoundInstruction],
     normed: Sequence[tuple[int, int]],
 ) -> None:
-    """Require that only the norms read their columns, and that no result overlaps an operand or another result."""
+    """Require that no result overlaps an operand or another result, and that only the norms read the normed heads."""
     y, new = active.out, join.operand(1)
     for seen in (o for call in others for o in call.src if o is not None and o.region.overlaps(y.region)):
         low, high = _find_column_range(seen, y) or (0, y.shape[-1])

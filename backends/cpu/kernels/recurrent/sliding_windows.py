@@ -34,7 +34,7 @@ ARGS = declare_args("x images between count columns windows entries y")
 
 @kernel
 def copy_windows(a, thread, threads):
-    """Copy ``y[n, i, c] = x[n]`` at byte ``windows[i] + entries[c]``.
+    """Copy the sliding windows of images to rows: ``y[n, i, c] = x[n]`` at byte ``windows[i] + entries[c]``.
 
     There are `images` images, `between` bytes apart, with `count` windows of `columns` entries.
     """
@@ -61,7 +61,7 @@ class WindowShape:
 
     @classmethod
     def from_attributes(cls, attrs: Attrs) -> WindowShape:
-        """Return the shape that the attributes of a `windows` op describe."""
+        """Make the shape that the attributes of a `windows` op describe."""
         value = attrs["value"]
         assert isinstance(value, int | float)
         size, stride, dilation = (integers_attribute(attrs, name) for name in ("size", "stride", "dilation"))
@@ -70,7 +70,7 @@ class WindowShape:
         )
 
     def make_padded_image(self, steps: StepTableBuilder, x: Operand, y: Operand) -> Operand:
-        """Return `x` with its padding. If needed, add steps that make a padded copy.
+        """Return the image `x` with its padding. If needed, add steps that make a padded copy.
 
         A copy is needed for padding, and if `x` overlaps the result `y`.
         """
@@ -81,7 +81,7 @@ class WindowShape:
         whole, inner = _make_padded_operands(steps.scratch(f"image {nbytes}", nbytes), x, self)
         is_filled = add_row_step(steps, (fill, FILL_ARGS, {"value": float_bits(self.padding_value)}), [], whole)
         is_copied = add_unary(steps, "copy", x, inner)
-        assert (is_filled, is_copied) == (True, True), "`_can_read` has checked the walk"
+        assert (is_filled, is_copied) == (True, True), "`_can_read_windows` has checked the walk"
         return whole
 
     def compute_window_offsets(self, image: Operand) -> Offsets:
@@ -90,29 +90,32 @@ class WindowShape:
         return _compute_offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
 
     def compute_entry_offsets(self, image: Operand, channels: int) -> Offsets:
-        """Compute the byte offset of each entry of a window with `channels` channels."""
+        """Compute the byte offset of each entry in a window with `channels` channels."""
         taps = [step * d for step, d in zip(image.strides[2:], self.dilation, strict=True)]
         return _compute_offsets((channels, *self.size), (image.strides[1], *taps))
 
     def count_windows(self, axes: Sequence[int]) -> list[int]:
-        """Count the windows along each axis of a padded image."""
+        """Count the windows along each axis of a padded image. `axes` are the sizes of these axes."""
         steps = zip(axes, self.size, self.stride, self.dilation, strict=True)
         return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in steps]
 
     def compute_padded_sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
-        """Compute the sizes of a padded image."""
+        """Compute the sizes of an image with its padding. `axes` are the sizes without the padding."""
         return tuple(n + a + b for n, a, b in zip(axes, self.left_padding, self.right_padding, strict=True))
 
 
 def _compute_offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets:
-    """Compute the bytes to each entry of a grid in row-major order. The last entry repeats until vectors are full."""
+    """Compute the byte offset of each entry of a grid in row-major order.
+
+    The last entry repeats until vectors are full.
+    """
     at = np.indices(shape).reshape(len(shape), -1)
     bytes_on = 4 * np.sum([i * step for i, step in zip(at, steps, strict=True)], axis=0)
     return np.pad(bytes_on, (0, -len(bytes_on) % LANES), mode="edge").astype(np.int32)
 
 
 def _make_padded_operands(memory: Operand, x: Operand, windows: WindowShape) -> tuple[Operand, Operand]:
-    """Return memory as a padded image, and the part of it that holds `x`."""
+    """Make operands of scratch memory as a padded image, and of the part of the image that holds `x`."""
     shape = (*x.shape[:2], *windows.compute_padded_sizes(x.shape[2:]))
     tensor = replace(memory.tensor, shape=shape, strides=contiguous_strides(shape), dtype=DType.F32)
     whole = inner = Operand(memory.address, tensor)
@@ -122,7 +125,7 @@ def _make_padded_operands(memory: Operand, x: Operand, windows: WindowShape) -> 
 
 
 def _can_read(x: Operand, windows: WindowShape) -> bool:
-    """Return whether kernels can read windows of `x`, and copy `x` if needed."""
+    """Return whether kernels can read the windows of `x`, and copy `x` if needed."""
     if not x.is_float or not x.tensor.spec.size:
         return False
     _, inner = _make_padded_operands(x, x, windows)
@@ -131,7 +134,7 @@ def _can_read(x: Operand, windows: WindowShape) -> bool:
 
 
 def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the step that copies windows; False if kernels cannot read them."""
+    """Add the step that copies sliding windows to rows; return False if kernels cannot read the windows."""
     x, y, windows = call.operand(0), call.out, WindowShape.from_attributes(call.attrs)
     if not (_can_read(x, windows) and y.is_float and y.is_dense):
         return False
@@ -152,7 +155,7 @@ def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _fuse_convolution(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse windows and their product. A product may read some of the channels."""
+    """Fuse a convolution: sliding windows and their matmul with a weight. The matmul may read some of the channels."""
     slide, product = flow.bound_instruction(number), flow.bound_instruction(flow.require_sole_reader(number, "mul_mat"))
     w, x, windows = slide.out, slide.operand(0), WindowShape.from_attributes(slide.attrs)
     require_supported(
@@ -181,7 +184,10 @@ def _fuse_convolution(flow: Dataflow, number: int) -> FusedBinding:
 
 
 def _add_convolution(steps: StepTableBuilder, slide: BoundInstruction, product: BoundInstruction) -> None:
-    """Add the product. Each address in the windows, which are not written, becomes an address in the image."""
+    """Add the matmul of a fused convolution, which reads the windows in the image.
+
+    The windows are not written to memory. Each address in them becomes an address in the image.
+    """
     x, w, windows = slide.operand(0), slide.out, WindowShape.from_attributes(slide.attrs)
     image, table = windows.make_padded_image(steps, x, product.out), batched_matmul.compute_matrix_addresses(product)
     number, within = np.divmod((table[:, 0] - w.address) // 4, w.strides[0])

@@ -38,7 +38,7 @@ MOVE_ARGS = declare_args("table step rows columns ids id_bytes other pace count 
 
 
 def _make_store_row(dtype: DType) -> Subroutine:
-    """Make the part that copies a float32 row to a row of `dtype`, rounded to nearest."""
+    """Make the subroutine that converts a float32 row to a row of `dtype`, rounded to nearest."""
     if dtype in block_rows.BLOCK_STORERS:
         store_block = block_rows.BLOCK_STORERS[dtype]
 
@@ -57,7 +57,7 @@ def _make_store_row(dtype: DType) -> Subroutine:
 
 
 def _make_load_row(dtype: DType) -> Subroutine:
-    """Make the part that copies a row of `dtype` to a float32 row."""
+    """Make the subroutine that converts a row of `dtype` to a float32 row."""
     some = CELLS_BY_DTYPE[dtype].load_first
 
     def copy(source, target, columns):
@@ -69,7 +69,7 @@ def _make_load_row(dtype: DType) -> Subroutine:
 
 @cache
 def make_move_rows_kernel(scatter: bool, dtype: DType = DType.F32) -> Kernel:
-    """Make the kernel ``other[i] = table[ids[i]]``, or with `scatter` ``table[ids[i]] = other[i]``, for each table.
+    """Make the kernel that gathers rows, ``other[i] = table[ids[i]]``, or scatters them, ``table[ids[i]] = other[i]``.
 
     There are `count` rows per table; `other` is float32. `step`, `pace` and `between` are bytes from row to row of a
     table, from row to row of `other`, and from table to table. An invalid id stops the run.
@@ -100,7 +100,7 @@ WIDEN = declare_args("rows columns x x_row y y_row")
 
 @cache
 def make_widen_rows_kernel(dtype: DType) -> Kernel:
-    """Return the kernel that copies rows of `dtype` to rows of float32; `x_row` and `y_row` are bytes."""
+    """Make the kernel that copies rows of `dtype` to rows of float32. `x_row` and `y_row` are bytes."""
     copy = _make_load_row(dtype)
 
     def body(a, thread, threads):
@@ -113,12 +113,15 @@ def make_widen_rows_kernel(dtype: DType) -> Kernel:
 
 
 def _index_bytes(ids: Operand) -> int | None:
-    """Return the bytes of an id; None for strided ids or other types."""
+    """Return the bytes of a row id, 4 or 8; None for strided ids or other types."""
     return {DType.I32: 4, DType.I64: 8}.get(ids.dtype) if ids.is_dense else None
 
 
 def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the gather of rows of a plain or packed table; False if kernels cannot read it."""
+    """Add the step of `get_rows`, which gathers rows of a plain or packed table.
+
+    Return False if kernels cannot read the table.
+    """
     table, ids, out = call.operand(0), call.operand(1), call.out
     size = _index_bytes(ids)
     if size is None or not out.has_even_rows:
@@ -168,7 +171,10 @@ def _is_writable_table(table: Operand) -> bool:
 
 
 def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the scatter of rows, after a copy of the table if it is not updated in place; False if it does not fit."""
+    """Add the steps of `set_rows`: scatter rows into a table; return False if the operands do not fit.
+
+    If the table is not updated in place, a copy of the table comes first.
+    """
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     size = _index_bytes(ids)
     plain = all(o.has_even_rows and len(o.shape) == 2 for o in (into, rows, out))
@@ -182,7 +188,7 @@ def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse saving rows of a table and overwriting them."""
+    """Fuse saving rows of a table with overwriting these rows."""
     chain = match_saved_state_update(flow, number, "set_rows")
     save, change = map(flow.bound_instruction, chain)
     table, ids, saved_rows = save.operand(0), save.operand(1), save.out
@@ -207,10 +213,10 @@ def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
 def _add_save_and_set_rows(
     steps: StepTableBuilder, save: BoundInstruction, change: BoundInstruction, numbers: SavedStateUpdate
 ) -> None:
-    """Add both steps. Each thread moves its columns of the new rows.
+    """Add the steps that save rows of a table and overwrite them. Each thread moves its columns of the rows.
 
-    If threads have no columns of these, the two steps are bound separately. Every thread checks all ids, so all threads
-    stop at an invalid id and none overwrites a row.
+    If threads have no columns of the new rows, the two steps are bound separately. Every thread checks all ids, so all
+    threads stop at an invalid id before a row is overwritten.
     """
     table, ids, saved_rows, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
     bounds, size = steps.find_column_bounds([rows]), _index_bytes(ids)
@@ -243,7 +249,7 @@ def _add_save_and_set_rows(
 
 
 def _make_table_args(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
-    """Return the words of one table. Table and `other` have two axes."""
+    """Make the arguments of the kernel that moves rows, for one table. Table and `other` have two axes."""
     rows, columns = table.shape
     return MOVE_ARGS(
         table=table.address,
@@ -268,12 +274,15 @@ def _add_move_step(
     writes: Sequence[Operand],
     moved: Operand,
 ) -> None:
-    """Add a step that moves `moved` by ids. An invalid id stops the run."""
+    """Add a step that moves the rows of `moved` by ids. An invalid id stops the run."""
     steps.add(kernel, words, reads=reads, writes=writes, nbytes=moved.tensor.spec.nbytes, stops=True)
 
 
 def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add two copies to the parts of the result."""
+    """Add the steps of a concatenation, which copy each operand to its part of the result.
+
+    Return False if kernels cannot copy the operands.
+    """
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.slice_axis(axis, 0, a.shape[axis]), out.slice_axis(axis, a.shape[axis], b.shape[axis]))
@@ -297,13 +306,16 @@ def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _can_widen(source: Operand, target: Operand) -> bool:
-    """Return whether the kernel of `make_widen_rows_kernel` copies `source`: 16-bit rows to rows of float32."""
+    """Return whether `make_widen_rows_kernel` can copy `source`: 16-bit rows to rows of float32."""
     halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_blocks
     return halves and source.has_even_rows and target.is_float and target.has_even_rows
 
 
 def _bind_pad(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add zeros everywhere, then copy x to the middle."""
+    """Add the steps of a padding: fill the result with zeros, then copy x to the middle.
+
+    Return False if kernels cannot copy x, or for circular padding.
+    """
     x, out = call.operand(0), call.out
     if call.attrs["circular"]:
         return False

@@ -31,7 +31,7 @@ FLOAT_ONE = np.float32(1)
 
 @subroutine
 def sum_of_squares(x, n):
-    """Return ``sum of x[c]^2`` over `n` float32."""
+    """Return the sum of squares of `n` float32."""
     first, second = zeros(), zeros()
     c = 0
     while c + 2 * LANES <= n:
@@ -47,19 +47,19 @@ def sum_of_squares(x, n):
 
 @subroutine
 def compute_rms_factor(square_sum, n, eps):
-    """Return ``1 / sqrt(square_sum / n + eps)``."""
+    """Return the factor of RMS norm: ``1 / sqrt(square_sum / n + eps)``."""
     return FLOAT_ONE / sqrt_scalar(square_sum / np.float32(n) + eps)
 
 
 @subroutine
 def compute_l2_factor(square_sum, n, eps):
-    """Return ``1 / max(sqrt(square_sum), eps)``, the definition of ggml."""
+    """Return the factor of L2 norm with a lower limit: ``1 / max(sqrt(square_sum), eps)``, the definition of ggml."""
     return FLOAT_ONE / max(sqrt_scalar(square_sum), eps)
 
 
 @subroutine
 def compute_l2_factor_added(square_sum, n, eps):
-    """Return ``1 / sqrt(square_sum + eps)``."""
+    """Return the factor of L2 norm with added eps: ``1 / sqrt(square_sum + eps)``."""
     return FLOAT_ONE / sqrt_scalar(square_sum + eps)
 
 
@@ -71,7 +71,7 @@ NORM_ARGS = make_row_args("x y", "eps:f32")
 
 @cache
 def make_norm_kernel(name: str) -> Kernel:
-    """Make the kernel that multiplies each row by a factor of its sum of squares (`NORM_FACTORS`)."""
+    """Make the kernel of RMS norm or L2 norm: multiply each row by a factor of its sum of squares (`NORM_FACTORS`)."""
     factor = NORM_FACTORS[name]
 
     def body(a, thread, threads):
@@ -89,7 +89,7 @@ def make_norm_kernel(name: str) -> Kernel:
 
 @kernel
 def centred_norm(a, thread, threads):
-    """Compute ``(x - mean) / deviation`` of each row."""
+    """Compute the layer norm of each row without weights: ``(x - mean) / deviation``."""
     n, eps = NORM_ARGS.columns(a), NORM_ARGS.eps(a)
     lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
@@ -130,12 +130,12 @@ def scaled_rms_norm(a, thread, threads):
 
 
 def select_norm_kind(call: BoundInstruction) -> str:
-    """Return the key of `NORM_FACTORS` for a norm."""
+    """Return the key of `NORM_FACTORS` for the op of an RMS norm or L2 norm."""
     return "l2_norm_added" if call.op == "l2_norm" and not call.attrs["clamp"] else call.op
 
 
 def _make_norm_binding(name: str) -> InstructionBinder:
-    """Make the binding of an unfused norm."""
+    """Make the binding of a norm that is not fused."""
 
     def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         x, y = call.operand(0), call.out
@@ -151,7 +151,7 @@ def _make_norm_binding(name: str) -> InstructionBinder:
 
 
 def _fuse_scaled_norm(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse a norm and the product with its factors."""
+    """Fuse an RMS norm and the multiplication with its weights (factors)."""
     chain = match_scaled_norm(flow, number)
     norm, product = map(flow.bound_instruction, chain)
     x, factors, y = norm.operand(0), product.operand(1), product.out
@@ -168,9 +168,9 @@ def _fuse_scaled_norm(flow: Dataflow, number: int) -> FusedBinding:
 def _add_scaled_norm(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, whole: ThreadWork
 ) -> None:
-    """Add a scaled norm.
+    """Add the step of a scaled RMS norm. Packed matmuls read its result quantised.
 
-    Packed products read it quantised. If only products follow, each thread computes it for itself.
+    If only matmuls follow, each thread computes the result for itself.
     """
     x, factors, y = norm.operand(0), product.operand(1), product.out
     if (column_split := find_column_split(steps, [x], y, whole_rows=True)) is not None:
@@ -189,7 +189,10 @@ def _add_scaled_norm(
 def _add_quantised_norm(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, factors: Operand
 ) -> bool:
-    """Add a scaled norm that quantises its result; False if a separate step is better or all readers use float32."""
+    """Add a scaled RMS norm that also quantises its result; return False if this does not apply.
+
+    It does not apply if all readers use float32, or if a separate quantisation step is better.
+    """
     consumers, x, y = find_result_consumers(steps, product), norm.operand(0), product.out
     each = steps.threads > 1 and consumers.is_shared_by_threads and steps.can_repeat_per_thread([y])
     shares_columns = steps.threads > 1 and consumers.is_shared_by_threads and consumers.rows == 1 and not each
@@ -216,7 +219,7 @@ def _add_quantised_norm(
 def _make_thread_work(
     norm: BoundInstruction, x: Operand, factors: Operand, y: Operand, to: QuantisedTarget | None = None
 ) -> ThreadWork | None:
-    """Make the words of `scaled_rms_norm`; None if it cannot walk the operands."""
+    """Make the thread work of `scaled_rms_norm`; None if the operands have no walk."""
     walk, to = make_row_walk(y.shape, [x, factors, y], whole_rows=True), to or QuantisedTarget(y, [y])
     if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4]:
         return None

@@ -51,7 +51,7 @@ MIN_FINITE = np.finfo(np.float32).min
 
 @subroutine
 def load_lanes_or(p, c, n, otherwise):
-    """Load 16 elements of a row; `otherwise` past its end."""
+    """Load 16 elements of a row from column `c` on, with `otherwise` in the lanes past the end of the row."""
     if n - c >= LANES:
         return load(p + 4 * c)
     return load_first_lanes_or(p + 4 * c, n - c, splat(otherwise))
@@ -62,7 +62,7 @@ SUM_ARGS = make_row_args("x y")
 
 @cache
 def make_sum_kernel(mean: bool) -> Kernel:
-    """Make the kernel of the sum or the mean of each row."""
+    """Make the kernel that computes the sum, or the mean, of each row."""
 
     def body(a, thread, threads):
         n = SUM_ARGS.columns(a)
@@ -90,7 +90,7 @@ FOLD_OPERATIONS: Mapping[str, tuple[Intrinsic, Intrinsic, float]] = MappingProxy
 
 @cache
 def make_reduction_kernel(kind: str) -> Kernel:
-    """Make the kernel that reduces each row to one number."""
+    """Make the kernel that reduces each row to one number: its sum, product, maximum or minimum."""
     join, across, start = FOLD_OPERATIONS[kind]
     neutral = np.float32(start)
 
@@ -109,7 +109,7 @@ def make_reduction_kernel(kind: str) -> Kernel:
 
 @cache
 def make_accumulation_kernel(kind: str) -> Kernel:
-    """Make the kernel of running reductions: ``y[c] = x[0] op ... op x[c]``."""
+    """Make the kernel of running reductions of each row (cumulative sum): ``y[c] = x[0] op ... op x[c]``."""
     join, _, start = FOLD_OPERATIONS[kind]
     neutral = np.float32(start)
 
@@ -157,14 +157,14 @@ def softmax(a, thread, threads):
 
 @subroutine
 def load_tail(x, c, n, factor):
-    """Load the scaled elements at the end of a row; -inf past it."""
+    """Load the last elements of a row, fewer than 16, times `factor`; -inf in the lanes past the end of the row."""
     scaled = mul(load_first_lanes_or(x + 4 * c, n - c, zeros()), factor)
     return mask_with_negative_infinity(scaled, n - c)
 
 
 @subroutine
 def is_before(value, other):
-    """Return whether `value` is larger than `other`, which may be NaN. NaN is smallest."""
+    """Return whether `value` comes before `other` in descending order, in which NaN is last."""
     return value > other or (other != other and value == value)
 
 
@@ -173,7 +173,7 @@ TOP_K_ARGS = declare_args("rows x step n y pace k")
 
 @kernel
 def top_k(a, thread, threads):
-    """Find the `k` largest of `n` elements of each row: indices, largest first, equal ones in order, NaN last.
+    """Find the indices of the `k` largest of `n` elements of each row: largest first, equal ones in order, NaN last.
 
     16 elements are skipped at once if none of them can enter the k. `step` and `pace` are bytes from row to row of x
     and y.
@@ -211,7 +211,7 @@ MASK_ARGS = declare_args("positions count cells window y")
 
 @kernel
 def causal_mask(a, thread, threads):
-    """Compute the mask [count, cells] of int32 positions: 0 for visible cells, -inf for others.
+    """Compute the causal attention mask [count, cells] of int32 positions: 0 for visible cells, -inf for others.
 
     Cells up to the position are visible, within `window` (0: unlimited).
     """
@@ -226,7 +226,7 @@ def causal_mask(a, thread, threads):
 
 
 def _make_reduction_binding(name: str) -> InstructionBinder:
-    """Make the binding of `sum_rows`, `mean` or `reduce`."""
+    """Make the binding of a reduction of rows: `sum_rows`, `mean` or `reduce`."""
 
     def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         x, y = call.operand(0), call.out

@@ -1,4 +1,7 @@
-"""Rotary embedding: cosines and sines once for all tensors with the same positions, then the rotations."""
+"""Rotary embedding: cosines and sines once for all tensors with the same positions, then the rotations.
+
+A pair is two elements of a row that are rotated together by one angle.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,11 @@ ANGLE_ARGS = declare_args(
 
 @kernel
 def compute_angle_tables(a, thread, threads):
-    """Compute cosines and sines [count, pairs] of int32 `positions`.
+    """Compute the tables of cosines and sines [count, pairs] of int32 `positions`.
 
-    Positions are in runs of `run`: `run_bytes` and `position_bytes` are the bytes from run to run and from
-    position to position. Each pair has `further` (int64), the bytes to its position; `frequency` (float64); and
-    `divisors` (float32), or 0 for none.
+    Positions are in runs of `run`: `run_bytes` and `position_bytes` are the bytes from run to run and from position to
+    position. Each pair has `further` (int64), the bytes to its position; `frequency` (float64); and `divisors`
+    (float32), or 0 for none.
     """
     run, run_bytes = ANGLE_ARGS.run(a), ANGLE_ARGS.run_bytes(a)
     position_bytes, further = ANGLE_ARGS.position_bytes(a), ANGLE_ARGS.further(a)
@@ -60,10 +63,10 @@ def compute_angle_tables(a, thread, threads):
 
 @cache
 def make_rotate_row(neighbours: bool) -> Subroutine:
-    """Make ``(x, y, offset, pairs, cosines, sines)``: rotate the pairs of a row from element `offset` on.
+    """Make the subroutine that rotates the pairs of a row by RoPE, from element `offset` on.
 
-    ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h] cos``. y may be x. A pair is adjacent elements (`neighbours`),
-    or elements `pairs` apart.
+    ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h] cos``. y may be x. The subroutine is
+    ``(x, y, offset, pairs, cosines, sines)``. A pair is adjacent elements (`neighbours`), or elements `pairs` apart.
     """
 
     def body(x, y, offset, pairs, cosines, sines):
@@ -88,7 +91,7 @@ def make_rotate_row(neighbours: bool) -> Subroutine:
 
 @subroutine
 def copy_row(x, y, n):
-    """Copy `n` float32."""
+    """Copy `n` float32 of a row from `x` to `y`."""
     for c in range(0, n, LANES):
         store_lanes(y, c, n, load_lanes(x, c, n, 4))
 
@@ -98,7 +101,7 @@ ROTATION_ARGS = make_row_args("x y", "cosines sines pairs offset rows_of_positio
 
 @cache
 def make_rotate_kernel(neighbours: bool) -> Kernel:
-    """Make the kernel that rotates each row from element `offset` on.
+    """Make the RoPE kernel, which rotates the pairs of each row from element `offset` on.
 
     A head may be split into `rows_per_head` rows; `first` is the number of the first row.
     """
@@ -128,7 +131,7 @@ SCALED_ROTATION_ARGS = make_row_args("x w y", "eps:f32 cosines sines pairs offse
 
 @cache
 def make_norm_and_rotate_kernel(neighbours: bool) -> Kernel:
-    """Make the kernel ``y = rotate(rms_norm(x) * w)``, with the rotation from element `offset` on.
+    """Make the fused kernel of RMS norm and RoPE: ``y = rotate(rms_norm(x) * w)``, from element `offset` on.
 
     `first` is the number of the first row.
     """
@@ -154,7 +157,15 @@ def make_norm_and_rotate_kernel(neighbours: bool) -> Kernel:
 
 @dataclass(frozen=True, slots=True)
 class RotationPlan:
-    """The rotation of a `rope`: its pairs, the first rotated element of a row, its cosines and sines."""
+    """The rotation of a `rope`: its pairs of elements, and the tables of their cosines and sines.
+
+    Attributes:
+        uses_neighbours: Whether a pair is two adjacent elements; otherwise they are `pair_count` elements apart.
+        pair_count: Pairs of a row.
+        first_element: The first rotated element of a row.
+        cosines: Cosines [positions, pairs].
+        sines: Sines [positions, pairs].
+    """
 
     uses_neighbours: bool
     pair_count: int
@@ -164,7 +175,7 @@ class RotationPlan:
 
 
 def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the rotation of a `rope` or `rope_multi`; False if kernels cannot compute it."""
+    """Add the steps of a `rope` or `rope_multi`; return False if kernels cannot compute it."""
     x, y = call.operand(0), call.out
     if not x.is_float or _make_rotation_walk(x, y) is None:
         return False
@@ -214,13 +225,13 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _make_rotation_walk(x: Operand, y: Operand) -> list[int] | None:
-    """Make the walk of a rotation; None if kernels cannot walk the operands."""
+    """Make the walk of a rotation over rows of `x` and `y`; None if it is impossible."""
     walk = make_row_walk(y.shape, [x, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4] else walk
 
 
 def _split_rows(x: Operand, rows_per_head: int) -> Operand:
-    """Return a dense operand with each row split into `rows_per_head` rows."""
+    """Split each row (head) of a dense operand into `rows_per_head` rows."""
     if rows_per_head == 1:
         return x
     size = x.shape[-1] // rows_per_head
@@ -229,7 +240,7 @@ def _split_rows(x: Operand, rows_per_head: int) -> Operand:
 
 
 def _int_attribute(call: BoundInstruction, name: str) -> int:
-    """Return an integer attribute."""
+    """Return an integer attribute of an instruction."""
     return int(np.asarray(call.attrs[name]))
 
 
@@ -242,7 +253,7 @@ def is_rope_supported(call: BoundInstruction) -> bool:
 
 
 def make_rotation_plan(steps: StepTableBuilder, call: BoundInstruction) -> RotationPlan:
-    """Make the rotation plan of a `rope` or `rope_multi`. Add a step for cosines and sines unless one exists.
+    """Make the rotation plan of a `rope` or `rope_multi`, and add a step for its cosines and sines unless one exists.
 
     `is_rope_supported` must hold.
     """
@@ -271,7 +282,7 @@ def _add_angle_step(
     frequencies: tuple[npt.NDArray[Any], float],
     plane: npt.NDArray[Any],
 ) -> Sequence[Operand]:
-    """Add the step that computes cosines and sines. `plane` is the row of positions of each pair."""
+    """Add the step that computes cosines and sines of the positions. `plane` is the row of positions of each pair."""
     (inverse, magnitude), pos, factors = frequencies, call.operand(1), call.optional_operand(2)
     *outer, position_stride = pos.strides
     between = 4 * outer.pop() if call.op == "rope_multi" else 0
@@ -298,7 +309,7 @@ def _add_angle_step(
 
 
 def _fuse_norm_and_rotation(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse the norm of each head, its factors and the rotation."""
+    """Fuse the RMS norm of each head, the multiplication with its weights, and the rotation."""
     chain = match_normed_rope(flow, number)
     norm, product, rope = map(flow.bound_instruction, chain)
     x, factors, y = norm.operand(0), product.operand(1), rope.out
@@ -314,7 +325,7 @@ def _fuse_norm_and_rotation(flow: Dataflow, number: int) -> FusedBinding:
 def _add_norm_and_rotation(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, rope: BoundInstruction
 ) -> None:
-    """Add the fused step of norm, factors and rotation."""
+    """Add the fused step of RMS norm, weights and rotation."""
     x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, make_rotation_plan(steps, rope)
 
     def make_thread_work(x: Operand, factors: Operand, y: Operand, first: int) -> ThreadWork:
@@ -345,7 +356,7 @@ def _add_norm_and_rotation(
 
 
 def _make_norm_rotation_walk(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
-    """Make the walk of a norm and rotation; None if kernels cannot walk the operands."""
+    """Make the walk of a fused norm and rotation over rows of the operands; None if it is impossible."""
     walk = make_row_walk(y.shape, [x, factors, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4] else walk
 

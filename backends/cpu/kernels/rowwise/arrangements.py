@@ -34,13 +34,13 @@ BIAS = declare_args("rows columns x x_row bias ids id_bytes experts first routed
 
 @subroutine
 def int_to_float(x):
-    """Return the float32 of lanes that hold the bits of an int32."""
+    """Convert int32 lanes to float32; the int32 bits are in float32 lanes."""
     return to_float(float_to_bits(x))
 
 
 @subroutine
 def float_to_int(x):
-    """Return the bits of an int32, the number without its fraction."""
+    """Convert float32 lanes to int32 by truncation; the int32 bits are in float32 lanes."""
     return bits_to_float(truncate_to_int(x))
 
 
@@ -55,9 +55,9 @@ CASTS = {
 
 @kernel
 def add_expert_bias(a, thread, threads):
-    """Compute ``y[i] = x[i] + bias[ids[i] - first]``; nothing is added for experts of other devices.
+    """Add the bias of the chosen expert to each row: ``y[i] = x[i] + bias[ids[i] - first]``.
 
-    An id outside all experts stops the run.
+    Rows of experts of other devices are copied without a bias. An id outside all experts stops the run.
     """
     n, experts, first, size = BIAS.columns(a), BIAS.experts(a), BIAS.first(a), BIAS.id_bytes(a)
     low, high = compute_thread_range(BIAS.rows(a), thread, threads)
@@ -79,12 +79,15 @@ def _with_axes(operand: Operand, shape: tuple[int, ...], strides: tuple[int, ...
 
 
 def _as_words(operand: Operand) -> Operand:
-    """Return an operand with elements of 32 bits as if they were float32, for walks through rows."""
+    """Return an operand with 32-bit elements as if they were float32, so that kernels over rows can copy them."""
     return replace(operand, tensor=replace(operand.tensor, dtype=DType.F32))
 
 
 def _bind_repeat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Split each repeated axis of the result into (repetition, entry), and copy the operand with stride 0."""
+    """Add the step of a repeat: copy the operand with stride 0 along the repetitions.
+
+    Each repeated axis of the result is split into (repetition, entry).
+    """
     x, y = call.operand(0), call.out
     if not y.is_float or not x.is_float:
         return False
@@ -119,7 +122,7 @@ def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _bind_arange(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Copy numbers that are computed once."""
+    """Add the step of an arange: copy a constant with its numbers, which are computed once."""
     y = call.out
     start, step = (np.float64(np.asarray(call.attrs[name])) for name in ("start", "step"))
     numbers = (start + step * np.arange(y.shape[0])).astype(np.float32)

@@ -45,7 +45,10 @@ COMB = declare_args("tokens streams iterations mixes mixes_row scale base y eps:
 
 @cache
 def make_combine_streams_kernel(gated: bool) -> Kernel:
-    """Return the kernel ``y = scale sum_h x[h] weights[h]``; `gated` weights are logits of sigmoids per element."""
+    """Make the kernel that combines residual streams to one: ``y = scale sum_h x[h] weights[h]``.
+
+    `gated` weights are logits of sigmoids per element.
+    """
 
     def body(a, thread, threads):
         streams, n, scale = PRE.streams(a), PRE.columns(a), splat(PRE.scale(a))
@@ -69,9 +72,10 @@ def make_combine_streams_kernel(gated: bool) -> Kernel:
 
 @cache
 def make_update_streams_kernel(mixes: bool) -> Kernel:
-    """Return the kernel ``y[to] = x post[to] + sum_from residual[from] comb[from, to]``; without `mixes` comb is 1.
+    """Make the kernel that updates residual streams: ``y[to] = x post[to] + sum_from residual[from] comb[from, to]``.
 
-    `y` may lie where `residual` does: 16 columns of all streams are copied to the thread's scratch first.
+    Without `mixes`, comb is the identity. `y` may lie where `residual` does: 16 columns of all streams are copied to
+    the thread's scratch first.
     """
 
     def body(a, thread, threads):
@@ -103,7 +107,10 @@ def make_update_streams_kernel(mixes: bool) -> Kernel:
 
 @kernel
 def compute_mixing_matrices(a, thread, threads):
-    """Compute matrices of at most 16 streams: a softmax, then divisions by the sums of columns and rows in turn."""
+    """Compute the mixing matrices of at most 16 residual streams: a softmax of each row, then Sinkhorn iterations.
+
+    An iteration divides by the sums of rows, then by the sums of columns. The first one divides by the sums of columns.
+    """
     n, iterations, eps = COMB.streams(a), COMB.iterations(a), splat(COMB.eps(a))
     scale, base = splat_from(COMB.scale(a) + 8), COMB.base(a) + 8 * n
     first, last = compute_thread_range(COMB.tokens(a), thread, threads)

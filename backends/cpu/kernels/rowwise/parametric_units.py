@@ -19,7 +19,7 @@ LIMITED = make_row_args("gate up y", "alpha:f32 limit:f32 offset:f32")
 
 @kernel
 def xielu(a, thread, threads):
-    """Compute ``positive x^2 + beta x`` where x > 0, else ``negative (expm1(min(x, eps)) - x) + beta x``."""
+    """Compute xIELU: ``positive x^2 + beta x`` where x > 0, else ``negative (expm1(min(x, eps)) - x) + beta x``."""
     n, positive, negative = XIELU.columns(a), splat(XIELU.positive(a)), splat(XIELU.negative(a))
     beta, eps = splat(XIELU.beta(a)), splat(XIELU.eps(a))
     first, last = compute_thread_range(XIELU.rows(a), thread, threads)
@@ -34,7 +34,10 @@ def xielu(a, thread, threads):
 
 @subroutine
 def limited_unit(gate, up, alpha, limit, offset):
-    """Return ``g sigmoid(alpha g) (clip(up, -limit, limit) + offset)`` for ``g = min(gate, limit)``."""
+    """Return the SwiGLU of a limited gate and a limited up value.
+
+    It is ``g sigmoid(alpha g) (clip(up, -limit, limit) + offset)`` with ``g = min(gate, limit)``.
+    """
     g = clamp_max(gate, limit)
     activation = div(g, add(splat(1.0), exp(sub(zeros(), mul(alpha, g)))))
     return mul(activation, add(clamp_max(clamp_min(up, sub(zeros(), limit)), limit), offset))
@@ -42,7 +45,7 @@ def limited_unit(gate, up, alpha, limit, offset):
 
 @kernel
 def gate_with_limit(a, thread, threads):
-    """Compute `limited_unit` of each element. An offset of -0 keeps the sign of a zero."""
+    """Compute `limited_swiglu` of each element of the gate and up rows. An offset of -0 keeps the sign of a zero."""
     n, gate_step, up_step = LIMITED.columns(a), LIMITED.gate_step(a), LIMITED.up_step(a)
     alpha, limit, offset = splat(LIMITED.alpha(a)), splat(LIMITED.limit(a)), splat(LIMITED.offset(a))
     first, last = compute_thread_range(LIMITED.rows(a), thread, threads)

@@ -22,7 +22,9 @@ TileOperation = Subroutine | Intrinsic
 
 @dataclass(frozen=True, slots=True)
 class TileOperations:
-    """Operations on tile registers. The first argument of each is `memory`, `amx.TILE_MEMORY_BYTES` of the thread.
+    """Operations on AMX tile registers, of the processor or emulated.
+
+    The first argument of each operation is `memory`, `amx.TILE_MEMORY_BYTES` of the thread.
 
     Attributes:
         configure: Called with ``(memory)`` first.
@@ -45,7 +47,7 @@ class TileOperations:
 
 @cache
 def select_tile_operations() -> TileOperations:
-    """Return the tile operations of this processor; emulated ones if it has none."""
+    """Select the AMX tile operations of this processor, or the emulated ones if it has none."""
     every = range(REGISTER_COUNT)
     if target_cpu.find_tile_support() == target_cpu.AMX:
         clears, loads = tuple(map(amx.clear_tile, every)), tuple(map(amx.load_tile, every))
@@ -59,7 +61,7 @@ def select_tile_operations() -> TileOperations:
 
 @subroutine
 def do_nothing(memory):
-    """Do nothing. It replaces `configure` and `release` without tile registers."""
+    """Do nothing: the emulation of `configure` and `release`, because there are no tile registers."""
     return 0
 
 

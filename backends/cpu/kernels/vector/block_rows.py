@@ -53,21 +53,27 @@ FLOAT_ONE, Q8_0_MAX_CODE, Q4_0_MIN_CODE, Q4_0_CODE_OFFSET, Q4_0_MAX_CODE = (
 
 @subroutine
 def load_q8_0(row, c):
-    """Load 16 elements from column `c`, a multiple of 16."""
+    """Load 16 elements of a Q8_0 cache row as float32, from column `c`, a multiple of 16."""
     block = row + c // BLOCK_ELEMENTS * 34
     return mul(to_float(load_i8_lanes(block + SCALE_BYTES + c % BLOCK_ELEMENTS)), splat_f16(block))
 
 
 @subroutine
 def load_q4_0(row, c):
-    """Load 16 elements as `load_q8_0` does. Low nibbles are the first half of a block, high nibbles the second half."""
+    """Load 16 elements of a Q4_0 cache row as float32, from column `c`, a multiple of 16.
+
+    Low nibbles are the first half of a block, high nibbles the second half.
+    """
     block = row + c // BLOCK_ELEMENTS * 18
     q = and_int(shift_right(load_u8_lanes(block + SCALE_BYTES), splat_int(c % BLOCK_ELEMENTS // 4)), splat_int(15))
     return mul(to_float(sub_int(q, splat_int(8))), splat_f16(block))
 
 
 def _make_expand(nbytes: int, load: Subroutine) -> Subroutine:
-    """Make ``(row, c, n, to)``: expand columns `c` to `n`, multiples of 32, to float32."""
+    """Make the subroutine that expands columns `c` to `n` of a quantised cache row to float32: ``(row, c, n, to)``.
+
+    `c` and `n` are multiples of 32. `nbytes` is the bytes of a block.
+    """
 
     def expand(row, c, n, to):
         for block in range(row + c // BLOCK_ELEMENTS * nbytes, row + n // BLOCK_ELEMENTS * nbytes, nbytes):
@@ -80,13 +86,16 @@ def _make_expand(nbytes: int, load: Subroutine) -> Subroutine:
 
 @subroutine
 def safe_reciprocal(scale):
-    """Return ``1 / scale``; 0 for 0."""
+    """Return ``1 / scale``, or 0 if the scale is 0."""
     return where_nonzero(scale, div(splat(FLOAT_ONE), scale), zeros())
 
 
 @subroutine
 def store_q8_0(row, c, x, y):
-    """Store both halves of the block at column `c`. The largest magnitude becomes 127."""
+    """Quantise 32 elements to Q8_0 and store the block at column `c` of a cache row. The largest magnitude becomes 127.
+
+    `x` and `y` are the halves of the block.
+    """
     d = div(splat(lane_max(larger(absolute(x), absolute(y)))), splat(Q8_0_MAX_CODE))
     block, factor = row + c // BLOCK_ELEMENTS * 34, safe_reciprocal(d)
     store_f16(block, d)
@@ -96,7 +105,10 @@ def store_q8_0(row, c, x, y):
 
 @subroutine
 def store_q4_0(row, c, x, y):
-    """Store both halves of the block at column `c`. The number with the largest magnitude becomes -8."""
+    """Quantise 32 elements to Q4_0 and store the block at column `c` of a cache row.
+
+    `x` and `y` are the halves of the block. The number with the largest magnitude becomes -8.
+    """
     low, high = splat(lane_min(smaller(x, y))), splat(lane_max(larger(x, y)))
     d = div(where_less(sub(zeros(), low), high, high, low), splat(Q4_0_MIN_CODE))
     block, factor = row + c // BLOCK_ELEMENTS * 18, safe_reciprocal(d)

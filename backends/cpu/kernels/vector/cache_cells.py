@@ -15,7 +15,7 @@ from .block_rows import BLOCK_EXPANDERS, BLOCK_LOADERS
 
 @dataclass(frozen=True, slots=True)
 class CacheCells:
-    """The operations on cache rows of one type.
+    """The subroutines that read KV cache rows of one type as float32.
 
     Attributes:
         nbytes: Bytes of an element or of a block.
@@ -33,7 +33,7 @@ class CacheCells:
 
 
 def _make_plain_cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> CacheCells:
-    """Make the operations of an unquantised type with elements of `nbytes` bytes."""
+    """Make the subroutines for cache rows of an unquantised type with elements of `nbytes` bytes."""
 
     def row_bytes(n):
         return nbytes * n
@@ -48,7 +48,7 @@ def _make_plain_cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> Ca
 
 
 def _make_block_cells(dtype: DType) -> CacheCells:
-    """Make the operations of a type in blocks of 32 elements."""
+    """Make the subroutines for cache rows of a type that is quantised in blocks of 32 elements."""
     block, nbytes, load_16 = dtype.block, dtype.block_bytes, BLOCK_LOADERS[dtype]
 
     def row_bytes(n):

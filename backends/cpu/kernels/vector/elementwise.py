@@ -38,7 +38,7 @@ from ...steps.step_table import InstructionBinder, StepTableBuilder, ThreadWork
 from .vector_functions import BINARY, COMPARISONS, GATED, UNARY, affine, clamp, clamp_from_0, clamp_to_0, leaky_relu
 
 HEADER_WORDS = 4
-"""Words of a walk before its operands: elements of a row, and three counts of rows, outer first."""
+"""Words of a walk (the arguments that iterate over rows) before its operands: row length, three counts of rows."""
 OPERAND_WORDS = 5
 """Words of an operand: address, bytes from row to row along three axes, bytes from element to element."""
 ELEMENT_STRIDE_WORDS = slice(HEADER_WORDS + OPERAND_WORDS - 1, None, OPERAND_WORDS)
@@ -46,10 +46,10 @@ ELEMENT_STRIDE_WORDS = slice(HEADER_WORDS + OPERAND_WORDS - 1, None, OPERAND_WOR
 
 
 def make_row_args(operands: str, more: str = "") -> KernelArgs:
-    """Make the words of a kernel over rows: `walk` (`make_row_walk`) and `more`.
+    """Make the arguments of a kernel over rows: `walk` (`make_row_walk`) and `more`.
 
-    The kernel reads ``ARGS.columns(a)`` and ``ARGS.rows(a)``. For an operand x it reads ``ARGS.x(a, i)``, the address
-    of row i, and ``ARGS.x_step(a)``, the bytes from element to element.
+    The kernel reads ``ARGS.columns(a)``, ``ARGS.rows(a)``, ``ARGS.x(a, i)`` (address of row i of operand x), and
+    ``ARGS.x_step(a)`` (bytes from element to element).
     """
     names = operands.split()
     parts = {"columns": load_row_length, "rows": load_row_count}
@@ -64,7 +64,7 @@ load_row_count = subroutine(lambda a: load_word(a, 1) * load_word(a, 2) * load_w
 
 
 def _make_row_address(at: int) -> Subroutine:
-    """Make ``(a, i)``: the address of row `i` of the operand with its words from `at` on."""
+    """Make ``(a, i)``: compute the address of row `i` of the operand with its words in `a` from word `at` on."""
 
     def compute_row_address(a, i):
         outer, inner = load_word(a, 2), load_word(a, 3)
@@ -83,7 +83,7 @@ def _make_row_address(at: int) -> Subroutine:
 
 
 def _make_element_step(at: int) -> Subroutine:
-    """Make ``(a)``: the bytes from element to element of the operand with its words from `at` on."""
+    """Make ``(a)``: load the bytes from element to element of the operand with its words in `a` from word `at` on."""
 
     def load_element_step(a):
         return load_word(a, at + OPERAND_WORDS - 1)
@@ -93,7 +93,7 @@ def _make_element_step(at: int) -> Subroutine:
 
 @subroutine
 def load_lanes(p, c, n, step):
-    """Load up to 16 elements of a row from column `c` of `n`; broadcast its one element if `step` is 0."""
+    """Load up to 16 elements of a float32 row from column `c` of `n` on; broadcast its one element if `step` is 0."""
     if step == 0:
         return splat_from(p)
     if n - c >= LANES:
@@ -103,7 +103,7 @@ def load_lanes(p, c, n, step):
 
 @subroutine
 def store_lanes(p, c, n, value):
-    """Store up to 16 elements of a row from column `c` of `n`."""
+    """Store up to 16 elements of a float32 row from column `c` of `n` on."""
     if n - c >= LANES:
         store(p + 4 * c, value)
     else:
@@ -127,7 +127,7 @@ UNARY_ARGS = make_row_args("x y")
 
 @cache
 def make_unary_kernel(name: str, function: Subroutine | None = None) -> Kernel:
-    """Make the kernel ``y = f(x)`` of a function of 16 lanes; by default the one of `UNARY` with this name."""
+    """Make the elementwise kernel ``y = f(x)`` of a function of 16 lanes, by default the function `name` of `UNARY`."""
     compute = function or UNARY[name]
 
     def body(a, thread, threads):
@@ -144,7 +144,7 @@ def make_unary_kernel(name: str, function: Subroutine | None = None) -> Kernel:
 
 @kernel
 def copy_strided_rows(a, thread, threads):
-    """Copy strided elements to dense rows."""
+    """Copy rows with strided elements to rows with dense elements."""
     n, apart = UNARY_ARGS.columns(a), splat_int(UNARY_ARGS.x_step(a))
     lo, hi = compute_thread_range(UNARY_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
@@ -159,7 +159,7 @@ BINARY_ARGS = make_row_args("x z y")
 
 @cache
 def make_binary_kernel(name: str) -> Kernel:
-    """Make the kernel ``y = f(x, z)`` for one of `BINARY`."""
+    """Make the elementwise kernel ``y = f(x, z)`` for the function `name` of `BINARY`."""
     function = BINARY[name]
 
     def body(a, thread, threads):
@@ -183,7 +183,7 @@ NUMBER_ARGS = make_row_args("x y", "first:f32 second:f32")
 
 @cache
 def make_number_kernel(name: str) -> Kernel:
-    """Make the kernel ``y = f(x, first, second)`` with two numbers, for one of `NUMBER_FUNCTIONS`."""
+    """Make the elementwise kernel ``y = f(x, first, second)`` with two numbers, for one of `NUMBER_FUNCTIONS`."""
     function = NUMBER_FUNCTIONS[name]
 
     def body(a, thread, threads):
@@ -203,7 +203,7 @@ CHOICE_ARGS = make_row_args("t x z y")
 
 @kernel
 def select_elements(a, thread, threads):
-    """Compute ``t != 0 ? x : z``. Each operand may be one number for the whole row."""
+    """Select elements by a condition: ``y = x if t != 0 else z``. Each operand may be one number for the whole row."""
     n, t_step = CHOICE_ARGS.columns(a), CHOICE_ARGS.t_step(a)
     x_step, z_step = CHOICE_ARGS.x_step(a), CHOICE_ARGS.z_step(a)
     lo, hi = compute_thread_range(CHOICE_ARGS.rows(a), thread, threads)
@@ -222,7 +222,7 @@ FILL_ARGS = make_row_args("y", "value:f32")
 
 @kernel
 def fill(a, thread, threads):
-    """Fill y with one number."""
+    """Fill the rows of y with one number."""
     n, value = FILL_ARGS.columns(a), splat(FILL_ARGS.value(a))
     lo, hi = compute_thread_range(FILL_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
@@ -238,7 +238,7 @@ MAX_ROW_ELEMENTS = 2048
 def make_row_walk(
     shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False, apart: bool = False
 ) -> list[int] | None:
-    """Make the walk (`make_row_args`) through `operands`, broadcast to `shape`; None if it is impossible.
+    """Make the walk of a kernel over rows of `operands`, broadcast to `shape`; None if it is impossible.
 
     Axes that all operands can merge become one; `whole_rows` keeps the last one. `apart` allows strided elements.
     """
@@ -287,7 +287,7 @@ RowKernel = tuple[Kernel, KernelArgs, Mapping[str, int]]
 
 
 def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Operand], out: Operand) -> bool:
-    """Add the step of a kernel, after gathering strided operands; False if it cannot walk the operands."""
+    """Add the step of a kernel over rows, after copies of strided operands; return False if there is no walk."""
     whole = _make_thread_work(of, sources, out)
     if whole is None:
         dense = [_make_gather_scratch(steps, o, k) for k, o in enumerate(sources)]
@@ -312,7 +312,7 @@ def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Opera
 
 
 def _make_gather_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Operand:
-    """Return scratch for a dense copy of `x` if its elements are strided and can be gathered; else return `x`."""
+    """Make scratch for a dense copy of `x` if its elements are strided and can be copied; otherwise return `x`."""
     if not x.shape or x.shape[-1] == 1 or x.strides[-1] in (0, 1):
         return x
     nbytes = x.tensor.spec.nbytes
@@ -323,7 +323,7 @@ def _make_gather_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Op
 
 
 def _make_gather_walk(x: Operand, to: Operand) -> list[int] | None:
-    """Return the walk of `copy_strided_rows`, or None."""
+    """Make the walk of `copy_strided_rows` from `x` to `to`; None if it is impossible."""
     if not (x.is_float and to.is_float and to.tensor.spec.size):
         return None
     walk = make_row_walk(to.shape, [x, to], apart=True)
@@ -333,12 +333,12 @@ def _make_gather_walk(x: Operand, to: Operand) -> list[int] | None:
 
 
 def can_copy(x: Operand, to: Operand) -> bool:
-    """Return whether `add_unary` can copy `x` to `to`."""
+    """Return whether `add_unary_step` can copy `x` to `to`."""
     return _make_gather_walk(x, to) is not None
 
 
 def _add_gather_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
-    """Add the step that copies strided elements; False if there is no walk."""
+    """Add the step that copies strided elements to dense elements; return False if there is no walk."""
     walk = _make_gather_walk(x, to)
     if walk is None:
         return False
@@ -347,10 +347,7 @@ def _add_gather_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
 
 
 def make_whole_row_walk(steps: StepTableBuilder, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
-    """Return the walk through whole rows of `x` and `y`, and the walked `x`; None if it is impossible.
-
-    If `x` is strided, this adds a step that gathers it.
-    """
+    """Make the walk over whole rows of `x` and `y`, after a copy of a strided `x`; return it with `x` or the copy."""
     for source in (x, _make_gather_scratch(steps, x, 0)):
         walk = make_row_walk(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
         if walk is not None and walk[ELEMENT_STRIDE_WORDS][0] == 4:
@@ -361,7 +358,7 @@ def make_whole_row_walk(steps: StepTableBuilder, x: Operand, y: Operand) -> tupl
 
 
 def _make_thread_work(of: RowKernel, sources: Sequence[Operand], out: Operand) -> ThreadWork | None:
-    """Return the words for a kernel; None if it cannot walk the operands or if they are empty."""
+    """Make the thread work of a kernel over rows; None for empty operands, or for operands that need a copy first."""
     operands = [*sources, out]
     if not all(o.is_float for o in operands) or not out.tensor.spec.size:
         return None
@@ -373,7 +370,7 @@ def _make_thread_work(of: RowKernel, sources: Sequence[Operand], out: Operand) -
 
 
 def add_unary(steps: StepTableBuilder, name: str, x: Operand, out: Operand) -> bool:
-    """Add one of `UNARY`; False if it cannot walk the operands."""
+    """Add the elementwise step of one of `UNARY`; return False if there is no walk."""
     of: RowKernel = (make_unary_kernel(name), UNARY_ARGS, {})
     if name == "copy" and _make_thread_work(of, [x], out) is None:
         return _add_gather_step(steps, x, out)
@@ -381,7 +378,7 @@ def add_unary(steps: StepTableBuilder, name: str, x: Operand, out: Operand) -> b
 
 
 def add_binary(steps: StepTableBuilder, name: str, x: Operand, z: Operand, out: Operand) -> bool:
-    """Add one of `BINARY`; False if it cannot walk the operands."""
+    """Add the elementwise step of one of `BINARY`; return False if there is no walk."""
     return add_row_step(steps, (make_binary_kernel(name), BINARY_ARGS, {}), [x, z], out)
 
 
@@ -396,8 +393,8 @@ def _make_binary_binding(name: str) -> InstructionBinder:
 def _add_number_step(
     steps: StepTableBuilder, call: BoundInstruction, name: str, first: float, second: float = 0.0
 ) -> bool:
-    of: RowKernel = (make_number_kernel(name), NUMBER_ARGS, {"first": float_bits(first), "second": float_bits(second)})
-    return add_row_step(steps, of, [call.operand(0)], call.out)
+    numbers = {"first": float_bits(first), "second": float_bits(second)}
+    return add_row_step(steps, (make_number_kernel(name), NUMBER_ARGS, numbers), [call.operand(0)], call.out)
 
 
 def _bind_scale(steps: StepTableBuilder, call: BoundInstruction) -> bool:

@@ -54,8 +54,8 @@ MIN_NORMAL = np.finfo(np.float32).tiny
 def exp(x):
     """Return ``exp(x)``: 2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7.
 
-    Results are inf and 0 past the range; NaN passes both comparisons. The power is applied in two halves. Both halves
-    are normal numbers.
+    Results are inf and 0 past the range, and NaN for NaN. The power is applied in two halves. Both halves are normal
+    numbers.
     """
     clamped = where_less(x, splat(-104.0), splat(-104.0), where_less(splat(90.0), x, splat(90.0), x))
     n = round_to_int(mul(clamped, splat(1.4426950408889634)))
@@ -110,7 +110,10 @@ def elu(x):
 
 @subroutine
 def log(x):
-    """Return ``n ln 2 + 2 artanh((m - 1) / (m + 1))`` with ``x = 2^n m`` and m around 1; relative error below 2e-7."""
+    """Return ``log(x)`` as ``n ln 2 + 2 artanh((m - 1) / (m + 1))`` with ``x = 2^n m`` and m around 1.
+
+    The relative error is below 2e-7.
+    """
     small = where_less(x, splat(MIN_NORMAL), mul(x, splat(8388608.0)), x)
     bits = sub_int(float_to_bits(small), splat_int(0x3F3504F3))  # the bits of sqrt(1 / 2)
     n = to_float(shift_right_signed(bits, splat_int(23)))
@@ -128,13 +131,13 @@ def log(x):
 
 @subroutine
 def log_of_nonpositive(x):
-    """Return -inf for 0, NaN for negative numbers and NaN."""
+    """Return the logarithm of numbers that are not positive: -inf for 0, NaN for negative numbers and NaN."""
     return where_nonzero(x, square_root(sub(splat(-FLOAT_ONE), absolute(x))), splat(-INFINITY))
 
 
 @subroutine
 def log1p(x):
-    """Return the logarithm of ``1 + x``, corrected by the rounding error of ``1 + x``."""
+    """Return ``log(1 + x)``, corrected by the rounding error of ``1 + x``."""
     whole = add(splat(FLOAT_ONE), x)
     lost = div(sub(x, sub(whole, splat(FLOAT_ONE))), whole)
     known = add(log(whole), where_less(absolute(lost), splat(INFINITY), lost, zeros()))
@@ -143,7 +146,7 @@ def log1p(x):
 
 @subroutine
 def log1p_unit_interval(x):
-    """Return the logarithm of ``1 + x`` for x in [0, 1]: 2 artanh(x / (2 + x)), seven terms; error below 3e-8."""
+    """Return ``log(1 + x)`` for x in [0, 1]: 2 artanh(x / (2 + x)), seven terms; error below 3e-8."""
     z = div(x, add(x, splat(FLOAT_TWO)))
     y = mul(z, z)
     p = fma(y, splat(1 / 13), splat(1 / 11))
@@ -163,7 +166,7 @@ def softplus(x):
 
 @subroutine
 def tanh(x):
-    """Return ``1 - 2 / (1 + exp(2 x))``; a polynomial for small x, where that formula is inexact."""
+    """Return ``tanh(x)`` as ``1 - 2 / (1 + exp(2 x))``; a polynomial for small x, where that formula is inexact."""
     large = sub(splat(FLOAT_ONE), div(splat(FLOAT_TWO), add(splat(FLOAT_ONE), exp(add(x, x)))))
     y = mul(x, x)
     p = fma(y, splat(62 / 2835), splat(-17 / 315))
@@ -175,14 +178,14 @@ def tanh(x):
 
 @subroutine
 def gelu(x):
-    """Return ``x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
+    """Return the tanh approximation of GELU: ``x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
     u = mul(splat(1.5957691216057308), fma(mul(mul(x, x), x), splat(0.044715), x))
     return mul(x, sigmoid(u))
 
 
 @subroutine
 def erfc_nonnegative(x):
-    """Return ``1 - erf(x)`` for x >= 0: ``exp(-x^2)`` times a polynomial in ``1 / (1 + x / 2)``.
+    """Return ``erfc(x) = 1 - erf(x)`` for x >= 0: ``exp(-x^2)`` times a polynomial in ``1 / (1 + x / 2)``.
 
     The relative error is 3e-7.
     """
@@ -200,7 +203,7 @@ def erfc_nonnegative(x):
 
 @subroutine
 def erf(x):
-    """Return erf: an odd polynomial near 0, else ``1 - erfc_nonnegative(x)``."""
+    """Return ``erf(x)``: an odd polynomial near 0, else ``1 - erfc_nonnegative(x)``."""
     y = mul(x, x)
     p = fma(y, splat(7.84725915e-5), splat(-8.00818933e-4))
     p = fma(p, y, splat(5.18809889e-3))
@@ -214,7 +217,7 @@ def erf(x):
 
 @subroutine
 def gelu_erf(x):
-    """Return ``x / 2 * erfc(-x / sqrt(2))``, which stays exact for negative x."""
+    """Return GELU by the error function: ``x / 2 * erfc(-x / sqrt(2))``, which stays exact for negative x."""
     half = mul(splat(FLOAT_HALF), erfc_nonnegative(mul(absolute(x), splat(0.7071067811865476))))
     return mul(x, where_less(x, zeros(), half, sub(splat(FLOAT_ONE), half)))
 
@@ -235,19 +238,19 @@ def hardswish(x):
 
 @subroutine
 def sgn(x):
-    """Return the sign: +0 for both zeros, NaN for NaN."""
+    """Return the sign of x: -1 or 1; +0 for both zeros, NaN for NaN."""
     return where_less(zeros(), x, splat(FLOAT_ONE), where_less(x, zeros(), splat(-FLOAT_ONE), absolute(x)))
 
 
 @subroutine
 def step(x):
-    """Return 1 for x > 0, else 0."""
+    """Return the unit step: 1 for x > 0, else 0."""
     return where_less(zeros(), x, splat(FLOAT_ONE), zeros())
 
 
 @subroutine
 def gelu_quick(x):
-    """Return ``x * sigmoid(1.702 x)``."""
+    """Return the quick approximation of GELU: ``x * sigmoid(1.702 x)``."""
     return mul(x, sigmoid(mul(splat(1.702), x)))
 
 
@@ -344,7 +347,7 @@ BINARY: dict[str, Subroutine | Intrinsic] = {
 
 @subroutine
 def affine(x, a, b):
-    """Return ``a x + b``. If b is -0, a zero keeps its sign."""
+    """Return ``a x + b``. If b is -0, a zero result keeps its sign."""
     return fma(x, splat(a), splat(b))
 
 
@@ -355,13 +358,13 @@ def clamp(x, low, high):
 
 @subroutine
 def clamp_from_0(x, low, high):
-    """Clamp to low = +0 or more. No result is -0."""
+    """Clamp x to the range from low, which is +0 or more, to high. No result is -0."""
     return absolute(clamp(x, low, high))
 
 
 @subroutine
 def clamp_to_0(x, low, high):
-    """Clamp to high = -0 or less. No result is +0."""
+    """Clamp x to the range from low to high, which is -0 or less. No result is +0."""
     return negative(absolute(clamp(x, low, high)))
 
 
