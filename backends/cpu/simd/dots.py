@@ -51,7 +51,7 @@ def _find_pair_instructions() -> tuple[int, str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class WeightCodes:
-    """Properties of weight codes: the largest code, the zero point, and whether half blocks have scales of their own."""
+    """Properties of weight codes: largest code, zero point, and whether half blocks have scales of their own."""
 
     max_code: int = 255
     zero_point: int = 0
