@@ -45,7 +45,7 @@ LOADED_LEAVES = ("weight", "constant")
 
 
 class CpuBackend(NumpyBackend):
-    """The backend for the processor of this machine: device ``cpu:0`` and virtual devices, with `threads` threads each."""
+    """The backend for the processor of this machine: ``cpu:0`` and virtual devices, each with `threads` threads."""
 
     name = "cpu"
 

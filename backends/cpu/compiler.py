@@ -50,10 +50,10 @@ class Subroutine:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A Python function ``body(arguments, thread, threads) -> status`` that is compiled and runs on all threads of a device.
+    """A Python function ``body(arguments, thread, threads) -> status`` that is compiled and runs on all threads.
 
-    Each thread does its part of the work. `arguments` is the address of a block of 64-bit words. The status is 0 unless
-    the run has to stop. Kernels with equal names are the same kernel.
+    Each thread of a device does its part of the work. `arguments` is the address of a block of 64-bit words. The status
+    is 0 unless the run has to stop. Kernels with equal names are the same kernel.
     """
 
     name: str

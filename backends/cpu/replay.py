@@ -102,7 +102,7 @@ class Segment:
 
     @cached_property
     def timed_segment(self) -> Segment:
-        """A copy of the segment with a loop that also writes the start of each step into `times`, for `parse_step_times`."""
+        """A copy of the segment that also writes the start time of each step into `times`, for `parse_step_times`."""
         segment = copy(self)
         segment._loop = self._loop_at(run_timed.address, self.times.ctypes.data)
         return segment
