@@ -202,8 +202,7 @@ class Program:
     def build_undo_program(self, finished: int | frozenset[int]) -> Program:
         """Build the program that restores the saved states after a failed run.
 
-        Args:
-            finished: The number of finished instructions, or their positions.
+        `finished` is the number of finished instructions, or the set of their positions.
         """
         done = range(finished) if isinstance(finished, int) else finished
         return replace(self, instructions=tuple(back for at, back in reversed(self.undo) if at in done), undo=())

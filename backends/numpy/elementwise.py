@@ -47,7 +47,7 @@ SIGN_BIT, MAGNITUDE_BITS = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 def bind_maximum(call: HostInstruction) -> Calls:
-    """Bind the elementwise maximum, with exact signs of zeros: a result is -0 only if both operands have a sign."""
+    """Bind the elementwise maximum with exact zeros: a result has a sign bit only if both operands have one."""
     b, a, out, both = (x.view(np.int32) for x in _choice_operands(call))
     return [
         partial(np.bitwise_and, a, b, out=both),
@@ -58,7 +58,7 @@ def bind_maximum(call: HostInstruction) -> Calls:
 
 
 def bind_minimum(call: HostInstruction) -> Calls:
-    """Bind the elementwise minimum, with exact signs of zeros: a result is -0 if one of the operands has a sign."""
+    """Bind the elementwise minimum with exact zeros: a result has a sign bit if either operand has one."""
     b, a, out, either = (x.view(np.int32) for x in _choice_operands(call))
     return [
         partial(np.bitwise_or, a, b, out=either),

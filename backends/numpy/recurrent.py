@@ -56,7 +56,7 @@ def bind_gated_delta_net(call: HostInstruction) -> Calls:
 
 @dataclass(frozen=True, slots=True)
 class _TokenBuffers:
-    """The running state and the temporaries of one token; all arrays except `decay` have a head axis split by key head."""
+    """The running state and the temporaries of one token; all except `decay` have a head axis split by key head."""
 
     running_state: Array
     decay: Array
@@ -120,7 +120,10 @@ class _StateSnapshots:
         return [*calls, *(self._bind_save(0) if not self.tokens else ())]
 
     def bind_snapshot_calls(self, t: int) -> Calls:
-        """Return the calls that save a snapshot of the running state after token `t`; none for a token that needs no snapshot."""
+        """Return the calls that save a snapshot of the running state after token `t`.
+
+        The list is empty for a token without snapshot.
+        """
         back = self.tokens - 1 - t
         return self._bind_save(back) if back < self.snapshots else []
 
