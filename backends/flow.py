@@ -220,7 +220,7 @@ class Dataflow:
         return _has_overlap(written, [*read_there, *written_there]) or _has_overlap(read, written_there)
 
     def find_finished_instructions(self, number: int) -> int | frozenset[int]:
-        """Return the instructions that have finished when instruction `number` fails.
+        """Return the instructions that have finished before instruction `number`, for a failure of that instruction.
 
         The result has the form of `StepError.finished_instructions`: a count if they are the first instructions of the
         program, else the set of their numbers.

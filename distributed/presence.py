@@ -75,7 +75,7 @@ def leave_note() -> None:
 
 
 def register_partner(partner: Partner) -> None:
-    """Register a participant for the end of this process: `tell_end` and `await_ends` are called then, if it is alive."""
+    """Register a participant: at the end of this process `tell_end` and `await_ends` are called, if it is alive."""
     _partners.append(ref(partner))
 
 
@@ -86,7 +86,7 @@ def format_reason(error: BaseException) -> str:
 
 
 def record_loss(why: str) -> None:
-    """Record that a rank is lost, with the reason, so that this process ends without MPI.
+    """Record that a rank is lost, and why, so that this process ends without MPI.
 
     MPI would wait for the lost rank for ever.
     """
@@ -162,7 +162,7 @@ def await_local_ranks(seconds: float) -> None:
 
 
 def _list_living_parents() -> Iterator[str]:
-    """Yield the parent process id of each process of this machine that runs and is not stopped."""
+    """Yield the parent process id of each process of this machine that is running and not stopped."""
     for entry in PROC.glob("[0-9]*"):
         state, _, rest = _read_process_state(int(entry.name)).partition(" ")
         if state not in ("", "Z", "X", "T", "t"):
@@ -170,7 +170,7 @@ def _list_living_parents() -> Iterator[str]:
 
 
 def _read_note(pid: int) -> str | None:
-    """Read the note of the rank with process id `pid`; None means no note."""
+    """Read the note of the rank with process id `pid`, or return None without a note."""
     with suppress(OSError):
         for link in (PROC / str(pid) / "fd").iterdir():
             with suppress(OSError):

@@ -108,7 +108,7 @@ class World:
             self.hosts = tuple(text.decode() for text in self.all_gather_bytes(link.host.encode()))
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank for messages, such as ``rank 1 on node-b``."""
+        """Describe a rank for messages, as in ``rank 1 on node-b``."""
         return f"rank {rank} on {self.hosts[rank]}"
 
     # ------------------------------------------------------------------------------------------------- talking
@@ -169,12 +169,12 @@ class World:
         return packet.tobytes()
 
     def timeout_error(self, rank: int, timeout: float) -> RanksError:
-        """Record that a rank which is alive did not come in time, and return the error for it."""
+        """Record that a rank which is alive did not come within `timeout` seconds, and return the error."""
         self._give_up(rank, f"it did not come within {timeout:.0f} s: it hangs, or is overloaded")
         return RanksError(str(self.failure))
 
     def _give_up(self, rank: int, why: str) -> None:
-        """Record the failure of `rank`; at the end this process does not wait for that rank in MPI."""
+        """Give up a rank: record its failure, so that the end of this process does not wait for that rank in MPI."""
         failure = Failure(rank, self.hosts[rank], why)
         if self._record_failure(failure) and not self._ends_process:
             record_loss(str(failure))
@@ -230,7 +230,10 @@ class World:
         self._wakes = [*(known for known in self._wakes if known() is not None), WeakMethod(wake)]
 
     def wake_again(self) -> None:
-        """Call all registered methods again if a rank has failed, because a cleared group has lost the reason."""
+        """Repeat the calls of all registered methods if a rank has failed.
+
+        A cleared group has lost the reason of the failure.
+        """
         if self.failure is not None:
             for known in self._wakes:
                 if (wake := known()) is not None:
@@ -330,7 +333,7 @@ class World:
         os._exit(code)  # MPI would wait for the rank that failed
 
     def _bound_close(self, code: int) -> None:
-        """Start a timer that ends this process after `FAILED_RANK_LINGER_SECONDS`.
+        """Start a timer that ends this process with exit code `code` after `FAILED_RANK_LINGER_SECONDS`.
 
         The timer matters if another rank was killed after it sent `CLOSES`.
         """

@@ -251,7 +251,7 @@ class Replay:
 
 
 def _call_timed(clock: memoryview, call: Callable[[], object]) -> None:
-    """Make a Python call, and write its start and end time in nanoseconds into `clock`."""
+    """Record the times of a Python call: make the call, and write its start and end in nanoseconds into `clock`."""
     clock[0] = time.monotonic_ns()
     call()
     clock[1] = time.monotonic_ns()

@@ -1,8 +1,8 @@
 """AMX tile operations: eight tile registers of 16 rows of 64 bytes, and bfloat16 products with float32 sums.
 
-``add_tile_products(c, x, w)`` multiplies 16 rows of 32 activations in tile x by 32 columns of 16 weight rows in tile w,
-and adds the products to tile c, 16 rows of 16 float32. Tile w holds pairs: row k of the tile has the columns 2k and 2k
-+ 1 of every weight row.
+The intrinsic ``make_tile_product(c, x, w)`` multiplies 16 rows of 32 activations in tile x by 32 columns of 16 weight
+rows in tile w. It adds the products to tile c, 16 rows of 16 float32. Tile w holds pairs: row k of the tile has the
+columns 2k and 2k + 1 of every weight row.
 
 >>> import numpy as np
 >>> x, w = np.arange(64.0).reshape(2, 32), np.arange(96.0).reshape(3, 32)  # 2 rows of activations, 3 of a weight
@@ -56,7 +56,7 @@ def release_tiles(b, memory):
 
 @cache
 def clear_tile(tile: int) -> Intrinsic:
-    """Return the intrinsic ``(memory)`` that fills tile register `tile` with zeros."""
+    """Make the intrinsic ``(memory)`` that fills tile register `tile` with zeros."""
     return intrinsic(NOTHING, ADDRESS)(lambda b, memory: _call(b, "llvm.x86.tilezero", ir.Constant(_i8, tile)))
 
 
@@ -70,25 +70,28 @@ def _make_tile_move(instruction: str, tile: int) -> Intrinsic:
 
 @cache
 def load_tile(tile: int) -> Intrinsic:
-    """Return the intrinsic ``(memory, p, step)`` that loads 16 rows, `step` bytes apart, into tile register `tile`."""
+    """Make the intrinsic ``(memory, p, step)`` that loads 16 rows, `step` bytes apart, into tile register `tile`."""
     return _make_tile_move("llvm.x86.tileloadd64", tile)
 
 
 @cache
 def load_tile_streaming(tile: int) -> Intrinsic:
-    """Return the intrinsic ``(memory, p, step)`` that loads a tile as `load_tile` does, without use of the L1 cache."""
+    """Make the intrinsic ``(memory, p, step)`` that loads tile register `tile` without use of the L1 cache.
+
+    The 16 rows are `step` bytes apart.
+    """
     return _make_tile_move("llvm.x86.tileloaddt164", tile)
 
 
 @cache
 def store_tile(tile: int) -> Intrinsic:
-    """Return the intrinsic ``(memory, p, step)`` that stores tile register `tile` as 16 rows, `step` bytes apart."""
+    """Make the intrinsic ``(memory, p, step)`` that stores tile register `tile` as 16 rows, `step` bytes apart."""
     return _make_tile_move("llvm.x86.tilestored64", tile)
 
 
 @cache
 def add_tile_products(sum_tile: int, activation_tile: int, weight_tile: int) -> Intrinsic:
-    """Return the intrinsic ``(memory)`` that adds the matrix product of two bfloat16 tiles to a float32 tile.
+    """Make the intrinsic ``(memory)`` that adds the matrix product of two bfloat16 tiles to a float32 tile.
 
     The arguments are numbers of tile registers.
     """

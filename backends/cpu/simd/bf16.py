@@ -36,7 +36,7 @@ _BRAINS = ir.VectorType(_Brain(), 2 * LANES)
 
 
 def round_to_bf16(b: Any, low: Any, high: Any) -> Any:
-    """Round two float32 vectors to bfloat16, and return the 32 bit patterns, `low` before `high`.
+    """Round two float32 vectors to bfloat16 and concatenate the 32 bit patterns, `low` before `high`.
 
     Rounding is to nearest, ties to even; NaN stays NaN.
     """
@@ -61,7 +61,7 @@ def _lane_order(lanes: list[int]) -> ir.Constant:
 
 
 def round_to_bf16_pairs(b: Any, first: Any, second: Any) -> Any:
-    """Round two float32 vectors to bfloat16, and interleave the lanes as pairs, `first` in the lower half.
+    """Round two float32 vectors to bfloat16 and interleave the lanes as pairs, `first` in the lower half.
 
     Rounding is to nearest, ties to even; NaN stays NaN.
     """

@@ -33,7 +33,7 @@ SUMS_TYPE = vector_tuple_type(FLOATS, 4 * SCALARS_PER_ROW)
 
 
 def _rows_and_vectors() -> tuple[int, int]:
-    """Return the number of rows that one step adds, and the number of vectors of each row.
+    """Choose the size of one step: the number of rows that it adds, and the number of vectors of each row.
 
     With two rows an instruction does not wait for the previous sum.
     """

@@ -382,9 +382,9 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodes = UNKNOWN
 
 
 def _initial_sum(b: Any, record: Any, offset: int | None) -> Any:
-    """Return the initial int32 lanes of a dot product, from `offset` of the record; without offset a constant.
+    """Emit the initial int32 lanes of a dot product: a number at `offset` of the record, or a constant.
 
-    The constant is `ONE_AND_A_HALF_BITS`.
+    Without `offset` the constant `ONE_AND_A_HALF_BITS` is the initial value.
     """
     if offset is None:
         return simd.ints_of(ONE_AND_A_HALF_BITS)

@@ -27,7 +27,7 @@ _TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), FLOATS: _F, INTS:
 
 
 def vector_tuple_type(element_type: str, count: int) -> str:
-    """Return the type name of a tuple of `count` elements, such as ``f32x16*4``; it is an LLVM array."""
+    """Format the type name of a tuple of `count` elements, such as ``f32x16*4``; it is an LLVM array."""
     return f"{element_type}*{count}"
 
 
@@ -210,7 +210,7 @@ def gather_lanes(b, address, byte_offsets):
 
 @intrinsic(INTS, ADDRESS, ADDRESS)
 def lane_indices(b, first, end):
-    """Return the int32 indices `first`, ``first + 1``, ... of 16 lanes, clamped to at most ``end - 1``."""
+    """Return the int32 indices `first`, ``first + 1``, ... in 16 lanes, clamped to at most ``end - 1``."""
     numbers = b.add(_splat(b, b.trunc(first, _i32), _I), ir.Constant(_I, list(range(LANES))))
     last = _splat(b, b.sub(b.trunc(end, _i32), ir.Constant(_i32, 1)), _I)
     return b.select(b.icmp_signed("<", numbers, last), numbers, last)
@@ -378,13 +378,13 @@ lane_max, lane_min = _make_lane_reduction(larger.body), _make_lane_reduction(sma
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
 def greater_bits(b, x, y):
-    """Return an integer with bit i set if lane i of `x` is greater than lane i of `y`."""
+    """Return a bitmask as an integer: bit i is set if lane i of `x` is greater than lane i of `y`."""
     return b.zext(b.bitcast(b.fcmp_ordered(">", x, y), _i16), _i64)
 
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
 def not_less_or_equal_bits(b, x, y):
-    """Return an integer with bit i set if lane i of `x` is greater than lane i of `y`, or either is NaN."""
+    """Return a bitmask as an integer: bit i is set if lane i of `x` is greater than lane i of `y`, or either is NaN."""
     return b.zext(b.bitcast(b.fcmp_unordered(">", x, y), _i16), _i64)
 
 
