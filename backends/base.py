@@ -114,7 +114,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The answer whether a device can run a node, with the reason for a negative answer."""
+    """Whether a device can run a node, and the reason if not."""
 
     ok: bool
     reason: str = ""
@@ -258,7 +258,7 @@ class Comm(Protocol):
         """Write the sum of all sources into `into`, which may be `source`; `scratch` has the shape of `source`."""
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        """Copy slices of the sources of all devices into `into`; an all-to-all is such a copy, too.
+        """Gather slices of the sources of all devices in `into`; an all-to-all is such a gather, too.
 
         Args:
             source: The array of this device.
@@ -269,7 +269,7 @@ class Comm(Protocol):
         """
 
     def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        """Write the sums of slices of the sources of all devices into `into`.
+        """Sum slices of the sources of all devices, and write the sums to `into`.
 
         Args:
             source: The array of this device.

@@ -70,7 +70,7 @@ class Dataflow:
         return readers[0]
 
     def require_full_reader(self, number: int, op: str) -> int:
-        """Return the first reader with the op `op` that has the whole result of `number` as its first operand.
+        """Return the first reader of instruction `number` with the op `op` and the whole result as its first operand.
 
         Raises `NoKernelError` without such a reader, or if the bytes of the result are overwritten in between.
         """

@@ -81,16 +81,14 @@ class Operand:
             self.declared_spec is not None and t.shape == self.declared_spec.shape and t.offset == 0 and self.is_dense
         )
 
-    def is_aligned_to_rows(self, multiple: int, nbytes: int) -> bool:
-        """Return whether the operand is a whole buffer, or dense rows that begin at a multiple of `multiple` rows.
+    def is_aligned_to_rows(self, row_multiple: int, row_bytes: int) -> bool:
+        """Return whether the operand is a whole buffer, or dense rows from a multiple of `row_multiple` rows on.
 
-        Args:
-            multiple: Row count.
-            nbytes: Bytes of a row.
+        `row_bytes` are the bytes of one row.
         """
         t = self.tensor
         rows = self.declared_spec is not None and len(t.shape) == 2 and t.shape[1:] == self.declared_spec.shape[1:]
-        return self.is_whole_buffer or (rows and self.is_dense and t.offset % (multiple * nbytes) == 0)
+        return self.is_whole_buffer or (rows and self.is_dense and t.offset % (row_multiple * row_bytes) == 0)
 
     @property
     def is_dense(self) -> bool:
@@ -117,7 +115,7 @@ class Operand:
 
     @property
     def row_stride_bytes(self) -> int:
-        """Bytes from row to row of an operand with a uniform row stride."""
+        """Row stride in bytes, for an operand with a uniform row stride."""
         step = self._find_row_stride_bytes()
         assert step is not None
         return step

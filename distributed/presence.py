@@ -75,7 +75,7 @@ def leave_note() -> None:
 
 
 def register_partner(partner: Partner) -> None:
-    """Register a participant: at the end of this process `tell_end` and `await_ends` are called, if it is alive."""
+    """Register a participant: at the end of this process `announce_end` and `await_ends` are called, if it is alive."""
     _partners.append(ref(partner))
 
 

@@ -71,15 +71,15 @@ class ThreadGroup:
         if self.board is not None:
             reset_run_numbers(self.board)
 
-    def wait_for_message(self, holds: Callable[[], object], what: str, why: str) -> None:
-        """Wait on the condition `post` until `holds` returns true.
+    def wait_for_message(self, condition: Callable[[], object], subject: str, reason: str) -> None:
+        """Wait on the message queues until `condition` returns true; the caller holds the lock `post`.
 
         Raises:
-            BackendError: `holds` stays false for `timeout` seconds. The message has `what` and the reason `why`.
+            BackendError: `condition` stays false for `timeout` seconds. The message has `subject` and `reason`.
         """
-        came = self.post.wait_for(lambda: holds() or bool(self.failure), self.timeout)
-        if not came or not holds():
-            raise BackendError(f"{what}: {self.failure or f'{why} within {self.timeout:g} s'}")
+        came = self.post.wait_for(lambda: condition() or bool(self.failure), self.timeout)
+        if not came or not condition():
+            raise BackendError(f"{subject}: {self.failure or f'{reason} within {self.timeout:g} s'}")
 
     def wait(self, rank: int, sequence: int) -> None:
         try:

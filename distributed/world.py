@@ -71,7 +71,7 @@ class Failure:
 
 
 class World:
-    """The communication of this process (rank) with the other processes of a run.
+    """One rank of a run: the connection of this process to all other processes of the run.
 
     All ranks run the same program in the same order.
 
@@ -221,16 +221,16 @@ class World:
         if self.failure is not None:
             raise RanksError(str(self.failure))
 
-    def register_wake(self, wake: Callable[[str], None]) -> None:
-        """Register the bound method `wake`, which is called with the reason when a rank fails.
+    def register_wake(self, callback: Callable[[str], None]) -> None:
+        """Register a bound method that is called with the reason when a rank fails.
 
         The registration ends with the object of the method. It serves threads that wait elsewhere and do not poll for
         failures.
         """
-        self._wakes = [*(known for known in self._wakes if known() is not None), WeakMethod(wake)]
+        self._wakes = [*(known for known in self._wakes if known() is not None), WeakMethod(callback)]
 
     def wake_again(self) -> None:
-        """Repeat the calls of all registered methods if a rank has failed.
+        """Repeat the calls of all registered failure callbacks if a rank has failed.
 
         A cleared group has lost the reason of the failure.
         """

@@ -78,7 +78,10 @@ def _bind_score_scaling(scores: Array, call: HostInstruction) -> Calls:
 
 
 def _slice_mask(mask: Array, leading: tuple[int, ...], index: tuple[int, ...]) -> Array:
-    """Return the mask matrix of one leading index and head; leading axes of the mask repeat."""
+    """Select the mask matrix of one leading index and head; leading axes of the mask repeat.
+
+    `leading` is the shape of the leading axes with the heads.
+    """
     mine = mask.shape[:-2]
     tail = index[len(leading) - len(mine) :]
     return mask[tuple(i % n for i, n in zip(tail, mine, strict=True))]

@@ -71,7 +71,7 @@ def bind_mul_mat_id(call: HostInstruction) -> Calls:
 
 
 def _as_matrix(x: Array) -> tuple[Array, Calls]:
-    """Return `x` as a matrix, and the calls that fill the matrix.
+    """Flatten the leading axes of `x`: return a matrix, and the calls that fill it.
 
     There are no calls if a view is possible. Otherwise the matrix is a copy, which the calls renew.
     """

@@ -121,7 +121,7 @@ def splat_4_bytes(b, address):
 
 
 def make_byte_table(values: list[int]) -> Intrinsic:
-    """Make an intrinsic that returns a lookup table of 16 bytes, repeated four times for `look_up_bytes`."""
+    """Make an intrinsic that returns a lookup table of 16 bytes, repeated four times for `look_up_in_table`."""
     return intrinsic(BYTES)(lambda b: ir.Constant(_B, values * 4))
 
 
@@ -133,7 +133,7 @@ def absolute_bytes(b, x):
 
 @intrinsic(BYTES, BYTES, BYTES)
 def look_up(b, table, indices):
-    """Return ``table[indices[i]]`` in each byte i, for indices from 0 to 15.
+    """Look up bytes in a table of 16 bytes: byte i of the result is ``table[indices[i]]``, for indices from 0 to 15.
 
     `table` holds the same 16 bytes four times.
     """

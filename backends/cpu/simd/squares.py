@@ -68,7 +68,7 @@ transpose_8_bit_blocks, transpose_4_bit_blocks = (
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
 def gather_f16(b, source, step, last, destination):
-    """Copy 16 float16 that are `step` bytes apart to consecutive memory; number `last` replaces missing numbers."""
+    """Copy 16 float16 at a stride of `step` bytes to consecutive memory; number `last` replaces missing numbers."""
     short = ir.IntType(16).as_pointer()
     for i in range(LANES):
         number = ir.Constant(_i64, i)

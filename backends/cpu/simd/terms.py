@@ -30,7 +30,7 @@ _PAIRS = ir.VectorType(ir.IntType(32), LANES)
 
 @cache
 def store_bf16_terms(term_count: int) -> Intrinsic:
-    """Make an intrinsic that stores two float32 vectors as bfloat16 pairs of `term_count` terms.
+    """Make an intrinsic that splits two float32 vectors into bfloat16 terms and stores the terms as interleaved pairs.
 
     The intrinsic is ``(to, step, first, second)``. The 16 pairs of a term are consecutive, and terms are `step` bytes
     apart.
@@ -51,7 +51,7 @@ def store_bf16_terms(term_count: int) -> Intrinsic:
 
 @cache
 def store_ordered_bf16_terms(term_count: int) -> Intrinsic:
-    """Make an intrinsic that stores 32 float32, in order, as `term_count` bfloat16 terms.
+    """Make an intrinsic that splits 32 float32 into bfloat16 terms and stores the numbers of each term in order.
 
     The intrinsic is ``(to, step, low, high)``. The 32 numbers of a term are consecutive, and terms are `step` bytes
     apart. A number that rounds to infinity has one term; the other terms are zero.
