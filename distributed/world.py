@@ -119,7 +119,11 @@ class World:
         return self._link.send(to, channel, packet)
 
     def wait_until_sent(self, posted: Sequence[object], timeout: float | None = None) -> None:
-        """Wait until all packets of `send_packet` are sent, so that the link no longer reads their memory."""
+        """Wait until all packets of `send_packet` are sent, so that the link no longer reads their memory.
+
+        Raises:
+            RanksError: A rank failed, or a packet is not sent within `timeout` seconds.
+        """
         for one in posted:
             if self._wait_for(lambda one=one: self._link.is_sent(one) or None, timeout) is None:  # type: ignore[misc]
                 raise RanksError(f"{self.name(self.rank)}: no rank receives its message for {timeout:g} s")

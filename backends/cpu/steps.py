@@ -217,14 +217,14 @@ class StepTableBuilder:
         )
 
     def scratch(self, purpose: str, nbytes: int) -> Operand:
-        """Return the scratch memory for `purpose`; all steps of that purpose share and overwrite it."""
+        """Return the scratch memory for `purpose` with `nbytes` bytes; all steps that ask for it share and overwrite it."""
         memory = self._scratch.get((purpose, nbytes))
         if memory is None:
             memory = self._scratch[purpose, nbytes] = self.allocate_memory(nbytes)
         return memory
 
     def constant(self, array: npt.NDArray[Any]) -> Operand:
-        """Return memory of the tables with the contents of `array`; arrays of equal bytes share one memory."""
+        """Return memory that holds the contents of `array` as long as the tables live; equal bytes share one memory."""
         data = array.tobytes()
         if data not in self._constants:
             self._constants[data] = memory = self.allocate_memory(len(data))

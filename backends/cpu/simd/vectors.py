@@ -200,7 +200,7 @@ def load_first_lanes_or(b, address, count, otherwise):
 
 @intrinsic(FLOATS, ADDRESS, INTS)
 def gather_lanes(b, address, byte_offsets):
-    """Load each float32 lane from `address` plus the byte offset of the lane."""
+    """Load 16 float32 from separate addresses: `address` plus the byte offset of each lane."""
     wide = ir.VectorType(_i64, LANES)
     addresses = b.add(_splat(b, address, wide), b.sext(byte_offsets, wide))
     at = b.inttoptr(addresses, ir.VectorType(_f32.as_pointer(), LANES))
