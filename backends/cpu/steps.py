@@ -217,7 +217,7 @@ class StepTableBuilder:
         )
 
     def scratch(self, purpose: str, nbytes: int) -> Operand:
-        """Return the scratch memory for `purpose` with `nbytes` bytes; all steps that ask for it share and overwrite it."""
+        """Return scratch memory of `nbytes` bytes for `purpose`, which all steps of that purpose share and overwrite."""
         memory = self._scratch.get((purpose, nbytes))
         if memory is None:
             memory = self._scratch[purpose, nbytes] = self.allocate_memory(nbytes)
