@@ -139,7 +139,7 @@ class CpuBackend(NumpyBackend):
                 )
 
     def compute_packing_id(self) -> str:
-        """Return a digest that identifies the layout of packed weights; it changes with kernel sources and compilers."""
+        """Return an identifier of the layout of packed weights, which changes with kernel sources and compilers."""
         return compute_source_digest().hex()
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:

@@ -217,7 +217,7 @@ class StepTableBuilder:
         )
 
     def scratch(self, purpose: str, nbytes: int) -> Operand:
-        """Return scratch memory of `nbytes` bytes for `purpose`, which all steps of that purpose share and overwrite."""
+        """Return scratch memory of `nbytes` bytes for `purpose`; all steps of that purpose overwrite it."""
         memory = self._scratch.get((purpose, nbytes))
         if memory is None:
             memory = self._scratch[purpose, nbytes] = self.allocate_memory(nbytes)
